@@ -1,0 +1,136 @@
+#!/usr/bin/env bash
+# Two nodes on one machine: two network namespaces joined by a virtual cable, launch_multinode.sh started in each.
+#   tools/two_nodes.sh [--rate 1gbit] [--gpus_per_node N] [--name RUN_NAME] -- ARGUMENTS of demo_coco_resnet18.py
+# --rate: what the cable carries each way, as tc writes it (100mbit, 1gbit); without it, as much as the machine can.
+# Needs root. The logs are LOG_DIR/RUN_NAME/node0.log and node1.log; the launcher's variables (RESTARTS, ...) apply.
+# Exit code: 0 if both nodes ended with 0, else the first other code.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+say() { echo "two_nodes.sh: $*" >&2; }
+die() {
+    say "error: $*"
+    exit 1
+}
+
+rate=
+GPUS_PER_NODE=1
+RUN_NAME=${RUN_NAME:-two_nodes-$(date +%Y%m%d-%H%M%S)}
+while [ "$#" -gt 0 ]; do
+    option=${1//-/_}
+    case $option in
+    __rate | __gpus_per_node | __name)
+        [ "$#" -gt 1 ] || die "$1 needs a value"
+        case $option in
+        __rate) rate=$2 ;;
+        __gpus_per_node) GPUS_PER_NODE=$2 ;;
+        __name) RUN_NAME=$2 ;;
+        esac
+        shift 2
+        ;;
+    __)
+        shift
+        break
+        ;;
+    *) die "unknown option $1: tools/two_nodes.sh [--rate 1gbit] [--gpus_per_node N] [--name RUN_NAME] -- ARGUMENTS" ;;
+    esac
+done
+[[ $GPUS_PER_NODE =~ ^[1-9][0-9]{0,3}$ ]] || die "--gpus_per_node is '$GPUS_PER_NODE': give a number, 1 or more"
+[ "$(id -u)" -eq 0 ] || die "network namespaces need root: start it with sudo, or use two machines"
+for program in ip tc unshare; do
+    command -v "$program" >/dev/null || die "$program is missing: install iproute2 and util-linux"
+done
+
+spaces=("two_nodes$$-0" "two_nodes$$-1")
+launchers=()
+stopped=
+scratch=$(mktemp -d)
+
+remove_spaces() {
+    local space
+    for space in "$@"; do
+        [ -e "/run/netns/$space" ] || continue
+        ip netns pids "$space" 2>/dev/null | xargs -r kill -KILL 2>/dev/null || true
+        ip netns delete "$space" || true
+    done
+}
+# shellcheck disable=SC2329  # called by the traps below
+clean_up() {
+    trap '' INT TERM HUP USR1
+    [ "${#launchers[@]}" -eq 0 ] || kill -KILL "${launchers[@]}" 2>/dev/null || true
+    remove_spaces "${spaces[@]}"
+    rm -rf "$scratch"
+}
+# shellcheck disable=SC2329
+forward() {
+    stopped=yes
+    [ "${#launchers[@]}" -eq 0 ] || kill "-$1" "${launchers[@]}" 2>/dev/null || true
+}
+trap clean_up EXIT
+for name in TERM INT USR1 HUP; do
+    # shellcheck disable=SC2064
+    trap "forward $name" "$name"
+done
+
+# What a run that was killed with SIGKILL left behind: namespaces whose script is gone.
+for path in /run/netns/two_nodes[0-9]*-[01]; do
+    owner=${path#/run/netns/two_nodes}
+    [ ! -e "$path" ] || [ -e "/proc/${owner%-*}" ] || remove_spaces "${path#/run/netns/}"
+done
+
+# The nodes have no way to the internet: whatever must be installed is installed before.
+if [ -f "$ROOT/tools/python_env.sh" ]; then
+    PYTHON=$(bash "$ROOT/tools/python_env.sh") || exit 1
+    export PYTHON
+fi
+
+ip netns add "${spaces[0]}" || die "this machine does not allow network namespaces: run it on a virtual machine or two real ones"
+ip netns add "${spaces[1]}"
+ip link add veth0 netns "${spaces[0]}" type veth peer name veth1 netns "${spaces[1]}"
+for k in 0 1; do
+    ip -n "${spaces[k]}" address add "10.213.0.$((k + 1))/24" dev "veth$k"
+    ip -n "${spaces[k]}" link set lo up
+    ip -n "${spaces[k]}" link set "veth$k" up
+    if [ -n "$rate" ]; then
+        # The burst must hold one segment that TCP hands down in one piece (64 KB); more would pass above the rate.
+        tc -n "${spaces[k]}" qdisc add dev "veth$k" root tbf rate "$rate" burst 128kb latency 100ms ||
+            die "tc does not take --rate $rate: write it as 100mbit or 1gbit"
+    fi
+done
+# Without the ::ffff: form, under which torch sees them, each connection waits for a name server and warns.
+printf '%s\n' '127.0.0.1 localhost' '10.213.0.1 node0' '10.213.0.2 node1' \
+    '::ffff:10.213.0.1 node0' '::ffff:10.213.0.2 node1' >"$scratch/hosts"
+say "namespaces ${spaces[0]} (10.213.0.1 on veth0) and ${spaces[1]} (10.213.0.2 on veth1), ${rate:-no} rate limit"
+
+cores=$(nproc)
+threads=$((cores / (2 * GPUS_PER_NODE)))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+export NNODES=2 MASTER_ADDR=10.213.0.1 GPUS_PER_NODE RUN_NAME
+unset WORLD_SIZE
+
+# Each node has its own host name, by which the log tells them apart, and finds the other's without a name server.
+set -m  # a process group each: Ctrl-C reaches them once, through forward
+for k in 0 1; do
+    # shellcheck disable=SC2016  # for the inner shell to expand
+    NODE_RANK=$k GLOO_SOCKET_IFNAME=veth$k \
+        setpriv --pdeathsig TERM ip netns exec "${spaces[k]}" unshare --uts bash -c '
+            echo "node$1" >/proc/sys/kernel/hostname
+            mount --bind "$2" /etc/hosts
+            shift 2
+            exec "$@"' bash "$k" "$scratch/hosts" bash "$ROOT/launch_multinode.sh" "$@" &
+    launchers+=("$!")
+done
+set +m
+
+code=0
+for launcher in "${launchers[@]}"; do
+    while :; do
+        node_code=0
+        wait "$launcher" || node_code=$?
+        # A signal ends the wait early, too.
+        if [ -z "$stopped" ] || ! kill -0 "$launcher" 2>/dev/null; then break; fi
+    done
+    [ "$code" -ne 0 ] || code=$node_code
+done
+launchers=()
+exit "$code"
