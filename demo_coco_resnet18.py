@@ -12,23 +12,23 @@ Two nodes: this on both, with NODE_RANK 0 and 1 (here WORLD_SIZE counts nodes, n
     torchrun --nnodes="$WORLD_SIZE" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \\
         --rdzv_id=123 --rdzv_backend=static --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" \\
         demo_coco_resnet18.py --coco_image_path DIR --annotation_path FILE
-Or `srun python`, `mpirun python`, plain `python`. Exit codes: 0 done, 1 error, 2 wrong arguments,
-75 stopped by a signal (with --checkpoint: saved, --resume goes on).
+Exit codes: 0 done, 1 error, 2 wrong arguments, 75 stopped by a signal (--resume goes on).
 """
 
 import argparse
 import contextlib
+import fcntl
 import gc
 import hashlib
 import json
 import math
 import os
-import random
 import re
 import signal
 import socket
 import sys
 import time
+from collections import namedtuple
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
@@ -41,11 +41,10 @@ import torchvision
 from PIL import Image
 from pycocotools.coco import COCO
 from torch import nn
-from torch.nn import functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision.models import ResNet18_Weights, resnet18
-from torchvision.transforms.v2 import functional as TF
+from torchvision.transforms import v2
 
 CLASSES = 80
 IGNORED = -100  # label of an image that cannot be decoded: cross entropy leaves it out
@@ -55,14 +54,14 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as its 
 LR_BATCH = 64  # the global batch that --lr is meant for when --lr_scaling is used
 UNTIMED_STEPS = 3  # the first steps of a process are slower: they stay out of the averages
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start it again later
-MINIMA = {"image_size": 32, "workers": 0, "warmup_steps": 0, "seed": 0, "checkpoint_every": 0,
+MINIMA = {"image_size": 33, "workers": 0, "warmup_steps": 0, "seed": 0, "checkpoint_every": 0,
           "lr": 1e-9, "timeout": 0.1, "bucket_cap_mb": 0.1}  # of the other numbers: 1
-# Arguments that may differ between nodes, and those that a resumed run must share with the first.
-LOCAL = ["coco_image_path", "annotation_path", "val_image_path", "val_annotation_path", "workers",
-         "checkpoint"]
+# What a checkpoint keeps, and the arguments that a run must share with the one it resumes.
 IDENTITY = ["global_batch_size", "image_size", "lr", "warmup_steps", "sync_bn", "seed",
             "precision"]
 PROGRESS, STATEFUL = ["epoch", "step", "epoch_step", "losses"], ["model", "optimizer", "scaler"]
+# Errors that come from outside of the script: the network, other ranks, loader workers, limits.
+OUTSIDE = "(?i)gloo|nccl|connection|timed ?out|socket|store|DataLoader worker|open files|no space"
 # Variables with rank, world size, rank on the node, processes on the node. mpirun stands before
 # srun, through which it may itself start processes.
 LAUNCHERS = {
@@ -141,10 +140,11 @@ class Job:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     backend: str = ""
     phase: str = "rendezvous"
     stop: str = ""  # why this process asks all ranks to stop
+    lock: object = None  # on the checkpoint, held by rank 0
     parent: int = field(default_factory=os.getppid)
 
     @property
@@ -173,6 +173,8 @@ def read_environment():
             env.setdefault("MASTER_PORT", str(20000 + port % 20000))
     except (KeyError, TypeError) as error:
         raise UserError(f"{launcher} should set {', '.join(names)}: check {error}") from None
+    if not 0 <= job.rank < job.world_size:
+        raise UserError(f"{names[0]} {job.rank} is not below {names[1]} {job.world_size}")
     if "MASTER_ADDR" not in env:
         raise UserError("MASTER_ADDR is not set: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 ...")
     env.setdefault("MASTER_PORT", "29500")
@@ -249,8 +251,8 @@ def first_line(error):
 def log(job, text, descriptor=1):
     """Writes one line in one piece: the lines of several ranks do not mix."""
     kind = {"cuda": "GPU"}.get(job.device.type, job.device.type.upper())
-    text = re.sub(r"[\x00-\x1f\x7f]", "?", text)  # a file name can hold control characters
-    os.write(descriptor, f"[{kind} {job.rank}] {text}\n".encode())
+    text = "".join(c if c.isprintable() else "?" for c in text)  # a file name can hold anything
+    os.write(descriptor, f"[{kind} {job.rank}] {text}\n".encode(errors="replace"))
 
 def duration(seconds, digits=2):
     """'4h 8m 59.79s' for 14939.79."""
@@ -280,46 +282,40 @@ def describe_run(run, index, val_index):
         "env": {k: v for k, v in sorted(os.environ.items()) if re.match("NCCL_|GLOO_|OMP_", k)}}
 
 # --- data ---
-@dataclass
-class Index:
-    """The labelled images as plain arrays: 118,287 objects would be copied into each worker."""
+# Plain arrays, as 118,287 objects would be copied into each worker: names (n,) bytes, labels (n,)
+# int64 in 0..79, COCO's ids of these labels, and the number of images without annotations.
+Index = namedtuple("Index", "names labels categories unlabelled")
 
-    names: np.ndarray  # (n,) bytes, relative to the image folder
-    labels: np.ndarray  # (n,) int64 in 0..79
-    categories: list  # COCO's ids; an id's position is its label
-    unlabelled: int  # images without annotations, left out
-
-def read_index(path, categories=None):
-    """Index of a COCO instances file; an image's label: the category that comes first in the file.
-
-    categories: those of the training set, for a validation set. Raises UserError.
-    """
+def read_index(path, ids=None):
+    """Index of a COCO instances file; ids: categories of the training set. Raises UserError."""
     try:
         gc.disable()  # it would walk millions of new objects again and again
         with contextlib.redirect_stdout(None):  # pycocotools prints its progress
             coco = COCO(path)
-        ids, images = categories or sorted(coco.cats), coco.dataset["images"]
-        if len(ids) > CLASSES:
-            raise ValueError(f"{len(ids)} categories, the model has {CLASSES}")
-        if strange := {a["category_id"] for a in coco.dataset["annotations"]}.difference(ids):
-            raise ValueError(f"annotations of unknown categories {str(strange)[:60]}")
+        ids, images = ids or sorted(coco.cats), coco.dataset["images"]
+        # the label is the category of the first annotation in the file, crowds included
         labelled = [(image["file_name"], annotations[0]["category_id"]) for image in images
                     if (annotations := coco.imgToAnns.get(image["id"]))]
-        if not labelled:
-            raise ValueError("no image has an annotation, nothing to train on")
-        names, firsts = zip(*labelled, strict=True)
-        if outside := [n for n in names if os.path.isabs(n) or ".." in n.split("/")]:
-            raise ValueError(f"file name {outside[0]} leaves the image folder")
-    except (OSError, ValueError, AssertionError, AttributeError, LookupError, TypeError) as error:
+        unknown = {a["category_id"] for a in coco.dataset["annotations"]}.difference(ids)
+        outside = [n for n, _ in labelled if os.path.isabs(n) or ".." in n.split("/")]
+        for wrong, what in ((len(ids) > CLASSES, f"{len(ids)} categories, not {CLASSES}"),
+                            (unknown, f"annotations of unknown categories {str(unknown)[:60]}"),
+                            (not labelled, "no image has an annotation, nothing to train on"),
+                            (outside, f"file name {outside[:1]} leaves the image folder")):
+            if wrong:
+                raise ValueError(what)
+        names = np.array([os.fsencode(name) for name, _ in labelled])
+        labels = np.searchsorted(ids, [category for _, category in labelled])
+        return Index(names, labels, ids, len(images) - len(labelled))
+    except (OSError, ValueError, AssertionError, AttributeError, LookupError, TypeError,
+            RecursionError) as error:
         raise UserError(f"annotation file {path} is no usable COCO instances file: "
                         f"{type(error).__name__}: {first_line(error)}") from None
     finally:
         gc.enable()
-    return Index(np.array([os.fsencode(n) for n in names]), np.searchsorted(ids, firsts), ids,
-                 len(images) - len(names))
 
 def check_images(folder, index):
-    """Raises UserError unless all images are there; returns a sample of their sizes in bytes."""
+    """Raises UserError unless all images are there; returns {file: bytes} of some of them."""
     names = [os.fsdecode(name) for name in index.names]
     try:  # NOTE: a listing is one request to a file server, a look at each image would be 118,287
         present = {os.path.join(sub, entry) for sub in set(map(os.path.dirname, names))
@@ -327,7 +323,8 @@ def check_images(folder, index):
         if missing := [name for name in names if name not in present]:
             raise UserError(f"image {missing[0]} is listed but not in {folder} ({len(missing)} of "
                             f"{len(names)} are missing): check the path")
-        return [os.path.getsize(f"{folder}/{n}") for n in names[::1 + len(names) // 64]]
+        return {f"bytes of image {name}": os.path.getsize(f"{folder}/{name}")
+                for name in names[::1 + len(names) // 64]}
     except OSError as error:
         raise UserError(f"images: {error.filename}: {error.strerror}: check the path") from None
 
@@ -342,46 +339,29 @@ def decode(path):
         except RuntimeError:  # Pillow knows more formats
             return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
-def random_crop(image, size, rng):
-    """RandomResizedCrop and flip, drawn from rng: torchvision's would depend on the worker."""
-    height, width = image.shape[-2:]
-    h, w = min(height, width * 4 // 3), min(width, height * 4 // 3)
-    for _ in range(10):
-        area = height * width * rng.uniform(0.08, 1)
-        aspect = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
-        drawn = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
-        if 0 < drawn[0] <= height and 0 < drawn[1] <= width:
-            h, w = drawn
-            break
-    top, left = rng.randint(0, height - h), rng.randint(0, width - w)
-    image = TF.resized_crop(image, top, left, h, w, [size, size], antialias=True)
-    return TF.horizontal_flip(image) if rng.random() < 0.5 else image
-
 class FirstCategory(Dataset):
     """(image uint8 (3, size, size), label, position) for the key (epoch, position).
 
-    With a seed: augmented as a function of (seed, epoch, position) alone, whatever the worker, the
-    number of ranks or the step of a resume. Without: the middle 7/8, for validation.
+    A seed augments, as a function of (seed, epoch, position) alone: not of worker, rank or resume.
     """
 
     def __init__(self, folder, index, size, seed=None):
         self.folder, self.index, self.size, self.seed = folder, index, size, seed
+        self.transform = v2.Compose(
+            [v2.Resize(size * 8 // 7), v2.CenterCrop(size)] if seed is None else
+            [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
 
     def __len__(self):
         return len(self.index.names)
 
     def __getitem__(self, key):
         epoch, position = key
+        torch.default_generator.manual_seed(hash((self.seed or 0, epoch, position)) % 2**32)
         try:
-            image = decode(os.path.join(self.folder, os.fsdecode(self.index.names[position])))
+            path = os.path.join(self.folder, os.fsdecode(self.index.names[position]))
+            return self.transform(decode(path)), int(self.index.labels[position]), position
         except Exception:  # decoders raise anything on damaged data; the training loop names it
             return torch.zeros(3, self.size, self.size, dtype=torch.uint8), IGNORED, position
-        if self.seed is None:
-            image = TF.resize(image, [self.size * 8 // 7], antialias=True)
-            image = TF.center_crop(image, [self.size, self.size])
-        else:
-            image = random_crop(image, self.size, random.Random(f"{self.seed}/{epoch}/{position}"))
-        return image, int(self.index.labels[position]), position
 
 class EpochSampler(DistributedSampler):
     """Gives the dataset's keys, and leaves out what a resumed epoch has already seen."""
@@ -398,13 +378,12 @@ def make_loaders(args, job, index, val_index):
     dataset = FirstCategory(args.coco_image_path, index, args.image_size, args.seed)
     # DDP 3/6: each rank draws its own share, in an order that set_epoch changes every epoch
     sampler = EpochSampler(dataset, job.world_size, job.rank, seed=args.seed)
-    loader = DataLoader(dataset, sampler=sampler, **options)
-    if not val_index:
-        return loader, None
-    # NOTE: no DistributedSampler here: its padding would count some images twice
-    keys = [(0, i) for i in range(job.rank, len(val_index.names), job.world_size)]
-    dataset = FirstCategory(args.val_image_path, val_index, args.image_size)
-    return loader, DataLoader(dataset, sampler=keys, **options)
+    loader, val_loader = DataLoader(dataset, sampler=sampler, **options), None
+    if val_index:  # without DistributedSampler: its padding would count some images twice
+        keys = [(0, i) for i in range(job.rank, len(val_index.names), job.world_size)]
+        dataset = FirstCategory(args.val_image_path, val_index, args.image_size)
+        val_loader = DataLoader(dataset, sampler=keys, **options)
+    return loader, val_loader
 
 def resolve_arguments(args, job, images):
     """Fills in what depends on the machine and on the number of images. Raises UserError."""
@@ -455,19 +434,20 @@ def load_weights(model, source):
         source = f"{cache}/{os.path.basename(url)}"
         socket.setdefaulttimeout(20)  # a network that swallows packets must not hang the run
         try:
-            torch.hub.load_state_dict_from_url(url, progress=False, check_hash=True)
+            if not os.path.exists(source):
+                os.makedirs(cache, exist_ok=True)
+                torch.hub.download_url_to_file(url, source, url[-12:-4], progress=False)
         except (OSError, RuntimeError) as error:
             raise UserError(f"no ImageNet weights ({first_line(error)}): fetch {url} where there "
                             f"is internet, put it into {cache}, or use --weights none") from None
     state = load_file(source, "weights file")
-    state = state.get("model", state)  # a checkpoint of this demo will do
-    if len(state.get("fc.bias", ())) != CLASSES:  # another task's last layer: ours starts afresh
-        ours = {k: v for k, v in model.state_dict().items() if k.startswith("fc.")}
-        state = {k: v for k, v in state.items() if not k.startswith("fc.")} | ours
     try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[1].strip()[:200]
+        ours = {k: v for k, v in model.state_dict().items() if k.startswith("fc.")}
+        model.load_state_dict(ours | {
+            k: v for k, v in state.get("model", state).items()  # a checkpoint of ours will do
+            if k not in ours or len(v) == CLASSES})  # another task's last layer will not
+    except (RuntimeError, AttributeError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
         raise UserError(f"weights file {source} does not fit ResNet-18: {reason}") from None
 
 def build_model(args, job):
@@ -503,12 +483,13 @@ class Run:
     val_loader: DataLoader
     epoch: int = 1
     step: int = 0  # optimizer steps in all
+    images: int = 0  # of this rank, since the process started
     epoch_step: int = 0  # of these in this epoch
     epoch_loss: list = field(default_factory=lambda: [0.0, 0, 0])  # sum, images in it, damaged
     losses: list = field(default_factory=list)  # {epoch, loss[, top1, top5, images]} of all ranks
     damaged: set = field(default_factory=set)  # names, over all epochs
     times: list = field(default_factory=list)  # (seconds waited for data, in all) by step
-    identity: dict = None  # what a run that resumes this one has to share
+    identity: dict = field(default_factory=dict)  # what a run that resumes this one has to share
 
 def forward(run, model, images):
     """Logits float32 (n, 80) of images uint8 (n, 3, size, size), normalized on the device."""
@@ -529,7 +510,8 @@ def optimizer_step(run, group):
         # gradients of all but the last micro-batch add up locally: one all-reduce for the step
         with contextlib.nullcontext() if count == len(group) else run.ddp.no_sync():
             logits, labels = forward(run, run.ddp, images), labels.to(run.job.device)
-            loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+            loss = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED,
+                                               reduction="sum")
             # DDP 5/6: gradients are all-reduced while earlier layers still compute theirs
             run.scaler.scale(loss / max(1, labelled)).backward()
         total += loss.detach()
@@ -538,11 +520,19 @@ def optimizer_step(run, group):
     run.optimizer.zero_grad()
     return total, labelled
 
-def agree(run, recent):
-    """All ranks go on, or end together; returns after how many steps they decide again.
+def name_damaged(run, loader, batch):
+    """Names the images of a batch that could not be decoded, each once; returns their number."""
+    _, labels, positions = batch
+    names = [os.fsdecode(loader.dataset.index.names[p]) for p in positions[labels == IGNORED]]
+    for name in set(names) - run.damaged:
+        log(run.job, f"WARNING: image {name} is damaged: left out")
+    run.damaged.update(names)
+    return len(names)
 
-    About once in a second: in every step a GPU would wait for it. recent: what the steps since
-    then returned; it moves into the epoch's loss. Raises UserError or Stopped.
+def agree(run, recent):
+    """All ranks go on, or all raise UserError or Stopped. Returns when to ask again, in steps.
+
+    About once a second, as a GPU waits for it. Moves `recent` step results into the epoch's loss.
     """
     wrong, slowest = "", max((whole for _, whole in run.times[-len(recent):]), default=1)
     for step, (loss, labelled) in enumerate(recent, run.step - len(recent) + 1):
@@ -569,20 +559,17 @@ def train_epoch(run):
     args, recent, next_talk = run.args, [], 0
     run.loader.sampler.set_epoch(run.epoch)
     run.loader.sampler.skip = run.epoch_step * args.accumulate_steps * args.batch_size
-    batches, line_images, line_step = iter(run.loader), 0, run.step
+    batches, line_images, line_step = iter(run.loader), run.images, run.step
     end = line_end = time.perf_counter()
     while run.epoch_step < args.steps_per_epoch and run.step < args.max_steps:
+        run.job.phase = f"the data of step {run.step + 1}"
         start, group = end, list(islice(batches, args.accumulate_steps))
+        run.job.phase = f"step {run.step + 1}"
         waited = time.perf_counter() - start
-        for position in torch.cat([where[labels == IGNORED] for _, labels, where in group]):
-            name = os.fsdecode(run.loader.dataset.index.names[position])
-            run.epoch_loss[2] += 1
-            if name not in run.damaged:
-                log(run.job, f"WARNING: image {name} is damaged: left out of the loss")
-            run.damaged.add(name)
+        run.epoch_loss[2] += sum(name_damaged(run, run.loader, batch) for batch in group)
         recent.append(optimizer_step(run, group))
         run.step, run.epoch_step = run.step + 1, run.epoch_step + 1
-        line_images += sum(len(labels) for _, labels, _ in group)
+        run.images += sum(len(labels) for _, labels, _ in group)
         line_due = (run.step - 1) % args.log_every == 0 or run.step == args.max_steps
         loss = recent[-1][0].item() / max(1, recent[-1][1]) if line_due else 0  # waits for a GPU
         end = time.perf_counter()
@@ -591,10 +578,10 @@ def train_epoch(run):
             steps, seconds = run.step - line_step, end - line_end
             waited = sum(data for data, _ in run.times[-steps:])
             log(run.job, f"Epoch {run.epoch} | Step {run.step} | Loss: {loss:.4f} | "
-                f"{line_images / seconds:.1f} img/s | data {1e3 * waited / steps:.1f} ms | "
-                f"step {1e3 * seconds / steps:.1f} ms | "
+                f"{(run.images - line_images) / seconds:.1f} img/s | "
+                f"data {1e3 * waited / steps:.1f} ms | step {1e3 * seconds / steps:.1f} ms | "
                 f"ETA {duration((args.max_steps - run.step) * seconds / steps, digits=0)}")
-            line_images, line_step, line_end = 0, run.step, end
+            line_images, line_step, line_end = run.images, run.step, end
         save = args.checkpoint_every and run.step % args.checkpoint_every == 0
         if save or run.step >= next_talk or run.epoch_step == args.steps_per_epoch:
             next_talk = run.step + agree(run, recent)
@@ -607,7 +594,9 @@ def validate(run):
     """Top-1 and top-5 in percent over all labelled validation images, each counted once."""
     start, counts = time.perf_counter(), torch.zeros(3, dtype=torch.int64)
     run.model.eval()
-    for images, labels, _ in run.val_loader:
+    for batch in run.val_loader:
+        images, labels, _ = batch
+        name_damaged(run, run.val_loader, batch)
         hits = forward(run, run.model, images).cpu().topk(5).indices == labels[:, None]
         counts += torch.stack([hits[:, 0].sum(), hits.sum(), (labels != IGNORED).sum()])
     run.model.train()
@@ -623,12 +612,11 @@ def train(run):
     """All epochs that are left, with a checkpoint and a validation after each."""
     args = run.args
     while run.step < args.max_steps or run.epoch_step == args.steps_per_epoch:
-        start, before = time.perf_counter(), run.epoch_step
+        start, before = time.perf_counter(), run.images
         train_epoch(run)
         seconds, (loss, labelled, damaged) = time.perf_counter() - start, run.epoch_loss
-        images = (run.epoch_step - before) * args.accumulate_steps * args.batch_size
         log(run.job, f"Epoch {run.epoch} complete | Avg loss: {loss / max(1, labelled):.4f} | "
-            f"{images / seconds:.1f} img/s | {seconds:.2f}s" +
+            f"{(run.images - before) / seconds:.1f} img/s | {seconds:.2f}s" +
             f" | damaged {damaged}" * (damaged > 0))
         sums, names = zip(*gather((run.epoch_loss, run.damaged)), strict=True)
         run.damaged = set().union(*names)
@@ -642,26 +630,41 @@ def train(run):
             break  # by --max_steps
         run.epoch, run.epoch_step, run.epoch_loss = run.epoch + 1, 0, [0.0, 0, 0]
 
-def summarize(run, started, train_seconds, images):
+def summarize(run, started, train_seconds):
     """The Summary record; finds out whether all replicas are equal, bit for bit."""
     digest = hashlib.sha256()
     for value in run.model.state_dict().values():
         digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy())
     times = np.mean(run.times[UNTIMED_STEPS:] or run.times or [(0, 0)], axis=0) * 1e3
-    digests, times = zip(*gather((digest.hexdigest(), times.tolist())), strict=True)
+    mine = (digest.hexdigest(), times.tolist(), run.images, run.damaged)
+    digests, times, images, damaged = zip(*gather(mine), strict=True)
     data, step = np.mean(times, axis=0).tolist()
     return {"epochs": run.epoch - 1, "steps": run.step, "wall_s": time.perf_counter() - started,
-            "train_s": train_seconds, "images": images, "img_per_s": images / train_seconds,
-            "step_ms": step, "data_ms": data, "data_share": data / max(step, 1e-9),
+            "train_s": train_seconds, "images": sum(images),
+            "img_per_s": sum(images) / train_seconds, "step_ms": step, "data_ms": data,
+            "data_share": data / max(step, 1e-9),
             "ranks": [{"rank": r, "data_ms": d, "step_ms": s} for r, (d, s) in enumerate(times)],
             "loss_by_epoch": [e["loss"] for e in run.losses],
-            "val": [e for e in run.losses if "top1" in e], "damaged": len(run.damaged),
+            "val": [e for e in run.losses if "top1" in e], "damaged": len(set().union(*damaged)),
             "replicas_identical": len(set(digests)) == 1, "weights_sha256": digests[0]}
 
 # --- checkpoint ---
+def lock_checkpoint(path):
+    """An open file that keeps other runs from this checkpoint until the process ends."""
+    try:
+        lock = open(f"{path}.lock", "w")  # noqa: SIM115
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not passed on to workers
+        return lock
+    except OSError as error:
+        raise UserError(f"checkpoint {path}: in use by another run, or its folder cannot be "
+                        f"written to: {error.strerror}: choose another path") from None
+
 def save_checkpoint(run, last=False):
     """Rank 0 writes; the old file stays until the new one is whole. Raises UserError if last."""
     path, error, epoch_losses = run.args.checkpoint, "", gather(run.epoch_loss)
+    if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
+        raise UserError(f"weights are not finite after step {run.step}: lower --lr; the last "
+                        "checkpoint is kept")
     if path and run.job.rank == 0:
         state = {name: getattr(run, name) for name in PROGRESS}
         state |= {name: getattr(run, name).state_dict() for name in STATEFUL}
@@ -671,10 +674,12 @@ def save_checkpoint(run, last=False):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(f"{path}.new", path)
-        except (OSError, RuntimeError) as failure:  # torch.save's own kind for a full disk
-            error = f"checkpoint {path} not saved at step {run.step}: {first_line(failure)}"
+        except (OSError, RuntimeError) as failure:  # torch.save wraps the disk's error
+            reason = first_line(failure.__context__ or failure)
+            error = f"checkpoint {path} not saved at step {run.step}: {reason}"
             log(run.job, f"WARNING: {error}; an older one is kept", descriptor=2)
-            Path(f"{path}.new").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                os.unlink(f"{path}.new")
     if last and from_rank0(run.job, "checkpoint", lambda: error):
         raise UserError(error or "the checkpoint was not saved")
 
@@ -686,16 +691,21 @@ def load_checkpoint(run):
     if state is None:
         return f"No checkpoint {path} yet: the run starts afresh"
     with together(job, "checkpoint"):
+        if "identity" not in state:
+            raise UserError(f"checkpoint {path} is not one of this demo: choose another path")
         for name, value in run.identity.items():
-            then = state.get("identity", {}).get(name)
+            then = state["identity"].get(name)
             if then != value:
                 raise UserError(f"checkpoint {path} has {name} {then}, this run {value}: use the "
                                 "same, or another --checkpoint")
-    for name in PROGRESS:
-        setattr(run, name, state[name])
-    for name in STATEFUL:
-        getattr(run, name).load_state_dict(state[name])
-    old, now = state["epoch_losses"], job.world_size
+        try:
+            for name in STATEFUL:
+                getattr(run, name).load_state_dict(state[name])
+            for name in PROGRESS:
+                setattr(run, name, state[name])
+            old, now = state["epoch_losses"], job.world_size
+        except (KeyError, RuntimeError, ValueError, TypeError) as error:
+            raise UserError(f"checkpoint {path} does not fit: {first_line(error)}") from None
     same = len(old) == now  # else all ranks go on from the mean
     run.epoch_loss = old[job.rank] if same else [sum(c) / now for c in zip(*old, strict=True)]
     return f"Resumed from {path} at epoch {run.epoch}, step {run.step}" + (
@@ -707,13 +717,16 @@ def prepare(args, job):
     index = from_rank0(job, "index broadcast", lambda: read_index(args.annotation_path))
     val_index = from_rank0(job, "index broadcast", lambda: args.val_annotation_path and read_index(
         args.val_annotation_path, index.categories))
+    script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    mine = {"PyTorch": torch.__version__, "the script's hash": script}
+    mine |= {f"--{name}": value for name, value in vars(args).items()
+             if not name.endswith("path") and name not in ("workers", "checkpoint")}
     with together(job, "check of the images"):
-        sizes = check_images(args.coco_image_path, index)
+        mine |= check_images(args.coco_image_path, index)
         if val_index and args.val_image_path:
             check_images(args.val_image_path, val_index)
-    mine = {f"--{name}": value for name, value in vars(args).items() if name not in LOCAL}
-    mine |= {"PyTorch": torch.__version__, "the image files' sizes": sizes,
-             "script": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}
+        if job.rank == 0 and args.checkpoint:
+            job.lock = lock_checkpoint(args.checkpoint)
     first = from_rank0(job, "comparison of the ranks", lambda: mine)
     with together(job, "comparison of the ranks"):
         for name, value in mine.items():
@@ -723,10 +736,9 @@ def prepare(args, job):
     model, ddp = build_model(args, job)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     scaler = torch.amp.GradScaler(job.device.type, enabled=args.precision == "fp16")
-    loaders = make_loaders(args, job, index, val_index)
-    run = Run(args, job, model, ddp, optimizer, scaler, *loaders)
+    run = Run(args, job, model, ddp, optimizer, scaler, *make_loaders(args, job, index, val_index))
     data = hashlib.sha256(index.names.tobytes() + index.labels.tobytes()).hexdigest()[:12]
-    run.identity = {name: getattr(args, name) for name in IDENTITY} | {"data set": data}
+    run.identity = {f"--{name}": getattr(args, name) for name in IDENTITY} | {"data set": data}
     return run, index, val_index
 
 def work(args, job, started):
@@ -737,15 +749,15 @@ def work(args, job, started):
     if job.rank == 0:
         log(job, "Run " + json.dumps(about))
         log(job, f"Data: {len(index.names)} labelled of {len(index.names) + index.unlabelled} "
-            f"images; {about['padding']} seen twice an epoch, so that all ranks get as many")
+            "images" + f", {about['padding']} twice an epoch" * (about["padding"] > 0))
         if resumed:
             log(job, resumed)
+    # until here a signal just ends the process; loader workers start later and inherit this
     for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(stop, lambda number, _: setattr(job, "stop", signal.Signals(number).name))
-    start, first = time.perf_counter(), run.step
+    start = time.perf_counter()
     train(run)
-    images = (run.step - first) * args.global_batch_size
-    summary = summarize(run, started, time.perf_counter() - start, images)
+    summary = summarize(run, started, time.perf_counter() - start)
     if job.rank == 0:
         log(job, "Summary " + json.dumps(summary))
 
@@ -765,6 +777,12 @@ def main():
     except Stopped as reason:
         code = EXIT_STOPPED
         log(job, f"Stopped on {reason} | exit code {code}")
+    except (RuntimeError, OSError) as error:  # from a collective or a loader; else it is a bug
+        if not re.search(OUTSIDE, str(error)):
+            raise
+        reason = str(error).strip().splitlines()[-1][:300]  # the first is of a worker's traceback
+        log(job, f"ERROR: in {job.phase}: {reason}", descriptor=2)
+        os._exit(1)  # a tear-down could wait for ranks that are gone
     if dist.is_initialized():
         dist.barrier()  # who leaves first has the launcher end the others: let them write
         dist.destroy_process_group()

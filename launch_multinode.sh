@@ -420,6 +420,8 @@ first_cause() {
         nodes = line; sub(/.*clients\. /, "", nodes)
         nodes = "the other nodes did not all come within " limit " s (" nodes "): start the launcher on each node with its NODE_RANK"
     }
+    # A rank that lost another one says so; why the other was lost is the cause, where it is told.
+    / ERROR: in .*([Cc]onnection|[Rr]eset|[Tt]imed out|closed)/ { if (lost == "") lost = line; next }
     error == "" && (/\] ERROR: / || /\.py: error: /) { error = line }
     /\] Stopped/ && gone == "" { gone = line }  # because the torchrun of some node is gone
     /ChildFailedError:/ { in_trace = 0 }  # that was torchrun itself
@@ -436,6 +438,7 @@ first_cause() {
         else if (signal != "" && signal != 6 && signal != 15) print "rank " rank " was ended by signal " signal
         else if (error != "") print error
         else if (trace != "") print trace
+        else if (lost != "") print lost
         else if (gone != "") print gone
         else print "torchrun ended with code " code "; its last line: " last
     }'
@@ -526,7 +529,10 @@ while :; do
     fi
     say_repeated
     [ "$code" -ne 0 ] || exit 0
-    if stopped_on_signal; then exit 75; fi
+    if stopped_on_signal; then
+        say "stopped on a signal, exit code 75; with --checkpoint FILE --resume the same command goes on"
+        exit 75
+    fi
     if [ -n "$stopped" ]; then
         say "stopped by SIG$stopped, with no checkpoint saved"
         exit "$code"

@@ -1,0 +1,74 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import cluster as helpers
+import pytest
+
+
+def pytest_configure() -> None:
+    """A test session that is told to end cleans up as on Ctrl-C: no namespace or daemon stays."""
+    with contextlib.suppress(ValueError):  # only a main thread can
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def shared_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One temporary folder for the whole session: the same for all pytest-xdist workers."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def sample(shared_tmp: Path) -> Path:
+    """A small synthetic data set in COCO's layout, made once a session: 96 training and 20
+    validation images.
+    """
+    folder = shared_tmp / "sample"
+    with (shared_tmp / "sample.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the first worker makes it, the others wait
+        done = folder / "done"
+        if not done.exists():
+            subprocess.run(
+                [
+                    sys.executable,
+                    helpers.ROOT / "tools" / "make_sample_coco.py",
+                    folder,
+                    "--images",
+                    "96",
+                    "--val_images",
+                    "20",
+                    "--seed",
+                    "0",
+                ],
+                check=True,
+                timeout=120,
+            )
+            done.touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_coco() -> Path:
+    """Fifty plus fifty real COCO images with their instances files; they lie beside the checkout,
+    not in it.
+    """
+    folder = helpers.ROOT.parent / "shared" / "data" / "tiny_coco"
+    helpers.require(folder.is_dir(), f"the real COCO images are not there: {folder}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[helpers.SlurmCluster]:
+    """A running SLURM cluster of two nodes."""
+    with helpers.SlurmCluster() as running:
+        yield running

@@ -1,0 +1,579 @@
+"""Bad input to the script: one clear line on stderr, an exit code, no hang, nothing left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import shlex
+import shutil
+import socket
+import struct
+import unicodedata
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import cluster as helpers
+import pytest
+import test_demo as forks
+from PIL import Image
+
+FAST = [*forks.FAST, "--batch_size", "4", "--max_steps", "2"]
+
+
+@pytest.fixture(scope="module")
+def demo() -> forks.Prefork:
+    return forks.shared()
+
+
+class Data:
+    """A good data set of eight images, to be spoilt: `content`, the files or `options`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.images, self.val_images = folder / "images", folder / "val_images"
+        self.file, self.val_file = folder / "instances.json", folder / "val.json"
+        names = forks.numbered(8)
+        for images in (self.images, self.val_images):
+            forks.write_images(images, names)
+        self.content, self.val_content = forks.instances(names), forks.instances(names)
+        self.options = {"coco_image_path": self.images, "annotation_path": self.file}
+        self.raw: bytes | None = None  # in place of the annotation file's JSON
+
+    def rename(self, name: str) -> None:
+        """The first image has this name in the annotation file."""
+        self.content["images"][0]["file_name"] = name
+
+    def with_val(self) -> None:
+        self.options |= {"val_image_path": self.val_images, "val_annotation_path": self.val_file}
+
+    def each(self, spoil: Callable[[Path], object]) -> None:
+        for path in self.images.iterdir():
+            spoil(path)
+
+    def argv(self) -> list[str]:
+        if self.file.parent.is_dir() and not self.file.is_dir():
+            self.file.write_bytes(self.raw or json.dumps(self.content).encode())
+        self.val_file.write_text(json.dumps(self.val_content))
+        given = [(f"--{name}", str(value)) for name, value in self.options.items()]
+        return [part for pair in given for part in pair]
+
+
+@pytest.fixture
+def data(tmp_path) -> Data:
+    return Data(tmp_path)
+
+
+def error_line(text: str) -> str:
+    """The one line that a user reads; fails when there are several, or none."""
+    found = [line for line in text.split("\n") if "ERROR: " in line or ": error: " in line]
+    assert len(found) == 1, text[-4000:]
+    form = r"\[(CPU|GPU|MPS) \d+\] ERROR: .*|demo_coco_resnet18\.py: error: .*"
+    assert re.fullmatch(form, found[0]), found[0]
+    return found[0]
+
+
+def assert_refused(
+    job: forks.Forked, words: Sequence[str], code: int = 1, others: str | None = None
+) -> str:
+    """All ranks ended by themselves, in time, with one line that has the `words` in it.
+
+    others: a pattern of further lines that PyTorch itself may write to stderr.
+    """
+    assert job.codes == [code] * len(job.codes), job.tail()
+    assert job.seconds < 30
+    line = error_line(job.run.out + job.err)
+    rest = [other for other in job.err.split("\n") if other not in ("", line)]
+    assert [other for other in rest if not (others and re.match(others, other))] == [], job.tail()
+    assert "Traceback" not in job.run.out + job.err, job.tail()
+    assert_clean(job)
+    for word in words:
+        assert word in line, line
+    assert len(line) < 700, line
+    return line
+
+
+def assert_clean(job: forks.Forked) -> None:
+    """Nothing in the output steers a terminal, or makes one line look as two."""
+    text = (job.run.out + job.err).replace("\n", "")
+    assert {c for c in text if unicodedata.category(c) in ("Cc", "Zl", "Zp")} == set()
+
+
+# --- Data ------------------------------------------------------------------------------------
+
+
+def drop(part: str, key: str | None = None) -> Callable[[Data], object]:
+    """Take a part out of the annotation file, or a key out of each of its items."""
+
+    def spoil(data: Data) -> None:
+        if key is None:
+            del data.content[part]
+        else:
+            for item in data.content[part]:
+                del item[key]
+
+    return spoil
+
+
+def put(path: str, value: object) -> Callable[[Data], object]:
+    """Set a place in the annotation file, such as "images.0.id"."""
+
+    def spoil(data: Data) -> None:
+        *way, last = (int(key) if key.isdigit() else key for key in path.split("."))
+        place = data.content
+        for key in way:
+            place = place[key]
+        place[last] = value
+
+    return spoil
+
+
+def raw(content: bytes) -> Callable[[Data], object]:
+    return lambda data: setattr(data, "raw", content)
+
+
+def options(**values: object) -> Callable[[Data], object]:
+    return lambda data: data.options.update({k: data.folder / str(v) for k, v in values.items()})
+
+
+def rename(name: str) -> Callable[[Data], object]:
+    return lambda data: data.rename(name)
+
+
+def each(spoil: Callable[[Path], object]) -> Callable[[Data], object]:
+    return lambda data: data.each(spoil)
+
+
+def with_val(spoil: Callable[[Data], object]) -> Callable[[Data], object]:
+    return lambda data: (data.with_val(), spoil(data))
+
+
+def too_many_categories(data: Data) -> None:
+    data.content["categories"].append({"id": 91, "name": "one more"})
+
+
+def captions(data: Data) -> None:
+    data.content = {
+        "images": data.content["images"],
+        "annotations": [{"id": 1, "image_id": 100, "caption": "a picture"}],
+    }
+
+
+def panoptic(data: Data) -> None:
+    segments = [{"id": 1, "category_id": 1}]
+    data.content["annotations"] = [{"image_id": 100, "segments_info": segments}]
+
+
+def missing_among_many(data: Data) -> None:
+    names = ["0000.jpg", "absent.jpg", *["0001.jpg"] * 200]  # more than a sample would find
+    data.content = forks.instances(names)
+
+
+def unlisted(data: Data) -> None:
+    (data.val_images / "0003.jpg").unlink()
+
+
+SPOILT: dict[str, tuple[Callable[[Data], object], list[str]]] = {
+    "no image folder": (options(coco_image_path="nowhere"), ["nowhere"]),
+    "image folder is a file": (options(coco_image_path="val.json"), ["val.json"]),
+    "no annotation file": (options(annotation_path="none.json"), ["annotation", "none.json"]),
+    "annotation file is a folder": (options(annotation_path="images"), ["annotation", "images"]),
+    "empty annotation file": (raw(b" "), ["instances.json"]),
+    "half an annotation file": (raw(b'{"images": ['), ["instances.json"]),
+    "picture as annotation file": (raw(b"\xff\xd8\xff\xe0\0"), ["instances.json"]),
+    "deeply nested JSON": (raw(b"[" * 200_000), ["instances.json"]),
+    "JSON list": (raw(b"[1, 2]"), ["instances.json", "instances file"]),
+    "JSON number": (raw(b"1"), ["instances.json", "instances file"]),
+    "JSON null": (raw(b"null"), ["instances.json", "instances file"]),
+    "JSON without anything": (raw(b"{}"), ["instances.json", "instances file"]),
+    "captions": (captions, ["instances.json", "instances file"]),
+    "panoptic": (panoptic, ["instances.json", "instances file"]),
+    "no categories": (drop("categories"), ["instances.json", "categories"]),
+    "no images": (drop("images"), ["instances.json", "instances file"]),
+    "no annotations": (drop("annotations"), ["instances.json"]),
+    "images without names": (drop("images", "file_name"), ["instances.json", "file_name"]),
+    "images without ids": (drop("images", "id"), ["instances.json", "id"]),
+    "annotations without images": (drop("annotations", "image_id"), ["instances.json"]),
+    "annotations are null": (put("annotations", None), ["instances.json"]),
+    "images are numbers": (put("images", [1, 2]), ["instances.json"]),
+    "name is a number": (put("images.0.file_name", 5), ["instances.json"]),
+    "id is a list": (put("images.0.id", [1]), ["instances.json"]),
+    "category is a list": (put("annotations.0.category_id", [1]), ["instances.json"]),
+    "category ids of two kinds": (put("categories.0.id", "1"), ["instances.json"]),
+    "no labelled image": (put("annotations", []), ["instances.json", "annotation"]),
+    "81 categories": (too_many_categories, ["instances.json", "81", "80"]),
+    "unknown category": (put("annotations.3.category_id", 12), ["instances.json", "12"]),
+    "name leads out": (rename("../instances.json"), ["../instances.json"]),
+    "name leads out later": (rename("a/../../x.jpg"), ["a/../../x.jpg"]),
+    "name is absolute": (rename("/etc/hostname"), ["/etc/hostname"]),
+    "missing image": (rename("absent.jpg"), ["absent.jpg", "images"]),
+    "missing image among many": (missing_among_many, ["absent.jpg", "images"]),
+    "name is empty": (rename(""), ["images"]),
+    "name with a NUL": (rename("00\0.jpg"), ["00?.jpg"]),
+    "name is not text": (rename("\udcff.jpg"), ["images"]),
+    "name is half a character": (rename("\ud800.jpg"), ["instances.json"]),
+    "name draws on the terminal": (rename("a\x1b[31m\n[CPU 0] ERROR: b\x9b2J\x85c"), ["a?[31m?"]),
+    "truncated images": (each(forks.truncate), ["damaged"]),
+    "empty images": (each(lambda path: path.write_bytes(b"")), ["damaged"]),
+    "text files as images": (each(lambda path: path.write_text("no picture")), ["damaged"]),
+    "folders as images": (each(lambda path: (path.unlink(), path.mkdir())), ["damaged"]),
+    "no validation folder": (with_val(options(val_image_path="nowhere")), ["nowhere"]),
+    "no validation file": (with_val(options(val_annotation_path="none.json")), ["none.json"]),
+    "missing validation image": (with_val(unlisted), ["0003.jpg", "val_images"]),
+    "validation of other categories": (
+        with_val(lambda data: data.val_content["annotations"][0].update(category_id=12)),
+        ["val.json", "12"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_spoilt_data_is_refused(demo, data, name):
+    spoil, words = SPOILT[name]
+    spoil(data)
+    assert_refused(demo.run([*data.argv(), *FAST], expect=None), words)
+
+
+def test_the_data_set_is_good_unless_spoilt(demo, data):
+    data.with_val()
+    assert demo.run([*data.argv(), *FAST]).run.json_line("Run")["images"] == 8
+
+
+def test_unreadable_files_are_refused(demo, data):
+    helpers.require(os.geteuid() != 0, "root may read every file")
+    argv = [*data.argv(), *FAST]
+    data.file.chmod(0)
+    assert_refused(demo.run(argv, expect=None), ["instances.json", "Permission"])
+    data.file.chmod(0o600)
+    data.images.chmod(0)
+    try:
+        assert_refused(demo.run(argv, expect=None), ["images"])
+    finally:
+        data.images.chmod(0o700)
+
+
+# --- Arguments -------------------------------------------------------------------------------
+
+WRONG = {
+    "--no_such_option": ["--no_such_option"],
+    "--batch_size 0": ["--batch_size", "0"],
+    "--batch_size -3": ["--batch_size"],
+    "--batch_size many": ["--batch_size", "many"],
+    "--batch_size": ["--batch_size"],
+    "--num_epochs 0": ["--num_epochs"],
+    "--max_steps 0": ["--max_steps"],
+    "--accumulate_steps 1.5": ["--accumulate_steps"],
+    "--image_size 4": ["--image_size"],
+    "--workers -1": ["--workers"],
+    "--seed -1": ["--seed"],
+    "--lr 0": ["--lr"],
+    "--lr nan": ["--lr"],
+    "--lr inf": ["--lr"],
+    "--timeout 0": ["--timeout"],
+    "--precision fp8": ["--precision", "fp8"],
+    "--backend smoke": ["--backend", "smoke"],
+    "--resume": ["--resume", "--checkpoint"],
+    "--val_image_path x": ["--val_image_path", "--val_annotation_path"],
+    "--val_annotation_path x": ["--val_image_path", "--val_annotation_path"],
+    "--batch_size $'1\\n[CPU 0] ERROR: 2\\x1b[31m'": ["--batch_size"],
+}
+UNSUITED = {
+    "--global_batch_size 7 --accumulate_steps 2": ["--global_batch_size 7", "2"],
+    "--backend mpi": ["--backend mpi", "MPI"],
+    "--backend nccl": ["--backend nccl", "GPU"],
+    "--sync_bn": ["--sync_bn", "CUDA"],
+    "--precision tf32": ["--precision tf32", "GPU"],
+}
+
+
+def parse(text: str) -> list[str]:
+    quoted = re.search(r"\$'(.*)'", text)  # as bash writes control characters
+    if not quoted:
+        return shlex.split(text)
+    return [*shlex.split(text[: quoted.start()]), quoted[1].encode().decode("unicode_escape")]
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_arguments_are_refused(demo, data, text):
+    assert_refused(demo.run([*data.argv(), *parse(text)], expect=None), WRONG[text], code=2)
+
+
+def test_arguments_that_are_needed(demo):
+    job = demo.run(["--num_epochs", 1], expect=None)
+    assert_refused(job, ["--coco_image_path", "--annotation_path"], code=2)
+
+
+@pytest.mark.parametrize("text", UNSUITED)
+def test_arguments_that_do_not_suit_are_refused(demo, data, text):
+    assert_refused(demo.run([*data.argv(), *FAST, *parse(text)], expect=None), UNSUITED[text])
+
+
+def test_smallest_images(demo, data):
+    """At 32 pixels the last stage is one pixel, from which batch norm learns nothing in a batch of
+    one: that is refused. The smallest size that is not, trains.
+    """
+    argv = [*data.argv(), *FAST, "--batch_size", 1, "--image_size"]
+    assert_refused(demo.run([*argv, 32], expect=None), ["--image_size"], code=2)
+    assert demo.run([*argv, 33], expect=None).codes == [0]
+
+
+# --- Weights ---------------------------------------------------------------------------------
+
+WEIGHTS = {
+    "tensor": [],
+    "list": [],
+    "numbers for names": [],
+    "no tensor": [],
+    "number for fc.bias": [],
+    "0-d fc.bias": [],
+    "model is a list": [],
+    "other shape": ["conv1.weight"],
+    "other model": ["ResNet-18"],
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_useless_weights_are_refused(demo, data, kind):
+    file = data.folder / "weights.pt"
+    demo.run(call=forks.save_file, path=str(file), kind=kind)
+    job = demo.run([*data.argv(), *FAST, "--weights", file], expect=None)
+    assert_refused(job, ["weights.pt", *WEIGHTS[kind]])
+
+
+@pytest.mark.parametrize("content", [None, b"", b"text", b"PK\3\4 half a file", Path.mkdir])
+def test_weights_file_that_cannot_be_read_is_refused(demo, data, content):
+    file = data.folder / "weights.pt"
+    if callable(content):
+        content(file)
+    elif content is not None:
+        file.write_bytes(content)
+    job = demo.run([*data.argv(), *FAST, "--weights", file], expect=None)
+    assert_refused(job, ["weights.pt"])
+
+
+def test_weights_that_the_user_may_not_read_are_refused(demo, data):
+    helpers.require(os.geteuid() != 0, "root may read every file")
+    file = data.folder / "weights.pt"
+    file.touch(mode=0)
+    job = demo.run([*data.argv(), *FAST, "--weights", file], expect=None)
+    assert_refused(job, ["weights.pt", "Permission"])
+
+
+class Payload:
+    """What an unsafe loader runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("kind", ["torch.save", "pickle"])
+def test_code_in_a_weights_file_is_not_run(demo, data, kind):
+    file, marker = data.folder / "weights.pt", data.folder / "was-run"
+    if kind == "pickle":
+        file.write_bytes(pickle.dumps({"conv1.weight": Payload(marker)}, protocol=2))
+    else:
+        demo.run(call=forks.save_file, path=str(file), kind="payload", marker=str(marker))
+    job = demo.run([*data.argv(), *FAST, "--weights", file], expect=None)
+    assert not marker.exists()
+    assert_refused(job, ["weights.pt"])
+
+
+def test_weights_that_are_not_numbers_end_the_run(demo, data):
+    file = data.folder / "weights.pt"
+    demo.run(call=forks.save_file, path=str(file), kind="nan")
+    job = demo.run([*data.argv(), *FAST, "--weights", file], expect=None)
+    assert_refused(job, ["step 1", "finite"])
+
+
+@pytest.mark.parametrize("cached", [None, b"half a file"])
+def test_imagenet_weights_without_a_network(demo, data, cached):
+    """The line names the file to fetch, and the folder where this machine looks for it."""
+    cache = data.folder / "home" / "hub" / "checkpoints"
+    if cached:
+        cache.mkdir(parents=True)
+        (cache / "resnet18-f37072fd.pth").write_bytes(cached)
+    proxy = f"http://127.0.0.1:{helpers.free_port()}"  # nobody answers there
+    env = {"TORCH_HOME": str(data.folder / "home"), "no_proxy": "", "NO_PROXY": ""}
+    env |= {name: proxy for name in ("https_proxy", "HTTPS_PROXY", "http_proxy", "all_proxy")}
+    argv = [*data.argv(), *FAST, "--weights", "imagenet"]
+    line = assert_refused(demo.run(argv, 2, expect=None, env=env), ["resnet18-f37072fd.pth"])
+    assert str(cache) in line
+    if not cached:
+        assert "https://download.pytorch.org/models/resnet18-f37072fd.pth" in line
+
+
+# --- Ranks -----------------------------------------------------------------------------------
+
+
+def test_missing_annotation_file_is_one_line_of_all_ranks(demo, data):
+    data.options["annotation_path"] = data.folder / "none.json"
+    assert_refused(demo.run([*data.argv(), *FAST], 2, expect=None), ["none.json"])
+
+
+def test_batch_that_two_ranks_cannot_share(demo, data):
+    job = demo.run([*data.argv(), *FAST, "--global_batch_size", 5], 2, expect=None)
+    assert_refused(job, ["--global_batch_size 5", "2"])
+
+
+def two_views(data: Data) -> list[Path]:
+    """Folders of two nodes with the same images, which a relative path finds."""
+    views = [data.folder / f"node{rank}" for rank in (0, 1)]
+    for view in views:
+        shutil.copytree(data.images, view / "images")
+    data.options["coco_image_path"] = Path("images")
+    return views
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda view: shutil.rmtree(view / "images"), ["images", "rank 1"]),
+        (lambda view: (view / "images" / "0005.jpg").unlink(), ["0005.jpg", "rank 1"]),
+        (
+            lambda view: [forks.truncate(path) for path in (view / "images").iterdir()],
+            ["rank 1"],
+        ),
+        (lambda view: forks.truncate(view / "images" / "0005.jpg"), ["rank 1"]),
+    ],
+    ids=["folder missing", "image missing", "all truncated", "another file"],
+)
+def test_node_with_other_images_is_refused(demo, data, spoil, words):
+    views = two_views(data)
+    spoil(views[1])
+    argv = [*data.argv(), *FAST]
+    job = demo.run(argv, 2, expect=None, of_rank=lambda rank: {"cwd": views[rank]})
+    assert_refused(job, words)
+
+
+def test_ranks_with_other_arguments_are_refused(demo, data):
+    argv = [[*data.argv(), *FAST, "--lr", rate] for rate in (0.1, 0.2)]
+    job = demo.run(nproc=2, expect=None, of_rank=lambda rank: {"argv": argv[rank]})
+    assert_refused(job, ["--lr", "0.2", "0.1", "rank 1"])
+
+
+def test_more_processes_than_gpus(demo, data):
+    argv = [*data.argv(), *FAST]
+    job = demo.run(argv, 2, expect=None, call=forks.pretend_gpus, count=1)
+    assert job.codes == [1, 1]
+    lines = set(re.sub(r"^\[\w+ \d\] ", "", line) for line in job.err.splitlines())
+    assert len(lines) == 1, job.tail()
+    for word in ("ERROR: ", "2 processes", "1 GPU", "--backend gloo"):
+        assert word in lines.copy().pop()
+
+
+# PyTorch's C++ part adds warnings of its own: [W1120 ...] The client socket has timed out.
+OF_PYTORCH = r"\[[WE]\d+ |Exception raised from |frame #|<omitting python frames>"
+ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+PLACES = {
+    "rank is not a number": ({"RANK": "first"}, ["torchrun", "RANK"]),
+    "rank is empty": ({"RANK": ""}, ["torchrun", "RANK"]),
+    "rank out of range": ({"RANK": "3"}, ["RANK 3", "WORLD_SIZE"]),
+    "no world size": ({"WORLD_SIZE": None}, ["WORLD_SIZE"]),
+    "no master": ({"MASTER_ADDR": None}, ["MASTER_ADDR"]),
+    "master has no address": ({"MASTER_ADDR": "no-such-host.invalid", "RANK": "1"}, ["no-such"]),
+    "port is not a number": ({"MASTER_PORT": "http"}, ["http"]),
+    "port out of range": ({"MASTER_PORT": "99999"}, ["99999"]),
+    "nobody at the master's address": ({"RANK": "1"}, ["127.0.0.1", "rendezvous"]),
+    "nobody joins rank 0": ({}, ["127.0.0.1", "rendezvous"]),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_wrong_place_among_the_ranks_is_refused(demo, data, name):
+    change, words = PLACES[name]
+    port = str(helpers.free_port())
+    env = ONE | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | change
+    env = {key: value for key, value in env.items() if value is not None}
+    argv = [*data.argv(), *FAST, "--timeout", 3]
+    job = demo.run(argv, expect=None, env=env)
+    assert_refused(job, words, others=OF_PYTORCH)
+    assert job.seconds < 3 + 10
+
+
+def test_port_that_is_taken(demo, data):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = str(taken.getsockname()[1])
+        env = ONE | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        job = demo.run([*data.argv(), *FAST, "--timeout", 3], expect=None, env=env)
+        assert_refused(job, ["127.0.0.1", port], others=OF_PYTORCH)
+
+
+# --- Pictures --------------------------------------------------------------------------------
+
+
+def png_bomb(path: Path, side: int = 20_000) -> None:
+    """A whole and valid PNG of 50 KB that takes 1.2 GB as RGB."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        check = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + check
+
+    pack, row = zlib.compressobj(9), b"\0" * (1 + side // 8)
+    rows = b"".join(pack.compress(row * 100) for _ in range(side // 100)) + pack.flush()
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    parts = [chunk(b"IHDR", header), chunk(b"IDAT", rows), chunk(b"IEND", b"")]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+
+
+def jpeg_bomb(path: Path) -> None:
+    """A JPEG that says it has 65,000 x 65,000 pixels."""
+    Image.new("RGB", (16, 16)).save(path, "JPEG")
+    content = bytearray(path.read_bytes())
+    start = content.index(b"\xff\xc0") + 5
+    content[start : start + 4] = struct.pack(">HH", 65_000, 65_000)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("make", [png_bomb, jpeg_bomb])
+def test_picture_that_would_fill_the_memory_is_refused(demo, tmp_path, make):
+    path = tmp_path / "bomb"
+    make(path)
+    assert path.stat().st_size < 100_000
+    job = demo.run(call=forks.decoded, path=str(path))
+    outcome, used = job.result()
+    assert isinstance(outcome, str), outcome  # the error's name
+    assert used < 64 * 2**20
+    assert job.seconds < 5
+
+
+def test_file_name_cannot_draw_on_the_terminal(demo, tmp_path):
+    """A picture that is too large, under a name that pretends to be two lines of the log."""
+    name = "a\n[CPU 0] ERROR: b\x1b[31mred\x1b[0m\x9b2J\x85\u2028c\r.jpg"
+    names = [*forks.numbered(119), name]
+    forks.write_images(tmp_path / "images", names)
+    png_bomb(tmp_path / "images" / name)
+    (tmp_path / "instances.json").write_text(json.dumps(forks.instances(names)))
+    argv = ["--coco_image_path", tmp_path / "images"]
+    argv += ["--annotation_path", tmp_path / "instances.json"]
+    job = demo.run([*argv, *forks.FAST, "--batch_size", 20, "--num_epochs", 1])
+    assert_clean(job)
+    (line,) = (line for line in job.run.out.split("\n") if "damaged:" in line)
+    assert re.fullmatch(r"\[CPU 0\] WARNING: .*a\?\[CPU 0\] ERROR: b\?\[31mred.*", line), line
+    assert job.run.json_line("Summary")["damaged"] == 1
+
+
+# --- As a user starts it ---------------------------------------------------------------------
+
+
+def test_torchrun_ends_all_ranks_with_one_line(data):
+    data.options["coco_image_path"] = data.folder / "nowhere"
+    run = helpers.run_demo([*data.argv(), *FAST], 2, 60, expect=1, split=True, script=forks.SCRIPT)
+    assert "nowhere" in error_line(run.out + run.err)
+    # torchrun adds a report, with the traceback of its own code, but none of the script's.
+    assert f'File "{forks.SCRIPT}"' not in run.out + run.err
+    assert run.seconds < 30 + 10  # the second is what torchrun may take to start
+
+
+def test_python_ends_with_one_line(data):
+    data.options["annotation_path"] = data.folder / "none.json"
+    run = helpers.run_demo(
+        [*data.argv(), *FAST], launcher="python", expect=1, split=True, script=forks.SCRIPT
+    )
+    assert run.out == ""
+    assert run.err == error_line(run.err) + "\n"

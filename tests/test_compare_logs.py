@@ -1,0 +1,897 @@
+"""tools/compare_logs.py: its parser against damage, its formulas against arithmetic by hand, its
+verdicts against runs whose cause is known. The logs are made here, in the demo's own format."""
+
+import importlib.util
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOL = ROOT / "tools" / "compare_logs.py"
+TALK = ROOT.parent / "shared" / "talk"
+
+spec = importlib.util.spec_from_file_location("compare_logs", TOOL)
+tool = importlib.util.module_from_spec(spec)
+sys.modules["compare_logs"] = tool  # dataclasses look their module up
+spec.loader.exec_module(tool)
+
+PARAMETERS = 11_217_552  # ResNet-18 with an 80-class layer
+GRADIENT_BYTES = 44_870_208  # 4 * 11,217,552
+QUICK = settings(
+    max_examples=30,
+    deadline=None,
+    database=None,  # leaves no folder behind
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+# --- logs in the demo's format -----------------------------------------------------------------
+
+
+def one_run(
+    *,
+    world=2,
+    nodes=2,
+    steps=20,
+    epochs=2,
+    per_process=16,
+    images=None,
+    start_step=0,
+    data_ms=1.0,
+    compute_ms=140.0,
+    exposed_ms=101.0,
+    probe_ms=52.0,
+    wire_gbps=6.9,
+    stated_gbps=10,
+    wall_s=None,
+    loss_scale=1.0,
+    straggler=None,
+    facts=None,
+    summary=None,
+):
+    """A whole run's lines by rank: [(rank, text), ...] in the order in which they are written."""
+    batch = per_process * world
+    images = images or batch * steps // epochs
+    step_ms = data_ms + compute_ms + exposed_ms
+    speed = f"{per_process / step_ms * 1000:.1f} img/s"
+    wall_s = wall_s or (steps - start_step) * step_ms / 1000 + 3
+    run = {
+        "demo": "coco_resnet18",
+        "started": "2025-01-01T00:00:00+00:00",
+        "versions": {"torch": "2.15.0"},
+        "world_size": world,
+        "nodes": nodes,
+        "backend": "gloo",
+        "hosts": [f"n{rank * nodes // world}" for rank in range(world)],
+        "devices": ["cpu"] * world,
+        "batch": {"per_process": per_process, "accumulate_steps": 1, "global": batch},
+        "precision": "bf16",
+        "compile": False,
+        "grad_compression": "none",
+        "powersgd_rank": 2,
+        "image_size": 64,
+        "workers": 1,
+        "seed": 0,
+        "images": images,
+        "num_epochs": epochs,
+        "steps_per_epoch": steps // epochs,
+        "steps": steps,
+        "start_step": start_step,
+        "parameters": PARAMETERS,
+        "gradient_bytes": GRADIENT_BYTES,
+        "env": {"GLOO_SOCKET_IFNAME": "veth0"},
+    } | (facts or {})
+    algbw = GRADIENT_BYTES / probe_ms / 1e6
+    probe = {
+        "all_reduce_bytes": GRADIENT_BYTES,
+        "all_reduce_ms": probe_ms,
+        "algbw_GBps": algbw,
+        "busbw_GBps": algbw * 2 * (world - 1) / world,
+        "nodes": [
+            {
+                "host": f"n{node}",
+                "interfaces": [
+                    {"name": "lo", "kind": "loopback", "speed_Gbps": None, "tx_bytes": 9,
+                     "rx_bytes": 9, "wire_Gbps": 99.0, "share": None},
+                    {"name": f"veth{node}", "kind": "ethernet", "speed_Gbps": stated_gbps,
+                     "tx_bytes": 9, "rx_bytes": 9, "wire_Gbps": wire_gbps + node / 1000,
+                     "share": wire_gbps / stated_gbps if stated_gbps else None},
+                ],
+            }
+            for node in range(nodes)
+        ],
+        "step_ms": step_ms,
+        "no_sync_ms": compute_ms,
+        "exposed_ms": exposed_ms,
+    }
+    end = {
+        "epochs": epochs,
+        "steps": steps,
+        "wall_s": wall_s,
+        "train_s": wall_s - 3,
+        "images": (steps - start_step) * batch,
+        "img_per_s": batch / step_ms * 1000,
+        "step_ms": step_ms,
+        "data_ms": data_ms,
+        "compute_ms": compute_ms,
+        "exposed_ms": exposed_ms,
+        "ranks": [{"rank": rank, "compute_ms": compute_ms} for rank in range(world)],
+        "straggler": straggler,
+        "wire_bytes_per_step": GRADIENT_BYTES,
+        "loss_by_epoch": [3.0, 2.0],
+        "val": [{"epoch": epochs, "top1": 41.67, "top5": 77.08, "images": 48}],
+        "damaged": 0,
+        "replicas_identical": True,
+    } | (summary or {})
+    lines = [(0, f"Run {json.dumps(run)}"), (1 % world, "Data: 49 images")]
+    if world > 1:
+        lines.append((0, f"Probe {json.dumps(probe)}"))
+    for step in range(start_step + 1, steps + 1):
+        epoch = (step - 1) * epochs // steps + 1
+        for rank in range(world):
+            if step % 5 == 1 or step == steps:
+                loss = loss_scale * (4.5 - 2 * step / steps + 0.01 * rank)
+                lines.append(
+                    (rank, f"Epoch {epoch} | Step {step} | Loss: {loss:.4f} | {speed} | "
+                     f"data {data_ms:.1f} ms | step {step_ms:.1f} ms | ETA 0m 3s")
+                )
+        if step * epochs % steps == 0:
+            for rank in range(world):
+                mean = loss_scale * (4 - epoch + 0.01 * rank)
+                lines.append(
+                    (rank, f"Epoch {epoch} complete | Avg loss: {mean:.4f} | {speed} | 2.42s")
+                )
+            lines.append((0, f"Epoch {epoch} validation | Top-1: 41.67% | Top-5: 77.08% | "
+                             "48 images | 1.23s"))
+    lines.append((0, f"Summary {json.dumps(end)}"))
+    for rank in range(world):
+        text = tool.duration(wall_s)
+        lines.append((rank, f"Cleanup complete. Total wall time: {text} ({wall_s:.3f}s)"))
+    return lines
+
+
+def as_text(lines, kind="CPU"):
+    return "".join(f"[{kind} {rank}] {text}\n" for rank, text in lines)
+
+
+def write_folder(folder, lines, nodes=2):
+    """A run's folder as the launcher writes it: nodeK.log holds the ranks of node K."""
+    folder.mkdir()
+    world = max(rank for rank, _ in lines) + 1
+    for node in range(nodes):
+        own = [(rank, text) for rank, text in lines if rank * nodes // world == node]
+        (folder / f"node{node}.log").write_text(as_text(own))
+    return folder
+
+
+def talk_log(wall_s, losses=(1.08, 1.13, 1.31, 1.44), mean=1.8165):
+    """The last lines of a log as the original demo wrote them, on one of two nodes."""
+    lines = [
+        (rank, f"Epoch 1 | Step {step} | Loss: {loss + 0.01 * rank:.4f}")
+        for step, loss in zip((906, 911, 916, 921), losses, strict=True)
+        for rank in (0, 1)
+    ]
+    lines.append((1, f"Epoch 1 complete | Avg loss: {mean:.4f}"))
+    for rank in (0, 1):
+        took = wall_s - 0.2 * rank
+        lines.append(
+            (rank, f"Cleanup complete. Total wall time: {tool.duration(took)} ({took:.3f}s)")
+        )
+    return as_text(lines, "GPU")
+
+
+# The measured runs of one set-up on three rates: 64 px, batch 16, two ranks on two nodes.
+FREE = {"exposed_ms": 101.0, "probe_ms": 52.0, "wire_gbps": 6.9}
+GIGABIT = {"exposed_ms": 401.0, "probe_ms": 376.0, "wire_gbps": 0.998}
+HUNDRED = {"exposed_ms": 3828.0, "probe_ms": 3760.0, "wire_gbps": 0.0998}
+
+
+@pytest.fixture
+def save(tmp_path):
+    """save(name, one_run's options or a text) -> NAME=PATH."""
+
+    def write(name, content=None, **options):
+        file = tmp_path / f"{name}.log"
+        file.write_text(content if content is not None else as_text(one_run(**options)))
+        return f"{name}={file}"
+
+    return write
+
+
+def run_tool(*arguments, python=(), code=0):
+    """Run the tool as a user does; returns (stdout, stderr) after checking its exit code."""
+    done = subprocess.run(
+        [sys.executable, *python, str(TOOL), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"MPLBACKEND": "Agg"},
+    )
+    assert done.returncode == code, (done.returncode, done.stdout[-500:], done.stderr[-2000:])
+    assert "Traceback" not in done.stderr
+    return done.stdout, done.stderr
+
+
+def error_of(*arguments, python=()):
+    """The one line of a refused call."""
+    out, err = run_tool(*arguments, python=python, code=2)
+    assert out == "" and len(err.strip().splitlines()) == 1, (out, err)
+    return err.strip()
+
+
+def compared(*logs, **options):
+    """compare() over one_run's lines given as texts."""
+    runs = [
+        tool.make_run(f"run{i}", tool.parse_text(text), {}) for i, text in enumerate(logs)
+    ]
+    return tool.compare(runs, tool.LATENCY_US * 1e-6, **options)
+
+
+def read(text, **given):
+    return tool.make_run("a", tool.parse_text(text), given)
+
+
+# --- model, by hand ----------------------------------------------------------------------------
+
+
+def test_ring_bytes_by_hand():
+    # 4 ranks on 2 nodes: 2 * 3/4 = 1.5; 1.5 * 44,870,208 = 67,305,312
+    assert tool.ring_bytes(GRADIENT_BYTES, 4, 2) == 67_305_312
+    # 2 ranks on 2 nodes: 2 * 1/2 = 1
+    assert tool.ring_bytes(GRADIENT_BYTES, 2, 2) == GRADIENT_BYTES
+    assert tool.ring_bytes(GRADIENT_BYTES, 4, 1) == 0  # nothing leaves a single node
+
+
+def test_ring_and_tree_seconds_by_hand():
+    # 8 ranks, 4 nodes, 1 MB at 1 MB/s, 1 ms: 2*7 turns * 0.001 + 2*7/8 * 1 = 0.014 + 1.75
+    assert tool.ring_seconds(1e6, 8, 4, 1e6, 1e-3) == pytest.approx(1.764)
+    # 4 nodes: 2 * log2(4) * 0.001 + 2 * 1 = 0.004 + 2; 5 nodes need a third level: 0.006 + 2
+    assert tool.tree_seconds(1e6, 4, 1e6, 1e-3) == pytest.approx(2.004)
+    assert tool.tree_seconds(1e6, 5, 1e6, 1e-3) == pytest.approx(2.006)
+    # 2 nodes: each sends its half to the other and gets the sum's: 2 * 0.001 + 1
+    assert tool.tree_seconds(1e6, 2, 1e6, 1e-3) == pytest.approx(1.002)
+    assert tool.ring_seconds(1e6, 2, 1, 1e6, 1) == tool.tree_seconds(1e6, 1, 1e6, 1) == 0
+
+
+def test_tcp_leaves_941_of_1000():
+    # 1500 - 52 = 1448 of 1500 + 38 = 1538 bytes: 0.94148
+    assert tool.payload_rate(1) * 8 / 1e6 == pytest.approx(941.48, abs=0.01)
+
+
+def test_range_and_implied_rate_by_hand():
+    # 67,305,312 * 8 = 538,442,496 bits: 0.538 s at 1 Gb/s, / 0.94148 = 0.572 s over TCP
+    size = (GRADIENT_BYTES, 4, 2)
+    line = tool.ring_seconds(*size, 1e9 / 8)
+    tcp = tool.ring_seconds(*size, tool.payload_rate(1))
+    assert line == pytest.approx(0.5384, abs=1e-4) and tcp == pytest.approx(0.5719, abs=1e-4)
+    # floor 1165 s / 1850 = 0.6297 s hides 0.538 s: 0.6297; not hidden: 0.6297 + 0.5719 = 1.2016
+    low, high = tool.step_range(1165 / 1850, line, tcp)
+    assert (low, high) == (pytest.approx(0.6297, abs=1e-4), pytest.approx(1.2016, abs=1e-4))
+    assert tool.step_range(0.1, 0.5, 0.6) == (0.5, pytest.approx(0.7))
+    # (14,939.786 - 1,164.994) / 1850 = 7.4458 s; 538.44 Mb / 7.4458 s = 72.3 Mb/s
+    assert tool.implied_gbps(*size, 13774.792 / 1850) == pytest.approx(0.0723, abs=1e-4)
+    assert tool.implied_gbps(*size, 13774.792 / 924) == pytest.approx(0.0361, abs=1e-4)
+
+
+def test_estimate_keeps_the_floor():
+    # 242 ms with an all-reduce of 52 ms; one of 376 ms adds 324: 566 (measured: 542)
+    assert tool.estimate_step(0.141, 0.242, 0.376, 0.052) == pytest.approx(0.566)
+    # 542 - 376 = 166, and no link is faster than the floor of 170
+    assert tool.estimate_step(0.170, 0.542, 0.0, 0.376) == 0.170
+
+
+def test_projection_predicts_other_rates_both_ways(save, tmp_path):
+    out, _ = run_tool(
+        save("free", **FREE), save("gigabit", **GIGABIT), save("hundred", **HUNDRED),
+        "--json", tmp_path / "out.json",
+    )
+    result = json.loads((tmp_path / "out.json").read_text())
+    pairs = {(row["from"], row["to"]): row for row in result["cross_checks"]}
+    assert len(pairs) == 6
+    for row in pairs.values():
+        assert abs(row["error"]) < 0.15, row
+    # free -> gigabit by hand: ring 44.87 MB * 8 / (0.998 * 0.94148 Gb/s) = 382.0 ms;
+    # 242 + 382.0 - 52 = 572 ms against 542: +5.5 %
+    row = pairs["free", "gigabit"]
+    assert row["predicted_s"] == pytest.approx(0.572, abs=0.001)
+    assert row["error"] == pytest.approx(0.055, abs=0.003)
+    assert "free -> gigabit at 998 Mb/s: predicted 572 ms, measured 542 ms (+6%)" in out
+
+
+def test_projection_table_covers_rates_and_processes():
+    result = compared(as_text(one_run(**FREE)), as_text(one_run(**GIGABIT)))
+    cells = {(c["gbps"], c["processes"]): c for c in result["projections"]["run0"]}
+    assert {g for g, _ in cells} == {1, 10, 25, 56, 100, 200, 400}
+    assert {n for _, n in cells} == {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024}
+    # floor 1 + 140 ms; 2 ranks on 2 nodes at 1 Gb/s: 2 * 14 us + 358.96 ms / 0.94148 = 381.3 ms
+    cell = cells[1, 2]
+    assert cell["ring_s"] == pytest.approx(0.3813, abs=1e-4)
+    assert cell["step_s"] == (pytest.approx(0.3813, abs=1e-4), pytest.approx(0.5223, abs=1e-4))
+    # 242 + 381.3 - 52
+    assert cell["best_s"] == pytest.approx(0.5713, abs=1e-4)
+    # 320 images, 16 a process: 20 steps on 1, 10 on 2, 1 on 1,024
+    assert cell["epoch_s"][1] == pytest.approx(10 * 0.5223, abs=1e-3)
+    assert cells[1, 1]["epoch_s"] == (pytest.approx(20 * 0.141),) * 2
+    assert cells[400, 1024]["epoch_s"] == cells[400, 1024]["step_s"]
+    # at 1,024 ranks the ring's 2,046 turns of 14 us cost 28.6 ms, the tree's 20 only 0.28 ms
+    assert cells[400, 1024]["ring_s"] - 0.0286 < cells[400, 1024]["tree_s"]
+    assert cells[400, 1024]["ring_s"] > cells[400, 1024]["tree_s"]
+
+
+# --- the talk's logs ---------------------------------------------------------------------------
+
+LACKING = (
+    "--steps", 1850, "--parameters", PARAMETERS, "--processes", 4, "--nodes", 2, "--link_gbps",
+    "ethernet=1", "--link-gbps", "infiniband=56", "--images", "118,287", "--epochs", 2,
+    "--global_batch", 128,
+)
+
+
+def talk_runs(tmp_path, made):
+    if made:
+        (tmp_path / "ethernet.log").write_text(talk_log(14939.786))
+        (tmp_path / "infiniband.log").write_text(talk_log(1164.994, mean=1.7999))
+    elif not TALK.is_dir():
+        pytest.skip("the talk's own logs are not beside this checkout")
+    folder = tmp_path if made else TALK
+    return [f"{name}={folder / name}.log" for name in ("ethernet", "infiniband")]
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["made", "real"])
+def test_talk(tmp_path, made):
+    out, _ = run_tool(*talk_runs(tmp_path, made), *LACKING)
+    ethernet, infiniband = out.split("Verdict\n")[1].split("\ninfiniband: ")
+    assert "12.82 times as long as infiniband: 4h 8m 59.79s against 19m 24.99s" in out
+    assert "12.82 x faster" in out
+    assert "1 Gb/s allows 19 to 37 min" in ethernet and "measured 249 min" in ethernet
+    assert "not a 1 Gb/s result" in ethernet
+    assert "a wire that ran at 72 Mb/s (1,850 steps" in ethernet
+    assert "538 ms at line rate and 572 ms" in ethernet
+    assert "fell back to 100 Mb/s" in ethernet
+    assert infiniband.startswith("not bound by its link")
+    # 1.5 * 44.87 MB * 8 / 56 Gb/s = 9.6 ms, * 1850 = 17.8 s, / 0.94148 = 18.9 s
+    assert "take 18 to 19 s of 1,165 s" in infiniband
+    assert "1. the input pipeline: 51 img/s per GPU" in infiniband
+    assert "1.8165" in out and "1.7999" in out and "losses part" not in out
+    assert "log of 1 of 2 nodes" in out
+
+
+def test_talk_with_half_the_steps(tmp_path):
+    out, _ = run_tool(*talk_runs(tmp_path, True), *LACKING, "--steps", 924)
+    assert "36 Mb/s (924 steps" in out
+
+
+def test_talk_without_options_says_what_to_give(tmp_path):
+    out, _ = run_tool(*talk_runs(tmp_path, True))
+    assert "12.82 times as long" in out and "give --steps" in out
+    out, _ = run_tool(*talk_runs(tmp_path, True), "--steps", 1850)
+    assert "--link_gbps, --parameters, --processes, --nodes" in out
+
+
+def test_steps_follow_from_images_epochs_and_batch():
+    # 118,287 / 128 = 924.1: 925 steps an epoch
+    run = read(talk_log(100.0), images=118287, epochs=2, global_batch=128)
+    assert run.steps == 1850
+
+
+def test_original_format_of_two_nodes_counts_gpus_per_node(tmp_path):
+    for name, wall in (("a", 60.0), ("b", 50.0)):
+        (tmp_path / name).mkdir()
+        for node in (0, 1):
+            (tmp_path / name / f"node{node}.log").write_text(talk_log(wall))
+    log = tool.read_log([tmp_path / "a"])
+    assert log.ranks == {0, 1, 2, 3}
+    run_tool(f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}", "--processes", 4, "--nodes", 2)
+    (tmp_path / "a" / "node1.log").unlink()
+    run_tool(f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}", "--processes", 4, "--nodes", 2)
+    out, _ = run_tool(f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}", "--processes", 6,
+                      "--nodes", 2, code=1)
+    assert "no line from rank 2" in out
+
+
+# --- verdicts ----------------------------------------------------------------------------------
+
+
+def verdict_of(**options):
+    other = as_text(one_run(**FREE))
+    result = compared(as_text(one_run(**options)), other)
+    verdict = result["verdicts"]["run0"]
+    return verdict, " ".join(verdict.says)
+
+
+def test_bound_by_a_link_that_delivers():
+    verdict, says = verdict_of(**GIGABIT, stated_gbps=1)
+    assert verdict.bound == "link" and says.startswith("bound by its link")
+    assert "998 Mb/s on veth0 (ethernet), 100% of the stated 1 Gb/s: the link delivers" in says
+    # floor 141 + 381.3 = 522 ms a step, 20 steps: 10.4 s; 542 ms * 20 = 10.8 s is within 10 %
+    assert verdict.inside and "allows 7.2 to 10 s" in says and "inside" in says
+    assert "--grad_compression" in verdict.checks[0]
+
+
+def test_bound_by_a_link_slower_than_stated():
+    verdict, says = verdict_of(**GIGABIT, stated_gbps=10)
+    assert verdict.bound == "link" and "10% of the stated 10 Gb/s" in says
+    assert "not a 10 Gb/s result" in says and verdict.inside is False
+    assert "ethtool veth0" in verdict.checks[0] and "100 Mb/s" not in verdict.checks[0]
+    verdict, _ = verdict_of(**HUNDRED, stated_gbps=1)
+    assert "fell back to 100 Mb/s" in verdict.checks[0]
+
+
+def test_bound_by_input():
+    verdict, says = verdict_of(data_ms=300.0, exposed_ms=20.0)
+    assert verdict.bound == "input" and "data wait 300 ms (65%)" in says
+    assert "--workers" in verdict.checks[0]
+
+
+def test_without_a_probe_data_wait_alone_can_bound():
+    off = {"compute_ms": None, "exposed_ms": None}
+    verdict, says = verdict_of(data_ms=300.0, exposed_ms=20.0, summary=off)
+    assert verdict.bound == "input" and "it waits 300 ms of a step of 460 ms" in says
+    verdict, says = verdict_of(summary=off, exposed_ms=125.4)
+    assert verdict.bound == "unknown" and "10% above run1's; the log does not split" in says
+
+
+def test_bound_by_compute():
+    verdict, says = verdict_of(**FREE)
+    assert verdict.bound == "compute" and "compute is 140 ms (58%)" in says
+    # 141 + 38.1 ms is less than 242: the wire is not to blame, and the text says so
+    assert "above, though the probe found no fault" in says and "not a" not in says
+
+
+def test_exposed_beyond_the_wire_is_not_the_links():
+    verdict, says = verdict_of(exposed_ms=300.0, probe_ms=52.0)
+    assert verdict.bound == "overlap" and "not by the wire" in says
+
+
+def test_faster_than_the_link_can_be():
+    _, says = verdict_of(exposed_ms=10.0, probe_ms=50.0, wire_gbps=6.9, stated_gbps=1)
+    assert "faster than 1 Gb/s can be" in says
+
+
+def test_straggler_is_the_first_check():
+    verdict, _ = verdict_of(straggler=1)
+    assert verdict.checks[0].startswith("rank 1")
+
+
+def test_stated_link_option_replaces_the_logs(save):
+    out, _ = run_tool(save("a", **GIGABIT), save("b", **FREE), "--link_gbps", "a=1")
+    assert "100% of the stated 1 Gb/s" in out and "69% of the stated 10 Gb/s" in out
+
+
+def test_traffic_that_left_the_named_interface(save):
+    wrong = {"env": {"GLOO_SOCKET_IFNAME": "eth9"}}
+    out, _ = run_tool(save("a", facts=wrong), save("b"))
+    assert "GLOO_SOCKET_IFNAME=eth9, but veth0 (ethernet) carried the traffic" in out
+    assert out.count("carried the traffic") == 1
+    out, _ = run_tool(save("c", nodes=1), save("d", nodes=1))  # nothing has to leave the machine
+    assert "carried the traffic" not in out
+
+
+def test_three_runs_split_adds_up_in_the_table(save):
+    out, _ = run_tool(save("free", **FREE), save("gigabit", **GIGABIT), save("x", **HUNDRED))
+    assert re.search(r"\| wall time .*\| +7.84s \| +13.84s \| +1m 22.38s \|", out)
+    assert re.search(r"\| against free +\| +base \| +1.77 x as long \| +10.51 x as long \|", out)
+    assert re.search(r"exposed communication \| +101 ms \(42%\) \| +401 ms \(74%\)", out)
+    assert re.search(r"\| loss, epoch 2 +\| +2.0050 \|", out)
+    widths = {len(line) for line in out.split("\n\n")[0].splitlines()}
+    assert len(widths) == 1  # the columns line up
+
+
+# --- like with like ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "options"),
+    [
+        ("global batch", {"per_process": 8, "images": 320}),
+        ("image count", {"images": 319}),
+        ("epoch count", {"epochs": 1, "images": 320}),
+        ("number of steps", {"steps": 10, "images": 320}),
+        ("precision", {"facts": {"precision": "fp32"}}),
+        ("compression", {"facts": {"grad_compression": "bf16"}}),
+        ("image size", {"facts": {"image_size": 224}}),
+        ("model", {"facts": {"parameters": 11_689_512}}),
+    ],
+)
+def test_unlike_runs_are_refused_by_name(save, word, options):
+    pair = (save("a"), save("b", **options))
+    error = error_of(*pair)
+    assert word in error and "in a" in error and "in b" in error and "--force" in error
+    out, _ = run_tool(*pair, "--force")
+    assert re.search(f"^FORCED, not like with like: {word}", out)
+
+
+def test_powersgd_ranks_are_told_apart(save):
+    ranks = [{"grad_compression": "powersgd", "powersgd_rank": n} for n in (1, 2)]
+    error = error_of(save("a", facts=ranks[0]), save("b", facts=ranks[1]))
+    assert "powersgd, rank 1 in a, powersgd, rank 2 in b" in error
+    # without PowerSGD its rank is no setting
+    run_tool(save("a", facts={"powersgd_rank": 1}), save("b", facts={"powersgd_rank": 2}))
+
+
+def test_other_settings_are_noted_not_refused(save):
+    out, _ = run_tool(save("a"), save("b", facts={"workers": 7, "seed": 3}))
+    assert "other settings than a: seed, workers" in out
+
+
+def test_losses_that_part_are_pointed_out(save):
+    out, _ = run_tool(save("a"), save("b", loss_scale=1.01))
+    assert "losses part" not in out
+    out, _ = run_tool(save("a", steps=2000), save("b", steps=2000, loss_scale=1.08))
+    assert "losses part by more than noise in epoch 1: 3.0050 in a, 3.2454 in b" in out
+
+
+def test_nan_loss_parts_and_stays_out_of_json(save, tmp_path):
+    broken = re.sub(r"Avg loss: 2\.\d{4}", "Avg loss: nan", as_text(one_run()))
+    out, _ = run_tool(save("a"), save("b", broken), "--json", tmp_path / "x.json")
+    assert "losses part by more than noise in epoch 2" in out
+    text = (tmp_path / "x.json").read_text()
+    assert "NaN" not in text and json.loads(text)["runs"][1]["losses"]["2"] is None
+
+
+# --- scaling -----------------------------------------------------------------------------------
+
+
+def test_weak_scaling(save):
+    one = {"exposed_ms": None}  # a single process has nothing to expose
+    pair = [save(f"p{n}", world=n, nodes=n, images=320, steps=320 // 16 // n * 2, exposed_ms=e,
+                 summary=one if n == 1 else None)
+            for n, e in ((1, 0.0), (2, 47.0), (4, 141.0))]
+    out, _ = run_tool(*pair)
+    assert "p1: bound by compute" in out
+    # 141, 188, 282 ms: 2 * 141/188 = 1.50 (75 %), 4 * 141/282 = 2.00 (50 %)
+    assert re.search(r"\| p2 +\| +2 \| +weak \| +1.50 \| +75% \|", out)
+    assert re.search(r"\| p4 +\| +4 \| +weak \| +2.00 \| +50% \|", out)
+
+
+def test_strong_scaling(save):
+    sizes = ((1, 200.0, 0.0), (2, 100.0, 60.0))
+    pair = [save(f"p{n}", world=n, nodes=1, per_process=32 // n, images=320, compute_ms=compute,
+                 data_ms=0.0, exposed_ms=exposed) for n, compute, exposed in sizes]
+    out, _ = run_tool(*pair)
+    # 200 / 160 ms = 1.25 times, on twice as many: 62.5 %
+    assert re.search(r"\| p2 +\| +2 \| strong \| +1.25 \| +62% \|", out)
+
+
+# --- incomplete runs ---------------------------------------------------------------------------
+
+
+def test_missing_node_is_named(tmp_path, save):
+    folder = write_folder(tmp_path / "run", one_run(world=4))
+    whole = f"whole={write_folder(tmp_path / 'other', one_run(world=4))}"
+    run_tool(f"a={folder}", whole)
+    (folder / "node1.log").unlink()
+    out, _ = run_tool(f"a={folder}", whole, code=1)
+    assert "INCOMPLETE" in out and "no line from ranks 2 (n1), 3 (n1)" in out
+    assert "times as long" not in out and not re.search(r"\| wall time +\| +\d", out)
+    # the second file given under the same name makes it whole
+    other = tmp_path / "other"
+    run_tool(f"a={other / 'node0.log'}", f"a={other / 'node1.log'}", whole)
+
+
+@pytest.mark.parametrize("marker", ["Run {", "Summary {", "[CPU 1] Cleanup", "[CPU 0] Cleanup"])
+def test_a_lost_line_makes_it_incomplete(marker):
+    text = as_text(one_run())
+    kept = "".join(line for line in text.splitlines(True) if marker not in line)
+    assert kept != text and read(text).complete
+    assert not read(kept).complete and read(kept).wall_s is None
+
+
+def test_truncated_log_names_its_last_step(save):
+    text = as_text(one_run())
+    cut = text[: text.index("[CPU 1] Epoch 2 | Step 16")]
+    stopped = cut + "[CPU 0] Stopped on SIGTERM | step 17\n"
+    out, _ = run_tool(save("a"), save("b", stopped), code=1)
+    assert "no Summary line" in out and "last step 11 of 20" in out
+    assert "it says: Stopped on SIGTERM | step 17" in out
+
+
+def test_restarted_run():
+    first = as_text(one_run())
+    first = first[: first.index("[CPU 0] Epoch 2 | Step 16")]
+    second = as_text(one_run(start_step=10, loss_scale=0.9))
+    run = read(first + second)
+    assert run.complete and run.attempted_again and run.log.attempts == 2
+    assert any("restarted 1 time(s), the last time from step 10" in note for note in run.notes)
+    steps = sorted({step for _, _, step in run.log.steps})
+    assert steps == [1, 6, 11, 16, 20]
+    assert run.log.steps[0, 1, 6].loss == pytest.approx(3.9)  # of the first attempt
+    assert run.log.steps[0, 2, 11].loss == pytest.approx(0.9 * 3.4)  # of the last
+    # a whole run with a restart that did not end is not whole
+    whole = as_text(one_run())
+    for end in range(second.index("\n"), len(second) - 1, 97):
+        assert not read(whole + second[:end]).complete
+
+
+def test_an_earlier_attempt_lends_nothing_to_the_last():
+    whole = as_text(one_run())
+    second = as_text(one_run(start_step=10)).splitlines(True)
+    unsummed = "".join(line for line in second if "Summary" not in line)
+    assert not read(whole + unsummed).complete
+    # resumed at its very end, so that no step line comes before the end lines
+    last = as_text(one_run(start_step=20)).splitlines(True)
+    assert read(whole + "".join(last)).complete
+    assert not read(whole + "".join(last[:-1])).complete
+
+
+def test_an_epoch_that_an_earlier_attempt_broke_off_is_no_end():
+    # --max_steps 18 ended the first attempt in the last epoch; rank 1 is silent in the second
+    first = as_text(one_run()).replace("Step 20", "Step 18")
+    second = as_text([line for line in one_run(start_step=18) if line[0] == 0])
+    end = "[CPU 1] Cleanup complete. Total wall time: 1.00s (1.000s)\n"
+    run = read(first + second + end)
+    assert run.problems == ["the end came early for rank 1 (n1) (last step 18 of 20)"]
+
+
+def test_restart_is_seen_in_the_files_without_a_run_line(tmp_path):
+    first, second = one_run(), one_run(start_step=10)
+    folder = write_folder(tmp_path / "run", first + second)
+    assert tool.make_run("a", tool.read_log([folder]), {}).complete
+    node1 = folder / "node1.log"
+    text = node1.read_text()
+    node1.write_text(text[: text.rindex("[CPU 1] Epoch 2 | Step 16")])
+    run = tool.make_run("a", tool.read_log([folder]), {})
+    assert not run.complete and "no end line from rank 1" in run.problems[0]
+
+
+def test_restarted_runs_give_no_ratio(save):
+    first = as_text(one_run()).split("[CPU 0] Epoch 2 | Step 16")[0]
+    out, _ = run_tool(save("a"), save("b", first + as_text(one_run(start_step=10))))
+    assert "times as long" not in out
+    assert re.search(r"\| wall time +\| +7.84s \| +5.42s\* \|", out)
+
+
+# --- damage ------------------------------------------------------------------------------------
+
+FOREIGN = st.lists(
+    st.tuples(
+        st.integers(0, 60),
+        st.sampled_from([
+            "W0101 12:00:00 torch/distributed/run.py:774] *****", "", "[rank0]: Traceback",
+            "n0:41:77 [0] NCCL INFO Channel 00/02 :    0   1", "Epoch 1 | Step 3 | Loss: 9.9999",
+            "loading annotations into memory...", "\x1b[31mred\x1b[0m", "[GPU x] Epoch 1",
+            "é\x00\xff",
+        ]),
+    ),
+    max_size=8,
+)
+
+
+@QUICK
+@given(FOREIGN)
+def test_foreign_lines_change_nothing(extra):
+    lines = as_text(one_run()).splitlines()
+    want = tool.parse_text("\n".join(lines))
+    for position, text in extra:
+        lines.insert(position, text)
+    assert tool.parse_text("\n".join(lines)) == want
+
+
+@pytest.mark.parametrize("dress", [
+    "[default0]:{}", "2025-01-01T10:00:00.123Z {}", "0: {}", "\x1b[32m{}\x1b[0m",
+    "\x1b]0;title\x07[default1]:\x1b[1m{}", "{}\r", "{} W0101 torchrun] noise",
+])
+def test_prefixes_and_colours_change_nothing(dress):
+    text = as_text(one_run())
+    dressed = "\n".join(dress.format(line) for line in text.splitlines())
+    assert tool.parse_text(dressed) == tool.parse_text(text)
+
+
+def test_colours_inside_a_line_change_nothing():
+    text = as_text(one_run())
+    coloured = text.replace("] ", "] \x1b[1m").replace(" | ", " \x1b[2m|\x1b[0m ")
+    assert tool.parse_text(coloured) == tool.parse_text(text)
+
+
+def test_a_line_torn_at_any_place_gives_its_loss_or_none():
+    line = "[CPU 0] Epoch 1 | Step 906 | Loss: 12.0805 | 66.1 img/s | data 1.2 ms | step 78.8 ms"
+    for cut in range(len(line)):
+        for after in ("[CPU 1] Epoch 1 complete | Avg loss: 3.0000", " noise", "\n"):
+            for text in (line[:cut] + after + line[cut:], line[:cut] + after):
+                steps = tool.parse_text(text).steps
+                assert {key: step.loss for key, step in steps.items()} in (
+                    {(0, 1, 906): 12.0805}, {}), text
+    for number in ("12.08059", "12.080", "12.", "1e3", "-"):
+        assert not tool.parse_text(line.replace("12.0805", number)).steps, number
+
+
+def test_a_smaller_world_size_does_not_hide_a_rank():
+    lines = [(rank, text) for rank, text in one_run(facts={"world_size": 1}) if rank == 0]
+    assert "no line from rank 1 (n1)" in read(as_text(lines)).problems
+
+
+def essential(text):
+    """Groups of lines of which each must have one line left in a log that may count as whole."""
+    groups = [r"\] Run {", r"\] Summary {"]
+    for rank in (0, 1):
+        groups.append(rf"\[CPU {rank}\] Cleanup")
+        groups.append(rf"\[CPU {rank}\] Epoch 2 (\| Step 20|complete)")
+    lines = text.splitlines(True)
+    return [[line for line in lines if re.search(group, line)] for group in groups]
+
+
+@st.composite
+def damaged(draw, text):
+    """`text` with lines lost, doubled and torn into each other, and bytes overwritten."""
+    lines = text.splitlines(True)
+    for _ in range(draw(st.integers(0, 6))):
+        if len(lines) < 3:
+            break
+        at = draw(st.integers(0, len(lines) - 2))
+        kind = draw(st.sampled_from(["lose", "double", "tear"]))
+        if kind == "lose":
+            del lines[at]
+        elif kind == "double":
+            lines.insert(at, lines[at])
+        else:  # the next line breaks into this one
+            cut = draw(st.integers(0, len(lines[at])))
+            lines[at : at + 2] = [lines[at][:cut] + lines[at + 1] + lines[at][cut:]]
+    data = list("".join(lines))
+    for _ in range(draw(st.integers(0, 8))):
+        if data:
+            at = draw(st.integers(0, len(data) - 1))
+            data[at] = draw(st.sampled_from("#\x00\x1b[]{}\"~é\n\r"))
+    return "".join(data)
+
+
+@QUICK
+@given(st.data())
+def test_an_incomplete_run_never_counts_as_complete(data):
+    text = as_text(one_run())
+    assert read(text).complete
+    if data.draw(st.booleans()):
+        end = text.rindex("[CPU 1] Cleanup")  # anywhere before the last end line
+        short = text[: data.draw(st.integers(0, end))]
+    else:
+        lost = data.draw(st.sampled_from(essential(text)))
+        short = "".join(line for line in text.splitlines(True) if line not in lost)
+    run = read(data.draw(damaged(short)))
+    assert not run.complete and run.problems
+    assert (run.wall_s, run.step_s, run.img_per_s) == (None, None, None)
+
+
+@QUICK
+@given(st.data())
+def test_damage_never_invents_a_loss(data):
+    text = as_text(one_run())
+    want = tool.parse_text(text)
+    got = tool.parse_text(data.draw(damaged(text)))
+    for key, step in got.steps.items():
+        assert step.loss == want.steps[key].loss
+    assert got.ended.items() <= want.ended.items() and got.epochs.items() <= want.epochs.items()
+
+
+@QUICK
+@given(st.data())
+def test_damage_never_crashes_the_report(data):
+    runs = []
+    for name in ("a", "b"):
+        text = data.draw(damaged(as_text(one_run())))
+        runs.append(tool.make_run(name, tool.parse_text(text), {}))
+    result = tool.compare(runs, 1e-5, force=True)
+    assert "Verdict" in tool.report(result)
+    json.dumps(tool.as_json(result), allow_nan=False)
+
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+KEYS = [
+    "world_size", "nodes", "batch", "images", "num_epochs", "steps", "start_step", "parameters",
+    "env", "hosts", "step_ms", "data_ms", "exposed_ms", "ranks", "wire_bytes_per_step", "val",
+    "all_reduce_ms", "all_reduce_bytes", "loss_by_epoch", "straggler", "img_per_s", "precision",
+]
+
+
+@QUICK
+@given(st.dictionaries(st.sampled_from(KEYS), ODD, max_size=4))
+def test_any_json_value_is_survived(odd):
+    text = as_text(one_run(facts=odd, summary=odd))
+    runs = [tool.make_run(name, tool.parse_text(text), {}) for name in "ab"]
+    result = tool.compare([*runs, read(as_text(one_run()))], 1e-5, force=True)
+    tool.report(result)
+    json.dumps(tool.as_json(result), allow_nan=False)
+
+
+@QUICK
+@given(st.binary(max_size=400))
+def test_any_bytes_are_survived(tmp_path, data):
+    file = tmp_path / "any.log"
+    file.write_bytes(data)
+    run = tool.make_run("a", tool.read_log([file]), {})
+    assert not run.complete
+
+
+def test_torn_pair_keeps_the_whole_line():
+    text = "[CPU 0] Epoch 1 | Step 9[CPU 1] Epoch 1 | Step 906 | Loss: 1.0290\n06 | Loss: 1.0805\n"
+    log = tool.parse_text(text)
+    assert {key: step.loss for key, step in log.steps.items()} == {(1, 1, 906): 1.029}
+    assert log.torn == 1
+
+
+def test_deep_nesting_is_survived():
+    assert not read("[CPU 0] Run {" + '"a": ' + "[" * 100_000).complete
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+def test_starts_on_the_standard_library_alone(save):
+    # -S hides the installed packages, so an import of torch, numpy or matplotlib would fail
+    pair = (save("a"), save("b"))
+    out, _ = run_tool(*pair, python=("-I", "-S"))
+    assert "Verdict" in out
+    error = error_of(*pair, "--plot", "x.png", python=("-I", "-S"))
+    assert "matplotlib" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a"], "NAME=PATH"),
+        (["a=x.log"], "two runs"),
+        (["a=no/such.log", "b=no/such.log"], "no such file"),
+        (["a=.", "b=."], "no node0.log"),
+        (["a=x", "b=y", "--steps", "many"], "--steps many"),
+        (["a=x", "b=y", "--steps", "0"], "--steps 0"),
+        (["a=x", "b=y", "--link_gbps", "c=1"], "no run is named c"),
+        (["a=x", "b=y", "--latency_us", "nan"], "--latency_us nan"),
+    ],
+)
+def test_bad_usage_is_one_line(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in error_of(*words)
+
+
+def test_unwritable_outputs_are_one_line(save, tmp_path):
+    for option in ("--json", "--plot"):
+        _, err = run_tool(save("a"), save("b"), option, tmp_path / "no" / "x.png", code=2)
+        assert option in err and len(err.strip().splitlines()) == 1
+    assert "no such run" in error_of(save("a"), save("b"), "--project", "c")
+
+
+def test_closed_pipe_is_quiet(save):
+    command = f"'{sys.executable}' '{TOOL}' {save('a')} {save('b')} | head -1"
+    command += "; exit ${PIPESTATUS[0]}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def png_size(file):
+    data = file.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", data[16:24])
+
+
+def test_plot_is_written_for_every_kind_of_run(save, tmp_path):
+    pytest.importorskip("matplotlib")
+    slide = tmp_path / "slide.png"
+    run_tool(save("free", **FREE), save("gigabit", **GIGABIT), "--plot", slide)
+    assert png_size(slide) == (1920, 624)
+    many = [save(f"p{n}", world=n, nodes=n, images=320, steps=40 // n) for n in (1, 2, 4)]
+    run_tool(*many, "--plot", slide)
+    assert png_size(slide) == (1560, 1080)  # a fourth part: efficiency
+    cut = as_text(one_run())[:3000]
+    run_tool(save("a", cut), save("b", "nothing\n"), *talk_runs(tmp_path, True), "--force",
+             "--plot", slide, code=1)
+    assert png_size(slide) == (1920, 624)
+
+
+def test_loss_noise_by_hand():
+    # one rank, losses 1, 3, 1: differences 2 and 2, variance 4 / 2 = 2 each; 8 samples an epoch
+    losses = ((1, 1.0), (2, 3.0), (3, 1.0))
+    text = "".join(f"[CPU 0] Epoch 1 | Step {i} | Loss: {x:.4f}\n" for i, x in losses)
+    assert tool.loss_noise(read(text, steps=8, epochs=1)) == pytest.approx(math.sqrt(2 / 8))
+    two = read(text, steps=8, epochs=1, processes=2)
+    assert tool.loss_noise(two) == pytest.approx(math.sqrt(2 / 16))

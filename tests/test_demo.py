@@ -1,0 +1,1100 @@
+"""The script's training, data and numbers: real processes, one and several ranks.
+
+Importing torch takes seconds, which a test that starts many processes would spend on nothing else.
+So most of them are forked from one Python that has the script imported (`Prefork`): each is a
+process of its own with its own arguments, environment, folder and exit code, and all the script's
+code runs in it as usual. What depends on how Python or torchrun starts is tested with these.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import re
+import select
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import cluster as helpers
+import numpy as np
+import pytest
+from PIL import Image
+
+# Another copy of the script can be put to these tests, to see that they find what is broken in it.
+SCRIPT = Path(os.environ.get("DEMO_SCRIPT", helpers.SCRIPT))
+FAST = shlex.split("--weights none --image_size 40 --workers 0 --precision fp32 --timeout 30")
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean, standard deviation of its pixels
+COCO_IDS = [i for i in range(1, 91) if i not in (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)]
+
+
+# --- Forked processes ------------------------------------------------------------------------
+
+
+def serve(script: str) -> None:
+    """In the process that has the script imported: fork the ranks of each request, a JSON line."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        spec = importlib.util.spec_from_file_location("demo", script)
+        demo = sys.modules["demo"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(demo)
+        # An optimizer imports this when it is made: once here, not in each process.
+        importlib.import_module("torch._dynamo")
+    import torch.distributed as dist
+
+    state = {"printed": printed.getvalue(), "threads": threading.active_count()}
+    state["group"] = dist.is_initialized()
+    print(json.dumps(state), flush=True)
+    for line in sys.stdin:
+        begin, pids = time.monotonic(), []
+        for rank in json.loads(line):
+            pid = os.fork()
+            if pid == 0:
+                become(demo, script, **rank)
+            pids.append(pid)
+        ended = {}
+        while len(ended) < len(pids):
+            pid, status, used = os.wait4(-1, 0)
+            seconds = time.monotonic() - begin
+            ended[pid] = (os.waitstatus_to_exitcode(status), seconds, used.ru_maxrss * 1024)
+        print(json.dumps([ended[pid] for pid in pids]), flush=True)
+
+
+def become(demo, script, argv, env, cwd, out, err, call, options) -> NoReturn:
+    """In a forked process: be the script, or call one of the functions below; ends the process.
+
+    What Python itself does at its exit takes two seconds after a fork, and is left out but for the
+    functions registered with atexit; the tests that start whole Pythons have it all.
+    """
+    os.setsid()
+    for descriptor, path in enumerate((os.devnull, out, err)):
+        flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        os.dup2(os.open(path, flags, 0o644), descriptor)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.argv = [script, *argv]
+    code = 0
+    try:
+        globals()[call](demo, **options) if call else demo.main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+@dataclasses.dataclass
+class Ended:
+    """A process of a job that ended; `memory` is its largest, in bytes."""
+
+    returncode: int
+    seconds: float
+    memory: int
+
+
+@dataclasses.dataclass
+class Forked:
+    """A job that ended, with `Run`'s way to read its output."""
+
+    ranks: list[Ended]
+    run: helpers.Run
+    err: str
+    folder: Path
+
+    @property
+    def codes(self) -> list[int]:
+        return [rank.returncode for rank in self.ranks]
+
+    @property
+    def seconds(self) -> float:
+        return max(rank.seconds for rank in self.ranks)
+
+    def tail(self) -> str:
+        return f"exit codes {self.codes}\n{self.run.out[-6000:]}\n--- stderr\n{self.err[-6000:]}"
+
+    def result(self, rank: int = 0) -> Any:
+        """What the function of `rank` has left in result.json."""
+        return json.loads((self.folder / f"result{rank}.json").read_text())
+
+    def arrays(self, rank: int = 0) -> dict[str, np.ndarray]:
+        with np.load(self.folder / f"result{rank}.npz") as arrays:
+            return dict(arrays)
+
+
+class Prefork:
+    """A Python with the script imported, from which ranks are forked; use as a context manager."""
+
+    def __enter__(self) -> Prefork:
+        self.test_id = helpers.new_test_id()
+        self.folder = Path(tempfile.mkdtemp(prefix="demo-fork-"))
+        self._jobs = 0
+        with (self.folder / "server").open("wb") as err:
+            # This file, as a script: see its last lines.
+            self._server = subprocess.Popen(
+                [sys.executable, __file__, str(SCRIPT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                env=helpers.base_env(self.test_id),
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        try:
+            self.imported = self._answer(60)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stdin.close()
+        helpers.kill_leftover(self.test_id)
+        self._server.wait(10)
+        self._server.stdout.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _answer(self, timeout: float) -> Any:
+        if not select.select([self._server.stdout], [], [], timeout)[0]:
+            found = [p for p in helpers.processes(self.test_id) if p.pid != self._server.pid]
+            raise TimeoutError(f"still running after {timeout:g} s: {len(found)} processes")
+        line = self._server.stdout.readline()
+        if not line:
+            raise RuntimeError((self.folder / "server").read_text()[-3000:])
+        return json.loads(line)
+
+    def run(
+        self,
+        argv: Iterable[object] = (),
+        nproc: int = 1,
+        expect: int | None = 0,
+        call: Callable | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 60,
+        torchrun: bool = False,
+        of_rank: Callable[[int], Mapping[str, Any]] = lambda _: {},
+        **options: Any,
+    ) -> Forked:
+        """Run the script, or a function of this file in its place, with `nproc` ranks.
+
+        Several ranks get torchrun's variables, one gets none unless `torchrun` says so.
+        `of_rank(r)` may set argv, env, cwd, options of one rank. Fails on another exit code than
+        `expect` (None: any), on a timeout and on a process that is left.
+        """
+        self._jobs += 1
+        folder = self.folder / str(self._jobs)
+        folder.mkdir()
+        port = str(helpers.free_port())
+        ranks = []
+        for rank in range(nproc):
+            own = dict(of_rank(rank))
+            places: dict[str, str] = {}
+            if nproc > 1 or torchrun:
+                places.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc))
+                places.update(LOCAL_WORLD_SIZE=str(nproc), MASTER_ADDR="127.0.0.1")
+                places.update(MASTER_PORT=port)
+            places.update(env or {})
+            places.update(own.get("env", {}))
+            fields = {**options, **own.get("options", {})}
+            if call:
+                fields["result"] = str(folder / f"result{rank}")
+            ranks.append(
+                {
+                    "argv": [str(arg) for arg in own.get("argv", argv)],
+                    "env": helpers.base_env(self.test_id, places),
+                    "cwd": str(own.get("cwd", folder)),
+                    "out": str(folder / "out"),
+                    "err": str(folder / "err"),
+                    "call": call.__name__ if call else None,
+                    "options": fields,
+                }
+            )
+        self._server.stdin.write(json.dumps(ranks).encode() + b"\n")
+        self._server.stdin.flush()
+        try:
+            ended = [Ended(*values) for values in self._answer(timeout)]
+        except TimeoutError as error:
+            texts = [(folder / name).read_text(errors="replace") for name in ("out", "err")]
+            self.__exit__()
+            self.__enter__()
+            pytest.fail(f"{error}\n" + "\n--- stderr\n".join(text[-4000:] for text in texts))
+        out, err = ((folder / name).read_text(errors="replace") for name in ("out", "err"))
+        code = max((rank.returncode for rank in ended), key=abs)
+        seconds = max(rank.seconds for rank in ended)
+        command = [str(SCRIPT), *ranks[0]["argv"]]
+        run = helpers.Run(command, code, out, seconds, self.test_id, err)
+        job = Forked(ended, run, err, folder)
+        if expect is not None:
+            assert job.codes == [expect] * nproc, job.tail()
+        if expect == 0 and not call:
+            assert job.err == "", job.tail()
+        self._none_left()
+        return job
+
+    def _none_left(self) -> None:
+        deadline = time.monotonic() + 5
+        while left := [p for p in helpers.processes(self.test_id) if p.pid != self._server.pid]:
+            if time.monotonic() > deadline:
+                for process in left:
+                    os.kill(process.pid, 9)
+                pytest.fail(f"still alive 5 s after the run: {[p.pid for p in left]}")
+            time.sleep(0.05)
+
+
+@functools.cache
+def shared() -> Prefork:
+    """One for all test files of this pytest process."""
+    running = Prefork().__enter__()
+    atexit.register(running.__exit__)
+    return running
+
+
+@pytest.fixture(scope="module")
+def demo() -> Prefork:
+    return shared()
+
+
+# --- What runs in forked processes -----------------------------------------------------------
+
+
+def write(result: str, value: object) -> None:
+    Path(f"{result}.json").write_text(json.dumps(value))
+
+
+def prepared(demo):
+    """The demo's own preparations: what its training loop works on."""
+    args, job = demo.parse_arguments(), demo.read_environment()
+    demo.set_up(args, job)
+    return demo.prepare(args, job)[0]
+
+
+def digest_of(state: Mapping) -> str:
+    """Of tensors by name, apart from the script's own."""
+    digest = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        digest.update(name.encode() + value.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def index_of(demo, result, path, categories=None):
+    index = demo.read_index(path, categories)
+    names = [os.fsdecode(name) for name in index.names]
+    labels = [int(label) for label in index.labels]
+    kinds = [type(index.names).__name__, type(index.labels).__name__]
+    write(result, [names, labels, [int(c) for c in index.categories], index.unlabelled, kinds])
+
+
+def shards(demo, result, epochs):
+    """By epoch, the loader's samples in their order: [position, label, digest of the pixels]."""
+    args, job = demo.parse_arguments(), demo.read_environment()
+    index = demo.read_index(args.annotation_path)
+    loader, _ = demo.make_loaders(args, job, index, None)
+    found = []
+    for epoch in epochs:
+        loader.sampler.set_epoch(epoch)
+        found.append(
+            [
+                [int(position), int(label), hashlib.sha256(image.numpy().tobytes()).hexdigest()]
+                for batch in loader
+                for image, label, position in zip(*batch, strict=True)
+            ]
+        )
+    write(result, found)
+
+
+def sixteen(ignored):
+    """Images uint8 and labels, -100 for the `ignored` ones."""
+    import torch
+
+    source = torch.Generator().manual_seed(1)
+    images = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8, generator=source)
+    labels = torch.randint(0, 80, (16,), generator=source)
+    labels[list(ignored)] = -100
+    return images, labels
+
+
+def plain_gradients(demo, result, weights, ignored=()):
+    """Gradients of the second update over the joined batch, by plain PyTorch."""
+    import torch
+    from torchvision.models import resnet18
+
+    torch.set_default_dtype(torch.float64)
+    model = resnet18(num_classes=80).eval()
+    model.load_state_dict(torch.load(weights, weights_only=True))
+    images, labels = sixteen(ignored)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in IMAGENET)
+    images = (images / 255 - mean) / std
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        used = labels >= 0
+        torch.nn.functional.cross_entropy(model(images[used]), labels[used]).backward()
+        optimizer.step()
+    np.savez(f"{result}.npz", **{n: p.grad.numpy() for n, p in model.named_parameters()})
+
+
+def gradients(demo, result, parts, ignored=(), count=False):
+    """The same by the script, with the 16 images shared evenly among the ranks.
+
+    parts: images in a rank's micro-batch. count: the all-reduces of an update, too.
+    Batch norm is in eval mode: in training mode it would see other batches. All is computed in
+    float64: in float32 rounding moves some activation across a ReLU's edge, now and then.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.set_default_dtype(torch.float64)
+    run = prepared(demo)
+    run.ddp.eval()
+    share = 16 // run.job.world_size
+    own = slice(run.job.rank * share, (run.job.rank + 1) * share)
+    images, labels = (values[own] for values in sixteen(ignored))
+    group = list(zip(images.split(parts), labels.split(parts), labels.split(parts), strict=True))
+    # Adam divides by the gradient's own size, which makes rounding errors of tiny ones large.
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=run.args.lr)
+    found = {}
+
+    def keep_gradients(*_):
+        found.update((n, p.grad.numpy().copy()) for n, p in run.model.named_parameters())
+
+    run.optimizer.register_step_pre_hook(keep_gradients)
+    demo.optimizer_step(run, group)
+    watch = profile(activities=[ProfilerActivity.CPU]) if count else contextlib.nullcontext()
+    with watch as profiled:
+        demo.optimizer_step(run, group)
+    np.savez(f"{result}.npz", **found)
+    events = profiled.key_averages() if count else ()
+    write(result, sum(event.count for event in events if "all_reduce" in event.key))
+
+
+def train(demo, result, nudge=False):
+    """The script's main; what it did is looked at from outside, through PyTorch's own hooks."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    from torchvision.models import ResNet
+
+    models, rates, first = [], [], []
+    construct = ResNet.__init__
+
+    def keep(self, *args, **kwargs):
+        construct(self, *args, **kwargs)
+        models.append(self)
+
+    def look(optimizer, *_):
+        if not first:  # parameters alone: batch norm has seen the first batch already
+            first.append(digest_of(dict(models[0].named_parameters())))
+        rates.append(optimizer.param_groups[0]["lr"])
+        if nudge:
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0][0, 0, 0, 0] += 1e-3
+
+    ResNet.__init__ = keep
+    register_optimizer_step_pre_hook(look)
+    demo.main()
+    write(result, {"before": first[0], "after": digest_of(models[0].state_dict()), "rates": rates})
+
+
+def loaded(demo, result, file):
+    """Whether this rank's weights, before the first step, are the file's: true by name."""
+    import torch
+
+    state = prepared(demo).model.state_dict()
+    wanted = torch.load(file, weights_only=True)
+    write(result, {name: torch.equal(value, state[name]) for name, value in wanted.items()})
+
+
+def make_weights(demo, result, path, classes=80, seed=7):
+    import torch
+    from torchvision.models import resnet18
+
+    torch.manual_seed(seed)
+    torch.save(resnet18(num_classes=classes).state_dict(), path)
+
+
+def ranking(demo, result, weights, folder, annotations):
+    """Of each image by itself, the classes from the likeliest to the least likely."""
+    import torch
+    from torchvision.models import resnet18
+
+    model = resnet18(num_classes=80).eval()
+    model.load_state_dict(torch.load(weights, weights_only=True))
+    data = demo.FirstCategory(folder, demo.read_index(annotations), 40)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in IMAGENET)
+    with torch.inference_mode():
+        scores = [model(((data[0, i][0] / 255 - mean) / std)[None])[0] for i in range(len(data))]
+    write(result, [score.argsort(descending=True).tolist() for score in scores])
+
+
+def validation(demo, result):
+    run = prepared(demo)
+    demo.validate(run)
+
+
+def decoded(demo, result, path):
+    """The shape and the mean colours that an image file decodes to, or the error; memory used."""
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        image = demo.decode(path)
+        outcome = [list(image.shape), image.float().mean((1, 2)).tolist()]
+    except Exception as error:
+        outcome = type(error).__name__
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    write(result, [outcome, used * 1024])
+
+
+def pretend_gpus(demo, result, count):
+    """The script's main on a machine that says it has `count` GPUs."""
+    import torch
+
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: count
+    demo.main()
+
+
+def save_file(demo, result, path, kind, marker=""):
+    """A weights file of a kind that is of no use."""
+    import torch
+    from torchvision.models import resnet18
+
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (marker,)
+
+    state = resnet18(num_classes=80).state_dict()
+    files = {
+        "payload": {"conv1.weight": Payload()},
+        "tensor": torch.zeros(3),
+        "list": [torch.zeros(3)],
+        "numbers for names": {1: torch.zeros(3)},
+        "no tensor": state | {"conv1.weight": "text"},
+        "number for fc.bias": state | {"fc.bias": 3},
+        "0-d fc.bias": state | {"fc.bias": torch.zeros(())},
+        "model is a list": {"model": [1, 2]},
+        "other shape": state | {"conv1.weight": torch.zeros(64, 1, 7, 7)},
+        "other model": {"features.0.weight": torch.zeros(64, 3, 11, 11)},
+        "nan": state | {"fc.bias": torch.full((80,), torch.nan)},
+    }
+    torch.save(files[kind], path)
+
+
+# --- Small data sets -------------------------------------------------------------------------
+
+
+def instances(
+    names: Sequence[str], labels: Sequence[int] | None = None, ids: Sequence[int] = COCO_IDS
+) -> dict:
+    """A COCO instances file's content: image i has the category `labels[i]`, of 1..90 (None: no
+    annotation at all).
+    """
+    labels = [ids[i % len(ids)] for i in range(len(names))] if labels is None else labels
+    size = {"height": 40, "width": 48}
+    return {
+        "images": [{"id": 100 + i, "file_name": n, **size} for i, n in enumerate(names)],
+        "annotations": [
+            {"id": i + 1, "image_id": 100 + i, "category_id": c, "bbox": [1, 1, 9, 9], "area": 81}
+            for i, c in enumerate(labels)
+            if c is not None
+        ],
+        "categories": [{"id": i, "name": f"category {i}"} for i in ids],
+    }
+
+
+def write_images(folder: Path, names: Iterable[str], seed: int = 0) -> None:
+    """Small JPEG files, no two alike."""
+    folder.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng(seed)
+    for name in names:
+        coarse = noise.integers(0, 256, (5, 6, 3), dtype=np.uint8)
+        Image.fromarray(coarse).resize((48, 40)).save(folder / name, "JPEG", quality=90)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def numbered(count: int) -> list[str]:
+    return [f"{i:04d}.jpg" for i in range(count)]
+
+
+def make_set(folder: Path, count: int, val: int = 0) -> list[str]:
+    """A data set of labelled images; returns the script's options for it."""
+    options = []
+    for part, number in (("", count), ("val_", val)):
+        if number:
+            write_images(folder / f"{part}images", numbered(number), seed=number)
+            (folder / f"{part}instances.json").write_text(json.dumps(instances(numbered(number))))
+            image_option = "--val_image_path" if part else "--coco_image_path"
+            options += [image_option, str(folder / f"{part}images")]
+            options += [f"--{part}annotation_path", str(folder / f"{part}instances.json")]
+    return options
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> list[str]:
+    """The options for 37 small images: a number that no number of ranks here divides."""
+    return make_set(tmp_path_factory.mktemp("small"), 37)
+
+
+# --- Labels ----------------------------------------------------------------------------------
+
+
+def expected_index(path: Path) -> tuple[list[str], list[int], list[int], int]:
+    """The label rule, read from the JSON with nothing but a loop."""
+    content = json.loads(path.read_text())
+    ids = sorted(category["id"] for category in content["categories"])
+    first: dict[int, int] = {}
+    for annotation in content["annotations"]:
+        first.setdefault(annotation["image_id"], annotation["category_id"])
+    named = [(i["file_name"], first[i["id"]]) for i in content["images"] if i["id"] in first]
+    left_out = len(content["images"]) - len(named)
+    return [name for name, _ in named], [ids.index(c) for _, c in named], ids, left_out
+
+
+@pytest.mark.parametrize(("split", "labelled", "without"), [("train", 49, 1), ("val", 48, 2)])
+def test_label_is_the_category_of_the_first_annotation(demo, tiny_coco, split, labelled, without):
+    path = tiny_coco / "annotations" / f"instances_{split}2017.json"
+    names, labels, categories, unlabelled, kinds = demo.run(call=index_of, path=str(path)).result()
+    assert (names, labels, categories, unlabelled) == expected_index(path)
+    assert (len(names), unlabelled) == (labelled, without)
+    assert categories == COCO_IDS and len(set(labels)) > 10
+    assert kinds == ["ndarray", "ndarray"]  # a list of objects would be copied into each worker
+
+
+def test_first_means_first_in_the_file_crowd_included(demo, tmp_path):
+    content = instances(["b.jpg", "a.jpg", "c.jpg", "d.jpg"], [None] * 4, ids=[90, 7, 33])
+    content["annotations"] = [
+        {"id": 9, "image_id": 101, "category_id": 33, "iscrowd": 1},
+        {"id": 3, "image_id": 100, "category_id": 90, "iscrowd": 0},
+        {"id": 1, "image_id": 101, "category_id": 7, "iscrowd": 0},
+        {"id": 2, "image_id": 103, "category_id": 7, "iscrowd": 0},
+        {"id": 4, "image_id": 100, "category_id": 7, "iscrowd": 0},
+    ]
+    path = tmp_path / "instances.json"
+    path.write_text(json.dumps(content))
+    names, labels, categories, unlabelled, _ = demo.run(call=index_of, path=str(path)).result()
+    assert categories == [7, 33, 90]  # sorted, whatever the order in the file
+    assert dict(zip(names, labels, strict=True)) == {"b.jpg": 2, "a.jpg": 1, "d.jpg": 0}
+    assert unlabelled == 1
+
+
+def test_validation_uses_the_categories_of_training(demo, tmp_path):
+    path = tmp_path / "val.json"
+    path.write_text(json.dumps(instances(["a.jpg"], [33], ids=[33])))
+    found = demo.run(call=index_of, path=str(path), categories=[7, 33, 90]).result()
+    assert found[1] == [1]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_real_coco_trains_and_counts(demo, tiny_coco, nproc):
+    argv = [*helpers.data_args(tiny_coco, val=True), *FAST, "--batch_size", 8, "--max_steps", 2]
+    job = demo.run(argv, nproc)
+    facts = job.run.json_line("Run")
+    assert (facts["images"], facts["images_without_annotations"]) == (49, 1)
+    assert (facts["val_images"], facts["padding"]) == (48, 49 % nproc)
+    assert facts["world_size"] == nproc
+    (found,) = job.run.json_line("Summary")["val"]
+    assert found["images"] == 48
+    assert any(re.search(r"\b49 labelled .*\b50\b", line) for line in job.run.lines(0))
+    for share in (found["top1"], found["top5"]):  # a whole number of 48 images
+        assert share * 48 / 100 == pytest.approx(round(share * 48 / 100), abs=0.01)
+
+
+# --- Shards and pixels -----------------------------------------------------------------------
+
+
+def samples(demo, argv, nproc=1, workers=0, seed=0, epochs=(1, 2)) -> list[list[list]]:
+    """By rank and epoch: [position, label, digest of the pixels] in order."""
+    argv = [*argv, *FAST, "--batch_size", 4, "--workers", workers, "--seed", seed]
+    job = demo.run(argv, nproc, call=shards, torchrun=True, epochs=list(epochs))
+    return [job.result(rank) for rank in range(nproc)]
+
+
+@pytest.fixture(scope="module")
+def one_rank(demo, small):
+    return samples(demo, small)[0]
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_shards_are_disjoint_and_complete_and_change_by_epoch(demo, small, one_rank, nproc):
+    found = samples(demo, small, nproc)
+    pixels = [{position: digest for position, _, digest in epoch} for epoch in one_rank]
+    for epoch in (0, 1):
+        positions = [[sample[0] for sample in rank[epoch]] for rank in found]
+        assert {len(own) for own in positions} == {-(-37 // nproc)}
+        seen = Counter(p for own in positions for p in own)
+        assert set(seen) == set(range(37))
+        assert sum(seen.values()) - 37 == -37 % nproc  # the padding, and nothing else, is repeated
+        assert max(seen.values()) == 2
+        for rank in found:  # each sample looks as it does to a single process
+            assert all(digest == pixels[epoch][position] for position, _, digest in rank[epoch])
+    orders = [[sample[0] for sample in epoch] for rank in found for epoch in rank]
+    assert len({tuple(order) for order in orders}) == len(orders)
+
+
+def test_pixels_are_a_function_of_seed_epoch_and_sample(demo, small, one_rank):
+    first, second = one_rank
+    assert [s[0] for s in first] != sorted(s[0] for s in first)  # shuffled
+    assert [s[0] for s in first] != [s[0] for s in second]
+    both = [{position: digest for position, _, digest in epoch} for epoch in one_rank]
+    assert all(both[0][p] != both[1][p] for p in range(37))  # another crop each epoch
+    assert len(set(both[0].values())) == 37
+    assert samples(demo, small, workers=2)[0] == one_rank
+    other = samples(demo, small, seed=1, epochs=[1])[0][0]
+    assert [s[0] for s in other] != [s[0] for s in first]
+    assert all(both[0][position] != digest for position, _, digest in other)
+
+
+# --- Gradients -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def weights(demo, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "w.pt"
+    demo.run(call=make_weights, path=str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def joined(demo, weights):
+    return demo.run(call=plain_gradients, weights=str(weights)).arrays()
+
+
+def assert_gradients(demo, argv, weights, wanted, nproc=1, **options) -> Forked:
+    """The script's gradients, on all ranks, are those wanted."""
+    argv = [*argv, *FAST, "--weights", weights, "--batch_size", 4, "--lr", 0.01]
+    job = demo.run(argv, nproc, call=gradients, **options)
+    assert len(wanted) == 62 and min(np.abs(value).max() for value in wanted.values()) > 1e-3
+    for rank in range(nproc):
+        found = job.arrays(rank)
+        for name in wanted:
+            np.testing.assert_allclose(found[name], wanted[name], 1e-5, 1e-5, err_msg=name)
+    return job
+
+
+def test_gradients_of_two_ranks_are_those_of_the_joined_batch(demo, small, weights, joined):
+    assert_gradients(demo, small, weights, joined, 2, parts=8)
+
+
+@pytest.mark.parametrize("parts", [16, 8, 12])
+def test_accumulation_equals_the_larger_batch(demo, small, weights, joined, parts):
+    """With 12: an epoch's last micro-batch is a smaller one, and each image counts alike."""
+    assert_gradients(demo, small, weights, joined, parts=parts)
+
+
+def test_accumulation_on_two_ranks_sends_gradients_once(demo, small, weights, joined):
+    sent = [
+        assert_gradients(demo, small, weights, joined, 2, parts=parts, count=True).result()
+        for parts in (8, 4)
+    ]
+    assert sent[0] == sent[1] > 0
+
+
+def test_image_without_label_has_no_gradient(demo, small, weights):
+    # One on each rank: the mean of the ranks' means is then the mean of all.
+    out = [2, 13]
+    wanted = demo.run(call=plain_gradients, weights=str(weights), ignored=out).arrays()
+    assert_gradients(demo, small, weights, wanted, 2, parts=4, ignored=out)
+
+
+# --- Training --------------------------------------------------------------------------------
+
+
+def test_replicas_are_equal_after_training(demo, small):
+    argv = [*small, *FAST, "--batch_size", 8, "--num_epochs", 2, "--lr", 0.01]
+    job = demo.run(argv, 2, call=train)
+    assert job.run.json_line("Summary")["replicas_identical"] is True
+    first, second = job.result(0), job.result(1)
+    assert first["before"] == second["before"]
+    assert first["after"] == second["after"] != first["before"]  # batch-norm statistics included
+
+
+def test_replicas_that_drift_apart_are_reported(demo, small):
+    argv = [*small, *FAST, "--batch_size", 8, "--max_steps", 2]
+    nudge = [{"options": {"nudge": rank == 1}} for rank in (0, 1)]
+    job = demo.run(argv, 2, call=train, of_rank=lambda rank: nudge[rank])
+    assert job.result(0)["after"] != job.result(1)["after"]
+    assert job.run.json_line("Summary")["replicas_identical"] is False
+
+
+def test_run_is_a_function_of_its_seed(demo, small):
+    argv = [*small, *FAST, "--batch_size", 8, "--max_steps", 3, "--log_every", 1]
+    runs = [demo.run([*argv, "--seed", seed], call=train) for seed in (3, 3, 4)]
+    losses = [[loss for _, _, loss in job.run.steps()] for job in runs]
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+    assert all(a != b for a, b in zip(losses[0], losses[2], strict=True))
+    assert runs[0].result() == runs[1].result()  # weights before and after
+    assert runs[0].result()["before"] != runs[2].result()["before"]
+
+
+def test_two_ranks_draw_the_same_weights_before_ddp(demo, small):
+    """DDP's broadcast makes replicas equal; the seed then makes them the same as one process's."""
+    argv = [*small, *FAST, "--batch_size", 8, "--max_steps", 1]
+    assert (
+        demo.run(argv, 2, call=train).result(1)["before"]
+        == demo.run(argv, call=train).result()["before"]
+    )
+
+
+def test_steps_stop_at_max_steps_across_epochs(demo, small):
+    # 37 images in batches of 8 are 5 steps an epoch: step 8 lies in the second.
+    argv = [*small, *FAST, "--batch_size", 8, "--num_epochs", 5, "--max_steps", 8]
+    job = demo.run([*argv, "--log_every", 3])
+    assert [(epoch, step) for epoch, step, _ in job.run.steps()] == [
+        (1, 1),
+        (1, 4),
+        (2, 7),
+        (2, 8),
+    ]
+    assert job.run.json_line("Run")["steps_per_epoch"] == 5
+    assert job.run.json_line("Run")["steps"] == job.run.json_line("Summary")["steps"] == 8
+    complete = [line for line in job.run.lines(0) if re.match(r"Epoch \d complete", line)]
+    assert [line[:7] for line in complete] == ["Epoch 1", "Epoch 2"]
+
+
+def test_epoch_line_counts_the_smaller_last_batch_as_it_is(demo, small):
+    argv = [*small, *FAST, "--batch_size", 10, "--num_epochs", 1, "--log_every", 1]
+    job = demo.run(argv)
+    losses = [loss for _, _, loss in job.run.steps()]
+    mean = np.average(losses, weights=[10, 10, 10, 7])
+    (line,) = (line for line in job.run.lines(0) if line.startswith("Epoch 1 complete"))
+    assert float(re.search(r"Avg loss: ([\d.]+)", line)[1]) == pytest.approx(mean, abs=2e-4)
+    summary = job.run.json_line("Summary")
+    assert summary["loss_by_epoch"] == [pytest.approx(mean, abs=2e-4)]
+    speed, seconds = re.search(r"([\d.]+) img/s \| ([\d.]+)s", line).groups()
+    assert float(speed) * float(seconds) == pytest.approx(37, rel=0.03)
+    assert summary["images"] == 37
+
+
+def test_global_batch_size_is_divided(demo, small):
+    argv = [*small, *FAST, "--global_batch_size", 16, "--accumulate_steps", 2, "--max_steps", 1]
+    facts = demo.run(argv, 2).run.json_line("Run")
+    assert facts["batch"] == {"per_process": 4, "accumulate_steps": 2, "global": 16}
+    assert facts["steps_per_epoch"] == 3
+
+
+def test_batch_size_is_per_process(demo, small):
+    argv = [*small, *FAST, "--batch-size", 4, "--accumulate-steps=2", "--max_steps", 1]
+    facts = demo.run(argv, 2).run.json_line("Run")  # dashes are taken too
+    assert facts["batch"] == {"per_process": 4, "accumulate_steps": 2, "global": 16}
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("none", 1), ("linear", 1 / 4), ("sqrt", 1 / 2)])
+def test_learning_rate_scales_with_the_batch_and_warms_up(demo, small, kind, factor):
+    help_text = re.sub(r"\s+", " ", demo.run(["--help"]).run.out)
+    base = int(re.search(r"global batch / (\d+)", help_text)[1])
+    argv = [*small, *FAST, "--global_batch_size", base // 4, "--accumulate_steps", 2]
+    argv += ["--lr", 1e-3, "--lr_scaling", kind, "--warmup_steps", 2]
+    job = demo.run([*argv, "--max_steps", 3], call=train)
+    assert job.run.json_line("Run")["lr"] == pytest.approx(factor * 1e-3)
+    assert job.result()["rates"] == pytest.approx([factor * 5e-4, factor * 1e-3, factor * 1e-3])
+
+
+# --- Validation ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 7, 13])
+def test_validation_counts_each_image_once(demo, small, tmp_path, count):
+    """The truth is made: the labels of images are chosen by what the weights say of each alone."""
+    weights, folder, file = tmp_path / "w.pt", tmp_path / "val", tmp_path / "val.json"
+    demo.run(call=make_weights, path=str(weights))
+    write_images(folder, numbered(count), seed=5)
+    file.write_text(json.dumps(instances(numbered(count))))
+    paths = {"weights": str(weights), "folder": str(folder), "annotations": str(file)}
+    ranks = demo.run(call=ranking, **paths).result()
+    place = [(0, 3, 79)[i % 3] for i in range(count)]  # the best, one of five, the last
+    labels = [COCO_IDS[order[p]] for order, p in zip(ranks, place, strict=True)]
+    file.write_text(json.dumps(instances(numbered(count), labels)))
+    argv = [*small, *FAST, "--val_image_path", folder, "--val_annotation_path", file]
+    top1, top5 = 100 * place.count(0) / count, 100 * (count - place.count(79)) / count
+    # With 3 ranks and batches of 4 some ranks have fewer batches than others, or none.
+    for nproc in (1, 2, 3):
+        job = demo.run([*argv, "--weights", weights, "--batch_size", 4], nproc, call=validation)
+        (line,) = (line for line in job.run.out.splitlines() if "validation" in line)
+        wanted = f"validation | Top-1: {top1:.2f}% | Top-5: {top5:.2f}% | {count} images"
+        assert wanted in line, (nproc, line)
+
+
+# --- Weights ---------------------------------------------------------------------------------
+
+
+def test_weights_that_only_rank_0_can_read_reach_rank_1(demo, small, tmp_path):
+    here, elsewhere = tmp_path / "node0", tmp_path / "node1"
+    here.mkdir()
+    elsewhere.mkdir()
+    demo.run(call=make_weights, path=str(here / "w.pt"))
+    argv = [*small, *FAST, "--weights", "w.pt"]
+    place = [{"cwd": here}, {"cwd": elsewhere}]
+    file = str(here / "w.pt")
+    job = demo.run(argv, 2, call=loaded, file=file, of_rank=lambda rank: place[rank])
+    for rank in (0, 1):
+        assert len(job.result(rank)) == 122 and all(job.result(rank).values())
+
+
+def test_imagenet_weights_come_from_rank_0s_cache(demo, small, tmp_path):
+    """A file of another task: all but the last layer is taken."""
+    cache = tmp_path / "node0" / "hub" / "checkpoints"
+    cache.mkdir(parents=True)
+    file = cache / "resnet18-f37072fd.pth"
+    demo.run(call=make_weights, path=str(file), classes=1000)
+    homes = [{"env": {"TORCH_HOME": str(tmp_path / f"node{rank}")}} for rank in (0, 1)]
+    argv = [*small, *FAST, "--weights", "imagenet"]
+    job = demo.run(argv, 2, call=loaded, file=str(file), of_rank=lambda rank: homes[rank])
+    for rank in (0, 1):
+        same = job.result(rank)
+        assert [name for name in same if not same[name]] == ["fc.weight", "fc.bias"]
+    assert not (tmp_path / "node1").exists()
+
+
+# --- Damaged images --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> tuple[Path, list[str]]:
+    """120 small images: one of them is less than 1 %."""
+    folder = tmp_path_factory.mktemp("many")
+    return folder / "images", make_set(folder, 120)
+
+
+def copy_of(many, tmp_path: Path) -> tuple[Path, list[str]]:
+    folder = tmp_path / "images"
+    shutil.copytree(many[0], folder)
+    return folder, ["--coco_image_path", str(folder), *many[1][2:]]
+
+
+def test_damaged_image_is_left_out_and_named_once(demo, many, tmp_path):
+    folder, argv = copy_of(many, tmp_path)
+    found = samples(demo, argv, 2)
+    seen = [{s[0] for s in found[1 - epoch][epoch]} for epoch in (0, 1)]
+    # Another rank meets it in the second epoch; the first few images are tried at the start.
+    damaged = min(p for p in seen[0] & seen[1] if p > 10)
+    name = numbered(120)[damaged]
+    truncate(folder / name)
+    argv += [*FAST, "--batch_size", 15, "--num_epochs", 2, "--log_every", 1]
+    job = demo.run(argv, 2)
+    assert job.run.out.count(name) == 1, job.tail()
+    assert job.err.count(name) == 0
+    summary = job.run.json_line("Summary")
+    assert summary["damaged"] == 1 and summary["replicas_identical"] is True
+    # By rank, the epochs whose line says so.
+    said = {
+        rank: [
+            line[6]
+            for line in job.run.lines(rank)
+            if line.startswith("Epoch") and line.endswith("| damaged 1")
+        ]
+        for rank in (0, 1)
+    }
+    assert said == {1: ["1"], 0: ["2"]}
+    assert "nan" not in job.run.out.lower()
+
+
+def test_more_than_one_percent_damaged_ends_the_run(demo, many, tmp_path):
+    folder, argv = copy_of(many, tmp_path)
+    for name in numbered(120)[20:24]:
+        truncate(folder / name)
+    argv += [*FAST, "--batch_size", 15, "--num_epochs", 2]
+    job = demo.run(argv, 2, expect=1)
+    (line,) = job.err.splitlines()
+    assert line.startswith("[CPU ") and "ERROR: " in line and "damaged" in line
+    assert "Summary" not in job.run.out and "Cleanup" not in job.run.out
+
+
+def test_every_kind_of_picture_decodes_to_rgb(demo, tmp_path):
+    """Pillow takes what torchvision will not, and both see the same colours."""
+    colours = {"RGB": (200, 100, 50), "L": 120, "CMYK": (55, 155, 205, 0), "P": 3, "RGBA": None}
+    for mode, colour in colours.items():
+        kinds = {"P": ["gif", "png"], "RGBA": ["png"], "CMYK": ["jpg"]}.get(mode, ["jpg", "bmp"])
+        for kind in kinds:
+            path = tmp_path / f"{mode}.{kind}"
+            Image.new(mode, (40, 30), colour or (200, 100, 50, 255)).save(path)
+            outcome, _ = demo.run(call=decoded, path=str(path)).result()
+            assert outcome[0] == [3, 30, 40], (mode, kind, outcome)
+            if mode in ("RGB", "RGBA"):
+                assert outcome[1] == pytest.approx([200, 100, 50], abs=3), (mode, kind)
+
+
+# --- The script as a user starts it ----------------------------------------------------------
+
+SECONDS = r"(\d+h )?(\d+m )?\d+\.\d\ds"
+LINES = {
+    "Run": r"Run \{.*\}",
+    "Data": r"Data: .*",
+    "Step": r"Epoch \d+ \| Step \d+ \| Loss: \d+\.\d{4} \| \d+\.\d img/s \| data \d+\.\d ms \| "
+    r"step \d+\.\d ms \| ETA (\d+h )?(\d+m )?\d+s",
+    "Epoch": rf"Epoch \d+ complete \| Avg loss: \d+\.\d{{4}} \| \d+\.\d img/s \| {SECONDS}",
+    "Validation": r"Epoch \d+ validation \| Top-1: \d+\.\d\d% \| Top-5: \d+\.\d\d% \| "
+    rf"\d+ images \| {SECONDS}",
+    "Summary": r"Summary \{.*\}",
+    "Cleanup": rf"Cleanup complete\. Total wall time: {SECONDS} \(\d+\.\d{{3}}s\)",
+}
+FREE = r"(Probe|Model|Checkpoint|Resumed?|Batch)\b.*"  # lines without a format of their own
+
+
+def test_whole_run(sample):
+    """Two epochs on two ranks, started by torchrun as README does, with loader workers."""
+    argv = [*helpers.data_args(sample, val=True), "--weights", "none", "--image_size", 40]
+    argv += ["--batch_size", 8, "--num_epochs", 2, "--workers", 1]
+    run = helpers.run_demo(argv, nproc=2, split=True, script=SCRIPT)
+    assert run.err == ""  # no warning
+    assert run.out.count("loading annotations") <= 1  # pycocotools' chatter
+    assert run.out.count("index created") <= 1
+    check_lines(run)
+    check_records(run, sample)
+
+
+def check_lines(run: helpers.Run) -> None:
+    kinds: dict[int, Counter] = {0: Counter(), 1: Counter()}
+    for line in run.lines():
+        match = re.fullmatch(r"\[CPU ([01])\] (.*)", line)
+        assert match, f"not a line of the log: {line!r}"
+        kind = [name for name, form in LINES.items() if re.fullmatch(form, match[2])]
+        assert kind or re.fullmatch(FREE, match[2]), f"unknown line: {line!r}"
+        kinds[int(match[1])].update(kind)
+    steps = {"Step": 4, "Epoch": 2, "Cleanup": 1}
+    assert kinds[1] == Counter(steps), "rank 1 alone writes what each rank does"
+    assert kinds[0] == Counter(steps | {"Run": 1, "Data": 1, "Summary": 1, "Validation": 2})
+    assert "Cleanup complete. Total wall time: " in run.lines()[-1]
+    for rank in (0, 1):
+        # 95 images over 2 ranks in batches of 8: 6 steps an epoch; the 5th from 1, and the last.
+        assert [(e, s) for e, s, _ in run.steps(rank)] == [(1, 1), (1, 6), (2, 11), (2, 12)]
+        assert run.lines(rank)[-1].startswith("Cleanup complete")
+    losses = [[loss for _, _, loss in run.steps(rank)] for rank in (0, 1)]
+    assert losses[0] != losses[1]  # each its own share
+
+
+def check_records(run: helpers.Run, sample: Path) -> None:
+    facts, summary = run.json_line("Run"), run.json_line("Summary")
+    wanted = expected_index(sample / "annotations" / "instances_train2017.json")
+    wanted_val = expected_index(sample / "annotations" / "instances_val2017.json")
+    labelled, val = len(wanted[0]), len(wanted_val[0])
+    assert facts["demo"] == "coco_resnet18"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", facts["started"])
+    assert facts["images"] == labelled and facts["images_without_annotations"] == wanted[3]
+    assert facts["padding"] == labelled % 2 and facts["val_images"] == val
+    assert (facts["world_size"], facts["nodes"], facts["backend"]) == (2, 1, "gloo")
+    assert len(facts["hosts"]) == len(facts["devices"]) == 2
+    assert facts["batch"] == {"per_process": 8, "accumulate_steps": 1, "global": 16}
+    assert facts["precision"] in ("fp32", "bf16")  # what auto chose, not the word auto
+    assert (facts["image_size"], facts["workers"], facts["seed"]) == (40, 1, 0)
+    assert (facts["steps"], facts["steps_per_epoch"], facts["start_step"]) == (12, 6, 0)
+    assert facts["parameters"] == 11_217_552 and facts["gradient_bytes"] == 44_870_208
+    assert facts["env"]["OMP_NUM_THREADS"] == "1" and facts["threads"] == 1
+    assert all(re.match("NCCL_|GLOO_|OMP_", name) for name in facts["env"])
+    for name in ("python", "torch", "torchvision", "cuda", "nccl"):
+        assert name in facts["versions"]
+    for name in ("compile", "bucket_cap_mb", "lr", "weights", "sync_bn", "num_epochs"):
+        assert name in facts
+    assert (summary["epochs"], summary["steps"], summary["images"]) == (2, 12, 192)
+    assert summary["replicas_identical"] is True
+    assert re.fullmatch(r"[0-9a-f]{64}", summary["weights_sha256"])
+    assert [v["epoch"] for v in summary["val"]] == [1, 2]
+    assert {v["images"] for v in summary["val"]} == {val}
+    assert len(summary["loss_by_epoch"]) == 2 and summary["damaged"] == 0
+    assert summary["loss_by_epoch"][1] < summary["loss_by_epoch"][0]
+    assert 0 < summary["train_s"] < summary["wall_s"] < run.seconds
+    assert summary["img_per_s"] == pytest.approx(192 / summary["train_s"], rel=0.01)
+    assert 0 < summary["data_ms"] < summary["step_ms"]
+    assert [rank["rank"] for rank in summary["ranks"]] == [0, 1]
+    averages = [
+        float(re.search(r"Avg loss: ([\d.]+)", line)[1])
+        for rank in (0, 1)
+        for line in run.lines(rank)
+        if line.startswith("Epoch 1 complete")
+    ]
+    assert summary["loss_by_epoch"][0] == pytest.approx(np.mean(averages), abs=1e-3)
+
+
+def test_plain_python_trains(demo, small):
+    run = helpers.run_demo(
+        [*small, *FAST, "--batch_size", 8, "--max_steps", 1],
+        launcher="python",
+        split=True,
+        script=SCRIPT,
+    )
+    assert run.err == "" and run.json_line("Run")["world_size"] == 1
+    assert run.lines()[-1].startswith("[CPU 0] Cleanup complete. Total wall time: ")
+
+
+def test_help_says_what_each_option_is(demo):
+    text = demo.run(["--help"]).run.out
+    options = shlex.split(
+        "coco_image_path annotation_path val_image_path val_annotation_path image_size workers "
+        "num_epochs batch_size global_batch_size accumulate_steps lr lr_scaling warmup_steps "
+        "weights sync_bn seed max_steps precision compile backend timeout bucket_cap_mb log_every "
+        "checkpoint checkpoint_every resume"
+    )
+    blocks = {m[1]: m[0] for m in re.finditer(r"(?m)^  --(\w+)\b.*(\n {8,}.*)*", text)}
+    assert set(options) <= set(blocks)
+    for name in options:
+        words = re.sub(r"\s+", " ", blocks[name]).split(" ")
+        assert len(words) > 4, f"--{name} has no help"
+    for name, default in {
+        "image_size": "224",
+        "num_epochs": "2",
+        "batch_size": "64",
+        "accumulate_steps": "1",
+        "weights": "imagenet",
+        "precision": "auto",
+        "backend": "auto",
+        "bucket_cap_mb": "25",
+        "log_every": "5",
+        "lr_scaling": "none",
+        "lr": "0.001",
+        "seed": "0",
+    }.items():
+        assert re.search(rf"default:\s+{default}\)", blocks[name]), blocks[name]
+    for name, unit in {"timeout": "second", "bucket_cap_mb": "MiB", "image_size": "pixel"}.items():
+        assert unit in blocks[name]
+
+
+def test_importing_the_script_runs_nothing(demo):
+    assert demo.imported == {"printed": "", "threads": 1, "group": False}
+
+
+def test_script_fits_on_its_pages():
+    lines = SCRIPT.read_text().splitlines()
+    assert len(lines) <= 700
+    assert [i for i, line in enumerate(lines, 1) if len(line) > 99] == []
+    starts = [i for i, line in enumerate(lines) if re.match(r"\s*(async )?def ", line)]
+    long = {}
+    for start in starts:
+        indent = len(lines[start]) - len(lines[start].lstrip())
+        after = (
+            i
+            for i, line in enumerate(lines[start + 1 :], start + 1)
+            if line.strip() and len(line) - len(line.lstrip()) <= indent and line.strip()[0] != ")"
+        )
+        end = next(after, len(lines))
+        while not lines[end - 1].strip():
+            end -= 1
+        if end - start > 45:
+            long[lines[start].strip()] = end - start
+    assert not long
+    for step in range(1, 7):
+        assert sum(f"# DDP {step}/6" in line for line in lines) == 1, f"DDP {step}/6"
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

@@ -1,0 +1,834 @@
+"""The launchers and their helpers: real bash, real torchrun, and a stand-in for the script.
+
+The stand-in says what it was given and then does what a test asks of it, so that these tests are
+about the launchers alone; other test files run the real script under the same launchers.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+from cluster import free_port, require
+
+ROOT = Path(__file__).resolve().parent.parent
+# Of these a test sets what it needs; what the machine happens to have set must not disturb it.
+LAUNCHER_VARIABLES = re.compile(
+    "(SLURM|NCCL|GLOO)_.*|NNODES|WORLD_SIZE|NODE_RANK|MASTER_ADDR|MASTER_PORT|GPUS_PER_NODE|GPUS|"
+    "RESTARTS|CONNECT_TIMEOUT|NETWORK|IFNAME|LOG_DIR|RUN_NAME|OMP_NUM_THREADS|"
+    "CUDA_VISIBLE_DEVICES|VIRTUAL_ENV|CONDA_PREFIX"
+)
+
+STAND_IN = """
+import json, os, signal, sys, time
+from pathlib import Path
+rank = int(os.environ["RANK"])
+world_size = int(os.environ["WORLD_SIZE"])
+names = [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "OMP_"))]
+report = {"rank": rank, "world_size": world_size, "argv": sys.argv[1:],
+          "port": os.environ["MASTER_PORT"], "node_rank": os.environ["GROUP_RANK"],
+          "env": {name: os.environ[name] for name in names}}
+sys.stdout.write("REPORT " + json.dumps(report) + "\\n")
+sys.stdout.flush()
+plan = Path(__file__).with_name("plan").read_text().split()   # one word for each attempt
+count = Path(__file__).with_name(f"attempts{rank}")
+attempt = len(count.read_text()) if count.exists() else 0
+count.write_text("x" * (attempt + 1))
+action = plan[min(attempt, len(plan) - 1)]
+if action == "error":
+    sys.stderr.write(f"[CPU {rank}] ERROR: no such folder: /nowhere\\n")
+    time.sleep(0.3)
+    sys.stderr.write(f"[CPU {rank}] ERROR: a later one\\n")
+    sys.exit(1)
+if action == "usage":
+    sys.stderr.write("demo_coco_resnet18.py: error: argument --lr: invalid value\\n")
+    sys.exit(2)
+if action == "traceback":
+    raise ValueError("a bug in the script")
+if action == "code75":     # as a rank does whose torchrun, or whose peer's, is gone
+    sys.stdout.write(f"[CPU {rank}] Stopped on parent process is gone | exit code 75\\n")
+    sys.exit(75)
+if action == "kill":
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+if action == "wait":       # until a signal, as the script does: save, say so, code 75
+    stopped = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: stopped.append(signal.Signals(number).name))
+    sys.stdout.write(f"[CPU {rank}] waiting {os.getpid()}\\n")
+    sys.stdout.flush()
+    while not stopped:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    sys.stdout.write(f"[CPU {rank}] Stopped on {stopped[0]} | step 12\\n")
+    sys.exit(75)
+if action == "hang":       # neither torchrun's end nor a signal ends it
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.stdout.write(f"[CPU {rank}] hanging {os.getpid()}\\n")
+    sys.stdout.flush()
+    time.sleep(120)
+if action == "send":       # node 1 sends to node 0 as fast as the link lets it
+    import socket
+    if rank == 0:
+        server = socket.create_server(("10.213.0.1", 29400))
+        connection = server.accept()[0]
+        start, size = None, 0
+        while data := connection.recv(1 << 20):
+            size += len(data)
+            if start is None and size > 2_000_000:   # the queue has filled
+                start, size = time.perf_counter(), 0
+        rate = size * 8 / (time.perf_counter() - start) / 1e6
+        mtu = Path("/sys/class/net/veth0/mtu").read_text().strip()
+        sys.stdout.write(f"RATE {rate:.2f} MTU {mtu}\\n")
+    else:
+        for _ in range(100):
+            try:
+                connection = socket.create_connection(("10.213.0.1", 29400))
+                break
+            except OSError:
+                time.sleep(0.1)
+        connection.sendall(bytes(30_000_000))
+        connection.close()
+"""
+
+
+class Folder:
+    """A copy of the launchers beside the stand-in, with its own logs."""
+
+    def __init__(self, path):
+        self.path = path
+        shutil.copytree(
+            ROOT / "tools", path / "tools", ignore=shutil.ignore_patterns("__pycache__")
+        )
+        for name in ("launch_single.sh", "launch_multinode.sh", "requirements.txt"):
+            shutil.copy(ROOT / name, path)
+        (path / "demo_coco_resnet18.py").write_text(STAND_IN)
+        self.plan("done")
+
+    def plan(self, *actions):
+        (self.path / "plan").write_text(" ".join(actions))
+
+    def start(self, *command, **variables):
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not LAUNCHER_VARIABLES.fullmatch(name)
+        }
+        environment.update(PYTHON=sys.executable)
+        environment.update({name: str(value) for name, value in variables.items()})
+        return subprocess.Popen(
+            ["bash", *map(str, command)],
+            cwd=self.path,
+            env=environment,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def run(self, *command, timeout=60, **variables):
+        """Exit code and what came to the terminal. A process that outlives it is an error."""
+        process = self.start(*command, **variables)
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        return process.returncode, output
+
+    def processes(self):
+        """Processes, other than this one, that were started in this folder and are still there."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if (
+                    str(self.path) in (path / "cmdline").read_text()
+                    and int(path.name) != os.getpid()
+                ):
+                    found.append(int(path.name))
+        return found
+
+    def log(self, name="*", node=0):
+        (path,) = self.path.glob(f"logs/{name}/node{node}.log")
+        return path.read_text()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = Folder(tmp_path)
+    yield made
+    for process in made.processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def reports(output):
+    return [json.loads(line) for line in re.findall(r"REPORT (\{.*\})", output)]
+
+
+def wait_for(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        result = condition()
+        if result:
+            return result
+        time.sleep(0.1)
+    raise AssertionError(f"not within {seconds} s")
+
+
+def read_until(process, pattern, seconds=40):
+    """The output up to the first line in which the pattern is found."""
+    lines = []
+    end = time.monotonic() + seconds
+    for line in process.stdout:
+        lines.append(line)
+        if re.search(pattern, line):
+            return "".join(lines)
+        assert time.monotonic() < end, "".join(lines)
+    raise AssertionError("ended: " + "".join(lines))
+
+
+def gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+# ---- one machine
+
+
+def test_arguments_reach_every_process_and_the_log_has_what_the_terminal_had(folder):
+    arguments = ["--coco_image_path", "a folder/it's", "", "*", "--lr=0.1"]
+    code, output = folder.run(
+        "launch_single.sh", *arguments, GPUS=2, OMP_NUM_THREADS=3, WORLD_SIZE=7, NODE_RANK=5
+    )
+    assert code == 0, output
+    found = reports(output)
+    assert sorted(report["rank"] for report in found) == [0, 1]
+    for report in found:
+        assert report["argv"] == arguments
+        assert report["world_size"] == 2
+        assert report["env"]["OMP_NUM_THREADS"] == "3"
+    assert "torchrun --standalone --nnodes=1 --nproc_per_node=2 demo_coco_resnet18.py --" in output
+    assert folder.log() == output
+    assert (
+        "OMP_NUM_THREADS environment variable" not in output
+    )  # torchrun's own choice was not needed
+
+
+def test_without_arguments_it_trains_on_the_sample_set(folder):
+    (folder.path / "tools/make_sample_coco.py").write_text(
+        "import sys; print('MADE', sys.argv[1:])"
+    )
+    code, output = folder.run("launch_single.sh")
+    assert code == 0, output
+    data = folder.path / "data/sample_coco"
+    assert f"MADE ['{data}']" in output
+    (report,) = reports(output)
+    options = dict(zip(report["argv"][::2], report["argv"][1::2], strict=True))
+    assert options["--annotation_path"] == f"{data}/annotations/instances_train2017.json"
+    assert options["--val_image_path"] == f"{data}/val2017"
+    assert options["--weights"] == "none"
+    assert int(report["env"]["OMP_NUM_THREADS"]) == len(os.sched_getaffinity(0))
+
+
+def test_without_tools_the_python_on_the_path_is_used(folder):
+    shutil.rmtree(folder.path / "tools")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    code, output = folder.run("launch_single.sh", "--lr", "1", PATH=path, PYTHON="")
+    assert code == 0, output
+    assert reports(output)[0]["argv"] == ["--lr", "1"]
+    code, output = folder.run("launch_single.sh", PATH=path, PYTHON="")
+    assert code == 1
+    assert "make_sample_coco.py, which is missing" in output
+
+
+@pytest.mark.parametrize(
+    ("action", "cause"),
+    [
+        ("error", r"\[CPU \d\] ERROR: no such folder: /nowhere"),
+        ("usage", r"demo_coco_resnet18\.py: error: argument --lr: invalid value"),
+        ("traceback", r"ValueError: a bug in the script"),
+        ("kill", r"rank 0 was ended by signal 9"),
+        ("code75", r"\[CPU \d\] Stopped on parent process is gone .*"),
+    ],
+)
+def test_first_cause_is_the_last_line(folder, action, cause):
+    folder.plan(action)
+    earlier = "[CPU 0] Stopped on SIGTERM, in an earlier run\n"  # which had code 75, not this one
+    (folder.path / "logs/same").mkdir(parents=True)
+    (folder.path / "logs/same/node0.log").write_text(earlier)
+    restarts = 3 if action == "usage" else 0  # a bad argument stays bad
+    variables = {"GPUS": 2, "RUN_NAME": "same", "RESTARTS": restarts}
+    code, output = folder.run("launch_single.sh", "x", **variables)
+    assert code == 1
+    assert folder.log().startswith(earlier)
+    assert "later one" in output or action != "error"
+    assert re.fullmatch(cause, output.splitlines()[-1]), output
+    assert re.fullmatch(cause, folder.log().splitlines()[-1])
+    assert "restart 1" not in output
+    assert not folder.processes()
+
+
+# ---- restarts and signals
+
+
+def test_restarts_resume_and_give_up(folder):
+    folder.plan("error", "traceback", "kill")
+    checkpoint = folder.path / "logs/again/checkpoint.pt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_text("of an earlier run")
+    code, output = folder.run("launch_single.sh", "x", RESTARTS=2, RUN_NAME="again")
+    assert code == 1
+    given = ["x", "--checkpoint", "logs/again/checkpoint.pt"]
+    resumed = [*given, "--resume"]
+    assert [report["argv"] for report in reports(output)] == [given, resumed, resumed]
+    assert "restart 1 of 2 after: [CPU 0] ERROR: no such folder" in output
+    assert "restart 2 of 2 after: ValueError" in output
+    assert "gave up after 2 restarts" in output
+    assert output.splitlines()[-1] == "rank 0 was ended by signal 9"
+    assert not checkpoint.exists()
+    kept = [path.read_text() for path in checkpoint.parent.glob("checkpoint.pt.*")]
+    assert kept == ["of an earlier run"]
+
+
+def test_restarts_leave_the_users_own_checkpoint_and_resume_alone(folder):
+    checkpoint = folder.path / "own.pt"
+    checkpoint.write_text("to be resumed")
+    own = ["--checkpoint=own.pt", "--resume"]
+    code, output = folder.run("launch_single.sh", *own, RESTARTS=1)
+    assert code == 0
+    assert [report["argv"] for report in reports(output)] == [own]
+    assert checkpoint.read_text() == "to be resumed"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_signal_is_passed_on_and_never_restarted(folder, name):
+    folder.plan("wait")
+    process = folder.start("launch_single.sh", "x", GPUS=2, RESTARTS=2)
+    read_until(process, r"\] waiting")
+    read_until(process, r"\] waiting")
+    process.send_signal(signal.Signals[name])
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 75, output
+    assert output.count(f"] Stopped on {name}") == 2
+    assert "restart 1" not in output
+    assert not folder.processes()
+
+
+def test_ctrl_c_on_a_terminal_stops_it_once(folder):
+    """A terminal sends SIGINT to the whole process group: launcher, tee and all."""
+    folder.plan("wait")
+    environment = {**os.environ, "PYTHON": sys.executable, "RUN_NAME": "tty"}
+    process = subprocess.Popen(
+        ["bash", "launch_single.sh", "x"],
+        cwd=folder.path,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    read_until(process, r"\] waiting")
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 75, output
+    assert "] Stopped on SIGINT" in output
+    assert "] Stopped on SIGINT" in folder.log("tty")
+
+
+def test_orphans_of_a_killed_torchrun_are_ended_before_the_restart(folder):
+    folder.plan("hang", "done")
+    process = folder.start("launch_single.sh", "x", RESTARTS=1)
+    orphan = int(read_until(process, r"\] hanging").split()[-1])
+    torchrun = int(Path(f"/proc/{orphan}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(torchrun, signal.SIGKILL)
+    output = read_until(process, "REPORT")
+    assert gone(orphan)
+    assert "Killed" not in output  # bash's own report of it, with the whole command line
+    assert "restart 1 of 1 after: torchrun was ended by signal 9" in output
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_torchrun_does_not_outlive_its_launcher(folder):
+    folder.plan("hang")
+    process = folder.start("launch_single.sh", "x")
+    rank = int(read_until(process, r"\] hanging").split()[-1])
+    torchrun = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+    process.kill()
+    wait_for(lambda: gone(torchrun), 5)
+    process.stdout.close()
+    process.wait()
+
+
+# ---- several nodes: what is refused, and what it says
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({}, "set NNODES"),
+        ({"NNODES": 2, "WORLD_SIZE": 4}, "NNODES is 2 but WORLD_SIZE is 4"),
+        ({"NNODES": "two"}, "NNODES is 'two': give a whole number"),
+        ({"NNODES": 2}, "NODE_RANK is not set: give 0 on the node of MASTER_ADDR, 1 to 1"),
+        (
+            {"WORLD_SIZE": 2, "NODE_RANK": 2, "MASTER_ADDR": "10.0.0.1"},
+            r"NODE_RANK is 2: give a number from 0 to 1 \(NNODES is 2\)",
+        ),
+        ({"NNODES": 2, "NODE_RANK": -1}, "NODE_RANK is '-1'"),
+        ({"NNODES": 2, "NODE_RANK": 0}, "MASTER_ADDR is not set"),
+        (
+            {"NNODES": 1, "MASTER_PORT": 99999},
+            "MASTER_PORT is 99999: give a number from 1 to 65535",
+        ),
+        ({"NNODES": 1, "GPUS_PER_NODE": "all"}, "GPUS_PER_NODE is 'all'"),
+        ({"NNODES": 1, "RESTARTS": "x"}, "RESTARTS is 'x'"),
+        (
+            {"NNODES": 1, "NETWORK": "tokenring"},
+            "NETWORK is 'tokenring': give ethernet or infiniband",
+        ),
+        ({"NNODES": 1, "NETWORK": "ethernet"}, "NETWORK=ethernet needs IFNAME"),
+        ({"NNODES": 1, "LOG_DIR": "/proc/none"}, "log folder /proc/none/.* cannot be made"),
+        (
+            {"NNODES": 2, "NODE_RANK": 1, "MASTER_ADDR": "no.such.host.invalid"},
+            "'no.such.host.invalid' does not resolve",
+        ),
+        (
+            {"NNODES": 2, "NODE_RANK": 0, "MASTER_ADDR": "localhost"},
+            "'localhost' is a loopback address",
+        ),
+        (
+            {"NNODES": 2, "NODE_RANK": 1, "MASTER_ADDR": "127.0.1.1"},
+            "'127.0.1.1' is a loopback address",
+        ),
+        (
+            {"NNODES": 2, "NODE_RANK": 0, "MASTER_ADDR": "192.0.2.1"},
+            "'192.0.2.1' is not an address of this node",
+        ),
+        (
+            {"NNODES": 2, "NODE_RANK": 1, "MASTER_ADDR": "192.0.2.1", "CONNECT_TIMEOUT": 1},
+            "node 0 did not answer at 192.0.2.1:29500 within 1 s",
+        ),
+        (
+            {"SLURM_JOB_ID": 7, "SLURM_PROCID": 0, "SLURM_NNODES": 2},
+            "job 7 but not started by srun",
+        ),
+        (
+            {
+                "SLURM_JOB_ID": 7,
+                "SLURM_PROCID": 0,
+                "SLURM_STEP_ID": 0,
+                "SLURM_NNODES": 2,
+                "SLURM_NTASKS": 4,
+            },
+            "srun started 4 tasks on 2 nodes",
+        ),
+    ],
+)
+def test_wrong_settings_are_refused_with_one_line(folder, variables, text):
+    start = time.monotonic()
+    code, output = folder.run("launch_multinode.sh", "x", **variables)
+    assert code == 1
+    errors = [line for line in output.splitlines() if "error:" in line]
+    assert len(errors) == 1, output
+    assert re.search(text, errors[0]), output
+    assert "Traceback" not in output
+    assert not reports(output)
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"GPUS": 0}, "GPUS is '0'"),
+        ({"GPUS": "two"}, "GPUS is 'two'"),
+        pytest.param(
+            {"GPUS": "all"},
+            "nvidia-smi finds no GPU",
+            marks=pytest.mark.skipif(
+                shutil.which("nvidia-smi") is not None, reason="there may be GPUs"
+            ),
+        ),
+    ],
+)
+def test_wrong_number_of_gpus_is_refused(folder, variables, text):
+    code, output = folder.run("launch_single.sh", "x", **variables)
+    assert code == 1
+    assert text in output
+    assert len(output.splitlines()) == 1
+
+
+def own_address():
+    """An address of this machine that is not loopback, or None."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+def test_port_that_is_taken_and_nodes_that_do_not_come(folder):
+    address = own_address()
+    require(address, "this machine has no address but loopback")
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        code, output = folder.run(
+            "launch_multinode.sh",
+            "x",
+            NNODES=2,
+            NODE_RANK=0,
+            MASTER_ADDR=address,
+            MASTER_PORT=port,
+            RESTARTS=1,
+        )
+    assert code == 1
+    assert (
+        f"port {port} cannot be used on this node (Address already in use)"
+        in output.splitlines()[-1]
+    )
+
+    code, output = folder.run(
+        "launch_multinode.sh",
+        "x",
+        NNODES=2,
+        NODE_RANK=0,
+        MASTER_ADDR=address,
+        MASTER_PORT=free_port(),
+        CONNECT_TIMEOUT=2,
+    )
+    assert code == 1
+    assert (
+        "the other nodes did not all come within 2 s (1/2 clients joined"
+        in output.splitlines()[-1]
+    )
+
+
+def test_slurm_gives_address_port_and_rank(folder):
+    programs = folder.path / "programs"
+    programs.mkdir()
+    (programs / "scontrol").write_text(
+        '#!/bin/sh\n[ "$2" = hostnames ] && echo no-such-node-7.invalid && exit\n'
+        'echo "NodeName=no-such-node-7.invalid Arch=x NodeAddr=192.0.2.7 NodeHostName=n"\n'
+    )
+    (programs / "scontrol").chmod(0o755)
+    code, output = folder.run(
+        "launch_multinode.sh",
+        "x",
+        PATH=f"{programs}:{os.environ['PATH']}",
+        CONNECT_TIMEOUT=1,
+        SLURM_JOB_ID=2405,
+        SLURM_STEP_ID=0,
+        SLURM_PROCID=1,
+        SLURM_NODEID=1,
+        SLURM_NNODES=2,
+        SLURM_NTASKS=2,
+        SLURM_JOB_NODELIST="n[7-8]",
+        SLURM_GPUS_ON_NODE=4,
+    )
+    assert code == 1
+    assert "node 0 did not answer at 192.0.2.7:20050 within 1 s" in output
+    assert "did not answer" in folder.log("job2405", node=1)
+
+
+NET_CODE = re.search(
+    r"<<'PYTHON_CODE' \|\| true\n(.*?)\nPYTHON_CODE",
+    (ROOT / "launch_multinode.sh").read_text(),
+    re.S,
+).group(1)
+
+
+def test_a_port_of_a_failed_attempt_is_taken_only_after_it_was_closed():
+    """Node 0 of a failed attempt may live on for a while; its launcher may be started anew."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        command = [sys.executable, "-c", NET_CODE, "wait", "127.0.0.1", str(port), "1", "2", "20"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        time.sleep(3)
+        assert process.poll() is None
+    time.sleep(3)  # the port refuses
+    with socket.create_server(("127.0.0.1", port)):
+        output, _ = process.communicate(timeout=20)
+    assert (process.returncode, output) == (0, "0\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:  # two attempts further
+        port = server.getsockname()[1] - 2
+        command[5:8] = [str(port), "0", "3"]
+        assert subprocess.run(command, capture_output=True, text=True, timeout=20).stdout == "2\n"
+
+
+# ---- NETWORK
+
+
+def test_network_keeps_the_traffic_on_the_named_interface(folder):
+    code, output = folder.run(
+        "launch_single.sh", "x", NETWORK="ethernet", IFNAME="lo", NCCL_SOCKET_IFNAME="eth9"
+    )
+    assert code == 0, output
+    (report,) = reports(output)
+    env = report["env"]
+    assert (env["NCCL_IB_DISABLE"], env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == (
+        "1",
+        "lo",
+        "eth9",
+    )
+    assert "would set NCCL_SOCKET_IFNAME==lo, but it is set to 'eth9'" in output
+    assert "warning" not in output
+    assert folder.log("ethernet")
+
+    folder.plan("done")
+    code, output = folder.run("launch_single.sh", "x", NETWORK="infiniband", IFNAME="mlx5_97,ib97")
+    env = reports(output)[0]["env"]
+    assert env["NCCL_IB_DISABLE"] == "0"
+    assert env["NCCL_NET"] == "IB"
+    assert env["NCCL_IB_HCA"] == "=mlx5_97"
+    assert env["NCCL_SOCKET_IFNAME"] == "=ib97"
+    assert env["GLOO_SOCKET_IFNAME"] == "ib97"
+    for name in ("mlx5_97", "ib97"):
+        assert f"warning: this node has no interface or adapter {name}" in output
+    assert folder.log("infiniband")
+
+
+# ---- two nodes on one machine
+
+
+@pytest.fixture
+def two_nodes(folder):
+    """The folder, where network namespaces can be made; checks that none of them is left."""
+    require(
+        os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc"),
+        "two_nodes.sh needs root and iproute2",
+    )
+    probe = f"launchers{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode == 0
+    require(made, "this machine does not allow network namespaces")
+    subprocess.run(["ip", "netns", "delete", probe], check=True)
+    return folder
+
+
+def namespaces(output):
+    names = re.search(r"namespaces (\S+) .* and (\S+) ", output).groups()
+    return [name for name in names if Path(f"/run/netns/{name}").exists()]
+
+
+def test_two_nodes_with_two_processes_each(two_nodes):
+    code, output = two_nodes.run(
+        "tools/two_nodes.sh", "--gpus-per-node", 2, "--name", "pair", "--", "--lr", "0.1", "a b"
+    )
+    assert code == 0, output
+    places = {(report["node_rank"], report["rank"]) for report in reports(output)}
+    assert places == {("0", 0), ("0", 1), ("1", 2), ("1", 3)}
+    for report in reports(output):
+        assert report["argv"] == ["--lr", "0.1", "a b"]
+        assert report["world_size"] == 4
+        assert report["env"]["GLOO_SOCKET_IFNAME"] == f"veth{report['node_rank']}"
+    for node in (0, 1):
+        ranks = [report["rank"] for report in reports(two_nodes.log("pair", node))]
+        assert sorted(ranks) == [2 * node, 2 * node + 1]
+    assert "[W" not in output  # torch warns where it finds no host name
+    assert not namespaces(output)
+    assert not two_nodes.processes()
+
+
+def test_two_nodes_link_has_the_rate_asked_for(two_nodes):
+    two_nodes.plan("send")
+    code, output = two_nodes.run("tools/two_nodes.sh", "--rate", "100mbit", "--", "x")
+    assert code == 0, output
+    rate, mtu = map(float, re.search(r"RATE (\S+) MTU (\d+)", output).groups())
+    on_the_wire = (
+        rate * (mtu + 14) / (mtu - 52)
+    )  # Ethernet's header; IP's, TCP's and its time stamp
+    assert on_the_wire == pytest.approx(100, rel=0.02)
+
+
+def test_two_nodes_restart_together(two_nodes):
+    two_nodes.plan("error", "done")
+    code, output = two_nodes.run("tools/two_nodes.sh", "--name", "again", "--", "x", RESTARTS=2)
+    assert code == 0, output
+    for node in (0, 1):
+        first, second = reports(two_nodes.log("again", node))
+        assert int(second["port"]) == int(first["port"]) + 1
+        assert second["argv"] == ["x", "--checkpoint", "logs/again/checkpoint.pt", "--resume"]
+    assert not namespaces(output)
+
+
+def test_two_nodes_stops_both_and_cleans_up(two_nodes):
+    two_nodes.plan("wait")
+    process = two_nodes.start("tools/two_nodes.sh", "--", "x", RESTARTS=3)
+    output = read_until(process, r"\] waiting")
+    output += read_until(process, r"\] waiting")
+    assert len(namespaces(output)) == 2
+    process.send_signal(signal.SIGTERM)
+    rest, _ = process.communicate(timeout=30)
+    assert process.returncode == 75, rest
+    assert rest.count("] Stopped on SIGTERM") == 2
+    assert not namespaces(output)
+    assert not two_nodes.processes()
+
+
+def test_two_nodes_killed_itself_is_cleaned_up_by_the_next(two_nodes):
+    two_nodes.plan("wait", "done")
+    process = two_nodes.start("tools/two_nodes.sh", "--", "x")
+    output = read_until(process, r"\] waiting")
+    read_until(process, r"\] waiting")
+    process.kill()
+    process.communicate(timeout=30)  # its launchers stop and close the pipe
+    assert len(namespaces(output)) == 2
+    code, later = two_nodes.run("tools/two_nodes.sh", "--", "x")
+    assert code == 0, later
+    assert not namespaces(output)
+    assert not two_nodes.processes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--rate", "fast", "--", "x"], "tc does not take --rate fast"),
+        (["--gpus_per_node", "0", "--", "x"], "--gpus_per_node is '0'"),
+        (["--lr", "1"], "unknown option --lr"),
+        (["--rate"], "--rate needs a value"),
+    ],
+)
+def test_two_nodes_refuses_with_one_line(two_nodes, arguments, text):
+    code, output = two_nodes.run("tools/two_nodes.sh", *arguments)
+    assert code == 1
+    assert text in output.splitlines()[-1]
+    assert "error:" in output.splitlines()[-1]
+
+
+def test_two_nodes_without_root_says_so(folder):
+    require(os.geteuid() == 0 and shutil.which("setpriv"), "only root can become another user")
+    folder.path.chmod(0o755)
+    for parent in folder.path.parents:
+        if parent != Path("/tmp") and parent.is_relative_to("/tmp"):
+            parent.chmod(0o755)
+    code, output = folder.run(
+        "-c", "exec setpriv --reuid=65534 --clear-groups bash tools/two_nodes.sh -- x"
+    )
+    assert code == 1
+    assert output.count("\n") == 1
+    assert "need root" in output
+
+
+# ---- python_env.sh, with packages that are as small as packages can be
+
+
+def wheel(folder, name, *modules):
+    """Writes a wheel, version 99, with empty modules."""
+    info = f"{name}-99.dist-info"
+    members = {f"{module}/__init__.py": "" for module in modules}
+    members[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: 99\n"
+    members[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    members[f"{info}/RECORD"] = "".join(f"{member},,\n" for member in [*members, f"{info}/RECORD"])
+    with zipfile.ZipFile(folder / f"{name}-99-py3-none-any.whl", "w") as file:
+        for member, text in members.items():
+            file.writestr(member, text)
+
+
+@pytest.fixture
+def offline(folder):
+    """Variables for a machine on which no Python has torch, and pip gets the small packages."""
+    wheels = folder.path / "wheels"
+    wheels.mkdir()
+    for name in ("torch", "torchvision", "pycocotools", "matplotlib", "extra"):
+        wheel(wheels, name, name)
+    wheel(wheels, "pillow", "PIL")
+    programs = folder.path / "programs"
+    programs.mkdir()
+    (programs / "python3").write_text(f'#!/bin/sh\nexec "{sys.base_prefix}/bin/python3" "$@"\n')
+    (programs / "python3").chmod(0o755)
+    bare = subprocess.run([programs / "python3", "-c", "import torch"], capture_output=True)
+    require(bare.returncode, "the Python under this environment has torch itself")
+    return {
+        "PATH": f"{programs}:/usr/bin:/bin",
+        "PYTHON": "",
+        "PIP_NO_INDEX": 1,
+        "PIP_FIND_LINKS": wheels,
+        "PIP_CONFIG_FILE": os.devnull,
+    }
+
+
+def test_python_env_makes_one_and_then_uses_it(folder, offline):
+    own = str(folder.path / ".venv/bin/python")
+    code, output = folder.run("tools/python_env.sh", **offline)
+    assert code == 0, output
+    assert output.splitlines()[-1] == own
+    assert "making" in output and "5.5 GB" in output
+
+    code, output = folder.run("tools/python_env.sh", **offline)
+    assert (code, output) == (0, own + "\n")
+    code, output = folder.run("tools/python_env.sh", "extra", **offline)  # one package is added
+    assert code == 0
+    assert "making" not in output
+    assert (folder.path / ".venv/lib").is_dir()
+
+    # An install that was cut short: torch's code is there, but pip had not come to its record.
+    (site,) = folder.path.glob(".venv/lib/python*/site-packages")
+    shutil.rmtree(site / "torch-99.dist-info")
+    code, output = folder.run("tools/python_env.sh", **{**offline, "PIP_FIND_LINKS": "/nowhere"})
+    assert code == 1
+    assert "pip failed" in output.splitlines()[-1]
+    code, output = folder.run("tools/python_env.sh", **offline)
+    assert code == 0
+    assert output.splitlines()[-1] == own
+    assert (site / "torch-99.dist-info/RECORD").exists()
+
+    shutil.rmtree(site / "PIL")  # damage that pip does not see
+    code, output = folder.run("tools/python_env.sh", **offline)
+    assert code == 1
+    assert output.splitlines()[-1].endswith(f"remove {folder.path}/.venv and start again")
+
+
+def test_python_env_uses_an_active_environment_as_it_is(folder, offline):
+    active = folder.path / "active"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", active], check=True)
+    (site,) = active.glob("lib/python*/site-packages")
+    for name in ("torch", "torchvision", "pycocotools", "PIL"):
+        (site / name).mkdir()
+        (site / name / "__init__.py").touch()
+    code, output = folder.run("tools/python_env.sh", **{**offline, "VIRTUAL_ENV": active})
+    assert (code, output) == (0, f"{active}/bin/python\n")
+    (site / "torch/__init__.py").unlink()  # an empty folder named torch is not torch
+    (folder.path / "torchvision").mkdir()
+    code, output = folder.run("tools/python_env.sh", **{**offline, "VIRTUAL_ENV": active})
+    assert code == 0
+    assert output.splitlines()[-1] == f"{folder.path}/.venv/bin/python"
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (
+            'case "$*" in *version_info*) exit 1;; --version) echo Python 3.6;; *) exit 1;; esac',
+            "no Python 3.10 or newer on PATH (python3 is Python 3.6)",
+        ),
+        (
+            'case "$*" in *ensurepip*) exit 1;; *version_info*) exit 0;; *) exit 1;; esac',
+            "install python3-venv",
+        ),
+    ],
+)
+def test_python_env_says_in_one_line_what_is_missing(folder, offline, program, text):
+    for name in ("python3", "python", *(f"python3.{minor}" for minor in range(10, 15))):
+        path = folder.path / "programs" / name
+        path.write_text(
+            f"#!/bin/sh\n{program if 'venv' in text or name == 'python3' else 'exit 1'}\n"
+        )
+        path.chmod(0o755)
+    code, output = folder.run("tools/python_env.sh", **offline)
+    assert code == 1
+    assert output.count("\n") == 1
+    assert text in output
+    assert not (folder.path / ".venv").exists()
