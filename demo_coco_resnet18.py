@@ -56,7 +56,7 @@ MINIMA = {"image_size": 33, "workers": 0, "warmup_steps": 0, "seed": 0, "checkpo
 SAME = ["global_batch_size", "image_size", "lr", "warmup_steps", "sync_bn", "seed", "precision"]
 PROGRESS, STATEFUL = ["epoch", "step", "losses"], ["model", "optimizer", "scaler"]
 # errors from outside of the script: the network, other ranks, loader workers, limits
-OUTSIDE = "(?i)gloo|nccl|connection|timed ?out|socket|store|DataLoader worker|open files|no space"
+OUTSIDE = "(?i)gloo|nccl|connection|time(d )?out|socket|store|DataLoader worker|open file|space"
 # Rank, world size, rank on the node, processes on it. mpirun is first: it may start through srun.
 LAUNCHERS = {
     "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
@@ -97,8 +97,7 @@ def make_parser():
     add("--global_batch_size", type=int, help="images per step of all processes together")
     add("--accumulate_steps", type=int, default=1, help="micro-batches per optimizer step")
     add("--lr", type=float, default=1e-3, help="learning rate of Adam")
-    add("--lr_scaling", choices=("none", "linear", "sqrt"), default="none",
-        help=f"multiply --lr by (global batch / {LR_BATCH}), or by its root")
+    add("--lr_scaling", choices=("none", "linear", "sqrt"), default="none", help="by batch / 64")
     add("--warmup_steps", type=int, default=0, help="steps in which the rate rises to its value")
     add("--weights", default="imagenet", help="imagenet, none, or a state-dict FILE")
     add("--sync_bn", action="store_true", help="batch norm over all processes (CUDA only)")
@@ -241,7 +240,7 @@ def duration(seconds, digits=2):
 
 def describe_run(run, index, val_index):
     """The Run record: what runs, on what, with which settings."""
-    args, job, sizes = run.args, run.job, [p.numel() for p in run.model.parameters()]
+    args, job, n = run.args, run.job, sum(p.numel() for p in run.model.parameters())
     name = torch.cuda.get_device_name() if job.device.type == "cuda" else os.uname().machine
     hosts, devices, local = gather(socket.gethostname(), name, job.local_rank)
     return {
@@ -250,13 +249,12 @@ def describe_run(run, index, val_index):
                      "torchvision": torchvision.__version__, "cuda": torch.version.cuda,
                      "nccl": torch.cuda.nccl.version() if job.backend == "nccl" else None},
         **vars(args), "launcher": job.launcher, "backend": job.backend, "hosts": hosts,
-        "devices": devices, "nodes": local.count(0), "world_size": job.world_size,
+        "devices": devices, "nodes": local.count(0), "world_size": job.world_size, "parameters": n,
         "threads": torch.get_num_threads(), "steps": args.max_steps, "start_step": run.step,
         "batch": {"per_process": args.batch_size, "accumulate_steps": args.accumulate_steps,
                   "global": args.global_batch_size}, "images": len(index.names),
-        "padding": -len(index.names) % job.world_size, "parameters": sum(sizes),
-        "images_without_annotations": index.unlabelled, "gradient_bytes": 4 * sum(sizes),
-        "val_images": len(val_index.names) if val_index else 0,
+        "images_without_annotations": index.unlabelled, "padding": -len(index.names) % len(hosts),
+        "gradient_bytes": 4 * n, "val_images": len(val_index.names) if val_index else 0,
         "env": {k: v for k, v in sorted(os.environ.items()) if re.match("NCCL_|GLOO_|OMP_", k)}}
 
 # --- data ---
@@ -336,9 +334,13 @@ class EpochSampler(DistributedSampler):
     def __iter__(self):
         return ((self.epoch, i) for i in islice(super().__iter__(), self.skip, None))
 
+def quiet(_):
+    """In a loader worker: SLURM sends its stop signal to all processes, but the ranks decide."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
 def make_loaders(args, job, index, val_index):
     """(training loader, validation loader or None) for this rank."""
-    options = dict(batch_size=args.batch_size, num_workers=args.workers,
+    options = dict(batch_size=args.batch_size, num_workers=args.workers, worker_init_fn=quiet,
                    pin_memory=job.device.type == "cuda", persistent_workers=args.workers > 0)
     dataset = FirstCategory(args.coco_image_path, index, args.image_size, args.seed)
     # DDP 3/6: each rank draws its own share, in an order that set_epoch changes every epoch
@@ -473,16 +475,17 @@ def name_damaged(run, loader, labels, positions):
 
 def agree(run, recent):
     """All ranks go on, or all raise UserError or Stopped. Returns when to ask again, in steps."""
-    slowest = max((whole for _, whole, _ in run.times[-len(recent):]), default=1)
-    with together(run.job, run.job.phase):
-        for step, (loss, labelled) in enumerate(recent, run.step - len(recent) + 1):
-            run.epoch_loss[0] += loss.item()
-            run.epoch_loss[1] += labelled
-            if not math.isfinite(run.epoch_loss[0]):
-                raise UserError(f"loss of step {step} is not finite: lower --lr; checkpoint kept")
+    slowest, bad = max((whole for _, whole, _ in run.times[-len(recent):]), default=1), math.inf
+    for step, (loss, labelled) in enumerate(recent, run.step - len(recent) + 1):
+        run.epoch_loss[0] += loss.item()
+        run.epoch_loss[1] += labelled
+        if not math.isfinite(run.epoch_loss[0]):
+            bad = min(bad, step)
     if os.getppid() != run.job.parent:
         run.job.stop = run.job.stop or "the end of its parent process"
-    stops, damaged, slowest = gather(run.job.stop, run.epoch_loss[2], slowest)
+    stops, bads, damaged, slowest = gather(run.job.stop, bad, run.epoch_loss[2], slowest)
+    if (bad := min(bads)) < math.inf:
+        raise UserError(f"rank {bads.index(bad)}: loss of step {bad} is not finite: lower --lr")
     if sum(damaged) > MAX_DAMAGED * len(run.loader.dataset):
         raise UserError(f"{sum(damaged)} images are damaged, over {MAX_DAMAGED:.0%}: repair them")
     if any(stops):
@@ -543,8 +546,7 @@ def validate(run):
 
 def train(run):
     """All epochs that are left, with a checkpoint and a validation after each."""
-    args = run.args
-    while run.step < args.max_steps or run.step == run.epoch * args.steps_per_epoch:
+    while run.step < run.args.max_steps or run.step == run.epoch * run.args.steps_per_epoch:
         start, before = time.perf_counter(), len(run.times)
         train_epoch(run)
         seconds, (loss, labelled, damaged) = time.perf_counter() - start, run.epoch_loss
@@ -555,7 +557,7 @@ def train(run):
         run.damaged = set().union(*names)
         for buffer in run.model.buffers() if run.job.world_size > 1 else ():
             dist.broadcast(buffer, 0)  # batch-norm statistics differ between ranks: rank 0's count
-        save_checkpoint(run, last=run.step == args.max_steps)
+        save_checkpoint(run, last=run.step == run.args.max_steps)
         loss, labelled, _ = np.sum(sums, axis=0).tolist()
         top = validate(run) if run.val_loader else {}
         run.losses.append({"epoch": run.epoch, "loss": loss / max(1, labelled)} | top)
@@ -663,14 +665,13 @@ def main():
         job = read_environment()
         set_up(args, job)
         run, index, val_index = prepare(args, job)
-        resumed = load_checkpoint(run) if args.resume else ""
+        resumed = load_checkpoint(run) if args.resume else "Not resumed"
         about = describe_run(run, index, val_index)
         if job.rank == 0:
             log(job, "Run " + json.dumps(about))
             log(job, f"Data: {len(index.names)} labelled of {len(index.names) + index.unlabelled} "
                 f"images, {about['padding']} of them twice an epoch. {resumed}")
-        # until here a signal just ends the process; loader workers start later and inherit this
-        for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # loader workers inherit it
             signal.signal(stop, lambda n, _: setattr(job, "stop", signal.Signals(n).name))
         train(run)
         summary = summarize(run, started)
@@ -688,8 +689,7 @@ def main():
     except (RuntimeError, OSError) as error:  # from a collective or a loader; else it is a bug
         if not re.search(OUTSIDE, str(error)):
             raise
-        reason = str(error).strip().splitlines()[-1][:300]  # the first is of a worker's traceback
-        log(job, f"ERROR: in {job.phase}: {reason}", descriptor=2)
+        log(job, f"ERROR: in {job.phase}: " + str(error).strip().splitlines()[-1][:300], 2)
         os._exit(1)  # a tear-down could wait for ranks that are gone
     if dist.is_initialized():
         dist.barrier()  # who leaves first has the launcher end the others: let them write

@@ -1012,10 +1012,10 @@ def test_resume_with_another_number_of_ranks(ranks, data, folder):
     argv = [*FAST, *data, "--global_batch_size", 4, "--checkpoint", path, "--timeout", 20]
     ranks.run([*argv, "--max_steps", 5], 2)
     ended = ranks.run([*argv, "--resume", "--max_steps", 14], 1)
-    said(ended.out, "step 5; it was saved by 2 processes, now there are 1")
+    said(ended.out, "step 5; processes then 2, now 1")
     assert [step for _, step, _ in ended.steps()] == list(range(6, 15))
     ended = ranks.run([*argv, "--resume", "--max_steps", 16], 2)
-    said(ended.out, "step 14; it was saved by 1 processes, now there are 2")
+    said(ended.out, "step 14; processes then 1, now 2")
 
 
 @pytest.mark.parametrize(

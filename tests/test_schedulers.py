@@ -88,7 +88,7 @@ def test_srun_places_two_tasks_on_each_node(idle_slurm, sample):
         "--weights",
         "none",
         "--image_size",
-        32,
+        40,
         "--batch_size",
         2,
         "--max_steps",
