@@ -97,7 +97,8 @@ def make_parser():
     add("--global_batch_size", type=int, help="images per step of all processes together")
     add("--accumulate_steps", type=int, default=1, help="micro-batches per optimizer step")
     add("--lr", type=float, default=1e-3, help="learning rate of Adam")
-    add("--lr_scaling", choices=("none", "linear", "sqrt"), default="none", help="by batch / 64")
+    add("--lr_scaling", choices=("none", "linear", "sqrt"), default="none",
+        help=f"multiply --lr by (global batch / {LR_BATCH}), or by its root")
     add("--warmup_steps", type=int, default=0, help="steps in which the rate rises to its value")
     add("--weights", default="imagenet", help="imagenet, none, or a state-dict FILE")
     add("--sync_bn", action="store_true", help="batch norm over all processes (CUDA only)")
@@ -479,8 +480,7 @@ def agree(run, recent):
     for step, (loss, labelled) in enumerate(recent, run.step - len(recent) + 1):
         run.epoch_loss[0] += loss.item()
         run.epoch_loss[1] += labelled
-        if not math.isfinite(run.epoch_loss[0]):
-            bad = min(bad, step)
+        bad = bad if math.isfinite(run.epoch_loss[0]) else min(bad, step)
     if os.getppid() != run.job.parent:
         run.job.stop = run.job.stop or "the end of its parent process"
     stops, bads, damaged, slowest = gather(run.job.stop, bad, run.epoch_loss[2], slowest)

@@ -243,7 +243,8 @@ def test_the_data_set_is_good_unless_spoilt(demo, data):
 
 
 def test_unreadable_files_are_refused(demo, data):
-    helpers.require(os.geteuid() != 0, "root may read every file")
+    if os.geteuid() == 0:
+        pytest.skip("root may read every file")
     argv = [*data.argv(), *FAST]
     data.file.chmod(0)
     assert_refused(demo.run(argv, expect=None), ["instances.json", "Permission"])
@@ -355,7 +356,8 @@ def test_weights_file_that_cannot_be_read_is_refused(demo, data, content):
 
 
 def test_weights_that_the_user_may_not_read_are_refused(demo, data):
-    helpers.require(os.geteuid() != 0, "root may read every file")
+    if os.geteuid() == 0:
+        pytest.skip("root may read every file")
     file = data.folder / "weights.pt"
     file.touch(mode=0)
     job = demo.run([*data.argv(), *FAST, "--weights", file], expect=None)
