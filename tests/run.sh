@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # The one test command: ruff, shellcheck, pytest. Arguments go to pytest:
 #   tests/run.sh -k launchers
-#   tests/run.sh --ci      as root: installs missing system packages, and no test may skip for the lack of one
+#   tests/run.sh --ci      as root: installs missing system packages, and no test may skip for the lack of one;
+#                          runs the longest tests too
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [ "${1:-}" = "--ci" ]; then
     shift
-    export DEMO_REQUIRE_ALL=1
+    export DEMO_REQUIRE_ALL=1 DEMO_LONG=1
     missing=()
     command -v slurmctld >/dev/null || missing+=(slurm-wlm)
     command -v munged >/dev/null || missing+=(munge)

@@ -43,6 +43,9 @@ SCRIPT = Path(os.environ.get("DEMO_SCRIPT", helpers.SCRIPT))
 FAST = shlex.split("--weights none --image_size 40 --batch_size 4 --workers 0 --precision fp32")
 FAST += ["--log_every", "1"]
 STOPPED = 75  # the script's exit code after a stop signal
+LONG = pytest.mark.skipif(
+    os.environ.get("DEMO_LONG") != "1", reason="takes a minute: tests/run.sh --ci runs it"
+)
 NOTICED = 20  # seconds: a silent peer is noticed after --timeout 8, the rest is a slow machine
 
 
@@ -537,6 +540,7 @@ def test_sigkill_of_one_nodes_torchrun(data, folder):
     assert load(folder / "c.pt")["step"] == step
 
 
+@LONG
 @pytest.mark.parametrize("seed", [1])
 def test_sigkill_while_a_checkpoint_is_written(ranks, data, folder, seed):
     rng, path, partial, seen = random.Random(seed), folder / "c.pt", 0, 0
@@ -649,6 +653,7 @@ def test_link_down_in_mid_epoch(ranks, data):
         assert re.search(r"step \d+", said(ended.out, rf"\[CPU {rank}\] ERROR: .*"))
 
 
+@LONG
 def test_link_down_and_up_again_within_the_timeout(ranks, data, undisturbed):
     with helpers.NamespacePair() as nodes:
         run = ranks.start([*FAST, *data, *undisturbed.argv, "--timeout", 30], 2, nodes=nodes)
