@@ -39,6 +39,7 @@ import torch.distributed as dist
 import torchvision
 from PIL import Image
 from pycocotools.coco import COCO
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision.transforms import v2
@@ -49,11 +50,15 @@ MAX_DAMAGED = 0.01  # share of the images; more of them end the run
 MAX_PIXELS = 2**26  # a larger image is refused before it is decoded and fills the memory
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as its weights expect
 LR_BATCH = 64  # the global batch that --lr is meant for when --lr_scaling is used
+WARM_UP = 3  # steps that are left out of averages, and that PowerSGD leaves alone
+PROBE_MS = 5000  # a probe takes no longer, or one round
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start it again later
 MINIMA = {"image_size": 33, "workers": 0, "warmup_steps": 0, "seed": 0, "checkpoint_every": 0,
-          "lr": 1e-9, "timeout": 0.1, "bucket_cap_mb": 0.1}  # of the other numbers: 1
+          "probe_steps": 0, "lr": 1e-9, "timeout": 0.1, "bucket_cap_mb": 0.1}  # of the others: 1
 # What a checkpoint keeps, and the arguments that a run must share with the one it resumes.
-SAME = ["global_batch_size", "image_size", "lr", "warmup_steps", "sync_bn", "seed", "precision"]
+SAME = ["global_batch_size", "image_size", "lr", "warmup_steps", "sync_bn", "seed", "precision",
+        "grad_compression", "powersgd_rank"]
+MEMORY = ["error_dict", "p_memory_dict", "q_memory_dict"]  # of PowerSGD, from step to step
 PROGRESS, STATEFUL = ["epoch", "step", "losses"], ["model", "optimizer", "scaler"]
 # errors from outside of the script: the network, other ranks, loader workers, limits
 OUTSIDE = "(?i)gloo|nccl|connection|time(d )?out|socket|store|DataLoader worker|open file|space"
@@ -110,6 +115,10 @@ def make_parser():
     add("--backend", choices=("auto", "nccl", "gloo", "mpi"), default="auto", help="nccl or gloo")
     add("--timeout", type=float, default=300, help="seconds until a silent peer counts as lost")
     add("--bucket_cap_mb", type=float, default=25, help="MiB of gradients in one all-reduce")
+    add("--grad_compression", choices=("none", "fp16", "bf16", "powersgd"), default="none",
+        help="what gradients are sent as")
+    add("--powersgd_rank", type=int, default=2, help="of the matrices that PowerSGD sends")
+    add("--probe_steps", type=int, default=5, help="at most, to measure link and step; 0: not")
     add("--log_every", type=int, default=5, help="optimizer steps from log line to log line")
     add("--checkpoint", metavar="FILE", help="saved at each epoch's end and at a stop signal")
     add("--checkpoint_every", type=int, default=0, help="and every N optimizer steps; 0: not")
@@ -373,6 +382,8 @@ def resolve_arguments(args, job, images):
             cpuinfo.exists() and re.search(r" (avx512|amx)_bf16\b", cpuinfo.read_text()))
         fp16 = cuda and torch.cuda.get_device_capability(job.device) >= (7, 0)  # tensor cores
         args.precision = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    if args.grad_compression == "powersgd" and args.precision == "fp16":
+        raise UserError("PowerSGD would keep an overflow of --precision fp16: use bf16 or fp32")
     for part in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):
         part.fp32_precision = "tf32" if args.precision == "tf32" else "ieee"
 
@@ -401,7 +412,7 @@ def load_weights(model, source):
                                       if k not in ours or len(v) == CLASSES})  # another task's
 
 def build_model(args, job):
-    """(model on the device, DDP around it), the same on all ranks."""
+    """(model on the device, DDP around it, PowerSGD's state or None), the same on all ranks."""
     torch.manual_seed(args.seed)
     model = torchvision.models.resnet18(num_classes=CLASSES)
     with together(job, "weights"):
@@ -413,10 +424,125 @@ def build_model(args, job):
     if args.compile:
         model.compile()
     if job.device.type == "mps":  # a single process, and no backend moves its tensors
-        return model, model
+        model.no_sync = contextlib.nullcontext
+        return model, model, None
+    kind, state = args.grad_compression, None
     # DDP 4/6: takes over rank 0's weights, and averages the gradients of all ranks from now on
-    return model, torch.nn.parallel.DistributedDataParallel(
-        model, bucket_cap_mb=args.bucket_cap_mb, gradient_as_bucket_view=True)
+    ddp = torch.nn.parallel.DistributedDataParallel(
+        model, gradient_as_bucket_view=True,  # NOTE: over Gloo PowerSGD hangs with two buckets
+        bucket_cap_mb=1024 if kind == "powersgd" else args.bucket_cap_mb)
+    if kind == "powersgd":
+        state = powerSGD_hook.PowerSGDState(None, args.powersgd_rank, WARM_UP,
+                                            orthogonalization_epsilon=1e-8)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif kind != "none":
+        ddp.register_comm_hook(None, getattr(default_hooks, f"{kind}_compress_hook"))
+    return model, ddp, state
+
+# --- interconnect ---
+def read_counters(root="/sys/class"):
+    """{interface: (kind, stated Gb/s or None, bytes sent, bytes received)} of this node."""
+    def number(path):
+        try:
+            return max(0, float(path.read_text().split()[0]))
+        except (OSError, ValueError, IndexError):  # a link that is down states no speed
+            return 0
+    found, kinds = {}, {1: "ethernet", 32: "ipoib", 772: "loopback"}  # linux/if_arp.h
+    for net in Path(root).glob("net/*"):
+        found[net.name] = (kinds.get(number(net / "type"), "other"), number(net / "speed") / 1e3,
+                           *(number(net / f"statistics/{way}_bytes") for way in ("tx", "rx")))
+    for port in Path(root).glob("infiniband/*/ports/*"):  # these count words of 4 bytes
+        found[f"{port.parts[-3]}:{port.name}"] = ("infiniband", number(port / "rate"), *(
+            4 * number(port / f"counters/port_{way}_data") for way in ("xmit", "rcv")))
+    return found
+
+def traffic(job, before):
+    """What each node's interfaces carried since `before`, the busiest first."""
+    mine = [{"name": name, "kind": kind, "speed_Gbps": speed or None,
+             "tx_bytes": int(tx - before[name][2]), "rx_bytes": int(rx - before[name][3])}
+            for name, (kind, speed, tx, rx) in read_counters().items() if name in before]
+    mine.sort(key=lambda interface: -interface["tx_bytes"] - interface["rx_bytes"])
+    hosts, nodes, local = gather(socket.gethostname(), mine, job.local_rank)
+    return [{"host": host, "interfaces": [i for i in node if i["tx_bytes"] + i["rx_bytes"]]}
+            for host, node, rank in zip(hosts, nodes, local, strict=True) if rank == 0]
+
+def moment(device):
+    """Now; on a GPU, which works behind the script, when it gets there."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+def measure(run, *works):
+    """Milliseconds (rounds, works), means over the ranks; the first round is the warm-up."""
+    rounds, wanted = [], 2
+    while len(rounds) < wanted:
+        rounds.append([])
+        for work in works:
+            dist.barrier()
+            start = time.perf_counter()
+            work()
+            if run.job.device.type == "cuda":
+                torch.cuda.synchronize()
+            rounds[-1].append(1e3 * (time.perf_counter() - start))
+        if len(rounds) == 1:
+            (times,) = gather(sum(rounds[0]))
+            wanted = 1 + min(run.args.probe_steps, max(1, int(PROBE_MS / max(times))))
+    return np.mean(next(gather(rounds)), axis=0)
+
+def probe_link(run):
+    """Times all-reduces of as many bytes as the gradients have, and finds what carried them."""
+    nbytes, n = 4 * sum(p.numel() for p in run.model.parameters()), run.job.world_size
+    gradients = torch.zeros(nbytes // 4, device=run.job.device)
+    dist.all_reduce(gradients)  # makes the connections
+    before = read_counters()
+    times = measure(run, lambda: dist.all_reduce(gradients))
+    ms, nodes = float(np.median(times[1:])), traffic(run.job, before)
+    for interface in [interface for node in nodes for interface in node["interfaces"]]:
+        rate = 8e-6 * max(interface["tx_bytes"], interface["rx_bytes"]) / times.sum()
+        speed = interface["speed_Gbps"]
+        interface |= {"wire_Gbps": rate, "share": rate / speed if speed else None}
+    # as nccl-tests defines them: bytes over time, and what each rank's link then has to carry
+    return {"all_reduce_bytes": nbytes, "all_reduce_ms": ms, "algbw_GBps": nbytes / ms / 1e6,
+            "busbw_GBps": nbytes / ms / 1e6 * 2 * (n - 1) / n, "nodes": nodes}
+
+def probe(run):
+    """What the link delivers and what a step costs, measured without a trace in the run."""
+    args, sampler = run.args, run.loader.sampler
+    run.job.phase = "probe"
+    buffers, memory = [b.clone() for b in run.model.buffers()], powersgd_memory(run)
+    sampler.set_epoch(run.epoch)
+    with torch.random.fork_rng(devices=[]):  # crops draw from it
+        group = list(DataLoader(run.loader.dataset, args.batch_size, sampler=list(
+            islice(sampler, args.batch_size * args.accumulate_steps))))
+    # DDP orders its buckets by its first pass: let no step be that one, or a resumed run differs
+    backward(run, group)
+    found = probe_link(run) if args.probe_steps else None
+    if found:
+        if run.powersgd:
+            run.powersgd.iter = WARM_UP  # it compresses from now on
+        step, alone = np.median(measure(run, lambda: backward(run, group), lambda: backward(
+            run, group, sync=False))[1:], axis=0)
+        found |= {"step_ms": step, "no_sync_ms": alone, "exposed_ms": max(0, step - alone)}
+    for buffer, value in zip(run.model.buffers(), buffers, strict=True):
+        buffer.copy_(value)
+    powersgd_memory(run, memory)
+    run.moments.clear()
+    run.optimizer.zero_grad()
+    return found
+
+def powersgd_memory(run, memory=None):
+    """What PowerSGD remembers, as tensors on the CPU; goes back to `memory` if that is given."""
+    state = run.powersgd
+    if state and memory:
+        state.iter = memory["iter"]
+        state.rng.seed(0)  # it draws once, when it starts
+        for name in MEMORY:
+            setattr(state, name, {k: v.to(run.job.device) for k, v in memory[name].items()})
+    return state and {"iter": state.iter} | {
+        name: {k: v.to("cpu", copy=True) for k, v in getattr(state, name).items()}
+        for name in MEMORY}
 
 # --- training ---
 @dataclass
@@ -426,6 +552,7 @@ class Run:
     job: Job
     model: torch.nn.Module
     ddp: torch.nn.Module
+    powersgd: powerSGD_hook.PowerSGDState | None
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     loader: DataLoader
@@ -436,6 +563,9 @@ class Run:
     losses: list = field(default_factory=list)  # {epoch, loss[, top1, top5, images]} of all ranks
     damaged: set = field(default_factory=set)  # names, over all epochs
     times: list = field(default_factory=list)  # (seconds for data, in all, images) by step
+    exposed: list = field(default_factory=list)  # seconds that nothing but an all-reduce went on
+    moments: list = field(default_factory=list)  # at which backward passes had all gradients
+    counters: dict = field(default_factory=dict)  # at the start of the training
     identity: dict = field(default_factory=dict)  # what a run that resumes this one has to share
 
 def forward(run, model, images):
@@ -447,24 +577,31 @@ def forward(run, model, images):
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         return model((images - mean) / std).float()
 
-def optimizer_step(run, group):
-    """One update from a list of micro-batches: (sum of the labelled images' losses, number)."""
+def backward(run, group, sync=True):
+    """Gradients of a list of micro-batches: (sum of the labelled images' losses, number)."""
     labelled = sum(int((labels != IGNORED).sum()) for _, labels, _ in group)
     total = torch.zeros((), device=run.job.device)
-    warm = min(1, (run.step + 1) / max(1, run.args.warmup_steps))
-    run.optimizer.param_groups[0]["lr"] = run.args.lr * warm
     for count, (images, labels, _) in enumerate(group, 1):
         # gradients of all but the last micro-batch add up locally: one all-reduce for the step
-        with contextlib.nullcontext() if count == len(group) else run.ddp.no_sync():
-            logits, labels = forward(run, run.ddp, images), labels.to(run.job.device)
+        with contextlib.nullcontext() if sync and count == len(group) else run.ddp.no_sync():
+            logits = forward(run, run.ddp if sync else run.model, images)
+            labels = labels.to(run.job.device)
             loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
             # DDP 5/6: gradients are all-reduced while earlier layers still compute theirs
             run.scaler.scale(loss / max(1, labelled)).backward()
         total += loss.detach()
+    return total, labelled
+
+def optimizer_step(run, group):
+    """One update: backward's result, and the moments at which all-reduce was alone and done."""
+    warm = min(1, (run.step + 1) / max(1, run.args.warmup_steps))
+    run.optimizer.param_groups[0]["lr"] = run.args.lr * warm
+    result = (*backward(run, group), run.moments[-1], moment(run.job.device))
+    run.moments.clear()
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad()
-    return total, labelled
+    return result
 
 def name_damaged(run, loader, labels, positions):
     """Names the images of a batch that could not be decoded, each once; returns their number."""
@@ -477,10 +614,12 @@ def name_damaged(run, loader, labels, positions):
 def agree(run, recent):
     """All ranks go on, or all raise UserError or Stopped. Returns when to ask again, in steps."""
     slowest, bad = max((whole for _, whole, _ in run.times[-len(recent):]), default=1), math.inf
-    for step, (loss, labelled) in enumerate(recent, run.step - len(recent) + 1):
+    for step, (loss, labelled, start, end) in enumerate(recent, run.step - len(recent) + 1):
         run.epoch_loss[0] += loss.item()
         run.epoch_loss[1] += labelled
         bad = bad if math.isfinite(run.epoch_loss[0]) else min(bad, step)
+        cuda = run.job.device.type == "cuda"
+        run.exposed.append(start.elapsed_time(end) / 1e3 if cuda else end - start)
     if os.getppid() != run.job.parent:
         run.job.stop = run.job.stop or "the end of its parent process"
     stops, bads, damaged, slowest = gather(run.job.stop, bad, run.epoch_loss[2], slowest)
@@ -568,16 +707,29 @@ def summarize(run, started):
     digest = hashlib.sha256()
     for value in run.model.state_dict().values():
         digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    timed = run.times[3:] or run.times or [(0, 0, 0)]  # the first steps are slower than the rest
     _, seconds, images = np.sum(run.times or [(0, 0, 0)], axis=0).tolist()
+    timed = [(data, step - data - exposed, exposed, step)
+             for (data, step, _), exposed in zip(run.times, run.exposed, strict=True)]
+    timed = timed[WARM_UP:] or timed or [[0] * 4]  # the first steps are slower
     digests, times, images, damaged = gather(
-        digest.hexdigest(), 1e3 * np.mean(timed, axis=0)[:2], int(images), run.damaged)
-    (data, step), images = np.mean(times, axis=0).tolist(), sum(images)
+        digest.hexdigest(), 1e3 * np.mean(timed, axis=0), int(images), run.damaged)
+    names, images = ("data_ms", "compute_ms", "exposed_ms", "step_ms"), sum(images)
+    ranks = [{"rank": r} | dict(zip(names, t.tolist(), strict=True)) for r, t in enumerate(times)]
+    split = dict(zip(names, np.mean(times, axis=0).tolist(), strict=True))
+    slow = max(ranks, key=lambda rank: rank["compute_ms"])
+    usual = sorted(rank["compute_ms"] for rank in ranks)[(len(ranks) - 1) // 2]
     epochs, wall = run.step // run.args.steps_per_epoch, time.perf_counter() - started
+    plain, steps = 4 * sum(p.numel() for p in run.model.parameters()), len(run.times)
+    shrinks = run.powersgd.compression_stats()[0] if run.powersgd else 1
+    wire = plain // (2 if run.args.grad_compression in ("fp16", "bf16") else shrinks or 1)
+    whole = max(0, min(steps, WARM_UP - run.step + steps)) if run.powersgd else 0
     return {"epochs": epochs, "steps": run.step, "wall_s": wall, "train_s": seconds,
-            "images": images, "img_per_s": images / max(seconds, 1e-9), "step_ms": step,
-            "data_ms": data, "data_share": data / max(step, 1e-9),
-            "ranks": [{"rank": r, "data_ms": d, "step_ms": s} for r, (d, s) in enumerate(times)],
+            "images": images, "img_per_s": images / max(seconds, 1e-9), **split,
+            **{f"{name[:-3]}_share": split[name] / max(split["step_ms"], 1e-9)
+               for name in names[:3]}, "ranks": ranks,
+            "straggler": slow["rank"] if slow["compute_ms"] > 1.2 * usual else None,
+            "wire_bytes_per_step": int(wire), "traffic": traffic(run.job, run.counters),
+            "all_reduced_bytes": int(whole * plain + (steps - whole) * wire),
             "loss_by_epoch": [e["loss"] for e in run.losses],
             "val": [e for e in run.losses if "top1" in e], "damaged": len(set().union(*damaged)),
             "replicas_identical": len(set(digests)) == 1, "weights_sha256": digests[0]}
@@ -585,12 +737,14 @@ def summarize(run, started):
 # --- checkpoint ---
 def save_checkpoint(run, last=False):
     """Rank 0 writes; the old file stays until the new one is whole. Raises UserError if last."""
-    path, (epoch_losses,) = run.args.checkpoint, gather(run.epoch_loss)
+    path = run.args.checkpoint
+    epoch_losses, memories = gather(run.epoch_loss, powersgd_memory(run) if path else None)
     if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
         raise UserError(f"weights not finite after step {run.step}: lower --lr; checkpoint kept")
     with together(run.job, "checkpoint"):
         if path and run.job.rank == 0:
-            new, state = f"{path}.new", {"identity": run.identity, "epoch_losses": epoch_losses}
+            new, state = f"{path}.new", {"identity": run.identity, "epoch_losses": epoch_losses,
+                                         "powersgd": memories}
             state |= {name: getattr(run, name) for name in PROGRESS}
             state |= {name: getattr(run, name).state_dict() for name in STATEFUL}
             try:
@@ -622,7 +776,13 @@ def load_checkpoint(run):
             getattr(run, name).load_state_dict(state[name])
         for name in PROGRESS:
             setattr(run, name, state[name])
-        old, now = state["epoch_losses"], job.world_size
+        old, now, memories = state["epoch_losses"], job.world_size, state["powersgd"]
+        if run.powersgd:
+            if len(old) != now:  # each error is what its rank still owes to the mean of all
+                errors = [memory["error_dict"] for memory in memories]
+                memories = [memories[0] | {"error_dict": {
+                    bucket: sum(e[bucket] for e in errors) / now for bucket in errors[0]}}] * now
+            powersgd_memory(run, memories[job.rank])
     run.epoch_loss = old[job.rank] if len(old) == now else (np.sum(old, 0) / now).tolist()
     return f"Resumed from {path} at step {run.step}; processes then {len(old)}, now {now}"
 
@@ -650,10 +810,14 @@ def prepare(args, job):
             if value != first[name]:
                 raise UserError(f"{name}: {value} here, {first[name]} on rank 0: start all alike")
         resolve_arguments(args, job, len(index.names))
-    model, ddp = build_model(args, job)
+    model, ddp, powersgd = build_model(args, job)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     scaler = torch.amp.GradScaler(job.device.type, enabled=args.precision == "fp16")
-    run = Run(args, job, model, ddp, optimizer, scaler, *make_loaders(args, job, index, val_index))
+    run = Run(args, job, model, ddp, powersgd, optimizer, scaler,
+              *make_loaders(args, job, index, val_index))
+    moments = run.moments  # NOTE: a hook that knows run would keep its loader workers alive
+    next(model.parameters()).register_post_accumulate_grad_hook(  # the first layer is the last
+        lambda _: moments.append(moment(job.device)))
     data = hashlib.sha256(index.names.tobytes() + index.labels.tobytes()).hexdigest()[:12]
     run.identity = {f"--{name}": getattr(args, name) for name in SAME} | {"data set": data}
     return run, index, val_index
@@ -673,6 +837,10 @@ def main():
                 f"images, {about['padding']} of them twice an epoch. {resumed}")
         for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # loader workers inherit it
             signal.signal(stop, lambda n, _: setattr(job, "stop", signal.Signals(n).name))
+        found = probe(run) if job.world_size > 1 else None
+        if found and job.rank == 0:
+            log(job, "Probe " + json.dumps(found))
+        run.counters = read_counters()
         train(run)
         summary = summarize(run, started)
         if job.rank == 0:

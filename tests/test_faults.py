@@ -41,7 +41,7 @@ from PIL import Image
 
 SCRIPT = Path(os.environ.get("DEMO_SCRIPT", helpers.SCRIPT))
 FAST = shlex.split("--weights none --image_size 40 --batch_size 4 --workers 0 --precision fp32")
-FAST += ["--log_every", "1"]
+FAST += ["--log_every", "1", "--probe_steps", "0"]
 STOPPED = 75  # the script's exit code after a stop signal
 LONG = pytest.mark.skipif(
     os.environ.get("DEMO_LONG") != "1", reason="takes a minute: tests/run.sh --ci runs it"
