@@ -86,7 +86,9 @@ fi
 
 ip netns add "${spaces[0]}" || die "this machine does not allow network namespaces: run it on a virtual machine or two real ones"
 ip netns add "${spaces[1]}"
-ip link add veth0 netns "${spaces[0]}" type veth peer name veth1 netns "${spaces[1]}"
+# Jumbo frames: of what Linux hands down in one piece the shaper counts a header for each frame, the interface only one.
+# With frames of 1,500 bytes the interface's count would be 5 % below the rate.
+ip link add veth0 mtu 9000 netns "${spaces[0]}" type veth peer name veth1 mtu 9000 netns "${spaces[1]}"
 for k in 0 1; do
     ip -n "${spaces[k]}" address add "10.213.0.$((k + 1))/24" dev "veth$k"
     ip -n "${spaces[k]}" link set lo up
