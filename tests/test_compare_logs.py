@@ -476,6 +476,12 @@ def test_traffic_that_left_the_named_interface(save):
     assert "carried the traffic" not in out
 
 
+def test_named_interface_is_that_of_rank_0s_node(save):
+    slower_node_1 = as_text(one_run()).replace('"wire_Gbps": 6.9,', '"wire_Gbps": 7.9,')
+    out, _ = run_tool(save("a", slower_node_1), save("b", slower_node_1))
+    assert "veth1 (ethernet)" in out and "carried the traffic" not in out
+
+
 def test_three_runs_split_adds_up_in_the_table(save):
     out, _ = run_tool(save("free", **FREE), save("gigabit", **GIGABIT), save("x", **HUNDRED))
     assert re.search(r"\| wall time .*\| +7.84s \| +13.84s \| +1m 22.38s \|", out)

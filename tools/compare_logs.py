@@ -285,6 +285,7 @@ class Run:
     probe_s: float | None = None  # all-reduce alone, scaled to wire_bytes
     wire_gbps: float | None = None  # by the interface's byte counters, headers included
     interface: str | None = None
+    first_interface: str | None = None  # of the node of rank 0
     straggler: int | None = None
     losses: dict = field(default_factory=dict)  # epoch -> mean over ranks
     top1: float | None = None
@@ -452,6 +453,8 @@ def add_link(run, facts, stated_gbps):
         slowest = min(carriers, key=lambda c: number(c, "wire_Gbps"))
         run.wire_gbps = number(slowest, "wire_Gbps") or None
         run.interface = f"{slowest.get('name')} ({slowest.get('kind')})"
+        # the environment in the Run line is rank 0's, and so is the first node
+        run.first_interface = f"{carriers[0].get('name')} ({carriers[0].get('kind')})"
         run.link_gbps = stated_gbps or number(slowest, "speed_Gbps") or None
 
 
@@ -494,7 +497,7 @@ def add_notes(run):
     if not log.ours and run.nodes and len(log.files) < run.nodes:
         run.notes.append(f"log of {len(log.files)} of {run.nodes} nodes (original demo's format)")
     if name := expected_interface(run):
-        run.notes.append(f"{name}, but {run.interface} carried the traffic")
+        run.notes.append(f"{name}, but {run.first_interface} carried the traffic")
 
 
 def expected_interface(run):
@@ -503,12 +506,13 @@ def expected_interface(run):
     key = "GLOO_SOCKET_IFNAME" if facts.get("backend") == "gloo" else "NCCL_SOCKET_IFNAME"
     env = facts.get("env")
     wanted = env.get(key) if isinstance(env, dict) else None
-    if not isinstance(wanted, str) or not run.interface or wanted.startswith("^"):
+    carrier_name = run.first_interface
+    if not isinstance(wanted, str) or not carrier_name or wanted.startswith("^"):
         return None
     if run.nodes == 1:  # nothing has to leave the machine
         return None
     names = [n for n in wanted.lstrip("=").split(",") if n]
-    matches = "infiniband" in run.interface or any(run.interface.startswith(n) for n in names)
+    matches = "infiniband" in carrier_name or any(carrier_name.startswith(n) for n in names)
     return None if matches or not names else f"{key}={wanted}"
 
 
@@ -558,8 +562,18 @@ def differences(base, run):
 def other_settings(base, run):
     """Settings that may explain a difference but do not forbid the comparison."""
     keys = (
-        "backend", "seed", "weights", "lr", "sync_bn", "compile", "workers", "threads",
-        "bucket_cap_mb", "val_images", "versions", "devices",
+        "backend",
+        "seed",
+        "weights",
+        "lr",
+        "sync_bn",
+        "compile",
+        "workers",
+        "threads",
+        "bucket_cap_mb",
+        "val_images",
+        "versions",
+        "devices",
     )
     if base.processes != run.processes:
         keys = tuple(k for k in keys if k != "devices")
@@ -684,8 +698,10 @@ def judge_split(verdict, run):
         bound = "overlap"
     verdict.bound = bound
     title = {
-        "link": "bound by its link", "input": "bound by its input (waiting for images)",
-        "compute": "bound by compute", "overlap": "bound by communication, but not by the wire",
+        "link": "bound by its link",
+        "input": "bound by its input (waiting for images)",
+        "compute": "bound by compute",
+        "overlap": "bound by communication, but not by the wire",
     }[bound]
     verdict.says.append(
         f"{title}: of a step of {ms(run.step_s)}, compute is {ms(run.compute_s)} "
@@ -871,10 +887,15 @@ def scaling(runs):
             kind = "weak"
         elif kind == "mixed" and run.global_batch == base.global_batch:
             kind = "strong"
-        rows.append({
-            "run": run.name, "processes": run.processes, "kind": kind, "speedup": speedup,
-            "efficiency": speedup * base.processes / run.processes,
-        })
+        rows.append(
+            {
+                "run": run.name,
+                "processes": run.processes,
+                "kind": kind,
+                "speedup": speedup,
+                "efficiency": speedup * base.processes / run.processes,
+            }
+        )
     return rows
 
 
@@ -903,11 +924,18 @@ def project(run, runs, latency_s):
             if run.probe_s and n == run.processes:
                 best = estimate_step(floor_s, run.step_s, ring, run.probe_s)
             epoch_steps = steps_per_epoch(run, n)
-            cells.append({
-                "gbps": gbps, "processes": n, "nodes": nodes, "ring_s": ring, "tree_s": tree,
-                "step_s": step, "best_s": best,
-                "epoch_s": epoch_steps and tuple(s * epoch_steps for s in step),
-            })
+            cells.append(
+                {
+                    "gbps": gbps,
+                    "processes": n,
+                    "nodes": nodes,
+                    "ring_s": ring,
+                    "tree_s": tree,
+                    "step_s": step,
+                    "best_s": best,
+                    "epoch_s": epoch_steps and tuple(s * epoch_steps for s in step),
+                }
+            )
     return cells
 
 
@@ -935,10 +963,16 @@ def cross_checks(runs, latency_s):
             same = shape(a) == shape(b) and abs(a.wire_bytes - b.wire_bytes) < 0.01 * a.wire_bytes
             if a is not b and same:
                 step = predict(a, runs, b.wire_gbps, latency_s)
-                rows.append({
-                    "from": a.name, "to": b.name, "gbps": b.wire_gbps, "predicted_s": step,
-                    "measured_s": b.step_s, "error": step / b.step_s - 1,
-                })
+                rows.append(
+                    {
+                        "from": a.name,
+                        "to": b.name,
+                        "gbps": b.wire_gbps,
+                        "predicted_s": step,
+                        "measured_s": b.step_s,
+                        "error": step / b.step_s - 1,
+                    }
+                )
     return rows
 
 
@@ -995,8 +1029,11 @@ def table(head, rows):
     cells = [head, *rows]
     widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(head))]
     lines = [
-        "| " + " | ".join([r[0].ljust(widths[0])]
-                          + [c.rjust(w) for c, w in zip(r[1:], widths[1:], strict=True)]) + " |"
+        "| "
+        + " | ".join(
+            [r[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(r[1:], widths[1:], strict=True)]
+        )
+        + " |"
         for r in cells
     ]
     rule = ["-" * (widths[0] + 2), *("-" * (w + 1) + ":" for w in widths[1:])]
@@ -1037,8 +1074,10 @@ def main_table(runs, verdicts):
         (f"against {base.name}", ratio),
         ("steps", lambda r: r.steps and f"{r.steps:,}"),
         ("img/s, job", lambda r: r.img_per_s and f"{r.img_per_s:,.1f}"),
-        ("img/s, process", lambda r: r.img_per_s and r.processes
-            and f"{r.img_per_s / r.processes:,.1f}"),
+        (
+            "img/s, process",
+            lambda r: r.img_per_s and r.processes and f"{r.img_per_s / r.processes:,.1f}",
+        ),
         ("step", lambda r: r.step_s and ms(r.step_s)),
         ("- data wait", lambda r: share(r, r.data_s)),
         ("- compute", lambda r: share(r, r.compute_s)),
@@ -1048,8 +1087,10 @@ def main_table(runs, verdicts):
         ("link, stated", lambda r: r.link_gbps and rate(r.link_gbps)),
         ("wire rate", wire),
         ("interface", lambda r: r.interface),
-        *[(f"loss, epoch {e}", lambda r, e=e: f"{r.losses[e]:.4f}" if e in r.losses else None)
-            for e in shown_epochs(runs)],
+        *[
+            (f"loss, epoch {e}", lambda r, e=e: f"{r.losses[e]:.4f}" if e in r.losses else None)
+            for e in shown_epochs(runs)
+        ],
         ("top-1 at the end", lambda r: r.top1 is not None and f"{r.top1:.2f} %"),
     ]
     filled = [[title, *(make(run) or None for run in runs)] for title, make in rows]
@@ -1073,8 +1114,14 @@ def projection_lines(run, runs, cells):
     ]
     own = [c for c in cells if c["processes"] == run.processes]
     rows = [
-        [rate(c["gbps"]), ms(c["ring_s"]), ms(c["tree_s"]), span(*c["step_s"]),
-         ms(c["best_s"]) if c["best_s"] else "-", span(*c["epoch_s"]) if c["epoch_s"] else "-"]
+        [
+            rate(c["gbps"]),
+            ms(c["ring_s"]),
+            ms(c["tree_s"]),
+            span(*c["step_s"]),
+            ms(c["best_s"]) if c["best_s"] else "-",
+            span(*c["epoch_s"]) if c["epoch_s"] else "-",
+        ]
         for c in own
     ]
     head = [f"{run.processes} on {run.nodes}", "ring", "tree", "step", "best estimate", "epoch"]
@@ -1214,8 +1261,10 @@ def draw_split(axis, result):
     """Stacked bars; a log without a split has one bar, told into floor and excess where known."""
     runs = [r for r in result["runs"] if r.step_s]
     kinds = {
-        "compute": ("#555555", ""), "data wait": ("#cccccc", ".."),
-        "exposed communication": ("#ffffff", "///"), "step, not split in the log": ("#999999", ""),
+        "compute": ("#555555", ""),
+        "data wait": ("#cccccc", ".."),
+        "exposed communication": ("#ffffff", "///"),
+        "step, not split in the log": ("#999999", ""),
         "over the fastest run (inferred)": ("#ffffff", "xx"),
     }
     bars = {kind: [0.0] * len(runs) for kind in kinds}
@@ -1231,12 +1280,21 @@ def draw_split(axis, result):
     for kind, heights in bars.items():
         if any(heights):
             face, hatch = kinds[kind]
-            axis.bar(range(len(runs)), heights, 0.6, bottom, label=kind, color=face, hatch=hatch,
-                     edgecolor="#111111")
+            axis.bar(
+                range(len(runs)),
+                heights,
+                0.6,
+                bottom,
+                label=kind,
+                color=face,
+                hatch=hatch,
+                edgecolor="#111111",
+            )
             bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     for i, run in enumerate(runs):
-        axis.annotate(ms(run.step_s), (i, bottom[i]), (0, 3), textcoords="offset points",
-                      ha="center")
+        axis.annotate(
+            ms(run.step_s), (i, bottom[i]), (0, 3), textcoords="offset points", ha="center"
+        )
     axis.set_xticks(range(len(runs)), [r.name for r in runs])
     axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.set(ylabel="time per step (ms)", title="Where a step's time goes")
@@ -1268,7 +1326,10 @@ def elapsed(run, steps):
 def style(i):
     """Line style of run i; its mark stands at the end, so that a short run is seen too."""
     return {
-        "color": GREYS[i % 5], "linestyle": LINES[i % 5], "linewidth": 2, "marker": "osD^v"[i % 5],
+        "color": GREYS[i % 5],
+        "linestyle": LINES[i % 5],
+        "linewidth": 2,
+        "marker": "osD^v"[i % 5],
         "markevery": [-1],
     }
 
@@ -1295,8 +1356,11 @@ def draw_throughput(axis, result):
     if longest > 180:
         axis.xaxis.set_major_formatter(lambda value, _: f"{value / 60:g}")
         axis.xaxis.get_major_locator().set_params(steps=[1, 3, 6, 10])
-    axis.set(xlabel="time (min)" if longest > 180 else "time (s)", ylabel="images/s, whole job",
-             title="Throughput")
+    axis.set(
+        xlabel="time (min)" if longest > 180 else "time (s)",
+        ylabel="images/s, whole job",
+        title="Throughput",
+    )
     finish(axis, "no throughput in these logs")
 
 
@@ -1314,11 +1378,22 @@ def draw_efficiency(axis, result):
     rows = result["scaling"]
     sizes = sorted({r["processes"] for r in rows})
     axis.plot(sizes, [100] * len(sizes), color="#777777", linestyle="--", label="ideal")
-    axis.plot([r["processes"] for r in rows], [100 * r["efficiency"] for r in rows], "o",
-              color="#111111", label="measured")
+    axis.plot(
+        [r["processes"] for r in rows],
+        [100 * r["efficiency"] for r in rows],
+        "o",
+        color="#111111",
+        label="measured",
+    )
     for r in rows:
-        axis.annotate(r["run"], (r["processes"], 100 * r["efficiency"]), (0, -18),
-                      textcoords="offset points", ha="center", fontsize=10)
+        axis.annotate(
+            r["run"],
+            (r["processes"], 100 * r["efficiency"]),
+            (0, -18),
+            textcoords="offset points",
+            ha="center",
+            fontsize=10,
+        )
     axis.set_xscale("log", base=2)
     axis.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
     axis.set_xticks(sizes, [str(n) for n in sizes])
@@ -1353,20 +1428,36 @@ LACKING = {
 def parse_arguments(argv):
     first, _, rest = __doc__.partition("\n")
     parser = argparse.ArgumentParser(
-        prog="compare_logs.py", description=first, epilog=rest.partition("Model (")[0],
+        prog="compare_logs.py",
+        description=first,
+        epilog=rest.partition("Model (")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", metavar="NAME=PATH", help="log or folder of a run")
     parser.add_argument("--plot", metavar="FILE", help="write a picture (PNG, or by the suffix)")
     parser.add_argument("--json", metavar="FILE", help="write all figures as JSON")
     parser.add_argument("--force", action="store_true", help="compare unlike runs, and mark it")
-    parser.add_argument("--project", metavar="NAME", help="run to project from (default: a probed "
-                        "or split one, else the fastest)")
-    parser.add_argument("--latency_us", "--latency-us", type=float, default=LATENCY_US,
-                        help="latency of a message in microseconds (%(default)s)")
+    parser.add_argument(
+        "--project",
+        metavar="NAME",
+        help="run to project from (default: a probed or split one, else the fastest)",
+    )
+    parser.add_argument(
+        "--latency_us",
+        "--latency-us",
+        type=float,
+        default=LATENCY_US,
+        help="latency of a message in microseconds (%(default)s)",
+    )
     for key, (_, text) in LACKING.items():
-        parser.add_argument(f"--{key}", *{f"--{key.replace('_', '-')}"} - {f"--{key}"}, default=[],
-                            action="append", metavar="[NAME=]N", help=text)
+        parser.add_argument(
+            f"--{key}",
+            *{f"--{key.replace('_', '-')}"} - {f"--{key}"},
+            default=[],
+            action="append",
+            metavar="[NAME=]N",
+            help=text,
+        )
     args = parser.parse_intermixed_args(argv)
     if not 0 <= args.latency_us < 1e6:
         raise UserError(f"--latency_us {args.latency_us}: give microseconds from 0 to 1e6")
