@@ -117,7 +117,7 @@ def make_parser():
     add("--bucket_cap_mb", type=float, default=25, help="MiB of gradients in one all-reduce")
     add("--grad_compression", choices=("none", "fp16", "bf16", "powersgd"), default="none",
         help="what gradients are sent as")
-    add("--powersgd_rank", type=int, default=2, help="of the matrices that PowerSGD sends")
+    add("--powersgd_rank", type=int, default=1, help="of the matrices that PowerSGD sends")
     add("--probe_steps", type=int, default=5, help="at most, to measure link and step; 0: not")
     add("--log_every", type=int, default=5, help="optimizer steps from log line to log line")
     add("--checkpoint", metavar="FILE", help="saved at each epoch's end and at a stop signal")
@@ -431,6 +431,7 @@ def build_model(args, job):
     ddp = torch.nn.parallel.DistributedDataParallel(
         model, gradient_as_bucket_view=True,  # NOTE: over Gloo PowerSGD hangs with two buckets
         bucket_cap_mb=1024 if kind == "powersgd" else args.bucket_cap_mb)
+    ddp.broadcast_buffers = False  # else a late rank holds the others up in their forward pass
     if kind == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, args.powersgd_rank, WARM_UP,
                                             orthogonalization_epsilon=1e-8)
@@ -518,7 +519,7 @@ def probe(run):
             islice(sampler, args.batch_size * args.accumulate_steps))))
     # DDP orders its buckets by its first pass: let no step be that one, or a resumed run differs
     backward(run, group)
-    found = probe_link(run) if args.probe_steps else None
+    found = probe_link(run) if args.probe_steps and run.job.world_size > 1 else None
     if found:
         if run.powersgd:
             run.powersgd.iter = WARM_UP  # it compresses from now on
@@ -584,8 +585,7 @@ def backward(run, group, sync=True):
     for count, (images, labels, _) in enumerate(group, 1):
         # gradients of all but the last micro-batch add up locally: one all-reduce for the step
         with contextlib.nullcontext() if sync and count == len(group) else run.ddp.no_sync():
-            logits = forward(run, run.ddp if sync else run.model, images)
-            labels = labels.to(run.job.device)
+            logits, labels = forward(run, run.ddp, images), labels.to(run.job.device)
             loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
             # DDP 5/6: gradients are all-reduced while earlier layers still compute theirs
             run.scaler.scale(loss / max(1, labelled)).backward()
@@ -641,9 +641,9 @@ def train_epoch(run):
     batches, end = iter(run.loader), time.perf_counter()
     while run.step < min(args.max_steps, run.epoch * args.steps_per_epoch):
         run.job.phase = f"the data of step {run.step + 1}"
-        start, group = end, list(islice(batches, args.accumulate_steps))
-        run.job.phase = f"step {run.step + 1}"
-        waited = time.perf_counter() - start
+        start, begin = end, time.perf_counter()
+        group = list(islice(batches, args.accumulate_steps))
+        run.job.phase, waited = f"step {run.step + 1}", time.perf_counter() - begin
         run.epoch_loss[2] += sum(name_damaged(run, run.loader, *batch[1:]) for batch in group)
         recent.append(optimizer_step(run, group))
         run.step += 1
@@ -663,6 +663,7 @@ def train_epoch(run):
             next_talk, recent = run.step + agree(run, recent), []
         if save:
             save_checkpoint(run)
+            end = time.perf_counter()  # no part of the next step
     agree(run, recent)
 
 @torch.inference_mode()
@@ -716,20 +717,21 @@ def summarize(run, started):
     names, images = ("data_ms", "compute_ms", "exposed_ms", "step_ms"), sum(images)
     ranks = [{"rank": r} | dict(zip(names, t.tolist(), strict=True)) for r, t in enumerate(times)]
     split = dict(zip(names, np.mean(times, axis=0).tolist(), strict=True))
-    slow = max(ranks, key=lambda rank: rank["compute_ms"])
-    usual = sorted(rank["compute_ms"] for rank in ranks)[(len(ranks) - 1) // 2]
+    busy = [rank["data_ms"] + rank["compute_ms"] for rank in ranks]
+    usual = sorted(busy)[(len(ranks) - 1) // 2]
     epochs, wall = run.step // run.args.steps_per_epoch, time.perf_counter() - started
     plain, steps = 4 * sum(p.numel() for p in run.model.parameters()), len(run.times)
-    shrinks = run.powersgd.compression_stats()[0] if run.powersgd else 1
-    wire = plain // (2 if run.args.grad_compression in ("fp16", "bf16") else shrinks or 1)
+    _, before, after = run.powersgd.compression_stats() if run.powersgd else (1, 1, 1)
+    wire = plain * after // before if before else plain
+    wire //= 2 if run.args.grad_compression in ("fp16", "bf16") else 1
     whole = max(0, min(steps, WARM_UP - run.step + steps)) if run.powersgd else 0
     return {"epochs": epochs, "steps": run.step, "wall_s": wall, "train_s": seconds,
             "images": images, "img_per_s": images / max(seconds, 1e-9), **split,
             **{f"{name[:-3]}_share": split[name] / max(split["step_ms"], 1e-9)
                for name in names[:3]}, "ranks": ranks,
-            "straggler": slow["rank"] if slow["compute_ms"] > 1.2 * usual else None,
-            "wire_bytes_per_step": int(wire), "traffic": traffic(run.job, run.counters),
-            "all_reduced_bytes": int(whole * plain + (steps - whole) * wire),
+            "straggler": busy.index(max(busy)) if max(busy) > 1.2 * usual else None,
+            "wire_bytes_per_step": wire, "traffic": traffic(run.job, run.counters),
+            "all_reduced_bytes": whole * plain + (steps - whole) * wire,
             "loss_by_epoch": [e["loss"] for e in run.losses],
             "val": [e for e in run.losses if "top1" in e], "damaged": len(set().union(*damaged)),
             "replicas_identical": len(set(digests)) == 1, "weights_sha256": digests[0]}
@@ -781,7 +783,7 @@ def load_checkpoint(run):
             if len(old) != now:  # each error is what its rank still owes to the mean of all
                 errors = [memory["error_dict"] for memory in memories]
                 memories = [memories[0] | {"error_dict": {
-                    bucket: sum(e[bucket] for e in errors) / now for bucket in errors[0]}}] * now
+                    key: sum(e[key] for e in errors) / len(old) for key in errors[0]}}] * now
             powersgd_memory(run, memories[job.rank])
     run.epoch_loss = old[job.rank] if len(old) == now else (np.sum(old, 0) / now).tolist()
     return f"Resumed from {path} at step {run.step}; processes then {len(old)}, now {now}"
@@ -811,7 +813,7 @@ def prepare(args, job):
                 raise UserError(f"{name}: {value} here, {first[name]} on rank 0: start all alike")
         resolve_arguments(args, job, len(index.names))
     model, ddp, powersgd = build_model(args, job)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
     scaler = torch.amp.GradScaler(job.device.type, enabled=args.precision == "fp16")
     run = Run(args, job, model, ddp, powersgd, optimizer, scaler,
               *make_loaders(args, job, index, val_index))
@@ -837,7 +839,7 @@ def main():
                 f"images, {about['padding']} of them twice an epoch. {resumed}")
         for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # loader workers inherit it
             signal.signal(stop, lambda n, _: setattr(job, "stop", signal.Signals(n).name))
-        found = probe(run) if job.world_size > 1 else None
+        found = probe(run) if job.world_size > 1 or run.powersgd else None
         if found and job.rank == 0:
             log(job, "Probe " + json.dumps(found))
         run.counters = read_counters()

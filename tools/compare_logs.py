@@ -847,7 +847,7 @@ def next_checks(verdict, run):
     if verdict.bound in ("compute", "input") and (run.exposed_s or 0) > 0.2 * run.step_s:
         checks.append("the exposed communication: --grad_compression bf16, --accumulate_steps")
     if run.straggler is not None:
-        checks = [f"rank {run.straggler}: it computes longer than the others", *checks]
+        checks = [f"rank {run.straggler}: it takes longer than the others", *checks]
     return checks
 
 
