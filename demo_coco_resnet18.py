@@ -26,6 +26,7 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections import namedtuple
 from dataclasses import dataclass, field
@@ -377,6 +378,8 @@ def resolve_arguments(args, job, images):
         raise UserError("--sync_bn and --precision tf32 need CUDA, an NVIDIA GPU: leave them out")
     if args.workers is None:
         args.workers = job.cores if cuda else 1
+    if args.workers and len(folder := tempfile.gettempdir()) > 75:  # of 107 in a socket's name
+        raise UserError(f"TMPDIR {folder} is too long for loader workers: export TMPDIR=/tmp")
     if args.precision == "auto":
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else (
             cpuinfo.exists() and re.search(r" (avx512|amx)_bf16\b", cpuinfo.read_text()))
@@ -839,6 +842,8 @@ def main():
                 f"images, {about['padding']} of them twice an epoch. {resumed}")
         for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # loader workers inherit it
             signal.signal(stop, lambda n, _: setattr(job, "stop", signal.Signals(n).name))
+        for loader in filter(None, (run.loader, run.val_loader)):
+            iter(loader)  # NOTE: forks its workers: may hang once a backward pass has threads
         found = probe(run) if job.world_size > 1 or run.powersgd else None
         if found and job.rank == 0:
             log(job, "Probe " + json.dumps(found))

@@ -579,3 +579,13 @@ def test_python_ends_with_one_line(data):
     )
     assert run.out == ""
     assert run.err == error_line(run.err) + "\n"
+
+
+def test_tmpdir_too_long_for_the_sockets_of_workers(data, tmp_path):
+    """Without the check a worker fails in a thread of its own and the run waits for ever."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    argv = [*data.argv(), *FAST, "--workers", 1]
+    run = helpers.run_demo(argv, launcher="python", env={"TMPDIR": str(folder)}, expect=1)
+    (line,) = (line for line in run.out.splitlines() if "ERROR" in line)
+    assert "TMPDIR" in line and line.endswith("export TMPDIR=/tmp")

@@ -81,6 +81,7 @@ def test_step_compares_files_resident_batch_and_recipe(sample, scratch):
     assert same != default
 
 
+@long
 def test_input_compares_one_core_with_bare_decoding(sample, scratch):
     args = ["input", *TINY, "--worker_counts", "2", *helpers.data_args(sample)]
     rows = table_of(args, scratch)
@@ -107,6 +108,7 @@ def test_start_parts_the_time_to_the_first_step(tmp_path, scratch):
     assert own["demo"] < rows["loader worker: PSS, last / first step of an epoch"]["demo"]
 
 
+@long
 def test_scale_grows_processes_and_data(scratch):
     args = ["scale", *TINY, "--images", "60", "--processes", "1,2", "--sizes", "1,3"]
     run = run_tool([*args, "--json", "-"], scratch)
@@ -132,6 +134,7 @@ def test_links_shapes_a_real_link(sample, scratch):
     assert rows["200mbit, bf16: bytes of a step / none"]["ratio"] == pytest.approx(0.5)
 
 
+@long
 def test_links_compares_losses(sample, scratch):
     args = ["links", "--loss", *TINY, "--loss_steps", "6", "--seeds", "1"]
     rows = table_of([*args, *helpers.data_args(sample)], scratch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -182,6 +183,23 @@ def owed_after_resume(demo, result):
     ]
     sizes = [float(tensor.norm()) for tensor in (now, wanted, now - wanted)]
     forks.write(result, {"sizes": sizes, "same": same, "iter": run.powersgd.iter})
+
+
+def workers_at_first_backward(demo, result):
+    """Trains; how many loader workers there were when the first backward pass began."""
+    seen, backward = [], demo.backward
+
+    def watched(*args, **kwargs):
+        seen.append(len(multiprocessing.active_children()))
+        return backward(*args, **kwargs)
+
+    demo.backward = watched
+    code = 0
+    try:
+        demo.main()
+    except SystemExit as end:
+        code = end.code
+    forks.write(result, {"workers": seen, "code": code})
 
 
 def contents(run) -> dict[str, bytes]:
@@ -581,6 +599,16 @@ def test_powersgd_with_fp16_is_refused(server, data):
         assert line.startswith("[CPU 0] ERROR: PowerSGD ") and "--precision fp16" in line
 
 
+def test_workers_are_forked_before_the_first_backward_pass(server, sample):
+    """NOTE: a fork beside a thread that just ran a communication hook has hung a worker."""
+    argv = [*helpers.data_args(sample, val=True), *FAST, "--batch_size", 4, "--max_steps", 2]
+    argv += ["--grad_compression", "bf16", "--workers", 1]
+    job = server.run(argv, 2, call=workers_at_first_backward)
+    for rank in (0, 1):  # one for training, one for validation
+        found = job.result(rank)
+        assert found["code"] == 0 and set(found["workers"]) == {2}, found
+
+
 # --- Interrupted and resumed -----------------------------------------------------------------
 
 
@@ -679,6 +707,7 @@ if __name__ == "__main__":
         in_pulses,
         probe_twice,
         owed_after_resume,
+        workers_at_first_backward,
     )
     vars(forks).update({call.__name__: call for call in calls})
     forks.serve(sys.argv[1])
