@@ -118,7 +118,7 @@ def make_parser():
     add("--bucket_cap_mb", type=float, default=25, help="MiB of gradients in one all-reduce")
     add("--grad_compression", choices=("none", "fp16", "bf16", "powersgd"), default="none",
         help="what gradients are sent as")
-    add("--powersgd_rank", type=int, default=1, help="of the matrices that PowerSGD sends")
+    add("--powersgd_rank", type=int, default=4, help="of the matrices that PowerSGD sends")
     add("--probe_steps", type=int, default=5, help="at most, to measure link and step; 0: not")
     add("--log_every", type=int, default=5, help="optimizer steps from log line to log line")
     add("--checkpoint", metavar="FILE", help="saved at each epoch's end and at a stop signal")

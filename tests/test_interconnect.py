@@ -550,10 +550,10 @@ def test_first_steps_of_powersgd_are_uncompressed(by_kind):
 def test_bytes_of_a_step_by_arithmetic(by_kind, compressed_bytes):
     found = {kind: run.json_line("Summary") for kind, run in by_kind.items()}
     wanted = {"none": GRADIENT_BYTES, "fp16": GRADIENT_BYTES // 2, "bf16": GRADIENT_BYTES // 2}
-    wanted |= {"accumulated": GRADIENT_BYTES, "powersgd": compressed_bytes(1)}
+    wanted |= {"accumulated": GRADIENT_BYTES, "powersgd": compressed_bytes(4)}
     assert {kind: s["wire_bytes_per_step"] for kind, s in found.items()} == wanted
     wanted = {kind: 6 * count for kind, count in wanted.items()}
-    wanted["powersgd"] = WHOLE * GRADIENT_BYTES + 3 * compressed_bytes(1)
+    wanted["powersgd"] = WHOLE * GRADIENT_BYTES + 3 * compressed_bytes(4)
     assert {kind: s["all_reduced_bytes"] for kind, s in found.items()} == wanted
 
 
@@ -642,7 +642,7 @@ def test_resume_with_powersgd_is_exact(server, data, checkpoint, compressed_byte
     parts = resumed(server, argv, nproc, (2, 4, 6), checkpoint)
     assert_same(whole, parts, nproc)
     sent = [part.json_line("Summary") for part in parts]
-    small = compressed_bytes(1)
+    small = compressed_bytes(4)
     assert [part["wire_bytes_per_step"] for part in sent] == [GRADIENT_BYTES, small, small]
     total = [2 * GRADIENT_BYTES, GRADIENT_BYTES + small, 2 * small]
     assert [part["all_reduced_bytes"] for part in sent] == total
@@ -661,14 +661,14 @@ def test_resume_with_powersgd_on_another_number_of_ranks(
     run = server.run([*argv, "--max_steps", 6], 1).run
     assert "processes then 2, now 1" in run.out
     assert [step for _, step, _ in run.steps()] == [5, 6]
-    assert run.json_line("Summary")["all_reduced_bytes"] == 2 * compressed_bytes(1)
+    assert run.json_line("Summary")["all_reduced_bytes"] == 2 * compressed_bytes(4)
 
 
 def test_resume_with_another_compression_is_refused(server, data, checkpoint):
     argv = [*data, *FAST, "--probe_steps", 0, "--checkpoint", checkpoint, "--resume"]
     argv += ["--max_steps", 1, "--grad_compression", "powersgd"]
     server.run(argv)
-    for name, then, now in (("grad_compression", "powersgd", "bf16"), ("powersgd_rank", 1, 3)):
+    for name, then, now in (("grad_compression", "powersgd", "bf16"), ("powersgd_rank", 4, 3)):
         job = server.run([*argv, f"--{name}", now], expect=1)
         (line,) = job.err.splitlines()
         assert "ERROR: " in line and f"--{name} {then}, not {now}" in line, line

@@ -60,6 +60,7 @@ PHASES = ["launcher", "imports", "rendezvous", "index", "check of images", "weig
           "probe", "workers and first batch", "first step"]
 METHODS = {"none": ["--grad_compression", "none"], "fp16": ["--grad_compression", "fp16"],
            "bf16": ["--grad_compression", "bf16"], "powersgd": ["--grad_compression", "powersgd"],
+           "rank1": ["--grad_compression", "powersgd", "--powersgd_rank", "1"],
            "accumulate": ["--grad_compression", "none", "--accumulate_steps", "4"]}
 
 

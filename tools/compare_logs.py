@@ -20,7 +20,8 @@ node's link in one direction, a = latency of one message):
          the other and sends 2 B, or B where there are only two nodes:
          T = 2 ceil(log2 N) a + 2 B/r
   step   from full overlap, max(floor, T), to none, floor + T; floor = data wait + compute
-  best   with a probe: max(floor, measured step + T - the all-reduce time that was probed)
+  best   with a probe of P: the mean of max(floor, measured step + T - P), where the same time of
+         an all-reduce stays hidden, and floor + T min(1, (step - floor)/P), where the same share
 Traffic inside a node counts as free, and all gradients as one message (buckets repeat a).
 Sources: latency-bandwidth cost: Thakur, Rabenseifner, Gropp, Int. J. High Perf. Comp. Appl. 19(1),
 2005. Ring: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2), 2009. Two trees: Sanders, Speck,
@@ -100,8 +101,14 @@ def implied_gbps(nbytes, processes, nodes, seconds):
 
 
 def estimate_step(floor_s, step_s, modelled_s, probed_s):
-    """Seconds of a step after its all-reduce has changed from `probed_s` to `modelled_s`."""
-    return max(floor_s, step_s + modelled_s - probed_s)
+    """Seconds of a step after its all-reduce has changed from `probed_s` to `modelled_s`.
+
+    What the backward pass hides of an all-reduce is a time where a window of it overlaps, and a
+    share where its parts queue behind the computing; real steps lie between: the mean of both.
+    """
+    same_time_hidden = max(floor_s, step_s + modelled_s - probed_s)
+    share_exposed = min(1.0, max(0.0, step_s - floor_s) / probed_s)
+    return (same_time_hidden + floor_s + share_exposed * modelled_s) / 2
 
 
 # --- reading logs ------------------------------------------------------------------------------
