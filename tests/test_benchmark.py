@@ -71,6 +71,7 @@ def table_of(args, scratch):
     return {row["what"]: row for row in result["rows"]}
 
 
+@long
 def test_step_compares_files_resident_batch_and_recipe(sample, scratch):
     rows = table_of(["step", *TINY, *helpers.data_args(sample)], scratch)
     assert len(rows) == 5

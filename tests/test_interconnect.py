@@ -475,7 +475,7 @@ def test_slow_input_of_one_rank_is_exposed_time_of_the_other(server, tmp_path):
     options = [forks.make_set(tmp_path / name, 16) for name in ("small", "large")]
     for file in (tmp_path / "large" / "images").iterdir():
         with Image.open(file) as image:
-            image.resize((3000, 3000)).save(file, "JPEG", quality=50)
+            image.resize((4200, 4200), Image.Resampling.NEAREST).save(file, "JPEG", quality=50)
         longest = file.stat().st_size
         other = tmp_path / "small" / "images" / file.name
         assert other.stat().st_size < longest
