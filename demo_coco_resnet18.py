@@ -52,7 +52,7 @@ MAX_PIXELS = 2**26  # a larger image is refused before it is decoded and fills t
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as its weights expect
 LR_BATCH = 64  # the global batch that --lr is meant for when --lr_scaling is used
 WARM_UP = 3  # steps that are left out of averages, and that PowerSGD leaves alone
-PROBE_MS = 5000  # a probe takes no longer, or one round
+PROBE_MS = 5000  # a probe starts no other round after that
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start it again later
 MINIMA = {"image_size": 33, "workers": 0, "warmup_steps": 0, "seed": 0, "checkpoint_every": 0,
           "probe_steps": 0, "lr": 1e-9, "timeout": 0.1, "bucket_cap_mb": 0.1}  # of the others: 1
@@ -71,9 +71,6 @@ LAUNCHERS = {
 
 class UserError(Exception):
     """What a user can mend: one line that says what is wrong, where, and what to do."""
-
-class Stopped(Exception):
-    """All ranks agreed to stop; the text is the reason."""
 
 @contextlib.contextmanager
 def explain(what):
@@ -118,7 +115,7 @@ def make_parser():
     add("--bucket_cap_mb", type=float, default=25, help="MiB of gradients in one all-reduce")
     add("--grad_compression", choices=("none", "fp16", "bf16", "powersgd"), default="none",
         help="what gradients are sent as")
-    add("--powersgd_rank", type=int, default=4, help="of the matrices that PowerSGD sends")
+    add("--powersgd_rank", type=int, default=8, help="of the matrices that PowerSGD sends")
     add("--probe_steps", type=int, default=5, help="at most, to measure link and step; 0: not")
     add("--log_every", type=int, default=5, help="optimizer steps from log line to log line")
     add("--checkpoint", metavar="FILE", help="saved at each epoch's end and at a stop signal")
@@ -400,15 +397,14 @@ def load_file(path, what):
 def load_weights(model, source):
     """Copies ImageNet's weights, or those of a file, into the model. Raises UserError."""
     if source == "imagenet":
-        url = torchvision.models.ResNet18_Weights.DEFAULT.url
-        source = os.path.join(torch.hub.get_dir(), "checkpoints", os.path.basename(url))
+        url, folder = torchvision.models.ResNet18_Weights.DEFAULT.url, torch.hub.get_dir()
         socket.setdefaulttimeout(20)  # a network that swallows packets must not hang the run
-        with explain(f"no ImageNet weights: fetch {url} where there is internet and put it at "
-                     f"{source}, or use --weights none"):
-            if not os.path.exists(source):
-                os.makedirs(os.path.dirname(source), exist_ok=True)
-                torch.hub.download_url_to_file(url, source, url[-12:-4], progress=False)
-    state = load_file(source, "weights file")
+        with explain(f"no ImageNet weights: fetch {url} where there is internet and put it into "
+                     f"{folder}/checkpoints, or use --weights none"):
+            state = torch.hub.load_state_dict_from_url(
+                url, map_location="cpu", progress=False, check_hash=True, weights_only=True)
+    else:
+        state = load_file(source, "weights file")
     ours = {k: v for k, v in model.state_dict().items() if k.startswith("fc.")}
     with explain(f"weights file {source} does not fit ResNet-18"):
         model.load_state_dict(ours | {k: v for k, v in state.get("model", state).items()
@@ -438,7 +434,10 @@ def build_model(args, job):
     if kind == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, args.powersgd_rank, WARM_UP,
                                             orthogonalization_epsilon=1e-8)
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        hook = powerSGD_hook.powerSGD_hook
+        if args.precision == "bf16":  # half the memory traffic, most of what the hook costs a CPU
+            hook = default_hooks.bf16_compress_wrapper(hook)
+        ddp.register_comm_hook(state, hook)
     elif kind != "none":
         ddp.register_comm_hook(None, getattr(default_hooks, f"{kind}_compress_hook"))
     return model, ddp, state
@@ -480,20 +479,18 @@ def moment(device):
 
 def measure(run, *works):
     """Milliseconds (rounds, works), means over the ranks; the first round is the warm-up."""
-    rounds, wanted = [], 2
-    while len(rounds) < wanted:
-        rounds.append([])
+    rounds = []
+    while len(rounds) <= run.args.probe_steps and (len(rounds) < 2 or np.sum(rounds) < PROBE_MS):
+        times = []
         for work in works:
             dist.barrier()
             start = time.perf_counter()
             work()
             if run.job.device.type == "cuda":
                 torch.cuda.synchronize()
-            rounds[-1].append(1e3 * (time.perf_counter() - start))
-        if len(rounds) == 1:
-            (times,) = gather(sum(rounds[0]))
-            wanted = 1 + min(run.args.probe_steps, max(1, int(PROBE_MS / max(times))))
-    return np.mean(next(gather(rounds)), axis=0)
+            times.append(1e3 * (time.perf_counter() - start))
+        rounds.append(np.mean(next(gather(times)), axis=0))
+    return np.array(rounds)
 
 def probe_link(run):
     """Times all-reduces of as many bytes as the gradients have, and finds what carried them."""
@@ -615,14 +612,13 @@ def name_damaged(run, loader, labels, positions):
     return len(names)
 
 def agree(run, recent):
-    """All ranks go on, or all raise UserError or Stopped. Returns when to ask again, in steps."""
+    """All ranks go on, or all end. Returns when to ask again, in steps. Raises UserError."""
     slowest, bad = max((whole for _, whole, _ in run.times[-len(recent):]), default=1), math.inf
     for step, (loss, labelled, start, end) in enumerate(recent, run.step - len(recent) + 1):
         run.epoch_loss[0] += loss.item()
         run.epoch_loss[1] += labelled
         bad = bad if math.isfinite(run.epoch_loss[0]) else min(bad, step)
-        cuda = run.job.device.type == "cuda"
-        run.exposed.append(start.elapsed_time(end) / 1e3 if cuda else end - start)
+        run.exposed.append(end - start if type(end) is float else start.elapsed_time(end) / 1e3)
     if os.getppid() != run.job.parent:
         run.job.stop = run.job.stop or "the end of its parent process"
     stops, bads, damaged, slowest = gather(run.job.stop, bad, run.epoch_loss[2], slowest)
@@ -632,7 +628,9 @@ def agree(run, recent):
         raise UserError(f"{sum(damaged)} images are damaged, over {MAX_DAMAGED:.0%}: repair them")
     if any(stops):
         save_checkpoint(run, last=True)
-        raise Stopped(f"{next(filter(None, stops))} | step {run.step}")
+        reason = next(filter(None, stops))
+        log(run.job, f"Stopped on {reason} | step {run.step} | exit code {EXIT_STOPPED}")
+        sys.exit(EXIT_STOPPED)
     return max(1, int(1 / max(slowest)))  # about every second: a GPU waits while ranks talk
 
 def train_epoch(run):
@@ -723,10 +721,11 @@ def summarize(run, started):
     busy = [rank["data_ms"] + rank["compute_ms"] for rank in ranks]
     usual = sorted(busy)[(len(ranks) - 1) // 2]
     epochs, wall = run.step // run.args.steps_per_epoch, time.perf_counter() - started
-    plain, steps = 4 * sum(p.numel() for p in run.model.parameters()), len(run.times)
+    sent_as = run.args.precision if run.powersgd else run.args.grad_compression
+    plain, steps = sum(p.numel() for p in run.model.parameters()), len(run.times)
+    plain *= 2 if sent_as in ("fp16", "bf16") else 4
     _, before, after = run.powersgd.compression_stats() if run.powersgd else (1, 1, 1)
     wire = plain * after // before if before else plain
-    wire //= 2 if run.args.grad_compression in ("fp16", "bf16") else 1
     whole = max(0, min(steps, WARM_UP - run.step + steps)) if run.powersgd else 0
     return {"epochs": epochs, "steps": run.step, "wall_s": wall, "train_s": seconds,
             "images": images, "img_per_s": images / max(seconds, 1e-9), **split,
@@ -856,11 +855,10 @@ def main():
         log(job, f"Cleanup complete. Total wall time: {duration(seconds)} ({seconds:.3f}s)")
     except UserError as error:
         code = 1
-        if job.rank == 0 or not dist.is_initialized():  # else all ranks have the same error
+        if job.local_rank == 0 or not dist.is_initialized():  # else all have the same error
             log(job, f"ERROR: {error}", descriptor=2)
-    except Stopped as reason:
-        code = EXIT_STOPPED
-        log(job, f"Stopped on {reason} | exit code {code}")
+    except SystemExit as stop:
+        code = stop.code
     except (RuntimeError, OSError) as error:  # from a collective or a loader; else it is a bug
         if not re.search(OUTSIDE, str(error)):
             raise

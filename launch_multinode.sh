@@ -517,6 +517,11 @@ say_repeated() {
         "$((last_step > start ? last_step - start : 0)) steps repeated"
 }
 
+# permanent CAUSE: whether a restart would meet it again: an error in one line, but not one of network, ranks or workers.
+permanent() {
+    [[ $1 == *"$SCRIPT: error: "* ]] || { [[ $1 == *"] ERROR: "* ]] && ! [[ $1 =~ ERROR:\ (in|rendezvous)\  ]]; }
+}
+
 attempt=0
 restarts=0
 while :; do
@@ -539,7 +544,7 @@ while :; do
     fi
 
     cause=$(first_cause "$code")
-    if [ "$restarts" -ge "$RESTARTS" ] || [[ $cause == *"$SCRIPT: error: "* ]]; then
+    if [ "$restarts" -ge "$RESTARTS" ] || permanent "$cause"; then
         [ "$restarts" -eq 0 ] || say "gave up after $restarts restarts"
         say "failed, see $log; first cause:"
         printf '%s\n' "$cause" | tee -a "$log" >&2

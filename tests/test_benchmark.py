@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from pathlib import Path
 
@@ -137,10 +138,33 @@ def test_links_shapes_a_real_link(sample, scratch):
 
 @long
 def test_links_compares_losses(sample, scratch):
-    args = ["links", "--loss", *TINY, "--loss_steps", "6", "--seeds", "1"]
-    rows = table_of([*args, *helpers.data_args(sample)], scratch)
-    assert list(rows) == ["seed 0: loss, powersgd / none", "mean loss, powersgd / none"]
-    assert rows["mean loss, powersgd / none"]["ratio"] == pytest.approx(1, abs=0.7)
+    args = ["links", "--loss", *TINY, "--loss_steps", "8", "--seeds", "1", "--methods"]
+    rows = table_of([*args, "none,powersgd,accumulate", *helpers.data_args(sample)], scratch)
+    assert list(rows) == [f"{what} loss, {method} / none" for method in ("powersgd", "accumulate")
+                          for what in ("seed 0:", "mean")]
+    assert all(row["ratio"] == pytest.approx(1, abs=0.7) for row in rows.values())
+
+
+def test_overhead_takes_turns_within_a_run(sample, scratch):
+    args = ["overhead", *TINY, "--steps", "12", *helpers.data_args(sample)]
+    (row,) = table_of(args, scratch).values()
+    assert 0.3 < row["ratio"] < 3
+
+
+def test_overhead_is_that_of_every_second_step(capfd):
+    job = types.SimpleNamespace(rank=0, device="cpu")
+    run = types.SimpleNamespace(step=0, job=job, args=types.SimpleNamespace(max_steps=20))
+    demo = types.SimpleNamespace(
+        optimizer_step=lambda *_: time.sleep(0.01), log=lambda *_: time.sleep(0.02),
+        moment=lambda _: time.sleep(0.04))
+    tool.alternate(demo)
+    for run.step in range(20):
+        demo.optimizer_step(run, [])
+        demo.moment("cpu")
+        demo.log(job, "a line")
+    found = json.loads(capfd.readouterr().out.removeprefix("OVERHEAD "))
+    assert found["with"] == pytest.approx(70, abs=10)
+    assert found["without"] == pytest.approx(10, abs=5)
 
 
 @pytest.mark.parametrize(("args", "part"), [

@@ -21,9 +21,7 @@ import re
 import select
 import shlex
 import shutil
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -83,14 +81,7 @@ def become(demo, script, argv, env, cwd, out, err, call, options) -> NoReturn:
     What Python itself does at its exit takes two seconds after a fork, and is left out but for the
     functions registered with atexit; the tests that start whole Pythons have it all.
     """
-    os.setsid()
-    for descriptor, path in enumerate((os.devnull, out, err)):
-        flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        os.dup2(os.open(path, flags, 0o644), descriptor)
-    os.environ.clear()
-    os.environ.update(env)
-    os.chdir(cwd)
-    sys.argv = [script, *argv]
+    helpers.enter_process(script, argv, env, cwd, out, err)
     code = 0
     try:
         globals()[call](demo, **options) if call else demo.main()
@@ -144,45 +135,21 @@ class Forked:
             return dict(arrays)
 
 
-class Prefork:
-    """A Python with the script imported, from which ranks are forked; use as a context manager."""
+class Prefork(helpers.ForkServer):
+    """Ranks that are forked together and waited for."""
 
-    def __enter__(self) -> Prefork:
-        self.test_id = helpers.new_test_id()
-        self.folder = Path(tempfile.mkdtemp(prefix="demo-fork-"))
-        self._jobs = 0
-        with (self.folder / "server").open("wb") as err:
-            # This file, as a script: see its last lines.
-            self._server = subprocess.Popen(
-                [sys.executable, __file__, str(SCRIPT)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=err,
-                env=helpers.base_env(self.test_id),
-                cwd=self.folder,
-                start_new_session=True,
-            )
-        try:
-            self.imported = self._answer(60)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+    file, script = __file__, SCRIPT  # this file, as a script: see its last lines
 
-    def __exit__(self, *_: object) -> None:
-        self._server.stdin.close()
-        helpers.kill_leftover(self.test_id)
-        self._server.wait(10)
-        self._server.stdout.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def _ready(self) -> None:
+        self.imported = self._answer(60)
 
     def _answer(self, timeout: float) -> Any:
         if not select.select([self._server.stdout], [], [], timeout)[0]:
-            found = [p for p in helpers.processes(self.test_id) if p.pid != self._server.pid]
-            raise TimeoutError(f"still running after {timeout:g} s: {len(found)} processes")
+            left = len(self.others())
+            raise TimeoutError(f"still running after {timeout:g} s: {left} processes")
         line = self._server.stdout.readline()
         if not line:
-            raise RuntimeError((self.folder / "server").read_text()[-3000:])
+            raise RuntimeError(self._why())
         return json.loads(line)
 
     def run(
@@ -231,8 +198,7 @@ class Prefork:
                     "options": fields,
                 }
             )
-        self._server.stdin.write(json.dumps(ranks).encode() + b"\n")
-        self._server.stdin.flush()
+        self._send(ranks)
         try:
             ended = [Ended(*values) for values in self._answer(timeout)]
         except TimeoutError as error:
@@ -250,17 +216,8 @@ class Prefork:
             assert job.codes == [expect] * nproc, job.tail()
         if expect == 0 and not call:
             assert job.err == "", job.tail()
-        self._none_left()
+        self.none_left()
         return job
-
-    def _none_left(self) -> None:
-        deadline = time.monotonic() + 5
-        while left := [p for p in helpers.processes(self.test_id) if p.pid != self._server.pid]:
-            if time.monotonic() > deadline:
-                for process in left:
-                    os.kill(process.pid, 9)
-                pytest.fail(f"still alive 5 s after the run: {[p.pid for p in left]}")
-            time.sleep(0.05)
 
 
 @functools.cache
@@ -1077,7 +1034,7 @@ def test_importing_the_script_runs_nothing(demo):
 
 def test_script_fits_on_its_pages():
     lines = SCRIPT.read_text().splitlines()
-    assert len(lines) <= 875
+    assert len(lines) <= 873
     assert [i for i, line in enumerate(lines, 1) if len(line) > 99] == []
     starts = [i for i, line in enumerate(lines) if re.match(r"\s*(async )?def ", line)]
     long = {}

@@ -28,7 +28,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -85,14 +84,7 @@ def serve(script: str) -> None:
 
 def become(demo, script, argv, env, cwd, out, node, before, call) -> None:
     """In a forked process: be the script, or the function `call`, after each of `before`."""
-    os.setsid()
-    for descriptor, path in enumerate((os.devnull, out, out)):
-        flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        os.dup2(os.open(path, flags, 0o644), descriptor)
-    os.environ.clear()
-    os.environ.update(env)
-    os.chdir(cwd)
-    sys.argv = [script, *argv]
+    helpers.enter_process(script, argv, env, cwd, out, out)
     if node:
         enter_node(**node)
     for name, options in before:
@@ -243,44 +235,21 @@ class Ranks:
         return self.run()
 
 
-class Nursery:
-    """A Python with the script imported, from which ranks are forked; use as a context manager."""
+class Nursery(helpers.ForkServer):
+    """Ranks that are forked one by one, and hit while they work."""
 
-    def __enter__(self) -> Nursery:
-        self.test_id = helpers.new_test_id()
-        self.folder = Path(tempfile.mkdtemp(prefix="demo-faults-"))
+    file, script = __file__, SCRIPT  # this file, as a script: see its last lines
+
+    def _ready(self) -> None:
         self.ended: dict[int, int] = {}
-        self._unread, self._started, self._jobs = b"", [], 0
-        with (self.folder / "server").open("wb") as err:
-            # This file, as a script: see its last lines.
-            self._server = subprocess.Popen(
-                [sys.executable, __file__, str(SCRIPT)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=err,
-                env=helpers.base_env(self.test_id),
-                cwd=self.folder,
-                start_new_session=True,
-            )
-        try:
-            self._next_start(120)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.stdin.close()
-        helpers.kill_leftover(self.test_id)
-        self._server.wait(10)
-        self._server.stdout.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._unread, self._started = b"", []
+        self._next_start(120)
 
     def listen(self, timeout: float) -> None:
         while select.select([self._server.stdout], [], [], timeout)[0]:
             piece = os.read(self._server.stdout.fileno(), 65536)
             if not piece:
-                raise RuntimeError((self.folder / "server").read_text()[-3000:])
+                raise RuntimeError(self._why())
             *lines, self._unread = (self._unread + piece).split(b"\n")
             for pid, code in map(json.loads, lines):
                 if code is None:
@@ -297,8 +266,7 @@ class Nursery:
         return self._started.pop(0)
 
     def fork(self, request: dict) -> int:
-        self._server.stdin.write(json.dumps(request).encode() + b"\n")
-        self._server.stdin.flush()
+        self._send(request)
         return self._next_start()
 
     def start(
@@ -351,26 +319,6 @@ class Nursery:
         """Start ranks and wait for their end, with the options of `start` and `Ranks.finish`."""
         ending = {k: options.pop(k) for k in ("timeout", "expect", "clean") if k in options}
         return self.start(argv, nproc, **options).finish(**ending)
-
-    def _others(self) -> list[helpers.Process]:
-        return [p for p in helpers.processes(self.test_id) if p.pid != self._server.pid]
-
-    def clear(self) -> None:
-        """Kill what has been forked, and what that has started."""
-        deadline = time.monotonic() + 10
-        while (left := self._others()) and time.monotonic() < deadline:
-            for process in left:
-                with contextlib.suppress(OSError):
-                    os.kill(process.pid, signal.SIGKILL)
-            time.sleep(0.05)
-
-    def none_left(self, within: float = 5) -> None:
-        deadline = time.monotonic() + within
-        while left := self._others():
-            if time.monotonic() > deadline:
-                self.clear()
-                pytest.fail(f"still alive {within:g} s after the run: {[p.pid for p in left]}")
-            time.sleep(0.05)
 
 
 # --- Fixtures and helpers --------------------------------------------------------------------
@@ -757,7 +705,7 @@ def test_sigkill_of_a_data_loader_worker(ranks, data):
     workers = [p.pid for p in helpers.processes(ranks.test_id) if p.parent == run.pids[1]]
     os.kill(workers[0], signal.SIGKILL)
     ended = run.finish(NOTICED, expect=1)
-    said(ended.out, r"DataLoader worker .* killed|ERROR: in (the )?data of step \d+")
+    said(ended.out, r"\[CPU 1\] ERROR: in .*step \d+: .*DataLoader worker .* killed")
 
 
 def broken_copy(folder: Path, patch: str) -> Path:
@@ -804,14 +752,14 @@ def test_tiny_shared_memory(ranks, data):
     helpers.require(os.geteuid() == 0, "a /dev/shm of its own needs root")
     argv = [*FAST, *data, "--workers", 1, "--image_size", 224, "--batch_size", 12]
     ended = ranks.run(argv, before=[("small_shm", {"size": "1m"})], expect=1, timeout=40)
-    said(ended.out, "/dev/shm|shared memory")
+    said(ended.out, "ERROR: in .*shared memory")
 
 
 def test_few_open_files(ranks, data):
     argv = [*FAST, *data, "--workers", 1, "--max_steps", 3]
     ranks.run(argv, before=[("few_files", {"limit": 64})], timeout=40)
     ended = ranks.run(argv, before=[("few_files", {"limit": 16})], expect=1, timeout=40)
-    said(ended.out, "[Tt]oo many open files")
+    said(ended.out, "ERROR: in .*[Tt]oo many open files")
 
 
 def test_loss_that_is_not_finite_on_one_rank(ranks, data, folder):

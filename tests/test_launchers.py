@@ -49,6 +49,9 @@ if action == "error":
     time.sleep(0.3)
     sys.stderr.write(f"[CPU {rank}] ERROR: a later one\\n")
     sys.exit(1)
+if action == "lost":
+    sys.stderr.write(f"[CPU {rank}] ERROR: in step 3: Connection closed by peer\\n")
+    sys.exit(1)
 if action == "usage":
     sys.stderr.write("demo_coco_resnet18.py: error: argument --lr: invalid value\\n")
     sys.exit(2)
@@ -258,6 +261,7 @@ def test_without_tools_the_python_on_the_path_is_used(folder):
     ("action", "cause"),
     [
         ("error", r"\[CPU \d\] ERROR: no such folder: /nowhere"),
+        ("lost", r"\[CPU \d\] ERROR: in step 3: Connection closed by peer"),
         ("usage", r"demo_coco_resnet18\.py: error: argument --lr: invalid value"),
         ("traceback", r"ValueError: a bug in the script"),
         ("kill", r"rank 0 was ended by signal 9"),
@@ -269,7 +273,7 @@ def test_first_cause_is_the_last_line(folder, action, cause):
     earlier = "[CPU 0] Stopped on SIGTERM, in an earlier run\n"  # which had code 75, not this one
     (folder.path / "logs/same").mkdir(parents=True)
     (folder.path / "logs/same/node0.log").write_text(earlier)
-    restarts = 3 if action == "usage" else 0  # a bad argument stays bad
+    restarts = 3 if action in ("usage", "error") else 0  # what the user has to mend
     variables = {"GPUS": 2, "RUN_NAME": "same", "RESTARTS": restarts}
     code, output = folder.run("launch_single.sh", "x", **variables)
     assert code == 1
@@ -285,7 +289,7 @@ def test_first_cause_is_the_last_line(folder, action, cause):
 
 
 def test_restarts_resume_and_give_up(folder):
-    folder.plan("error", "traceback", "kill")
+    folder.plan("lost", "traceback", "kill")
     checkpoint = folder.path / "logs/again/checkpoint.pt"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.write_text("of an earlier run")
@@ -294,7 +298,7 @@ def test_restarts_resume_and_give_up(folder):
     given = ["x", "--checkpoint", "logs/again/checkpoint.pt"]
     resumed = [*given, "--resume"]
     assert [report["argv"] for report in reports(output)] == [given, resumed, resumed]
-    assert "restart 1 of 2 after: [CPU 0] ERROR: no such folder" in output
+    assert "restart 1 of 2 after: [CPU 0] ERROR: in step 3: Connection closed" in output
     assert "restart 2 of 2 after: ValueError" in output
     assert "gave up after 2 restarts" in output
     assert output.splitlines()[-1] == "rank 0 was ended by signal 9"
@@ -654,7 +658,7 @@ def test_two_nodes_link_has_the_rate_asked_for(two_nodes):
 
 
 def test_two_nodes_restart_together(two_nodes):
-    two_nodes.plan("error", "done")
+    two_nodes.plan("lost", "done")
     code, output = two_nodes.run("tools/two_nodes.sh", "--name", "again", "--", "x", RESTARTS=2)
     assert code == 0, output
     for node in (0, 1):

@@ -5,6 +5,7 @@
     python tools/benchmark.py input                 the loader, and what the step waits for it
     python tools/benchmark.py start                 launch to first step, on train2017's full size
     python tools/benchmark.py scale                 more processes; more data
+    python tools/benchmark.py overhead              what the script's own timers and log cost
     sudo python tools/benchmark.py links [--loss]   gradient compression over shaped links
 
 Each prints one table: what (unit), demo, reference, ratio = demo / reference. All figures are
@@ -60,7 +61,6 @@ PHASES = ["launcher", "imports", "rendezvous", "index", "check of images", "weig
           "probe", "workers and first batch", "first step"]
 METHODS = {"none": ["--grad_compression", "none"], "fp16": ["--grad_compression", "fp16"],
            "bf16": ["--grad_compression", "bf16"], "powersgd": ["--grad_compression", "powersgd"],
-           "rank1": ["--grad_compression", "powersgd", "--powersgd_rank", "1"],
            "accumulate": ["--grad_compression", "none", "--accumulate_steps", "4"]}
 
 
@@ -501,25 +501,45 @@ def measure_links(bench):
 
 
 def measure_loss(bench):
-    """Rows: PowerSGD's loss against no compression's, by seed and over all seeds.
+    """Rows: the loss with each compression against none's, by seed and over all seeds.
 
     A run's loss is the mean over both ranks and the last quarter of its steps: single steps
-    scatter by their batch, and both runs of a seed see the same images in the same order.
+    scatter by their batch, and all runs of a seed see the same images in the same order. With
+    accumulation they see as many in a quarter of the steps.
     """
     args, found = bench.args, {}
     data = chosen_data(bench, 460)
-    for seed, method in itertools.product(range(args.seeds), ("none", "powersgd")):
-        options = [*data, *common(args, *METHODS[method], "--seed", seed, steps=args.loss_steps)]
+    for method, seed in itertools.product(args.methods, range(args.seeds)):
+        steps = args.loss_steps // (4 if method == "accumulate" else 1)
+        options = [*data, *common(args, *METHODS[method], "--seed", seed, steps=steps)]
         text, _ = bench.script("demo", [*options, "--num_epochs", "1000"], 2, OMP_NUM_THREADS="1")
-        skip = args.loss_steps - math.ceil(args.loss_steps / 4)
+        skip = steps - math.ceil(steps / 4)
         losses = [loss for rank in "01" for loss, _, _ in step_times(text, skip, 1, rank)]
-        found[seed, method] = statistics.mean(losses)
-        print(f"seed {seed}, {method}: loss {found[seed, method]:.4f}", file=sys.stderr)
-    rows = [row(f"seed {seed}: loss, powersgd / none", "nats", [found[seed, "powersgd"]],
-                [found[seed, "none"]]) for seed in range(args.seeds)]
-    mean = {method: [statistics.mean(found[seed, method] for seed in range(args.seeds))]
-            for method in ("none", "powersgd")}
-    return [*rows, row("mean loss, powersgd / none", "nats", mean["powersgd"], mean["none"])]
+        found.setdefault(method, []).append(statistics.mean(losses))
+        print(f"{method}, seed {seed}: loss {found[method][-1]:.4f}", file=sys.stderr)
+    rows = []
+    for method in args.methods[1:]:
+        rows += [row(f"seed {seed}: loss, {method} / none", "nats", [loss], [found["none"][seed]])
+                 for seed, loss in enumerate(found[method])]
+        rows.append(row(f"mean loss, {method} / none", "nats", *(
+            [statistics.mean(found[name])] for name in (method, "none"))))
+    return rows
+
+
+def measure_overhead(bench):
+    """Rows: a step with the script's timers and a log line against one without, two ranks.
+
+    Both kinds take turns within one run, so that what else the machine does meets both alike.
+    """
+    args = bench.args
+    options = [*chosen_data(bench, 460), *common(args, "--num_epochs", 1000)]
+
+    def run():
+        text, _ = bench.script("demo+overhead", options, 2, OMP_NUM_THREADS="1")
+        return json.loads(re.search(r"^OVERHEAD (.*)$", text, re.M)[1])
+    found = rounds(bench, {"in turns": run})["in turns"]
+    return [row("step with timers and log line / without", "ms", found["with"],
+                found["without"])]
 
 
 # --- what runs in a process of its own ---
@@ -608,7 +628,33 @@ def child_demo(modes, argv, note):
             done.extend([] if done else [step(run, group)])
             return done[0]
         demo.optimizer_step = once
+    if "overhead" in modes:
+        alternate(demo)
     demo.main()
+
+
+def alternate(demo):
+    """Has every second step run without timers and log line; rank 0 prints the medians of both."""
+    step, log, moment = demo.optimizer_step, demo.log, demo.moment
+    still, last, times = [], [None], {"with": [], "without": []}
+
+    def turn(run, group):
+        now = time.perf_counter()
+        kind = "without" if last[0] and last[0][0] == "with" else "with"
+        if last[0] and run.step > run.args.max_steps // 10:  # after the warm-up
+            times[last[0][0]].append(1e3 * (now - last[0][1]))
+        last[0] = kind, now
+        if not still:
+            still.append(moment(run.job.device))
+        demo.log, demo.moment = (log, moment) if kind == "with" else (
+            lambda *_, **__: None, lambda _: still[0])
+        if run.step == run.args.max_steps - 1:
+            demo.log = log
+            if run.job.rank == 0:
+                found = {kind: statistics.median(values) for kind, values in times.items()}
+                os.write(1, f"OVERHEAD {json.dumps(found)}\n".encode())
+        return step(run, group)
+    demo.optimizer_step = turn
 
 
 class RecipeImages:
@@ -761,13 +807,14 @@ def path(text):
 
 
 def add_common(add, name):
-    small = name in ("scale", "links")
+    small = name in ("scale", "links", "overhead")
     add("--repeats", type=whole(1), default=5, help="rounds; fewer than 5 are a trial")
     add("--json", metavar="FILE", help="write the table as JSON, too; -: to stdout")
-    add("--steps", type=whole(1), default=12, help="measured steps of a run")
+    add("--steps", type=whole(1), default=200 if name == "overhead" else 12,
+        help="measured steps of a run")
     add("--warm_steps", type=whole(1), default=6 if name == "links" else 3,
         help="steps before them; with links PowerSGD has to have started by then")
-    add("--batch_size", type=whole(1), default={"scale": 8, "links": 16}.get(name, 32),
+    add("--batch_size", type=whole(1), default={"scale": 8}.get(name, 16 if small else 32),
         help="images per process and step")
     add("--image_size", type=whole(33), default=64 if small else 224, help="pixels a side")
     add("--workers", type=whole(0), default=1, help="loader workers per process")
@@ -777,7 +824,7 @@ def add_common(add, name):
     default = {"start": FULL, "scale": FULL // 100}.get(name)
     add("--images", type=whole(48), default=default,
         help="size of the generated data set; unset: what the steps need")
-    if name in ("step", "input", "links"):
+    if name in ("step", "input", "links", "overhead"):
         add("--coco_image_path", type=path, metavar="DIR", help="pictures to use instead")
         add("--annotation_path", type=path, metavar="FILE", help="their instances file")
 
@@ -804,7 +851,7 @@ def parse_arguments(argv):
             add("--rates", type=listed(str), default=["unshaped", "1gbit", "100mbit"],
                 metavar="RATE,RATE", help="as tc writes them; the first one is the base")
             add("--methods", type=listed(str), default=list(METHODS), metavar="NAME,NAME")
-            add("--loss", action="store_true", help="losses of powersgd and none; no root needed")
+            add("--loss", action="store_true", help="losses of these methods; no root needed")
             add("--loss_steps", type=whole(4), default=200, help="steps of a run with --loss")
             add("--seeds", type=whole(1), default=3, help="runs of each kind with --loss")
     args = parser.parse_args(argv)
@@ -827,8 +874,8 @@ def check(args, error):
     for name in own.get("methods", ()):
         if name not in METHODS:
             error(f"argument --methods: {name!r} is none of {', '.join(METHODS)}")
-    if "none" not in own.get("methods", ["none"]):
-        error("argument --methods: none is the reference, name it too")
+    if own.get("methods", ["none"])[0] != "none":
+        error("argument --methods: none is the reference, name it first")
     if args.json not in (None, "-") and not os.access(Path(args.json).absolute().parent, os.W_OK):
         error(f"argument --json: the folder of {args.json} cannot be written")
 
@@ -861,7 +908,7 @@ def table(result):
 
 
 MEASURE = {"step": measure_step, "input": measure_input, "start": measure_start,
-           "scale": measure_scale, "links": measure_links}
+           "scale": measure_scale, "overhead": measure_overhead, "links": measure_links}
 
 
 def stop_on_signal(number, _):
