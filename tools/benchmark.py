@@ -19,6 +19,7 @@ over the sum of these times. The probe is off. The data are generated (make_samp
 options name others; they are in the page cache. Where a case needs more than the log:
   resident   main() of the script with one change: its loader gives the first batch for ever
   loader     main() with one change: only the first step trains, all others cost nothing
+  memory     notes the memory of the loader's workers at the second and the last step
   phases     main() with functions wrapped, which notes the clock and the memory where a phase
              ends; peak memory is the kernel's high-water mark (VmHWM), reset at each note
 The recipe is what tutorials write: COCO(file) and weights in every rank, Pillow and the transforms
@@ -382,7 +383,7 @@ def measure_start(bench):
         return found
 
     def workers(how):
-        _, found = notes(*bench.script(f"{how}+loader", epoch))
+        _, found = notes(*bench.script(f"{how}+loader+memory", epoch))
         return {f"{kind} {when}": found[at][kind] for at, when in ((0, "first"), (-1, "last"))
                 for kind in ("uss", "pss")}
     found = rounds(bench, {
@@ -395,7 +396,8 @@ def measure_start(bench):
 def start_rows(found):
     rows = []
     for unit, rank in itertools.product(("s", "MB"), (0, 1)):
-        for phase in [*PHASES, "launch to first step"]:
+        # the phases of the others are those of rank 0, or waiting for it
+        for phase in [*(PHASES if (unit, rank) == ("s", 0) else []), "launch to first step"]:
             name = f"rank {rank}: {phase}, {unit}"
             if name in found["demo"]:
                 rows.append(row(f"{name[:-len(unit) - 2]}{', peak' * (unit == 'MB')} / recipe",
@@ -623,7 +625,7 @@ def child_demo(modes, argv, note):
         step, done = demo.optimizer_step, []
 
         def once(run, group):
-            if run.step in (1, run.args.max_steps - 1):
+            if "memory" in modes and run.step in (1, run.args.max_steps - 1):
                 note.workers(run.step)
             done.extend([] if done else [step(run, group)])
             return done[0]
@@ -723,7 +725,7 @@ def child_recipe(modes, argv, note):
         note("workers and first batch")
         start, end = end, time.perf_counter()
         waited = end - start
-        if "loader" in modes and step in (2, last):
+        if "memory" in modes and step in (2, last):
             note.workers(step - 1)
         if "loader" not in modes or step == 1:
             loss = torch.nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
