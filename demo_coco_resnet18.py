@@ -434,10 +434,9 @@ def build_model(args, job):
     if kind == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, args.powersgd_rank, WARM_UP,
                                             orthogonalization_epsilon=1e-8)
-        hook = powerSGD_hook.powerSGD_hook
-        if args.precision == "bf16":  # half the memory traffic, most of what the hook costs a CPU
-            hook = default_hooks.bf16_compress_wrapper(hook)
-        ddp.register_comm_hook(state, hook)
+        # in bf16 the hook has half the memory traffic, which is most of what it costs a CPU
+        hook, half = powerSGD_hook.powerSGD_hook, args.precision == "bf16"
+        ddp.register_comm_hook(state, default_hooks.bf16_compress_wrapper(hook) if half else hook)
     elif kind != "none":
         ddp.register_comm_hook(None, getattr(default_hooks, f"{kind}_compress_hook"))
     return model, ddp, state
@@ -851,8 +850,6 @@ def main():
         summary = summarize(run, started)
         if job.rank == 0:
             log(job, "Summary " + json.dumps(summary))
-        seconds = time.perf_counter() - started
-        log(job, f"Cleanup complete. Total wall time: {duration(seconds)} ({seconds:.3f}s)")
     except UserError as error:
         code = 1
         if job.local_rank == 0 or not dist.is_initialized():  # else all have the same error
@@ -867,6 +864,9 @@ def main():
     if dist.is_initialized():
         dist.barrier()  # who leaves first has the launcher end the others: let them write
         dist.destroy_process_group()
+    if code == 0:
+        seconds = time.perf_counter() - started
+        log(job, f"Cleanup complete. Total wall time: {duration(seconds)} ({seconds:.3f}s)")
     sys.exit(code)
 
 if __name__ == "__main__":
