@@ -273,10 +273,9 @@ Index = namedtuple("Index", "names labels categories unlabelled")
 def read_index(path, ids=None):
     """Index of a COCO instances file; ids: categories of the training set. Raises UserError."""
     with explain(f"annotation file {path} is no usable COCO instances file"):
-        gc.disable()  # it would walk millions of new objects again and again
+        gc.disable()  # it would walk millions of new objects; prepare enables it without them
         with contextlib.redirect_stdout(None):  # pycocotools prints its progress
             coco = COCO(path)
-        gc.enable()
         ids, images = ids or sorted(coco.cats), coco.dataset["images"]
         # the label is the category of the first annotation in the file, crowds included
         labelled = [(image["file_name"], annotations[0]["category_id"]) for image in images
@@ -795,6 +794,7 @@ def prepare(args, job):
     index = from_rank0(job, "index broadcast", lambda: read_index(args.annotation_path))
     val_index = from_rank0(job, "index broadcast", lambda: args.val_annotation_path and read_index(
         args.val_annotation_path, index.categories))
+    gc.enable()
     script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     mine = {"PyTorch": torch.__version__, "the script's hash": script}
     mine |= {f"--{name}": value for name, value in vars(args).items()

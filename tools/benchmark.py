@@ -359,7 +359,8 @@ def measure_input(bench):
 def measure_start(bench):
     """Rows: seconds and peak memory by phase against the recipe, and loader workers."""
     args, weights = bench.args, bench.folder / "weights.pt"
-    pictures = make_sample(bench, 48) / "train2017"
+    # the tiny set, too, has whole batches for both ranks
+    pictures = make_sample(bench, max(48, 6 * args.batch_size)) / "train2017"
     full = make_sample(bench, args.images, "--annotations_only")
     bench.script("weights", [weights])
     begin = common(args, "--weights", weights, steps=2)
