@@ -617,10 +617,10 @@ class NamespacePair:
     def set_rate(self, rate: str) -> None:
         """Shape the link, in both directions, to a rate such as "100mbit"."""
         for name in self.names:
-            # 512 KB covers a timer tick at 1 Gb/s with room to spare; a longer queue than 50 ms
-            # would only add delay.
+            # 256 KB is more than the largest packet, and little of what is measured; a longer
+            # queue than 50 ms would only add delay.
             qdisc = f"qdisc replace dev {self.interface} root tbf rate {rate}"
-            command = f"tc -n {name} {qdisc} burst 512kb latency 50ms"
+            command = f"tc -n {name} {qdisc} burst 256kb latency 50ms"
             subprocess.run(command.split(), check=True)
 
     def hosts(self, node: int) -> Path:
