@@ -319,9 +319,8 @@ class FirstCategory(Dataset):
     """(image uint8 (3, size, size), label, position) for the key (epoch, position)."""
     def __init__(self, folder, index, size, seed=None):
         self.folder, self.index, self.size, self.seed = folder, index, size, seed
-        whole = [v2.Resize(size * 8 // 7), v2.CenterCrop(size)]
-        varied = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
-        self.transform = v2.Compose(whole if seed is None else varied)
+        self.transform = v2.Compose([v2.Resize(size * 8 // 7), v2.CenterCrop(size)] if seed is None
+                                    else [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
 
     def __len__(self):
         return len(self.index.names)
@@ -508,8 +507,7 @@ def probe_link(run):
 
 def probe(run):
     """What the link delivers and what a step costs, measured without a trace in the run."""
-    args, sampler = run.args, run.loader.sampler
-    run.job.phase = "probe"
+    args, sampler, run.job.phase = run.args, run.loader.sampler, "probe"
     buffers, memory = [b.clone() for b in run.model.buffers()], powersgd_memory(run)
     sampler.set_epoch(run.epoch)
     with torch.random.fork_rng(devices=[]):  # crops draw from it
@@ -704,7 +702,7 @@ def train(run):
 
 def summarize(run, started):
     """The Summary record; finds out whether all replicas are equal, bit for bit."""
-    digest = hashlib.sha256()
+    args, digest = run.args, hashlib.sha256()
     for value in run.model.state_dict().values():
         digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy())
     _, seconds, images = np.sum(run.times or [(0, 0, 0)], axis=0).tolist()
@@ -718,10 +716,9 @@ def summarize(run, started):
     split = dict(zip(names, np.mean(times, axis=0).tolist(), strict=True))
     busy = [rank["data_ms"] + rank["compute_ms"] for rank in ranks]
     usual = sorted(busy)[(len(ranks) - 1) // 2]
-    epochs, wall = run.step // run.args.steps_per_epoch, time.perf_counter() - started
-    sent_as = run.args.precision if run.powersgd else run.args.grad_compression
-    plain, steps = sum(p.numel() for p in run.model.parameters()), len(run.times)
-    plain *= 2 if sent_as in ("fp16", "bf16") else 4
+    epochs, wall = run.step // args.steps_per_epoch, time.perf_counter() - started
+    sent_as, steps = args.precision if run.powersgd else args.grad_compression, len(run.times)
+    plain = sum(map(torch.numel, run.model.parameters())) * (2 if "16" in sent_as else 4)
     _, before, after = run.powersgd.compression_stats() if run.powersgd else (1, 1, 1)
     wire = plain * after // before if before else plain
     whole = max(0, min(steps, WARM_UP - run.step + steps)) if run.powersgd else 0
@@ -856,9 +853,12 @@ def main():
             log(job, f"ERROR: {error}", descriptor=2)
     except SystemExit as stop:
         code = stop.code
-    except (RuntimeError, OSError) as error:  # from a collective or a loader; else it is a bug
-        if not re.search(OUTSIDE, str(error)):
-            raise
+    except Exception as error:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch would raise one more in here
+        for worker in torch.multiprocessing.active_children():
+            worker.kill()  # Python's exit would wait for it: it takes no SIGTERM
+        if not isinstance(error, RuntimeError | OSError) or not re.search(OUTSIDE, str(error)):
+            raise  # not from a collective or a loader: a bug
         log(job, f"ERROR: in {job.phase}: " + str(error).strip().splitlines()[-1][:300], 2)
         os._exit(1)  # a tear-down could wait for ranks that are gone
     if dist.is_initialized():

@@ -727,6 +727,25 @@ def broken_copy(folder: Path, patch: str) -> Path:
     return Path(launcher)
 
 
+def test_loader_workers_that_end_while_an_error_is_told(data, folder):
+    launcher = broken_copy(
+        folder,
+        "def broken(run, group):\n"
+        "    raise ConnectionResetError('Connection reset on purpose')\n"
+        "def late(job, text, descriptor=1):\n"
+        "    if 'ERROR' in text:\n"
+        "        demo.time.sleep(1)  # SIGCHLD, and what PyTorch would raise on it, come in here\n"
+        "    log(job, text, descriptor)\n"
+        "log, demo.log, demo.optimizer_step = demo.log, late, broken",
+    )
+    env = {"NNODES": "1", "GPUS_PER_NODE": "1", "LOG_DIR": str(folder), "RUN_NAME": "run"}
+    command = ["bash", launcher, *FAST, *data, "--workers", 1]
+    with helpers.start(command, env=env | {"PYTHON": sys.executable}) as run:
+        ended = run.finish(60, expect=1)
+    said(ended.out, r"\[CPU 0\] ERROR: in step 1: Connection reset on purpose$")
+    assert "During handling of the above" not in ended.out
+
+
 def test_exception_on_one_rank_is_the_first_cause(data, folder):
     launcher = broken_copy(
         folder,
@@ -738,7 +757,8 @@ def test_exception_on_one_rank_is_the_first_cause(data, folder):
         "demo.optimizer_step = broken",
     )
     env = {"NNODES": "1", "GPUS_PER_NODE": "2", "LOG_DIR": str(folder), "RUN_NAME": "run"}
-    command = ["bash", launcher, *FAST, *data, "--num_epochs", 99, "--timeout", 8]
+    # with a loader worker, which Python's own exit would wait for
+    command = ["bash", launcher, *FAST, *data, "--num_epochs", 99, "--workers", 1, "--timeout", 8]
     with helpers.start(command, env=env | {"PYTHON": sys.executable}) as run:
         ended = run.finish(60, expect=1)
     assert "LookupError: broken on purpose" in ended.out.splitlines()[-1], ended.tail()
