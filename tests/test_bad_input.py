@@ -201,6 +201,16 @@ SPOILT: dict[str, tuple[Callable[[Data], object], list[str]]] = {
     "images are numbers": (put("images", [1, 2]), ["instances.json"]),
     "name is a number": (put("images.0.file_name", 5), ["instances.json"]),
     "id is a list": (put("images.0.id", [1]), ["instances.json"]),
+    "id of an image is a decimal": (put("images.0.id", 1.0), ["instances.json", "integers"]),
+    "image of an annotation is a decimal": (
+        put("annotations.0.image_id", 1.5),
+        ["instances.json", "integers"],
+    ),
+    "category of an annotation is a decimal": (
+        put("annotations.0.category_id", 1.0),
+        ["instances.json", "unknown categories"],
+    ),
+    "id of a category is a decimal": (put("categories.0.id", 1.0), ["instances.json"]),
     "category is a list": (put("annotations.0.category_id", [1]), ["instances.json"]),
     "category ids of two kinds": (put("categories.0.id", "1"), ["instances.json"]),
     "no labelled image": (put("annotations", []), ["instances.json", "annotation"]),

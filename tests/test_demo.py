@@ -242,7 +242,7 @@ def write(result: str, value: object) -> None:
 
 def prepared(demo):
     """The demo's own preparations: what its training loop works on."""
-    args, job = demo.parse_arguments(), demo.read_environment()
+    args, job = demo.parse_arguments(sys.argv[1:]), demo.read_environment()
     demo.set_up(args, job)
     return demo.prepare(args, job)[0]
 
@@ -265,7 +265,7 @@ def index_of(demo, result, path, categories=None):
 
 def shards(demo, result, epochs):
     """By epoch, the loader's samples in their order: [position, label, digest of the pixels]."""
-    args, job = demo.parse_arguments(), demo.read_environment()
+    args, job = demo.parse_arguments(sys.argv[1:]), demo.read_environment()
     index = demo.read_index(args.annotation_path)
     loader, _ = demo.make_loaders(args, job, index, None)
     found = []

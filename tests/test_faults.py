@@ -164,7 +164,7 @@ def bad_gradient(demo, step: int) -> None:
 
 def save_again_and_again(demo) -> None:
     """In the place of a run: saves without end, and says which step has been saved."""
-    args, job = demo.parse_arguments(), demo.Job()
+    args, job = demo.parse_arguments(sys.argv[1:]), demo.Job()
     demo.set_up(args, job)
     run = demo.prepare(args, job)[0]
     demo.optimizer_step(run, [next(iter(run.loader))])  # Adam has its state from now on
