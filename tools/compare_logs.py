@@ -21,7 +21,8 @@ node's link in one direction, a = latency of one message):
          T = 2 ceil(log2 N) a + 2 B/r
   step   from full overlap, max(floor, T), to none, floor + T; floor = data wait + compute
   best   with a probe of P: the mean of max(floor, measured step + T - P), where the same time of
-         an all-reduce stays hidden, and floor + T min(1, (step - floor)/P), where the same share
+         an all-reduce stays hidden, and floor + T min(1, (step - floor)/P), where the same share,
+         though no more than a backward pass, 2/3 floor
 Traffic inside a node counts as free, and all gradients as one message (buckets repeat a).
 Sources: latency-bandwidth cost: Thakur, Rabenseifner, Gropp, Int. J. High Perf. Comp. Appl. 19(1),
 2005. Ring: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2), 2009. Two trees: Sanders, Speck,
@@ -50,6 +51,8 @@ LATENCY_US = 14.0
 # A training step of ResNet-18 at 224 px in fp32 on an RTX 2080 Ti runs at 750 img/s or more; a GPU
 # that gets a quarter of that is most likely waiting for images.
 SLOW_GPU_IMG_PER_S = 190
+# A backward pass, which all-reduces hide behind, computes two products for the forward pass's one.
+BACKWARD_SHARE = 2 / 3
 RATES_GBPS = (1, 10, 25, 56, 100, 200, 400)
 PROCESSES = tuple(2**k for k in range(11))
 RANGE_TOLERANCE = 0.10  # measured times this far outside the model's range still count as inside
@@ -107,8 +110,9 @@ def estimate_step(floor_s, step_s, modelled_s, probed_s):
     share where its parts queue behind the computing; real steps lie between: the mean of both.
     """
     same_time_hidden = max(floor_s, step_s + modelled_s - probed_s)
-    share_exposed = min(1.0, max(0.0, step_s - floor_s) / probed_s)
-    return (same_time_hidden + floor_s + share_exposed * modelled_s) / 2
+    share_hidden = 1.0 - min(1.0, max(0.0, step_s - floor_s) / probed_s)
+    hidden_s = min(share_hidden * modelled_s, BACKWARD_SHARE * floor_s)
+    return (same_time_hidden + floor_s + modelled_s - hidden_s) / 2
 
 
 # --- reading logs ------------------------------------------------------------------------------
@@ -954,10 +958,12 @@ def steps_per_epoch(run, processes):
 
 
 def predict(run, runs, gbps, latency_s):
-    """Best estimate of this run's step in s on a wire that runs at `gbps`; needs a probe."""
+    """Best estimate of this run's step in s where counters show `gbps`; needs a probe."""
     floor_s, _ = floor_of(run, runs)
     size = (run.wire_bytes, run.processes, run.nodes)
-    modelled = ring_seconds(*size, payload_rate(gbps), latency_s)
+    # the packets, and so their headers' share of what an interface counts, are those of the probe
+    share = min(1.0, implied_gbps(*size, run.probe_s) / run.wire_gbps)
+    modelled = ring_seconds(*size, share * gbps * 1e9 / 8, latency_s)
     return estimate_step(floor_s, run.step_s, modelled, run.probe_s)
 
 
