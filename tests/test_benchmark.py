@@ -187,6 +187,11 @@ def test_wrong_arguments_end_in_one_line(args, part):
     assert line.startswith("benchmark.py: error: ") and part in line
 
 
+@pytest.mark.parametrize("name", tool.MEASURE)
+def test_defaults_fit_together(name):
+    assert tool.parse_arguments([name]).repeats == 5
+
+
 def test_failing_run_ends_in_one_line(sample, tmp_path, scratch):
     broken = tmp_path / "broken.json"
     broken.write_text("{")

@@ -324,8 +324,10 @@ def peer_case(bench, images):
 def measure_input(bench):
     """Rows: the loader on one core, and the step's wait for data by number of workers."""
     args, cases = bench.args, {}
-    data = chosen_data(bench, needed(args, max(args.worker_counts)) + 6 * args.batch_size)
-    skip = max(args.warm_steps, 4)  # the first step trains; then two batches lie ready
+    data = chosen_data(bench, needed(args, max(args.worker_counts)) + 16 * args.batch_size)
+    # the first step trains, then two batches lie ready, and the first few hundred images of a
+    # worker are slower than all that follow
+    skip = max(args.warm_steps, 16)
 
     def alone(how):
         options = [*data, *common(args, workers=1, steps=skip + args.steps)]
@@ -813,7 +815,7 @@ def add_common(add, name):
     small = name in ("scale", "links", "overhead")
     add("--repeats", type=whole(1), default=5, help="rounds; fewer than 5 are a trial")
     add("--json", metavar="FILE", help="write the table as JSON, too; -: to stdout")
-    add("--steps", type=whole(1), default=200 if name == "overhead" else 12,
+    add("--steps", type=whole(1), default={"overhead": 200, "scale": 10}.get(name, 12),
         help="measured steps of a run")
     add("--warm_steps", type=whole(1), default=6 if name == "links" else 3,
         help="steps before them; with links PowerSGD has to have started by then")
