@@ -753,7 +753,10 @@ def test_exception_on_one_rank_is_the_first_cause(data, folder):
         "def broken(run, group):\n"
         "    if run.job.rank == 1 and run.step == 3:\n"
         "        raise LookupError('broken on purpose')\n"
-        "    return step(run, group)\n"
+        "    try:\n"
+        "        return step(run, group)\n"
+        "    except RuntimeError:\n"
+        "        raise ValueError('a consequence') from None\n"
         "demo.optimizer_step = broken",
     )
     env = {"NNODES": "1", "GPUS_PER_NODE": "2", "LOG_DIR": str(folder), "RUN_NAME": "run"}
@@ -768,6 +771,7 @@ def test_exception_on_one_rank_is_the_first_cause(data, folder):
     raised = re.search(line, ended.out[first:], re.MULTILINE)
     assert "broken on purpose" in raised[0], ended.tail()
     assert "ERROR: " not in ended.out[:first]
+    assert "ValueError: a consequence" in ended.out[first:]
 
 
 def test_tiny_shared_memory(ranks, data):
