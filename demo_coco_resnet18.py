@@ -53,7 +53,6 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as its 
 LR_BATCH = 64  # the global batch that --lr is meant for when --lr_scaling is used
 WARM_UP = 3  # steps that are left out of averages, and that PowerSGD leaves alone
 PROBE_MS = 5000  # a probe starts no other round after that
-EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start it again later
 MINIMA = {"image_size": 33, "workers": 0, "warmup_steps": 0, "seed": 0, "checkpoint_every": 0,
           "probe_steps": 0, "lr": 1e-9, "timeout": 0.1, "bucket_cap_mb": 0.1}  # of the others: 1
 # What a checkpoint keeps, and the arguments that a run must share with the one it resumes.
@@ -625,8 +624,8 @@ def agree(run, recent):
     if any(stops):
         save_checkpoint(run, last=True)
         reason = next(filter(None, stops))
-        log(run.job, f"Stopped on {reason} | step {run.step} | exit code {EXIT_STOPPED}")
-        sys.exit(EXIT_STOPPED)
+        log(run.job, f"Stopped on {reason} | step {run.step} | exit code {os.EX_TEMPFAIL}")
+        sys.exit(os.EX_TEMPFAIL)  # 75, by sysexits.h: start it again later
     return max(1, int(1 / max(slowest)))  # about every second: a GPU waits while ranks talk
 
 def train_epoch(run):
@@ -847,6 +846,7 @@ def main():
         summary = summarize(run, started)
         if job.rank == 0:
             log(job, "Summary " + json.dumps(summary))
+            time.sleep(0.3 * (job.launcher == "srun"))  # which forwards 1 KB, then another rank's
     except UserError as error:
         code = 1
         if job.local_rank == 0 or not dist.is_initialized():  # else all have the same error

@@ -307,7 +307,7 @@ def test_step_table_names_the_marked_functions():
 
 def test_exit_codes(demo):
     table = [int(row[0]) for row in rows("code")]
-    assert table == [0, 1, 2, demo.EXIT_STOPPED]
+    assert table == [0, 1, 2, os.EX_TEMPFAIL]
 
 
 def test_limits_in_the_text_are_the_scripts(demo):
