@@ -244,12 +244,12 @@ def duration(seconds, digits=2):
     h, m = divmod(int(m), 60)
     return f"{h}h " * (h > 0) + f"{m}m " * (h + m > 0) + f"{rest:.{digits}f}s"
 
-def describe_run(run, index, val_index):
-    """The Run record: what runs, on what, with which settings."""
+def log_run(run, index, val_index, resumed):
+    """Rank 0 writes what runs, on what, with which settings, and on which data."""
     args, job, n = run.args, run.job, sum(p.numel() for p in run.model.parameters())
     name = torch.cuda.get_device_name() if job.device.type == "cuda" else os.uname().machine
     hosts, devices, local = gather(socket.gethostname(), name, job.local_rank)
-    return {
+    about = {
         "demo": "coco_resnet18", "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
                      "torchvision": torchvision.__version__, "cuda": torch.version.cuda,
@@ -262,6 +262,10 @@ def describe_run(run, index, val_index):
         "images_without_annotations": index.unlabelled, "padding": -len(index.names) % len(hosts),
         "gradient_bytes": 4 * n, "val_images": len(val_index.names) if val_index else 0,
         "env": {k: v for k, v in sorted(os.environ.items()) if re.match("NCCL_|GLOO_|OMP_", k)}}
+    if job.rank == 0:
+        log(job, "Run " + json.dumps(about))
+        log(job, f"Data: {len(index.names)} labelled of {len(index.names) + index.unlabelled} "
+            f"images, {about['padding']} of them twice an epoch. {resumed}")
 
 # --- data ---
 # Names (n,) bytes and labels (n,) in 0..79 as arrays (118,287 objects would be copied into each
@@ -828,12 +832,7 @@ def main():
         job = read_environment()
         set_up(args, job)
         run, index, val_index = prepare(args, job)
-        resumed = load_checkpoint(run) if args.resume else "Not resumed"
-        about = describe_run(run, index, val_index)
-        if job.rank == 0:
-            log(job, "Run " + json.dumps(about))
-            log(job, f"Data: {len(index.names)} labelled of {len(index.names) + index.unlabelled} "
-                f"images, {about['padding']} of them twice an epoch. {resumed}")
+        log_run(run, index, val_index, load_checkpoint(run) if args.resume else "Not resumed")
         for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # loader workers inherit it
             signal.signal(stop, lambda n, _: setattr(job, "stop", signal.Signals(n).name))
         for loader in filter(None, (run.loader, run.val_loader)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -136,7 +137,12 @@ def preempt(slurm, job_id: int) -> None:
     slurm.run("srun", "--partition=urgent", "-N", 2, "true", timeout=60)
 
 
-@pytest.mark.parametrize("interrupt", [warn_of_time_limit, preempt])
+LONG = pytest.mark.skipif(
+    os.environ.get("DEMO_LONG") != "1", reason="takes a minute: tests/run.sh --ci runs it"
+)
+
+
+@pytest.mark.parametrize("interrupt", [pytest.param(warn_of_time_limit, marks=LONG), preempt])
 def test_batch_job_is_requeued_and_finishes(idle_slurm, sample, tmp_path, interrupt):
     script = tmp_path / "job.sh"
     script.write_text(BATCH_SCRIPT.replace("./launch_multinode.sh", str(LAUNCHER)))
