@@ -32,6 +32,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "demo_coco_resnet18.py"
 MARK = "DEMO_TEST_ID"  # in the environment of every process that a test starts
 _counter = itertools.count()
+LONG = pytest.mark.skipif(
+    os.environ.get("DEMO_LONG") != "1", reason="takes a minute: tests/run.sh --ci runs it"
+)
 
 # A surrounding scheduler or launcher would tell the script a rank of its own, and a GPU would
 # change what the tests compare: both stay outside.

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -21,9 +20,6 @@ spec.loader.exec_module(tool)
 
 TINY = ["--repeats", "1", "--steps", "2", "--warm_steps", "1", "--batch_size", "2",
         "--image_size", "64"]
-
-long = pytest.mark.skipif(
-    os.environ.get("DEMO_LONG") != "1", reason="takes a minute: tests/run.sh --ci runs it")
 
 
 @pytest.fixture
@@ -72,7 +68,7 @@ def table_of(args, scratch):
     return {row["what"]: row for row in result["rows"]}
 
 
-@long
+@helpers.LONG
 def test_step_compares_files_resident_batch_and_recipe(sample, scratch):
     rows = table_of(["step", *TINY, *helpers.data_args(sample)], scratch)
     assert len(rows) == 5
@@ -83,7 +79,7 @@ def test_step_compares_files_resident_batch_and_recipe(sample, scratch):
     assert same != default
 
 
-@long
+@helpers.LONG
 def test_input_compares_one_core_with_bare_decoding(sample, scratch):
     args = ["input", *TINY, "--worker_counts", "2", *helpers.data_args(sample)]
     rows = table_of(args, scratch)
@@ -93,7 +89,7 @@ def test_input_compares_one_core_with_bare_decoding(sample, scratch):
     assert 0 <= rows["step waits for data, workers 2"]["demo"] <= 100
 
 
-@long
+@helpers.LONG
 def test_start_parts_the_time_to_the_first_step(tmp_path, scratch):
     args = ["start", *TINY, "--images", "100", "--data_folder", tmp_path / "data"]
     rows = table_of(args, scratch)
@@ -110,7 +106,7 @@ def test_start_parts_the_time_to_the_first_step(tmp_path, scratch):
     assert own["demo"] < rows["loader worker: PSS, last / first step of an epoch"]["demo"]
 
 
-@long
+@helpers.LONG
 def test_scale_grows_processes_and_data(scratch):
     args = ["scale", *TINY, "--images", "60", "--processes", "1,2", "--sizes", "1,3"]
     run = run_tool([*args, "--json", "-"], scratch)
@@ -122,7 +118,7 @@ def test_scale_grows_processes_and_data(scratch):
         "2 processes / 1 process", "data 3x / 1x"}
 
 
-@long
+@helpers.LONG
 def test_links_shapes_a_real_link(sample, scratch):
     reason = helpers.why_no_namespaces()
     helpers.require(not reason, reason)
@@ -136,7 +132,7 @@ def test_links_shapes_a_real_link(sample, scratch):
     assert rows["200mbit, bf16: bytes of a step / none"]["ratio"] == pytest.approx(0.5)
 
 
-@long
+@helpers.LONG
 def test_links_compares_losses(sample, scratch):
     args = ["links", "--loss", *TINY, "--loss_steps", "8", "--seeds", "1", "--methods"]
     rows = table_of([*args, "none,powersgd,accumulate", *helpers.data_args(sample)], scratch)

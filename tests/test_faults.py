@@ -42,9 +42,6 @@ SCRIPT = Path(os.environ.get("DEMO_SCRIPT", helpers.SCRIPT))
 FAST = shlex.split("--weights none --image_size 40 --batch_size 4 --workers 0 --precision fp32")
 FAST += ["--log_every", "1", "--probe_steps", "0"]
 STOPPED = 75  # the script's exit code after a stop signal
-LONG = pytest.mark.skipif(
-    os.environ.get("DEMO_LONG") != "1", reason="takes a minute: tests/run.sh --ci runs it"
-)
 NOTICED = 20  # seconds: a silent peer is noticed after --timeout 8, the rest is a slow machine
 
 
@@ -488,7 +485,7 @@ def test_sigkill_of_one_nodes_torchrun(data, folder):
     assert load(folder / "c.pt")["step"] == step
 
 
-@LONG
+@helpers.LONG
 @pytest.mark.parametrize("seed", [1])
 def test_sigkill_while_a_checkpoint_is_written(ranks, data, folder, seed):
     rng, path, partial, seen = random.Random(seed), folder / "c.pt", 0, 0
@@ -601,7 +598,7 @@ def test_link_down_in_mid_epoch(ranks, data):
         assert re.search(r"step \d+", said(ended.out, rf"\[CPU {rank}\] ERROR: .*"))
 
 
-@LONG
+@helpers.LONG
 def test_link_down_and_up_again_within_the_timeout(ranks, data, undisturbed):
     with helpers.NamespacePair() as nodes:
         run = ranks.start([*FAST, *data, *undisturbed.argv, "--timeout", 30], 2, nodes=nodes)
@@ -956,7 +953,7 @@ def test_same_run_twice_at_once(ranks, data, folder):
 # --- Resume ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=helpers.LONG), 2])
 def test_interrupted_and_resumed_equals_uninterrupted(ranks, data, folder, nproc):
     """Bit for bit, with a worker and accumulation, after stops in both epochs."""
     path, slow = folder / "c.pt", [("slowly", {"seconds": 0.5})]

@@ -629,6 +629,7 @@ def assert_same(whole: helpers.Run, parts: Sequence[helpers.Run], nproc: int) ->
     assert ends[0]["loss_by_epoch"] == pytest.approx(ends[1]["loss_by_epoch"])
 
 
+@helpers.LONG
 def test_resume_with_four_ranks_is_exact(server, data, checkpoint):
     """Of more than two ranks the sum depends on its order, so on the buckets that DDP makes."""
     argv = [*data, *FAST, "--batch_size", 2, "--probe_steps", 0]
@@ -637,7 +638,10 @@ def test_resume_with_four_ranks_is_exact(server, data, checkpoint):
     assert_same(whole, parts, 4)
 
 
-@pytest.mark.parametrize(("nproc", "precision"), [(1, "fp32"), (2, "fp32"), (2, "bf16")])
+@pytest.mark.parametrize(
+    ("nproc", "precision"),
+    [(1, "fp32"), pytest.param(2, "fp32", marks=helpers.LONG), (2, "bf16")],
+)
 def test_resume_with_powersgd_is_exact(
     server, data, checkpoint, compressed_bytes, nproc, precision
 ):

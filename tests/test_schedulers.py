@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -84,6 +83,7 @@ def test_srun_starts_the_script_itself(idle_slurm, sample):
     check_two_ranks(run, 3, ["node0", "node1"])
 
 
+@helpers.LONG
 def test_srun_places_two_tasks_on_each_node(idle_slurm, sample):
     """Local ranks, and a master that is not among the local tasks of node 1."""
     args = [
@@ -137,12 +137,9 @@ def preempt(slurm, job_id: int) -> None:
     slurm.run("srun", "--partition=urgent", "-N", 2, "true", timeout=60)
 
 
-LONG = pytest.mark.skipif(
-    os.environ.get("DEMO_LONG") != "1", reason="takes a minute: tests/run.sh --ci runs it"
+@pytest.mark.parametrize(
+    "interrupt", [pytest.param(warn_of_time_limit, marks=helpers.LONG), preempt]
 )
-
-
-@pytest.mark.parametrize("interrupt", [pytest.param(warn_of_time_limit, marks=LONG), preempt])
 def test_batch_job_is_requeued_and_finishes(idle_slurm, sample, tmp_path, interrupt):
     script = tmp_path / "job.sh"
     script.write_text(BATCH_SCRIPT.replace("./launch_multinode.sh", str(LAUNCHER)))
