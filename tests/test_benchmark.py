@@ -81,7 +81,7 @@ def test_step_compares_files_resident_batch_and_recipe(sample, scratch):
 
 @helpers.LONG
 def test_input_compares_one_core_with_bare_decoding(sample, scratch):
-    args = ["input", *TINY, "--worker_counts", "2", *helpers.data_args(sample)]
+    args = ["input", *TINY, "--steps", "12", "--worker_counts", "2", *helpers.data_args(sample)]
     rows = table_of(args, scratch)
     assert len(rows) == 4
     loader = rows["loader, 1 worker on 1 core / bare decode on 1 core"]
