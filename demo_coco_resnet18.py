@@ -845,7 +845,7 @@ def main():
         summary = summarize(run, started)
         if job.rank == 0:
             log(job, "Summary " + json.dumps(summary))
-            time.sleep(0.3 * ("SLURM_STEP_ID" in os.environ))  # srun forwards 1 KB of each rank
+            time.sleep(0.3 * ("SLURM_STEP_ID" in os.environ))  # srun mixes lines of over 1 KB
     except UserError as error:
         code = 1
         if job.local_rank == 0 or not dist.is_initialized():  # else all have the same error

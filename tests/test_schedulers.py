@@ -16,7 +16,7 @@ SHORT = shlex.split(
 )
 # Long enough to be stopped in the middle: some 0.1 s a step. With a loader worker, since SLURM
 # sends its signals to every process of a job step, workers and launchers included.
-LONG = shlex.split(
+LONG_RUN = shlex.split(
     "--weights none --image_size 40 --batch_size 4 --num_epochs 20 --max_steps 60 --workers 1 "
     "--log_every 1 --probe_steps 0"
 )
@@ -154,7 +154,7 @@ def test_batch_job_is_requeued_and_finishes(idle_slurm, sample, tmp_path, interr
     job_id = idle_slurm.submit(
         script,
         *helpers.data_args(sample),
-        *LONG,
+        *LONG_RUN,
         cwd=tmp_path,
         test_id=test_id,
         env={"SBATCH_OUTPUT": str(out), "GPUS_PER_NODE": "1", "RUN_NAME": f"test-{tmp_path.name}"},
