@@ -5,13 +5,8 @@ An image's label is the category of its first annotation (80 classes). Each proc
 own share of the images; DDP averages the gradients in the backward pass, so all replicas stay
 equal. The six steps that make a training script distributed are marked 1/6 to 6/6.
 
-One GPU, or the CPU where there is none:
-    torchrun --standalone --nnodes=1 --nproc_per_node=1 demo_coco_resnet18.py \\
-        --coco_image_path DIR --annotation_path FILE --num_epochs 2
-Two nodes, NODE_RANK 0 and 1 (here WORLD_SIZE counts nodes; torchrun's own counts processes):
-    torchrun --nnodes="$WORLD_SIZE" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \\
-        --rdzv_id=123 --rdzv_backend=static --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" \\
-        demo_coco_resnet18.py --coco_image_path DIR --annotation_path FILE
+One process, on a GPU, or on the CPU where there is none (launch_multinode.sh: several nodes):
+    torchrun --standalone demo_coco_resnet18.py --coco_image_path DIR --annotation_path FILE
 """
 
 import argparse
@@ -26,7 +21,6 @@ import re
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections import namedtuple
 from dataclasses import dataclass, field
@@ -42,14 +36,15 @@ from PIL import Image
 from pycocotools.coco import COCO
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from torchvision.transforms import v2
+from torch.nn.functional import cross_entropy, interpolate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
+from torchvision.transforms import RandomResizedCrop
 
 CLASSES = 80
 IGNORED = -100  # label of an image that cannot be decoded: cross entropy's own ignore_index
 MAX_DAMAGED = 0.01  # share of the images; more of them end the run
-MAX_PIXELS = 2**26  # a larger image is refused before it is decoded and fills the memory
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as its weights expect
+Image.MAX_IMAGE_PIXELS = 2**25  # twice as many are refused: decoded, they would fill the memory
+MEAN, STD = 255 * torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 3, 1, 1)
 LR_BATCH = 64  # the global batch that --lr is meant for when --lr_scaling is used
 WARM_UP = 3  # steps that are left out of averages, and that PowerSGD leaves alone
 PROBE_MS = 5000  # a probe starts no other round after that
@@ -311,32 +306,42 @@ def check_images(folder, index):
 
 def decode(path):
     """uint8 (3, height, width), RGB. Raises whatever a decoder raises on a damaged file."""
-    with Image.open(path) as image:  # reads the header, decodes nothing yet
-        if image.width * image.height > MAX_PIXELS:
-            raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_PIXELS}")
-        try:
-            return torchvision.io.decode_image(path, torchvision.io.ImageReadMode.RGB)
-        except RuntimeError:  # Pillow knows more formats
-            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    with contextlib.suppress(RuntimeError):  # Pillow knows more formats
+        return torchvision.io.decode_image(path, "RGB")
+    return torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1)
 
 class FirstCategory(Dataset):
-    """(image uint8 (3, size, size), label, position) for the key (epoch, position)."""
+    """For keys (epoch, position): images uint8 (n, 3, size, size), labels (n,), positions (n,)."""
     def __init__(self, folder, index, size, seed=None):
         self.folder, self.index, self.size, self.seed = folder, index, size, seed
-        self.transform = v2.Compose([v2.Resize(size * 8 // 7), v2.CenterCrop(size)] if seed is None
-                                    else [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
 
-    def __len__(self):
-        return len(self.index.names)
+    def plan(self, epoch, position):
+        """(path; top, left, height and width of the crop; whether to flip it), by the header."""
+        path = os.path.join(self.folder, os.fsdecode(self.index.names[position]))
+        with Image.open(path) as image:  # decodes nothing
+            if self.seed is None:  # for validation the middle, 7/8 of the shorter side
+                side = max(1, min(image.size) * 7 // 8)
+                return path, (image.height - side) // 2, (image.width - side) // 2, side, side, 0
+            # seed, epoch and position alone set the crop: not worker, rank or resume
+            torch.default_generator.manual_seed(hash((self.seed, epoch, position)) % 2**32)
+            crop = RandomResizedCrop.get_params(image, (0.08, 1), (3 / 4, 4 / 3))
+            return path, *crop, torch.rand(()) < 0.5
 
-    def __getitem__(self, key):
-        epoch, position = key  # they and the seed alone set the crop: not worker, rank or resume
-        torch.default_generator.manual_seed(hash((self.seed or 0, epoch, position)) % 2**32)
-        try:
-            path = os.path.join(self.folder, os.fsdecode(self.index.names[position]))
-            return self.transform(decode(path)), int(self.index.labels[position]), position
-        except Exception:  # decoders raise anything on damaged data; the training loop names it
-            return torch.zeros(3, self.size, self.size, dtype=torch.uint8), IGNORED, position
+    def __getitems__(self, keys):  # a loader asks this for a batch, not for images one by one
+        images = torch.zeros(len(keys), self.size, self.size, 3, dtype=torch.uint8)
+        images = images.share_memory_() if get_worker_info() else images
+        labels, positions, plans = np.full(len(keys), IGNORED), np.array(keys)[:, 1], {}
+        for n, key in enumerate(keys):  # all of them first: decoding empties a core's caches
+            with contextlib.suppress(Exception):  # damaged data raises anything; its label tells
+                plans[n] = self.plan(*key)
+        for n, (path, top, left, height, width, flip) in plans.items():
+            with contextlib.suppress(Exception):
+                crop = decode(path)[None, :, top:top + height, left:left + width]
+                crop = crop.contiguous(memory_format=torch.channels_last)
+                image = interpolate(crop, (self.size, self.size), mode="bilinear", antialias=True)
+                images[n] = (image.flip(3) if flip else image)[0].permute(1, 2, 0)
+                labels[n] = self.index.labels[positions[n]]
+        return images.permute(0, 3, 1, 2), labels, positions
 
 class EpochSampler(DistributedSampler):
     """Gives the dataset's keys, and leaves out what a resumed epoch has already seen."""
@@ -351,10 +356,11 @@ def quiet(_):
 def make_loaders(args, job, index, val_index):
     """(training loader, validation loader or None) for this rank."""
     options = dict(batch_size=args.batch_size, num_workers=args.workers, worker_init_fn=quiet,
-                   pin_memory=job.device.type == "cuda", persistent_workers=args.workers > 0)
+                   pin_memory=job.device.type == "cuda", persistent_workers=args.workers > 0,
+                   collate_fn=tuple)  # __getitems__ makes a batch, not its parts
     dataset = FirstCategory(args.coco_image_path, index, args.image_size, args.seed)
     # DDP 3/6: each rank draws its own share, in an order that set_epoch changes every epoch
-    sampler = EpochSampler(dataset, job.world_size, job.rank, seed=args.seed)
+    sampler = EpochSampler(index.names, job.world_size, job.rank, seed=args.seed)
     loader, val_loader = DataLoader(dataset, sampler=sampler, **options), None
     if val_index:  # without DistributedSampler: its padding would count some images twice
         keys = [(0, i) for i in range(job.rank, len(val_index.names), job.world_size)]
@@ -376,7 +382,7 @@ def resolve_arguments(args, job, images):
     if not cuda and (args.sync_bn or args.precision == "tf32"):
         raise UserError("--sync_bn and --precision tf32 need CUDA, an NVIDIA GPU: leave them out")
     args.workers = (job.cores if cuda else 1) if args.workers is None else args.workers
-    if args.workers and len(folder := tempfile.gettempdir()) > 75:  # of 107 in a socket's name
+    if args.workers and len(folder := os.environ.get("TMPDIR", "")) > 75:  # of a socket's 107
         raise UserError(f"TMPDIR {folder} is too long for loader workers: export TMPDIR=/tmp")
     if args.precision == "auto":
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else (
@@ -446,10 +452,9 @@ def build_model(args, job):
 def read_counters(root="/sys/class"):
     """{interface: (kind, stated Gb/s or None, bytes sent, bytes received)} of this node."""
     def number(path):
-        try:
+        with contextlib.suppress(OSError, ValueError, IndexError):  # down, it states no speed
             return max(0, float(path.read_text().split()[0]))
-        except (OSError, ValueError, IndexError):  # a link that is down states no speed
-            return 0
+        return 0
     found, kinds = {}, {1: "ethernet", 32: "ipoib", 772: "loopback"}  # linux/if_arp.h
     for net in Path(root).glob("net/*"):
         found[net.name] = (kinds.get(number(net / "type"), "other"), number(net / "speed") / 1e3,
@@ -486,8 +491,7 @@ def measure(run, *works):
             dist.barrier()
             start = time.perf_counter()
             work()
-            if run.job.device.type == "cuda":
-                torch.cuda.synchronize()
+            torch.get_device_module(run.job.device).synchronize()
             times.append(1e3 * (time.perf_counter() - start))
         rounds.append(np.mean(next(gather(times)), axis=0))
     return np.array(rounds)
@@ -512,10 +516,9 @@ def probe(run):
     """What the link delivers and what a step costs, measured without a trace in the run."""
     args, sampler, run.job.phase = run.args, run.loader.sampler, "probe"
     buffers, memory = [b.clone() for b in run.model.buffers()], powersgd_memory(run)
-    sampler.set_epoch(run.epoch)
     with torch.random.fork_rng(devices=[]):  # crops draw from it
-        group = list(DataLoader(run.loader.dataset, args.batch_size, sampler=list(
-            islice(sampler, args.batch_size * args.accumulate_steps))))
+        keys, n = list(islice(sampler, args.batch_size * args.accumulate_steps)), args.batch_size
+        group = [run.loader.dataset.__getitems__(keys[i:i + n]) for i in range(0, len(keys), n)]
     # DDP orders its buckets by its first pass: let no step be that one, or a resumed run differs
     backward(run, group)
     found = probe_link(run) if args.probe_steps and run.job.world_size > 1 else None
@@ -569,11 +572,10 @@ class Run:
     identity: dict = field(default_factory=dict)  # what a run that resumes this one has to share
 
 def forward(run, model, images):
-    """Logits float32 (n, 80) of images uint8 (n, 3, size, size), normalized on the device."""
+    """Logits float32 (n, 80) of images uint8 (n, 3, size, size), normalized as ImageNet's."""
     device = run.job.device
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.args.precision)
-    mean, std = (255 * torch.tensor(v, device=device).view(3, 1, 1) for v in (MEAN, STD))
-    images = images.to(device, non_blocking=True).contiguous(memory_format=torch.channels_last)
+    images, mean, std = (t.to(device, non_blocking=True) for t in (images, MEAN, STD))
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         return model((images - mean) / std).float()
 
@@ -584,8 +586,8 @@ def backward(run, group, sync=True):
     for count, (images, labels, _) in enumerate(group, 1):
         # gradients of all but the last micro-batch add up locally: one all-reduce for the step
         with contextlib.nullcontext() if sync and count == len(group) else run.ddp.no_sync():
-            logits, labels = forward(run, run.ddp, images), labels.to(run.job.device)
-            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            labels = torch.from_numpy(labels).to(run.job.device, non_blocking=True)
+            loss = cross_entropy(forward(run, run.ddp, images), labels, reduction="sum")
             # DDP 5/6: gradients are all-reduced while earlier layers still compute theirs
             run.scaler.scale(loss / max(1, labelled)).backward()
         total += loss.detach()
@@ -623,7 +625,7 @@ def agree(run, recent):
     stops, bads, damaged, slowest = gather(run.job.stop, bad, run.epoch_loss[2], slowest)
     if (bad := min(bads)) < math.inf:
         raise UserError(f"rank {bads.index(bad)}: loss of step {bad} is not finite: lower --lr")
-    if sum(damaged) > MAX_DAMAGED * len(run.loader.dataset):
+    if sum(damaged) > MAX_DAMAGED * len(run.loader.sampler.dataset):
         raise UserError(f"{sum(damaged)} images are damaged, over {MAX_DAMAGED:.0%}: repair them")
     if any(stops):
         save_checkpoint(run, last=True)
@@ -653,10 +655,9 @@ def train_epoch(run):
         run.times.append((waited, end - start, sum(len(labels) for _, labels, _ in group)))
         if line_due:
             data, step, images = np.mean(run.times[shown:], axis=0)
-            left = duration((args.max_steps - run.step) * step, digits=0)
             log(run.job, f"Epoch {run.epoch} | Step {run.step} | Loss: {loss:.4f} | "
-                f"{images / step:.1f} img/s | data {1e3 * data:.1f} ms | "
-                f"step {1e3 * step:.1f} ms | ETA {left}")
+                f"{images / step:.1f} img/s | data {1e3 * data:.1f} ms | step {1e3 * step:.1f} ms"
+                f" | ETA {duration((args.max_steps - run.step) * step, digits=0)}")
             shown = len(run.times)
         save = args.checkpoint_every and run.step % args.checkpoint_every == 0
         if save or run.step >= next_talk:
@@ -669,12 +670,12 @@ def train_epoch(run):
 @torch.inference_mode()
 def validate(run):
     """Top-1 and top-5 in percent over all labelled validation images, each counted once."""
-    start, counts = time.perf_counter(), torch.zeros(3, dtype=torch.int64)
+    start, counts = time.perf_counter(), np.zeros(3, int)
     run.model.eval()
     for images, labels, positions in run.val_loader:
         name_damaged(run, run.val_loader, labels, positions)
-        hits = forward(run, run.model, images).cpu().topk(5).indices == labels[:, None]
-        counts += torch.stack([hits[:, 0].sum(), hits.sum(), (labels != IGNORED).sum()])
+        hits = forward(run, run.model, images).topk(5).indices.cpu().numpy() == labels[:, None]
+        counts += [hits[:, 0].sum(), hits.sum(), (labels != IGNORED).sum()]
     run.model.train()
     *hits, images = sum(next(gather(counts))).tolist()
     top1, top5 = (100 * n / max(1, images) for n in hits)
@@ -719,22 +720,21 @@ def summarize(run, started):
     split = dict(zip(names, np.mean(times, axis=0).tolist(), strict=True))
     busy = [rank["data_ms"] + rank["compute_ms"] for rank in ranks]
     usual = sorted(busy)[(len(ranks) - 1) // 2]
-    epochs, wall = run.step // args.steps_per_epoch, time.perf_counter() - started
     sent_as, steps = args.precision if run.powersgd else args.grad_compression, len(run.times)
     plain = sum(map(torch.numel, run.model.parameters())) * (2 if "16" in sent_as else 4)
     _, before, after = run.powersgd.compression_stats() if run.powersgd else (1, 1, 1)
     wire = plain * after // before if before else plain
     whole = max(0, min(steps, WARM_UP - run.step + steps)) if run.powersgd else 0
-    return {"epochs": epochs, "steps": run.step, "wall_s": wall, "train_s": seconds,
-            "images": images, "img_per_s": images / max(seconds, 1e-9), **split,
+    return {"epochs": run.step // args.steps_per_epoch, "steps": run.step, "images": images,
+            "wall_s": time.perf_counter() - started, "train_s": seconds, **split, "ranks": ranks,
+            "img_per_s": images / max(seconds, 1e-9), "wire_bytes_per_step": wire,
             **{f"{name[:-3]}_share": split[name] / max(split["step_ms"], 1e-9)
-               for name in names[:3]}, "ranks": ranks,
-            "straggler": busy.index(max(busy)) if max(busy) > 1.2 * usual else None,
-            "wire_bytes_per_step": wire, "traffic": traffic(run.job, run.counters),
+               for name in names[:3]}, "loss_by_epoch": [e["loss"] for e in run.losses],
+            "val": [e for e in run.losses if "top1" in e], "weights_sha256": digests[0],
+            "damaged": len(set().union(*damaged)), "replicas_identical": len(set(digests)) == 1,
             "all_reduced_bytes": whole * plain + (steps - whole) * wire,
-            "loss_by_epoch": [e["loss"] for e in run.losses],
-            "val": [e for e in run.losses if "top1" in e], "damaged": len(set().union(*damaged)),
-            "replicas_identical": len(set(digests)) == 1, "weights_sha256": digests[0]}
+            "straggler": busy.index(max(busy)) if max(busy) > 1.2 * usual else None,
+            "traffic": traffic(run.job, run.counters)}
 
 # --- checkpoint ---
 def save_checkpoint(run, last=False):

@@ -323,12 +323,14 @@ def gradients(demo, result, parts, ignored=(), count=False):
     from torch.profiler import ProfilerActivity, profile
 
     torch.set_default_dtype(torch.float64)
+    demo.MEAN, demo.STD = demo.MEAN.double(), demo.STD.double()
     run = prepared(demo)
     run.ddp.eval()
     share = 16 // run.job.world_size
     own = slice(run.job.rank * share, (run.job.rank + 1) * share)
     images, labels = (values[own] for values in sixteen(ignored))
-    group = list(zip(images.split(parts), labels.split(parts), labels.split(parts), strict=True))
+    labels = [part.numpy() for part in labels.split(parts)]
+    group = list(zip(images.split(parts), labels, labels, strict=True))
     # Adam divides by the gradient's own size, which makes rounding errors of tiny ones large.
     run.optimizer = torch.optim.SGD(run.model.parameters(), lr=run.args.lr)
     found = {}
@@ -397,10 +399,12 @@ def ranking(demo, result, weights, folder, annotations):
 
     model = resnet18(num_classes=80).eval()
     model.load_state_dict(torch.load(weights, weights_only=True))
-    data = demo.FirstCategory(folder, demo.read_index(annotations), 40)
+    index = demo.read_index(annotations)
+    data = demo.FirstCategory(folder, index, 40)
+    images = data.__getitems__([(0, position) for position in range(len(index.names))])[0]
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in IMAGENET)
     with torch.inference_mode():
-        scores = [model(((data[0, i][0] / 255 - mean) / std)[None])[0] for i in range(len(data))]
+        scores = [model(((image / 255 - mean) / std)[None])[0] for image in images]
     write(result, [score.argsort(descending=True).tolist() for score in scores])
 
 
@@ -409,18 +413,41 @@ def validation(demo, result):
     demo.validate(run)
 
 
+def alone(demo, path, size, seed=None):
+    """The batch that the script makes of one image file, which has the label 7."""
+    import numpy as np
+
+    folder, name = os.path.split(path)
+    index = demo.Index(np.array([os.fsencode(name)]), np.array([7]), COCO_IDS, 0)
+    return demo.FirstCategory(folder, index, size, seed).__getitems__([(3, 0)])
+
+
 def decoded(demo, result, path):
-    """The shape and the mean colours that an image file decodes to, or the error; memory used."""
+    """The label (or, of a refused image, the mark) and mean colours of an image; memory used."""
     import resource
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    try:
-        image = demo.decode(path)
-        outcome = [list(image.shape), image.float().mean((1, 2)).tolist()]
-    except Exception as error:
-        outcome = type(error).__name__
+    images, labels, _ = alone(demo, path, 40)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    write(result, [outcome, used * 1024])
+    write(result, [int(labels[0]), images[0].float().mean((1, 2)).tolist(), used * 1024])
+
+
+def against_torchvision(demo, result, path):
+    """The largest difference to what torchvision's transforms make of an image, in levels."""
+    import torch
+    from torchvision.io import decode_image
+    from torchvision.transforms import v2
+
+    found = {}
+    for seed in [None, *range(20)]:
+        if seed is None:
+            theirs = v2.Compose([v2.Resize(64), v2.CenterCrop(56)])
+        else:
+            theirs = v2.Compose([v2.RandomResizedCrop(56), v2.RandomHorizontalFlip()])
+            torch.manual_seed(hash((seed, 3, 0)) % 2**32)
+        expected, ours = theirs(decode_image(path, "RGB")).int(), alone(demo, path, 56, seed)[0][0]
+        found[str(seed)] = [list(ours.shape), int((ours - expected).abs().max())]
+    write(result, found)
 
 
 def pretend_gpus(demo, result, count):
@@ -888,10 +915,23 @@ def test_every_kind_of_picture_decodes_to_rgb(demo, tmp_path):
         for kind in kinds:
             path = tmp_path / f"{mode}.{kind}"
             Image.new(mode, (40, 30), colour or (200, 100, 50, 255)).save(path)
-            outcome, _ = demo.run(call=decoded, path=str(path)).result()
-            assert outcome[0] == [3, 30, 40], (mode, kind, outcome)
+            label, colours_seen, _ = demo.run(call=decoded, path=str(path)).result()
+            assert label == 7, (mode, kind)
             if mode in ("RGB", "RGBA"):
-                assert outcome[1] == pytest.approx([200, 100, 50], abs=3), (mode, kind)
+                assert colours_seen == pytest.approx([200, 100, 50], abs=3), (mode, kind)
+
+
+@pytest.mark.parametrize("shape", [(90, 70), (70, 90), (64, 64), (300, 60)], ids=str)
+def test_crops_are_those_of_torchvision(demo, tmp_path, shape):
+    """In training to the last bit; in validation the same part of the image, seen as sharp."""
+    picture = Image.linear_gradient("L").resize(shape)
+    other = Image.radial_gradient("L").resize(shape)
+    Image.merge("RGB", [picture, other, picture.rotate(90).resize(shape)]).save(tmp_path / "a.png")
+    job = demo.run(call=against_torchvision, path=str(tmp_path / "a.png"))
+    found = job.result()
+    assert {tuple(size) for size, _ in found.values()} == {(3, 56, 56)}
+    assert found.pop("None")[1] <= 8
+    assert {difference for _, difference in found.values()} == {0}
 
 
 # --- The script as a user starts it ----------------------------------------------------------

@@ -311,7 +311,7 @@ def test_exit_codes(demo):
 
 
 def test_limits_in_the_text_are_the_scripts(demo):
-    assert demo.MAX_PIXELS == 2**26 and "2^26 pixels" in PROSE
+    assert 2 * demo.Image.MAX_IMAGE_PIXELS == 2**26 and "2^26 pixels" in PROSE
     assert demo.MAX_DAMAGED == 0.01 and "more than 1 % of all" in PROSE
     refused = re.search(r"(?s)With another\n(.*?)refused", PROSE)[1]
     assert re.findall(r"`--(\w+)`", refused) == demo.SAME
