@@ -21,6 +21,7 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections import namedtuple
 from dataclasses import dataclass, field
@@ -382,7 +383,7 @@ def resolve_arguments(args, job, images):
     if not cuda and (args.sync_bn or args.precision == "tf32"):
         raise UserError("--sync_bn and --precision tf32 need CUDA, an NVIDIA GPU: leave them out")
     args.workers = (job.cores if cuda else 1) if args.workers is None else args.workers
-    if args.workers and len(folder := os.environ.get("TMPDIR", "")) > 75:  # of a socket's 107
+    if args.workers and len(folder := tempfile.gettempdir()) > 75:  # of 107 in a socket's name
         raise UserError(f"TMPDIR {folder} is too long for loader workers: export TMPDIR=/tmp")
     if args.precision == "auto":
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else (
@@ -627,9 +628,8 @@ def agree(run, recent):
         raise UserError(f"rank {bads.index(bad)}: loss of step {bad} is not finite: lower --lr")
     if sum(damaged) > MAX_DAMAGED * len(run.loader.sampler.dataset):
         raise UserError(f"{sum(damaged)} images are damaged, over {MAX_DAMAGED:.0%}: repair them")
-    if any(stops):
+    if reason := next(filter(None, stops), ""):
         save_checkpoint(run, last=True)
-        reason = next(filter(None, stops))
         log(run.job, f"Stopped on {reason} | step {run.step} | exit code {os.EX_TEMPFAIL}")
         sys.exit(os.EX_TEMPFAIL)  # 75, by sysexits.h: start it again later
     return max(1, int(1 / max(slowest)))  # about every second: a GPU waits while ranks talk

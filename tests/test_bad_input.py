@@ -519,8 +519,8 @@ def test_port_that_is_taken(demo, data):
 # --- Pictures --------------------------------------------------------------------------------
 
 
-def png_bomb(path: Path, side: int = 10_000) -> None:
-    """A whole and valid PNG of 13 KB that takes 300 MB as RGB; Pillow by itself only warns."""
+def png_bomb(path: Path, side: int = 20_000) -> None:
+    """A whole and valid PNG of 50 KB that takes 1.2 GB as RGB."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         check = struct.pack(">I", zlib.crc32(kind + data))
@@ -542,14 +542,19 @@ def jpeg_bomb(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("make", [png_bomb, jpeg_bomb])
+def smaller_bomb(path: Path) -> None:
+    """300 MB as RGB: Pillow by itself would only warn."""
+    png_bomb(path, 10_000)
+
+
+@pytest.mark.parametrize("make", [png_bomb, smaller_bomb, jpeg_bomb])
 def test_picture_that_would_fill_the_memory_is_refused(demo, tmp_path, make):
     path = tmp_path / "bomb"
     make(path)
     assert path.stat().st_size < 100_000
     job = demo.run(call=forks.decoded, path=str(path))
-    label, _, used = job.result()
-    assert label < 0
+    label, colours, used, _ = job.result()
+    assert label < 0 and colours == [0, 0, 0]
     assert used < 64 * 2**20
     assert job.seconds < 5
 

@@ -423,13 +423,15 @@ def alone(demo, path, size, seed=None):
 
 
 def decoded(demo, result, path):
-    """The label (or, of a refused image, the mark) and mean colours of an image; memory used."""
+    """The label (or, of a refused image, the mark) and mean colours of an image; memory used;
+    and the shape, unless it was refused."""
     import resource
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     images, labels, _ = alone(demo, path, 40)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    write(result, [int(labels[0]), images[0].float().mean((1, 2)).tolist(), used * 1024])
+    shape = list(demo.decode(path).shape) if labels[0] >= 0 else None
+    write(result, [int(labels[0]), images[0].float().mean((1, 2)).tolist(), used * 1024, shape])
 
 
 def against_torchvision(demo, result, path):
@@ -915,8 +917,8 @@ def test_every_kind_of_picture_decodes_to_rgb(demo, tmp_path):
         for kind in kinds:
             path = tmp_path / f"{mode}.{kind}"
             Image.new(mode, (40, 30), colour or (200, 100, 50, 255)).save(path)
-            label, colours_seen, _ = demo.run(call=decoded, path=str(path)).result()
-            assert label == 7, (mode, kind)
+            label, colours_seen, _, size = demo.run(call=decoded, path=str(path)).result()
+            assert label == 7 and size == [3, 30, 40], (mode, kind, size)
             if mode in ("RGB", "RGBA"):
                 assert colours_seen == pytest.approx([200, 100, 50], abs=3), (mode, kind)
 
