@@ -316,33 +316,33 @@ class FirstCategory(Dataset):
     def __init__(self, folder, index, size, seed=None):
         self.folder, self.index, self.size, self.seed = folder, index, size, seed
 
-    def plan(self, epoch, position):
-        """(path; top, left, height and width of the crop; whether to flip it), by the header."""
-        path = os.path.join(self.folder, os.fsdecode(self.index.names[position]))
-        with Image.open(path) as image:  # decodes nothing
-            if self.seed is None:  # for validation the middle, 7/8 of the shorter side
-                side = max(1, min(image.size) * 7 // 8)
-                return path, (image.height - side) // 2, (image.width - side) // 2, side, side, 0
-            # seed, epoch and position alone set the crop: not worker, rank or resume
-            torch.default_generator.manual_seed(hash((self.seed, epoch, position)) % 2**32)
-            crop = RandomResizedCrop.get_params(image, (0.08, 1), (3 / 4, 4 / 3))
-            return path, *crop, torch.rand(()) < 0.5
+    def crop(self, image, key):
+        """(top, left, height, width, flip) of an opened image: key and seed alone set them."""
+        if self.seed is None:  # for validation the middle, 7/8 of the shorter side
+            side = max(1, min(image.size) * 7 // 8)
+            return (image.height - side) // 2, (image.width - side) // 2, side, side, False
+        torch.default_generator.manual_seed(hash((self.seed, *key)) % 2**32)
+        crop = RandomResizedCrop.get_params(image, (0.08, 1), (3 / 4, 4 / 3))
+        return *crop, torch.rand(()).item() < 0.5
 
     def __getitems__(self, keys):  # a loader asks this for a batch, not for images one by one
         images = torch.zeros(len(keys), self.size, self.size, 3, dtype=torch.uint8)
-        images = images.share_memory_() if get_worker_info() else images
-        labels, positions, plans = np.full(len(keys), IGNORED), np.array(keys)[:, 1], {}
-        for n, key in enumerate(keys):  # all of them first: decoding empties a core's caches
-            with contextlib.suppress(Exception):  # damaged data raises anything; its label tells
-                plans[n] = self.plan(*key)
-        for n, (path, top, left, height, width, flip) in plans.items():
+        images = (images.share_memory_() if get_worker_info() else images).permute(0, 3, 1, 2)
+        labels, positions, headers = np.full(len(keys), IGNORED), np.array(keys)[:, 1], {}
+        # one kind of work for all of them, then the next: decoding empties a core's caches
+        for n, name in enumerate(self.index.names[positions]):
+            path = os.path.join(self.folder, os.fsdecode(name))
+            with contextlib.suppress(Exception), Image.open(path) as headers[n]:
+                pass  # damaged data raises anything, here or below; its label tells
+        crops = {n: self.crop(image, keys[n]) for n, image in headers.items()}
+        for n, (top, left, height, width, flip) in crops.items():
             with contextlib.suppress(Exception):
-                crop = decode(path)[None, :, top:top + height, left:left + width]
+                crop = decode(headers[n].filename)[None, :, top:top + height, left:left + width]
                 crop = crop.contiguous(memory_format=torch.channels_last)
                 image = interpolate(crop, (self.size, self.size), mode="bilinear", antialias=True)
-                images[n] = (image.flip(3) if flip else image)[0].permute(1, 2, 0)
+                images[n] = image.flip(3) if flip else image
                 labels[n] = self.index.labels[positions[n]]
-        return images.permute(0, 3, 1, 2), labels, positions
+        return images, labels, positions
 
 class EpochSampler(DistributedSampler):
     """Gives the dataset's keys, and leaves out what a resumed epoch has already seen."""
