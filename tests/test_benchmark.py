@@ -81,7 +81,7 @@ def test_step_compares_files_resident_batch_and_recipe(sample, scratch):
 
 @helpers.LONG
 def test_input_compares_one_core_with_bare_decoding(sample, scratch):
-    args = ["input", *TINY, "--steps", "12", "--worker_counts", "2", *helpers.data_args(sample)]
+    args = ["input", *TINY, "--steps", "4", "--worker_counts", "2", *helpers.data_args(sample)]
     rows = table_of(args, scratch)
     assert len(rows) == 4
     loader = rows["loader, 1 worker on 1 core / bare decode on 1 core"]
@@ -214,6 +214,8 @@ def test_rounds_take_turns():
     bench = types.SimpleNamespace(args=types.SimpleNamespace(repeats=3))
     found = tool.rounds(bench, cases)
     assert "".join(order) == "abccbaabc"
+    tool.rounds(bench, {"d": lambda: order.append("d") or {}}, times=2)
+    assert order[9:] == ["d"] * 6
     assert found == {"a": {"x": [1, 6, 7]}, "b": {"x": [2, 5, 8]}, "c": {"x": [3, 4, 9]}}
     row = tool.row("a / c", "ms", found["a"]["x"], found["c"]["x"])
     assert (row["demo"], row["reference"], row["ratio"]) == (6, 4, 1.5)

@@ -11,6 +11,7 @@
 Each prints one table: what (unit), demo, reference, ratio = demo / reference. All figures are
 medians over `--repeats` rounds; a round runs every case once, demo and references side by side,
 and every second round in reverse order, so that a machine that warms up or is shared favours none.
+`input` runs what is on one core in three times as many rounds, of three times as many steps.
 
 The demo is the real script in processes of its own, and its figures come from its log: a step's
 time and its wait for data from the lines of `--log_every 1` after the warm-up, within one epoch
@@ -159,16 +160,19 @@ class Bench:
                 *map(str, rest)]
 
 
-def rounds(bench, cases):
-    """{case: {figure: [value of each round]}} of {case: function that gives {figure: value}}."""
-    found = {name: {} for name in cases}
-    for turn in range(bench.args.repeats):
+def rounds(bench, cases, times=1):
+    """{case: {figure: [value of each round]}} of {case: function that gives {figure: value}}.
+
+    There are `times` as many rounds as --repeats says.
+    """
+    found, count = {name: {} for name in cases}, times * bench.args.repeats
+    for turn in range(count):
         for name in list(cases)[::1 - 2 * (turn % 2)]:
             begin, figures = time.monotonic(), cases[name]()
             for figure, value in figures.items():
                 found[name].setdefault(figure, []).append(value)
             shown = ", ".join(f"{k} {v:.4g}" for k, v in list(figures.items())[:4])
-            print(f"round {turn + 1} of {bench.args.repeats}: {name}: {shown} "
+            print(f"round {turn + 1} of {count}: {name}: {shown} "
                   f"[{time.monotonic() - begin:.0f} s]", file=sys.stderr, flush=True)
     return found
 
@@ -323,29 +327,32 @@ def peer_case(bench, images):
 
 def measure_input(bench):
     """Rows: the loader on one core, and the step's wait for data by number of workers."""
-    args, cases = bench.args, {}
-    data = chosen_data(bench, needed(args, max(args.worker_counts)) + 16 * args.batch_size)
+    args = bench.args
     # the first step trains, then two batches lie ready, and the first few hundred images of a
     # worker are slower than all that follow
     skip = max(args.warm_steps, 16)
+    # what trains nothing is over in a second: more of it, lest that second's luck decides
+    steps, times = 3 * args.steps, 3
+    data = chosen_data(bench, max(needed(args, max(args.worker_counts)),
+                                  args.batch_size * (skip + steps + 3)))
 
     def alone(how):
-        options = [*data, *common(args, workers=1, steps=skip + args.steps)]
+        options = [*data, *common(args, workers=1, steps=skip + steps)]
         return lambda: speed(bench.script(f"{how}+loader+core", options)[0], args.batch_size,
-                             skip, args.steps)
+                             skip, steps)
 
     def decode():
-        text, _ = bench.script("decode+core", [*data, "--images", args.steps * args.batch_size])
+        text, _ = bench.script("decode+core", [*data, "--images", steps * args.batch_size])
         return json.loads(text.splitlines()[-1])
 
     def training(how, workers):
         options = [*data, *common(args, workers=workers)]
         return lambda: speed(bench.script(how, options)[0], args.batch_size, args.warm_steps,
                              args.steps)
-    cases |= {"loader": alone("demo"), "decode": decode, "recipe": alone("recipe"),
-              "resident": training("demo+resident", 0)}
-    cases |= {f"{n} workers": training("demo", n) for n in args.worker_counts}
-    found = rounds(bench, cases)
+    found = rounds(bench, {"loader": alone("demo"), "decode": decode, "recipe": alone("recipe")},
+                   times)
+    found |= rounds(bench, {"resident": training("demo+resident", 0)} | {
+        f"{n} workers": training("demo", n) for n in args.worker_counts})
     images = {name: figures["img_per_s"] for name, figures in found.items()}
     rows = [row("loader, 1 worker on 1 core / bare decode on 1 core", "img/s", images["loader"],
                 images["decode"]),
