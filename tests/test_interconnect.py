@@ -375,11 +375,14 @@ def busiest(node: dict) -> dict:
 
 
 def test_probe_and_summary_at_a_known_rate(server, data):
-    """On a link of 1 Gb/s between two nodes: what it delivers, and what a step then waits for."""
+    """On a link of 0.3 Gb/s between two nodes: what it delivers, and what a step then waits for.
+
+    So slow that 50 ms in which the machine does something else are 2 % of what is measured.
+    """
     argv = [*data, *FAST, "--probe_steps", 1, "--max_steps", 5]
-    with helpers.NamespacePair("1gbit") as nodes:
+    with helpers.NamespacePair("300mbit") as nodes:
         run = server.run(argv, 2, call=on_node, of_rank=places(nodes), murmur=True).run
-    probe, least_ms = run.json_line("Probe"), 8e-6 * GRADIENT_BYTES  # of an all-reduce at 1 Gb/s
+    probe, least_ms = run.json_line("Probe"), 8e-6 * GRADIENT_BYTES / 0.3  # of an all-reduce
     assert probe["all_reduce_bytes"] == run.json_line("Run")["gradient_bytes"] == GRADIENT_BYTES
     assert least_ms < probe["all_reduce_ms"] < 1.3 * least_ms
     assert probe["algbw_GBps"] == pytest.approx(GRADIENT_BYTES / probe["all_reduce_ms"] / 1e6)
@@ -388,7 +391,7 @@ def test_probe_and_summary_at_a_known_rate(server, data):
     for node in probe["nodes"]:
         link = busiest(node)
         assert (link["name"], link["kind"], link["speed_Gbps"]) == ("eth0", "ethernet", 10)
-        assert link["wire_Gbps"] == pytest.approx(1, abs=0.05)
+        assert link["wire_Gbps"] == pytest.approx(0.3, rel=0.05)
         assert link["share"] == pytest.approx(link["wire_Gbps"] / 10)
         (quiet,) = node["interfaces"][1:]
         assert (quiet["name"], quiet["kind"], quiet["speed_Gbps"]) == ("lo", "loopback", None)
@@ -407,7 +410,7 @@ def test_probe_and_summary_at_a_known_rate(server, data):
     # What computing cannot hide of the all-reduce is exposed, on each of two equal nodes.
     for rank in summary["ranks"]:
         assert rank["exposed_ms"] + rank["compute_ms"] > 0.95 * least_ms
-        assert rank["exposed_ms"] > 0.4 * least_ms
+        assert rank["exposed_ms"] > 0.8 * least_ms
 
 
 # --- The probe leaves no trace ---------------------------------------------------------------
