@@ -506,7 +506,7 @@ def probe_link(run):
     times = measure(run, lambda: dist.all_reduce(gradients))
     ms, nodes = float(np.median(times[1:])), traffic(run.job, before)
     for interface in [interface for node in nodes for interface in node["interfaces"]]:
-        rate = 8e-6 * max(interface["tx_bytes"], interface["rx_bytes"]) / times.sum()
+        rate = 8e-6 * max(interface["tx_bytes"], interface["rx_bytes"]) / (len(times) * ms)
         speed = interface["speed_Gbps"]
         interface |= {"wire_Gbps": rate, "share": rate / speed if speed else None}
     # as nccl-tests defines them: bytes over time, and what each rank's link then has to carry

@@ -375,14 +375,14 @@ def busiest(node: dict) -> dict:
 
 
 def test_probe_and_summary_at_a_known_rate(server, data):
-    """On a link of 0.3 Gb/s between two nodes: what it delivers, and what a step then waits for.
+    """On a link of 1 Gb/s between two nodes: what it delivers, and what a step then waits for.
 
-    So slow that 50 ms in which the machine does something else are 2 % of what is measured.
+    Medians of five rounds: a machine that does something else during one of them does not decide.
     """
-    argv = [*data, *FAST, "--probe_steps", 1, "--max_steps", 5]
-    with helpers.NamespacePair("300mbit") as nodes:
+    argv = [*data, *FAST, "--probe_steps", 5, "--max_steps", 5]
+    with helpers.NamespacePair("1gbit") as nodes:
         run = server.run(argv, 2, call=on_node, of_rank=places(nodes), murmur=True).run
-    probe, least_ms = run.json_line("Probe"), 8e-6 * GRADIENT_BYTES / 0.3  # of an all-reduce
+    probe, least_ms = run.json_line("Probe"), 8e-6 * GRADIENT_BYTES  # of an all-reduce at 1 Gb/s
     assert probe["all_reduce_bytes"] == run.json_line("Run")["gradient_bytes"] == GRADIENT_BYTES
     assert least_ms < probe["all_reduce_ms"] < 1.3 * least_ms
     assert probe["algbw_GBps"] == pytest.approx(GRADIENT_BYTES / probe["all_reduce_ms"] / 1e6)
@@ -391,14 +391,14 @@ def test_probe_and_summary_at_a_known_rate(server, data):
     for node in probe["nodes"]:
         link = busiest(node)
         assert (link["name"], link["kind"], link["speed_Gbps"]) == ("eth0", "ethernet", 10)
-        assert link["wire_Gbps"] == pytest.approx(0.3, rel=0.05)
+        assert link["wire_Gbps"] == pytest.approx(1, abs=0.05)
         assert link["share"] == pytest.approx(link["wire_Gbps"] / 10)
         (quiet,) = node["interfaces"][1:]
         assert (quiet["name"], quiet["kind"], quiet["speed_Gbps"]) == ("lo", "loopback", None)
         assert quiet["wire_Gbps"] < 0.01 and quiet["share"] is None
-        # Two rounds, the warm-up and the one asked for; each node sends as much as it receives.
+        # Six rounds, the warm-up and those asked for; each node sends as much as it receives.
         for way in ("tx_bytes", "rx_bytes"):
-            assert 2 * GRADIENT_BYTES < link[way] < 2.2 * GRADIENT_BYTES
+            assert 6 * GRADIENT_BYTES < link[way] < 6.6 * GRADIENT_BYTES
     assert probe["step_ms"] > least_ms > probe["no_sync_ms"] > 0
     assert probe["exposed_ms"] == pytest.approx(probe["step_ms"] - probe["no_sync_ms"])
     summary = check_split(run)
@@ -410,7 +410,7 @@ def test_probe_and_summary_at_a_known_rate(server, data):
     # What computing cannot hide of the all-reduce is exposed, on each of two equal nodes.
     for rank in summary["ranks"]:
         assert rank["exposed_ms"] + rank["compute_ms"] > 0.95 * least_ms
-        assert rank["exposed_ms"] > 0.8 * least_ms
+        assert rank["exposed_ms"] > 0.4 * least_ms
 
 
 # --- The probe leaves no trace ---------------------------------------------------------------
