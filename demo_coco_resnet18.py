@@ -479,9 +479,7 @@ def moment(device):
     """Now; on a GPU, which works behind the script, when it gets there."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
 def measure(run, *works):
     """Milliseconds (rounds, works), means over the ranks; the first round is the warm-up."""
@@ -862,6 +860,8 @@ def main():
         os._exit(1)  # a tear-down could wait for ranks that are gone
     if dist.is_initialized():
         dist.barrier()  # who leaves first has the launcher end the others: let them write
+        run = None  # DDP refers to the group, whose threads end with the last reference:
+        gc.collect()  # one that lets go of a tensor while Python ends aborts the process
         dist.destroy_process_group()
     if code == 0:
         seconds = time.perf_counter() - started

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import importlib.util
 import io
@@ -57,6 +58,7 @@ def serve(script: str) -> None:
         importlib.import_module("torch._dynamo")
     import torch.distributed as dist
 
+    gc.freeze()  # a collection in a forked process would copy every page
     state = {"printed": printed.getvalue(), "threads": threading.active_count()}
     state["group"] = dist.is_initialized()
     print(json.dumps(state), flush=True)
@@ -461,6 +463,27 @@ def pretend_gpus(demo, result, count):
     demo.main()
 
 
+def threads_at_the_end(demo, result):
+    """The script's main; names of Gloo's threads before the group is destroyed, and after main."""
+
+    def names():
+        found = []
+        for path in Path("/proc/self/task").glob("*/comm"):
+            with contextlib.suppress(OSError):  # it has just ended
+                found.append(path.read_text().strip())
+        return [name for name in found if "gloo" in name]
+
+    found, destroy = [], demo.dist.destroy_process_group
+    demo.dist.destroy_process_group = lambda: (found.append(names()), destroy())
+    try:
+        demo.main()
+    finally:
+        deadline = time.monotonic() + 2  # one that has been joined is listed a moment longer
+        while names() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        write(result, [*found, names()])
+
+
 def save_file(demo, result, path, kind, marker=""):
     """A weights file of a kind that is of no use."""
     import torch
@@ -797,6 +820,21 @@ def test_learning_rate_scales_with_the_batch_and_warms_up(demo, small, kind, fac
     job = demo.run([*argv, "--max_steps", 3], call=train)
     assert job.run.json_line("Run")["lr"] == pytest.approx(factor * 1e-3)
     assert job.result()["rates"] == pytest.approx([factor * 5e-4, factor * 1e-3, factor * 1e-3])
+
+
+@pytest.mark.parametrize("kind", ["none", "powersgd", "error"])
+def test_threads_end_before_python(demo, small, tmp_path, kind):
+    """One that lets go of a tensor while Python ends would abort the process."""
+    argv = [*small, *FAST, "--batch_size", 4, "--max_steps", 4]
+    if kind == "error":
+        (tmp_path / "file").write_text("no checkpoint")
+        argv += ["--checkpoint", tmp_path / "file", "--resume"]
+    else:
+        argv += ["--grad_compression", kind]
+    job = demo.run(argv, 2, expect=int(kind == "error"), call=threads_at_the_end)
+    for rank in (0, 1):
+        before, after = job.result(rank)
+        assert len(before) > 1 and not after
 
 
 # --- Validation ------------------------------------------------------------------------------
