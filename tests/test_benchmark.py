@@ -141,7 +141,6 @@ def test_links_compares_losses(sample, scratch):
     assert all(row["ratio"] == pytest.approx(1, abs=0.7) for row in rows.values())
 
 
-@helpers.LONG
 def test_overhead_takes_turns_within_a_run(sample, scratch):
     args = ["overhead", *TINY, "--steps", "12", *helpers.data_args(sample)]
     (row,) = table_of(args, scratch).values()
