@@ -18,8 +18,18 @@ spec = importlib.util.spec_from_file_location("benchmark", TOOL)
 tool = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tool)
 
-TINY = ["--repeats", "1", "--steps", "2", "--warm_steps", "1", "--batch_size", "2",
-        "--image_size", "64"]
+TINY = [
+    "--repeats",
+    "1",
+    "--steps",
+    "2",
+    "--warm_steps",
+    "1",
+    "--batch_size",
+    "2",
+    "--image_size",
+    "64",
+]
 
 
 @pytest.fixture
@@ -74,8 +84,10 @@ def test_step_compares_files_resident_batch_and_recipe(sample, scratch):
     assert len(rows) == 5
     files = rows["as shipped, JPEG files / resident batch"]["demo"]
     assert rows["as shipped / recipe, same workers"]["demo"] == files
-    same, default = (rows[f"as shipped / recipe, {loader}"]["reference"]
-                     for loader in ("same workers", "default loader (no workers)"))
+    same, default = (
+        rows[f"as shipped / recipe, {loader}"]["reference"]
+        for loader in ("same workers", "default loader (no workers)")
+    )
     assert same != default
 
 
@@ -94,7 +106,9 @@ def test_start_parts_the_time_to_the_first_step(tmp_path, scratch):
     args = ["start", *TINY, "--images", "100", "--data_folder", tmp_path / "data"]
     rows = table_of(args, scratch)
     assert sorted(p.name for p in (tmp_path / "data").iterdir()) == [
-        "sample-100-annotations_only", "sample-48"]
+        "sample-100-annotations_only",
+        "sample-48",
+    ]
     for side in ("demo", "reference"):
         parts = [rows.get(f"rank 0: {phase} / recipe") for phase in tool.PHASES]
         wholes = [rows[f"rank {rank}: launch to first step / recipe"][side] for rank in (0, 1)]
@@ -112,18 +126,29 @@ def test_scale_grows_processes_and_data(scratch):
     run = run_tool([*args, "--json", "-"], scratch)
     result = json.loads(run.out)  # nothing else is on stdout
     assert len(result["rows"]) == 8
-    table = run.err[run.err.index("scale, median"):]
+    table = run.err[run.err.index("scale, median") :]
     check_result(result, table)
     assert {row["what"].split(":")[0] for row in result["rows"]} == {
-        "2 processes / 1 process", "data 3x / 1x"}
+        "2 processes / 1 process",
+        "data 3x / 1x",
+    }
 
 
 @helpers.LONG
 def test_links_shapes_a_real_link(sample, scratch):
     reason = helpers.why_no_namespaces()
     helpers.require(not reason, reason)
-    args = ["links", *TINY, "--warm_steps", "4", "--rates", "unshaped,200mbit", "--methods",
-            "none,bf16", *helpers.data_args(sample)]
+    args = [
+        "links",
+        *TINY,
+        "--warm_steps",
+        "4",
+        "--rates",
+        "unshaped,200mbit",
+        "--methods",
+        "none,bf16",
+        *helpers.data_args(sample),
+    ]
     rows = table_of(args, scratch)
     shaped = rows["200mbit, none: step / none, unshaped"]
     # 44.9 MB of gradients need 1.8 s at that rate; some of it passes during the backward pass
@@ -136,8 +161,11 @@ def test_links_shapes_a_real_link(sample, scratch):
 def test_links_compares_losses(sample, scratch):
     args = ["links", "--loss", *TINY, "--loss_steps", "8", "--seeds", "1", "--methods"]
     rows = table_of([*args, "none,powersgd,accumulate", *helpers.data_args(sample)], scratch)
-    assert list(rows) == [f"{what} loss, {method} / none" for method in ("powersgd", "accumulate")
-                          for what in ("seed 0:", "mean")]
+    assert list(rows) == [
+        f"{what} loss, {method} / none"
+        for method in ("powersgd", "accumulate")
+        for what in ("seed 0:", "mean")
+    ]
     assert all(row["ratio"] == pytest.approx(1, abs=0.7) for row in rows.values())
 
 
@@ -151,8 +179,10 @@ def test_overhead_is_that_of_every_second_step(capfd):
     job = types.SimpleNamespace(rank=0, device="cpu")
     run = types.SimpleNamespace(step=0, job=job, args=types.SimpleNamespace(max_steps=20))
     demo = types.SimpleNamespace(
-        optimizer_step=lambda *_: time.sleep(0.01), log=lambda *_: time.sleep(0.02),
-        moment=lambda _: time.sleep(0.04))
+        optimizer_step=lambda *_: time.sleep(0.01),
+        log=lambda *_: time.sleep(0.02),
+        moment=lambda _: time.sleep(0.04),
+    )
     tool.alternate(demo)
     for run.step in range(20):
         demo.optimizer_step(run, [])
@@ -222,8 +252,10 @@ def test_rounds_take_turns():
 
 
 def test_speed_leaves_warm_up_and_other_ranks_out():
-    line = ("[CPU {}] Epoch 1 | Step {} | Loss: 4.5 | 9.9 img/s | data {:.1f} ms | step {:.1f} ms"
-            " | ETA 1s\n")
+    line = (
+        "[CPU {}] Epoch 1 | Step {} | Loss: 4.5 | 9.9 img/s | data {:.1f} ms | step {:.1f} ms"
+        " | ETA 1s\n"
+    )
     steps = [(0, 1, 900, 1000), (0, 2, 50, 100), (1, 2, 7, 7000), (0, 3, 0, 100), (0, 4, 10, 400)]
     text = "".join(line.format(*step) for step in steps)
     # by hand: 3 steps of 8 images in 0.6 s, of which 0.06 s were waiting; the median is 100 ms

@@ -144,8 +144,18 @@ def test_annotations_agree_with_pycocotools(sample, split):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_even_a_tiny_sample_has_a_crowd(tmp_path, seed):
-    result = make(tmp_path / "tiny", "--images", 4, "--val_images", 0, "--annotations", 3,
-                  "--seed", seed, "--annotations_only")
+    result = make(
+        tmp_path / "tiny",
+        "--images",
+        4,
+        "--val_images",
+        0,
+        "--annotations",
+        3,
+        "--seed",
+        seed,
+        "--annotations_only",
+    )
     assert result.returncode == 0, result.stderr
     coco = load(tmp_path / "tiny", "train2017")
     assert len(coco.anns) == 3 and coco.getAnnIds(iscrowd=True)

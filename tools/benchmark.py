@@ -29,6 +29,7 @@ up to Normalize in the loader, fp32, Adam, DistributedDataParallel; it is part o
 Needs Linux and what the demo needs. Exit codes: 0 done; 2 wrong arguments, or a run that failed,
 in one line; 128 + signal when stopped. Whatever it started ends with it.
 """
+
 import argparse
 import contextlib
 import functools
@@ -53,17 +54,33 @@ BEGAN = time.monotonic()  # seconds; the same clock in all processes of a machin
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "demo_coco_resnet18.py"
 FULL = 118_287  # images of train2017
-STEP = re.compile(r"\[(?:GPU|CPU|MPS) (\d+)\] Epoch \d+ \| Step \d+ \| Loss: (\S+) \| \S+ img/s "
-                  r"\| data (\S+) ms \| step (\S+) ms")
+STEP = re.compile(
+    r"\[(?:GPU|CPU|MPS) (\d+)\] Epoch \d+ \| Step \d+ \| Loss: (\S+) \| \S+ img/s "
+    r"\| data (\S+) ms \| step (\S+) ms"
+)
 PEER = re.compile(r"Epoch: \[0\]\[ *\d+/\d+\]\s+Time +(\S+) \(.*?Data +(\S+) ")
 FOREIGN = re.compile(  # what a launcher or scheduler around this process says to its own ranks
     "(SLURM|SBATCH|OMPI|PMIX?|TORCHELASTIC|GROUP|ROLE|MASTER|NCCL|GLOO|OMP)_|(LOCAL_)?(RANK|WORLD"
-    "_SIZE)$|(NNODES|NODE_RANK|GPUS|GPUS_PER_NODE|RUN_NAME|LOG_DIR|RESTARTS|NETWORK|IFNAME)$")
-PHASES = ["launcher", "imports", "rendezvous", "index", "check of images", "weights and DDP",
-          "probe", "workers and first batch", "first step"]
-METHODS = {"none": ["--grad_compression", "none"], "fp16": ["--grad_compression", "fp16"],
-           "bf16": ["--grad_compression", "bf16"], "powersgd": ["--grad_compression", "powersgd"],
-           "accumulate": ["--grad_compression", "none", "--accumulate_steps", "4"]}
+    "_SIZE)$|(NNODES|NODE_RANK|GPUS|GPUS_PER_NODE|RUN_NAME|LOG_DIR|RESTARTS|NETWORK|IFNAME)$"
+)
+PHASES = [
+    "launcher",
+    "imports",
+    "rendezvous",
+    "index",
+    "check of images",
+    "weights and DDP",
+    "probe",
+    "workers and first batch",
+    "first step",
+]
+METHODS = {
+    "none": ["--grad_compression", "none"],
+    "fp16": ["--grad_compression", "fp16"],
+    "bf16": ["--grad_compression", "bf16"],
+    "powersgd": ["--grad_compression", "powersgd"],
+    "accumulate": ["--grad_compression", "none", "--accumulate_steps", "4"],
+}
 
 
 class Failure(Exception):
@@ -81,8 +98,12 @@ class Bench:
         self.tag = f"DEMO_BENCHMARK={os.getpid()}-{time.time_ns()}"
         bins = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         self.env = {k: v for k, v in os.environ.items() if not FOREIGN.match(k)} | {
-            "PATH": bins, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1",
-            "LOG_DIR": str(self.folder / "logs"), **dict([self.tag.split("=")])}
+            "PATH": bins,
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "LOG_DIR": str(self.folder / "logs"),
+            **dict([self.tag.split("=")]),
+        }
         if sys.prefix != sys.base_prefix:
             self.env["VIRTUAL_ENV"] = sys.prefix
 
@@ -98,9 +119,16 @@ class Bench:
         """
         began, lines, seen, code = time.monotonic(), [], 0, None
         process = subprocess.Popen(
-            list(map(str, command)), cwd=self.folder, env=self.env | env, text=True,
-            errors="replace", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, start_new_session=True)
+            list(map(str, command)),
+            cwd=self.folder,
+            env=self.env | env,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         timer = threading.Timer(self.args.limit, self.stop, [process])
         timer.start()
         try:
@@ -117,9 +145,12 @@ class Bench:
         if code or until:
             errors = [t for t in lines if re.search(r"(?i)error: \S", t)] or lines[-1:] or ["?"]
             late = f" (over --limit {self.args.limit} s)" * (
-                time.monotonic() - began > self.args.limit)
-            raise Failure(f"{Path(command[1]).name} ended with {code}{late}: "
-                          + " ".join(errors[0].split())[:300])
+                time.monotonic() - began > self.args.limit
+            )
+            raise Failure(
+                f"{Path(command[1]).name} ended with {code}{late}: "
+                + " ".join(errors[0].split())[:300]
+            )
         return "".join(lines), began
 
     def stop(self, process):
@@ -149,15 +180,21 @@ class Bench:
         """run() of the script, of the script with changes ("demo+loader"), or of the recipe."""
         command = [sys.executable]
         if processes > 1:
-            command += ["-m", "torch.distributed.run", "--standalone",
-                        f"--nproc_per_node={processes}"]
+            command += [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc_per_node={processes}",
+            ]
         command += [SCRIPT] if how == "demo" else [Path(__file__).resolve(), "_child", how]
         return self.run([*command, *arguments, *self.quiet("--log_every", 1)], **env)
 
     def quiet(self, *rest):
         """Options for every run: no probe where the script has one, and `rest`."""
-        return [*(["--probe_steps", "0"] if "--probe_steps" in self.options else []),
-                *map(str, rest)]
+        return [
+            *(["--probe_steps", "0"] if "--probe_steps" in self.options else []),
+            *map(str, rest),
+        ]
 
 
 def rounds(bench, cases, times=1):
@@ -167,30 +204,41 @@ def rounds(bench, cases, times=1):
     """
     found, count = {name: {} for name in cases}, times * bench.args.repeats
     for turn in range(count):
-        for name in list(cases)[::1 - 2 * (turn % 2)]:
+        for name in list(cases)[:: 1 - 2 * (turn % 2)]:
             begin, figures = time.monotonic(), cases[name]()
             for figure, value in figures.items():
                 found[name].setdefault(figure, []).append(value)
             shown = ", ".join(f"{k} {v:.4g}" for k, v in list(figures.items())[:4])
-            print(f"round {turn + 1} of {count}: {name}: {shown} "
-                  f"[{time.monotonic() - begin:.0f} s]", file=sys.stderr, flush=True)
+            print(
+                f"round {turn + 1} of {count}: {name}: {shown} [{time.monotonic() - begin:.0f} s]",
+                file=sys.stderr,
+                flush=True,
+            )
     return found
 
 
 def row(what, unit, demo, reference=None):
     """One line of the table, from the values of all rounds, in `unit`."""
     a, b = (statistics.median(v) if v else None for v in (demo, reference))
-    return {"what": what, "unit": unit, "demo": a, "reference": b,
-            "ratio": a / b if a is not None and b else None,
-            "demo_all": demo, "reference_all": reference}
+    return {
+        "what": what,
+        "unit": unit,
+        "demo": a,
+        "reference": b,
+        "ratio": a / b if a is not None and b else None,
+        "demo_all": demo,
+        "reference_all": reference,
+    }
 
 
 def step_times(text, skip, count, rank="0"):
     """[(loss, ms waited for data, ms in all)] of a rank's steps after the first `skip`."""
     found = [tuple(map(float, m[1:])) for m in STEP.findall(text) if m[0] == rank][skip:]
     if len(found) < count:
-        raise Failure(f"{len(found)} steps after the warm-up, not {count}: give more images, a "
-                      "smaller --batch_size or fewer --steps")
+        raise Failure(
+            f"{len(found)} steps after the warm-up, not {count}: give more images, a "
+            "smaller --batch_size or fewer --steps"
+        )
     return found
 
 
@@ -198,9 +246,11 @@ def speed(text, batch, skip, count):
     """Figures of rank 0 over the steps after the first `skip`; `batch` images in each."""
     found = step_times(text, skip, count)
     total = sum(step for _, _, step in found)
-    return {"img_per_s": 1e3 * batch * len(found) / total,
-            "step_ms": statistics.median(step for _, _, step in found),
-            "waiting": 100 * sum(data for _, data, _ in found) / total}
+    return {
+        "img_per_s": 1e3 * batch * len(found) / total,
+        "step_ms": statistics.median(step for _, _, step in found),
+        "waiting": 100 * sum(data for _, data, _ in found) / total,
+    }
 
 
 def notes(text, began):
@@ -212,8 +262,10 @@ def notes(text, began):
             workers.append(note)
             continue
         rank = note["rank"]
-        ranks.setdefault(rank, {})[note["phase"]] = (note["at"] - last.get(rank, began),
-                                                     note["peak"])
+        ranks.setdefault(rank, {})[note["phase"]] = (
+            note["at"] - last.get(rank, began),
+            note["peak"],
+        )
         last[rank] = note["at"]
     return ranks, workers
 
@@ -226,22 +278,40 @@ def make_sample(bench, images, *options):
     base = bench.args.data_folder or bench.folder
     folder = base / "-".join(["sample", str(images), *(o.strip("-") for o in options)])
     print(f"data: {images} images in {folder}", file=sys.stderr, flush=True)
-    bench.run([sys.executable, ROOT / "tools" / "make_sample_coco.py", folder, "--images", images,
-               "--val_images", 0, *options])
+    bench.run(
+        [
+            sys.executable,
+            ROOT / "tools" / "make_sample_coco.py",
+            folder,
+            "--images",
+            images,
+            "--val_images",
+            0,
+            *options,
+        ]
+    )
     return folder
 
 
 def data_options(folder, images="train2017"):
-    return ["--coco_image_path", folder / images, "--annotation_path",
-            folder / "annotations" / "instances_train2017.json"]
+    return [
+        "--coco_image_path",
+        folder / images,
+        "--annotation_path",
+        folder / "annotations" / "instances_train2017.json",
+    ]
 
 
 def chosen_data(bench, images):
     """Options that name the user's data, or a generated set of so many usable images."""
     args = bench.args
     if args.coco_image_path:
-        return ["--coco_image_path", args.coco_image_path, "--annotation_path",
-                args.annotation_path]
+        return [
+            "--coco_image_path",
+            args.coco_image_path,
+            "--annotation_path",
+            args.annotation_path,
+        ]
     return data_options(make_sample(bench, args.images or math.ceil(1.03 * images) + 4))
 
 
@@ -267,10 +337,26 @@ def list_again(bench, folder, name, files):
 
 def common(args, *more, workers=None, steps=None):
     """The script's options for a run that stops in its first epoch, after the measured steps."""
-    return [*map(str, ["--weights", "none", "--num_epochs", 1, "--image_size", args.image_size,
-                       "--batch_size", args.batch_size, "--max_steps",
-                       steps or args.warm_steps + args.steps, "--workers",
-                       args.workers if workers is None else workers, *more])]
+    return [
+        *map(
+            str,
+            [
+                "--weights",
+                "none",
+                "--num_epochs",
+                1,
+                "--image_size",
+                args.image_size,
+                "--batch_size",
+                args.batch_size,
+                "--max_steps",
+                steps or args.warm_steps + args.steps,
+                "--workers",
+                args.workers if workers is None else workers,
+                *more,
+            ],
+        )
+    ]
 
 
 # --- subcommands ---
@@ -283,45 +369,80 @@ def measure_step(bench):
 
     def case(how, precision="fp32", workers=None):
         options = [*data, *common(args, "--precision", precision, workers=workers)]
-        return lambda: speed(bench.script(how, options)[0], args.batch_size, args.warm_steps,
-                             args.steps)
-    cases = {"files": case("demo", "auto"), "files fp32": case("demo"),
-             "resident": case("demo+resident", "auto", 0),
-             "resident fp32": case("demo+resident", "fp32", 0),
-             "recipe": case("recipe"), "recipe, no workers": case("recipe", workers=0)}
+        return lambda: speed(
+            bench.script(how, options)[0], args.batch_size, args.warm_steps, args.steps
+        )
+
+    cases = {
+        "files": case("demo", "auto"),
+        "files fp32": case("demo"),
+        "resident": case("demo+resident", "auto", 0),
+        "resident fp32": case("demo+resident", "fp32", 0),
+        "recipe": case("recipe"),
+        "recipe, no workers": case("recipe", workers=0),
+    }
     if args.peer:
         cases["peer"] = peer_case(bench, data[1])
     found = {name: figures["img_per_s"] for name, figures in rounds(bench, cases).items()}
-    rows = [row("as shipped, JPEG files / resident batch", "img/s", found["files"],
-                found["resident"]),
-            row("fp32, JPEG files / resident batch", "img/s", found["files fp32"],
-                found["resident fp32"]),
-            row("fp32 / recipe, same workers", "img/s", found["files fp32"], found["recipe"]),
-            row("as shipped / recipe, same workers", "img/s", found["files"], found["recipe"]),
-            row("as shipped / recipe, default loader (no workers)", "img/s", found["files"],
-                found["recipe, no workers"])]
+    rows = [
+        row("as shipped, JPEG files / resident batch", "img/s", found["files"], found["resident"]),
+        row(
+            "fp32, JPEG files / resident batch",
+            "img/s",
+            found["files fp32"],
+            found["resident fp32"],
+        ),
+        row("fp32 / recipe, same workers", "img/s", found["files fp32"], found["recipe"]),
+        row("as shipped / recipe, same workers", "img/s", found["files"], found["recipe"]),
+        row(
+            "as shipped / recipe, default loader (no workers)",
+            "img/s",
+            found["files"],
+            found["recipe, no workers"],
+        ),
+    ]
     for name in ("files fp32", "files") if args.peer else ():
         what = "fp32" if name != "files" else "as shipped"
-        rows.append(row(f"{what} / {args.peer.parent.name}/{args.peer.name}", "img/s",
-                        found[name], found["peer"]))
+        rows.append(
+            row(
+                f"{what} / {args.peer.parent.name}/{args.peer.name}",
+                "img/s",
+                found[name],
+                found["peer"],
+            )
+        )
     return rows
 
 
 def peer_case(bench, images):
     """pytorch/examples' imagenet script on the same pictures, timed by the meters it prints."""
     args, folder = bench.args, bench.folder / "peer"
-    names = sorted(entry.name for entry in os.scandir(images))[:needed(args, args.workers) + 4]
+    names = sorted(entry.name for entry in os.scandir(images))[: needed(args, args.workers) + 4]
     for split, part in (("train", names), ("val", names[:1])):
         (folder / split / "any").mkdir(parents=True)
         for name in part:
             os.symlink(Path(images, name).resolve(), folder / split / "any" / name)
-    command = [sys.executable, args.peer, "-a", "resnet18", "-b", args.batch_size, "-j",
-               args.workers, "--epochs", 1, "-p", 1, folder]
+    command = [
+        sys.executable,
+        args.peer,
+        "-a",
+        "resnet18",
+        "-b",
+        args.batch_size,
+        "-j",
+        args.workers,
+        "--epochs",
+        1,
+        "-p",
+        1,
+        folder,
+    ]
 
     def run():
         text, _ = bench.run(command, until=(PEER, args.warm_steps + args.steps))
-        found = [float(whole) for whole, _ in PEER.findall(text)][args.warm_steps:]
+        found = [float(whole) for whole, _ in PEER.findall(text)][args.warm_steps :]
         return {"img_per_s": args.batch_size * len(found) / sum(found)}
+
     return run
 
 
@@ -333,13 +454,15 @@ def measure_input(bench):
     skip = max(args.warm_steps, 16)
     # what trains nothing is over in a second: more of it, lest that second's luck decides
     steps, times = 3 * args.steps, 3
-    data = chosen_data(bench, max(needed(args, max(args.worker_counts)),
-                                  args.batch_size * (skip + steps + 3)))
+    data = chosen_data(
+        bench, max(needed(args, max(args.worker_counts)), args.batch_size * (skip + steps + 3))
+    )
 
     def alone(how):
         options = [*data, *common(args, workers=1, steps=skip + steps)]
-        return lambda: speed(bench.script(f"{how}+loader+core", options)[0], args.batch_size,
-                             skip, steps)
+        return lambda: speed(
+            bench.script(f"{how}+loader+core", options)[0], args.batch_size, skip, steps
+        )
 
     def decode():
         text, _ = bench.script("decode+core", [*data, "--images", steps * args.batch_size])
@@ -347,21 +470,43 @@ def measure_input(bench):
 
     def training(how, workers):
         options = [*data, *common(args, workers=workers)]
-        return lambda: speed(bench.script(how, options)[0], args.batch_size, args.warm_steps,
-                             args.steps)
-    found = rounds(bench, {"loader": alone("demo"), "decode": decode, "recipe": alone("recipe")},
-                   times)
-    found |= rounds(bench, {"resident": training("demo+resident", 0)} | {
-        f"{n} workers": training("demo", n) for n in args.worker_counts})
+        return lambda: speed(
+            bench.script(how, options)[0], args.batch_size, args.warm_steps, args.steps
+        )
+
+    found = rounds(
+        bench, {"loader": alone("demo"), "decode": decode, "recipe": alone("recipe")}, times
+    )
+    found |= rounds(
+        bench,
+        {"resident": training("demo+resident", 0)}
+        | {f"{n} workers": training("demo", n) for n in args.worker_counts},
+    )
     images = {name: figures["img_per_s"] for name, figures in found.items()}
-    rows = [row("loader, 1 worker on 1 core / bare decode on 1 core", "img/s", images["loader"],
-                images["decode"]),
-            row("loader, 1 worker on 1 core / the recipe's", "img/s", images["loader"],
-                images["recipe"])]
+    rows = [
+        row(
+            "loader, 1 worker on 1 core / bare decode on 1 core",
+            "img/s",
+            images["loader"],
+            images["decode"],
+        ),
+        row(
+            "loader, 1 worker on 1 core / the recipe's",
+            "img/s",
+            images["loader"],
+            images["recipe"],
+        ),
+    ]
     for n in args.worker_counts:
-        rows += [row(f"step waits for data, workers {n}", "%", found[f"{n} workers"]["waiting"]),
-                 row(f"training, workers {n} / resident batch", "img/s", images[f"{n} workers"],
-                     images["resident"])]
+        rows += [
+            row(f"step waits for data, workers {n}", "%", found[f"{n} workers"]["waiting"]),
+            row(
+                f"training, workers {n} / resident batch",
+                "img/s",
+                images[f"{n} workers"],
+                images["resident"],
+            ),
+        ]
     return rows
 
 
@@ -373,11 +518,24 @@ def measure_start(bench):
     full = make_sample(bench, args.images, "--annotations_only")
     bench.script("weights", [weights])
     begin = common(args, "--weights", weights, steps=2)
-    data = {"full": list_again(bench, full, "pictures", sorted(pictures.iterdir())),
-            "tiny": data_options(pictures.parent),
-            "epoch": list_again(bench, full, "small", small_pictures(bench.folder / "small"))}
-    epoch = [*data["epoch"], "--image_size", "33", "--workers", "1", "--weights", "none",
-             "--num_epochs", "1", "--batch_size", str(args.batch_size)]
+    data = {
+        "full": list_again(bench, full, "pictures", sorted(pictures.iterdir())),
+        "tiny": data_options(pictures.parent),
+        "epoch": list_again(bench, full, "small", small_pictures(bench.folder / "small")),
+    }
+    epoch = [
+        *data["epoch"],
+        "--image_size",
+        "33",
+        "--workers",
+        "1",
+        "--weights",
+        "none",
+        "--num_epochs",
+        "1",
+        "--batch_size",
+        str(args.batch_size),
+    ]
 
     def phases(how, size):
         ranks, _ = notes(*bench.script(how, [*data[size], *begin], processes=2))
@@ -385,8 +543,10 @@ def measure_start(bench):
         for rank in (0, 1):
             for phase, (seconds, peak) in ranks[rank].items():
                 if phase in PHASES:
-                    found |= {f"rank {rank}: {phase}, s": seconds,
-                              f"rank {rank}: {phase}, MB": peak}
+                    found |= {
+                        f"rank {rank}: {phase}, s": seconds,
+                        f"rank {rank}: {phase}, MB": peak,
+                    }
             shares = [ranks[rank][phase] for phase in PHASES if phase in ranks[rank]]
             found[f"rank {rank}: launch to first step, s"] = sum(s for s, _ in shares)
             found[f"rank {rank}: launch to first step, MB"] = max(peak for _, peak in shares)
@@ -394,12 +554,22 @@ def measure_start(bench):
 
     def workers(how):
         _, found = notes(*bench.script(f"{how}+loader+memory", epoch))
-        return {f"{kind} {when}": found[at][kind] for at, when in ((0, "first"), (-1, "last"))
-                for kind in ("uss", "pss")}
-    found = rounds(bench, {
-        "demo": lambda: phases("demo+phases", "full"), "recipe": lambda: phases("recipe", "full"),
-        "tiny": lambda: phases("demo+phases", "tiny"),
-        "demo's workers": lambda: workers("demo"), "recipe's workers": lambda: workers("recipe")})
+        return {
+            f"{kind} {when}": found[at][kind]
+            for at, when in ((0, "first"), (-1, "last"))
+            for kind in ("uss", "pss")
+        }
+
+    found = rounds(
+        bench,
+        {
+            "demo": lambda: phases("demo+phases", "full"),
+            "recipe": lambda: phases("recipe", "full"),
+            "tiny": lambda: phases("demo+phases", "tiny"),
+            "demo's workers": lambda: workers("demo"),
+            "recipe's workers": lambda: workers("recipe"),
+        },
+    )
     return start_rows(found)
 
 
@@ -410,23 +580,41 @@ def start_rows(found):
         for phase in [*(PHASES if (unit, rank) == ("s", 0) else []), "launch to first step"]:
             name = f"rank {rank}: {phase}, {unit}"
             if name in found["demo"]:
-                rows.append(row(f"{name[:-len(unit) - 2]}{', peak' * (unit == 'MB')} / recipe",
-                                unit, found["demo"][name], found["recipe"].get(name)))
+                rows.append(
+                    row(
+                        f"{name[: -len(unit) - 2]}{', peak' * (unit == 'MB')} / recipe",
+                        unit,
+                        found["demo"][name],
+                        found["recipe"].get(name),
+                    )
+                )
     name = "rank 1: launch to first step, MB"
-    rows.append(row("rank 1: peak, full size / tiny set", "MB", found["demo"][name],
-                    found["tiny"][name]))
+    rows.append(
+        row("rank 1: peak, full size / tiny set", "MB", found["demo"][name], found["tiny"][name])
+    )
     mine, other = found["demo's workers"], found["recipe's workers"]
     for kind in ("uss", "pss"):
-        rows += [row(f"loader worker: {kind.upper()}, last / first step of an epoch", "MB",
-                     mine[f"{kind} last"], mine[f"{kind} first"]),
-                 row(f"loader worker: {kind.upper()} at the last step / recipe's", "MB",
-                     mine[f"{kind} last"], other[f"{kind} last"])]
+        rows += [
+            row(
+                f"loader worker: {kind.upper()}, last / first step of an epoch",
+                "MB",
+                mine[f"{kind} last"],
+                mine[f"{kind} first"],
+            ),
+            row(
+                f"loader worker: {kind.upper()} at the last step / recipe's",
+                "MB",
+                mine[f"{kind} last"],
+                other[f"{kind} last"],
+            ),
+        ]
     return rows
 
 
 def small_pictures(folder, count=16):
     """Pictures that decode in no time: an epoch over the full size in a minute or two."""
     from PIL import Image
+
     folder.mkdir()
     for n in range(count):
         Image.effect_noise((64, 48), 16 + n).convert("RGB").save(folder / f"{n}.jpg")
@@ -437,25 +625,42 @@ def measure_scale(bench):
     """Rows: step time, memory and start-up by processes, and by the size of the data set."""
     args, cases = bench.args, {}
     pictures = sorted((make_sample(bench, 48) / "train2017").iterdir())
-    sizes = {n: list_again(bench, make_sample(bench, n * args.images, "--annotations_only"), "x",
-                           pictures) for n in args.sizes}
+    sizes = {
+        n: list_again(
+            bench, make_sample(bench, n * args.images, "--annotations_only"), "x", pictures
+        )
+        for n in args.sizes
+    }
 
     def case(processes, size):
         def run():
-            text, began = bench.script("demo+phases", [*sizes[size], *common(args)], processes,
-                                       OMP_NUM_THREADS=str(args.threads))
-            found, (ranks, _) = speed(text, args.batch_size, args.warm_steps, args.steps), notes(
-                text, began)
+            text, began = bench.script(
+                "demo+phases",
+                [*sizes[size], *common(args)],
+                processes,
+                OMP_NUM_THREADS=str(args.threads),
+            )
+            found, (ranks, _) = (
+                speed(text, args.batch_size, args.warm_steps, args.steps),
+                notes(text, began),
+            )
             peaks = [max(peak for _, peak in ranks[rank].values()) for rank in sorted(ranks)]
-            starts = [sum(s for phase, (s, _) in ranks[rank].items() if phase in PHASES)
-                      for rank in ranks]
-            return {"step, ms": found["step_ms"], "start to first step, s": max(starts),
-                    "peak of rank 0, MB": peaks[0],
-                    "peak of the others, MB": max(peaks[1:] or [0])}
+            starts = [
+                sum(s for phase, (s, _) in ranks[rank].items() if phase in PHASES)
+                for rank in ranks
+            ]
+            return {
+                "step, ms": found["step_ms"],
+                "start to first step, s": max(starts),
+                "peak of rank 0, MB": peaks[0],
+                "peak of the others, MB": max(peaks[1:] or [0]),
+            }
+
         return run
 
     def one(n):
         return f"{n} process" + "es" * (n > 1)
+
     least = min(args.sizes)
     cases |= {one(n): case(n, least) for n in args.processes}
     cases |= {f"data {n}x": case(2, n) for n in args.sizes}
@@ -464,9 +669,14 @@ def measure_scale(bench):
         for name, figure in itertools.product(group[1:], found[group[0]]):
             reference = found[group[0]][figure]
             what, unit = figure.split(", ")
-            rows.append(row(f"{name} / {group[0].split()[-1] if 'data' in name else group[0]}: "
-                            f"{what}", unit, found[name][figure],
-                            reference if any(reference) else None))
+            rows.append(
+                row(
+                    f"{name} / {group[0].split()[-1] if 'data' in name else group[0]}: {what}",
+                    unit,
+                    found[name][figure],
+                    reference if any(reference) else None,
+                )
+            )
     return rows
 
 
@@ -489,26 +699,44 @@ def measure_links(bench):
 
         def run():
             name = f"run{next(number)}"
-            bench.run(["bash", ROOT / "tools" / "two_nodes.sh", *shape, "--name", name, "--",
-                       *options, *bench.quiet("--log_every", 1)], OMP_NUM_THREADS="1")
+            bench.run(
+                [
+                    "bash",
+                    ROOT / "tools" / "two_nodes.sh",
+                    *shape,
+                    "--name",
+                    name,
+                    "--",
+                    *options,
+                    *bench.quiet("--log_every", 1),
+                ],
+                OMP_NUM_THREADS="1",
+            )
             text = (bench.folder / "logs" / name / "node0.log").read_text(errors="replace")
             step = speed(text, args.batch_size, args.warm_steps, args.steps)["step_ms"]
             summary = json.loads(re.search(r"Summary (\{.*\})", text)[1])
             return {"ms": step / parts, "MB": summary["wire_bytes_per_step"] / parts / 1e6}
+
         return run
+
     for rate, method in itertools.product(args.rates, args.methods):
         cases[f"{rate}, {method}"] = case(rate, method)
     found, rows, first = rounds(bench, cases), [], args.rates[0]
     for rate, method in itertools.product(args.rates, args.methods):
         mine, what = found[f"{rate}, {method}"], f"{rate}, {method}: "
         per = "step" if method != "accumulate" else "step / 4"
-        rows.append(row(f"{what}{per} / none, {rate}", "ms", mine["ms"],
-                        found[f"{rate}, none"]["ms"]))
+        rows.append(
+            row(f"{what}{per} / none, {rate}", "ms", mine["ms"], found[f"{rate}, none"]["ms"])
+        )
         if rate != first:
-            rows.append(row(f"{what}{per} / none, {first}", "ms", mine["ms"],
-                            found[f"{first}, none"]["ms"]))
-        rows.append(row(f"{what}bytes of a {per} / none", "MB", mine["MB"],
-                        found[f"{rate}, none"]["MB"]))
+            rows.append(
+                row(
+                    f"{what}{per} / none, {first}", "ms", mine["ms"], found[f"{first}, none"]["ms"]
+                )
+            )
+        rows.append(
+            row(f"{what}bytes of a {per} / none", "MB", mine["MB"], found[f"{rate}, none"]["MB"])
+        )
     return rows
 
 
@@ -531,10 +759,17 @@ def measure_loss(bench):
         print(f"{method}, seed {seed}: loss {found[method][-1]:.4f}", file=sys.stderr)
     rows = []
     for method in args.methods[1:]:
-        rows += [row(f"seed {seed}: loss, {method} / none", "nats", [loss], [found["none"][seed]])
-                 for seed, loss in enumerate(found[method])]
-        rows.append(row(f"mean loss, {method} / none", "nats", *(
-            [statistics.mean(found[name])] for name in (method, "none"))))
+        rows += [
+            row(f"seed {seed}: loss, {method} / none", "nats", [loss], [found["none"][seed]])
+            for seed, loss in enumerate(found[method])
+        ]
+        rows.append(
+            row(
+                f"mean loss, {method} / none",
+                "nats",
+                *([statistics.mean(found[name])] for name in (method, "none")),
+            )
+        )
     return rows
 
 
@@ -549,9 +784,9 @@ def measure_overhead(bench):
     def run():
         text, _ = bench.script("demo+overhead", options, 2, OMP_NUM_THREADS="1")
         return json.loads(re.search(r"^OVERHEAD (.*)$", text, re.M)[1])
+
     found = rounds(bench, {"in turns": run})["in turns"]
-    return [row("step with timers and log line / without", "ms", found["with"],
-                found["without"])]
+    return [row("step with timers and log line / without", "ms", found["with"], found["without"])]
 
 
 # --- what runs in a process of its own ---
@@ -569,8 +804,9 @@ class Notes:
             return
         self.seen.add(phase)
         peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-        self.write(rank=self.rank, phase=phase, at=at or time.monotonic(),
-                   peak=int(peak[1]) * 1024 / 1e6)
+        self.write(
+            rank=self.rank, phase=phase, at=at or time.monotonic(), peak=int(peak[1]) * 1024 / 1e6
+        )
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
 
@@ -578,8 +814,11 @@ class Notes:
         """Notes the mean over the loader workers of what is their own (USS), and of their PSS."""
         total = {}
         for worker in (workers := multiprocessing.active_children()):
-            for name, kb in re.findall(r"^(Pss|Private_Clean|Private_Dirty):\s+(\d+)", Path(
-                    f"/proc/{worker.pid}/smaps_rollup").read_text(), re.M):
+            for name, kb in re.findall(
+                r"^(Pss|Private_Clean|Private_Dirty):\s+(\d+)",
+                Path(f"/proc/{worker.pid}/smaps_rollup").read_text(),
+                re.M,
+            ):
                 kind = "pss" if name == "Pss" else "uss"
                 total[kind] = total.get(kind, 0) + int(kb) * 1024 / 1e6 / len(workers)
         self.write(rank=self.rank, step=step, **total)
@@ -590,6 +829,7 @@ class Notes:
     def around(self, module, name, before=None, after=None):
         """Has module.name, if there is one, note that a phase ended before or after it."""
         if inner := getattr(module, name, None):
+
             @functools.wraps(inner)
             def outer(*args, **kwargs):
                 if before:
@@ -598,6 +838,7 @@ class Notes:
                 if after:
                     self(after)
                 return result
+
             setattr(module, name, outer)
 
 
@@ -619,6 +860,7 @@ def child_demo(modes, argv, note):
     sys.argv = [str(SCRIPT), *argv]
     sys.path.insert(0, str(ROOT))
     import demo_coco_resnet18 as demo
+
     note("imports")
     if "phases" in modes:
         note.around(demo, "set_up", after="rendezvous")
@@ -630,7 +872,9 @@ def child_demo(modes, argv, note):
     if "resident" in modes:
         make = demo.make_loaders
         demo.make_loaders = lambda args, job, *rest: (
-            Resident(make(args, job, *rest)[0], job.device), None)
+            Resident(make(args, job, *rest)[0], job.device),
+            None,
+        )
     if "loader" in modes:
         step, done = demo.optimizer_step, []
 
@@ -639,6 +883,7 @@ def child_demo(modes, argv, note):
                 note.workers(run.step)
             done.extend([] if done else [step(run, group)])
             return done[0]
+
         demo.optimizer_step = once
     if "overhead" in modes:
         alternate(demo)
@@ -658,14 +903,16 @@ def alternate(demo):
         last[0] = kind, now
         if not still:
             still.append(moment(run.job.device))
-        demo.log, demo.moment = (log, moment) if kind == "with" else (
-            lambda *_, **__: None, lambda _: still[0])
+        demo.log, demo.moment = (
+            (log, moment) if kind == "with" else (lambda *_, **__: None, lambda _: still[0])
+        )
         if run.step == run.args.max_steps - 1:
             demo.log = log
             if run.job.rank == 0:
                 found = {kind: statistics.median(values) for kind, values in times.items()}
                 os.write(1, f"OVERHEAD {json.dumps(found)}\n".encode())
         return step(run, group)
+
     demo.optimizer_step = turn
 
 
@@ -676,13 +923,18 @@ class RecipeImages:
         from PIL import Image
         from pycocotools.coco import COCO
         from torchvision import transforms
+
         self.folder, self.coco, self.open = folder, COCO(file), Image.open
         self.ids = [n for n in self.coco.imgs if self.coco.getAnnIds(n)]
         self.labels = {category: k for k, category in enumerate(sorted(self.coco.cats))}
-        self.transform = transforms.Compose([
-            transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip(),
-            transforms.ToTensor(),
-            transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
+        self.transform = transforms.Compose(
+            [
+                transforms.RandomResizedCrop(size),
+                transforms.RandomHorizontalFlip(),
+                transforms.ToTensor(),
+                transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+            ]
+        )
 
     def __len__(self):
         return len(self.ids)
@@ -698,6 +950,7 @@ class RecipeImages:
 def recipe_model(given, torch, device):
     """(DDP model, its optimizer), with the weights of a file read by every rank."""
     from torchvision.models import resnet18
+
     model = resnet18(num_classes=80)
     if given.weights != "none":
         model.load_state_dict(torch.load(given.weights))
@@ -718,18 +971,22 @@ def child_recipe(modes, argv, note):
     import torchvision  # noqa: F401 (its time belongs to the imports)
     from pycocotools.coco import COCO  # noqa: F401
     from torch.utils.data import DataLoader, DistributedSampler
+
     note("imports")
     gpu, alone = torch.cuda.is_available(), "RANK" not in os.environ
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else "cpu"
-    dist.init_process_group("nccl" if gpu else "gloo", **(
-        {"rank": 0, "world_size": 1, "store": dist.HashStore()} if alone else {}))
+    dist.init_process_group(
+        "nccl" if gpu else "gloo",
+        **({"rank": 0, "world_size": 1, "store": dist.HashStore()} if alone else {}),
+    )
     note("rendezvous")
     dataset = RecipeImages(given.coco_image_path, given.annotation_path, given.image_size)
     note("index")
     model, optimizer = recipe_model(given, torch, device)
     note("weights and DDP")
-    loader = DataLoader(dataset, given.batch_size, num_workers=given.workers,
-                        sampler=DistributedSampler(dataset))
+    loader = DataLoader(
+        dataset, given.batch_size, num_workers=given.workers, sampler=DistributedSampler(dataset)
+    )
     last, end = given.max_steps or len(loader), time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
         note("workers and first batch")
@@ -745,9 +1002,12 @@ def child_recipe(modes, argv, note):
             value = loss.item()  # waits for a GPU
         note("first step")
         whole = (end := time.perf_counter()) - start
-        os.write(1, f"[CPU {note.rank}] Epoch 1 | Step {step} | Loss: {value:.4f} | "
-                 f"{len(labels) / whole:.1f} img/s | data {1e3 * waited:.3f} ms | "
-                 f"step {1e3 * whole:.3f} ms\n".encode())
+        os.write(
+            1,
+            f"[CPU {note.rank}] Epoch 1 | Step {step} | Loss: {value:.4f} | "
+            f"{len(labels) / whole:.1f} img/s | data {1e3 * waited:.3f} ms | "
+            f"step {1e3 * whole:.3f} ms\n".encode(),
+        )
         if step == last:
             break
     note("training")
@@ -758,13 +1018,14 @@ def child_decode(_, argv, __):
     """img/s of torchvision's decoder alone, in one thread, over pictures in the page cache."""
     import torch
     from torchvision.io import ImageReadMode, decode_image
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--coco_image_path", type=Path)
     parser.add_argument("--images", type=int)
     given, _ = parser.parse_known_args(argv)
     torch.set_num_threads(1)
     files = sorted(str(p) for p in given.coco_image_path.iterdir() if p.suffix == ".jpg")
-    files = files[::max(1, len(files) // given.images)][:given.images]
+    files = files[:: max(1, len(files) // given.images)][: given.images]
     for file in files[:8]:
         decode_image(file, ImageReadMode.RGB)
     for file in files:
@@ -779,6 +1040,7 @@ def child_weights(_, argv, __):
     """Writes a state dict of the demo's model, with random values, to a file."""
     import torch
     from torchvision.models import resnet18
+
     torch.save(resnet18(num_classes=80).state_dict(), argv[0])
 
 
@@ -787,8 +1049,9 @@ def child(how, argv):
     name, *modes = how.split("+")
     if "core" in modes:  # with its workers, which inherit it
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    {"demo": child_demo, "recipe": child_recipe, "decode": child_decode,
-     "weights": child_weights}[name](modes, argv, Notes())
+    {"demo": child_demo, "recipe": child_recipe, "decode": child_decode, "weights": child_weights}[
+        name
+    ](modes, argv, Notes())
 
 
 # --- arguments and output ---
@@ -802,10 +1065,12 @@ class Parser(argparse.ArgumentParser):
 
 def whole(least):
     """A type for argparse: a whole number, at least so much."""
+
     def number(text):
         if not re.fullmatch(r"\d{1,9}", text) or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
         return int(text)
+
     return number
 
 
@@ -822,20 +1087,40 @@ def add_common(add, name):
     small = name in ("scale", "links", "overhead")
     add("--repeats", type=whole(1), default=5, help="rounds; fewer than 5 are a trial")
     add("--json", metavar="FILE", help="write the table as JSON, too; -: to stdout")
-    add("--steps", type=whole(1), default={"overhead": 200, "scale": 10}.get(name, 12),
-        help="measured steps of a run")
-    add("--warm_steps", type=whole(1), default=6 if name == "links" else 3,
-        help="steps before them; with links PowerSGD has to have started by then")
-    add("--batch_size", type=whole(1), default={"scale": 8}.get(name, 16 if small else 32),
-        help="images per process and step")
+    add(
+        "--steps",
+        type=whole(1),
+        default={"overhead": 200, "scale": 10}.get(name, 12),
+        help="measured steps of a run",
+    )
+    add(
+        "--warm_steps",
+        type=whole(1),
+        default=6 if name == "links" else 3,
+        help="steps before them; with links PowerSGD has to have started by then",
+    )
+    add(
+        "--batch_size",
+        type=whole(1),
+        default={"scale": 8}.get(name, 16 if small else 32),
+        help="images per process and step",
+    )
     add("--image_size", type=whole(33), default=64 if small else 224, help="pixels a side")
     add("--workers", type=whole(0), default=1, help="loader workers per process")
     add("--limit", type=whole(1), default=1800, help="seconds after which a run has failed")
-    add("--data_folder", type=path, metavar="DIR",
-        help="keeps generated data sets for the next time; unset: a temporary folder")
+    add(
+        "--data_folder",
+        type=path,
+        metavar="DIR",
+        help="keeps generated data sets for the next time; unset: a temporary folder",
+    )
     default = {"start": FULL, "scale": FULL // 100}.get(name)
-    add("--images", type=whole(48), default=default,
-        help="size of the generated data set; unset: what the steps need")
+    add(
+        "--images",
+        type=whole(48),
+        default=default,
+        help="size of the generated data set; unset: what the steps need",
+    )
     if name in ("step", "input", "links", "overhead"):
         add("--coco_image_path", type=path, metavar="DIR", help="pictures to use instead")
         add("--annotation_path", type=path, metavar="FILE", help="their instances file")
@@ -846,8 +1131,12 @@ def parse_arguments(argv):
     parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=formatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, function in MEASURE.items():
-        sub = commands.add_parser(name, help=function.__doc__.split("\n")[0],
-                                  formatter_class=formatter, allow_abbrev=False)
+        sub = commands.add_parser(
+            name,
+            help=function.__doc__.split("\n")[0],
+            formatter_class=formatter,
+            allow_abbrev=False,
+        )
         add = sub.add_argument
         add_common(add, name)
         if name == "step":
@@ -856,12 +1145,22 @@ def parse_arguments(argv):
             add("--worker_counts", type=listed(whole(1)), default=[1, 2, 4], metavar="N,N")
         elif name == "scale":
             add("--processes", type=listed(whole(1)), default=[1, 2, 4, 8], metavar="N,N")
-            add("--sizes", type=listed(whole(1)), default=[1, 10, 100], metavar="N,N",
-                help="of the data set, in multiples of --images")
+            add(
+                "--sizes",
+                type=listed(whole(1)),
+                default=[1, 10, 100],
+                metavar="N,N",
+                help="of the data set, in multiples of --images",
+            )
             add("--threads", type=whole(1), default=1, help="OMP_NUM_THREADS of each process")
         elif name == "links":
-            add("--rates", type=listed(str), default=["unshaped", "1gbit", "100mbit"],
-                metavar="RATE,RATE", help="as tc writes them; the first one is the base")
+            add(
+                "--rates",
+                type=listed(str),
+                default=["unshaped", "1gbit", "100mbit"],
+                metavar="RATE,RATE",
+                help="as tc writes them; the first one is the base",
+            )
             add("--methods", type=listed(str), default=list(METHODS), metavar="NAME,NAME")
             add("--loss", action="store_true", help="losses of these methods; no root needed")
             add("--loss_steps", type=whole(4), default=200, help="steps of a run with --loss")
@@ -881,7 +1180,8 @@ def check(args, error):
     if own.get("peer") and args.image_size != 224:
         error("--peer crops to 224 pixels: leave --image_size at 224")
     if args.command == "scale" and args.images < (
-            least := math.ceil(1.03 * needed(args, args.workers, max(args.processes)))):
+        least := math.ceil(1.03 * needed(args, args.workers, max(args.processes)))
+    ):
         error(f"--images {args.images} is too few for these processes: give {least} or more")
     for name in own.get("methods", ()):
         if name not in METHODS:
@@ -895,32 +1195,52 @@ def check(args, error):
 def machine():
     """One line: processor, cores this process may use, GPU, versions."""
     import torch
+
     info = Path("/proc/cpuinfo").read_text()
     name = re.search(r"^model name\s*: (.+)$", info, re.M)
     extras = [flag for flag in ("amx_bf16", "avx512_bf16") if f" {flag} " in info]
     extras += [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
-    return (f"{', '.join([name[1] if name else platform.machine(), *extras])}, "
-            f"{len(os.sched_getaffinity(0))} cores, torch {torch.__version__}, "
-            f"Python {platform.python_version()}")
+    return (
+        f"{', '.join([name[1] if name else platform.machine(), *extras])}, "
+        f"{len(os.sched_getaffinity(0))} cores, torch {torch.__version__}, "
+        f"Python {platform.python_version()}"
+    )
 
 
 def table(result):
     """The result as text: a line on the machine, then one line for each row."""
     lines = [("what", "demo", "reference", "ratio")]
-    lines += [(f"{r['what']} ({r['unit']})", *("-" if r[k] is None else f"{r[k]:.4g}"
-              for k in ("demo", "reference")),
-               "-" if r["ratio"] is None else f"{r['ratio']:.3f}") for r in result["rows"]]
+    lines += [
+        (
+            f"{r['what']} ({r['unit']})",
+            *("-" if r[k] is None else f"{r[k]:.4g}" for k in ("demo", "reference")),
+            "-" if r["ratio"] is None else f"{r['ratio']:.3f}",
+        )
+        for r in result["rows"]
+    ]
     wide = [max(len(line[k]) for line in lines) for k in range(4)]
     rounds_text = f"median of {result['repeats']}" + ", a trial" * (result["repeats"] < 5)
     if result["settings"].get("loss"):
         rounds_text = f"runs of {result['settings']['seeds']} seeds"
-    return "\n".join([f"{result['command']}, {rounds_text}: {result['machine']}", *(
-        "  ".join([line[0].ljust(wide[0]), *(line[k].rjust(wide[k]) for k in (1, 2, 3))])
-        for line in lines)])
+    return "\n".join(
+        [
+            f"{result['command']}, {rounds_text}: {result['machine']}",
+            *(
+                "  ".join([line[0].ljust(wide[0]), *(line[k].rjust(wide[k]) for k in (1, 2, 3))])
+                for line in lines
+            ),
+        ]
+    )
 
 
-MEASURE = {"step": measure_step, "input": measure_input, "start": measure_start,
-           "scale": measure_scale, "overhead": measure_overhead, "links": measure_links}
+MEASURE = {
+    "step": measure_step,
+    "input": measure_input,
+    "start": measure_start,
+    "scale": measure_scale,
+    "overhead": measure_overhead,
+    "links": measure_links,
+}
 
 
 def stop_on_signal(number, _):
@@ -938,8 +1258,13 @@ def main(argv=None):
     try:
         rows = MEASURE[args.command](bench)
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-        result = {"command": args.command, "machine": machine(), "repeats": args.repeats,
-                  "settings": settings, "rows": rows}
+        result = {
+            "command": args.command,
+            "machine": machine(),
+            "repeats": args.repeats,
+            "settings": settings,
+            "rows": rows,
+        }
         print(table(result), file=sys.stderr if args.json == "-" else sys.stdout)
         text = json.dumps(result, indent=1)
         if args.json == "-":

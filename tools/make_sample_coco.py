@@ -22,6 +22,7 @@ The same arguments give the same bytes (with the same versions of numpy and Pill
 but these two. Exit codes: 0 done, or there already; 1 error; 2 bad arguments; 128 + signal when
 stopped.
 """
+
 import argparse
 import contextlib
 import errno
@@ -82,19 +83,27 @@ CATEGORY_IDS = np.array([category["id"] for category in CATEGORIES])
 # Categories that stand first in most pictures, with their share; the other 72 part the rest.
 FIRST_SHARE = {1: 0.22, 3: 0.15, 18: 0.12, 62: 0.12, 17: 0.11, 7: 0.09, 59: 0.08, 16: 0.06}
 # (width, height) in pixels and share, after train2017's commonest sizes.
-SIZES = [(640, 480), (640, 427), (480, 640), (427, 640),
-         (500, 375), (375, 500), (612, 612), (500, 333)]
+SIZES = [
+    (640, 480),
+    (640, 427),
+    (480, 640),
+    (427, 640),
+    (500, 375),
+    (375, 500),
+    (612, 612),
+    (500, 333),
+]
 SIZE_SHARE = [0.45, 0.17, 0.12, 0.07, 0.07, 0.04, 0.04, 0.04]
 LARGEST_SIDE = 640
 # Categories of the smaller objects, cumulated: three in ten are persons, as in COCO.
 OTHERS_UP_TO = np.cumsum(np.where(CATEGORY_IDS == 1, 0.3, 0.7 / 79))
-OTHERS_UP_TO[-1] = 1.0      # whatever the sum was rounded to
+OTHERS_UP_TO[-1] = 1.0  # whatever the sum was rounded to
 
-ANNOTATIONS_PER_IMAGE = 860_001 / 118_287   # train2017
-UNLABELLED_SHARE = 1_021 / 118_287          # train2017: pictures without an annotation
-CROWD_SHARE = 10_052 / 860_001              # train2017
-GREY_SHARE = 0.003                          # a few in a thousand, as in COCO
-SHUFFLE_BLOCK = 1_024                       # pictures whose annotations are mixed, in memory
+ANNOTATIONS_PER_IMAGE = 860_001 / 118_287  # train2017
+UNLABELLED_SHARE = 1_021 / 118_287  # train2017: pictures without an annotation
+CROWD_SHARE = 10_052 / 860_001  # train2017
+GREY_SHARE = 0.003  # a few in a thousand, as in COCO
+SHUFFLE_BLOCK = 1_024  # pictures whose annotations are mixed, in memory
 
 
 class Failure(Exception):
@@ -103,23 +112,25 @@ class Failure(Exception):
 
 class Split(NamedTuple):
     """What is known of a split's pictures before any is drawn: one entry a picture."""
-    name: str               # "train2017"
-    number: int             # 0 or 1: keeps the splits' random numbers apart
+
+    name: str  # "train2017"
+    number: int  # 0 or 1: keeps the splits' random numbers apart
     seed: int
-    ids: np.ndarray         # (n,) image ids, ascending
-    sizes: np.ndarray       # (n, 2) width and height, pixels
-    firsts: np.ndarray      # (n,) category id of the first annotation, where counts is not 0
-    counts: np.ndarray      # (n,) annotations
-    grey: np.ndarray        # (n,) bool
+    ids: np.ndarray  # (n,) image ids, ascending
+    sizes: np.ndarray  # (n, 2) width and height, pixels
+    firsts: np.ndarray  # (n,) category id of the first annotation, where counts is not 0
+    counts: np.ndarray  # (n,) annotations
+    grey: np.ndarray  # (n,) bool
 
 
 class Item(NamedTuple):
     """One annotated object."""
+
     category_id: int
-    outline: np.ndarray     # (points, 2) x and y, pixels
-    segmentation: object    # as in the instances file: a list of polygons, or a run-length code
-    area: float             # pixels
-    bbox: list              # x, y, width, height, pixels
+    outline: np.ndarray  # (points, 2) x and y, pixels
+    segmentation: object  # as in the instances file: a list of polygons, or a run-length code
+    area: float  # pixels
+    bbox: list  # x, y, width, height, pixels
     iscrowd: int
 
 
@@ -127,7 +138,8 @@ def generator(purpose, seed, split=0, index=0):
     """Random numbers that depend on these four alone, so no picture depends on another."""
     # NOTE: always four numbers: numpy takes [5] and [5, 0] for the same seed.
     return np.random.default_rng(
-        [("ids", "painter", "plan", "items", "paint").index(purpose), seed, split, index])
+        [("ids", "painter", "plan", "items", "paint").index(purpose), seed, split, index]
+    )
 
 
 def unlabelled_count(images):
@@ -143,13 +155,13 @@ def plan_split(name, number, seed, ids, annotations):
     rng = generator("plan", seed, number)
     n = len(ids)
     shuffled = rng.permutation(n)
-    labelled = shuffled[unlabelled_count(n):]
+    labelled = shuffled[unlabelled_count(n) :]
     # A skewed share for each: most pictures have a few annotations, some have dozens.
     share = rng.gamma(0.8, size=len(labelled)) + 0.02
     counts = np.zeros(n, dtype=np.int64)
     counts[labelled] = 1 + rng.multinomial(annotations - len(labelled), share / share.sum())
     grey = np.zeros(n, dtype=bool)
-    grey[labelled[:max(1, round(GREY_SHARE * n))]] = True
+    grey[labelled[: max(1, round(GREY_SHARE * n))]] = True
 
     weight = np.array([FIRST_SHARE.get(number, 0.0) for number in CATEGORY_IDS.tolist()])
     weight[weight == 0] = (1 - weight.sum()) / np.count_nonzero(weight == 0)
@@ -166,11 +178,12 @@ def make_items(rng, split, index, forced_crowd):
     size = split.sizes[index]
     categories = CATEGORY_IDS[np.searchsorted(OTHERS_UP_TO, rng.random(count))]
     centre = rng.uniform(0.05, 0.95, (count, 2)) * size
-    reach = math.sqrt(size[0] * size[1]) * np.exp(rng.uniform(-4.4, -2.1, (count, 1))
-                                                  + rng.uniform(-0.4, 0.4, (count, 2)))
+    reach = math.sqrt(size[0] * size[1]) * np.exp(
+        rng.uniform(-4.4, -2.1, (count, 1)) + rng.uniform(-0.4, 0.4, (count, 2))
+    )
     reach = np.maximum(reach, 3.0)
     points = np.clip(rng.lognormal(2.81, 0.65, count), 4, 150).astype(int)
-    power = np.full(count, 2.2)         # nearly elliptic
+    power = np.full(count, 2.2)  # nearly elliptic
     crowd = rng.random(count) < CROWD_SHARE
     crowd[-1] |= forced_crowd
     # The first object fills most of the picture, so that most random crops show it.
@@ -178,7 +191,7 @@ def make_items(rng, split, index, forced_crowd):
     centre[0] = rng.uniform(0.45, 0.55, 2) * size
     reach[0] = rng.uniform(0.44, 0.55, 2) * size
     points[0] += 10
-    power[0] = 5.0                      # nearly rectangular
+    power[0] = 5.0  # nearly rectangular
 
     items = polygon_items(rng, categories, centre, reach, points, power, size)
     for i in np.flatnonzero(crowd):
@@ -215,8 +228,10 @@ def polygon_items(rng, categories, centre, reach, points, power, size):
     areas = np.round(np.abs(np.add.reduceat(cross, starts)) / 2, 4).tolist()
     flat = corners.ravel().tolist()
     spans = zip(categories.tolist(), starts.tolist(), ends.tolist(), areas, boxes, strict=True)
-    return [Item(category, corners[start:end], [flat[2 * start:2 * end]], area, box, 0)
-            for category, start, end, area, box in spans]
+    return [
+        Item(category, corners[start:end], [flat[2 * start : 2 * end]], area, box, 0)
+        for category, start, end, area, box in spans
+    ]
 
 
 def crowd_item(rng, category_id, centre, reach, width, height):
@@ -229,13 +244,14 @@ def crowd_item(rng, category_id, centre, reach, width, height):
     right = int(np.clip(centre[0] + reach[0], left + 1, width - 1))
     columns = np.arange(left, right)
     across = (columns + 0.5 - left) / (right - left) * 2 - 1
-    half = reach[1] * (1 - across ** 4) * rng.uniform(0.8, 1.0, len(columns))
+    half = reach[1] * (1 - across**4) * rng.uniform(0.8, 1.0, len(columns))
     top = np.clip(centre[1] - half, 1, height - 3).astype(int)
     bottom = np.maximum(np.clip(centre[1] + half, 2, height - 1).astype(int), top + 1)
     edges = np.stack([columns * height + top, columns * height + bottom], axis=1).ravel()
     counts = np.diff(edges, prepend=0, append=width * height).tolist()
-    outline = np.concatenate([np.stack([columns, top], axis=1),
-                              np.stack([columns, bottom], axis=1)[::-1]]).astype(float)
+    outline = np.concatenate(
+        [np.stack([columns, top], axis=1), np.stack([columns, bottom], axis=1)[::-1]]
+    ).astype(float)
     box = [left, int(top.min()), right - left, int(bottom.max() - top.min())]
     code = {"counts": counts, "size": [height, width]}
     return Item(category_id, outline, code, int((bottom - top).sum()), box, 1)
@@ -246,7 +262,8 @@ class Painter:
 
     Slices of ready-made noise, at another offset in each picture, cost a tenth of fresh noise.
     """
-    FIELD = LARGEST_SIDE + 128      # side of a texture, pixels
+
+    FIELD = LARGEST_SIDE + 128  # side of a texture, pixels
 
     def __init__(self, seed):
         rng = generator("painter", seed)
@@ -265,12 +282,15 @@ class Painter:
         if category_id not in self.textures:
             rank = int(np.searchsorted(CATEGORY_IDS, category_id))
             order = list(FIRST_SHARE).index(category_id) if category_id in FIRST_SHARE else rank
-            y, x = np.mgrid[:self.FIELD, :self.FIELD].astype(np.float32)
+            y, x = np.mgrid[: self.FIELD, : self.FIELD].astype(np.float32)
             angle, period = order * 0.7, 14.0 + 9 * (order % 5)
             u = (x * math.cos(angle) + y * math.sin(angle) + self.warp) * (2 * math.pi / period)
             v = (y * math.cos(angle) - x * math.sin(angle) + self.warp) * (2 * math.pi / period)
-            pattern = {0: np.sin(u), 1: np.sin(u) * np.sin(v) * 1.3,
-                       2: np.maximum(np.cos(u), np.cos(v))}[order % 3]
+            pattern = {
+                0: np.sin(u),
+                1: np.sin(u) * np.sin(v) * 1.3,
+                2: np.maximum(np.cos(u), np.cos(v)),
+            }[order % 3]
             self.textures[category_id] = to_bytes(0.5 + 0.32 * pattern + 0.1 * (self.warp / 5))
         return self.textures[category_id]
 
@@ -282,18 +302,23 @@ class Painter:
         else:
             hue = int(np.searchsorted(CATEGORY_IDS, category_id)) * 0.618034 % 1
             vivid = 0.5
-        return colour_ramp(hue + rng.uniform(-0.03, 0.03), vivid * rng.uniform(0.75, 1.0),
-                           rng.uniform(0.15, 0.35), rng.uniform(0.75, 1.0))
+        return colour_ramp(
+            hue + rng.uniform(-0.03, 0.03),
+            vivid * rng.uniform(0.75, 1.0),
+            rng.uniform(0.15, 0.35),
+            rng.uniform(0.75, 1.0),
+        )
 
     def cut(self, rng, field, width, height):
         """A (height, width) piece of a field, from a random place."""
         y, x = rng.integers(0, self.FIELD - height + 1), rng.integers(0, self.FIELD - width + 1)
-        return field[y:y + height, x:x + width]
+        return field[y : y + height, x : x + width]
 
     def paint(self, rng, width, height, items, grey):
         """The picture, as a Pillow image of mode RGB, or L where `grey`."""
-        ramp = colour_ramp(rng.uniform(), rng.uniform(0.0, 0.35),
-                           rng.uniform(0.0, 0.3), rng.uniform(0.6, 1.0))
+        ramp = colour_ramp(
+            rng.uniform(), rng.uniform(0.0, 0.35), rng.uniform(0.0, 0.3), rng.uniform(0.6, 1.0)
+        )
         picture = Image.fromarray(ramp[self.cut(rng, self.clouds, width, height)])
         for item in items:
             left, top = np.floor(item.outline.min(axis=0)).astype(int)
@@ -332,29 +357,47 @@ def image_record(split, index):
     clock = f"{number % 24:02d}:{number % 60:02d}:00"
     file_name = f"{number:012d}.jpg"
     # The host name is one that can never exist: no picture of this id is to be had anywhere.
-    return {"license": 1, "file_name": file_name,
-            "coco_url": f"http://images.sample.invalid/{split.name}/{file_name}",
-            "height": height, "width": width,
-            "date_captured": f"2013-11-{1 + number % 28:02d} {clock}",
-            "flickr_url": f"http://pictures.sample.invalid/{number % 9973}/{number:010d}_z.jpg",
-            "id": number}
+    return {
+        "license": 1,
+        "file_name": file_name,
+        "coco_url": f"http://images.sample.invalid/{split.name}/{file_name}",
+        "height": height,
+        "width": width,
+        "date_captured": f"2013-11-{1 + number % 28:02d} {clock}",
+        "flickr_url": f"http://pictures.sample.invalid/{number % 9973}/{number:010d}_z.jpg",
+        "id": number,
+    }
 
 
 def annotation_text(item, image_id, number):
     """The annotation as JSON; str() of a list of numbers is JSON too, and several times faster."""
     shape = json.dumps(item.segmentation) if item.iscrowd else str(item.segmentation)
-    return (f'{{"segmentation": {shape}, "area": {item.area}, "iscrowd": {item.iscrowd}, '
-            f'"image_id": {image_id}, "bbox": {item.bbox}, "category_id": {item.category_id}, '
-            f'"id": {number}}}')
+    return (
+        f'{{"segmentation": {shape}, "area": {item.area}, "iscrowd": {item.iscrowd}, '
+        f'"image_id": {image_id}, "bbox": {item.bbox}, "category_id": {item.category_id}, '
+        f'"id": {number}}}'
+    )
 
 
 def file_head():
     """The file's part before its images, open at the end."""
-    head = {"info": {"description": "Synthetic sample in the format of COCO 2017", "url": "",
-                     "version": "1.0", "year": 2017, "contributor": "make_sample_coco.py",
-                     "date_created": "2017/09/01"},
-            "licenses": [{"url": "http://creativecommons.org/publicdomain/zero/1.0/", "id": 1,
-                          "name": "CC0 1.0 Universal"}]}
+    head = {
+        "info": {
+            "description": "Synthetic sample in the format of COCO 2017",
+            "url": "",
+            "version": "1.0",
+            "year": 2017,
+            "contributor": "make_sample_coco.py",
+            "date_created": "2017/09/01",
+        },
+        "licenses": [
+            {
+                "url": "http://creativecommons.org/publicdomain/zero/1.0/",
+                "id": 1,
+                "name": "CC0 1.0 Universal",
+            }
+        ],
+    }
     return json.dumps(head)[:-1]
 
 
@@ -364,7 +407,7 @@ def write_split(folder, split, first_number, painter):
     Annotations are numbered from `first_number`. The file is written as it grows: what is held
     in memory does not depend on its length, but for the few numbers a picture that `split` has.
     """
-    crowded = int(np.argmax(split.counts))      # gets a crowd for certain
+    crowded = int(np.argmax(split.counts))  # gets a crowd for certain
     if painter:
         (folder / split.name).mkdir()
     path = folder / "annotations" / f"instances_{split.name}.json"
@@ -399,8 +442,9 @@ def save_picture(folder, split, index, items, painter):
     picture = painter.paint(rng, width, height, items, bool(split.grey[index]))
     # Quality and full colour resolution as in most of COCO's files: they set the cost of decoding.
     options = {} if picture.mode == "L" else {"subsampling": "4:4:4"}
-    picture.save(folder / f"{int(split.ids[index]):012d}.jpg",
-                 quality=int(rng.integers(88, 95)), **options)
+    picture.save(
+        folder / f"{int(split.ids[index]):012d}.jpg", quality=int(rng.integers(88, 95)), **options
+    )
 
 
 def make_sample(folder, args):
@@ -410,8 +454,10 @@ def make_sample(folder, args):
     total = args.images + args.val_images
     ids = rng.choice(max(600_000, 2 * total), total, replace=False) + 1
     painter = None if args.annotations_only else Painter(args.seed)
-    plans = [("train2017", ids[:args.images], args.annotations),
-             ("val2017", ids[args.images:], round(args.val_images * ANNOTATIONS_PER_IMAGE))]
+    plans = [
+        ("train2017", ids[: args.images], args.annotations),
+        ("val2017", ids[args.images :], round(args.val_images * ANNOTATIONS_PER_IMAGE)),
+    ]
     first_number = 1
     for number, (name, numbers, annotations) in enumerate(plans):
         if len(numbers):
@@ -424,9 +470,14 @@ def make_sample(folder, args):
 
 
 def arguments_of(args):
-    return {"format": FORMAT, "images": args.images, "val_images": args.val_images,
-            "annotations": args.annotations, "seed": args.seed,
-            "annotations_only": args.annotations_only}
+    return {
+        "format": FORMAT,
+        "images": args.images,
+        "val_images": args.val_images,
+        "annotations": args.annotations,
+        "seed": args.seed,
+        "annotations_only": args.annotations_only,
+    }
 
 
 def count_files(folder):
@@ -461,8 +512,8 @@ def folder_that_appears_complete(out):
         yield work
         mask = os.umask(0)
         os.umask(mask)
-        work.chmod(0o777 & ~mask)       # mkdtemp makes a private folder
-        os.rename(work, out)            # also takes the place of an empty folder
+        work.chmod(0o777 & ~mask)  # mkdtemp makes a private folder
+        os.rename(work, out)  # also takes the place of an empty folder
     finally:
         # A second signal must not cut the clean-up short.
         for name in (signal.SIGINT, signal.SIGTERM):
@@ -485,12 +536,15 @@ def check_out(out, args):
         return False
     if is_complete(out, args):
         return True
-    raise Failure(f"{out} is not empty and is not a complete sample made with these arguments; "
-                  "remove it, or give another OUT")
+    raise Failure(
+        f"{out} is not empty and is not a complete sample made with these arguments; "
+        "remove it, or give another OUT"
+    )
 
 
 def whole_number(least, most):
     """A parser for argparse: a whole number from least to most."""
+
     def parse(text):
         try:
             value = int(text)
@@ -499,6 +553,7 @@ def whole_number(least, most):
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{value} is not between {least} and {most}")
         return value
+
     return parse
 
 
@@ -513,29 +568,56 @@ def parse_arguments(argv):
         prog="make_sample_coco.py",
         description="Write a small synthetic data set in COCO's own format and layout.",
         epilog="An OUT that holds this sample already is left as it is (exit code 0); any other "
-               "that is not empty is refused. The same arguments give the same bytes.")
-    parser.add_argument("out", metavar="OUT", type=Path,
-                        help="folder to make; it must not exist, or be empty")
-    parser.add_argument("--images", type=whole_number(4, 10 ** 6), default=480, metavar="N",
-                        help="training images, at least 4 (default: 480, about 75 MB)")
-    parser.add_argument("--val_images", "--val-images", type=whole_number(0, 10 ** 6), default=64,
-                        metavar="N",
-                        help="validation images; 0 writes no validation set (default: 64)")
-    parser.add_argument("--seed", type=whole_number(0, 2 ** 31 - 1), default=0, metavar="N",
-                        help="other seeds give other images (default: 0)")
-    parser.add_argument("--annotations", type=whole_number(1, 10 ** 8), metavar="N",
-                        help="annotations of the training images in all, at least one for each "
-                             "image that has any (default: 7.27 an image, train2017's mean)")
-    parser.add_argument("--annotations_only", "--annotations-only", action="store_true",
-                        help="write the instances files, the same as without this option, but no "
-                             "images (about 520 bytes an annotation)")
+        "that is not empty is refused. The same arguments give the same bytes.",
+    )
+    parser.add_argument(
+        "out", metavar="OUT", type=Path, help="folder to make; it must not exist, or be empty"
+    )
+    parser.add_argument(
+        "--images",
+        type=whole_number(4, 10**6),
+        default=480,
+        metavar="N",
+        help="training images, at least 4 (default: 480, about 75 MB)",
+    )
+    parser.add_argument(
+        "--val_images",
+        "--val-images",
+        type=whole_number(0, 10**6),
+        default=64,
+        metavar="N",
+        help="validation images; 0 writes no validation set (default: 64)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=whole_number(0, 2**31 - 1),
+        default=0,
+        metavar="N",
+        help="other seeds give other images (default: 0)",
+    )
+    parser.add_argument(
+        "--annotations",
+        type=whole_number(1, 10**8),
+        metavar="N",
+        help="annotations of the training images in all, at least one for each "
+        "image that has any (default: 7.27 an image, train2017's mean)",
+    )
+    parser.add_argument(
+        "--annotations_only",
+        "--annotations-only",
+        action="store_true",
+        help="write the instances files, the same as without this option, but no "
+        "images (about 520 bytes an annotation)",
+    )
     args = parser.parse_args(argv)
     if args.annotations is None:
         args.annotations = round(args.images * ANNOTATIONS_PER_IMAGE)
     labelled = args.images - unlabelled_count(args.images)
     if args.annotations < labelled:
-        parser.error(f"argument --annotations: {args.annotations} is too few: {labelled} of "
-                     f"{args.images} images have at least one each")
+        parser.error(
+            f"argument --annotations: {args.annotations} is too few: {labelled} of "
+            f"{args.images} images have at least one each"
+        )
     return args
 
 
@@ -559,24 +641,28 @@ def run(args):
         print(f"{args.out}: another process has made this sample meanwhile, complete")
         return
     size = sum(size for _, size in record["files"].values())
-    print(f"{args.out}: {args.images} + {args.val_images} images"
-          f"{' (annotations only)' * args.annotations_only}, {size / 1e6:.1f} MB, "
-          f"{args.annotations} annotations for training, {time.perf_counter() - started:.1f} s")
+    print(
+        f"{args.out}: {args.images} + {args.val_images} images"
+        f"{' (annotations only)' * args.annotations_only}, {size / 1e6:.1f} MB, "
+        f"{args.annotations} annotations for training, {time.perf_counter() - started:.1f} s"
+    )
 
 
 def main(argv=None):
     args = parse_arguments(argv)
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
-        if number and signal.getsignal(number) != signal.SIG_IGN:   # nohup ignores SIGHUP
+        if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, stop_on_signal)
     try:
         run(args)
     except Failure as failure:
         sys.exit(f"make_sample_coco.py: error: {failure}")
     except SystemExit as stop:
-        print("make_sample_coco.py: error: stopped on a signal; nothing was left behind",
-              file=sys.stderr)
+        print(
+            "make_sample_coco.py: error: stopped on a signal; nothing was left behind",
+            file=sys.stderr,
+        )
         raise stop
 
 
