@@ -1,16 +1,30 @@
 #!/usr/bin/env python3
 """ResNet-18 on COCO with DistributedDataParallel (DDP): one script from a laptop to a cluster.
 
-An image's label is the category of its first annotation (80 classes). Each process trains on its
-own share of the images; DDP averages the gradients in the backward pass, so all replicas stay
-equal. The six steps that make a training script distributed are marked 1/6 to 6/6.
+An image's label is the category of its first annotation (80 classes). torchrun starts this script
+several times, usually once for each GPU. Every process trains its own copy of the model on its
+own share of the images; DDP averages the gradients of all processes in each step, so the copies
+stay equal. N processes make a step of N times as many images, and an epoch of N times fewer steps.
+The result is that of one process with so large a batch, but for batch norm, which sees the images
+of its own process alone. The learning rate stays, unless --lr_scaling says how it grows.
 
-One process, on a GPU, or on the CPU where there is none (launch_multinode.sh: several nodes):
-    torchrun --standalone demo_coco_resnet18.py --coco_image_path DIR --annotation_path FILE
+One GPU, or the CPU where there is none:
+    torchrun --standalone --nnodes=1 --nproc_per_node=1 demo_coco_resnet18.py \
+        --coco_image_path DIR --annotation_path FILE
+All GPUs of one machine:
+    torchrun --standalone --nnodes=1 --nproc_per_node=gpu demo_coco_resnet18.py ...
+Two nodes (machines) with two GPUs each. They meet at the address of the first one, 10.0.0.1 here;
+on the second node the command is the same, but for --node_rank=1:
+    torchrun --nnodes=2 --node_rank=0 --nproc_per_node=2 --rdzv_id=123 --rdzv_backend=static \
+        --rdzv_endpoint=10.0.0.1:29500 demo_coco_resnet18.py ...
+
+Part one is the lesson: what makes a training script distributed, in six steps, 1/6 to 6/6. Part
+two, below the banner, is the safety net: arguments, errors, damaged images, checkpoints, timing.
 """
 
 import argparse
-import contextlib
+import ctypes
+import errno
 import fcntl
 import gc
 import hashlib
@@ -23,11 +37,14 @@ import socket
 import sys
 import tempfile
 import time
-from collections import namedtuple
+from collections import Counter, namedtuple
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from glob import iglob
 from itertools import islice
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -36,40 +53,282 @@ import torchvision
 from PIL import Image
 from pycocotools.coco import COCO
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy, interpolate
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
 from torchvision.transforms import RandomResizedCrop
 
-CLASSES = 80
-IGNORED = -100  # label of an image that cannot be decoded: cross entropy's own ignore_index
-MAX_DAMAGED = 0.01  # share of the images; more of them end the run
-Image.MAX_IMAGE_PIXELS = 2**25  # twice as many are refused: decoded, they would fill the memory
-MEAN, STD = 255 * torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 3, 1, 1)
-LR_BATCH = 64  # the global batch that --lr is meant for when --lr_scaling is used
-WARM_UP = 3  # steps that are left out of averages, and that PowerSGD leaves alone
-PROBE_MS = 5000  # a probe starts no other round after that
-MINIMA = {"image_size": 33, "workers": 0, "warmup_steps": 0, "seed": 0, "checkpoint_every": 0,
-          "probe_steps": 0, "lr": 1e-9, "timeout": 0.1, "bucket_cap_mb": 0.1}  # of the others: 1
-# What a checkpoint keeps, and the arguments that a run must share with the one it resumes.
-SAME = ["global_batch_size", "image_size", "lr", "warmup_steps", "sync_bn", "seed", "precision",
-        "grad_compression", "powersgd_rank"]
-MEMORY = ["error_dict", "p_memory_dict", "q_memory_dict"]  # of PowerSGD, from step to step
-PROGRESS, STATEFUL = ["epoch", "step", "losses"], ["model", "optimizer", "scaler"]
-# errors from outside of the script: the network, other ranks, loader workers, limits
-OUTSIDE = "(?i)gloo|nccl|connection|time(d )?out|socket|store|DataLoader worker|open file|space"
-# Rank, world size, rank on the node, processes on it. mpirun is first: it may start through srun.
-LAUNCHERS = {
-    "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
-    "mpirun": [f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
-    "srun": ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]}
+# What to change first. Each is the default of the option with its name; --help lists all options.
+NUM_EPOCHS = 2  # passes over the images
+BATCH_SIZE = 64  # images per process, in one forward pass
+LR = 1e-3  # learning rate of Adam
+IMAGE_SIZE = 224  # pixels a side
+SEED = 0  # of weights, order and crops
+TIMEOUT = 300  # seconds: a process that has not answered by then counts as lost
+
+
+def main(process):
+    """Every process runs all of this; `process` will tell which one of them it is."""
+    args = parse_arguments(sys.argv[1:])
+    read_environment(process)  # 1/6
+    set_up(args, process)  # 2/6
+
+    # Rank 0 reads, every rank receives: only the images have to be on all nodes.
+    index, val_index = from_rank_0(process, "index broadcast", lambda: read_indexes(args))
+    complete_arguments(args, process, len(index.names))
+    facts = compare_ranks(args, process, index, val_index)  # the same run on all of them?
+    loader, val_loader = make_loaders(args, process, index, val_index)  # 3/6
+
+    model, ddp = build_model(args, process)  # 4/6
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
+    run = Run(args, process, model, ddp, optimizer, loader, val_loader, facts)
+    prepare(run, index, val_index)  # resumes from a checkpoint, logs what runs
+
+    for epoch in epochs_left(run):
+        losses = train_epoch(run, epoch)  # 5/6
+        save_checkpoint(run, last=run.step == args.max_steps)  # rank 0 writes the file
+        run.results.append(losses | validate(run, epoch))  # 6/6
+    summarize(run)
+    # The caller, one_line_errors, ends the process with tear_down (6/6).
+
+
+def read_environment(process):
+    """Which one of the processes is this? Raises UserError where the launcher does not say."""
+    # DDP 1/6: torchrun starts the processes and tells each its rank through the environment
+    process.launcher = find_launcher()  # mpirun and srun use other names: now they are torchrun's
+    if process.launcher == "python":  # not started by any: rank 0 of one process
+        return
+    with explain(f"{process.launcher} should set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"):
+        process.rank = int(os.environ["RANK"])  # over all nodes: 0 to world_size - 1
+        process.world_size = int(os.environ["WORLD_SIZE"])  # the number of processes, not of nodes
+        process.local_rank = int(os.environ["LOCAL_RANK"])  # on its own node, from 0
+        process.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def set_up(args, process):
+    """Chooses the device and the backend, and joins the process group. Raises UserError."""
+    # DDP 2/6: first a device of its own, then the group of all processes. Its backend moves the
+    # tensors between them: NCCL between NVIDIA GPUs, Gloo between CPUs.
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    process.backend = args.backend.replace("auto", "nccl" if gpus else "gloo")
+    check_process(process, gpus)
+    if gpus:  # without set_device all processes of a node would use GPU 0
+        process.device = torch.device("cuda", process.local_rank % gpus)  # Gloo can share one
+        torch.cuda.set_device(process.device)
+    elif torch.backends.mps.is_available() and process.world_size == 1:
+        process.device = torch.device("mps")
+    share_cpu(process)
+    choose_interface(process)  # by which Gloo reaches the other nodes
+
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    problem = f"rendezvous at {where}: did all nodes start, with the address of rank 0?"
+    with explain(problem, LostConnection):
+        # The processes meet at MASTER_ADDR:MASTER_PORT, where rank 0 is, and each waits here for
+        # all of them. If one does not come until the timeout, here or in any exchange later, the
+        # others end with an error.
+        dist.init_process_group(
+            process.backend,
+            rank=process.rank,
+            world_size=process.world_size,
+            timeout=timedelta(seconds=args.timeout),
+            device_id=process.device if process.backend == "nccl" else None,
+            store=dist.HashStore() if process.launcher == "python" else None,  # alone: no port
+        )
+
+
+class FirstCategory(Dataset):
+    """Images of a folder, each with the category of its first annotation as its label.
+
+    A key is (epoch, position in the index). Key and seed alone decide how an image is cropped, so
+    that it looks the same on whichever rank, and in a resumed run. Without a seed: for validation.
+    """
+
+    def __init__(self, folder, index, size, seed=None):
+        self.folder, self.index, self.size, self.seed = folder, index, size, seed
+
+    def __getitems__(self, keys):  # a loader asks this for a whole batch
+        """Images uint8 (n, 3, size, size), labels int64 (n,), positions (n,) of n keys."""
+        positions = np.array(keys)[:, 1]
+        images, decoded = load_images(self, keys, self.index.names[positions])
+        labels = np.where(decoded, self.index.labels[positions], IGNORED)
+        return images, labels, positions
+
+
+def make_loaders(args, process, index, val_index):
+    """(training loader, validation loader or None) of this rank."""
+    options = dict(
+        batch_size=args.batch_size,
+        num_workers=args.workers,
+        worker_init_fn=ignore_sigterm,
+        pin_memory=process.gpu,
+        persistent_workers=args.workers > 0,
+        collate_fn=tuple,  # __getitems__ makes whole batches: there is nothing to collate
+    )
+    dataset = FirstCategory(args.coco_image_path, index, args.image_size, args.seed)
+    # DDP 3/6: each rank gets its own share of the images, in each epoch another one (set_epoch, in
+    # train_epoch). Shares are equally long, a few images come twice for that: in each step every
+    # rank waits for all others, so all must make equally many. ResumableSampler is PyTorch's
+    # DistributedSampler, which can also go on in the middle of an epoch.
+    sampler = ResumableSampler(
+        index.names, process.world_size, process.rank, shuffle=True, seed=args.seed
+    )
+    loader, val_loader = DataLoader(dataset, sampler=sampler, **options), None
+    if val_index:
+        # Every world_size-th image, none twice: with DistributedSampler some would count twice.
+        # Shares may differ by one image, because ranks do not wait for each other in validation.
+        keys = [(0, i) for i in range(process.rank, len(val_index.names), process.world_size)]
+        dataset = FirstCategory(args.val_image_path, val_index, args.image_size)
+        val_loader = DataLoader(dataset, sampler=keys, **options)
+    return loader, val_loader
+
+
+def build_model(args, process):
+    """(ResNet-18 on this process's device, the same wrapped in DDP), equal on all ranks."""
+    torch.manual_seed(args.seed)
+    model = torchvision.models.resnet18(num_classes=CLASSES)
+    with together(process, "weights"):
+        if process.rank == 0 and args.weights != "none":
+            load_weights(model, args.weights)  # the other ranks get them from DDP, below
+    if args.sync_bn:  # batch norm over the images of all ranks; slower
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = model.to(process.device, memory_format=torch.channels_last)
+    if args.compile:
+        model.compile()
+    if process.device.type == "mps":  # always one process, and no backend moves its tensors
+        model.no_sync = nullcontext
+        return model, model
+    # DDP 4/6: DDP copies rank 0's weights into the model of every rank, here and now. After that
+    # it acts in each backward pass of ddp(images). model(images) is the same network without DDP,
+    # with the same weights: for the optimizer, and for validation, which sends no gradients.
+    ddp = DistributedDataParallel(
+        model, gradient_as_bucket_view=True, bucket_cap_mb=args.bucket_cap_mb
+    )
+    # DDP would also copy rank 0's batch-norm statistics before each forward pass, where all would
+    # wait for it. Once an epoch is enough: train_epoch does it.
+    ddp.broadcast_buffers = False
+    return model, ddp
+
+
+def forward(run, model, images):
+    """Logits float32 (n, 80) of images uint8 (n, 3, size, size), normalized as ImageNet's."""
+    device, dtype = run.process.device, REDUCED.get(run.args.precision)
+    images, mean, std = (t.to(device, non_blocking=True) for t in (images, MEAN, STD))
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+        return model((images - mean) / std).float()
+
+
+def train_step(run, micro_batches):
+    """One step of the optimizer; returns the mean loss of this rank's images, as a tensor."""
+    total = torch.zeros((), device=run.process.device)
+    for number, (images, labels, _) in enumerate(micro_batches, 1):
+        # Under no_sync gradients only add up on this rank. The last micro-batch's backward pass
+        # sends the sum: once a step, not once a micro-batch.
+        last = number == len(micro_batches)
+        with nullcontext() if last else run.ddp.no_sync():
+            logits = forward(run, run.ddp, images)
+            labels = torch.from_numpy(labels)
+            if (labels != IGNORED).any():
+                labels = labels.to(run.process.device, non_blocking=True)
+                loss = cross_entropy(logits, labels, ignore_index=IGNORED)
+            else:  # all images damaged: gradients of zero, because the other ranks wait for some
+                loss = 0 * logits.sum()
+            loss = loss / len(micro_batches)
+            # DDP 5/6: backward works from the last layer to the first. As soon as the gradients of
+            # some layers (a bucket) are there, DDP sends them off to be averaged over all ranks
+            # (all-reduce), while backward computes those of the layers before. When backward
+            # returns, every gradient is the mean over all ranks.
+            run.scaler.scale(loss).backward()
+        total += loss.detach()
+    run.timer.mark()
+    # Equal weights and equal gradients on all ranks: the weights stay equal.
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad()
+    return total
+
+
+def train_epoch(run, epoch):
+    """Trains what is left of an epoch; returns {"epoch", "loss"}, the mean over all ranks."""
+    # Shares are drawn from seed and epoch: without this call each epoch would repeat the first.
+    run.loader.sampler.set_epoch(epoch)
+    for micro_batches in read_steps(run):  # a step has one of them, or --accumulate_steps
+        set_learning_rate(run)
+        loss = train_step(run, micro_batches)
+        finish_step(run, loss, micro_batches)  # this rank's log line; checkpoint; a stop signal
+    if run.process.world_size > 1:
+        # Batch norm's statistics come from each rank's own images: all take over those of rank 0.
+        for buffer in run.model.buffers():
+            dist.broadcast(buffer, src=0)
+    return finish_epoch(run)
+
+
+@torch.inference_mode()
+def validate(run, epoch):
+    """Top-1 and top-5 in percent over all validation images, each counted once; {} without any."""
+    if run.val_loader is None:  # one without images is false, too
+        return {}
+    start, top1, top5, images = perf_counter(), 0, 0, 0
+    run.model.eval()
+    for batch, labels, positions in run.val_loader:
+        name_damaged(run, run.val_loader, labels, positions)
+        guesses = forward(run, run.model, batch).topk(5).indices.cpu().numpy()
+        hits = guesses == labels[:, None]
+        top1, top5 = top1 + hits[:, 0].sum(), top5 + hits.sum()
+        images += (labels != IGNORED).sum()
+    run.model.train()
+    # Each rank has counted its own share. gather (dist.all_gather_object) gives all counts to all.
+    top1, top5, images = (int(sum(counts)) for counts in gather(top1, top5, images))
+    top1, top5 = 100 * top1 / max(1, images), 100 * top5 / max(1, images)
+    # DDP 6/6: what is the same on all ranks, rank 0 alone writes: results and checkpoints
+    if run.process.rank == 0:
+        seconds = perf_counter() - start
+        text = f"Top-1: {top1:.2f}% | Top-5: {top5:.2f}% | {images} images | {seconds:.2f}s"
+        log(run.process, f"Epoch {epoch} validation | {text}")
+    return {"top1": top1, "top5": top5, "images": images}
+
+
+def tear_down(process, code):
+    """Leaves the process group, at the end of a run and after an error that all ranks share."""
+    if not dist.is_initialized():
+        return
+    # All leave together: torchrun ends the others as soon as one process has ended with an error.
+    dist.barrier()
+    # DDP refers to the group, whose threads end with the last reference; one that still ran when
+    # Python ends could abort the process.
+    gc.collect()
+    dist.destroy_process_group()
+    if code == 0:
+        seconds = perf_counter() - process.started
+        wall_time = f"{duration(seconds)} ({seconds:.3f}s)"
+        log(process, f"Cleanup complete. Total wall time: {wall_time}")
+
+
+# =============================================================================================
+# PART TWO: the safety net. A first reading can end here.
+# =============================================================================================
+
+# --- Errors -----------------------------------------------------------------------------------
+
+# Gloo and the loader raise plain RuntimeErrors: these parts of their texts tell them from bugs.
+OUTSIDE = re.compile(r"/gloo/|pair closure|DataLoader worker")
+LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOMEM}  # open files, disk, memory
+
 
 class UserError(Exception):
     """What a user can mend: one line that says what is wrong, where, and what to do."""
 
-@contextlib.contextmanager
-def explain(what):
-    """Makes one UserError, `what` and the cause, of any other error in the block."""
+    kind = "user"  # a restart would meet it again
+
+
+class LostConnection(UserError):
+    """Other processes that did not come, or the network: a restart may help."""
+
+    kind = "lost"
+
+
+@contextmanager
+def explain(what, error_type=UserError):
+    """Makes one error, `what` and the cause, of any other error in the block."""
     try:
         yield
     except UserError:
@@ -77,129 +336,54 @@ def explain(what):
     except Exception as error:  # a damaged file can raise anything; torch.save wraps the disk's
         cause = error if error.__suppress_context__ else error.__context__ or error
         text = " ".join(f"{type(cause).__name__}: {cause}".split("\n")[:2])
-        raise UserError(f"{what}: {text[:300]}") from None
+        raise error_type(f"{what}: {text[:300]}") from None
 
-# --- arguments ---
-def make_parser():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = parser.add_argument
-    add("--coco_image_path", required=True, metavar="DIR", help="folder of the training images")
-    add("--annotation_path", required=True, metavar="FILE", help="their COCO instances file")
-    add("--val_image_path", metavar="DIR", help="folder of the validation images")
-    add("--val_annotation_path", metavar="FILE", help="their COCO instances file")
-    add("--image_size", type=int, default=224, help="pixels a side")
-    add("--workers", type=int, help="decoders per process; unset: its cores, on a CPU 1")
-    add("--num_epochs", type=int, default=2, help="passes over the images")
-    add("--batch_size", type=int, default=64, help="images per process and micro-batch")
-    add("--global_batch_size", type=int, help="images per step of all processes together")
-    add("--accumulate_steps", type=int, default=1, help="micro-batches per optimizer step")
-    add("--lr", type=float, default=1e-3, help="learning rate of Adam")
-    add("--lr_scaling", choices=("none", "linear", "sqrt"), default="none",
-        help=f"multiply --lr by (global batch / {LR_BATCH}), or by its root")
-    add("--warmup_steps", type=int, default=0, help="steps in which the rate rises to its value")
-    add("--weights", default="imagenet", help="imagenet, none, or a state-dict FILE")
-    add("--sync_bn", action="store_true", help="batch norm over all processes (CUDA only)")
-    add("--seed", type=int, default=0, help="of weights, order and crops")
-    add("--max_steps", type=int, help="stop after this many optimizer steps in all")
-    add("--precision", choices=("auto", "fp32", "tf32", "fp16", "bf16"), default="auto",
-        help="auto: bf16 where the hardware has it, fp16 on older tensor cores, else fp32")
-    add("--compile", action="store_true", help="torch.compile the model")
-    add("--backend", choices=("auto", "nccl", "gloo", "mpi"), default="auto", help="nccl or gloo")
-    add("--timeout", type=float, default=300, help="seconds until a silent peer counts as lost")
-    add("--bucket_cap_mb", type=float, default=25, help="MiB of gradients in one all-reduce")
-    add("--grad_compression", choices=("none", "fp16", "bf16", "powersgd"), default="none",
-        help="what gradients are sent as")
-    add("--powersgd_rank", type=int, default=8, help="of the matrices that PowerSGD sends")
-    add("--probe_steps", type=int, default=5, help="at most, to measure link and step; 0: not")
-    add("--log_every", type=int, default=5, help="optimizer steps from log line to log line")
-    add("--checkpoint", metavar="FILE", help="saved at each epoch's end and at a stop signal")
-    add("--checkpoint_every", type=int, default=0, help="and every N optimizer steps; 0: not")
-    add("--resume", action="store_true", help="go on from --checkpoint if that file exists")
-    return parser
 
-def parse_arguments(argv):
-    """The arguments; ends with one line and exit code 2 where they are wrong."""
-    parser = make_parser()
-    parser.error = lambda text: parser.exit(2, f"{parser.prog}: error: {text}; see --help\n")
-    args = parser.parse_args([re.sub(r"(?<=^--[a-z])[a-z-]+", lambda m: m[0].replace("-", "_"), a)
-                              for a in argv])  # dashes inside a name are taken for underscores
-    for name, value in vars(args).items():
-        if type(value) in (int, float) and not MINIMA.get(name, 1) <= value < 2**31:
-            parser.error(f"--{name} {value} is not at least {MINIMA.get(name, 1)}")
-    if (args.val_image_path is None) != (args.val_annotation_path is None):
-        parser.error("--val_image_path and --val_annotation_path go together: give both")
-    if args.resume and not args.checkpoint:
-        parser.error("--resume needs --checkpoint FILE")
-    return args
+def from_outside(error):
+    """Whether an error comes from network, other ranks, loader workers or limits: no bug here."""
+    if isinstance(error, OSError):
+        return isinstance(error, ConnectionError) or error.errno in LIMITS
+    known = isinstance(error, RuntimeError) and OUTSIDE.search(str(error))
+    return isinstance(error, dist.DistError) or known
 
-# --- distributed set-up ---
-@dataclass
-class Job:
-    """This process's place among the others, and what it is doing."""
-    launcher: str = "python"
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
-    backend: str = ""
-    phase: str = "rendezvous"
-    stop: str = ""  # why this process asks all ranks to stop
-    parent: int = field(default_factory=os.getppid)
-    cores: int = 1  # of this process
 
-def read_environment():
-    """The Job that the launcher's variables describe; completes MASTER_*. Raises UserError."""
-    # DDP 1/6: rank and world size come from the launcher, through the environment
-    env = os.environ
-    for launcher, names in LAUNCHERS.items():
-        # a batch script has SLURM's variables too, but is one process: srun alone makes steps
-        if names[0] in env and (launcher != "srun" or "SLURM_STEP_ID" in env):
-            break
-    else:
-        return Job()
-    with explain(f"{launcher} should set {', '.join(names)}"):
-        job = Job(launcher, *(int(re.match(r"\d+", env[name])[0]) for name in names))
-        if launcher == "srun":  # the first node, and a port of its own for each step of each job
-            first = re.match(r"([^\[,]+)\[?(\d*)", env["SLURM_STEP_NODELIST"])
-            port = int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"])
-            env.setdefault("MASTER_ADDR", first[1] + first[2])
-            env.setdefault("MASTER_PORT", str(20000 + port % 20000))
-    if not 0 <= job.rank < job.world_size:
-        raise UserError(f"{names[0]} {job.rank} is not below {names[1]} {job.world_size}")
-    if "MASTER_ADDR" not in env:
-        raise UserError("MASTER_ADDR is not set: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 ...")
-    env.setdefault("MASTER_PORT", "29500")
-    return job
+def report(process, kind, text, to=2):
+    """Logs why this process ends, and leaves it where torchrun looks for it, with its phase."""
+    if to:
+        log(process, text, to)
+    facts = {"kind": kind, "rank": process.rank, "phase": process.phase, "timestamp": time.time()}
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": f"{process.name} {text}", "extraInfo": facts}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message}))
 
-def set_up(args, job):
-    """Chooses the device and the backend, and joins the process group. Raises UserError."""
-    # DDP 2/6: first the device, then the process group, with a limit to silent waiting
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    job.backend = args.backend.replace("auto", "nccl" if gpus else "gloo")
-    if job.backend == "mpi" and not dist.is_mpi_available():
-        raise UserError("--backend mpi: this PyTorch was built without MPI: use nccl or gloo")
-    own = job.launcher == "srun" and gpus == 1  # --gpus-per-task shows each task its own GPU
-    if job.backend == "nccl" and job.local_world_size > gpus and not own:
-        raise UserError(f"--backend nccl: {job.local_world_size} processes for {gpus} GPU(s) on "
-                        "this node: start one for each GPU, or use --backend gloo")
-    if gpus:
-        job.device = torch.device("cuda", job.local_rank % gpus)
-        torch.cuda.set_device(job.device)
-    elif torch.backends.mps.is_available() and job.world_size == 1:
-        job.device = torch.device("mps")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    bound = job.launcher in ("srun", "mpirun") and cores < os.cpu_count()  # has cores of its own
-    job.cores = cores if bound else max(1, cores // job.local_world_size)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(job.cores)
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    with explain(f"rendezvous at {where}: did all nodes start, with the address of rank 0?"):
-        dist.init_process_group(
-            job.backend, timeout=timedelta(seconds=args.timeout), rank=job.rank,
-            world_size=job.world_size, device_id=job.device if job.backend == "nccl" else None,
-            store=dist.HashStore() if job.launcher == "python" else None)
+
+def one_line_errors(main):
+    """Runs main(process) and ends the process; errors are one line, or of a bug a traceback.
+
+    Exit code: 0 done, 1 error, 2 wrong arguments, 75 stopped by a signal, with --checkpoint saved.
+    """
+    process, code = Process(), 0
+    try:
+        main(process)
+    except UserError as error:
+        code, others_tell = 1, process.local_rank > 0 and dist.is_initialized()
+        report(process, error.kind, f"ERROR: {error}", to=0 if others_tell else 2)
+    except SystemExit as stop:
+        code = stop.code
+    except Exception as error:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch would raise one more in here
+        for worker in torch.multiprocessing.active_children():
+            worker.kill()  # Python's exit would wait for it: it takes no SIGTERM
+        if not from_outside(error):
+            report(process, "bug", f"{type(error).__name__}: {error}", to=0)
+            raise
+        reason = str(error).strip().splitlines()[-1][:300]
+        report(process, "lost", f"ERROR: in {process.phase}: {reason}")
+        os._exit(1)  # a tear-down could wait for ranks that are gone
+    tear_down(process, code)
+    sys.exit(code)
+
 
 def gather(*values):
     """For each value the list of what it is on all ranks, in the order of the ranks."""
@@ -207,10 +391,11 @@ def gather(*values):
     dist.all_gather_object(ranks, values)
     return zip(*ranks, strict=True)
 
-@contextlib.contextmanager
-def together(job, phase):
+
+@contextmanager
+def together(process, phase):
     """A block that all ranks run: a UserError of one ends all of them, with one line, no hang."""
-    job.phase, error = phase, None
+    process.phase, error = phase, None
     try:
         yield
     except UserError as failure:
@@ -220,158 +405,104 @@ def together(job, phase):
         which = f" (rank {', '.join(map(str, failed))})" if len(failed) < len(errors) else ""
         raise UserError(errors[failed[0]] + which)
 
-def from_rank0(job, phase, make):
-    """Rank 0 reads, every rank receives: what make() returns, or its UserError."""
-    with together(job, phase):
-        result = [make() if job.rank == 0 else None]
+
+def from_rank_0(process, phase, make):
+    """What make() returns on rank 0, on every rank; or its UserError."""
+    with together(process, phase):
+        result = [make() if process.rank == 0 else None]
     dist.broadcast_object_list(result)
     return result[0]
 
-# --- log ---
-def log(job, text, descriptor=1):
-    """Writes one line in one piece: the lines of several ranks do not mix."""
-    kind = job.device.type.replace("cuda", "gpu").upper()
-    text = "".join(c if c.isprintable() else "?" for c in text)  # a file name can hold anything
-    os.write(descriptor, f"[{kind} {job.rank}] {text}\n".encode(errors="replace"))
 
-def duration(seconds, digits=2):
-    """'4h 8m 59.79s' for 14939.79."""
-    m, rest = divmod(round(seconds, digits), 60)
-    h, m = divmod(int(m), 60)
-    return f"{h}h " * (h > 0) + f"{m}m " * (h + m > 0) + f"{rest:.{digits}f}s"
+# --- Arguments ---------------------------------------------------------------------------------
 
-def log_run(run, index, val_index, resumed):
-    """Rank 0 writes what runs, on what, with which settings, and on which data."""
-    args, job, n = run.args, run.job, sum(p.numel() for p in run.model.parameters())
-    name = torch.cuda.get_device_name() if job.device.type == "cuda" else os.uname().machine
-    hosts, devices, local = gather(socket.gethostname(), name, job.local_rank)
-    about = {
-        "demo": "coco_resnet18", "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
-                     "torchvision": torchvision.__version__, "cuda": torch.version.cuda,
-                     "nccl": torch.cuda.nccl.version() if job.backend == "nccl" else None},
-        **vars(args), "launcher": job.launcher, "backend": job.backend, "hosts": hosts,
-        "devices": devices, "nodes": local.count(0), "world_size": job.world_size, "parameters": n,
-        "threads": torch.get_num_threads(), "steps": args.max_steps, "start_step": run.step,
-        "batch": {"per_process": args.batch_size, "accumulate_steps": args.accumulate_steps,
-                  "global": args.global_batch_size}, "images": len(index.names),
-        "images_without_annotations": index.unlabelled, "padding": -len(index.names) % len(hosts),
-        "gradient_bytes": 4 * n, "val_images": len(val_index.names) if val_index else 0,
-        "env": {k: v for k, v in sorted(os.environ.items()) if re.match("NCCL_|GLOO_|OMP_", k)}}
-    if job.rank == 0:
-        log(job, "Run " + json.dumps(about))
-        log(job, f"Data: {len(index.names)} labelled of {len(index.names) + index.unlabelled} "
-            f"images, {about['padding']} of them twice an epoch. {resumed}")
+LR_BATCH = 64  # the global batch that --lr is meant for when --lr_scaling is used
+REDUCED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what --precision computes in
+MINIMA = {"image_size": 33, "workers": 0, "warmup_steps": 0, "seed": 0, "checkpoint_every": 0}
+MINIMA |= {"lr": 1e-9, "timeout": 0.1, "bucket_cap_mb": 0.1}  # of all other numbers: 1
+OPTIONS = [  # name, its default (or choices, the default first, or the type of one unset), meaning
+    ("coco_image_path", str, "folder of the training images"),
+    ("annotation_path", str, "their COCO instances file"),
+    ("val_image_path", str, "folder of the validation images"),
+    ("val_annotation_path", str, "their COCO instances file"),
+    ("image_size", IMAGE_SIZE, "pixels a side"),
+    ("workers", int, "decoders per process; unset: its cores, on a CPU 1"),
+    ("num_epochs", NUM_EPOCHS, "passes over the images"),
+    ("batch_size", BATCH_SIZE, "images per process and micro-batch"),
+    ("global_batch_size", int, "images per step of all processes together"),
+    ("accumulate_steps", 1, "micro-batches per optimizer step"),
+    ("lr", LR, "learning rate of Adam"),
+    ("lr_scaling", ("none", "linear", "sqrt"), f"grow --lr with (global batch / {LR_BATCH})"),
+    ("warmup_steps", 0, "steps in which the rate rises to its value"),
+    ("weights", "imagenet", "imagenet, none, or a state-dict FILE"),
+    ("sync_bn", False, "batch norm over all processes (CUDA only)"),
+    ("seed", SEED, "of weights, order and crops"),
+    ("max_steps", int, "stop after this many optimizer steps in all"),
+    ("precision", ("auto", "fp32", "tf32", "fp16", "bf16"), "auto: what the hardware does best"),
+    ("compile", False, "torch.compile the model"),
+    ("backend", ("auto", "nccl", "gloo", "mpi"), "auto: nccl on NVIDIA GPUs, else gloo"),
+    ("timeout", float(TIMEOUT), "seconds until a silent peer counts as lost"),
+    ("bucket_cap_mb", 25.0, "MiB of gradients in one all-reduce"),
+    ("grad_compression", ("none", "fp16", "bf16", "powersgd"), "what gradients are sent as"),
+    ("powersgd_rank", 8, "of the matrices that PowerSGD sends"),
+    ("log_every", 5, "optimizer steps from log line to log line"),
+    ("checkpoint", str, "FILE, saved at each epoch's end and at a stop signal"),
+    ("checkpoint_every", 0, "and every N optimizer steps; 0: not"),
+    ("resume", False, "go on from --checkpoint if that file exists"),
+]
 
-# --- data ---
-# Names (n,) bytes and labels (n,) in 0..79 as arrays (118,287 objects would be copied into each
-# worker), COCO's ids of these labels, and the number of images without annotations.
-Index = namedtuple("Index", "names labels categories unlabelled")
 
-def read_index(path, ids=None):
-    """Index of a COCO instances file; ids: categories of the training set. Raises UserError."""
-    with explain(f"annotation file {path} is no usable COCO instances file"):
-        gc.disable()  # it would walk millions of new objects; prepare enables it without them
-        with open(path, "rb") as file, contextlib.redirect_stdout(None):  # pycocotools prints
-            coco = COCO()  # it would make millions of floats, of polygons that nothing here reads
-            coco.dataset = json.load(file, parse_float={}.get)  # None for each, in half the time
-            coco.createIndex()
-        ids, images = ids or sorted(coco.cats), coco.dataset["images"]
-        # the label is the category of the first annotation in the file, crowds included
-        labelled = [(image["file_name"], annotations[0]["category_id"]) for image in images
-                    if (annotations := coco.imgToAnns.get(image["id"]))]
-        unknown = {a["category_id"] for a in coco.dataset["annotations"]}.difference(ids)
-        outside = [n for n, _ in labelled if os.path.isabs(n) or ".." in n.split("/")]
-        for wrong, what in ((len(ids) > CLASSES, f"{len(ids)} categories, not {CLASSES}"),
-                            (unknown, f"annotations of unknown categories {str(unknown)[:60]}"),
-                            (None in {*coco.imgs, *coco.imgToAnns}, "ids that are no integers"),
-                            (not labelled, "no image has an annotation, nothing to train on"),
-                            (outside, f"file name {outside[:1]} leaves the image folder")):
-            if wrong:
-                raise ValueError(what)
-        names = np.array([os.fsencode(name) for name, _ in labelled])
-        labels = np.searchsorted(ids, [category for _, category in labelled])
-        return Index(names, labels, ids, len(images) - len(labelled))
+def make_parser():
+    style = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=style)
+    parser.description = __doc__.split("\n\n")[0]
+    for name, default, text in OPTIONS:
+        how = {"type": type(default), "default": default}
+        if isinstance(default, tuple):
+            how = {"choices": default, "default": default[0]}
+        elif isinstance(default, type):
+            how = {"type": default, "required": name in ("coco_image_path", "annotation_path")}
+        elif default is False:
+            how = {"action": "store_true"}
+        parser.add_argument(f"--{name}", help=text, **how)
+    return parser
 
-def check_images(folder, index):
-    """Raises UserError unless all images are there; returns {file: bytes} of some of them."""
-    names = [os.fsdecode(name) for name in index.names]
-    with explain("images: check the path"):  # NOTE: a look at each would be 118,287 requests
-        present = {os.path.join(sub, entry) for sub in set(map(os.path.dirname, names))
-                   for entry in os.listdir(os.path.join(folder, sub))}
-        if missing := [name for name in names if name not in present]:
-            raise UserError(f"{len(missing)} of {len(names)} listed images are not in {folder}, "
-                            f"the first is {missing[0]}: check the path")
-        return {f"bytes of image {name}": os.path.getsize(f"{folder}/{name}")
-                for name in names[::1 + len(names) // 64]}
 
-def decode(path):
-    """uint8 (3, height, width), RGB. Raises whatever a decoder raises on a damaged file."""
-    with contextlib.suppress(RuntimeError):  # Pillow knows more formats
-        return torchvision.io.decode_image(path, "RGB")
-    return torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1)
+def parse_arguments(argv):
+    """The arguments; ends with one line and exit code 2 where they are wrong."""
+    parser = make_parser()
 
-class FirstCategory(Dataset):
-    """For keys (epoch, position): images uint8 (n, 3, size, size), labels (n,), positions (n,)."""
-    def __init__(self, folder, index, size, seed=None):
-        self.folder, self.index, self.size, self.seed = folder, index, size, seed
+    def refuse(text):
+        text = f"{parser.prog}: error: {text}; see --help"
+        report(Process(), "user", text, to=0)
+        parser.exit(2, text + "\n")
 
-    def crop(self, image, key):
-        """(top, left, height, width, flip) of an opened image: key and seed alone set them."""
-        if self.seed is None:  # for validation the middle, 7/8 of the shorter side
-            side = max(1, min(image.size) * 7 // 8)
-            return (image.height - side) // 2, (image.width - side) // 2, side, side, False
-        torch.default_generator.manual_seed(hash((self.seed, *key)) % 2**32)
-        crop = RandomResizedCrop.get_params(image, (0.08, 1), (3 / 4, 4 / 3))
-        return *crop, torch.rand(()).item() < 0.5
+    parser.error = refuse
+    names = re.compile(r"(?<=^--[a-z])[a-z-]+")  # dashes inside a name are taken for underscores
+    args = parser.parse_args([names.sub(lambda m: m[0].replace("-", "_"), a) for a in argv])
+    for name, value in vars(args).items():
+        if type(value) in (int, float) and not MINIMA.get(name, 1) <= value < 2**31:
+            refuse(f"--{name} {value} is not at least {MINIMA.get(name, 1)}")
+    if (args.val_image_path is None) != (args.val_annotation_path is None):
+        refuse("--val_image_path and --val_annotation_path go together: give both")
+    if args.resume and not args.checkpoint:
+        refuse("--resume needs --checkpoint FILE")
+    return args
 
-    def __getitems__(self, keys):  # a loader asks this for a batch, not for images one by one
-        images = torch.zeros(len(keys), self.size, self.size, 3, dtype=torch.uint8)
-        images = (images.share_memory_() if get_worker_info() else images).permute(0, 3, 1, 2)
-        labels, positions, headers = np.full(len(keys), IGNORED), np.array(keys)[:, 1], {}
-        # one kind of work for all of them, then the next: decoding empties a core's caches
-        for n, name in enumerate(self.index.names[positions]):
-            path = os.path.join(self.folder, os.fsdecode(name))
-            with contextlib.suppress(Exception), Image.open(path) as headers[n]:
-                pass  # damaged data raises anything, here or below; its label tells
-        crops = {n: self.crop(image, keys[n]) for n, image in headers.items()}
-        for n, (top, left, height, width, flip) in crops.items():
-            with contextlib.suppress(Exception):
-                crop = decode(headers[n].filename)[None, :, top:top + height, left:left + width]
-                crop = crop.contiguous(memory_format=torch.channels_last)
-                image = interpolate(crop, (self.size, self.size), mode="bilinear", antialias=True)
-                images[n] = image.flip(3) if flip else image
-                labels[n] = self.index.labels[positions[n]]
-        return images, labels, positions
 
-class EpochSampler(DistributedSampler):
-    """Gives the dataset's keys, and leaves out what a resumed epoch has already seen."""
-    skip = 0
-    def __iter__(self):
-        return ((self.epoch, i) for i in islice(super().__iter__(), self.skip, None))
-
-def quiet(_):
-    """In a loader worker: SLURM sends its stop signal to all processes, but the ranks decide."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-def make_loaders(args, job, index, val_index):
-    """(training loader, validation loader or None) for this rank."""
-    options = dict(batch_size=args.batch_size, num_workers=args.workers, worker_init_fn=quiet,
-                   pin_memory=job.device.type == "cuda", persistent_workers=args.workers > 0,
-                   collate_fn=tuple)  # __getitems__ makes a batch, not its parts
-    dataset = FirstCategory(args.coco_image_path, index, args.image_size, args.seed)
-    # DDP 3/6: each rank draws its own share, in an order that set_epoch changes every epoch
-    sampler = EpochSampler(index.names, job.world_size, job.rank, seed=args.seed)
-    loader, val_loader = DataLoader(dataset, sampler=sampler, **options), None
-    if val_index:  # without DistributedSampler: its padding would count some images twice
-        keys = [(0, i) for i in range(job.rank, len(val_index.names), job.world_size)]
-        dataset = FirstCategory(args.val_image_path, val_index, args.image_size)
-        val_loader = DataLoader(dataset, sampler=keys, **options)
-    return loader, val_loader
-
-def resolve_arguments(args, job, images):
+def complete_arguments(args, process, images):
     """Fills in what depends on the machine and on the number of images. Raises UserError."""
-    parts = job.world_size * args.accumulate_steps
+    with together(process, "check of the arguments"):
+        complete_batch(args, process.world_size * args.accumulate_steps, images)
+        complete_precision(args, process)
+        if args.workers is None:
+            args.workers = process.cores if process.gpu else 1
+        if args.workers and len(folder := tempfile.gettempdir()) > 75:  # of 107 in a socket's name
+            raise UserError(f"TMPDIR {folder} is too long for loader workers: export TMPDIR=/tmp")
+
+
+def complete_batch(args, parts, images):
+    """Batch sizes, steps and learning rate; a step of all ranks has `parts` micro-batches."""
     size = args.global_batch_size or args.batch_size * parts
     if size % parts:
         raise UserError(f"--global_batch_size {size} is no multiple of {parts} (ranks x batches)")
@@ -379,494 +510,739 @@ def resolve_arguments(args, job, images):
     args.steps_per_epoch = math.ceil(images / size)
     args.max_steps = min(args.num_epochs * args.steps_per_epoch, args.max_steps or sys.maxsize)
     args.lr *= (size / LR_BATCH) ** {"none": 0, "linear": 1, "sqrt": 0.5}[args.lr_scaling]
-    cuda, cpuinfo = job.device.type == "cuda", Path("/proc/cpuinfo")
-    if not cuda and (args.sync_bn or args.precision == "tf32"):
+
+
+def complete_precision(args, process):
+    """What to compute in, and to send gradients as."""
+    if not process.gpu and (args.sync_bn or args.precision == "tf32"):
         raise UserError("--sync_bn and --precision tf32 need CUDA, an NVIDIA GPU: leave them out")
-    args.workers = (job.cores if cuda else 1) if args.workers is None else args.workers
-    if args.workers and len(folder := tempfile.gettempdir()) > 75:  # of 107 in a socket's name
-        raise UserError(f"TMPDIR {folder} is too long for loader workers: export TMPDIR=/tmp")
     if args.precision == "auto":
-        bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else (
-            cpuinfo.exists() and re.search(r" (avx512|amx)_bf16\b", cpuinfo.read_text()))
-        fp16 = cuda and torch.cuda.get_device_capability(job.device) >= (7, 0)  # tensor cores
-        args.precision = "bf16" if bf16 else "fp16" if fp16 else "fp32"
-    if args.grad_compression == "powersgd" and args.precision == "fp16":
-        raise UserError("PowerSGD would keep an overflow of --precision fp16: use bf16 or fp32")
+        args.precision = fastest_precision(process)
     for part in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):
         part.fp32_precision = "tf32" if args.precision == "tf32" else "ieee"
+    if args.grad_compression == "powersgd":
+        args.bucket_cap_mb = 1024  # NOTE: over Gloo PowerSGD hangs with two buckets
+        if args.precision == "fp16":
+            raise UserError(
+                "PowerSGD would keep an overflow of --precision fp16: use bf16 or fp32"
+            )
 
-# --- model ---
+
+def fastest_precision(process):
+    """bf16 where the hardware multiplies it faster, fp16 on older tensor cores, else fp32."""
+    if process.gpu and torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16"
+    if process.gpu:
+        return "fp16" if torch.cuda.get_device_capability() >= (7, 0) else "fp32"
+    flags = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+    return "bf16" if re.search(r" (avx512|amx)_bf16\b", flags) else "fp32"
+
+
+# --- Launchers and devices ---------------------------------------------------------------------
+
+# Rank, world size, rank on the node, processes on it: what each launcher calls them.
+LAUNCHERS = {
+    "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
+    "mpirun": [f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    "srun": ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"],
+}
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+SIOCGIFADDR = 0x8915  # of linux/sockios.h: an interface's address
+
+
+@dataclass
+class Process:
+    """This process's place among the others, and what it is doing."""
+
+    launcher: str = "python"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+    backend: str = ""
+    cores: int = 1  # of this process
+    phase: str = "rendezvous"
+    stop: str = ""  # why this process asks all ranks to stop
+    parent: int = field(default_factory=os.getppid)
+    started: float = field(default_factory=perf_counter)
+
+    def ask_to_stop(self, number, _):
+        """Handles a stop signal: the ranks decide between two steps, together."""
+        self.stop = signal.Signals(number).name
+
+    @property
+    def gpu(self):
+        return self.device.type == "cuda"
+
+    @property
+    def name(self):
+        """[GPU 3]: with this each of its lines begins."""
+        return f"[{self.device.type.replace('cuda', 'gpu').upper()} {self.rank}]"
+
+
+def find_launcher():
+    """Who started this process; sets torchrun's variables from the others'. Raises UserError."""
+    env = os.environ
+    for launcher, names in LAUNCHERS.items():  # mpirun before srun, which may start it
+        # A batch script has SLURM's variables too, but is one process: srun alone makes steps.
+        if names[0] in env and (launcher != "srun" or "SLURM_STEP_ID" in env):
+            break
+    else:
+        return "python"
+    for name, theirs in zip(LAUNCHERS["torchrun"], names, strict=True):
+        env[name] = env.get(theirs, "").partition("(")[0]  # SLURM writes 2(x3)
+    if launcher == "srun":  # the first node, and a port of its own for each step of each job
+        first = re.match(r"([^\[,]+)\[?(\d*)", env["SLURM_STEP_NODELIST"])
+        port = int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"])
+        env.setdefault("MASTER_ADDR", first[1] + first[2])
+        env.setdefault("MASTER_PORT", str(20000 + port % 20000))
+    if "MASTER_ADDR" not in env:
+        raise UserError("MASTER_ADDR is not set: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 ...")
+    env.setdefault("MASTER_PORT", "29500")
+    return launcher
+
+
+def check_process(process, gpus):
+    """Raises UserError where rank or backend do not go with what is here."""
+    if not 0 <= process.rank < process.world_size:
+        raise UserError(f"RANK {process.rank} is not below WORLD_SIZE {process.world_size}")
+    if process.backend == "mpi" and not dist.is_mpi_available():
+        raise UserError("--backend mpi: this PyTorch was built without MPI: use nccl or gloo")
+    own = process.launcher == "srun" and gpus == 1  # --gpus-per-task shows each task its own GPU
+    if process.backend == "nccl" and process.local_world_size > gpus and not own:
+        there = f"{process.local_world_size} processes for {gpus} GPU(s) on this node"
+        raise UserError(f"--backend nccl: {there}: start one for each GPU, or use --backend gloo")
+
+
+def share_cpu(process):
+    """Gives this process its part of the node's cores and, on a CPU, memory that it keeps."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    bound = process.launcher in ("srun", "mpirun") and cores < os.cpu_count()  # to its own cores
+    process.cores = cores if bound else max(1, cores // process.local_world_size)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(process.cores)
+    if process.device.type == "cpu":
+        # glibc gives the memory of large tensors back to the kernel and takes it again in each
+        # step: 100,000 page faults a step, a sixth of its time. Another C library: left alone.
+        with suppress(OSError, AttributeError):
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(M_MMAP_MAX, 0)
+            libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def choose_interface(process):
+    """Sets GLOO_SOCKET_IFNAME, where it is unset, to the interface that leads to MASTER_ADDR.
+
+    Left alone Gloo takes the address of the host name, which Debian and Ubuntu map to 127.0.1.1:
+    nodes could not reach each other.
+    """
+    several_nodes = process.world_size > process.local_world_size
+    if process.backend != "gloo" or not several_nodes or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # a datagram socket: nothing is sent
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, name.encode().ljust(256, b"\0"))
+                if socket.inet_ntoa(answer[20:24]) == probe.getsockname()[0] and name != "lo":
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+# --- Index -------------------------------------------------------------------------------------
+
+CLASSES = 80
+PER_NODE = ["coco_image_path", "annotation_path", "val_image_path", "val_annotation_path"]
+PER_NODE += ["checkpoint", "workers"]  # may differ from node to node
+
+# Names (n,) bytes and labels (n,) in 0..79 as arrays (118,287 objects would be copied into each
+# worker), COCO's ids of these labels, and the number of images without annotations.
+Index = namedtuple("Index", "names labels categories unlabelled")
+
+
+def read_indexes(args):
+    """(Index for training, Index for validation or None). Raises UserError."""
+    gc.disable()  # it would walk millions of new objects again and again; none of them stays
+    try:
+        index, path = read_index(args.annotation_path), args.val_annotation_path
+        return index, read_index(path, index.categories) if path else None
+    finally:
+        gc.enable()
+
+
+def read_index(path, ids=None):
+    """Index of a COCO instances file; ids: categories of the training set. Raises UserError."""
+    with explain(f"annotation file {path} is no usable COCO instances file"):
+        with open(path, "rb") as file, redirect_stdout(None):  # pycocotools prints
+            coco = COCO()  # it would make millions of floats, of polygons that nothing here reads
+            coco.dataset = json.load(file, parse_float={}.get)  # None for each, in half the time
+            coco.createIndex()
+        ids, images = ids or sorted(coco.cats), coco.dataset["images"]
+        # the label is the category of the first annotation in the file, crowds included
+        firsts = [(image["file_name"], coco.imgToAnns.get(image["id"])) for image in images]
+        labelled = [(name, found[0]["category_id"]) for name, found in firsts if found]
+        unknown = {a["category_id"] for a in coco.dataset["annotations"]}.difference(ids)
+        outside = [n for n, _ in labelled if os.path.isabs(n) or ".." in n.split("/")]
+        for wrong, what in (
+            (len(ids) > CLASSES, f"{len(ids)} categories, not {CLASSES}"),
+            (unknown, f"annotations of unknown categories {str(unknown)[:60]}"),
+            (None in {*coco.imgs, *coco.imgToAnns}, "ids that are no integers"),
+            (not labelled, "no image has an annotation, nothing to train on"),
+            (outside, f"file name {outside[:1]} leaves the image folder"),
+        ):
+            if wrong:
+                raise ValueError(what)
+        names, labels = zip(*labelled, strict=True)
+        names = np.array([os.fsencode(name) for name in names])
+        return Index(names, np.searchsorted(ids, labels), ids, len(images) - len(names))
+
+
+def check_images(folder, index):
+    """Raises UserError unless all images are there; returns {file: size} of some of them."""
+    names = [os.fsdecode(name) for name in index.names]
+    present = set(iglob("**", root_dir=folder, recursive=True))  # one by one: 118,287 requests
+    if missing := [name for name in names if name not in present]:
+        those = f"{len(missing)} of {len(names)} listed images, the first is {missing[0]}"
+        raise UserError(f"the folder of images {folder} lacks {those}: check the path")
+    sizes = {}
+    for name in names[:: 1 + len(names) // 64]:
+        with suppress(Exception), Image.open(os.path.join(folder, name)) as image:
+            sizes[f"size of image {name}"] = f"{image.width} x {image.height}"
+    return sizes
+
+
+def compare_ranks(args, process, index, val_index):
+    """{name: value} of what is the same on all ranks. Raises UserError where it is not."""
+    facts = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
+    facts["data set"] = digest(index.names.tolist(), index.labels.tolist())
+    facts["PyTorch"], facts["script"] = str(torch.__version__), digest(Path(__file__).read_text())
+    with together(process, "check of the images"):
+        facts |= check_images(args.coco_image_path, index)
+        if val_index:
+            check_images(args.val_image_path, val_index)
+        if args.checkpoint and process.rank == 0:
+            with explain(f"checkpoint {args.checkpoint}: in use by another run, or not writable"):
+                # held until this process ends; loader workers do not inherit a lock of lockf
+                lock = os.open(f"{args.checkpoint}.lock", os.O_CREAT | os.O_WRONLY, 0o666)
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    first = from_rank_0(process, "comparison of the ranks", lambda: facts)
+    with together(process, "comparison of the ranks"):
+        for name, value in first.items():
+            if facts.get(name) != value:
+                difference = f"{name}: {facts.get(name)} here, {value} on rank 0"
+                raise UserError(f"{difference}: start all alike")
+    return facts
+
+
+def digest(*parts):
+    """The first digits of a SHA-256."""
+    return hashlib.sha256("".join(map(str, parts)).encode()).hexdigest()[:12]
+
+
+# --- Images ------------------------------------------------------------------------------------
+
+IGNORED = -100  # label of an image that cannot be decoded: cross_entropy's own ignore_index
+MAX_DAMAGED = 0.01  # share of the images; more of them end the run
+Image.MAX_IMAGE_PIXELS = 2**25  # twice as many are refused: decoded, they would fill the memory
+MEAN, STD = 255 * torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 3, 1, 1)
+
+
+def decode(path):
+    """uint8 (3, height, width), RGB. Raises whatever a decoder raises on a damaged file."""
+    with suppress(RuntimeError):  # Pillow knows more formats
+        return torchvision.io.decode_image(path, "RGB")
+    return torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1)
+
+
+def choose_crop(image, key, seed):
+    """(top, left, height, width, flip) of an opened image: key and seed alone set them."""
+    if seed is None:  # for validation the middle, 7/8 of the shorter side
+        side = max(1, min(image.size) * 7 // 8)
+        return (image.height - side) // 2, (image.width - side) // 2, side, side, False
+    # The hash of integers is the same in every Python process: only that of texts is salted.
+    torch.default_generator.manual_seed(hash((seed, *key)) % 2**32)
+    crop = RandomResizedCrop.get_params(image, (0.08, 1), (3 / 4, 4 / 3))
+    return *crop, torch.rand(()).item() < 0.5
+
+
+def load_images(dataset, keys, names):
+    """(uint8 (n, 3, size, size), whether each was decoded, bool (n,)) of keys and file names."""
+    size, decoded, headers = dataset.size, np.zeros(len(keys), bool), {}
+    images = torch.zeros(len(keys), size, size, 3, dtype=torch.uint8)
+    images = (images.share_memory_() if get_worker_info() else images).permute(0, 3, 1, 2)
+    # One kind of work for all of them, then the next: decoding empties a core's caches.
+    for n, name in enumerate(names):
+        path = os.path.join(dataset.folder, os.fsdecode(name))
+        with suppress(Exception), Image.open(path) as headers[n]:
+            pass  # damaged data raises anything, here or below: it stays undecoded
+    crops = {n: choose_crop(image, keys[n], dataset.seed) for n, image in headers.items()}
+    for n, (top, left, height, width, flip) in crops.items():
+        with suppress(Exception):
+            crop = decode(headers[n].filename)[None, :, top : top + height, left : left + width]
+            crop = crop.contiguous(memory_format=torch.channels_last)
+            image = interpolate(crop, (size, size), mode="bilinear", antialias=True)
+            images[n] = image.flip(3) if flip else image
+            decoded[n] = True
+    return images, decoded
+
+
+def name_damaged(run, loader, labels, positions):
+    """Names the images of a batch that could not be decoded, each once; returns their number."""
+    names = [os.fsdecode(loader.dataset.index.names[p]) for p in positions[labels == IGNORED]]
+    for name in set(names) - run.damaged:
+        log(run.process, f"WARNING: image {name} is damaged: left out")
+    run.damaged.update(names)
+    return len(names)
+
+
+class ResumableSampler(DistributedSampler):
+    """DistributedSampler of FirstCategory's keys that can leave out what an epoch has seen.
+
+    The keys carry the epoch, because loader workers are not told of set_epoch.
+    """
+
+    skip = 0
+
+    def __iter__(self):
+        return ((self.epoch, i) for i in islice(super().__iter__(), self.skip, None))
+
+
+def ignore_sigterm(_):
+    """In a loader worker: SLURM sends its stop signal to all processes, but the ranks decide."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+# --- Model -------------------------------------------------------------------------------------
+
+
 def load_file(path, what):
     """The dict that torch.save wrote; code in the file is not run. Raises UserError."""
     with explain(f"{what} {path} cannot be read, or holds more than tensors and plain values"):
         state = torch.load(path, map_location="cpu", weights_only=True)
     return state if isinstance(state, dict) else {}
 
+
 def load_weights(model, source):
     """Copies ImageNet's weights, or those of a file, into the model. Raises UserError."""
     if source == "imagenet":
         url, folder = torchvision.models.ResNet18_Weights.DEFAULT.url, torch.hub.get_dir()
+        text = f"fetch {url} where there is internet and put it into {folder}/checkpoints"
         socket.setdefaulttimeout(20)  # a network that swallows packets must not hang the run
-        with explain(f"no ImageNet weights: fetch {url} where there is internet and put it into "
-                     f"{folder}/checkpoints, or use --weights none"):
+        with explain(f"no ImageNet weights: {text}, or use --weights none"):
             state = torch.hub.load_state_dict_from_url(
-                url, map_location="cpu", progress=False, check_hash=True, weights_only=True)
+                url, map_location="cpu", progress=False, check_hash=True, weights_only=True
+            )
     else:
         state = load_file(source, "weights file")
     ours = {k: v for k, v in model.state_dict().items() if k.startswith("fc.")}
     with explain(f"weights file {source} does not fit ResNet-18"):
-        model.load_state_dict(ours | {k: v for k, v in state.get("model", state).items()
-                                      if k not in ours or len(v) == CLASSES})  # another task's
+        theirs = state.get("model", state).items()  # another task's last layer is left out
+        model.load_state_dict(
+            ours | {k: v for k, v in theirs if k not in ours or len(v) == CLASSES}
+        )
 
-def build_model(args, job):
-    """(model on the device, DDP around it, PowerSGD's state or None), the same on all ranks."""
-    torch.manual_seed(args.seed)
-    model = torchvision.models.resnet18(num_classes=CLASSES)
-    with together(job, "weights"):
-        if job.rank == 0 and args.weights != "none":
-            load_weights(model, args.weights)
-    if args.sync_bn:
-        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = model.to(job.device, memory_format=torch.channels_last)
-    if args.compile:
-        model.compile()
-    if job.device.type == "mps":  # a single process, and no backend moves its tensors
-        model.no_sync = contextlib.nullcontext
-        return model, model, None
-    kind, state = args.grad_compression, None
-    # DDP 4/6: takes over rank 0's weights, and averages the gradients of all ranks from now on
-    ddp = torch.nn.parallel.DistributedDataParallel(
-        model, gradient_as_bucket_view=True,  # NOTE: over Gloo PowerSGD hangs with two buckets
-        bucket_cap_mb=1024 if kind == "powersgd" else args.bucket_cap_mb)
-    ddp.broadcast_buffers = False  # else a late rank holds the others up in their forward pass
+
+def compress_gradients(args, ddp):
+    """Has DDP send smaller gradients as --grad_compression says; PowerSGD's state, or None."""
+    kind, hook, state = args.grad_compression, powerSGD_hook.powerSGD_hook, None
     if kind == "powersgd":
-        state = powerSGD_hook.PowerSGDState(None, args.powersgd_rank, WARM_UP,
-                                            orthogonalization_epsilon=1e-8)
+        state = powerSGD_hook.PowerSGDState(
+            None, args.powersgd_rank, WARM_UP, orthogonalization_epsilon=1e-8
+        )
         # in bf16 the hook has half the memory traffic, which is most of what it costs a CPU
-        hook, half = powerSGD_hook.powerSGD_hook, args.precision == "bf16"
+        half = args.precision == "bf16"
         ddp.register_comm_hook(state, default_hooks.bf16_compress_wrapper(hook) if half else hook)
     elif kind != "none":
         ddp.register_comm_hook(None, getattr(default_hooks, f"{kind}_compress_hook"))
-    return model, ddp, state
+    return state
 
-# --- interconnect ---
-def read_counters(root="/sys/class"):
-    """{interface: (kind, stated Gb/s or None, bytes sent, bytes received)} of this node."""
-    def number(path):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # down, it states no speed
-            return max(0, float(path.read_text().split()[0]))
-        return 0
-    found, kinds = {}, {1: "ethernet", 32: "ipoib", 772: "loopback"}  # linux/if_arp.h
-    for net in Path(root).glob("net/*"):
-        found[net.name] = (kinds.get(number(net / "type"), "other"), number(net / "speed") / 1e3,
-                           *(number(net / f"statistics/{way}_bytes") for way in ("tx", "rx")))
-    for port in Path(root).glob("infiniband/*/ports/*"):  # these count words of 4 bytes
-        found[f"{port.parts[-3]}:{port.name}"] = ("infiniband", number(port / "rate"), *(
-            4 * number(port / f"counters/port_{way}_data") for way in ("xmit", "rcv")))
-    return found
 
-def traffic(job, before):
-    """What each node's interfaces carried since `before`, the busiest first."""
-    mine = [{"name": name, "kind": kind, "speed_Gbps": speed or None,
-             "tx_bytes": int(tx - before[name][2]), "rx_bytes": int(rx - before[name][3])}
-            for name, (kind, speed, tx, rx) in read_counters().items() if name in before]
-    mine.sort(key=lambda interface: -interface["tx_bytes"] - interface["rx_bytes"])
-    hosts, nodes, local = gather(socket.gethostname(), mine, job.local_rank)
-    return [{"host": host, "interfaces": [i for i in node if i["tx_bytes"] + i["rx_bytes"]]}
-            for host, node, rank in zip(hosts, nodes, local, strict=True) if rank == 0]
+def bytes_per_step(run):
+    """What each rank hands to the all-reduces of a step, after compression."""
+    sent_as = run.args.precision if run.powersgd else run.args.grad_compression
+    plain = run.parameters * (2 if "16" in sent_as else 4)
+    _, before, after = run.powersgd.compression_stats() if run.powersgd else (1, 1, 1)
+    return plain * after // before if before else plain
 
-def moment(device):
-    """Now; on a GPU, which works behind the script, when it gets there."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
-def measure(run, *works):
-    """Milliseconds (rounds, works), means over the ranks; the first round is the warm-up."""
-    rounds = []
-    while len(rounds) <= run.args.probe_steps and (len(rounds) < 2 or np.sum(rounds) < PROBE_MS):
-        times = []
-        for work in works:
-            dist.barrier()
-            start = time.perf_counter()
-            work()
-            torch.get_device_module(run.job.device).synchronize()
-            times.append(1e3 * (time.perf_counter() - start))
-        rounds.append(np.mean(next(gather(times)), axis=0))
-    return np.array(rounds)
+# --- Training ----------------------------------------------------------------------------------
 
-def probe_link(run):
-    """Times all-reduces of as many bytes as the gradients have, and finds what carried them."""
-    nbytes, n = 4 * sum(p.numel() for p in run.model.parameters()), run.job.world_size
-    gradients = torch.zeros(nbytes // 4, device=run.job.device)
-    dist.all_reduce(gradients)  # makes the connections
-    before = read_counters()
-    times = measure(run, lambda: dist.all_reduce(gradients))
-    ms, nodes = float(np.median(times[1:])), traffic(run.job, before)
-    for interface in [interface for node in nodes for interface in node["interfaces"]]:
-        rate = 8e-6 * max(interface["tx_bytes"], interface["rx_bytes"]) / (len(times) * ms)
-        speed = interface["speed_Gbps"]
-        interface |= {"wire_Gbps": rate, "share": rate / speed if speed else None}
-    # as nccl-tests defines them: bytes over time, and what each rank's link then has to carry
-    return {"all_reduce_bytes": nbytes, "all_reduce_ms": ms, "algbw_GBps": nbytes / ms / 1e6,
-            "busbw_GBps": nbytes / ms / 1e6 * 2 * (n - 1) / n, "nodes": nodes}
+WARM_UP = 3  # steps that are left out of averages, and that PowerSGD leaves alone
+StepTime = namedtuple("StepTime", "data exposed step images")  # seconds; images of this rank
 
-def probe(run):
-    """What the link delivers and what a step costs, measured without a trace in the run."""
-    args, sampler, run.job.phase = run.args, run.loader.sampler, "probe"
-    buffers, memory = [b.clone() for b in run.model.buffers()], powersgd_memory(run)
-    with torch.random.fork_rng(devices=[]):  # crops draw from it
-        keys, n = list(islice(sampler, args.batch_size * args.accumulate_steps)), args.batch_size
-        group = [run.loader.dataset.__getitems__(keys[i:i + n]) for i in range(0, len(keys), n)]
-    # DDP orders its buckets by its first pass: let no step be that one, or a resumed run differs
-    backward(run, group)
-    found = probe_link(run) if args.probe_steps and run.job.world_size > 1 else None
-    if found:
-        if run.powersgd:
-            run.powersgd.iter = WARM_UP  # it compresses from now on
-        step, alone = np.median(measure(run, lambda: backward(run, group), lambda: backward(
-            run, group, sync=False))[1:], axis=0)
-        found |= {"step_ms": step, "no_sync_ms": alone, "exposed_ms": max(0, step - alone)}
-    for buffer, value in zip(run.model.buffers(), buffers, strict=True):
-        buffer.copy_(value)
-    powersgd_memory(run, memory)
-    run.moments.clear()
-    run.optimizer.zero_grad()
-    return found
 
-def powersgd_memory(run, memory=None):
-    """What PowerSGD remembers, as tensors on the CPU; goes back to `memory` if that is given."""
-    state = run.powersgd
-    if state and memory:
-        state.iter = memory["iter"]
-        state.rng.seed(0)  # it draws once, when it starts
-        for name in MEMORY:
-            setattr(state, name, {k: v.to(run.job.device) for k, v in memory[name].items()})
-    return state and {"iter": state.iter} | {
-        name: {k: v.to("cpu", copy=True) for k, v in getattr(state, name).items()}
-        for name in MEMORY}
+class StepTimer:
+    """The moments of each step, by the clock of the device.
 
-# --- training ---
+    Communication is exposed from the moment when this rank has all gradients of its own until
+    they are averaged: nothing but all-reduces goes on. The rest of a step is data or compute.
+    """
+
+    def __init__(self, gpu):
+        self.gpu, self.marks, self.unread, self.steps = gpu, [], [], []
+
+    def mark(self, *_):
+        """Notes this moment; of a GPU, which works behind the script, when it gets here."""
+        event = torch.cuda.Event(enable_timing=True) if self.gpu else perf_counter()
+        self.marks.append(torch.cuda.current_stream().record_event(event) if self.gpu else event)
+
+    def restart(self):
+        """What came before is no part of the next step."""
+        self.marks.clear()
+        self.mark()
+
+    def end_step(self, images):
+        self.mark()
+        self.unread.append((images, self.marks))
+        self.marks = self.marks[-1:]  # where one step ends, the next begins
+
+    def read(self):
+        """Makes StepTimes of the marks; waits for a GPU."""
+        for images, (begin, waits, data, *_, own, averaged, end) in self.unread:
+            pairs = (waits, data), (own, averaged), (begin, end)
+            parts = (a.elapsed_time(b) / 1e3 if self.gpu else b - a for a, b in pairs)
+            self.steps.append(StepTime(*parts, images))
+        self.unread.clear()
+
+
 @dataclass
 class Run:
     """What the training loop works on, and how far it is."""
+
     args: argparse.Namespace
-    job: Job
+    process: Process
     model: torch.nn.Module
     ddp: torch.nn.Module
-    powersgd: powerSGD_hook.PowerSGDState | None
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
     loader: DataLoader
     val_loader: DataLoader
-    epoch: int = 1
-    step: int = 0  # optimizer steps in all
-    epoch_loss: list = field(default_factory=lambda: [0.0, 0, 0])  # sum, images in it, damaged
-    losses: list = field(default_factory=list)  # {epoch, loss[, top1, top5, images]} of all ranks
-    damaged: set = field(default_factory=set)  # names, over all epochs
-    times: list = field(default_factory=list)  # (seconds for data, in all, images) by step
-    exposed: list = field(default_factory=list)  # seconds that nothing but an all-reduce went on
-    moments: list = field(default_factory=list)  # at which backward passes had all gradients
-    counters: dict = field(default_factory=dict)  # at the start of the training
-    identity: dict = field(default_factory=dict)  # what a run that resumes this one has to share
+    facts: dict  # equal on all ranks, by name
 
-def forward(run, model, images):
-    """Logits float32 (n, 80) of images uint8 (n, 3, size, size), normalized as ImageNet's."""
-    device = run.job.device
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.args.precision)
-    images, mean, std = (t.to(device, non_blocking=True) for t in (images, MEAN, STD))
-    with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-        return model((images - mean) / std).float()
+    def __post_init__(self):
+        self.epoch, self.step = 1, 0  # optimizer steps in all
+        self.sums, self.next_talk = Counter(), 0  # this epoch's loss, images, damaged; a step
+        self.results = []  # {epoch, loss[, top1, top5, images]} of each epoch
+        self.damaged, self.unread_losses = set(), []  # names; (tensor, images) since the last talk
+        self.parameters = sum(map(torch.numel, self.model.parameters()))
+        self.powersgd = compress_gradients(self.args, self.ddp)
+        fp16, self.timer = self.args.precision == "fp16", StepTimer(self.process.gpu)
+        self.scaler = torch.amp.GradScaler(self.process.device.type, enabled=fp16)
+        # The first layer's gradient is the last one. NOTE: a hook that knows Run would keep its
+        # loader workers alive.
+        next(self.model.parameters()).register_post_accumulate_grad_hook(self.timer.mark)
 
-def backward(run, group, sync=True):
-    """Gradients of a list of micro-batches: (sum of the labelled images' losses, number)."""
-    labelled = sum(int((labels != IGNORED).sum()) for _, labels, _ in group)
-    total = torch.zeros((), device=run.job.device)
-    for count, (images, labels, _) in enumerate(group, 1):
-        # gradients of all but the last micro-batch add up locally: one all-reduce for the step
-        with contextlib.nullcontext() if sync and count == len(group) else run.ddp.no_sync():
-            labels = torch.from_numpy(labels).to(run.job.device, non_blocking=True)
-            loss = cross_entropy(forward(run, run.ddp, images), labels, reduction="sum")
-            # DDP 5/6: gradients are all-reduced while earlier layers still compute theirs
-            run.scaler.scale(loss / max(1, labelled)).backward()
-        total += loss.detach()
-    return total, labelled
 
-def optimizer_step(run, group):
-    """One update: backward's result, and the moments at which all-reduce was alone and done."""
+def prepare(run, index, val_index):
+    """All that comes between the model and the first step. Raises UserError."""
+    for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # loader workers inherit it
+        signal.signal(stop, run.process.ask_to_stop)
+    for loader in [run.loader] + [run.val_loader] * (run.val_loader is not None):
+        iter(loader)  # NOTE: forks its workers: may hang once a backward pass has threads
+    if run.process.world_size > 1 or run.powersgd:
+        fix_bucket_order(run)
+    resumed = load_checkpoint(run) if run.args.resume else "Not resumed"
+    log_run(run, index, val_index, resumed)
+
+
+def fix_bucket_order(run):
+    """Lets DDP arrange its buckets, as it does after its first backward pass, before any step.
+
+    The order of a sum decides its last bits: else a resumed run would not equal an unbroken one.
+    """
+    run.process.phase = "warm-up"
+    weights = {name: value.clone() for name, value in run.model.state_dict().items()}
+    n, size = run.args.batch_size, run.args.image_size
+    forward(run, run.ddp, torch.zeros(n, 3, size, size, dtype=torch.uint8)).sum().backward()
+    run.model.load_state_dict(weights)  # batch norm has seen the blank images
+    run.optimizer.zero_grad()
+    if run.powersgd:
+        run.powersgd.iter -= 1
+
+
+def epochs_left(run):
+    """Yields the epochs to go; one at whose end a checkpoint was saved has no step left."""
+    while run.step < run.args.max_steps or run.step == run.epoch * run.args.steps_per_epoch:
+        yield run.epoch
+        run.epoch, run.sums = run.epoch + 1, Counter()
+
+
+def read_steps(run):
+    """Yields the micro-batches of each step that is left of the epoch, and times the waiting."""
+    args, timer = run.args, run.timer
+    seen = run.step % args.steps_per_epoch  # of a resumed epoch
+    run.loader.sampler.skip = seen * args.accumulate_steps * args.batch_size
+    batches, run.began, run.first = iter(run.loader), perf_counter(), len(timer.steps)
+    timer.restart()
+    while run.step < min(args.max_steps, run.epoch * args.steps_per_epoch):
+        run.process.phase = f"the data of step {run.step + 1}"
+        timer.mark()
+        micro_batches = list(islice(batches, args.accumulate_steps))
+        timer.mark()
+        run.process.phase = f"step {run.step + 1}"
+        yield micro_batches
+
+
+def set_learning_rate(run):
+    """Rises to --lr in the first --warmup_steps."""
     warm = min(1, (run.step + 1) / max(1, run.args.warmup_steps))
     run.optimizer.param_groups[0]["lr"] = run.args.lr * warm
-    result = (*backward(run, group), run.moments[-1], moment(run.job.device))
-    run.moments.clear()
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
-    run.optimizer.zero_grad()
-    return result
 
-def name_damaged(run, loader, labels, positions):
-    """Names the images of a batch that could not be decoded, each once; returns their number."""
-    names = [os.fsdecode(loader.dataset.index.names[p]) for p in positions[labels == IGNORED]]
-    for name in set(names) - run.damaged:
-        log(run.job, f"WARNING: image {name} is damaged: left out")
-    run.damaged.update(names)
-    return len(names)
 
-def agree(run, recent):
-    """All ranks go on, or all end. Returns when to ask again, in steps. Raises UserError."""
-    slowest, bad = max((whole for _, whole, _ in run.times[-len(recent):]), default=1), math.inf
-    for step, (loss, labelled, start, end) in enumerate(recent, run.step - len(recent) + 1):
-        run.epoch_loss[0] += loss.item()
-        run.epoch_loss[1] += labelled
-        bad = bad if math.isfinite(run.epoch_loss[0]) else min(bad, step)
-        run.exposed.append(end - start if type(end) is float else start.elapsed_time(end) / 1e3)
-    if os.getppid() != run.job.parent:
-        run.job.stop = run.job.stop or "the end of its parent process"
-    stops, bads, damaged, slowest = gather(run.job.stop, bad, run.epoch_loss[2], slowest)
-    if (bad := min(bads)) < math.inf:
-        raise UserError(f"rank {bads.index(bad)}: loss of step {bad} is not finite: lower --lr")
+def finish_step(run, loss, micro_batches):
+    """Counts and logs a step; talks with the other ranks and saves where it is time to."""
+    args, timer = run.args, run.timer
+    run.step += 1
+    images = sum(len(labels) for _, labels, _ in micro_batches)
+    damaged = sum(name_damaged(run, run.loader, *batch[1:]) for batch in micro_batches)
+    run.sums["damaged"] += damaged
+    run.unread_losses.append((loss, images - damaged))
+    line_due = (run.step - 1) % args.log_every == 0 or run.step == args.max_steps
+    shown = loss.item() if line_due else 0  # waits for a GPU: not in each step
+    timer.end_step(images)
+    if line_due:
+        log_step(run, shown)
+    save_due = args.checkpoint_every and run.step % args.checkpoint_every == 0
+    if save_due or run.step >= run.next_talk:
+        talk(run)
+    if save_due:
+        save_checkpoint(run)
+        timer.restart()
+
+
+def talk(run):
+    """All ranks go on, or all end. About once a second, because a GPU waits meanwhile."""
+    first_bad = collect_losses(run)
+    slowest = stop_where_any_rank_must(run, first_bad)
+    run.next_talk = run.step + max(1, int(1 / slowest))
+
+
+def collect_losses(run):
+    """Adds up the losses since the last talk; returns the first step where one is not finite."""
+    first_bad, first = math.inf, run.step - len(run.unread_losses) + 1
+    for step, (loss, images) in enumerate(run.unread_losses, first):
+        run.sums.update(loss=images * loss.item(), images=images)
+        first_bad = first_bad if math.isfinite(loss) else min(first_bad, step)
+    run.unread_losses.clear()
+    run.timer.read()
+    return first_bad
+
+
+def stop_where_any_rank_must(run, first_bad):
+    """Ends all ranks if one has to: UserError, or exit code 75 with a checkpoint saved.
+
+    Returns the seconds of the last step on the slowest rank.
+    """
+    process, last = run.process, run.timer.steps[-1:]
+    if os.getppid() != process.parent:
+        process.stop = process.stop or "the end of its parent process"
+    facts = process.stop, first_bad, run.sums["damaged"], last[0].step if last else 1
+    stops, bad, damaged, seconds = gather(*facts)
+    if (step := min(bad)) < math.inf:
+        raise UserError(f"rank {bad.index(step)}: loss of step {step} is not finite: lower --lr")
     if sum(damaged) > MAX_DAMAGED * len(run.loader.sampler.dataset):
         raise UserError(f"{sum(damaged)} images are damaged, over {MAX_DAMAGED:.0%}: repair them")
     if reason := next(filter(None, stops), ""):
         save_checkpoint(run, last=True)
-        log(run.job, f"Stopped on {reason} | step {run.step} | exit code {os.EX_TEMPFAIL}")
+        text = f"Stopped on {reason} | step {run.step} | exit code {os.EX_TEMPFAIL}"
+        report(process, "stopped", text, to=1)
         sys.exit(os.EX_TEMPFAIL)  # 75, by sysexits.h: start it again later
-    return max(1, int(1 / max(slowest)))  # about every second: a GPU waits while ranks talk
+    return max(seconds)
 
-def train_epoch(run):
-    """The rest of an epoch, or the steps that --max_steps leaves of it."""
-    args, recent, next_talk, shown = run.args, [], 0, len(run.times)
-    run.loader.sampler.set_epoch(run.epoch)
-    seen = run.step % args.steps_per_epoch  # steps of this epoch, when it is resumed
-    run.loader.sampler.skip = seen * args.accumulate_steps * args.batch_size
-    batches, end = iter(run.loader), time.perf_counter()
-    while run.step < min(args.max_steps, run.epoch * args.steps_per_epoch):
-        run.job.phase = f"the data of step {run.step + 1}"
-        start, begin = end, time.perf_counter()
-        group = list(islice(batches, args.accumulate_steps))
-        run.job.phase, waited = f"step {run.step + 1}", time.perf_counter() - begin
-        run.epoch_loss[2] += sum(name_damaged(run, run.loader, *batch[1:]) for batch in group)
-        recent.append(optimizer_step(run, group))
-        run.step += 1
-        line_due = (run.step - 1) % args.log_every == 0 or run.step == args.max_steps
-        loss = recent[-1][0].item() / max(1, recent[-1][1]) if line_due else 0  # waits for a GPU
-        end = time.perf_counter()
-        run.times.append((waited, end - start, sum(len(labels) for _, labels, _ in group)))
-        if line_due:
-            data, step, images = np.mean(run.times[shown:], axis=0)
-            log(run.job, f"Epoch {run.epoch} | Step {run.step} | Loss: {loss:.4f} | "
-                f"{images / step:.1f} img/s | data {1e3 * data:.1f} ms | step {1e3 * step:.1f} ms"
-                f" | ETA {duration((args.max_steps - run.step) * step, digits=0)}")
-            shown = len(run.times)
-        save = args.checkpoint_every and run.step % args.checkpoint_every == 0
-        if save or run.step >= next_talk:
-            next_talk, recent = run.step + agree(run, recent), []
-        if save:
-            save_checkpoint(run)
-            end = time.perf_counter()  # no part of the next step
-    agree(run, recent)
 
-@torch.inference_mode()
-def validate(run):
-    """Top-1 and top-5 in percent over all labelled validation images, each counted once."""
-    start, counts = time.perf_counter(), np.zeros(3, int)
-    run.model.eval()
-    for images, labels, positions in run.val_loader:
-        name_damaged(run, run.val_loader, labels, positions)
-        hits = forward(run, run.model, images).topk(5).indices.cpu().numpy() == labels[:, None]
-        counts += [hits[:, 0].sum(), hits.sum(), (labels != IGNORED).sum()]
-    run.model.train()
-    *hits, images = sum(next(gather(counts))).tolist()
-    top1, top5 = (100 * n / max(1, images) for n in hits)
-    # DDP 6/6: rank 0 alone writes what all ranks found (main has the tear-down)
-    if run.job.rank == 0:
-        log(run.job, f"Epoch {run.epoch} validation | Top-1: {top1:.2f}% | Top-5: {top5:.2f}% | "
-            f"{images} images | {time.perf_counter() - start:.2f}s")
-    return {"top1": top1, "top5": top5, "images": images}
+def finish_epoch(run):
+    """Logs this rank's part of an epoch; returns the mean loss of all. Shares damaged names."""
+    talk(run)
+    seconds, sums = perf_counter() - run.began, run.sums
+    images = sum(step.images for step in run.timer.steps[run.first :])
+    text = f"Avg loss: {sums['loss'] / max(1, sums['images']):.4f} | {images / seconds:.1f} img/s"
+    text += f" | {seconds:.2f}s" + f" | damaged {sums['damaged']}" * (sums["damaged"] > 0)
+    log(run.process, f"Epoch {run.epoch} complete | {text}")
+    losses, images, names = gather(sums["loss"], sums["images"], run.damaged)
+    run.damaged = set().union(*names)
+    return {"epoch": run.epoch, "loss": sum(losses) / max(1, sum(images))}
 
-def train(run):
-    """All epochs that are left, with a checkpoint and a validation after each."""
-    while run.step < run.args.max_steps or run.step == run.epoch * run.args.steps_per_epoch:
-        start, before = time.perf_counter(), len(run.times)
-        train_epoch(run)
-        seconds, (loss, labelled, damaged) = time.perf_counter() - start, run.epoch_loss
-        rate = sum(images for _, _, images in run.times[before:]) / seconds
-        log(run.job, f"Epoch {run.epoch} complete | Avg loss: {loss / max(1, labelled):.4f} | "
-            f"{rate:.1f} img/s | {seconds:.2f}s" + f" | damaged {damaged}" * (damaged > 0))
-        sums, names = gather(run.epoch_loss, run.damaged)
-        run.damaged = set().union(*names)
-        for buffer in run.model.buffers() if run.job.world_size > 1 else ():
-            dist.broadcast(buffer, 0)  # batch-norm statistics differ between ranks: rank 0's count
-        save_checkpoint(run, last=run.step == run.args.max_steps)
-        loss, labelled, _ = np.sum(sums, axis=0).tolist()
-        top = validate(run) if run.val_loader else {}
-        run.losses.append({"epoch": run.epoch, "loss": loss / max(1, labelled)} | top)
-        run.epoch, run.epoch_loss = run.epoch + 1, [0.0, 0, 0]
 
-def summarize(run, started):
-    """The Summary record; finds out whether all replicas are equal, bit for bit."""
-    args, digest = run.args, hashlib.sha256()
-    for value in run.model.state_dict().values():
-        digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    _, seconds, images = np.sum(run.times or [(0, 0, 0)], axis=0).tolist()
-    timed = [(data, step - data - exposed, exposed, step)
-             for (data, step, _), exposed in zip(run.times, run.exposed, strict=True)]
-    timed = timed[WARM_UP:] or timed or [[0] * 4]  # the first steps are slower
-    digests, times, images, damaged = gather(
-        digest.hexdigest(), 1e3 * np.mean(timed, axis=0), int(images), run.damaged)
-    names, images = ("data_ms", "compute_ms", "exposed_ms", "step_ms"), sum(images)
-    ranks = [{"rank": r} | dict(zip(names, t.tolist(), strict=True)) for r, t in enumerate(times)]
-    split = dict(zip(names, np.mean(times, axis=0).tolist(), strict=True))
-    busy = [rank["data_ms"] + rank["compute_ms"] for rank in ranks]
-    usual = sorted(busy)[(len(ranks) - 1) // 2]
-    sent_as, steps = args.precision if run.powersgd else args.grad_compression, len(run.times)
-    plain = sum(map(torch.numel, run.model.parameters())) * (2 if "16" in sent_as else 4)
-    _, before, after = run.powersgd.compression_stats() if run.powersgd else (1, 1, 1)
-    wire = plain * after // before if before else plain
-    whole = max(0, min(steps, WARM_UP - run.step + steps)) if run.powersgd else 0
-    return {"epochs": run.step // args.steps_per_epoch, "steps": run.step, "images": images,
-            "wall_s": time.perf_counter() - started, "train_s": seconds, **split, "ranks": ranks,
-            "img_per_s": images / max(seconds, 1e-9), "wire_bytes_per_step": wire,
-            **{f"{name[:-3]}_share": split[name] / max(split["step_ms"], 1e-9)
-               for name in names[:3]}, "loss_by_epoch": [e["loss"] for e in run.losses],
-            "val": [e for e in run.losses if "top1" in e], "weights_sha256": digests[0],
-            "damaged": len(set().union(*damaged)), "replicas_identical": len(set(digests)) == 1,
-            "all_reduced_bytes": whole * plain + (steps - whole) * wire,
-            "straggler": busy.index(max(busy)) if max(busy) > 1.2 * usual else None,
-            "traffic": traffic(run.job, run.counters)}
+# --- Checkpoint --------------------------------------------------------------------------------
 
-# --- checkpoint ---
+# What a run must share with the one it resumes, and what a checkpoint holds.
+SHARED = ["--global_batch_size", "--image_size", "--lr", "--warmup_steps", "--sync_bn", "--seed"]
+SHARED += ["--precision", "--grad_compression", "--powersgd_rank", "data set"]
+PROGRESS, STATEFUL = ["epoch", "step", "results"], ["model", "optimizer", "scaler"]
+POWERSGD = ["iter", "error_dict", "p_memory_dict", "q_memory_dict"]  # what it goes on with
+
+
 def save_checkpoint(run, last=False):
     """Rank 0 writes; the old file stays until the new one is whole. Raises UserError if last."""
     path = run.args.checkpoint
-    epoch_losses, memories = gather(run.epoch_loss, powersgd_memory(run) if path else None)
     if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
         raise UserError(f"weights not finite after step {run.step}: lower --lr; checkpoint kept")
-    with together(run.job, "checkpoint"):
-        if path and run.job.rank == 0:
-            new, state = f"{path}.new", {"identity": run.identity, "epoch_losses": epoch_losses,
-                                         "powersgd": memories}
-            state |= {name: getattr(run, name) for name in PROGRESS}
-            state |= {name: getattr(run, name).state_dict() for name in STATEFUL}
-            try:
-                what = f"checkpoint {path} not saved at step {run.step}"
-                with explain(what), open(new, "wb") as file:
-                    torch.save(state, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                    os.replace(new, path)
-            except UserError as error:
-                log(run.job, f"WARNING: {error}; an older one is kept", descriptor=2)
-                with contextlib.suppress(OSError):
-                    os.unlink(new)
-                if last:
-                    raise
+    if not path:
+        return
+    (sums,) = gather(dict(run.sums))
+    state = {"facts": run.facts, "sums": sums, "powersgd": powersgd_memory(run)}
+    state |= {name: getattr(run, name) for name in PROGRESS}
+    with together(run.process, "checkpoint"):
+        if run.process.rank > 0:
+            return
+        state |= {name: getattr(run, name).state_dict() for name in STATEFUL}
+        what = f"checkpoint {path} not saved at step {run.step}"
+        try:
+            with explain(what), open(f"{path}.new", "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(f"{path}.new", path)
+        except UserError as error:
+            log(run.process, f"WARNING: {error}; an older one is kept", to=2)
+            with suppress(OSError):
+                os.unlink(f"{path}.new")
+            if last:
+                raise
+
+
+def powersgd_memory(run):
+    """What PowerSGD goes on with, or None. Its errors are what each rank still owes to the mean
+    gradient: saved is the mean over the ranks, which does not grow with their number.
+    """
+    if not run.powersgd:
+        return None
+    memory = {name: getattr(run.powersgd, name) for name in POWERSGD}
+    errors = {
+        key: value / run.process.world_size for key, value in run.powersgd.error_dict.items()
+    }
+    for error in errors.values():
+        dist.all_reduce(error)
+    return memory | {"error_dict": errors}
+
 
 def load_checkpoint(run):
     """Goes on where the checkpoint was saved; only rank 0 reads the file. Returns what to log."""
-    path, job = run.args.checkpoint, run.job
-    state = from_rank0(job, "checkpoint",
-                       lambda: load_file(path, "checkpoint") if os.path.exists(path) else None)
-    if state is None:
+    path, process = run.args.checkpoint, run.process
+    if not from_rank_0(process, "checkpoint", lambda: os.path.exists(path)):
         return f"No checkpoint {path} yet: the run starts afresh"
-    with together(job, "checkpoint"), explain(f"checkpoint {path} is not one of this demo"):
-        for name, value in run.identity.items():
-            if (then := state["identity"].get(name)) != value:
+    state = from_rank_0(process, "checkpoint", lambda: load_file(path, "checkpoint"))
+    with together(process, "checkpoint"), explain(f"checkpoint {path} is not one of this demo"):
+        for name, value in run.facts.items():
+            then = state["facts"].get(name)
+            if then != value and (name in SHARED or name.startswith("size of")):
                 raise UserError(f"checkpoint {path} has {name} {then}, not {value}: use the same")
         for name in STATEFUL:
             getattr(run, name).load_state_dict(state[name])
         for name in PROGRESS:
             setattr(run, name, state[name])
-        old, now, memories = state["epoch_losses"], job.world_size, state["powersgd"]
-        if run.powersgd:
-            if len(old) != now:  # each error is what its rank still owes to the mean of all
-                errors = [memory["error_dict"] for memory in memories]
-                memories = [memories[0] | {"error_dict": {
-                    key: sum(e[key] for e in errors) / len(old) for key in errors[0]}}] * now
-            powersgd_memory(run, memories[job.rank])
-    run.epoch_loss = old[job.rank] if len(old) == now else (np.sum(old, 0) / now).tolist()
-    return f"Resumed from {path} at step {run.step}; processes then {len(old)}, now {now}"
+        for name, value in (state["powersgd"] or {}).items():
+            if isinstance(value, dict):
+                value = {key: tensor.to(process.device) for key, tensor in value.items()}
+            setattr(run.powersgd, name, value)
+        sums, then, now = state["sums"], len(state["sums"]), process.world_size
+        if then != now:  # each rank goes on with the mean
+            sums = [{name: sum(rank[name] for rank in sums) / now for name in sums[0]}] * now
+        run.sums = Counter(sums[process.rank])
+    return f"Resumed from {path} at step {run.step}; processes then {then}, now {now}"
 
-# --- main ---
-def prepare(args, job):
-    """(Run, training index, validation index or None): everything up to the first step."""
-    index = from_rank0(job, "index broadcast", lambda: read_index(args.annotation_path))
-    val_index = from_rank0(job, "index broadcast", lambda: args.val_annotation_path and read_index(
-        args.val_annotation_path, index.categories))
-    gc.enable()
-    script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    mine = {"PyTorch": torch.__version__, "the script's hash": script}
-    mine |= {f"--{name}": value for name, value in vars(args).items()
-             if not name.endswith("path") and name not in ("workers", "checkpoint")}
-    with together(job, "check of the images"):
-        mine |= check_images(args.coco_image_path, index)
-        if val_index and args.val_image_path:
-            check_images(args.val_image_path, val_index)
-        if job.rank == 0 and args.checkpoint:
-            with explain(f"checkpoint {args.checkpoint}: in use by another run, or not writable"):
-                lock = os.open(f"{args.checkpoint}.lock", os.O_CREAT | os.O_WRONLY, 0o666)
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # workers do not inherit it
-    first = from_rank0(job, "comparison of the ranks", lambda: mine)
-    with together(job, "comparison of the ranks"):
-        for name, value in mine.items():
-            if value != first[name]:
-                raise UserError(f"{name}: {value} here, {first[name]} on rank 0: start all alike")
-        resolve_arguments(args, job, len(index.names))
-    model, ddp, powersgd = build_model(args, job)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    scaler = torch.amp.GradScaler(job.device.type, enabled=args.precision == "fp16")
-    run = Run(args, job, model, ddp, powersgd, optimizer, scaler,
-              *make_loaders(args, job, index, val_index))
-    moments = run.moments  # NOTE: a hook that knows run would keep its loader workers alive
-    next(model.parameters()).register_post_accumulate_grad_hook(  # the first layer is the last
-        lambda _: moments.append(moment(job.device)))
-    data = hashlib.sha256(index.names.tobytes() + index.labels.tobytes()).hexdigest()[:12]
-    run.identity = {f"--{name}": getattr(args, name) for name in SAME} | {"data set": data}
-    return run, index, val_index
 
-@record
-def main():
-    started, args, job, code = time.perf_counter(), parse_arguments(sys.argv[1:]), Job(), 0
-    try:
-        job = read_environment()
-        set_up(args, job)
-        run, index, val_index = prepare(args, job)
-        log_run(run, index, val_index, load_checkpoint(run) if args.resume else "Not resumed")
-        for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # loader workers inherit it
-            signal.signal(stop, lambda n, _: setattr(job, "stop", signal.Signals(n).name))
-        for loader in filter(None, (run.loader, run.val_loader)):
-            iter(loader)  # NOTE: forks its workers: may hang once a backward pass has threads
-        found = probe(run) if job.world_size > 1 or run.powersgd else None
-        if found and job.rank == 0:
-            log(job, "Probe " + json.dumps(found))
-        run.counters = read_counters()
-        train(run)
-        summary = summarize(run, started)
-        if job.rank == 0:
-            log(job, "Summary " + json.dumps(summary))
-            time.sleep(0.3 * ("SLURM_STEP_ID" in os.environ))  # srun mixes lines of over 1 KB
-    except UserError as error:
-        code = 1
-        if job.local_rank == 0 or not dist.is_initialized():  # else all have the same error
-            log(job, f"ERROR: {error}", descriptor=2)
-    except SystemExit as stop:
-        code = stop.code
-    except Exception as error:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch would raise one more in here
-        for worker in torch.multiprocessing.active_children():
-            worker.kill()  # Python's exit would wait for it: it takes no SIGTERM
-        if not isinstance(error, RuntimeError | OSError) or not re.search(OUTSIDE, str(error)):
-            raise  # not from a collective or a loader: a bug
-        log(job, f"ERROR: in {job.phase}: " + str(error).strip().splitlines()[-1][:300], 2)
-        os._exit(1)  # a tear-down could wait for ranks that are gone
-    if dist.is_initialized():
-        dist.barrier()  # who leaves first has the launcher end the others: let them write
-        run = None  # DDP refers to the group, whose threads end with the last reference:
-        gc.collect()  # one that lets go of a tensor while Python ends aborts the process
-        dist.destroy_process_group()
-    if code == 0:
-        seconds = time.perf_counter() - started
-        log(job, f"Cleanup complete. Total wall time: {duration(seconds)} ({seconds:.3f}s)")
-    sys.exit(code)
+# --- Log ---------------------------------------------------------------------------------------
+
+LOGGED = re.compile("NCCL_|GLOO_|OMP_|TORCH_NCCL_|TORCH_DIST_")  # of the environment
+
+
+def log(process, text, to=1):
+    """Writes a line in one piece to a file descriptor: the lines of several ranks do not mix."""
+    text = "".join(c if c.isprintable() else "?" for c in text)  # a file name can hold anything
+    os.write(to, f"{process.name} {text}\n".encode(errors="replace"))
+
+
+def duration(seconds, digits=2):
+    """'4h 8m 59.79s' for 14939.79."""
+    m, rest = divmod(round(seconds, digits), 60)
+    h, m = divmod(int(m), 60)
+    return f"{h}h " * (h > 0) + f"{m}m " * (h + m > 0) + f"{rest:.{digits}f}s"
+
+
+def log_run(run, index, val_index, resumed):
+    """Rank 0 writes what runs, on what, with which settings, and on which data."""
+    args, process = run.args, run.process
+    nccl = process.backend == "nccl"
+    name = torch.cuda.get_device_name() if process.gpu else os.uname().machine
+    hosts, devices, local = gather(socket.gethostname(), name, process.local_rank)
+    versions = {"torch": torch.__version__, "torchvision": torchvision.__version__}
+    versions |= {"cuda": torch.version.cuda, "nccl": torch.cuda.nccl.version() if nccl else None}
+    facts = {
+        "demo": "coco_resnet18",
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": versions | {"python": sys.version.split()[0]},
+        **vars(args),
+        "launcher": process.launcher,
+        "backend": process.backend,
+        "hosts": hosts,
+        "devices": devices,
+        "nodes": local.count(0),
+        "world_size": process.world_size,
+        "threads": torch.get_num_threads(),
+        "parameters": run.parameters,
+        "steps": args.max_steps,
+        "start_step": run.step,
+        "images": len(index.names),
+        "images_without_annotations": index.unlabelled,
+        "picture_sizes": digest([run.facts[name] for name in run.facts if "size of" in name]),
+        "padding": -len(index.names) % process.world_size,
+        "val_images": len(val_index.names) if val_index else 0,
+        "env": {k: v for k, v in sorted(os.environ.items()) if LOGGED.match(k)},
+    }
+    if process.rank == 0:
+        where = "{world_size} processes on {nodes} nodes, {backend}, {precision}; {steps} steps"
+        data = f"{len(index.names)} labelled of {len(index.names) + index.unlabelled} images"
+        log(process, "Run " + json.dumps(facts))
+        log(process, f"Run: {where} of {{global_batch_size}} images".format(**facts))
+        log(process, f"Data: {data}, {facts['padding']} of them twice an epoch. {resumed}")
+
+
+def log_step(run, loss):
+    """The line of a step: speed and times are means since the line before."""
+    since = (run.step - 1) % run.args.log_every or run.args.log_every
+    run.timer.read()
+    data, _, step, images = np.mean(run.timer.steps[-since:], axis=0)
+    left = duration((run.args.max_steps - run.step) * step, digits=0)
+    times = f"data {1e3 * data:.1f} ms | step {1e3 * step:.1f} ms | ETA {left}"
+    text = f"Loss: {loss:.4f} | {images / step:.1f} img/s | {times}"
+    log(run.process, f"Epoch {run.epoch} | Step {run.step} | {text}")
+
+
+def summarize(run):
+    """Rank 0 writes the Summary; finds out whether all replicas are equal, bit for bit."""
+    process, weights = run.process, hashlib.sha256()
+    steps = run.timer.steps or [StepTime(0, 0, 0, 0)]
+    for value in run.model.state_dict().values():
+        weights.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    # the first steps are slower: they count in the sums, but not in the means
+    data, exposed, step, _ = (1e3 * np.mean(steps[WARM_UP:] or steps, axis=0)).tolist()
+    parts = {"data_ms": data, "compute_ms": step - data - exposed, "exposed_ms": exposed}
+    seconds, images = sum(s.step for s in steps), sum(s.images for s in steps)
+    digests, ranks, images = gather(weights.hexdigest(), parts | {"step_ms": step}, images)
+    summary = {
+        "epochs": run.step // run.args.steps_per_epoch,
+        "steps": run.step,
+        "images": sum(images),
+        "wall_s": perf_counter() - process.started,
+        "train_s": seconds,
+        "img_per_s": sum(images) / max(seconds, 1e-9),
+        **{name: sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]},
+        "ranks": [{"rank": rank} | parts for rank, parts in enumerate(ranks)],
+        "wire_bytes_per_step": bytes_per_step(run),
+        "loss_by_epoch": [result["loss"] for result in run.results],
+        "val": [result for result in run.results if "top1" in result],
+        "damaged": len(run.damaged),
+        "weights_sha256": digests[0],
+        "replicas_identical": len(set(digests)) == 1,
+    }
+    if process.rank == 0:
+        text = "Summary: {epochs} epochs, {steps} steps, {img_per_s:.1f} img/s; "
+        text += "a step of {step_ms:.0f} ms is {data_ms:.0f} data + {compute_ms:.0f} compute + "
+        text += "{exposed_ms:.0f} exposed communication; replicas identical: {replicas_identical}"
+        log(process, "Summary " + json.dumps(summary))
+        log(process, text.format(**summary))
+        time.sleep(0.3 * ("SLURM_STEP_ID" in os.environ))  # srun mixes lines of over 1 KB
+
 
 if __name__ == "__main__":
-    main()
+    one_line_errors(main)

@@ -487,6 +487,25 @@ def enter_process(
     sys.argv = [script, *argv]
 
 
+class _Prepared(BaseException):
+    pass
+
+
+def prepared(demo):
+    """In a forked process: the Run that the script's main has prepared, before any step of it."""
+    prepare, kept = demo.prepare, []
+
+    def keep(run, *others):
+        prepare(run, *others)
+        kept.append(run)
+        raise _Prepared
+
+    demo.prepare = keep
+    with contextlib.suppress(_Prepared):
+        demo.main(demo.Process())
+    return kept[0]
+
+
 def data_args(folder: Path, val: bool = False) -> list[str]:
     """The script's options for a data set laid out as COCO's: FOLDER/train2017,
     FOLDER/annotations, ...

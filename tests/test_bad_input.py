@@ -11,6 +11,7 @@ import shlex
 import shutil
 import socket
 import struct
+import time
 import unicodedata
 import zlib
 from collections.abc import Callable, Sequence
@@ -428,6 +429,19 @@ def test_missing_annotation_file_is_one_line_of_all_ranks(demo, data):
     assert_refused(demo.run([*data.argv(), *FAST], 2, expect=None), ["none.json"])
 
 
+def test_error_of_all_ranks_is_in_the_error_file_of_each(demo, data):
+    """Though rank 0 alone logs it: torchrun asks the process that ends first."""
+    data.options["annotation_path"] = data.folder / "none.json"
+    paths = [data.folder / f"error{rank}.json" for rank in (0, 1)]
+    files = [{"env": {"TORCHELASTIC_ERROR_FILE": str(path)}} for path in paths]
+    job = demo.run([*data.argv(), *FAST], 2, expect=None, of_rank=lambda rank: files[rank])
+    assert assert_refused(job, ["none.json"]).startswith("[CPU 0] ERROR: ")
+    for rank, path in enumerate(paths):
+        message = json.loads(path.read_text())["message"]
+        assert message["extraInfo"]["rank"] == rank and message["extraInfo"]["kind"] == "user"
+        assert re.match(rf"\[CPU {rank}\] ERROR: .*none\.json", message["message"])
+
+
 def test_batch_that_two_ranks_cannot_share(demo, data):
     job = demo.run([*data.argv(), *FAST, "--global_batch_size", 5], 2, expect=None)
     assert_refused(job, ["--global_batch_size 5", "2"])
@@ -448,12 +462,15 @@ def two_views(data: Data) -> list[Path]:
         (lambda view: shutil.rmtree(view / "images"), ["images", "rank 1"]),
         (lambda view: (view / "images" / "0005.jpg").unlink(), ["0005.jpg", "rank 1"]),
         (
-            lambda view: [forks.truncate(path) for path in (view / "images").iterdir()],
-            ["rank 1"],
+            lambda view: [path.write_bytes(b"") for path in (view / "images").iterdir()],
+            ["size of image 0000.jpg: None here, 48 x 40 on rank 0", "rank 1"],
         ),
-        (lambda view: forks.truncate(view / "images" / "0005.jpg"), ["rank 1"]),
+        (
+            lambda view: Image.new("RGB", (40, 48)).save(view / "images" / "0005.jpg"),
+            ["size of image 0005.jpg: 40 x 48 here, 48 x 40 on rank 0", "rank 1"],
+        ),
     ],
-    ids=["folder missing", "image missing", "all truncated", "another file"],
+    ids=["folder missing", "image missing", "all empty", "another picture"],
 )
 def test_node_with_other_images_is_refused(demo, data, spoil, words):
     views = two_views(data)
@@ -461,6 +478,19 @@ def test_node_with_other_images_is_refused(demo, data, spoil, words):
     argv = [*data.argv(), *FAST]
     job = demo.run(argv, 2, expect=None, of_rank=lambda rank: {"cwd": views[rank]})
     assert_refused(job, words)
+
+
+def test_node_of_truncated_images_ends_the_run(demo, data):
+    """Their headers are whole: the first steps find out."""
+    views = two_views(data)
+    for path in (views[1] / "images").iterdir():
+        path.write_bytes(path.read_bytes()[: path.stat().st_size * 4 // 5])
+    argv = [*data.argv(), *FAST]
+    job = demo.run(argv, 2, expect=None, of_rank=lambda rank: {"cwd": views[rank]})
+    (line,) = set(job.err.splitlines())
+    assert re.fullmatch(r"\[CPU 0\] ERROR: \d images are damaged, over 1%: repair them", line)
+    assert job.codes == [1, 1] and "Summary" not in job.run.out
+    assert "[CPU 1] WARNING: image " in job.run.out and "[CPU 0] WARNING" not in job.run.out
 
 
 def test_ranks_with_other_arguments_are_refused(demo, data):
@@ -581,7 +611,17 @@ def test_file_name_cannot_draw_on_the_terminal(demo, tmp_path):
 def test_torchrun_ends_all_ranks_with_one_line(data):
     data.options["coco_image_path"] = data.folder / "nowhere"
     run = helpers.run_demo([*data.argv(), *FAST], 2, 60, expect=1, split=True, script=forks.SCRIPT)
-    assert "nowhere" in error_line(run.out + run.err)
+    # torchrun's own report at the end repeats what each rank has left in its error file
+    report = re.findall(r"(?m)^  traceback : (.*)\n", run.err)
+    text = re.sub(r"(?m)^  traceback : .*\n", "", run.out + run.err)
+    assert "nowhere" in error_line(text)
+    assert report and all("] ERROR: " in line and "nowhere" in line for line in report)
+    cause = run.err[run.err.index("Root Cause") :]
+    assert re.search(r"traceback : \[CPU [01]\] ERROR: .*nowhere", cause)
+    assert re.search(r"error_file: /.*/error\.json", cause)
+    assert re.search(rf"time +: {time.strftime('%Y-')}", cause)  # the file's own, of seconds
+    # its own error alone, of a child that failed, and none in reading the file
+    assert re.findall(r"(?m)^(?:\w+\.)*(\w+Error)\b", run.err) == ["ChildFailedError"], run.err
     # torchrun adds a report, with the traceback of its own code, but none of the script's.
     assert f'File "{forks.SCRIPT}"' not in run.out + run.err
     assert run.seconds < 30 + 10  # the second is what torchrun may take to start

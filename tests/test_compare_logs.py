@@ -54,11 +54,17 @@ def one_run(
     stated_gbps=10,
     wall_s=None,
     loss_scale=1.0,
-    straggler=None,
+    busy=(),
+    probe=True,
+    before=False,
     facts=None,
     summary=None,
 ):
-    """A whole run's lines by rank: [(rank, text), ...] in the order in which they are written."""
+    """A whole run's lines by rank: [(rank, text), ...] in the order in which they are written.
+
+    busy: for the first ranks, how many times the usual their compute is. before: as logs were
+    when the script itself probed, after its Run line.
+    """
     batch = per_process * world
     images = images or batch * steps // epochs
     step_ms = data_ms + compute_ms + exposed_ms
@@ -73,7 +79,9 @@ def one_run(
         "backend": "gloo",
         "hosts": [f"n{rank * nodes // world}" for rank in range(world)],
         "devices": ["cpu"] * world,
-        "batch": {"per_process": per_process, "accumulate_steps": 1, "global": batch},
+        "batch_size": per_process,
+        "accumulate_steps": 1,
+        "global_batch_size": batch,
         "precision": "bf16",
         "compile": False,
         "grad_compression": "none",
@@ -87,11 +95,17 @@ def one_run(
         "steps": steps,
         "start_step": start_step,
         "parameters": PARAMETERS,
-        "gradient_bytes": GRADIENT_BYTES,
         "env": {"GLOO_SOCKET_IFNAME": "veth0"},
-    } | (facts or {})
+    }
+    if before:
+        for key in ("batch_size", "accumulate_steps", "global_batch_size"):
+            del run[key]
+        run["batch"] = {"per_process": per_process, "accumulate_steps": 1, "global": batch}
+        run["gradient_bytes"] = GRADIENT_BYTES
+    run |= facts or {}
     algbw = GRADIENT_BYTES / probe_ms / 1e6
-    probe = {
+    link = {
+        "world_size": world,
         "all_reduce_bytes": GRADIENT_BYTES,
         "all_reduce_ms": probe_ms,
         "algbw_GBps": algbw,
@@ -122,10 +136,11 @@ def one_run(
             }
             for node in range(nodes)
         ],
-        "step_ms": step_ms,
-        "no_sync_ms": compute_ms,
-        "exposed_ms": exposed_ms,
     }
+    if before:
+        del link["world_size"]
+        link |= {"step_ms": step_ms, "no_sync_ms": compute_ms, "exposed_ms": exposed_ms}
+    busy = [*busy, *[1] * (world - len(busy))]
     end = {
         "epochs": epochs,
         "steps": steps,
@@ -137,17 +152,21 @@ def one_run(
         "data_ms": data_ms,
         "compute_ms": compute_ms,
         "exposed_ms": exposed_ms,
-        "ranks": [{"rank": rank, "compute_ms": compute_ms} for rank in range(world)],
-        "straggler": straggler,
+        "ranks": [
+            {"rank": rank, "data_ms": data_ms, "compute_ms": compute_ms * times}
+            for rank, times in enumerate(busy)
+        ],
         "wire_bytes_per_step": GRADIENT_BYTES,
         "loss_by_epoch": [3.0, 2.0],
         "val": [{"epoch": epochs, "top1": 41.67, "top5": 77.08, "images": 48}],
         "damaged": 0,
         "replicas_identical": True,
-    } | (summary or {})
-    lines = [(0, f"Run {json.dumps(run)}"), (1 % world, "Data: 49 images")]
-    if world > 1:
-        lines.append((0, f"Probe {json.dumps(probe)}"))
+    }
+    end |= ({"straggler": None} if before else {}) | (summary or {})
+    lines = [(0, f"Run {json.dumps(run)}"), (0, "Run: 2 processes"), (0, "Data: 49 images")]
+    if world > 1 and probe:
+        probed = [(0, f"Probe {json.dumps(link)}"), (0, "Probe: all-reduce of 44.9 MB in 52 ms")]
+        lines = [*lines, *probed] if before else [*probed, *lines]
     for step in range(start_step + 1, steps + 1):
         epoch = (step - 1) * epochs // steps + 1
         for rank in range(world):
@@ -173,7 +192,7 @@ def one_run(
                     "48 images | 1.23s",
                 )
             )
-    lines.append((0, f"Summary {json.dumps(end)}"))
+    lines += [(0, f"Summary {json.dumps(end)}"), (0, "Summary: 2 epochs, 20 steps, 37.0 img/s")]
     for rank in range(world):
         text = tool.duration(wall_s)
         lines.append((rank, f"Cleanup complete. Total wall time: {text} ({wall_s:.3f}s)"))
@@ -480,7 +499,7 @@ def test_bound_by_input():
     assert "--workers" in verdict.checks[0]
 
 
-def test_without_a_probe_data_wait_alone_can_bound():
+def test_without_a_split_data_wait_alone_can_bound():
     off = {"compute_ms": None, "exposed_ms": None}
     verdict, says = verdict_of(data_ms=300.0, exposed_ms=20.0, summary=off)
     assert verdict.bound == "input" and "it waits 300 ms of a step of 460 ms" in says
@@ -506,8 +525,109 @@ def test_faster_than_the_link_can_be():
 
 
 def test_straggler_is_the_first_check():
-    verdict, _ = verdict_of(straggler=1)
-    assert verdict.checks[0].startswith("rank 1")
+    # of 141 ms a step: 140 * 1.3 + 1 = 183 is over 1.2 times as much, 140 * 1.1 + 1 = 155 is not
+    for world, busy, wanted in (
+        (2, [1, 1.3], "rank 1"),
+        (2, [1.3, 1], "rank 0"),
+        (4, [1, 1, 1.3, 1.4], "rank 3"),
+        (4, [1.4, 1, 1, 1], "rank 0"),
+        (2, [1, 1.1], None),
+        (4, [1, 1.4, 1.4, 1.4], None),  # three of four are the usual
+        (1, [1], None),
+    ):
+        verdict, _ = verdict_of(world=world, nodes=1, busy=busy, per_process=32 // world)
+        found = verdict.checks[0] if verdict.checks[0].startswith("rank ") else ""
+        assert found.startswith(f"{wanted}:") if wanted else not found, (busy, verdict.checks)
+    # more input than the others have to read makes a rank slow as well
+    ranks = [{"rank": 0, "data_ms": 90, "compute_ms": 9}, {"rank": 1, "data_ms": 2}, "junk"]
+    ranks += [{"rank": 2, "data_ms": 9, "compute_ms": 30}]
+    assert tool.find_straggler({"ranks": ranks}) == 0
+    assert tool.find_straggler({"ranks": ranks[1:3]}) is None
+    # a log of before says it itself
+    assert tool.find_straggler({"ranks": ranks, "straggler": 2}) == 2
+    assert tool.find_straggler({"ranks": ranks, "straggler": None}) is None
+
+
+# --- the probe's record ------------------------------------------------------------------------
+
+
+def probed(text):
+    """(milliseconds of the probe's all-reduce, wire rate, interface) of a log."""
+    run = read(text)
+    assert run.complete, run.problems
+    return run.probe_s and 1000 * run.probe_s, run.wire_gbps, run.interface
+
+
+def test_probe_before_the_run_belongs_to_it_whatever_the_files(save, tmp_path):
+    text = as_text(one_run(**GIGABIT))
+    wanted = pytest.approx(376), 0.998, "veth0 (ethernet)"
+    assert probed(text) == wanted and text.index("Probe {") < text.index("Run {")
+    lines = text.splitlines(True)
+    alone = tmp_path / "probe.log"
+    alone.write_text("".join(line for line in lines if "Probe" in line))
+    rest = save("rest", "".join(line for line in lines if "Probe" not in line))
+    for pair in ([f"rest={alone}", rest], [rest, f"rest={alone}"]):
+        out, _ = run_tool(*pair, save("b", text))
+        assert len(re.findall(r"998 Mb/s on veth0", out)) == 2
+        assert re.search(r"\| wall time .*\| +13.84s \| +13.84s \|", out)
+
+
+def test_probe_stays_over_restarts_and_goes_with_its_run():
+    first = as_text(one_run(**GIGABIT)).split("[CPU 0] Epoch 2 | Step 16")[0]
+    again = as_text(one_run(**GIGABIT, start_step=10, probe=False))
+    assert probed(first + again) == (pytest.approx(376), 0.998, "veth0 (ethernet)")
+    other = as_text(one_run(**FREE))
+    assert probed(first + again + other) == (pytest.approx(52), 6.9, "veth0 (ethernet)")
+    cut = other.index("Probe {") + 300  # a torn probe is not that of the run before it
+    assert probed(first + again + other[:cut] + other[other.index("\n") :])[1:] == (None, None)
+
+
+def test_logs_with_the_probe_in_the_run_are_read_as_they_were():
+    for options in (FREE, GIGABIT):
+        then, now = (read(as_text(one_run(**options, before=before))) for before in (True, False))
+        for run in (then, now):
+            run.log = None
+        assert then == now and now.global_batch == 32 and now.wire_bytes == GRADIENT_BYTES
+    options = {"facts": {"parameters": None}, "summary": {"wire_bytes_per_step": None}}
+    assert read(as_text(one_run(before=True, **options))).wire_bytes == GRADIENT_BYTES
+    text = as_text(one_run(before=True, summary={"straggler": 1}))
+    assert read(text).straggler == 1
+
+
+def test_run_without_a_probe_is_judged_by_its_split():
+    verdict, says = verdict_of(**GIGABIT, probe=False)
+    assert verdict.bound == "link" and "exposed communication 401 ms (74%)" in says
+    assert "probe" not in says
+    # what is exposed stands in for the all-reduce: 44.87 MB * 8 / 401 ms = 895 Mb/s
+    assert verdict.implied_gbps == pytest.approx(0.895, abs=0.001)
+
+
+def test_probe_of_another_number_of_processes_is_not_used():
+    text = as_text(one_run()).replace('Probe {"world_size": 2', 'Probe {"world_size": 4')
+    run = read(text)
+    assert run.complete and (run.probe_s, run.wire_gbps) == (None, None)
+    assert run.notes == ["its probe is not used: 4 processes, the run has 2"]
+
+
+def test_probe_that_had_no_link_is_no_other_rank(tmp_path):
+    """One process says so in a sentence: no line of the talk's format, whose ranks are shifted."""
+    (tmp_path / "run.log").write_text(as_text(one_run(world=1, nodes=1)))
+    (tmp_path / "probe.log").write_text("[CPU 0] Probe: one process has no link to probe\n")
+    for names in (("run", "probe"), ("probe", "run")):
+        log = tool.read_log([tmp_path / f"{name}.log" for name in names])
+        run = tool.make_run("a", log, {})
+        assert run.complete and log.ranks == {0}, run.problems
+
+
+def test_global_batch_of_a_run_record():
+    for facts, wanted in (
+        ({"batch_size": 4, "accumulate_steps": 3, "world_size": 2}, 24),
+        ({"global_batch_size": 24, "batch_size": 9}, 24),
+        ({"global_batch_size": None, "batch_size": 4, "world_size": 2}, None),
+        ({"batch": {"global": 24}, "global_batch_size": 8}, 24),
+        ({"batch": 24}, None),
+    ):
+        assert tool.global_batch(facts) == wanted, facts
 
 
 def test_stated_link_option_replaces_the_logs(save):
@@ -562,6 +682,17 @@ def test_unlike_runs_are_refused_by_name(save, word, options):
     assert word in error and "in a" in error and "in b" in error and "--force" in error
     out, _ = run_tool(*pair, "--force")
     assert re.search(f"^FORCED, not like with like: {word}", out)
+
+
+def test_pictures_of_other_sizes_are_refused(save):
+    """A smaller copy of the data set is quicker to read and is another data set."""
+    large, small = (save(n, facts={"picture_sizes": n}) for n in ("3f0a11bc", "99e0d2c4"))
+    error = error_of(large, small)
+    assert "size of the pictures in the files differs: 3f0a11bc in 3f0a11bc, 99e0d2c4" in error
+    out, _ = run_tool(large, small, "--force")
+    assert "FORCED, not like with like: size of the pictures" in out
+    run_tool(large, save("same", facts={"picture_sizes": "3f0a11bc"}))
+    run_tool(large, save("before"))  # a log without this field, made before there was one
 
 
 def test_powersgd_ranks_are_told_apart(save):
@@ -672,7 +803,7 @@ def test_truncated_log_names_its_last_step(save):
 def test_restarted_run():
     first = as_text(one_run())
     first = first[: first.index("[CPU 0] Epoch 2 | Step 16")]
-    second = as_text(one_run(start_step=10, loss_scale=0.9))
+    second = as_text(one_run(start_step=10, loss_scale=0.9, probe=False))
     run = read(first + second)
     assert run.complete and run.attempted_again and run.log.attempts == 2
     assert any("restarted 1 time(s), the last time from step 10" in note for note in run.notes)
@@ -735,6 +866,11 @@ FOREIGN = st.lists(
                 "",
                 "[rank0]: Traceback",
                 "n0:41:77 [0] NCCL INFO Channel 00/02 :    0   1",
+                'launch_multinode.sh: Node {"node": 0, "interfaces": [{"name": "veth0"}]}',
+                "launch_multinode.sh: this node sent 44.9 MB on veth0 (ethernet) in 9 s",
+                "[CPU 0] Run: 2 processes on 2 nodes, gloo, fp32; 20 steps of 32 images",
+                "[CPU 0] Summary: 2 epochs, 20 steps, 37.0 img/s; replicas identical: True",
+                "[CPU 0] Probe: all-reduce of 44.9 MB in 364 ms: 0.99 Gb/s on veth0 (ethernet)",
                 "Epoch 1 | Step 3 | Loss: 9.9999",
                 "loading annotations into memory...",
                 "\x1b[31mred\x1b[0m",
@@ -901,6 +1037,9 @@ KEYS = [
     "straggler",
     "img_per_s",
     "precision",
+    "picture_sizes",
+    "batch_size",
+    "global_batch_size",
 ]
 
 

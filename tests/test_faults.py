@@ -40,7 +40,7 @@ from PIL import Image
 
 SCRIPT = Path(os.environ.get("DEMO_SCRIPT", helpers.SCRIPT))
 FAST = shlex.split("--weights none --image_size 40 --batch_size 4 --workers 0 --precision fp32")
-FAST += ["--log_every", "1", "--probe_steps", "0"]
+FAST += ["--log_every", "1"]
 STOPPED = 75  # the script's exit code after a stop signal
 NOTICED = 20  # seconds: a silent peer is noticed after --timeout 8, the rest is a slow machine
 
@@ -89,7 +89,7 @@ def become(demo, script, argv, env, cwd, out, node, before, call) -> None:
     if call:
         globals()[call[0]](demo, **call[1])
     else:
-        demo.main()
+        demo.one_line_errors(demo.main)
 
 
 def own_namespaces(*flags: int) -> None:
@@ -127,13 +127,13 @@ def few_files(demo, limit: int) -> None:
 
 def slowly(demo, seconds: float) -> None:
     """Each step takes longer, so that a signal surely arrives in the middle of an epoch."""
-    step = demo.optimizer_step
+    step = demo.train_step
 
-    def slow(run, group):
+    def slow(run, micro_batches):
         time.sleep(seconds)
-        return step(run, group)
+        return step(run, micro_batches)
 
-    demo.optimizer_step = slow
+    demo.train_step = slow
 
 
 def not_a_number(demo, rank: int, step: int) -> None:
@@ -141,7 +141,7 @@ def not_a_number(demo, rank: int, step: int) -> None:
     forward = demo.forward
 
     def poisoned(run, model, images):
-        wrong = run.job.rank == rank and run.step + 1 == step
+        wrong = run.process.rank == rank and run.step + 1 == step
         return forward(run, model, images) * (float("nan") if wrong else 1)
 
     demo.forward = poisoned
@@ -149,26 +149,97 @@ def not_a_number(demo, rank: int, step: int) -> None:
 
 def bad_gradient(demo, step: int) -> None:
     """The loss of this step is finite, but its update makes a weight NaN."""
-    optimizer_step = demo.optimizer_step
+    step_of_demo = demo.train_step
 
-    def poisoned(run, group):
+    def poisoned(run, micro_batches):
         if run.step + 1 == step:
             run.model.fc.bias.register_hook(lambda gradient: gradient * float("nan"))
-        return optimizer_step(run, group)
+        return step_of_demo(run, micro_batches)
 
-    demo.optimizer_step = poisoned
+    demo.train_step = poisoned
 
 
 def save_again_and_again(demo) -> None:
     """In the place of a run: saves without end, and says which step has been saved."""
-    args, job = demo.parse_arguments(sys.argv[1:]), demo.Job()
-    demo.set_up(args, job)
-    run = demo.prepare(args, job)[0]
-    demo.optimizer_step(run, [next(iter(run.loader))])  # Adam has its state from now on
+    run = helpers.prepared(demo)
+    demo.train_step(run, [next(iter(run.loader))])  # Adam has its state from now on
     while True:
         run.step += 1
         demo.save_checkpoint(run)
         os.write(1, f"saved {run.step}\n".encode())
+
+
+def lose_workers_and_tell_late(demo) -> None:
+    """A step's error is told so late that its loader workers have been ended meanwhile: SIGCHLD,
+    and what PyTorch would raise on it, come in between.
+    """
+    log = demo.log
+
+    def broken(run, micro_batches):
+        raise ConnectionResetError("Connection reset on purpose")
+
+    def late(process, text, to=1):
+        if "ERROR" in text:
+            for worker in demo.torch.multiprocessing.active_children():
+                worker.kill()
+            time.sleep(1)
+        log(process, text, to)
+
+    demo.log, demo.train_step = late, broken
+
+
+def raise_in_step(demo, text: str) -> None:
+    """A bug in the second step, with this text."""
+    step = demo.train_step
+
+    def broken(run, micro_batches):
+        if run.step == 1:
+            raise RuntimeError(text)
+        return step(run, micro_batches)
+
+    demo.train_step = broken
+
+
+def lose_the_store(demo, how: str) -> None:
+    """The second step needs something of a store that does not answer."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    step = demo.train_step
+
+    def broken(run, micro_batches):
+        if run.step == 1:
+            host, port, wait = "127.0.0.1", helpers.free_port(), timedelta(seconds=1)
+            serves = how == "silent"
+            store = dist.TCPStore(
+                host, port, is_master=serves, timeout=wait, wait_for_workers=False
+            )
+            store.get("a key that nobody sets")
+        return step(run, micro_batches)
+
+    demo.train_step = broken
+
+
+def two_sums_at_once(demo) -> None:
+    """Rank 0 waits for the second of two sums that rank 1 takes no part in: when the first is over
+    its time, Gloo ends what else its connections are at.
+    """
+    import torch.distributed as dist
+
+    step = demo.train_step
+
+    def broken(run, micro_batches):
+        if run.step == 1:
+            time.sleep(600 * run.process.rank)
+            first = dist.all_reduce(demo.torch.ones(9), async_op=True)
+            time.sleep(0.5)
+            second = dist.all_reduce(demo.torch.ones(9), async_op=True)
+            second.wait()
+            first.wait()
+        return step(run, micro_batches)
+
+    demo.train_step = broken
 
 
 class Ranks:
@@ -334,15 +405,15 @@ def ranks(nursery: Nursery) -> Iterator[Nursery]:
     nursery.clear()
 
 
-def make_set(folder: Path, count: int, seed: int = 0) -> list[str]:
+def make_set(folder: Path, count: int, seed: int = 0, side: int = 8) -> list[str]:
     """Small pictures in COCO's layout, because the time here goes to faults, not to decoding;
-    returns the script's options for them.
+    returns the script's options for them. A picture has 6 x 6 squares of `side` pixels.
     """
     rng = np.random.default_rng(seed)
     (folder / "images").mkdir(parents=True)
     images, annotations = [], []
     for number in range(1, count + 1):
-        pixels = rng.integers(0, 256, (6, 6, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
+        pixels = rng.integers(0, 256, (6, 6, 3), dtype=np.uint8).repeat(side, 0).repeat(side, 1)
         Image.fromarray(pixels).save(folder / "images" / f"{number:04}.jpg")
         images.append({"id": number, "file_name": f"{number:04}.jpg", "width": 48, "height": 48})
         box = {"bbox": [1, 1, 9, 9], "area": 81, "iscrowd": 0, "segmentation": []}
@@ -427,7 +498,8 @@ def on_two_nodes(
     for node in only:
         variables = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": nodes.addresses[0]}
         variables |= {"GPUS_PER_NODE": "1", "CONNECT_TIMEOUT": "40", "LOG_DIR": str(folder)}
-        variables |= {"RUN_NAME": "run", "PYTHON": sys.executable, **(env or {}), **of_node(node)}
+        variables |= {"RUN_NAME": "run", "PYTHON": sys.executable, "PROBE": "0"}
+        variables |= {**(env or {}), **of_node(node)}
         command = ["bash", launcher, *FAST, *argv]
         started.append(nodes.popen(node, command, env=variables))
     return started
@@ -436,7 +508,9 @@ def on_two_nodes(
 def main_pid(started: helpers.Started) -> int:
     """Process id of the torchrun under a launcher, or of the command itself if that is it."""
     found = [p for p in helpers.processes(started.test_id) if "distributed.run" in p.command]
-    found = [p for p in found if "python" in p.command.split()[0]]
+    found = [
+        p for p in found if p.command.split()[1:2] == ["-m"]
+    ]  # not supervise.py, which names it
     assert len(found) == 1, found
     return found[0].pid
 
@@ -551,7 +625,13 @@ def test_stop_signal_to_one_rank(ranks, data, folder, name):
 
 def test_stop_signal_to_the_launcher_is_no_failure(data, folder):
     path = folder / "c.pt"
-    env = {"NNODES": "1", "GPUS_PER_NODE": "2", "RESTARTS": "2", "LOG_DIR": str(folder)}
+    env = {
+        "NNODES": "1",
+        "GPUS_PER_NODE": "2",
+        "PROBE": "0",
+        "RESTARTS": "2",
+        "LOG_DIR": str(folder),
+    }
     env |= {"RUN_NAME": "run", "PYTHON": sys.executable}
     command = ["bash", helpers.ROOT / "launch_multinode.sh", *FAST, *data, "--num_epochs", 99]
     with helpers.start([*command, "--checkpoint", path], env=env) as run:
@@ -659,16 +739,15 @@ def test_master_that_resolves_to_loopback_on_both_nodes(ranks, data, folder):
 
 
 def test_another_data_set_on_one_node(ranks, data, folder):
-    other = make_set(folder / "other", 48, seed=1)
+    other = make_set(folder / "other", 48, side=7)
     ended = ranks.run(
         [*FAST, "--timeout", 20],
         2,
         of_rank=lambda rank: other if rank else data,
         expect=1,
     )
-    line = the_error(ended)
-    assert "rank 1" in line
-    assert "image" in line
+    wanted = "size of image 0001.jpg: 42 x 42 here, 48 x 48 on rank 0: start all alike (rank 1)"
+    assert the_error(ended).endswith(f"ERROR: {wanted}")
 
 
 def test_another_argument_on_one_node(ranks, data):
@@ -713,50 +792,44 @@ def broken_copy(folder: Path, patch: str) -> Path:
     """
     (folder / "copy").mkdir()
     launcher = shutil.copy(helpers.ROOT / "launch_multinode.sh", folder / "copy")
+    (folder / "copy" / "tools").symlink_to(helpers.ROOT / "tools")
     (folder / "copy" / SCRIPT.name).write_text(
         "import importlib.util, sys\n"
         f"spec = importlib.util.spec_from_file_location('demo', {str(SCRIPT)!r})\n"
         "demo = sys.modules['demo'] = importlib.util.module_from_spec(spec)\n"
         "spec.loader.exec_module(demo)\n"
         f"{patch}\n"
-        "demo.main()\n"
+        "demo.one_line_errors(demo.main)\n"
     )
     return Path(launcher)
 
 
-def test_loader_workers_that_end_while_an_error_is_told(data, folder):
-    launcher = broken_copy(
-        folder,
-        "def broken(run, group):\n"
-        "    raise ConnectionResetError('Connection reset on purpose')\n"
-        "def late(job, text, descriptor=1):\n"
-        "    if 'ERROR' in text:\n"
-        "        demo.time.sleep(1)  # SIGCHLD, and what PyTorch would raise on it, come in here\n"
-        "    log(job, text, descriptor)\n"
-        "log, demo.log, demo.optimizer_step = demo.log, late, broken",
-    )
-    env = {"NNODES": "1", "GPUS_PER_NODE": "1", "LOG_DIR": str(folder), "RUN_NAME": "run"}
-    command = ["bash", launcher, *FAST, *data, "--workers", 1]
-    with helpers.start(command, env=env | {"PYTHON": sys.executable}) as run:
-        ended = run.finish(60, expect=1)
-    said(ended.out, r"\[CPU 0\] ERROR: in step 1: Connection reset on purpose$")
-    assert "During handling of the above" not in ended.out
+def test_loader_workers_that_end_while_an_error_is_told(ranks, data):
+    argv = [*FAST, *data, "--workers", 1]
+    ended = ranks.run(argv, before=[("lose_workers_and_tell_late", {})], expect=1)
+    assert the_error(ended) == "[CPU 0] ERROR: in step 1: Connection reset on purpose"
 
 
 def test_exception_on_one_rank_is_the_first_cause(data, folder):
     launcher = broken_copy(
         folder,
-        "step = demo.optimizer_step\n"
-        "def broken(run, group):\n"
-        "    if run.job.rank == 1 and run.step == 3:\n"
+        "step = demo.train_step\n"
+        "def broken(run, micro_batches):\n"
+        "    if run.process.rank == 1 and run.step == 3:\n"
         "        raise LookupError('broken on purpose')\n"
         "    try:\n"
-        "        return step(run, group)\n"
+        "        return step(run, micro_batches)\n"
         "    except RuntimeError:\n"
         "        raise ValueError('a consequence') from None\n"
-        "demo.optimizer_step = broken",
+        "demo.train_step = broken",
     )
-    env = {"NNODES": "1", "GPUS_PER_NODE": "2", "LOG_DIR": str(folder), "RUN_NAME": "run"}
+    env = {
+        "NNODES": "1",
+        "GPUS_PER_NODE": "2",
+        "PROBE": "0",
+        "LOG_DIR": str(folder),
+        "RUN_NAME": "run",
+    }
     # with a loader worker, which Python's own exit would wait for
     command = ["bash", launcher, *FAST, *data, "--num_epochs", 99, "--workers", 1, "--timeout", 8]
     with helpers.start(command, env=env | {"PYTHON": sys.executable}) as run:
@@ -769,6 +842,135 @@ def test_exception_on_one_rank_is_the_first_cause(data, folder):
     assert "broken on purpose" in raised[0], ended.tail()
     assert "ERROR: " not in ended.out[:first]
     assert "ValueError: a consequence" in ended.out[first:]
+
+
+# What the script takes for an error from outside, each by what really raises it: Gloo's own path
+# and "pair closure" and the types of a store's errors here; above and below a loader worker that
+# is killed, a tiny /dev/shm and the limit of open files.
+
+
+def outside(run: helpers.Run, rank: int = 0) -> str:
+    """What a rank said of an error from outside; fails on a traceback."""
+    assert "Traceback" not in run.out, run.tail()
+    return said(run.out, rf"^\[CPU {rank}\] ERROR: in (the data of )?step \d+: ")
+
+
+def test_gloos_error_of_a_killed_peer_is_from_outside(ranks, data):
+    run = ranks.start([*FAST, *data, "--num_epochs", 99, "--timeout", 8], 2)
+    run.wait_for(r"^\[CPU 1\] .*Step 3 ")
+    run.signal(1, signal.SIGKILL)
+    assert "/gloo/" in outside(run.finish(NOTICED, expect=[1, -9]))
+
+
+def test_gloos_error_of_a_silent_peer_is_from_outside(ranks, data):
+    run = ranks.start([*FAST, *data, "--num_epochs", 99, "--timeout", 3], 2)
+    run.wait_for(r"^\[CPU 1\] .*Step 3 ")
+    run.signal(1, signal.SIGSTOP)
+    run.wait_for(r"^\[CPU 0\] ERROR: ", NOTICED)
+    run.signal(1, signal.SIGKILL)
+    line = outside(run.finish(NOTICED, expect=[1, -9]))
+    assert "/gloo/" in line and "Timed out" in line, line
+
+
+def test_gloos_error_beside_one_of_a_silent_peer_is_from_outside(ranks, data):
+    run = ranks.start([*FAST, *data, "--timeout", 3], 2, before=[("two_sums_at_once", {})])
+    run.wait_for(r"^\[CPU 0\] ERROR: |Traceback", NOTICED)
+    run.signal(1, signal.SIGKILL)
+    line = outside(run.finish(NOTICED, expect=[1, -9]))
+    assert "pair closure" in line and "/gloo/" not in line, line
+
+
+@pytest.mark.parametrize(("how", "why"), [("silent", "[Tt]ime"), ("gone", "connect")])
+def test_error_of_the_store_is_from_outside(ranks, data, how, why):
+    before = [("lose_the_store", {"how": how})]
+    ended = ranks.run([*FAST, *data, "--timeout", 8], before=before, expect=1, timeout=NOTICED)
+    assert re.search(why, outside(ended)), ended.tail()
+
+
+@pytest.mark.parametrize(
+    "text", ["no store for this", "no space in the list", "bad socket", "worker of a DataLoader"]
+)
+def test_bug_that_sounds_like_an_error_from_outside_keeps_its_traceback(ranks, data, text):
+    ended = ranks.run(
+        [*FAST, *data, "--workers", 1], before=[("raise_in_step", {"text": text})], expect=1
+    )
+    assert errors(ended) == []
+    assert "Traceback (most recent call last)" in ended.out
+    said(ended.out, f"RuntimeError: {text}$")
+
+
+def error_file(path: Path) -> dict:
+    """What a rank has left, in torchrun's own form: its text and the extra information."""
+    content = json.loads(path.read_text())["message"]
+    extra = content["extraInfo"]
+    assert isinstance(extra["timestamp"], float) and 0 <= time.time() - extra["timestamp"] < 60
+    return {"text": content["message"], **extra}
+
+
+@pytest.mark.parametrize(
+    ("argv", "before", "code", "kind", "phase", "text"),
+    [
+        (["--lr", "0"], [], 2, "user", "rendezvous", r"\[CPU 0\] .*: error: --lr .*; see --help"),
+        (
+            ["--annotation_path", "none.json"],
+            [],
+            1,
+            "user",
+            "index broadcast",
+            r"\[CPU 0\] ERROR: .*none\.json.*",
+        ),
+        (
+            [],
+            [("raise_in_step", {"text": "a bug"})],
+            1,
+            "bug",
+            "step 2",
+            r"\[CPU 0\] RuntimeError: a bug",
+        ),
+        (
+            [],
+            [("lose_the_store", {"how": "gone"})],
+            1,
+            "lost",
+            "step 2",
+            r"\[CPU 0\] ERROR: in step 2: .*",
+        ),
+    ],
+    ids=["arguments", "user", "bug", "lost"],
+)
+def test_error_file_tells_the_kind(ranks, data, folder, argv, before, code, kind, phase, text):
+    path = folder / "error.json"
+    env = {"TORCHELASTIC_ERROR_FILE": str(path)}
+    ranks.run([*FAST, *data, *argv], before=before, env=env, expect=code)
+    found = error_file(path)
+    assert (found["kind"], found["rank"], found["phase"]) == (kind, 0, phase)
+    assert re.fullmatch(text, found["text"]), found
+
+
+def test_error_file_tells_a_stop(ranks, data, folder):
+    path = folder / "error.json"
+    env = {"TORCHELASTIC_ERROR_FILE": str(path)}
+    argv = [*FAST, *data, "--num_epochs", 99, "--checkpoint", folder / "c.pt"]
+    run = ranks.start(argv, env=env)
+    run.wait_for(r"^\[CPU 0\] .*Step 3 ")
+    run.signal(0, signal.SIGTERM)
+    run.finish(15, expect=STOPPED)
+    found = error_file(path)
+    assert (found["kind"], found["rank"]) == ("stopped", 0)
+    assert re.fullmatch(r"\[CPU 0\] Stopped on SIGTERM \| step \d+ \| exit code 75", found["text"])
+
+
+def test_error_file_is_not_there_after_a_good_run(ranks, data, folder):
+    path = folder / "error.json"
+    env = {"TORCHELASTIC_ERROR_FILE": str(path)}
+    ranks.run([*FAST, *data, "--max_steps", 1], env=env)
+    assert not path.exists()
+
+
+def test_error_file_that_cannot_be_written_hides_nothing(ranks, data, folder):
+    env = {"TORCHELASTIC_ERROR_FILE": str(folder / "nowhere" / "error.json")}
+    ended = ranks.run([*FAST, *data, "--annotation_path", "none.json"], env=env, expect=1)
+    assert "none.json" in the_error(ended)
 
 
 def test_tiny_shared_memory(ranks, data):
@@ -1015,6 +1217,23 @@ def test_resume_with_something_changed_is_refused(ranks, data, folder, saved, op
     assert load(saved)["step"] == 3
 
 
+def test_resume_with_pictures_of_another_size_is_refused(ranks, data, folder, saved):
+    """Of the same names and labels: made smaller by tools/prepare_coco.py, say."""
+    before = saved.read_bytes()
+    argv = [*FAST, *make_set(folder / "other", 48, side=7), "--checkpoint", saved, "--resume"]
+    line = the_error(ranks.run([*argv, "--max_steps", 5], expect=1))
+    assert "has size of image 0001.jpg 48 x 48, not 42 x 42" in line, line
+    assert saved.read_bytes() == before
+
+
+def test_run_record_tells_pictures_of_another_size(ranks, data, folder):
+    """As compare_logs refuses to compare such runs; other pixels alone make no difference."""
+    sets = [data, make_set(folder / "a", 48, side=7), make_set(folder / "b", 48, seed=1)]
+    runs = [ranks.run([*FAST, *options, "--max_steps", 1]) for options in sets]
+    usual, smaller, others = (run.json_line("Run")["picture_sizes"] for run in runs)
+    assert usual == others != smaller
+
+
 def test_resume_of_a_finished_run_does_nothing(ranks, data, saved):
     before = saved.read_bytes()
     ended = ranks.run([*FAST, *data, "--checkpoint", saved, "--resume", "--max_steps", 3])
@@ -1046,18 +1265,18 @@ def undisturbed(nursery, data) -> Undisturbed:
 def test_restarts_give_up_with_the_first_cause(data, folder):
     launcher = broken_copy(
         folder,
-        "step = demo.optimizer_step\n"
-        "def broken(run, group):\n"
+        "step = demo.train_step\n"
+        "def broken(run, micro_batches):\n"
         "    if run.step == 2:\n"
         "        raise LookupError('broken on purpose')\n"
-        "    return step(run, group)\n"
-        "demo.optimizer_step = broken",
+        "    return step(run, micro_batches)\n"
+        "demo.train_step = broken",
     )
     env = {"NNODES": "1", "GPUS_PER_NODE": "1", "LOG_DIR": str(folder), "RUN_NAME": "run"}
     env |= {"RESTARTS": "1", "PYTHON": sys.executable}
     with helpers.start(["bash", launcher, *FAST, *data, "--timeout", 8], env=env) as run:
         ended = run.finish(90, expect=1)
-    said(ended.out, "restart 1 of 1 after: LookupError: broken on purpose")
+    said(ended.out, r"restart 1 of 1 after: \[CPU 0\] LookupError: broken on purpose")
     said(ended.out, "gave up after 1 restarts")
     assert "LookupError: broken on purpose" in ended.out.splitlines()[-1], ended.tail()
 

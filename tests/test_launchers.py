@@ -18,13 +18,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from cluster import free_port, require
+from cluster import NamespacePair, free_port, require
 
 ROOT = Path(__file__).resolve().parent.parent
 # Of these a test sets what it needs; what the machine happens to have set must not disturb it.
 LAUNCHER_VARIABLES = re.compile(
     "(SLURM|NCCL|GLOO)_.*|NNODES|WORLD_SIZE|NODE_RANK|MASTER_ADDR|MASTER_PORT|GPUS_PER_NODE|GPUS|"
-    "RESTARTS|CONNECT_TIMEOUT|NETWORK|IFNAME|LOG_DIR|RUN_NAME|OMP_NUM_THREADS|"
+    "RESTARTS|PROBE|CONNECT_TIMEOUT|NETWORK|IFNAME|LOG_DIR|RUN_NAME|OMP_NUM_THREADS|"
     "CUDA_VISIBLE_DEVICES|VIRTUAL_ENV|CONDA_PREFIX"
 )
 
@@ -36,34 +36,55 @@ world_size = int(os.environ["WORLD_SIZE"])
 names = [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "OMP_"))]
 report = {"rank": rank, "world_size": world_size, "argv": sys.argv[1:],
           "port": os.environ["MASTER_PORT"], "node_rank": os.environ["GROUP_RANK"],
-          "env": {name: os.environ[name] for name in names}}
+          "script": Path(__file__).name, "env": {name: os.environ[name] for name in names}}
 sys.stdout.write("REPORT " + json.dumps(report) + "\\n")
 sys.stdout.flush()
-plan = Path(__file__).with_name("plan").read_text().split()   # one word for each attempt
-count = Path(__file__).with_name(f"attempts{rank}")
+folder = Path(__file__).parent
+folder = folder.parent if folder.name == "tools" else folder
+plan = (folder / "plan").read_text().split()   # one word for each attempt
+count = folder / f"attempts{rank}"
 attempt = len(count.read_text()) if count.exists() else 0
 count.write_text("x" * (attempt + 1))
 action = plan[min(attempt, len(plan) - 1)]
+
+def end(text, kind, code):
+    # As the script does: a line, and the same in torchelastic's error file.
+    print(text, flush=True)
+    about = {"kind": kind, "rank": rank, "time": time.time(), "timestamp": str(int(time.time()))}
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(
+        json.dumps({"message": {"message": text, "extraInfo": about | {"py_callstack": text}}}))
+    sys.exit(code)
+
 if action == "error":
-    sys.stderr.write(f"[CPU {rank}] ERROR: no such folder: /nowhere\\n")
-    time.sleep(0.3)
-    sys.stderr.write(f"[CPU {rank}] ERROR: a later one\\n")
-    sys.exit(1)
+    if rank:
+        time.sleep(0.3)
+    end(f"[CPU {rank}] ERROR: no such folder: /nowhere{rank}", "user", 1)
 if action == "lost":
-    sys.stderr.write(f"[CPU {rank}] ERROR: in step 3: Connection closed by peer\\n")
-    sys.exit(1)
+    end(f"[CPU {rank}] ERROR: in step 3: Connection closed by peer", "lost", 1)
 if action == "usage":
-    sys.stderr.write("demo_coco_resnet18.py: error: argument --lr: invalid value\\n")
-    sys.exit(2)
-if action == "traceback":
-    raise ValueError("a bug in the script")
+    end("demo_coco_resnet18.py: error: argument --lr: invalid value; see --help", "user", 2)
+if action == "traceback":  # rank 1 sees rank 0 go, and says so first
+    if rank:
+        while not (folder / "raising").exists():
+            time.sleep(0.02)
+        end("[CPU 1] ERROR: in step 3: Connection closed by peer", "lost", 1)
+    from torch.distributed.elastic.multiprocessing.errors import record
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / "raising").touch()
+    def main():
+        time.sleep(0.3 * (world_size - 1))
+        raise ValueError("a bug in the script")
+    record(main)()
 if action == "code75":     # as a rank does whose torchrun, or whose peer's, is gone
-    sys.stdout.write(f"[CPU {rank}] Stopped on parent process is gone | exit code 75\\n")
-    sys.exit(75)
+    end(f"[CPU {rank}] Stopped on the end of its parent process | step 9 | exit code 75",
+        "stopped", 75)
 if action == "kill":
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
+if action == "silent":
+    print("the last words", flush=True)
+    sys.exit(3)
 if action == "wait":       # until a signal, as the script does: save, say so, code 75
     stopped = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -73,8 +94,7 @@ if action == "wait":       # until a signal, as the script does: save, say so, c
     while not stopped:
         time.sleep(0.05)
     time.sleep(0.5)
-    sys.stdout.write(f"[CPU {rank}] Stopped on {stopped[0]} | step 12\\n")
-    sys.exit(75)
+    end(f"[CPU {rank}] Stopped on {stopped[0]} | step 12 | exit code 75", "stopped", 75)
 if action == "hang":       # neither torchrun's end nor a signal ends it
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.stdout.write(f"[CPU {rank}] hanging {os.getpid()}\\n")
@@ -112,7 +132,9 @@ class Folder:
     def __init__(self, path):
         self.path = path
         shutil.copytree(
-            ROOT / "tools", path / "tools", ignore=shutil.ignore_patterns("__pycache__")
+            ROOT / "tools",
+            path / "tools",
+            ignore=shutil.ignore_patterns("__pycache__", "probe_link.py"),
         )
         for name in ("launch_single.sh", "launch_multinode.sh", "requirements.txt"):
             shutil.copy(ROOT / name, path)
@@ -247,26 +269,74 @@ def test_without_arguments_it_trains_on_the_sample_set(folder):
     assert int(report["env"]["OMP_NUM_THREADS"]) == len(os.sched_getaffinity(0))
 
 
-def test_without_tools_the_python_on_the_path_is_used(folder):
+def without_tools(folder):
+    """Variables for a start without tools/: the Python on the PATH has torch."""
     shutil.rmtree(folder.path / "tools")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    code, output = folder.run("launch_single.sh", "--lr", "1", PATH=path, PYTHON="")
+    return {"PATH": path, "PYTHON": ""}
+
+
+def test_without_tools_the_launchers_still_train(folder):
+    variables = without_tools(folder)
+    code, output = folder.run(
+        "launch_single.sh", "--lr", "1", NETWORK="ethernet", IFNAME="lo", **variables
+    )
     assert code == 0, output
-    assert reports(output)[0]["argv"] == ["--lr", "1"]
-    code, output = folder.run("launch_single.sh", PATH=path, PYTHON="")
+    (report,) = reports(output)
+    assert report["argv"] == ["--lr", "1"] and report["env"]["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "tools/ is missing, and with it the log, restarts, the probe" in output
+    assert re.search(
+        r"OMP_NUM_THREADS=\d+ torchrun --standalone .*demo_coco_resnet18.py --lr 1\n", output
+    )
+    assert not (folder.path / "logs").exists()
+    code, output = folder.run("launch_single.sh", **variables)
     assert code == 1
     assert "make_sample_coco.py, which is missing" in output
+    for setting in ({"RESTARTS": 1}, {"PROBE": 1}):
+        code, output = folder.run("launch_single.sh", "x", **variables, **setting)
+        assert code == 1 and not reports(output)
+        assert "error: tools/ is missing, and with it RESTARTS and PROBE=1" in output
+
+
+def test_without_tools_two_nodes_train(folder):
+    variables = without_tools(folder)
+    with NamespacePair() as nodes:
+        started = []
+        for node in (0, 1):
+            env = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": nodes.addresses[0]}
+            env |= {"GPUS_PER_NODE": "2", "PATH": variables["PATH"], "PYTHON": sys.executable}
+            command = ["bash", folder.path / "launch_multinode.sh", "x"]
+            started.append(nodes.popen(node, command, env=env, cwd=folder.path))
+        runs = [run.finish(60) for run in started]
+    assert sorted(r["rank"] for run in runs for r in reports(run.out)) == [0, 1, 2, 3]
+    address = "--rdzv_backend=static --rdzv_endpoint=10.77.0.1:29500"
+    for node, run in enumerate(runs):
+        assert f"torchrun --nnodes=2 --node_rank={node} {address} --nproc_per_node=2" in run.out
+
+
+def test_probe_comes_before_a_training_with_several_processes(folder):
+    shutil.copy(folder.path / "demo_coco_resnet18.py", folder.path / "tools/probe_link.py")
+    code, output = folder.run("launch_single.sh", "x", GPUS=2)
+    assert code == 0, output
+    scripts = [report["script"] for report in reports(output)]
+    assert scripts == ["probe_link.py"] * 2 + ["demo_coco_resnet18.py"] * 2
+    assert "torchrun --standalone --nnodes=1 --nproc_per_node=2 tools/probe_link.py x\n" in output
+    for setting in ({"PROBE": 0, "GPUS": 2}, {"GPUS": 1}):
+        code, output = folder.run("launch_single.sh", "x", **setting)
+        assert code == 0
+        assert {report["script"] for report in reports(output)} == {"demo_coco_resnet18.py"}
 
 
 @pytest.mark.parametrize(
     ("action", "cause"),
     [
-        ("error", r"\[CPU \d\] ERROR: no such folder: /nowhere"),
+        ("error", r"\[CPU 0\] ERROR: no such folder: /nowhere0"),
         ("lost", r"\[CPU \d\] ERROR: in step 3: Connection closed by peer"),
-        ("usage", r"demo_coco_resnet18\.py: error: argument --lr: invalid value"),
+        ("usage", r"demo_coco_resnet18\.py: error: argument --lr: invalid value; see --help"),
         ("traceback", r"ValueError: a bug in the script"),
         ("kill", r"rank 0 was ended by signal 9"),
-        ("code75", r"\[CPU \d\] Stopped on parent process is gone .*"),
+        ("code75", r"\[CPU \d\] Stopped on the end of its parent process .*"),
+        ("silent", r"torchrun ended with code 1; its last line: the last words"),
     ],
 )
 def test_first_cause_is_the_last_line(folder, action, cause):
@@ -279,7 +349,6 @@ def test_first_cause_is_the_last_line(folder, action, cause):
     code, output = folder.run("launch_single.sh", "x", **variables)
     assert code == 1
     assert folder.log().startswith(earlier)
-    assert "later one" in output or action != "error"
     assert re.fullmatch(cause, output.splitlines()[-1]), output
     assert re.fullmatch(cause, folder.log().splitlines()[-1])
     assert "restart 1" not in output
@@ -396,7 +465,7 @@ def test_torchrun_does_not_outlive_its_launcher(folder):
         ({"NNODES": 2, "NODE_RANK": 0}, "MASTER_ADDR is not set"),
         (
             {"NNODES": 1, "MASTER_PORT": 99999},
-            "MASTER_PORT is 99999: give a number from 1 to 65535",
+            "MASTER_PORT is 99999: give a number from 1 to 6553",
         ),
         ({"NNODES": 1, "GPUS_PER_NODE": "all"}, "GPUS_PER_NODE is 'all'"),
         ({"NNODES": 1, "RESTARTS": "x"}, "RESTARTS is 'x'"),
@@ -516,7 +585,7 @@ def test_port_that_is_taken_and_nodes_that_do_not_come(folder):
     )
     assert code == 1
     assert (
-        "the other nodes did not all come within 2 s (1/2 clients joined"
+        "the other nodes did not all come within 2 s (missing: node 1): start the launcher"
         in output.splitlines()[-1]
     )
 
@@ -546,32 +615,6 @@ def test_slurm_gives_address_port_and_rank(folder):
     assert code == 1
     assert "node 0 did not answer at 192.0.2.7:20050 within 1 s" in output
     assert "did not answer" in folder.log("job2405", node=1)
-
-
-NET_CODE = re.search(
-    r"<<'PYTHON_CODE' \|\| true\n(.*?)\nPYTHON_CODE",
-    (ROOT / "launch_multinode.sh").read_text(),
-    re.S,
-).group(1)
-
-
-def test_a_port_of_a_failed_attempt_is_taken_only_after_it_was_closed():
-    """Node 0 of a failed attempt may live on for a while; its launcher may be started anew."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        command = [sys.executable, "-c", NET_CODE, "wait", "127.0.0.1", str(port), "1", "2", "20"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        time.sleep(3)
-        assert process.poll() is None
-    time.sleep(3)  # the port refuses
-    with socket.create_server(("127.0.0.1", port)):
-        output, _ = process.communicate(timeout=20)
-    assert (process.returncode, output) == (0, "0\n")
-
-    with socket.create_server(("127.0.0.1", 0)) as server:  # two attempts further
-        port = server.getsockname()[1] - 2
-        command[5:8] = [str(port), "0", "3"]
-        assert subprocess.run(command, capture_output=True, text=True, timeout=20).stdout == "2\n"
 
 
 # ---- NETWORK
@@ -667,6 +710,20 @@ def test_two_nodes_restart_together(two_nodes):
         assert int(second["port"]) == int(first["port"]) + 1
         assert second["argv"] == ["x", "--checkpoint", "logs/again/checkpoint.pt", "--resume"]
     assert not namespaces(output)
+
+
+def test_two_nodes_probe_and_train_on_ports_of_their_own(two_nodes):
+    shutil.copy(two_nodes.path / "demo_coco_resnet18.py", two_nodes.path / "tools/probe_link.py")
+    code, output = two_nodes.run("tools/two_nodes.sh", "--name", "probed", "--", "x")
+    assert code == 0, output
+    for node in (0, 1):
+        text = two_nodes.log("probed", node)
+        probe, training = reports(text)
+        assert (probe["script"], training["script"]) == ("probe_link.py", "demo_coco_resnet18.py")
+        assert int(training["port"]) == int(probe["port"]) + 1
+        record = json.loads(re.search(r"^launch_multinode.sh: Node (\{.*\})$", text, re.M)[1])
+        assert (record["node"], record["host"], record["starts"]) == (node, f"node{node}", 2)
+        assert re.search(r"launch_multinode.sh: this node sent .* \(\w+\) in \d+ s\n", text)
 
 
 def test_two_nodes_stops_both_and_cleans_up(two_nodes):

@@ -11,14 +11,13 @@ import cluster as helpers
 import pytest
 
 SHORT = shlex.split(
-    "--weights none --image_size 64 --batch_size 8 --max_steps 3 --workers 0 --log_every 1 "
-    "--probe_steps 0"
+    "--weights none --image_size 64 --batch_size 8 --max_steps 3 --workers 0 --log_every 1"
 )
 # Long enough to be stopped in the middle: some 0.1 s a step. With a loader worker, since SLURM
 # sends its signals to every process of a job step, workers and launchers included.
 LONG_RUN = shlex.split(
     "--weights none --image_size 40 --batch_size 4 --num_epochs 20 --max_steps 60 --workers 1 "
-    "--log_every 1 --probe_steps 0"
+    "--log_every 1"
 )
 LAUNCHER = helpers.ROOT / "launch_multinode.sh"
 

@@ -3,6 +3,7 @@
 
     python tools/benchmark.py step [--peer examples/imagenet/main.py]   training speed
     python tools/benchmark.py input                 the loader, and what the step waits for it
+    python tools/benchmark.py step --script NEW.py --against OLD.py      two versions in turns
     python tools/benchmark.py start                 launch to first step, on train2017's full size
     python tools/benchmark.py scale                 more processes; more data
     python tools/benchmark.py overhead              what the script's own timers and log cost
@@ -16,13 +17,16 @@ and every second round in reverse order, so that a machine that warms up or is s
 The demo is the real script in processes of its own, and its figures come from its log: a step's
 time and its wait for data from the lines of `--log_every 1` after the warm-up, within one epoch
 that is longer than what is measured, so that the workers never run dry early. img/s are images
-over the sum of these times. The probe is off. The data are generated (make_sample_coco.py) unless
+over the sum of these times. Nothing probes. The data are generated (make_sample_coco.py) unless
 options name others; they are in the page cache. Where a case needs more than the log:
   resident   main() of the script with one change: its loader gives the first batch for ever
   loader     main() with one change: only the first step trains, all others cost nothing
+  peak       the kernel's figure for the largest process of a run (ru_maxrss)
   memory     notes the memory of the loader's workers at the second and the last step
   phases     main() with functions wrapped, which notes the clock and the memory where a phase
              ends; peak memory is the kernel's high-water mark (VmHWM), reset at each note
+--script takes another file than the one beside tools/, of this version or of one with the probe in
+the script; --against a second one, measured in the same rounds (`the other` in the table).
 The recipe is what tutorials write: COCO(file) and weights in every rank, Pillow and the transforms
 up to Normalize in the loader, fp32, Adam, DistributedDataParallel; it is part of this file.
 
@@ -33,6 +37,7 @@ in one line; 128 + signal when stopped. Whatever it started ends with it.
 import argparse
 import contextlib
 import functools
+import importlib.util
 import itertools
 import json
 import math
@@ -61,7 +66,7 @@ STEP = re.compile(
 PEER = re.compile(r"Epoch: \[0\]\[ *\d+/\d+\]\s+Time +(\S+) \(.*?Data +(\S+) ")
 FOREIGN = re.compile(  # what a launcher or scheduler around this process says to its own ranks
     "(SLURM|SBATCH|OMPI|PMIX?|TORCHELASTIC|GROUP|ROLE|MASTER|NCCL|GLOO|OMP)_|(LOCAL_)?(RANK|WORLD"
-    "_SIZE)$|(NNODES|NODE_RANK|GPUS|GPUS_PER_NODE|RUN_NAME|LOG_DIR|RESTARTS|NETWORK|IFNAME)$"
+    "_SIZE)$|(NNODES|NODE_RANK|GPUS|GPUS_PER_NODE|RUN_NAME|LOG_DIR|RESTARTS|NETWORK|IFNAME|PROBE)$"
 )
 PHASES = [
     "launcher",
@@ -70,7 +75,7 @@ PHASES = [
     "index",
     "check of images",
     "weights and DDP",
-    "probe",
+    "warm-up pass",
     "workers and first batch",
     "first step",
 ]
@@ -102,15 +107,20 @@ class Bench:
             "PYTHONUNBUFFERED": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
             "LOG_DIR": str(self.folder / "logs"),
+            "PROBE": "0",
             **dict([self.tag.split("=")]),
         }
         if sys.prefix != sys.base_prefix:
             self.env["VIRTUAL_ENV"] = sys.prefix
 
-    @functools.cached_property
-    def options(self):
-        """What the script says of its options."""
-        return self.run([sys.executable, SCRIPT, "--help"])[0]
+        own = vars(args)
+        self.files = {"demo": own.get("script", SCRIPT), "other": own.get("against")}
+        self.peak = None  # MB, of the largest process of the last command
+
+    @functools.cache  # noqa: B019 (there is one Bench in a process)
+    def options(self, name="demo"):
+        """What a script says of its options."""
+        return self.run([sys.executable, self.files[name], "--help"])[0]
 
     def run(self, command, until=None, **env):
         """(output, moment of the start) of a command; it is ended after `until`: (regex, lines).
@@ -137,7 +147,9 @@ class Bench:
                 seen += bool(until and until[0].search(line))
                 if until and seen == until[1]:
                     return "".join(lines), began
-            code = process.wait()
+            _, status, used = os.wait4(process.pid, 0)
+            code = process.returncode = os.waitstatus_to_exitcode(status)
+            self.peak = used.ru_maxrss * 1024 / 1e6
         finally:
             timer.cancel()
             self.stop(process)
@@ -177,7 +189,7 @@ class Bench:
             time.sleep(0.02 * found)
 
     def script(self, how, arguments, processes=1, **env):
-        """run() of the script, of the script with changes ("demo+loader"), or of the recipe."""
+        """run() of a script, of one with changes ("demo+loader"), or of the recipe."""
         command = [sys.executable]
         if processes > 1:
             command += [
@@ -186,15 +198,16 @@ class Bench:
                 "--standalone",
                 f"--nproc_per_node={processes}",
             ]
-        command += [SCRIPT] if how == "demo" else [Path(__file__).resolve(), "_child", how]
-        return self.run([*command, *arguments, *self.quiet("--log_every", 1)], **env)
+        name = how.split("+")[0]
+        file = self.files.get(name, SCRIPT)
+        own = [file] if how == name in self.files else [Path(__file__).resolve(), "_child", how]
+        command += [*own, *arguments, *self.quiet("--log_every", 1, name=name)]
+        return self.run(command, BENCHMARK_SCRIPT=str(file), **env)
 
-    def quiet(self, *rest):
-        """Options for every run: no probe where the script has one, and `rest`."""
-        return [
-            *(["--probe_steps", "0"] if "--probe_steps" in self.options else []),
-            *map(str, rest),
-        ]
+    def quiet(self, *rest, name="demo"):
+        """Options for every run: no probe where the script itself has one, and `rest`."""
+        probes = name in self.files and "--probe_steps" in self.options(name)
+        return [*(["--probe_steps", "0"] if probes else []), *map(str, rest)]
 
 
 def rounds(bench, cases, times=1):
@@ -369,9 +382,13 @@ def measure_step(bench):
 
     def case(how, precision="fp32", workers=None):
         options = [*data, *common(args, "--precision", precision, workers=workers)]
-        return lambda: speed(
-            bench.script(how, options)[0], args.batch_size, args.warm_steps, args.steps
-        )
+
+        def run():
+            text, _ = bench.script(how, options)
+            found = speed(text, args.batch_size, args.warm_steps, args.steps)
+            return found | {"peak": bench.peak}
+
+        return run
 
     cases = {
         "files": case("demo", "auto"),
@@ -383,7 +400,10 @@ def measure_step(bench):
     }
     if args.peer:
         cases["peer"] = peer_case(bench, data[1])
-    found = {name: figures["img_per_s"] for name, figures in rounds(bench, cases).items()}
+    if args.against:
+        cases |= {"other": case("other", "auto"), "other fp32": case("other")}
+    measured = rounds(bench, cases)
+    found = {name: figures["img_per_s"] for name, figures in measured.items()}
     rows = [
         row("as shipped, JPEG files / resident batch", "img/s", found["files"], found["resident"]),
         row(
@@ -411,6 +431,10 @@ def measure_step(bench):
                 found["peer"],
             )
         )
+    for what, name in (("as shipped", ""), ("fp32", " fp32")) if args.against else ():
+        mine, other = measured[f"files{name}"], measured[f"other{name}"]
+        rows.append(row(f"{what} / the other", "img/s", mine["img_per_s"], other["img_per_s"]))
+        rows.append(row(f"{what}: peak / the other's", "MB", mine["peak"], other["peak"]))
     return rows
 
 
@@ -474,14 +498,15 @@ def measure_input(bench):
             bench.script(how, options)[0], args.batch_size, args.warm_steps, args.steps
         )
 
-    found = rounds(
-        bench, {"loader": alone("demo"), "decode": decode, "recipe": alone("recipe")}, times
-    )
-    found |= rounds(
-        bench,
-        {"resident": training("demo+resident", 0)}
-        | {f"{n} workers": training("demo", n) for n in args.worker_counts},
-    )
+    cases = {"loader": alone("demo"), "decode": decode, "recipe": alone("recipe")}
+    if args.against:
+        cases["other"] = alone("other")
+    found = rounds(bench, cases, times)
+    cases = {"resident": training("demo+resident", 0)}
+    cases |= {f"{n} workers": training("demo", n) for n in args.worker_counts}
+    if args.against:
+        cases |= {f"other, {n} workers": training("other", n) for n in args.worker_counts}
+    found |= rounds(bench, cases)
     images = {name: figures["img_per_s"] for name, figures in found.items()}
     rows = [
         row(
@@ -507,6 +532,15 @@ def measure_input(bench):
                 images["resident"],
             ),
         ]
+    if args.against:
+        what = "loader, 1 worker on 1 core / the other's"
+        rows.append(row(what, "img/s", images["loader"], images["other"]))
+        for n in args.worker_counts:
+            mine, other = found[f"{n} workers"], found[f"other, {n} workers"]
+            what = f"training, workers {n} / the other"
+            rows.append(row(what, "img/s", mine["img_per_s"], other["img_per_s"]))
+            what = f"step waits for data, workers {n} / the other's"
+            rows.append(row(what, "%", mine["waiting"], other["waiting"]))
     return rows
 
 
@@ -683,7 +717,7 @@ def measure_scale(bench):
 def measure_links(bench):
     """Rows: a step under each compression against none, at each rate; or losses with --loss."""
     args = bench.args
-    if "--grad_compression" not in bench.options:
+    if "--grad_compression" not in bench.options():
         raise Failure(f"{SCRIPT.name} has no --grad_compression: nothing to compare")
     if args.loss:
         return measure_loss(bench)
@@ -855,65 +889,108 @@ class Resident:
         return itertools.repeat(self.batch)
 
 
+def load_script():
+    """The module of the script that $BENCHMARK_SCRIPT names, by default the one beside tools/."""
+    file = Path(os.environ.get("BENCHMARK_SCRIPT", SCRIPT))
+    spec = importlib.util.spec_from_file_location("demo", file)
+    demo = sys.modules["demo"] = importlib.util.module_from_spec(spec)  # dataclasses look it up
+    sys.argv[0] = str(file)
+    spec.loader.exec_module(demo)
+    return demo
+
+
+def names_of(demo):
+    """(name of the function that makes a step, that of what makes DDP's first pass, main).
+
+    Version b40073c, which had the probe in the script, called them otherwise.
+    """
+    if hasattr(demo, "optimizer_step"):
+        return "optimizer_step", "probe", demo.main
+    return "train_step", "fix_bucket_order", lambda: demo.one_line_errors(demo.main)
+
+
 def child_demo(modes, argv, note):
     """main() of the real script, with the changes that `modes` name."""
-    sys.argv = [str(SCRIPT), *argv]
-    sys.path.insert(0, str(ROOT))
-    import demo_coco_resnet18 as demo
-
+    sys.argv[1:] = argv
+    demo = load_script()
+    step_name, first_pass, main = names_of(demo)
     note("imports")
     if "phases" in modes:
         note.around(demo, "set_up", after="rendezvous")
         note.around(demo, "check_images", before="index")
         note.around(demo, "build_model", before="check of images", after="weights and DDP")
-        note.around(demo, "probe", after="probe")
-        note.around(demo, "optimizer_step", before="workers and first batch", after="first step")
+        note.around(demo, first_pass, after="warm-up pass")
+        note.around(demo, step_name, before="workers and first batch", after="first step")
         note.around(demo, "summarize", before="training")
     if "resident" in modes:
         make = demo.make_loaders
-        demo.make_loaders = lambda args, job, *rest: (
-            Resident(make(args, job, *rest)[0], job.device),
+        demo.make_loaders = lambda args, process, *rest: (
+            Resident(make(args, process, *rest)[0], process.device),
             None,
         )
     if "loader" in modes:
-        step, done = demo.optimizer_step, []
-
-        def once(run, group):
-            if "memory" in modes and run.step in (1, run.args.max_steps - 1):
-                note.workers(run.step)
-            done.extend([] if done else [step(run, group)])
-            return done[0]
-
-        demo.optimizer_step = once
+        train_once(demo, step_name, note if "memory" in modes else None)
     if "overhead" in modes:
         alternate(demo)
-    demo.main()
+    main()
+
+
+def train_once(demo, step_name, note):
+    """Has only the first step train, all others cost nothing; `note`: notes workers' memory."""
+    step, done = getattr(demo, step_name), []
+
+    def once(run, micro_batches):
+        if note and run.step in (1, run.args.max_steps - 1):
+            note.workers(run.step)
+        if not done:
+            done.append(step(run, micro_batches))
+        elif step_name == "train_step":  # the step's own moments, which its timer counts on
+            run.timer.mark()
+            run.timer.mark()
+        return done[0]
+
+    setattr(demo, step_name, once)
 
 
 def alternate(demo):
-    """Has every second step run without timers and log line; rank 0 prints the medians of both."""
-    step, log, moment = demo.optimizer_step, demo.log, demo.moment
-    still, last, times = [], [None], {"with": [], "without": []}
+    """Has every second step run without timers and log line; rank 0 prints the medians of both.
 
-    def turn(run, group):
+    Where a step ends is noted in both, as the script goes by it to let the ranks talk.
+    """
+    step, log, mark, end_step = (
+        demo.train_step,
+        demo.log,
+        demo.StepTimer.mark,
+        demo.StepTimer.end_step,
+    )
+    last, times, quiet = [None], {"with": [], "without": []}, [False]
+
+    def mark_or_not(timer, *_):
+        if quiet[0] and timer.marks:
+            timer.marks.append(timer.marks[-1])
+        else:
+            mark(timer)
+
+    def end(timer, images):
+        kind, quiet[0] = quiet[0], False
+        end_step(timer, images)
+        quiet[0] = kind
+
+    def turn(run, micro_batches):
         now = time.perf_counter()
         kind = "without" if last[0] and last[0][0] == "with" else "with"
         if last[0] and run.step > run.args.max_steps // 10:  # after the warm-up
             times[last[0][0]].append(1e3 * (now - last[0][1]))
-        last[0] = kind, now
-        if not still:
-            still.append(moment(run.job.device))
-        demo.log, demo.moment = (
-            (log, moment) if kind == "with" else (lambda *_, **__: None, lambda _: still[0])
-        )
+        last[0], quiet[0] = (kind, now), kind == "without"
+        demo.log = (lambda *_, **__: None) if quiet[0] else log
         if run.step == run.args.max_steps - 1:
             demo.log = log
-            if run.job.rank == 0:
+            if run.process.rank == 0:
                 found = {kind: statistics.median(values) for kind, values in times.items()}
                 os.write(1, f"OVERHEAD {json.dumps(found)}\n".encode())
-        return step(run, group)
+        return step(run, micro_batches)
 
-    demo.optimizer_step = turn
+    demo.train_step, demo.StepTimer.mark, demo.StepTimer.end_step = turn, mark_or_not, end
 
 
 class RecipeImages:
@@ -1049,9 +1126,9 @@ def child(how, argv):
     name, *modes = how.split("+")
     if "core" in modes:  # with its workers, which inherit it
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    {"demo": child_demo, "recipe": child_recipe, "decode": child_decode, "weights": child_weights}[
-        name
-    ](modes, argv, Notes())
+    kinds = {"demo": child_demo, "other": child_demo, "recipe": child_recipe}
+    kinds |= {"decode": child_decode, "weights": child_weights}
+    kinds[name](modes, argv, Notes())
 
 
 # --- arguments and output ---
@@ -1121,6 +1198,10 @@ def add_common(add, name):
         default=default,
         help="size of the generated data set; unset: what the steps need",
     )
+    if name in ("step", "input", "start", "scale"):
+        add("--script", type=path, metavar="FILE", default=SCRIPT, help="the script to measure")
+    if name in ("step", "input"):
+        add("--against", type=path, metavar="FILE", help="another version of it, in turns")
     if name in ("step", "input", "links", "overhead"):
         add("--coco_image_path", type=path, metavar="DIR", help="pictures to use instead")
         add("--annotation_path", type=path, metavar="FILE", help="their instances file")
@@ -1175,6 +1256,9 @@ def check(args, error):
     own = vars(args)
     if (own.get("coco_image_path") is None) != (own.get("annotation_path") is None):
         error("--coco_image_path and --annotation_path go together: give both")
+    for name in ("script", "against"):
+        if own.get(name) and not own[name].is_file():
+            error(f"--{name} {own[name]} is not there: give the path of a script")
     if own.get("peer") and not args.peer.is_file():
         error(f"--peer {args.peer} is not there: give the path of imagenet/main.py")
     if own.get("peer") and args.image_size != 224:

@@ -5,10 +5,11 @@
     python tools/compare_logs.py slow=a.log fast=b.log --link_gbps slow=1 --link_gbps fast=56
 
 A run is NAME=PATH: a log file, or a run's folder with node0.log, node1.log, ...; a name that is
-given again adds a file to its run. The first run is the base of every ratio. The logs are those
-of demo_coco_resnet18.py, or of the original demo of the talk, which have no Run and no Summary
-line: what they lack is given as an option, for all runs (`--steps 1850`) or for one
-(`--steps slow=1850`). A log's own figure wins, but `--link_gbps` replaces the stated speed.
+given again adds a file to its run, such as the probe's (`slow=probe.log slow=train.log`). The
+first run is the base of every ratio. The logs are those of demo_coco_resnet18.py, or of the
+original demo of the talk, which have no Run and no Summary line: what they lack is given as an
+option, for all runs (`--steps 1850`) or for one (`--steps slow=1850`). A log's own figure wins,
+but `--link_gbps` replaces the stated speed.
 
 Exit code: 0 compared; 1 compared, but a run is incomplete; 2 bad usage, or not like with like.
 
@@ -58,6 +59,7 @@ PROCESSES = tuple(2**k for k in range(11))
 RANGE_TOLERANCE = 0.10  # measured times this far outside the model's range still count as inside
 LINK_FREE_SHARE = 0.10  # an all-reduce below this part of a step cannot be what bounds it
 HEALTHY_SHARE = 0.5  # a link below this part of its stated speed is not the link that was meant
+STRAGGLER = 1.2  # a rank this many times as busy as the usual one keeps the others waiting
 LOSS_TOLERANCE = 0.03  # rounding differs between runs; data order and seed do not have to
 
 
@@ -129,6 +131,7 @@ EPOCH = re.compile(r"Epoch (\d{1,9}) complete \| Avg loss: " + LOSS + r"( \| \d[
 END = re.compile(r"Cleanup complete\. Total wall time: [\dhms. ]*\((\d{1,12}\.\d{3})s\)")
 STOP = re.compile(r"(Stopped\b.*|ERROR: .*)")
 RECORD = re.compile(r"(Run|Probe|Summary) \{")
+SENTENCE = re.compile(r"(Run|Probe|Summary|Data): ")  # what the records say, for people
 
 
 @dataclass
@@ -145,7 +148,7 @@ class Step:
 class Log:
     """What the files of one run say, the last attempt's line where several say the same."""
 
-    records: dict = field(default_factory=dict)  # Run, Probe, Summary of the last attempt
+    records: dict = field(default_factory=dict)  # Run, Summary of the last attempt, last Probe
     attempts: int = 0
     steps: dict = field(default_factory=dict)  # (rank, epoch, step) -> Step
     last_step: dict = field(default_factory=dict)  # rank -> step of its last step line
@@ -208,6 +211,8 @@ def parse_body(log, rank, body):
     """Enter into `log` what stands at the start of `body`, the text after one prefix."""
     if RECORD.match(body):
         add_record(log, body)
+    elif SENTENCE.match(body):
+        log.ours = True
     elif found := STEP.match(body):
         epoch, step = int(found[1]), int(found[2])
         numbers = [None if n is None else float(n) for n in found.group(3, 4, 5, 6)]
@@ -227,15 +232,20 @@ def parse_body(log, rank, body):
 
 
 def add_record(log, text):
-    """Enter a Run, Probe or Summary line; a new Run opens a new attempt."""
+    """Enter a Run, Probe or Summary line; a new Run opens a new attempt.
+
+    The Probe stays: it comes before the first attempt and is not repeated for the others. (In logs
+    of before it comes after each Run.)
+    """
     word, brace, _ = text.partition("{")
     word = word.strip()
     log.ours = True
     if word == "Run":  # even a torn one: what came before it is not this attempt's end
         log.attempts += 1
-        log.records.clear()
+        log.records.pop("Summary", None)
         log.ended.clear()
         log.stop = None
+    log.records.pop(word, None)
     try:
         record, _ = json.JSONDecoder().raw_decode(text, text.index(brace))
     except (ValueError, RecursionError):
@@ -342,14 +352,13 @@ def section(log, name):
 def make_run(name, log, given):
     """Take a run's figures from its log, and from `given` (option -> number) what it lacks."""
     facts, summary = section(log, "Run"), section(log, "Summary")
-    batch = facts.get("batch")
     own = {
         "processes": whole(facts, "world_size"),
         "nodes": whole(facts, "nodes"),
         "images": whole(facts, "images"),
         "epochs": whole(facts, "num_epochs"),
         "steps": whole(facts, "steps"),
-        "global_batch": whole(batch, "global"),
+        "global_batch": global_batch(facts),
         "parameters": whole(facts, "parameters"),
     }
     run = Run(name, log, start_step=whole(facts, "start_step") or 0)
@@ -365,6 +374,33 @@ def make_run(name, log, given):
     add_losses(run, summary)
     add_notes(run)
     return run
+
+
+def global_batch(facts):
+    """Images in a step over all processes, by the Run record; logs of before have it in `batch`.
+
+    Raises nothing: None where it does not say.
+    """
+    said = whole(facts.get("batch"), "global") or whole(facts, "global_batch_size")
+    factors = [whole(facts, k) for k in ("batch_size", "accumulate_steps", "world_size")]
+    return said or (None if None in factors else math.prod(factors))
+
+
+def find_straggler(summary):
+    """The rank whose data wait and compute take over STRAGGLER times the usual, or None.
+
+    The usual is the lower median of all ranks, so that of two the quicker one counts as usual.
+    """
+    if "straggler" in summary:  # logs of before say it themselves
+        return whole(summary, "straggler")
+    busy = {}
+    for entry in entries(summary, "ranks"):
+        rank, *parts = whole(entry, "rank"), number(entry, "data_ms"), number(entry, "compute_ms")
+        if None not in (rank, *parts):
+            busy[rank] = sum(parts)
+    slowest = max(busy, key=busy.get, default=None)
+    usual = statistics.median_low(busy.values()) if busy else 0
+    return slowest if busy and busy[slowest] > STRAGGLER * usual else None
 
 
 def find_problems(run):
@@ -446,12 +482,12 @@ def add_times(run, summary):
     run.img_per_s = number(summary, "img_per_s")
     if run.img_per_s is None and run.wall_s and not run.log.ours and run.images and run.epochs:
         run.img_per_s = run.images * run.epochs / run.wall_s
-    run.straggler = whole(summary, "straggler")
+    run.straggler = find_straggler(summary)
 
 
 def add_link(run, facts, stated_gbps):
     """Bytes on the wire, and what the probe saw of the link."""
-    probe, summary = section(run.log, "Probe"), section(run.log, "Summary")
+    probe, summary = probe_of(run), section(run.log, "Summary")
     run.wire_bytes = number(summary, "wire_bytes_per_step") or number(facts, "gradient_bytes")
     if not run.wire_bytes and run.parameters:
         run.wire_bytes = 4 * run.parameters  # fp32 gradients, as in the original demo
@@ -467,6 +503,16 @@ def add_link(run, facts, stated_gbps):
         # the environment in the Run line is rank 0's, and so is the first node
         run.first_interface = f"{carriers[0].get('name')} ({carriers[0].get('kind')})"
         run.link_gbps = stated_gbps or number(slowest, "speed_Gbps") or None
+
+
+def probe_of(run):
+    """The Probe record; empty, and a note, where it is of another number of processes."""
+    probe = section(run.log, "Probe")
+    count = whole(probe, "world_size")
+    if not count or not run.processes or count == run.processes:
+        return probe
+    run.notes.append(f"its probe is not used: {count} processes, the run has {run.processes}")
+    return {}
 
 
 def carrier(node, nodes):
@@ -542,6 +588,7 @@ def must_match(run):
         "model (parameters)": run.parameters,
         "precision": setting(run, "precision"),
         "image size": setting(run, "image_size"),
+        "size of the pictures in the files": setting(run, "picture_sizes"),
         "compression": setting(run, "grad_compression"),
     }
     if facts["compression"] == "powersgd":
@@ -664,7 +711,7 @@ def judge(run, runs, latency_s):
     add_range(verdict, run, floor_s, latency_s)
     if run.has_split:
         judge_split(verdict, run)
-    elif run.data_s and run.data_s > run.step_s / 2:  # the probe was off, but this is known
+    elif run.data_s and run.data_s > run.step_s / 2:  # the log has no split, but this is known
         verdict.bound = "input"
         wait = f"{ms(run.data_s)} of a step of {ms(run.step_s)}"
         verdict.says.append(f"bound by its input: it waits {wait} for images.")

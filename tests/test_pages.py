@@ -1,0 +1,515 @@
+"""README.md and docs/*.md: their commands run, or at least parse, and tables agree with the code.
+
+All bash blocks of a page are put together, in order, into one bash script, as a reader would type
+them into one terminal; a page may use the variables that README sets. Functions take the place of
+the commands: each notes how it was called. Those that work on README's own small data set then
+really run, on one page after the other; the others would need a GPU, COCO, root or a cluster, and
+only what they were given is checked, by the parser of the program that it is for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import cluster as helpers
+import pytest
+
+ROOT, SCRIPT = helpers.ROOT, helpers.SCRIPT
+README, PROBE = "README.md", "tools/probe_link.py"
+LAUNCHERS = ["launch_single.sh", "launch_multinode.sh"]
+# Options of programs that are not in this repository. torchrun's are asked of torchrun itself.
+FOREIGN = {
+    "--create-dirs",  # curl
+    "--output-dir",
+    "--nodes",  # SLURM
+    "--ntasks-per-node",
+    "--gpus-per-node",
+    "--time",
+    "--shm-size",  # docker
+}
+VARIABLES = ["NNODES", "NODE_RANK", "MASTER_ADDR", "GPUS_PER_NODE", "GPUS", "RESTARTS"]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Page:
+    """One of them, by its path under the repository's root."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.text = name, (ROOT / name).read_text()
+        blocks = [(m[1], m[2]) for m in FENCED.finditer(self.text)]
+        self.shell = [text for kind, text in blocks if kind == "bash"]
+        self.files = [text for text in self.shell if text.startswith("#!")]
+        self.commands = [text for text in self.shell if text not in self.files]
+        self.printed = [text for kind, text in blocks if kind == "text"]
+        self.kinds = {kind for kind, _ in blocks}
+        self.prose = FENCED.sub("", self.text)
+        self.titles = re.findall(r"^#+ (.*)$", self.prose, re.MULTILINE)
+
+    def anchors(self) -> list[str]:
+        return [anchor(title) for title in self.titles]
+
+    def links(self) -> list[str]:
+        return re.findall(r"\]\(([^)]+)\)", self.prose)
+
+
+def anchor(title: str) -> str:
+    """GitHub's: lower case, spaces to dashes, without punctuation."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+DOCS = [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
+PAGES = {name: Page(name) for name in [README, *DOCS]}
+every_page = pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
+
+# `note` writes a call down: the settings in its environment, the program, its arguments, each
+# ended by a zero byte, the call by a second one.
+PRELUDE = r"""
+set -euo pipefail
+note() {
+    local name
+    for name in $VARIABLES; do
+        if [ -n "${!name+set}" ]; then printf '%s=%s\0' "$name" "${!name}"; fi
+    done >>"$CALLS"
+    printf '%s\0' "$@" '' >>"$CALLS"
+}
+run_small() {
+    case "$REALLY $* " in
+    "yes "*data/small*) command "$@" ;;
+    esac
+}
+python() { note python "$@"; run_small python "$@"; }
+function ./launch_single.sh { note ./launch_single.sh "$@"; run_small ./launch_single.sh "$@"; }
+""" + "\n".join(
+    f'function {name} {{ note {name} "$@"; }}'
+    for name in (
+        *("./launch_multinode.sh", "tests/run.sh", "source", "curl", "unzip", "torchrun", "sudo"),
+        *("srun", "sbatch", "mpirun", "python3", "pip"),
+    )
+)
+ARRAYS = re.findall(r"^\w+=\(.*?\)$", "".join(PAGES[README].commands), re.MULTILINE | re.DOTALL)
+
+
+def environment(folder: Path, really: bool) -> dict[str, str]:
+    env = {"CALLS": str(folder / "calls"), "VARIABLES": " ".join(VARIABLES)}
+    return helpers.base_env(helpers.new_test_id(), env | {"REALLY": "yes" if really else "no"})
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory) -> dict[str, list[list[str]]]:
+    """The calls that the commands of each page make; nothing runs.
+
+    A command that none of the functions knows, or one that fails, fails the test.
+    """
+    found = {}
+    for page in PAGES.values():
+        folder = tmp_path_factory.mktemp("calls")
+        (folder / "calls").touch()
+        script = "\n".join([PRELUDE, *(ARRAYS if page.name != README else []), *page.commands])
+        env = environment(folder, really=False)
+        how = dict(env=env, cwd=folder, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(["bash", "-c", script], **how)
+        assert done.returncode == 0, f"{page.name}: {done.stderr}"
+        noted = (folder / "calls").read_text().split("\0\0")
+        found[page.name] = [call.split("\0") for call in noted if call]
+    return found
+
+
+@pytest.fixture(scope="module")
+def all_calls(calls) -> list[list[str]]:
+    return [call for page in calls.values() for call in page]
+
+
+@functools.cache
+def load(path: Path) -> ModuleType:
+    """A script as a module; importing it runs nothing."""
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_of_pages", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.path.insert(0, str(path.parent))  # tools import their neighbours
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    return load(SCRIPT)
+
+
+@pytest.fixture(scope="module")
+def torchrun() -> argparse.ArgumentParser:
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser()
+
+
+@pytest.fixture(scope="module")
+def options(demo) -> dict[str, argparse.Action]:
+    actions = demo.make_parser()._actions
+    return {a.option_strings[-1]: a for a in actions if a.dest != "help"}
+
+
+def program(call: list[str]) -> list[str]:
+    """A call without the settings before it."""
+    return call[next(i for i, part in enumerate(call) if not re.match(r"[A-Z_]+=", part)) :]
+
+
+def settings(call: list[str]) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in call[: len(call) - len(program(call))])
+
+
+def torchrun_calls(calls: list[list[str]]) -> list[list[str]]:
+    """The arguments of each torchrun, those that supervise.py starts included."""
+    found = []
+    for call in map(program, calls):
+        if call[:2] == ["python", "tools/supervise.py"]:
+            call = call[call.index("--") + 1 :]
+        if call[0] == "torchrun":
+            found.append(call[1:])
+    return found
+
+
+def rows(head: str) -> list[list[str]]:
+    """The cells of the table whose first column is called `head`; it stands on one page."""
+    table = re.compile(rf"^\| {re.escape(head)} \|.*\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE)
+    found = [match for page in PAGES.values() for match in table.finditer(page.text)]
+    assert len(found) == 1, f"{len(found)} tables {head!r}"
+    return [
+        [cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in found[0][1].splitlines()
+    ]
+
+
+# --- commands --------------------------------------------------------------------------------
+
+
+@every_page
+def test_blocks_are_sound_bash(page):
+    assert page.kinds <= {"bash", "text"}, "a block of another kind would not be checked"
+    for block in page.shell:
+        how = dict(text=True, capture_output=True, timeout=20)
+        done = subprocess.run(["bash", "-n"], input=block, **how)
+        assert (done.returncode, done.stderr) == (0, ""), block
+
+
+def test_every_use_is_shown(calls, all_calls):
+    """Guards the tests below: a command that is no longer found would no longer be checked."""
+    found = Counter(program(call)[0] for call in all_calls)
+    for name in ("torchrun", "srun", "sbatch", "mpirun", "sudo", "tests/run.sh", "python"):
+        assert found[name], name
+    assert found["./launch_single.sh"] >= 3 and found["./launch_multinode.sh"] >= 5
+    first = calls[README][0]
+    assert program(first) == ["./launch_single.sh"] and not settings(first)
+
+
+def test_script_options_are_accepted(all_calls, demo):
+    """What a command hands to the script, through whatever launcher, is taken by its parser."""
+    targets = {SCRIPT.name, PROBE, "coco.sbatch", *(f"./{name}" for name in LAUNCHERS)}
+    counted = 0
+    for call in map(program, all_calls):
+        at = [i for i, part in enumerate(call) if part in targets]
+        if call[1:2] == ["tools/two_nodes.sh"] or "tools/two_nodes.sh" in call:
+            at = [call.index("--")]
+        if not at or call == ["./launch_single.sh"]:
+            continue
+        if call[1:2] == ["tools/supervise.py"]:  # its own --probe may name a target
+            at = [i for i in at if i > call.index("--")]
+        try:
+            args = demo.parse_arguments(call[at[-1] + 1 :])
+        except SystemExit:
+            pytest.fail(f"the script refuses what a page gives it: {call}")
+        assert args.coco_image_path and args.annotation_path
+        counted += 1
+    assert counted >= 20
+
+
+def test_tool_options_are_accepted(all_calls, monkeypatch):
+    """By the tool's own parser, or by two_nodes.sh's list of options."""
+    monkeypatch.chdir(ROOT)
+    tools, shell = set(), (ROOT / "tools" / "two_nodes.sh").read_text()
+    for call in map(program, all_calls):
+        if call[0] == "python" and call[1].startswith("tools/"):
+            tools.add(call[1])
+            try:
+                load(ROOT / call[1]).parse_arguments(call[2:])
+            except SystemExit:
+                pytest.fail(f"{call[1]} refuses what a page gives it: {call}")
+        elif "tools/two_nodes.sh" in call:
+            own = call[call.index("tools/two_nodes.sh") + 1 : call.index("--")]
+            for name in own[::2]:
+                assert f"__{name[2:]})" in shell, f"two_nodes.sh has no {name}"
+            tools.add("two_nodes.sh")
+    assert len(tools) == 5
+
+
+def test_tests_that_a_command_selects_are_there(all_calls):
+    names = " ".join(path.name for path in (ROOT / "tests").glob("test_*.py"))
+    for call in map(program, all_calls):
+        if call[0] == "tests/run.sh" and "-k" in call:
+            assert call[call.index("-k") + 1] in names
+
+
+def test_torchrun_commands_parse(all_calls, torchrun):
+    found = torchrun_calls(all_calls)
+    assert len(found) >= 6
+    for call in found:
+        known = torchrun.parse_args(call)
+        assert known.training_script in (SCRIPT.name, PROBE)
+        assert known.standalone or int(known.nnodes) > known.node_rank
+        assert known.standalone or (known.rdzv_backend, bool(known.rdzv_endpoint)) == ("static", 1)
+
+
+def test_readme_shows_the_torchrun_commands_of_the_script(calls, demo, torchrun):
+    """Typed as they stand: one process, and two nodes by static rendezvous, each with its rank."""
+    found = torchrun_calls(calls[README])
+    known = [torchrun.parse_args(call) for call in found]
+    assert [(k.standalone, k.nproc_per_node, k.node_rank) for k in known] == [
+        (True, "1", 0),
+        (False, "2", 0),
+        (False, "2", 1),
+    ]
+    docstring = " ".join(demo.__doc__.split())
+    for call in found[:2]:
+        assert f"torchrun {' '.join(call[: call.index(SCRIPT.name) + 1])} " in docstring
+    assert [part.replace("node_rank=1", "node_rank=0") for part in found[2]] == found[1]
+
+
+def test_node_settings_are_complete(calls):
+    for page in calls.values():
+        nodes = [settings(call) for call in page if program(call)[0] == "./launch_multinode.sh"]
+        for node in nodes:
+            assert {"NNODES", "NODE_RANK", "MASTER_ADDR"} <= set(node)
+            assert int(node["NODE_RANK"]) < int(node["NNODES"])
+        if page is calls[README]:
+            first, second = nodes[:2]
+            assert first.pop("NODE_RANK") == "0" and second.pop("NODE_RANK") == "1"
+            assert first == second  # only the rank differs
+
+
+def test_files_that_commands_name_exist(all_calls):
+    for call in all_calls:
+        for part in program(call):
+            if re.fullmatch(r"(\./)?[\w/]+\.(sh|py|txt)", part):
+                assert (ROOT / part).is_file(), part
+                assert not part.endswith(".sh") or os.access(ROOT / part, os.X_OK), part
+
+
+def test_coco_comes_from_its_own_site(calls):
+    urls = [call[-1] for call in calls[README] if call[0] == "curl"]
+    assert [url.rpartition("/")[2] for url in urls] == [
+        "train2017.zip",
+        "val2017.zip",
+        "annotations_trainval2017.zip",
+    ]
+    assert {url.partition("org/")[0] for url in urls} == {"http://images.cocodataset."}
+    unzipped = [call[2] for call in calls[README] if call[0] == "unzip"]
+    assert unzipped == [f"coco/{url.rpartition('/')[2]}" for url in urls]
+
+
+def test_batch_script_is_the_tested_one():
+    """test_schedulers.py runs it on a SLURM cluster; a page must not show another."""
+    tree = ast.parse((ROOT / "tests" / "test_schedulers.py").read_text())
+    (tested,) = (
+        node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "BATCH_SCRIPT"
+    )
+    assert [text for page in PAGES.values() for text in page.files] == [tested]
+
+
+def shape(line: str) -> str:
+    """A log line without its figures and the rest of a record."""
+    line = re.sub(r", \.\.\.}$", "", line)
+    line = re.sub(r"(\d+h )?(\d+m )?\d+(\.\d+)?s\b", "TIME", line)
+    return re.sub(r"\d+(\.\d+)?", "N", line)
+
+
+def test_commands_on_the_small_set_run(tmp_path):
+    """Makes the set, trains on two processes, resumes on one, loads the checkpoint."""
+    ignored = shutil.ignore_patterns(".*", "data", "logs", "tests", "__pycache__", "coco", "*.pt")
+    shutil.copytree(ROOT, tmp_path / "project", ignore=ignored)
+    script = "\n".join([PRELUDE, *(text for page in PAGES.values() for text in page.commands)])
+    env, shown = environment(tmp_path, really=True), ["the commands of all pages"]
+    with helpers.start(
+        ["bash", "-c", script], env=env, cwd=tmp_path / "project", shown=shown
+    ) as started:
+        output = started.finish(timeout=180).out
+    run = helpers.Run(shown, 0, output, 0, "")
+    assert [step for _, step, _ in run.steps(0)] == [1, 2, 3, 4, 5, 6]
+    assert [step for _, step, _ in run.steps(1)] == [1, 2, 3, 4]
+    assert run.json_line("Run")["start_step"] == 4
+    assert run.json_line("Summary")["replicas_identical"] is True
+    assert len([line for line in run.lines(0) if line.startswith("Cleanup complete.")]) == 2
+    assert "<All keys matched successfully>" in output
+    assert len(list(tmp_path.glob("project/logs/*/node0.log"))) == 1
+
+    # The excerpt on the first screen has the form of what was printed just now.
+    (excerpt,) = (text for text in PAGES[README].printed if text.startswith("[CPU"))
+    printed = [shape(line) for line in run.lines() if line.startswith("[CPU")]
+    for line in excerpt.splitlines():
+        assert any(real.startswith(shape(line)) for real in printed), line
+    assert "Cleanup complete. Total wall time:" in excerpt.splitlines()[-1]
+
+    # So have the records and the sentences that README explains.
+    named = [name for row in rows("part of a line") for name in re.findall(r"`([^`]+)`", row[0])]
+    begins = [n.removesuffix("...}") for n in named if n.endswith(("{...}", ": "))]
+    assert len(begins) == 7
+    for begin in begins:
+        assert any(line.partition("] ")[2].startswith(begin) for line in run.lines()) or any(
+            line.startswith(begin) for line in run.lines()
+        ), f"{begin}: in no line of the log"
+
+
+# --- tables ----------------------------------------------------------------------------------
+
+
+def test_option_table_is_the_parsers(options):
+    table = {row[0].strip("`"): row for row in rows("option")}
+    assert list(table) == list(options)
+    for name, action in options.items():
+        default = "required" if action.required else action.default
+        default = "unset" if default is None else "off" if default is False else default
+        assert table[name][1] == (f"{default:g}" if type(default) is float else str(default)), name
+        assert len(table[name][2]) > 5, name
+        for choice in {*(action.choices or ())} - {"auto", "none"}:
+            assert choice in table[name][2], f"{name}: {choice} is not explained"
+
+
+@every_page
+def test_options_that_the_text_names_exist(page, options, torchrun):
+    """Wherever they stand; in a tool's own source where they are not the script's."""
+    sources = [*ROOT.glob("tools/*"), ROOT / "tests" / "run.sh"]
+    tools = "\n".join(path.read_text() for path in sources if path.suffix in (".py", ".sh"))
+    known = {*options, *FOREIGN, *torchrun._option_string_actions}
+    for name in sorted(set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.prose))):
+        of_tools = re.search(rf"(?<![\w-]){name.replace('_', '[-_]')}(?![\w-])", tools)
+        assert name in known or of_tools, f"{name} is an option of nothing"
+
+
+def test_variables_of_the_launchers():
+    table = {name: row for row in rows("variable") for name in re.findall(r"`(\w+)`", row[0])}
+    sources = [ROOT / name for name in LAUNCHERS] + [ROOT / "tools" / "python_env.sh"]
+    code = "\n".join(path.read_text() for path in sources)
+    for name in table:
+        assert re.search(rf"\$\{{?{name}\b", code), f"no launcher reads {name}"
+    assert {*VARIABLES} <= {*table}
+    # What the header of the launcher names is in the table, with the default named there.
+    header = (ROOT / LAUNCHERS[1]).read_text().partition("\nset -e")[0]
+    for names, default in re.findall(r"^#   ([A-Z_]+(?:, [A-Z_]+)*) +(\d*)", header, re.MULTILINE):
+        for name in names.split(", "):
+            if name == "WORLD_SIZE":
+                assert "`WORLD_SIZE`" in table["NNODES"][2]
+                continue
+            assert not default or table[name][1] == default, name
+    checked = re.findall(r"^number ([A-Z_]+) .* (\d+)$", code, re.MULTILINE)
+    assert len(checked) >= 4
+    for name, default in checked:
+        assert table[name][1] in (default, "–"), name
+
+
+def test_variables_that_a_network_sets():
+    table = [name for row in rows("network") for name in re.findall(r"`([A-Z_]+=?\w*)`", row[1])]
+    code = (ROOT / LAUNCHERS[1]).read_text()
+    for name in table:
+        assert f"prefer {name.replace('=', ' ')}" in code, f"the launcher does not set {name}"
+    for name in re.findall(r"\bprefer ([A-Z]+_[A-Z_]+) ", code):
+        assert name in {entry.partition("=")[0] for entry in table}, f"{name} is not explained"
+
+
+def test_step_table_names_the_marked_functions():
+    source = SCRIPT.read_text()
+    functions = {
+        node.name: range(node.lineno, node.end_lineno + 1)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef)
+    }
+    lines = source.splitlines()
+    table = rows("step")
+    assert [row[0] for row in table] == ["1", "2", "3", "4", "5", "6"]
+    for number, name, what, without in table:
+        (mark,) = (i for i, line in enumerate(lines, 1) if f"# DDP {number}/6" in line)
+        assert mark in functions[name.strip("`")], f"step {number} is not in {name}"
+        assert what and without
+        for other in re.findall(r"`(\w+)`", what):
+            assert other in functions, f"step {number} names {other}"
+
+
+def test_exit_codes():
+    assert [int(row[0]) for row in rows("code")] == [0, 1, 2, os.EX_TEMPFAIL]
+    assert load(ROOT / "tools" / "supervise.py").STOPPED == os.EX_TEMPFAIL
+
+
+def test_limits_in_the_text_are_the_scripts(demo):
+    faults, security = PAGES["docs/faults.md"].prose, PAGES["docs/security.md"].prose
+    assert 2 * demo.Image.MAX_IMAGE_PIXELS == 2**26 and "2^26 pixels" in security
+    assert demo.MAX_DAMAGED == 0.01 and "more than 1 % of all" in faults
+    refused = re.search(r"(?s)With another\n(.*?)refused", faults)[1]
+    assert re.findall(r"`(--\w+)`", refused) == [n for n in demo.SHARED if n.startswith("--")]
+    logged = re.search(r"variables that begin with (.*)", security, re.DOTALL)[1]
+    assert re.findall(r"`([A-Z_]+_)`", logged) == demo.LOGGED.pattern.split("|")
+    (compression,) = (row for row in rows("option") if row[0] == "`--grad_compression`")
+    assert f"from step {demo.WARM_UP + 1} on" in compression[2]
+
+
+def test_short_tables_are_part_of_the_long_ones():
+    """README shows some lines of the emulated comparison; figures must not part ways."""
+    short = [line for line in PAGES[README].text.splitlines() if line.endswith((" ms |", "%) |"))]
+    assert len(short) >= 5
+    for line in short:
+        assert line in PAGES["docs/networks.md"].text.splitlines(), line
+
+
+# --- links -----------------------------------------------------------------------------------
+
+
+@every_page
+def test_links_resolve(page):
+    assert page.links()
+    for link in page.links():
+        if link.startswith("https://"):
+            continue
+        path, _, place = link.partition("#")
+        target = (ROOT / page.name).parent.joinpath(path).resolve() if path else ROOT / page.name
+        assert target.is_file() and target.is_relative_to(ROOT), link
+        if place:
+            name = str(target.relative_to(ROOT))
+            assert place in PAGES[name].anchors(), f"{link}: no such section in {name}"
+
+
+@every_page
+def test_sections_have_names_of_their_own(page):
+    assert page.text.startswith("# ") and "@@" not in page.text
+    assert len({*page.anchors()}) == len(page.anchors())  # a second one would get another anchor
+
+
+def test_contents_list_every_section_and_page():
+    readme = PAGES[README]
+    sections = re.findall(r"^## (.*)$", readme.prose, re.MULTILINE)
+    listed = re.findall(r"\]\(#([^)]+)\) ?(?:·|$)", readme.prose, re.MULTILINE)
+    assert listed == [anchor(section) for section in sections]
+    pages = re.findall(r"\]\((docs/\w+\.md)\) ?(?:·|$)", readme.prose, re.MULTILINE)
+    assert sorted(pages) == DOCS
+    for name in DOCS:
+        assert any(link.startswith("../README.md") for link in PAGES[name].links()), name
+
+
+def test_readme_begins_with_the_two_commands_the_picture_and_the_log():
+    first_screen = "\n".join(PAGES[README].text.splitlines()[:40])
+    places = [
+        first_screen.find(part)
+        for part in ("./launch_single.sh", "tests/run.sh", "docs/compare.png", "[CPU 0] Epoch 2")
+    ]
+    assert -1 not in places and places == sorted(places)
