@@ -946,7 +946,7 @@ def test_timer_has_a_moment_of_each_backward_pass(demo, small, count):
 def test_freed_memory_stays_with_the_process(demo, small):
     """Else the kernel takes it back after each step, and gives it again page by page."""
     helpers.require("CS_GNU_LIBC_VERSION" in os.confstr_names, "mallopt is glibc's")
-    argv = [*small, *FAST, "--batch_size", 16, "--image_size", 192]
+    argv = [*small, *FAST, "--batch_size", 16, "--image_size", 160]
     kept, given_back = (
         demo.run(argv, call=page_faults, steps=3, give_back=flag).result()
         for flag in (False, True)

@@ -252,7 +252,7 @@ def test_tool_options_are_accepted(all_calls, monkeypatch):
             for name in own[::2]:
                 assert f"__{name[2:]})" in shell, f"two_nodes.sh has no {name}"
             tools.add("two_nodes.sh")
-    assert len(tools) == 5
+    assert len(tools) == 7
 
 
 def test_tests_that_a_command_selects_are_there(all_calls):

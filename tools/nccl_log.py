@@ -1042,7 +1042,7 @@ def find_in_files(paths: list[str]) -> Finding:
     return reader.finding()
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(
         description="Which network NCCL used, and why not another, from its debug text.",
         epilog=f"To get that text, {HOW_TO_ASK}. "
@@ -1050,7 +1050,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("paths", nargs="+", metavar="FILE_OR_FOLDER")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse_arguments(arguments)
     try:
         found = find_in_files(args.paths)
     except UserError as error:
