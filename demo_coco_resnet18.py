@@ -18,7 +18,7 @@ on the second node the command is the same, but for --node_rank=1:
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=2 --rdzv_id=123 --rdzv_backend=static \
         --rdzv_endpoint=10.0.0.1:29500 demo_coco_resnet18.py ...
 
-Part one is the lesson: what makes a training script distributed, in six steps, 1/6 to 6/6. Part
+Part one is the lesson: what makes a training script distributed, in six points, 1/6 to 6/6. Part
 two, below the banner, is the safety net: arguments, errors, damaged images, checkpoints, timing.
 """
 
@@ -89,13 +89,13 @@ def main(process):
         save_checkpoint(run, last=run.step == args.max_steps)  # rank 0 writes the file
         run.results.append(losses | validate(run, epoch))  # 6/6
     summarize(run)
-    # The caller, one_line_errors, ends the process with tear_down (6/6).
+    # The caller, one_line_errors, then calls tear_down: all leave the process group together.
 
 
 def read_environment(process):
     """Which one of the processes is this? Raises UserError where the launcher does not say."""
     # DDP 1/6: torchrun starts the processes and tells each its rank through the environment
-    process.launcher = find_launcher()  # mpirun and srun use other names: now they are torchrun's
+    process.launcher = find_launcher()  # gives what mpirun and srun tell torchrun's names
     if process.launcher == "python":  # not started by any: rank 0 of one process
         return
     with explain(f"{process.launcher} should set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"):
@@ -112,8 +112,8 @@ def set_up(args, process):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     process.backend = args.backend.replace("auto", "nccl" if gpus else "gloo")
     check_process(process, gpus)
-    if gpus:  # without set_device all processes of a node would use GPU 0
-        process.device = torch.device("cuda", process.local_rank % gpus)  # Gloo can share one
+    if gpus:  # one for each process of the node; with Gloo several may share one
+        process.device = torch.device("cuda", process.local_rank % gpus)
         torch.cuda.set_device(process.device)
     elif torch.backends.mps.is_available() and process.world_size == 1:
         process.device = torch.device("mps")
@@ -123,9 +123,10 @@ def set_up(args, process):
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     problem = f"rendezvous at {where}: did all nodes start, with the address of rank 0?"
     with explain(problem, LostConnection):
-        # The processes meet at MASTER_ADDR:MASTER_PORT, where rank 0 is, and each waits here for
-        # all of them. If one does not come until the timeout, here or in any exchange later, the
-        # others end with an error.
+        # All processes meet at MASTER_ADDR:MASTER_PORT, on the node of rank 0, which the launcher
+        # sets, too (torchrun from --rdzv_endpoint). Each waits here until all have come. If one is
+        # missing after --timeout seconds, here or in any exchange later, the others end with an
+        # error.
         dist.init_process_group(
             process.backend,
             rank=process.rank,
@@ -166,16 +167,17 @@ def make_loaders(args, process, index, val_index):
     )
     dataset = FirstCategory(args.coco_image_path, index, args.image_size, args.seed)
     # DDP 3/6: each rank gets its own share of the images, in each epoch another one (set_epoch, in
-    # train_epoch). Shares are equally long, a few images come twice for that: in each step every
-    # rank waits for all others, so all must make equally many. ResumableSampler is PyTorch's
-    # DistributedSampler, which can also go on in the middle of an epoch.
+    # train_epoch). In each step every rank waits for all others, so all must make the same number
+    # of steps: shares are equally long, and a few images come twice for that. ResumableSampler is
+    # DistributedSampler, and can go on in the middle of an epoch, too.
     sampler = ResumableSampler(
         index.names, process.world_size, process.rank, shuffle=True, seed=args.seed
     )
     loader, val_loader = DataLoader(dataset, sampler=sampler, **options), None
     if val_index:
-        # Every world_size-th image, none twice: with DistributedSampler some would count twice.
-        # Shares may differ by one image, because ranks do not wait for each other in validation.
+        # Every world_size-th image, none twice. DistributedSampler would repeat some, to make the
+        # shares equally long, and they would count twice. Here shares may be one image apart:
+        # validation has no exchange in each batch, only one at its end.
         keys = [(0, i) for i in range(process.rank, len(val_index.names), process.world_size)]
         dataset = FirstCategory(args.val_image_path, val_index, args.image_size)
         val_loader = DataLoader(dataset, sampler=keys, **options)
@@ -184,7 +186,7 @@ def make_loaders(args, process, index, val_index):
 
 def build_model(args, process):
     """(ResNet-18 on this process's device, the same wrapped in DDP), equal on all ranks."""
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # to repeat a run; what makes the ranks equal is DDP (4/6)
     model = torchvision.models.resnet18(num_classes=CLASSES)
     with together(process, "weights"):
         if process.rank == 0 and args.weights != "none":
@@ -197,9 +199,10 @@ def build_model(args, process):
     if process.device.type == "mps":  # always one process, and no backend moves its tensors
         model.no_sync = nullcontext
         return model, model
-    # DDP 4/6: DDP copies rank 0's weights into the model of every rank, here and now. After that
-    # it acts in each backward pass of ddp(images). model(images) is the same network without DDP,
-    # with the same weights: for the optimizer, and for validation, which sends no gradients.
+    # DDP 4/6: DDP copies rank 0's weights into the model of every rank, here and now, so that all
+    # start equal, even where only rank 0 has read a file. After that it acts in each backward pass
+    # of ddp(images). model(images) is the same network without DDP, with the same weights: for the
+    # optimizer, and for validation, which sends no gradients.
     ddp = DistributedDataParallel(
         model, gradient_as_bucket_view=True, bucket_cap_mb=args.bucket_cap_mb
     )
@@ -235,7 +238,7 @@ def train_step(run, micro_batches):
             loss = loss / len(micro_batches)
             # DDP 5/6: backward works from the last layer to the first. As soon as the gradients of
             # some layers (a bucket) are there, DDP sends them off to be averaged over all ranks
-            # (all-reduce), while backward computes those of the layers before. When backward
+            # (all-reduce), while backward computes those of layers nearer to the input. When it
             # returns, every gradient is the mean over all ranks.
             run.scaler.scale(loss).backward()
         total += loss.detach()
@@ -256,7 +259,8 @@ def train_epoch(run, epoch):
         loss = train_step(run, micro_batches)
         finish_step(run, loss, micro_batches)  # this rank's log line; checkpoint; a stop signal
     if run.process.world_size > 1:
-        # Batch norm's statistics come from each rank's own images: all take over those of rank 0.
+        # Batch norm's statistics come from each rank's own images. All shall validate the same
+        # model: rank 0's statistics are copied to all.
         for buffer in run.model.buffers():
             dist.broadcast(buffer, src=0)
     return finish_epoch(run)
@@ -265,7 +269,7 @@ def train_epoch(run, epoch):
 @torch.inference_mode()
 def validate(run, epoch):
     """Top-1 and top-5 in percent over all validation images, each counted once; {} without any."""
-    if run.val_loader is None:  # one without images is false, too
+    if run.val_loader is None:  # not `if not`: a rank without images has a loader of length 0
         return {}
     start, top1, top5, images = perf_counter(), 0, 0, 0
     run.model.eval()
@@ -279,7 +283,8 @@ def validate(run, epoch):
     # Each rank has counted its own share. gather (dist.all_gather_object) gives all counts to all.
     top1, top5, images = (int(sum(counts)) for counts in gather(top1, top5, images))
     top1, top5 = 100 * top1 / max(1, images), 100 * top5 / max(1, images)
-    # DDP 6/6: what is the same on all ranks, rank 0 alone writes: results and checkpoints
+    # DDP 6/6: now every rank has the same result, so rank 0 alone logs it; it alone writes
+    # checkpoints, too. At the very end all leave the process group (tear_down, below).
     if run.process.rank == 0:
         seconds = perf_counter() - start
         text = f"Top-1: {top1:.2f}% | Top-5: {top5:.2f}% | {images} images | {seconds:.2f}s"
@@ -293,8 +298,8 @@ def tear_down(process, code):
         return
     # All leave together: torchrun ends the others as soon as one process has ended with an error.
     dist.barrier()
-    # DDP refers to the group, whose threads end with the last reference; one that still ran when
-    # Python ends could abort the process.
+    # The group's threads end when nothing refers to it any more, as DDP did. A thread that still
+    # ran when Python ends could abort the process.
     gc.collect()
     dist.destroy_process_group()
     if code == 0:
