@@ -723,6 +723,7 @@ def compare_ranks(args, process, index, val_index):
     facts = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
     facts["data set"] = digest(index.names.tolist(), index.labels.tolist())
     facts["PyTorch"], facts["script"] = str(torch.__version__), digest(Path(__file__).read_text())
+    facts["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
     with together(process, "check of the images"):
         facts |= check_images(args.coco_image_path, index)
         if val_index:
@@ -905,6 +906,8 @@ class StepTimer:
 
     def read(self):
         """Makes StepTimes of the marks; waits for a GPU."""
+        if self.gpu and self.unread:
+            self.unread[-1][1][-1].synchronize()  # elapsed_time fails where an event is pending
         for images, (begin, waits, data, *_, own, averaged, end) in self.unread:
             pairs = (waits, data), (own, averaged), (begin, end)
             parts = (a.elapsed_time(b) / 1e3 if self.gpu else b - a for a, b in pairs)
@@ -1040,7 +1043,7 @@ def stop_where_any_rank_must(run, first_bad):
     Returns the seconds of the last step on the slowest rank.
     """
     process, last = run.process, run.timer.steps[-1:]
-    if os.getppid() != process.parent:
+    if process.launcher != "python" and os.getppid() != process.parent:
         process.stop = process.stop or "the end of its parent process"
     facts = process.stop, first_bad, run.sums["damaged"], last[0].step if last else 1
     stops, bad, damaged, seconds = gather(*facts)

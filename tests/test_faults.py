@@ -762,6 +762,14 @@ def test_another_argument_on_one_node(ranks, data):
     assert "--workers" not in line, "these may differ"
 
 
+def test_checkpoint_that_one_rank_alone_is_told_of(ranks, data, folder):
+    """All ranks take part in saving: the others would wait elsewhere."""
+    argv, more = [*FAST, *data, "--timeout", 20], ["--checkpoint", folder / "c.pt"]
+    ended = ranks.run(argv, 2, of_rank=lambda rank: [] if rank else more, expect=1)
+    line = the_error(ended)
+    assert "--checkpoint given: False here, True on rank 0" in line and "rank 1" in line
+
+
 def test_rank_0_that_is_too_slow_at_the_start(data, folder):
     fifo = folder / "instances.json"
     os.mkfifo(fifo)  # nobody writes: rank 0 waits in open() for ever

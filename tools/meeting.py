@@ -207,7 +207,7 @@ class Meeting:
         self.say(f"waiting up to {seconds} s for node 0 at {place}")
         self.began = time.monotonic()
         self.told = self.began - 8  # first news after two seconds: node 0 is often just starting
-        series = [*range(start, self.last + 1), *range(min(start, self.last + 1))]
+        series = [*range(start, max(start, self.last) + 1), *range(start)]
         while True:
             for n in series:
                 try:

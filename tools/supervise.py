@@ -189,13 +189,13 @@ class Supervisor:
             final = code == 0 or self.stopped or cause.kind in ("asked", "user")
             if final or plan.restarts >= self.options.restarts:
                 return self._end(plan, code, cause)
-            reached = facts.step
+            reached = max(reached, facts.step)
             plan = Plan(plan.start + 1, restarts=plan.restarts + 1)
             self.say(f"restart {plan.restarts} of {self.options.restarts} after: {cause.text}")
 
     def _patience(self, plan: Plan) -> int:
         """Seconds to wait for the other nodes: some may take --timeout to notice a failure."""
-        given = re.match(r"\d{1,7}", option(self.command.arguments, "timeout", ""))
+        given = re.match(r"\d{1,7}", option(self.command.arguments, "timeout", "300"))
         timeout = int(given[0]) if given else 300  # the script's default
         return self.options.connect_timeout + (timeout if plan.restarts else 0)
 
@@ -219,7 +219,8 @@ class Supervisor:
         self.say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.command.shown(words)}")
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             self._spawn(words, folder, plan)
-            copier = threading.Thread(target=self._copy, args=(facts,), daemon=True)
+            from_child = (self.process.stdout, facts)
+            copier = threading.Thread(target=self._copy, args=from_child, daemon=True)
             copier.start()
             if self.stopped:  # before there was a child to take it
                 self._pass_on(self.stopped)
@@ -228,8 +229,8 @@ class Supervisor:
             copier.join(30)
             recorded = recorded_causes(option(self.command.launcher, "log_dir", folder), now)
         self.process = None
-        how = (self.command.program, code, recorded, facts, bool(self.stopped))
-        return code, first_cause(*how), facts
+        program, passed_on = self.command.program, bool(self.stopped)
+        return code, first_cause(program, code, recorded, facts, passed_on), facts
 
     def _spawn(self, words: list[str], folder: str, plan: Plan) -> None:
         env = dict(os.environ)
@@ -253,11 +254,11 @@ class Supervisor:
             raise Refused(f"{words[0]} cannot be started ({error.strerror})") from None
         self.starts += 1
 
-    def _copy(self, facts: Facts) -> None:
+    def _copy(self, pipe, facts: Facts) -> None:
         """The command's output, by whole lines, until the last process that may write is gone."""
         rest, piece = b"", b"."
         while piece:
-            piece = os.read(self.process.stdout.fileno(), 1 << 16)
+            piece = os.read(pipe.fileno(), 1 << 16)
             *lines, rest = (rest + piece).split(b"\n")
             if rest and not piece:
                 lines, rest = [rest], b""
@@ -319,8 +320,7 @@ class Supervisor:
 
     def report(self) -> None:
         """The node's own record: what its interfaces carried while this ran."""
-        seconds = time.time() - self.began
-        links = difference(self.before, read_counters())
+        seconds, links = time.time() - self.began, difference(self.before, read_counters())
         record = {"node": self.command.node_rank, "host": self.host}
         record |= {"seconds": round(seconds, 3), "starts": self.starts, "interfaces": links}
         self.output.copy([f"{self.output.name}: Node {json.dumps(record)}\n".encode()])
