@@ -629,9 +629,8 @@ def share_cpu(process):
         torch.set_num_threads(process.cores)
     if process.device.type == "cpu":
         # glibc gives the memory of large tensors back to the kernel and takes it again in each
-        # step: 100,000 page faults a step, a sixth of its time. Beyond 32 MiB, the most that it
-        # can be told, it still does: to keep those as well took a tenth more memory and was no
-        # faster. Another C library: left alone.
+        # step, page by page. Beyond 32 MiB, the most that it can be told, it still does: to keep
+        # those as well (M_MMAP_MAX) took a tenth more memory. Another C library: left alone.
         with suppress(OSError, AttributeError):
             libc = ctypes.CDLL("libc.so.6")
             libc.mallopt(M_MMAP_THRESHOLD, 2**25)

@@ -13,7 +13,7 @@
 #   CONNECT_TIMEOUT   300; seconds to wait for the other nodes
 #   NETWORK, IFNAME   ethernet or infiniband, and the interface or adapter to keep the traffic on (mlx5_0,ib0: both)
 #   LOG_DIR, RUN_NAME logs and a name made from the time or the job; this node's log is LOG_DIR/RUN_NAME/nodeK.log
-# Exit code: 0 done, 75 stopped by SIGTERM, SIGINT or SIGUSR1 with a checkpoint saved, else failed.
+# Exit code: 0 done, 75 stopped by SIGTERM, SIGINT or SIGUSR1 (saved, with --checkpoint), else failed.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ME=launch_multinode.sh
