@@ -390,6 +390,8 @@ def measure_step(bench):
 
         return run
 
+    if args.against:  # the two versions alone: a round of it all takes minutes
+        return two_versions(bench, case)
     cases = {
         "files": case("demo", "auto"),
         "files fp32": case("demo"),
@@ -400,8 +402,6 @@ def measure_step(bench):
     }
     if args.peer:
         cases["peer"] = peer_case(bench, data[1])
-    if args.against:
-        cases |= {"other": case("other", "auto"), "other fp32": case("other")}
     measured = rounds(bench, cases)
     found = {name: figures["img_per_s"] for name, figures in measured.items()}
     rows = [
@@ -431,10 +431,22 @@ def measure_step(bench):
                 found["peer"],
             )
         )
-    for what, name in (("as shipped", ""), ("fp32", " fp32")) if args.against else ():
-        mine, other = measured[f"files{name}"], measured[f"other{name}"]
-        rows.append(row(f"{what} / the other", "img/s", mine["img_per_s"], other["img_per_s"]))
-        rows.append(row(f"{what}: peak / the other's", "MB", mine["peak"], other["peak"]))
+    return rows
+
+
+def two_versions(bench, case):
+    """Rows: speed and peak memory of --script against --against, in the same rounds."""
+    kinds = {"as shipped": "auto", "fp32": "fp32"}
+    cases = {
+        f"{which} {kind}": case(which, precision)
+        for kind, precision in kinds.items()
+        for which in ("demo", "other")
+    }
+    measured, rows = rounds(bench, cases), []
+    for kind in kinds:
+        mine, other = measured[f"demo {kind}"], measured[f"other {kind}"]
+        rows.append(row(f"{kind} / the other", "img/s", mine["img_per_s"], other["img_per_s"]))
+        rows.append(row(f"{kind}: peak / the other's", "MB", mine["peak"], other["peak"]))
     return rows
 
 
