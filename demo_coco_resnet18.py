@@ -24,7 +24,6 @@ two, below the banner, is the safety net: arguments, errors, damaged images, che
 
 import argparse
 import ctypes
-import errno
 import fcntl
 import gc
 import hashlib
@@ -37,7 +36,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections import Counter, namedtuple
+from collections import namedtuple
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -48,6 +47,11 @@ from time import perf_counter
 
 import numpy as np
 import torch
+
+# Read by the next import: since PyTorch 2.15 "nccl" is another process group, which makes the
+# backward pass wait for each all-reduce. 0: the former one, in which they overlap.
+os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+
 import torch.distributed as dist
 import torchvision
 from PIL import Image
@@ -85,9 +89,9 @@ def main(process):
     prepare(run, index, val_index)  # resumes from a checkpoint, logs what runs
 
     for epoch in epochs_left(run):
-        losses = train_epoch(run, epoch)  # 5/6
+        train_epoch(run, epoch)  # 5/6
         save_checkpoint(run, last=run.step == args.max_steps)  # rank 0 writes the file
-        run.results.append(losses | validate(run, epoch))  # 6/6
+        validate(run, epoch)  # 6/6
     summarize(run)
     # The caller, one_line_errors, then calls tear_down: all leave the process group together.
 
@@ -112,9 +116,12 @@ def set_up(args, process):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     process.backend = args.backend.replace("auto", "nccl" if gpus else "gloo")
     check_process(process, gpus)
+    process.enter("rendezvous")
     if gpus:  # one for each process of the node; with Gloo several may share one
         process.device = torch.device("cuda", process.local_rank % gpus)
         torch.cuda.set_device(process.device)
+        with explain(f"this build of PyTorch cannot use {process.device}"):
+            torch.ones(1, device=process.device).item()
     elif torch.backends.mps.is_available() and process.world_size == 1:
         process.device = torch.device("mps")
     share_cpu(process)
@@ -144,15 +151,15 @@ class FirstCategory(Dataset):
     that it looks the same on whichever rank, and in a resumed run. Without a seed: for validation.
     """
 
-    def __init__(self, folder, index, size, seed=None):
-        self.folder, self.index, self.size, self.seed = folder, index, size, seed
+    def __init__(self, process, folder, index, size, seed=None):
+        self.process, self.folder, self.index = process, folder, index
+        self.size, self.seed = size, seed
 
     def __getitems__(self, keys):  # a loader asks this for a whole batch
-        """Images uint8 (n, 3, size, size), labels int64 (n,), positions (n,) of n keys."""
+        """Images uint8 (n, 3, size, size) and labels int64 (n,) of n keys."""
         positions = np.array(keys)[:, 1]
         images, decoded = load_images(self, keys, self.index.names[positions])
-        labels = np.where(decoded, self.index.labels[positions], IGNORED)
-        return images, labels, positions
+        return images, np.where(decoded, self.index.labels[positions], IGNORED)
 
 
 def make_loaders(args, process, index, val_index):
@@ -165,7 +172,7 @@ def make_loaders(args, process, index, val_index):
         persistent_workers=args.workers > 0,
         collate_fn=tuple,  # __getitems__ makes whole batches: there is nothing to collate
     )
-    dataset = FirstCategory(args.coco_image_path, index, args.image_size, args.seed)
+    dataset = FirstCategory(process, args.coco_image_path, index, args.image_size, args.seed)
     # DDP 3/6: each rank gets its own share of the images, in each epoch another one (set_epoch, in
     # train_epoch). In each step every rank waits for all others, so all must make the same number
     # of steps: shares are equally long, and a few images come twice for that. ResumableSampler is
@@ -179,7 +186,7 @@ def make_loaders(args, process, index, val_index):
         # shares equally long, and they would count twice. Here shares may be one image apart:
         # validation has no exchange in each batch, only one at its end.
         keys = [(0, i) for i in range(process.rank, len(val_index.names), process.world_size)]
-        dataset = FirstCategory(args.val_image_path, val_index, args.image_size)
+        dataset = FirstCategory(process, args.val_image_path, val_index, args.image_size)
         val_loader = DataLoader(dataset, sampler=keys, **options)
     return loader, val_loader
 
@@ -223,7 +230,7 @@ def forward(run, model, images):
 def train_step(run, micro_batches):
     """One step of the optimizer; returns the mean loss of this rank's images, as a tensor."""
     total = torch.zeros((), device=run.process.device)
-    for number, (images, labels, _) in enumerate(micro_batches, 1):
+    for number, (images, labels) in enumerate(micro_batches, 1):
         # Under no_sync gradients only add up on this rank. The last micro-batch's backward pass
         # sends the sum: once a step, not once a micro-batch.
         last = number == len(micro_batches)
@@ -251,7 +258,7 @@ def train_step(run, micro_batches):
 
 
 def train_epoch(run, epoch):
-    """Trains what is left of an epoch; returns {"epoch", "loss"}, the mean over all ranks."""
+    """Trains what is left of an epoch."""
     # Shares are drawn from seed and epoch: without this call each epoch would repeat the first.
     run.loader.sampler.set_epoch(epoch)
     for micro_batches in read_steps(run):  # a step has one of them, or --accumulate_steps
@@ -263,23 +270,25 @@ def train_epoch(run, epoch):
         # model: rank 0's statistics are copied to all.
         for buffer in run.model.buffers():
             dist.broadcast(buffer, src=0)
-    return finish_epoch(run)
+    finish_epoch(run)
 
 
 @torch.inference_mode()
 def validate(run, epoch):
-    """Top-1 and top-5 in percent over all validation images, each counted once; {} without any."""
+    """Logs top-1 and top-5 in percent over all validation images, each counted once."""
     if run.val_loader is None:  # not `if not`: a rank without images has a loader of length 0
-        return {}
+        return
     start, top1, top5, images = perf_counter(), 0, 0, 0
     run.model.eval()
-    for batch, labels, positions in run.val_loader:
-        name_damaged(run, run.val_loader, labels, positions)
+    for batch, labels in run.val_loader:
+        if run.process.stop:  # by a signal: the ranks talk about it below
+            break
         guesses = forward(run, run.model, batch).topk(5).indices.cpu().numpy()
         hits = guesses == labels[:, None]
         top1, top5 = top1 + hits[:, 0].sum(), top5 + hits.sum()
         images += (labels != IGNORED).sum()
     run.model.train()
+    talk(run)
     # Each rank has counted its own share. gather (dist.all_gather_object) gives all counts to all.
     top1, top5, images = (int(sum(counts)) for counts in gather(top1, top5, images))
     top1, top5 = 100 * top1 / max(1, images), 100 * top5 / max(1, images)
@@ -289,7 +298,6 @@ def validate(run, epoch):
         seconds = perf_counter() - start
         text = f"Top-1: {top1:.2f}% | Top-5: {top5:.2f}% | {images} images | {seconds:.2f}s"
         log(run.process, f"Epoch {epoch} validation | {text}")
-    return {"top1": top1, "top5": top5, "images": images}
 
 
 def tear_down(process, code):
@@ -316,7 +324,6 @@ def tear_down(process, code):
 
 # Gloo and the loader raise plain RuntimeErrors: these parts of their texts tell them from bugs.
 OUTSIDE = re.compile(r"/gloo/|pair closure|DataLoader worker")
-LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOMEM}  # open files, disk, memory
 
 
 class UserError(Exception):
@@ -340,16 +347,18 @@ def explain(what, error_type=UserError):
         raise
     except Exception as error:  # a damaged file can raise anything; torch.save wraps the disk's
         cause = error if error.__suppress_context__ else error.__context__ or error
-        text = " ".join(f"{type(cause).__name__}: {cause}".split("\n")[:2])
-        raise error_type(f"{what}: {text[:300]}") from None
+        text = f"{type(cause).__name__}: {cause}"
+        if isinstance(cause, dist.DistBackendError):  # NCCL's own words stand at its end
+            what, text = "NCCL", text.rpartition("Last error:")[2].strip()
+        raise error_type(f"{what}: {' '.join(text.splitlines()[:2])[:300]}") from None
 
 
-def from_outside(error):
-    """Whether an error comes from network, other ranks, loader workers or limits: no bug here."""
-    if isinstance(error, OSError):
-        return isinstance(error, ConnectionError) or error.errno in LIMITS
+def kind_of(error):
+    """lost: network, other ranks, loader workers, the system; user: a full GPU; else a bug."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "user"
     known = isinstance(error, RuntimeError) and OUTSIDE.search(str(error))
-    return isinstance(error, dist.DistError) or known
+    return "lost" if known or isinstance(error, (OSError, dist.DistError)) else "bug"
 
 
 def report(process, kind, text, to=2):
@@ -380,11 +389,14 @@ def one_line_errors(main):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch would raise one more in here
         for worker in torch.multiprocessing.active_children():
             worker.kill()  # Python's exit would wait for it: it takes no SIGTERM
-        if not from_outside(error):
-            report(process, "bug", f"{type(error).__name__}: {error}", to=0)
+        kind = kind_of(error)
+        if kind == "bug":
+            report(process, kind, f"{type(error).__name__}: {error}", to=0)
             raise
         reason = str(error).strip().splitlines()[-1][:300]
-        report(process, "lost", f"ERROR: in {process.phase}: {reason}")
+        if kind == "user":
+            reason += f" Give less than the present --batch_size {process.batch_size}"
+        report(process, kind, f"ERROR: in {process.phase}: {reason}")
         os._exit(1)  # a tear-down could wait for ranks that are gone
     tear_down(process, code)
     sys.exit(code)
@@ -400,7 +412,8 @@ def gather(*values):
 @contextmanager
 def together(process, phase):
     """A block that all ranks run: a UserError of one ends all of them, with one line, no hang."""
-    process.phase, error = phase, None
+    process.enter(phase)
+    error = None
     try:
         yield
     except UserError as failure:
@@ -423,53 +436,55 @@ def from_rank_0(process, phase, make):
 
 LR_BATCH = 64  # the global batch that --lr is meant for when --lr_scaling is used
 REDUCED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what --precision computes in
-MINIMA = {"image_size": 33, "workers": 0, "warmup_steps": 0, "seed": 0, "checkpoint_every": 0}
-MINIMA |= {"lr": 1e-9, "timeout": 0.1, "bucket_cap_mb": 0.1}  # of all other numbers: 1
-OPTIONS = [  # name, its default (or choices, the default first, or the type of one unset), meaning
-    ("coco_image_path", str, "folder of the training images"),
-    ("annotation_path", str, "their COCO instances file"),
-    ("val_image_path", str, "folder of the validation images"),
-    ("val_annotation_path", str, "their COCO instances file"),
-    ("image_size", IMAGE_SIZE, "pixels a side"),
-    ("workers", int, "decoders per process; unset: its cores, on a CPU 1"),
-    ("num_epochs", NUM_EPOCHS, "passes over the images"),
-    ("batch_size", BATCH_SIZE, "images per process and micro-batch"),
-    ("global_batch_size", int, "images per step of all processes together"),
-    ("accumulate_steps", 1, "micro-batches per optimizer step"),
-    ("lr", LR, "learning rate of Adam"),
-    ("lr_scaling", ("none", "linear", "sqrt"), f"grow --lr with (global batch / {LR_BATCH})"),
-    ("warmup_steps", 0, "steps in which the rate rises to its value"),
-    ("weights", "imagenet", "imagenet, none, or a state-dict FILE"),
-    ("sync_bn", False, "batch norm over all processes (CUDA only)"),
-    ("seed", SEED, "of weights, order and crops"),
-    ("max_steps", int, "stop after this many optimizer steps in all"),
-    ("precision", ("auto", "fp32", "tf32", "fp16", "bf16"), "auto: what the hardware does best"),
-    ("compile", False, "torch.compile the model"),
-    ("backend", ("auto", "nccl", "gloo", "mpi"), "auto: nccl on NVIDIA GPUs, else gloo"),
-    ("timeout", float(TIMEOUT), "seconds until a silent peer counts as lost"),
-    ("bucket_cap_mb", 25.0, "MiB of gradients in one all-reduce"),
-    ("grad_compression", ("none", "fp16", "bf16", "powersgd"), "what gradients are sent as"),
-    ("powersgd_rank", 8, "of the matrices that PowerSGD sends"),
-    ("log_every", 5, "optimizer steps from log line to log line"),
-    ("checkpoint", str, "FILE, saved at each epoch's end and at a stop signal"),
-    ("checkpoint_every", 0, "and every N optimizer steps; 0: not"),
-    ("resume", False, "go on from --checkpoint if that file exists"),
-]
+# Each option's name; its type and default (! for one that must be given), or its choices, the
+# default first; the least that a number may be; its meaning.
+OPTIONS = f"""
+coco_image_path     text!                     -     folder of the training images
+annotation_path     text!                     -     their COCO instances file
+val_image_path      text                      -     folder of the validation images
+val_annotation_path text                      -     their COCO instances file
+image_size          int={IMAGE_SIZE}          33    pixels a side
+workers             int                       0     loader processes; unset: one a core but one
+num_epochs          int={NUM_EPOCHS}          1     passes over the images
+batch_size          int={BATCH_SIZE}          1     images per process and micro-batch
+global_batch_size   int                       1     images per step of all processes together
+accumulate_steps    int=1                     1     micro-batches per optimizer step
+lr                  float={LR}                1e-9  learning rate of Adam
+lr_scaling          none|linear|sqrt          -     grow --lr with (global batch / {LR_BATCH})
+warmup_steps        int=0                     0     steps in which the rate rises to its value
+weights             text=imagenet             -     imagenet, none, or a state-dict FILE
+sync_bn             flag                      -     batch norm over all processes (CUDA only)
+seed                int={SEED}                0     of weights, order and crops
+max_steps           int                       1     stop after this many optimizer steps in all
+precision           auto|fp32|tf32|fp16|bf16  -     auto: what the hardware does best
+compile             flag                      -     torch.compile the model
+backend             auto|nccl|gloo            -     auto: nccl on NVIDIA GPUs, else gloo
+timeout             float={TIMEOUT}           0.1   seconds until a silent peer counts as lost
+bucket_cap_mb       float=25                  0.1   MiB of gradients in one all-reduce
+grad_compression    none|fp16|bf16|powersgd   -     what gradients are sent as
+powersgd_rank       int=8                     1     of the matrices that PowerSGD sends
+log_every           int=5                     1     optimizer steps from log line to log line
+checkpoint          text                      -     FILE, saved at each epoch's end and at a stop
+checkpoint_every    int=0                     0     and every N optimizer steps; 0: not
+resume              flag                      -     go on from --checkpoint if that file exists
+"""
 
 
 def make_parser():
+    """The parser of OPTIONS; its `least` holds the lower bounds."""
     style = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=style)
-    parser.description = __doc__.split("\n\n")[0]
-    for name, default, text in OPTIONS:
-        how = {"type": type(default), "default": default}
-        if isinstance(default, tuple):
-            how = {"choices": default, "default": default[0]}
-        elif isinstance(default, type):
-            how = {"type": default, "required": name in ("coco_image_path", "annotation_path")}
-        elif default is False:
+    parser.description, parser.least = __doc__.split("\n\n")[0], {}
+    for line in OPTIONS.strip().splitlines():
+        name, kind, least, text = line.split(maxsplit=3)
+        kind, _, default = kind.partition("=")
+        how = {"type": {"int": int, "float": float}.get(kind), "default": default or None}
+        if "|" in kind:
+            how = {"choices": kind.split("|"), "default": kind.partition("|")[0]}
+        elif kind == "flag":
             how = {"action": "store_true"}
-        parser.add_argument(f"--{name}", help=text, **how)
+        parser.add_argument(f"--{name}", help=text, required=kind == "text!", **how)
+        parser.least |= {name: float(least)} if least != "-" else {}
     return parser
 
 
@@ -485,9 +500,10 @@ def parse_arguments(argv):
     parser.error = refuse
     names = re.compile(r"(?<=^--[a-z])[a-z-]+")  # dashes inside a name are taken for underscores
     args = parser.parse_args([names.sub(lambda m: m[0].replace("-", "_"), a) for a in argv])
-    for name, value in vars(args).items():
-        if type(value) in (int, float) and not MINIMA.get(name, 1) <= value < 2**31:
-            refuse(f"--{name} {value} is not at least {MINIMA.get(name, 1)}")
+    for name, least in parser.least.items():
+        value = getattr(args, name)
+        if value is not None and not least <= value < 2**31:
+            refuse(f"--{name} {value} is not at least {least:g}")
     if (args.val_image_path is None) != (args.val_annotation_path is None):
         refuse("--val_image_path and --val_annotation_path go together: give both")
     if args.resume and not args.checkpoint:
@@ -499,9 +515,10 @@ def complete_arguments(args, process, images):
     """Fills in what depends on the machine and on the number of images. Raises UserError."""
     with together(process, "check of the arguments"):
         complete_batch(args, process.world_size * args.accumulate_steps, images)
+        process.batch_size = args.batch_size
         complete_precision(args, process)
         if args.workers is None:
-            args.workers = process.cores if process.gpu else 1
+            args.workers = max(1, process.cores - 1) if process.gpu else 1
         if args.workers and len(folder := tempfile.gettempdir()) > 75:  # of 107 in a socket's name
             raise UserError(f"TMPDIR {folder} is too long for loader workers: export TMPDIR=/tmp")
 
@@ -567,10 +584,18 @@ class Process:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     backend: str = ""
     cores: int = 1  # of this process
-    phase: str = "rendezvous"
+    batch_size: int = 0
+    phase: str = "start"
     stop: str = ""  # why this process asks all ranks to stop
     parent: int = field(default_factory=os.getppid)
     started: float = field(default_factory=perf_counter)
+
+    def enter(self, phase):
+        """Notes what this process does now, for its errors and for who asks where it stands."""
+        self.phase = phase
+        if folder := os.environ.get("DEMO_PHASES"):  # in memory, of tools/supervise.py
+            with suppress(OSError):
+                Path(folder, str(self.rank)).write_text(phase)
 
     def ask_to_stop(self, number, _):
         """Handles a stop signal: the ranks decide between two steps, together."""
@@ -612,8 +637,12 @@ def check_process(process, gpus):
     """Raises UserError where rank or backend do not go with what is here."""
     if not 0 <= process.rank < process.world_size:
         raise UserError(f"RANK {process.rank} is not below WORLD_SIZE {process.world_size}")
-    if process.backend == "mpi" and not dist.is_mpi_available():
-        raise UserError("--backend mpi: this PyTorch was built without MPI: use nccl or gloo")
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
+    if not gpus and wanted and torch.version.cuda and os.path.exists("/dev/nvidiactl"):
+        driver = (
+            f"PyTorch cannot use this node's NVIDIA driver: is it for CUDA {torch.version.cuda}?"
+        )
+        raise UserError(f"{driver} Update it, or export CUDA_VISIBLE_DEVICES= to train on the CPU")
     own = process.launcher == "srun" and gpus == 1  # --gpus-per-task shows each task its own GPU
     if process.backend == "nccl" and process.local_world_size > gpus and not own:
         there = f"{process.local_world_size} processes for {gpus} GPU(s) on this node"
@@ -647,7 +676,10 @@ def choose_interface(process):
     if process.backend != "gloo" or not several_nodes or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 9))  # a datagram socket: nothing is sent
+        address = socket.gethostbyname(os.environ["MASTER_ADDR"])
+        if address.startswith("127."):  # so it is on rank 0's node, whose own name that is
+            address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", address)
+        probe.connect((address, 9))  # a datagram socket: nothing is sent
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, name.encode().ljust(256, b"\0"))
@@ -713,7 +745,7 @@ def check_images(folder, index):
     sizes = {}
     for name in names[:: 1 + len(names) // 64]:
         with suppress(Exception), Image.open(os.path.join(folder, name)) as image:
-            sizes[f"size of image {name}"] = f"{image.width} x {image.height}"
+            sizes[f"size of image {name}"] = image.size
     return sizes
 
 
@@ -724,7 +756,7 @@ def compare_ranks(args, process, index, val_index):
     facts["PyTorch"], facts["script"] = str(torch.__version__), digest(Path(__file__).read_text())
     facts["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
     with together(process, "check of the images"):
-        facts |= check_images(args.coco_image_path, index)
+        sizes = check_images(args.coco_image_path, index)
         if val_index:
             check_images(args.val_image_path, val_index)
         if args.checkpoint and process.rank == 0:
@@ -732,6 +764,9 @@ def compare_ranks(args, process, index, val_index):
                 # held until this process ends; loader workers do not inherit a lock of lockf
                 lock = os.open(f"{args.checkpoint}.lock", os.O_CREAT | os.O_WRONLY, 0o666)
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if process.rank == 0 and max(map(min, sizes.values()), default=math.inf) < args.image_size:
+        log(process, "WARNING: the images are smaller than --image_size: made for another one?")
+    facts |= sizes
     first = from_rank_0(process, "comparison of the ranks", lambda: facts)
     with together(process, "comparison of the ranks"):
         for name, value in first.items():
@@ -754,52 +789,53 @@ Image.MAX_IMAGE_PIXELS = 2**25  # twice as many are refused: decoded, they would
 MEAN, STD = 255 * torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 3, 1, 1)
 
 
+def load_images(dataset, keys, names):
+    """(uint8 (n, 3, size, size), whether each was decoded, bool (n,)) of keys and file names."""
+    size, decoded, crops = dataset.size, np.zeros(len(keys), bool), {}
+    images = torch.zeros(len(keys), size, size, 3, dtype=torch.uint8)
+    images = (images.share_memory_() if get_worker_info() else images).permute(0, 3, 1, 2)
+    paths = [os.path.join(dataset.folder, os.fsdecode(name)) for name in names]
+    # One kind of work for all of them, then the next: decoding empties a core's caches.
+    for n, path in enumerate(paths):
+        with suppress(Exception):  # damaged data raises anything, and will again below
+            crops[n] = choose_crop(path, keys[n], dataset.seed)
+    for n, path in enumerate(paths):
+        try:
+            crop = crops.get(n) or choose_crop(path, keys[n], dataset.seed)
+            images[n] = load_image(path, crop, size)
+            decoded[n] = True
+        except Exception as error:
+            log(dataset.process, f"WARNING: image {path} is damaged, left out: {error}")
+    return images, decoded
+
+
+def load_image(path, crop, size):
+    """uint8 (1, 3, size, size): the crop of an image, scaled."""
+    top, left, height, width, flip = crop
+    part = decode(path)[None, :, top : top + height, left : left + width]
+    part = part.contiguous(memory_format=torch.channels_last)
+    image = interpolate(part, (size, size), mode="bilinear", antialias=True)
+    return image.flip(3) if flip else image
+
+
 def decode(path):
-    """uint8 (3, height, width), RGB. Raises whatever a decoder raises on a damaged file."""
-    with suppress(RuntimeError):  # Pillow knows more formats
-        return torchvision.io.decode_image(path, "RGB")
+    """uint8 (3, height, width), RGB."""
+    with suppress(RuntimeError, AttributeError):  # Pillow knows more formats; torchvision's
+        return torchvision.io.decode_image(path, "RGB")  # decoders are announced to go away
     return torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1)
 
 
-def choose_crop(image, key, seed):
-    """(top, left, height, width, flip) of an opened image: key and seed alone set them."""
+def choose_crop(path, key, seed):
+    """(top, left, height, width, flip) of an image: its size, key and seed alone set them."""
+    with Image.open(path) as image:  # reads its header alone
+        w, h = image.size
     if seed is None:  # for validation the middle, 7/8 of the shorter side
-        side = max(1, min(image.size) * 7 // 8)
-        return (image.height - side) // 2, (image.width - side) // 2, side, side, False
+        side = max(1, min(w, h) * 7 // 8)
+        return (h - side) // 2, (w - side) // 2, side, side, False
     # The hash of integers is the same in every Python process: only that of texts is salted.
     torch.default_generator.manual_seed(hash((seed, *key)) % 2**32)
     crop = RandomResizedCrop.get_params(image, (0.08, 1), (3 / 4, 4 / 3))
     return *crop, torch.rand(()).item() < 0.5
-
-
-def load_images(dataset, keys, names):
-    """(uint8 (n, 3, size, size), whether each was decoded, bool (n,)) of keys and file names."""
-    size, decoded, headers = dataset.size, np.zeros(len(keys), bool), {}
-    images = torch.zeros(len(keys), size, size, 3, dtype=torch.uint8)
-    images = (images.share_memory_() if get_worker_info() else images).permute(0, 3, 1, 2)
-    # One kind of work for all of them, then the next: decoding empties a core's caches.
-    for n, name in enumerate(names):
-        path = os.path.join(dataset.folder, os.fsdecode(name))
-        with suppress(Exception), Image.open(path) as headers[n]:
-            pass  # damaged data raises anything, here or below: it stays undecoded
-    crops = {n: choose_crop(image, keys[n], dataset.seed) for n, image in headers.items()}
-    for n, (top, left, height, width, flip) in crops.items():
-        with suppress(Exception):
-            crop = decode(headers[n].filename)[None, :, top : top + height, left : left + width]
-            crop = crop.contiguous(memory_format=torch.channels_last)
-            image = interpolate(crop, (size, size), mode="bilinear", antialias=True)
-            images[n] = image.flip(3) if flip else image
-            decoded[n] = True
-    return images, decoded
-
-
-def name_damaged(run, loader, labels, positions):
-    """Names the images of a batch that could not be decoded, each once; returns their number."""
-    names = [os.fsdecode(loader.dataset.index.names[p]) for p in positions[labels == IGNORED]]
-    for name in set(names) - run.damaged:
-        log(run.process, f"WARNING: image {name} is damaged: left out")
-    run.damaged.update(names)
-    return len(names)
 
 
 class ResumableSampler(DistributedSampler):
@@ -832,13 +868,11 @@ def load_file(path, what):
 def load_weights(model, source):
     """Copies ImageNet's weights, or those of a file, into the model. Raises UserError."""
     if source == "imagenet":
-        url, folder = torchvision.models.ResNet18_Weights.DEFAULT.url, torch.hub.get_dir()
-        text = f"fetch {url} where there is internet and put it into {folder}/checkpoints"
+        weights, folder = torchvision.models.ResNet18_Weights.DEFAULT, torch.hub.get_dir()
+        text = f"fetch {weights.url} where there is internet and put it into {folder}/checkpoints"
         socket.setdefaulttimeout(20)  # a network that swallows packets must not hang the run
         with explain(f"no ImageNet weights: {text}, or use --weights none"):
-            state = torch.hub.load_state_dict_from_url(
-                url, map_location="cpu", progress=False, check_hash=True, weights_only=True
-            )
+            state = weights.get_state_dict(progress=False, check_hash=True)
     else:
         state = load_file(source, "weights file")
     ours = {k: v for k, v in model.state_dict().items() if k.startswith("fc.")}
@@ -890,8 +924,10 @@ class StepTimer:
 
     def mark(self, *_):
         """Notes this moment; of a GPU, which works behind the script, when it gets here."""
-        event = torch.cuda.Event(enable_timing=True) if self.gpu else perf_counter()
-        self.marks.append(torch.cuda.current_stream().record_event(event) if self.gpu else event)
+        moment = torch.cuda.Event(enable_timing=True) if self.gpu else perf_counter()
+        if self.gpu:
+            moment.record()
+        self.marks.append(moment)
 
     def restart(self):
         """What came before is no part of the next step."""
@@ -929,11 +965,11 @@ class Run:
 
     def __post_init__(self):
         self.epoch, self.step = 1, 0  # optimizer steps in all
-        self.sums, self.next_talk = Counter(), 0  # this epoch's loss, images, damaged; a step
-        self.results = []  # {epoch, loss[, top1, top5, images]} of each epoch
-        self.damaged, self.unread_losses = set(), []  # names; (tensor, images) since the last talk
+        self.sums = {"loss": 0, "images": 0, "damaged": 0}  # of this epoch
+        self.next_talk, self.unread_losses = 0, []  # a step; (tensor, images) since the last talk
         self.parameters = sum(map(torch.numel, self.model.parameters()))
-        self.powersgd = compress_gradients(self.args, self.ddp)
+        alone = self.ddp is self.model  # without DDP nothing is sent
+        self.powersgd = None if alone else compress_gradients(self.args, self.ddp)
         fp16, self.timer = self.args.precision == "fp16", StepTimer(self.process.gpu)
         self.scaler = torch.amp.GradScaler(self.process.device.type, enabled=fp16)
         # The first layer's gradient is the last one. NOTE: a hook that knows Run would keep its
@@ -958,7 +994,7 @@ def fix_bucket_order(run):
 
     The order of a sum decides its last bits: else a resumed run would not equal an unbroken one.
     """
-    run.process.phase = "warm-up"
+    run.process.enter("warm-up")
     weights = {name: value.clone() for name, value in run.model.state_dict().items()}
     n, size = run.args.batch_size, run.args.image_size
     forward(run, run.ddp, torch.zeros(n, 3, size, size, dtype=torch.uint8)).sum().backward()
@@ -972,22 +1008,22 @@ def epochs_left(run):
     """Yields the epochs to go; one at whose end a checkpoint was saved has no step left."""
     while run.step < run.args.max_steps or run.step == run.epoch * run.args.steps_per_epoch:
         yield run.epoch
-        run.epoch, run.sums = run.epoch + 1, Counter()
+        run.epoch, run.sums = run.epoch + 1, dict.fromkeys(run.sums, 0)
 
 
 def read_steps(run):
     """Yields the micro-batches of each step that is left of the epoch, and times the waiting."""
-    args, timer = run.args, run.timer
+    args, process, timer = run.args, run.process, run.timer
     seen = run.step % args.steps_per_epoch  # of a resumed epoch
     run.loader.sampler.skip = seen * args.accumulate_steps * args.batch_size
-    batches, run.began, run.first = iter(run.loader), perf_counter(), len(timer.steps)
+    batches, run.first = iter(run.loader), len(timer.steps)
     timer.restart()
     while run.step < min(args.max_steps, run.epoch * args.steps_per_epoch):
-        run.process.phase = f"the data of step {run.step + 1}"
+        process.enter(f"the data of step {run.step + 1}")
         timer.mark()
         micro_batches = list(islice(batches, args.accumulate_steps))
         timer.mark()
-        run.process.phase = f"step {run.step + 1}"
+        process.enter(f"step {run.step + 1}")
         yield micro_batches
 
 
@@ -1001,13 +1037,13 @@ def finish_step(run, loss, micro_batches):
     """Counts and logs a step; talks with the other ranks and saves where it is time to."""
     args, timer = run.args, run.timer
     run.step += 1
-    images = sum(len(labels) for _, labels, _ in micro_batches)
-    damaged = sum(name_damaged(run, run.loader, *batch[1:]) for batch in micro_batches)
+    labels = np.concatenate([labels for _, labels in micro_batches])
+    damaged = (labels == IGNORED).sum().item()
     run.sums["damaged"] += damaged
-    run.unread_losses.append((loss, images - damaged))
+    run.unread_losses.append((loss, len(labels) - damaged))
     line_due = (run.step - 1) % args.log_every == 0 or run.step == args.max_steps
     shown = loss.item() if line_due else 0  # waits for a GPU: not in each step
-    timer.end_step(images)
+    timer.end_step(len(labels))
     if line_due:
         log_step(run, shown)
     save_due = args.checkpoint_every and run.step % args.checkpoint_every == 0
@@ -1020,23 +1056,21 @@ def finish_step(run, loss, micro_batches):
 
 def talk(run):
     """All ranks go on, or all end. About once a second, because a GPU waits meanwhile."""
-    first_bad = collect_losses(run)
-    slowest = stop_where_any_rank_must(run, first_bad)
+    collect_losses(run)
+    slowest = stop_where_any_rank_must(run)
     run.next_talk = run.step + max(1, int(1 / slowest))
 
 
 def collect_losses(run):
-    """Adds up the losses since the last talk; returns the first step where one is not finite."""
-    first_bad, first = math.inf, run.step - len(run.unread_losses) + 1
-    for step, (loss, images) in enumerate(run.unread_losses, first):
-        run.sums.update(loss=images * loss.item(), images=images)
-        first_bad = first_bad if math.isfinite(loss) else min(first_bad, step)
+    """Adds up the losses since the last talk."""
+    for loss, images in run.unread_losses:
+        run.sums["loss"] += images * loss.item()
+        run.sums["images"] += images
     run.unread_losses.clear()
     run.timer.read()
-    return first_bad
 
 
-def stop_where_any_rank_must(run, first_bad):
+def stop_where_any_rank_must(run):
     """Ends all ranks if one has to: UserError, or exit code 75 with a checkpoint saved.
 
     Returns the seconds of the last step on the slowest rank.
@@ -1044,10 +1078,10 @@ def stop_where_any_rank_must(run, first_bad):
     process, last = run.process, run.timer.steps[-1:]
     if process.launcher != "python" and os.getppid() != process.parent:
         process.stop = process.stop or "the end of its parent process"
-    facts = process.stop, first_bad, run.sums["damaged"], last[0].step if last else 1
-    stops, bad, damaged, seconds = gather(*facts)
-    if (step := min(bad)) < math.inf:
-        raise UserError(f"rank {bad.index(step)}: loss of step {step} is not finite: lower --lr")
+    facts = process.stop, run.sums["loss"], run.sums["damaged"], last[0].step if last else 1
+    stops, losses, damaged, seconds = gather(*facts)
+    if not all(map(math.isfinite, losses)):
+        raise UserError(f"a loss up to step {run.step} is not finite: lower --lr")
     if sum(damaged) > MAX_DAMAGED * len(run.loader.sampler.dataset):
         raise UserError(f"{sum(damaged)} images are damaged, over {MAX_DAMAGED:.0%}: repair them")
     if reason := next(filter(None, stops), ""):
@@ -1059,16 +1093,14 @@ def stop_where_any_rank_must(run, first_bad):
 
 
 def finish_epoch(run):
-    """Logs this rank's part of an epoch; returns the mean loss of all. Shares damaged names."""
+    """Logs this rank's part of an epoch, of a resumed one what is trained here."""
     talk(run)
-    seconds, sums = perf_counter() - run.began, run.sums
-    images = sum(step.images for step in run.timer.steps[run.first :])
-    text = f"Avg loss: {sums['loss'] / max(1, sums['images']):.4f} | {images / seconds:.1f} img/s"
-    text += f" | {seconds:.2f}s" + f" | damaged {sums['damaged']}" * (sums["damaged"] > 0)
+    sums, steps = run.sums, run.timer.steps[run.first :]
+    seconds, images = sum(step.step for step in steps), sum(step.images for step in steps)
+    text = f"Avg loss: {sums['loss'] / max(1, sums['images']):.4f} | "
+    text += f"{images / max(seconds, 1e-9):.1f} img/s | {seconds:.2f}s"
+    text += f" | damaged {sums['damaged']:g}" * (sums["damaged"] > 0)
     log(run.process, f"Epoch {run.epoch} complete | {text}")
-    losses, images, names = gather(sums["loss"], sums["images"], run.damaged)
-    run.damaged = set().union(*names)
-    return {"epoch": run.epoch, "loss": sum(losses) / max(1, sum(images))}
 
 
 # --- Checkpoint --------------------------------------------------------------------------------
@@ -1076,8 +1108,7 @@ def finish_epoch(run):
 # What a run must share with the one it resumes, and what a checkpoint holds.
 SHARED = ["--global_batch_size", "--image_size", "--lr", "--warmup_steps", "--sync_bn", "--seed"]
 SHARED += ["--precision", "--grad_compression", "--powersgd_rank", "data set"]
-PROGRESS, STATEFUL = ["epoch", "step", "results"], ["model", "optimizer", "scaler"]
-POWERSGD = ["iter", "error_dict", "p_memory_dict", "q_memory_dict"]  # what it goes on with
+PROGRESS, STATEFUL = ["epoch", "step", "sums"], ["model", "optimizer", "scaler"]
 
 
 def save_checkpoint(run, last=False):
@@ -1087,9 +1118,11 @@ def save_checkpoint(run, last=False):
         raise UserError(f"weights not finite after step {run.step}: lower --lr; checkpoint kept")
     if not path:
         return
-    (sums,) = gather(dict(run.sums))
-    state = {"facts": run.facts, "sums": sums, "powersgd": powersgd_memory(run)}
-    state |= {name: getattr(run, name) for name in PROGRESS}
+    state = {name: getattr(run, name) for name in PROGRESS}
+    state["facts"] = run.facts
+    # of each rank's sums the mean over the ranks, with which any number of ranks can go on
+    means = map(np.mean, gather(*run.sums.values()))
+    state["sums"] = {name: float(mean) for name, mean in zip(run.sums, means, strict=True)}
     with together(run.process, "checkpoint"):
         if run.process.rank > 0:
             return
@@ -1109,21 +1142,6 @@ def save_checkpoint(run, last=False):
                 raise
 
 
-def powersgd_memory(run):
-    """What PowerSGD goes on with, or None. Its errors are what each rank still owes to the mean
-    gradient: saved is the mean over the ranks, which does not grow with their number.
-    """
-    if not run.powersgd:
-        return None
-    memory = {name: getattr(run.powersgd, name) for name in POWERSGD}
-    errors = {
-        key: value / run.process.world_size for key, value in run.powersgd.error_dict.items()
-    }
-    for error in errors.values():
-        dist.all_reduce(error)
-    return memory | {"error_dict": errors}
-
-
 def load_checkpoint(run):
     """Goes on where the checkpoint was saved; only rank 0 reads the file. Returns what to log."""
     path, process = run.args.checkpoint, run.process
@@ -1139,15 +1157,7 @@ def load_checkpoint(run):
             getattr(run, name).load_state_dict(state[name])
         for name in PROGRESS:
             setattr(run, name, state[name])
-        for name, value in (state["powersgd"] or {}).items():
-            if isinstance(value, dict):
-                value = {key: tensor.to(process.device) for key, tensor in value.items()}
-            setattr(run.powersgd, name, value)
-        sums, then, now = state["sums"], len(state["sums"]), process.world_size
-        if then != now:  # each rank goes on with the mean
-            sums = [{name: sum(rank[name] for rank in sums) / now for name in sums[0]}] * now
-        run.sums = Counter(sums[process.rank])
-    return f"Resumed from {path} at step {run.step}; processes then {then}, now {now}"
+    return f"Resumed from {path} at step {run.step}"
 
 
 # --- Log ---------------------------------------------------------------------------------------
@@ -1171,15 +1181,13 @@ def duration(seconds, digits=2):
 def log_run(run, index, val_index, resumed):
     """Rank 0 writes what runs, on what, with which settings, and on which data."""
     args, process = run.args, run.process
-    nccl = process.backend == "nccl"
     name = torch.cuda.get_device_name() if process.gpu else os.uname().machine
+    nccl = torch.cuda.nccl.version() if process.backend == "nccl" else None
     hosts, devices, local = gather(socket.gethostname(), name, process.local_rank)
-    versions = {"torch": torch.__version__, "torchvision": torchvision.__version__}
-    versions |= {"cuda": torch.version.cuda, "nccl": torch.cuda.nccl.version() if nccl else None}
     facts = {
         "demo": "coco_resnet18",
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": versions | {"python": sys.version.split()[0]},
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl},
         **vars(args),
         "launcher": process.launcher,
         "backend": process.backend,
@@ -1199,11 +1207,11 @@ def log_run(run, index, val_index, resumed):
         "env": {k: v for k, v in sorted(os.environ.items()) if LOGGED.match(k)},
     }
     if process.rank == 0:
-        where = "{world_size} processes on {nodes} nodes, {backend}, {precision}; {steps} steps"
-        data = f"{len(index.names)} labelled of {len(index.names) + index.unlabelled} images"
+        text = "{world_size} processes on {nodes} nodes, {backend}, {precision}; {steps} steps of "
+        text += "{global_batch_size} images; {images} have labels, {images_without_annotations} "
+        text += "do not, {padding} come twice an epoch"
         log(process, "Run " + json.dumps(facts))
-        log(process, f"Run: {where} of {{global_batch_size}} images".format(**facts))
-        log(process, f"Data: {data}, {facts['padding']} of them twice an epoch. {resumed}")
+        log(process, f"Run: {text.format(**facts)}. {resumed}")
 
 
 def log_step(run, loss):
@@ -1225,22 +1233,18 @@ def summarize(run):
         weights.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy())
     # the first steps are slower: they count in the sums, but not in the means
     data, exposed, step, _ = (1e3 * np.mean(steps[WARM_UP:] or steps, axis=0)).tolist()
-    parts = {"data_ms": data, "compute_ms": step - data - exposed, "exposed_ms": exposed}
+    times = {"data_ms": data, "compute_ms": step - data - exposed}
+    times |= {"exposed_ms": exposed, "step_ms": step}
     seconds, images = sum(s.step for s in steps), sum(s.images for s in steps)
-    digests, ranks, images = gather(weights.hexdigest(), parts | {"step_ms": step}, images)
+    digests, ranks, images = gather(weights.hexdigest(), times, images)
     summary = {
         "epochs": run.step // run.args.steps_per_epoch,
         "steps": run.step,
-        "images": sum(images),
-        "wall_s": perf_counter() - process.started,
         "train_s": seconds,
         "img_per_s": sum(images) / max(seconds, 1e-9),
-        **{name: sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]},
-        "ranks": [{"rank": rank} | parts for rank, parts in enumerate(ranks)],
+        **{name: sum(rank[name] for rank in ranks) / len(ranks) for name in times},
+        "ranks": [{"rank": rank} | times for rank, times in enumerate(ranks)],
         "wire_bytes_per_step": bytes_per_step(run),
-        "loss_by_epoch": [result["loss"] for result in run.results],
-        "val": [result for result in run.results if "top1" in result],
-        "damaged": len(run.damaged),
         "weights_sha256": digests[0],
         "replicas_identical": len(set(digests)) == 1,
     }

@@ -11,8 +11,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import cluster as helpers
 import pytest
+from forks import ForkServer, shared
+from processes import ROOT, require
+from slurm import SlurmCluster
 
 
 def pytest_configure() -> None:
@@ -41,7 +43,7 @@ def sample(shared_tmp: Path) -> Path:
             subprocess.run(
                 [
                     sys.executable,
-                    helpers.ROOT / "tools" / "make_sample_coco.py",
+                    ROOT / "tools" / "make_sample_coco.py",
                     folder,
                     "--images",
                     "96",
@@ -62,13 +64,19 @@ def tiny_coco() -> Path:
     """Fifty plus fifty real COCO images with their instances files; they lie beside the checkout,
     not in it.
     """
-    folder = helpers.ROOT.parent / "shared" / "data" / "tiny_coco"
-    helpers.require(folder.is_dir(), f"the real COCO images are not there: {folder}")
+    folder = ROOT.parent / "shared" / "data" / "tiny_coco"
+    require(folder.is_dir(), f"the real COCO images are not there: {folder}")
     return folder
 
 
+@pytest.fixture(scope="session")
+def demo() -> ForkServer:
+    """Where the script has been imported once, for all tests of this pytest process."""
+    return shared()
+
+
 @pytest.fixture(scope="module")
-def slurm() -> Iterator[helpers.SlurmCluster]:
+def slurm() -> Iterator[SlurmCluster]:
     """A running SLURM cluster of two nodes."""
-    with helpers.SlurmCluster() as running:
+    with SlurmCluster() as running:
         yield running

@@ -2,7 +2,7 @@
 # The one test command: ruff (check and format), shellcheck, pytest. Arguments go to pytest:
 #   tests/run.sh -k launchers
 #   tests/run.sh --ci      as root: installs missing system packages, and no test may skip for the lack of one;
-#                          runs the longest tests too
+#                          runs the slow tests too, and the real twin of each stand-in
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,6 +14,7 @@ if [ "${1:-}" = "--ci" ]; then
     command -v munged >/dev/null || missing+=(munge)
     command -v mpirun >/dev/null || missing+=(openmpi-bin)
     command -v ip >/dev/null || missing+=(iproute2)
+    command -v nft >/dev/null || missing+=(nftables)
     if [ "${#missing[@]}" -gt 0 ]; then
         if [ "$(id -u)" -ne 0 ]; then
             echo "tests/run.sh: error: ${missing[*]} missing: run --ci as root, or install them" >&2
@@ -37,4 +38,4 @@ done < <(find . -name '*.sh' -not -path './.*' -not -path './data/*' -not -path 
 shellcheck=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/shellcheck
 "$shellcheck" --external-sources "${shell_scripts[@]}"
 
-exec "$PYTHON" -m pytest -n 2 "$@"
+exec "$PYTHON" -m pytest -n 2 --dist loadgroup "$@"

@@ -17,17 +17,73 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import cluster as helpers
 import pytest
-import test_demo as forks
+import test_demo
+from datasets import Payload, instances, numbered, truncate, write_images
+from forks import Job, start
 from PIL import Image
+from processes import LONG, SCRIPT, free_port, run_demo
 
-FAST = [*forks.FAST, "--batch_size", "4", "--max_steps", "2"]
+FAST = [*test_demo.FAST, "--batch_size", "4", "--max_steps", "2"]
 
 
-@pytest.fixture(scope="module")
-def demo() -> forks.Prefork:
-    return forks.shared()
+def driver_without_gpu(demo, result, visible):
+    """The script's main on a machine with an NVIDIA driver that PyTorch cannot use."""
+    import torch
+
+    exists = os.path.exists
+    os.path.exists = lambda path: path == "/dev/nvidiactl" or exists(path)
+    torch.cuda.is_available, torch.version.cuda = lambda: False, "13.0"
+    os.environ.pop("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    start(demo)
+
+
+def raise_in(demo, result, name, text):
+    """The script's main, with an error of PyTorch's raised where it comes up."""
+    import torch
+
+    def broken(*_, **__):
+        raise kind(text)
+
+    place, kind = {
+        "train_step": (demo, torch.OutOfMemoryError),
+        "init_process_group": (demo.dist, demo.dist.DistBackendError),
+    }[name]
+    setattr(place, name, broken)
+    start(demo)
+
+
+def pretend_gpus(demo, result, count):
+    """The script's main on a machine that says it has `count` GPUs."""
+    import torch
+
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: count
+    start(demo)
+
+
+def save_file(demo, result, path, kind, marker=""):
+    """A weights file of a kind that is of no use."""
+    import torch
+    from torchvision.models import resnet18
+
+    state = resnet18(num_classes=80).state_dict()
+    files = {
+        "payload": {"conv1.weight": Payload(marker)},
+        "tensor": torch.zeros(3),
+        "list": [torch.zeros(3)],
+        "numbers for names": {1: torch.zeros(3)},
+        "no tensor": state | {"conv1.weight": "text"},
+        "number for fc.bias": state | {"fc.bias": 3},
+        "0-d fc.bias": state | {"fc.bias": torch.zeros(())},
+        "model is a list": {"model": [1, 2]},
+        "other shape": state | {"conv1.weight": torch.zeros(64, 1, 7, 7)},
+        "other model": {"features.0.weight": torch.zeros(64, 3, 11, 11)},
+        "nan": state | {"fc.bias": torch.full((80,), torch.nan)},
+    }
+    torch.save(files[kind], path)
 
 
 class Data:
@@ -37,10 +93,10 @@ class Data:
         self.folder = folder
         self.images, self.val_images = folder / "images", folder / "val_images"
         self.file, self.val_file = folder / "instances.json", folder / "val.json"
-        names = forks.numbered(8)
+        names = numbered(8)
         for images in (self.images, self.val_images):
-            forks.write_images(images, names)
-        self.content, self.val_content = forks.instances(names), forks.instances(names)
+            write_images(images, names)
+        self.content, self.val_content = instances(names), instances(names)
         self.options = {"coco_image_path": self.images, "annotation_path": self.file}
         self.raw: bytes | None = None  # in place of the annotation file's JSON
 
@@ -78,7 +134,7 @@ def error_line(text: str) -> str:
 
 
 def assert_refused(
-    job: forks.Forked, words: Sequence[str], code: int = 1, others: str | None = None
+    job: Job, words: Sequence[str], code: int = 1, others: str | None = None
 ) -> str:
     """All ranks ended by themselves, in time, with one line that has the `words` in it.
 
@@ -86,10 +142,10 @@ def assert_refused(
     """
     assert job.codes == [code] * len(job.codes), job.tail()
     assert job.seconds < 30
-    line = error_line(job.run.out + job.err)
+    line = error_line(job.output)
     rest = [other for other in job.err.split("\n") if other not in ("", line)]
     assert [other for other in rest if not (others and re.match(others, other))] == [], job.tail()
-    assert "Traceback" not in job.run.out + job.err, job.tail()
+    assert "Traceback" not in job.output, job.tail()
     assert_clean(job)
     for word in words:
         assert word in line, line
@@ -97,9 +153,9 @@ def assert_refused(
     return line
 
 
-def assert_clean(job: forks.Forked) -> None:
+def assert_clean(job: Job) -> None:
     """Nothing in the output steers a terminal, or makes one line look as two."""
-    text = (job.run.out + job.err).replace("\n", "")
+    text = (job.output).replace("\n", "")
     assert {c for c in text if unicodedata.category(c) in ("Cc", "Zl", "Zp")} == set()
 
 
@@ -170,7 +226,7 @@ def panoptic(data: Data) -> None:
 
 def missing_among_many(data: Data) -> None:
     names = ["0000.jpg", "absent.jpg", *["0001.jpg"] * 200]  # more than a sample would find
-    data.content = forks.instances(names)
+    data.content = instances(names)
 
 
 def unlisted(data: Data) -> None:
@@ -227,7 +283,7 @@ SPOILT: dict[str, tuple[Callable[[Data], object], list[str]]] = {
     "name is not text": (rename("\udcff.jpg"), ["images"]),
     "name is half a character": (rename("\ud800.jpg"), ["instances.json"]),
     "name draws on the terminal": (rename("a\x1b[31m\n[CPU 0] ERROR: b\x9b2J\x85c"), ["a?[31m?"]),
-    "truncated images": (each(forks.truncate), ["damaged"]),
+    "truncated images": (each(truncate), ["damaged"]),
     "empty images": (each(lambda path: path.write_bytes(b"")), ["damaged"]),
     "text files as images": (each(lambda path: path.write_text("no picture")), ["damaged"]),
     "folders as images": (each(lambda path: (path.unlink(), path.mkdir())), ["damaged"]),
@@ -250,7 +306,7 @@ def test_spoilt_data_is_refused(demo, data, name):
 
 def test_the_data_set_is_good_unless_spoilt(demo, data):
     data.with_val()
-    assert demo.run([*data.argv(), *FAST]).run.json_line("Run")["images"] == 8
+    assert demo.run([*data.argv(), *FAST]).json_line("Run")["images"] == 8
 
 
 def test_unreadable_files_are_refused(demo, data):
@@ -287,6 +343,7 @@ WRONG = {
     "--timeout 0": ["--timeout"],
     "--precision fp8": ["--precision", "fp8"],
     "--backend smoke": ["--backend", "smoke"],
+    "--backend mpi": ["--backend", "mpi"],
     "--resume": ["--resume", "--checkpoint"],
     "--val_image_path x": ["--val_image_path", "--val_annotation_path"],
     "--val_annotation_path x": ["--val_image_path", "--val_annotation_path"],
@@ -294,7 +351,6 @@ WRONG = {
 }
 UNSUITED = {
     "--global_batch_size 7 --accumulate_steps 2": ["--global_batch_size 7", "2"],
-    "--backend mpi": ["--backend mpi", "MPI"],
     "--backend nccl": ["--backend nccl", "GPU"],
     "--sync_bn": ["--sync_bn", "CUDA"],
     "--precision tf32": ["--precision tf32", "GPU"],
@@ -350,7 +406,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_useless_weights_are_refused(demo, data, kind):
     file = data.folder / "weights.pt"
-    demo.run(call=forks.save_file, path=str(file), kind=kind)
+    demo.run(call=save_file, path=str(file), kind=kind)
     job = demo.run([*data.argv(), *FAST, "--weights", file], expect=None)
     assert_refused(job, ["weights.pt", *WEIGHTS[kind]])
 
@@ -375,23 +431,13 @@ def test_weights_that_the_user_may_not_read_are_refused(demo, data):
     assert_refused(job, ["weights.pt", "Permission"])
 
 
-class Payload:
-    """What an unsafe loader runs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
-
-
 @pytest.mark.parametrize("kind", ["torch.save", "pickle"])
 def test_code_in_a_weights_file_is_not_run(demo, data, kind):
     file, marker = data.folder / "weights.pt", data.folder / "was-run"
     if kind == "pickle":
         file.write_bytes(pickle.dumps({"conv1.weight": Payload(marker)}, protocol=2))
     else:
-        demo.run(call=forks.save_file, path=str(file), kind="payload", marker=str(marker))
+        demo.run(call=save_file, path=str(file), kind="payload", marker=str(marker))
     job = demo.run([*data.argv(), *FAST, "--weights", file], expect=None)
     assert not marker.exists()
     assert_refused(job, ["weights.pt"])
@@ -399,7 +445,7 @@ def test_code_in_a_weights_file_is_not_run(demo, data, kind):
 
 def test_weights_that_are_not_numbers_end_the_run(demo, data):
     file = data.folder / "weights.pt"
-    demo.run(call=forks.save_file, path=str(file), kind="nan")
+    demo.run(call=save_file, path=str(file), kind="nan")
     job = demo.run([*data.argv(), *FAST, "--weights", file], expect=None)
     assert_refused(job, ["step 1", "finite"])
 
@@ -411,7 +457,7 @@ def test_imagenet_weights_without_a_network(demo, data, cached):
     if cached:
         cache.mkdir(parents=True)
         (cache / "resnet18-f37072fd.pth").write_bytes(cached)
-    proxy = f"http://127.0.0.1:{helpers.free_port()}"  # nobody answers there
+    proxy = f"http://127.0.0.1:{free_port()}"  # nobody answers there
     env = {"TORCH_HOME": str(data.folder / "home"), "no_proxy": "", "NO_PROXY": ""}
     env |= {name: proxy for name in ("https_proxy", "HTTPS_PROXY", "http_proxy", "all_proxy")}
     argv = [*data.argv(), *FAST, "--weights", "imagenet"]
@@ -463,11 +509,11 @@ def two_views(data: Data) -> list[Path]:
         (lambda view: (view / "images" / "0005.jpg").unlink(), ["0005.jpg", "rank 1"]),
         (
             lambda view: [path.write_bytes(b"") for path in (view / "images").iterdir()],
-            ["size of image 0000.jpg: None here, 48 x 40 on rank 0", "rank 1"],
+            ["size of image 0000.jpg: None here, (48, 40) on rank 0", "rank 1"],
         ),
         (
             lambda view: Image.new("RGB", (40, 48)).save(view / "images" / "0005.jpg"),
-            ["size of image 0005.jpg: 40 x 48 here, 48 x 40 on rank 0", "rank 1"],
+            ["size of image 0005.jpg: (40, 48) here, (48, 40) on rank 0", "rank 1"],
         ),
     ],
     ids=["folder missing", "image missing", "all empty", "another picture"],
@@ -489,24 +535,61 @@ def test_node_of_truncated_images_ends_the_run(demo, data):
     job = demo.run(argv, 2, expect=None, of_rank=lambda rank: {"cwd": views[rank]})
     (line,) = set(job.err.splitlines())
     assert re.fullmatch(r"\[CPU 0\] ERROR: \d images are damaged, over 1%: repair them", line)
-    assert job.codes == [1, 1] and "Summary" not in job.run.out
-    assert "[CPU 1] WARNING: image " in job.run.out and "[CPU 0] WARNING" not in job.run.out
-
-
-def test_ranks_with_other_arguments_are_refused(demo, data):
-    argv = [[*data.argv(), *FAST, "--lr", rate] for rate in (0.1, 0.2)]
-    job = demo.run(nproc=2, expect=None, of_rank=lambda rank: {"argv": argv[rank]})
-    assert_refused(job, ["--lr", "0.2", "0.1", "rank 1"])
+    assert job.codes == [1, 1] and "Summary" not in job.out
+    assert "[CPU 1] WARNING: image " in job.out and "[CPU 0] WARNING" not in job.out
 
 
 def test_more_processes_than_gpus(demo, data):
     argv = [*data.argv(), *FAST]
-    job = demo.run(argv, 2, expect=None, call=forks.pretend_gpus, count=1)
+    job = demo.run(argv, 2, expect=None, call=pretend_gpus, count=1)
     assert job.codes == [1, 1]
     lines = set(re.sub(r"^\[\w+ \d\] ", "", line) for line in job.err.splitlines())
     assert len(lines) == 1, job.tail()
     for word in ("ERROR: ", "2 processes", "1 GPU", "--backend gloo"):
         assert word in lines.copy().pop()
+
+
+@pytest.mark.parametrize(("visible", "code"), [(None, 1), ("0", 1), ("", 0), ("-1", 0)])
+def test_driver_that_is_of_no_use_is_refused_unless_gpus_are_hidden(demo, data, visible, code):
+    """Else a node with GPUs would train on its CPU, and the others would wait for it."""
+    argv = [*data.argv(), *FAST, "--max_steps", 1]
+    job = demo.run(argv, expect=None, call=driver_without_gpu, visible=visible)
+    if code:
+        assert_refused(job, ["driver", "CUDA 13.0", "export CUDA_VISIBLE_DEVICES= "])
+    else:
+        assert job.codes == [0] and job.json_line("Run")["devices"], job.tail()
+
+
+FULL = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 15.77 GiB."
+NCCL = "NCCL error in: /pytorch/NCCLUtils.cpp:94, unhandled system error (run with NCCL_DEBUG=INFO"
+NCCL += " for details)\nncclSystemError: System call failed or device error. \nLast error:\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind", "line"),
+    [
+        (
+            "train_step",
+            FULL,
+            "user",
+            f"in step 1: {FULL} Give less than the present --batch_size 4",
+        ),
+        (
+            "init_process_group",
+            f"{NCCL}No space in /dev/shm (28)",
+            "lost",
+            "NCCL: No space in /dev/shm (28)",
+        ),
+    ],
+    ids=["full GPU", "NCCL"],
+)
+def test_error_of_pytorch_is_told_in_the_words_that_matter(demo, data, name, text, kind, line):
+    file = data.folder / "error.json"
+    env = {"TORCHELASTIC_ERROR_FILE": str(file)}
+    argv = [*data.argv(), *FAST]
+    job = demo.run(argv, expect=None, env=env, call=raise_in, name=name, text=text)
+    assert assert_refused(job, []) == f"[CPU 0] ERROR: {line}"
+    assert json.loads(file.read_text())["message"]["extraInfo"]["kind"] == kind
 
 
 # PyTorch's C++ part adds warnings of its own: [W1120 ...] The client socket has timed out.
@@ -529,7 +612,7 @@ PLACES = {
 @pytest.mark.parametrize("name", PLACES)
 def test_wrong_place_among_the_ranks_is_refused(demo, data, name):
     change, words = PLACES[name]
-    port = str(helpers.free_port())
+    port = str(free_port())
     env = ONE | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | change
     env = {key: value for key, value in env.items() if value is not None}
     argv = [*data.argv(), *FAST, "--timeout", 3]
@@ -582,7 +665,7 @@ def test_picture_that_would_fill_the_memory_is_refused(demo, tmp_path, make):
     path = tmp_path / "bomb"
     make(path)
     assert path.stat().st_size < 100_000
-    job = demo.run(call=forks.decoded, path=str(path))
+    job = demo.run(call=test_demo.decoded, path=str(path))
     label, colours, used, _ = job.result()
     assert label < 0 and colours == [0, 0, 0]
     assert used < 64 * 2**20
@@ -592,25 +675,37 @@ def test_picture_that_would_fill_the_memory_is_refused(demo, tmp_path, make):
 def test_file_name_cannot_draw_on_the_terminal(demo, tmp_path):
     """A picture that is too large, under a name that pretends to be two lines of the log."""
     name = "a\n[CPU 0] ERROR: b\x1b[31mred\x1b[0m\x9b2J\x85\u2028c\r.jpg"
-    names = [*forks.numbered(119), name]
-    forks.write_images(tmp_path / "images", names)
+    names = [*numbered(119), name]
+    write_images(tmp_path / "images", names)
     png_bomb(tmp_path / "images" / name)
-    (tmp_path / "instances.json").write_text(json.dumps(forks.instances(names)))
+    (tmp_path / "instances.json").write_text(json.dumps(instances(names)))
     argv = ["--coco_image_path", tmp_path / "images"]
     argv += ["--annotation_path", tmp_path / "instances.json"]
-    job = demo.run([*argv, *forks.FAST, "--batch_size", 20, "--num_epochs", 1])
+    job = demo.run([*argv, *test_demo.FAST, "--batch_size", 20, "--num_epochs", 1])
     assert_clean(job)
-    (line,) = (line for line in job.run.out.split("\n") if "damaged:" in line)
+    (line,) = (line for line in job.out.split("\n") if "WARNING" in line)
     assert re.fullmatch(r"\[CPU 0\] WARNING: .*a\?\[CPU 0\] ERROR: b\?\[31mred.*", line), line
-    assert job.run.json_line("Summary")["damaged"] == 1
+    (line,) = (line for line in job.lines(0) if line.startswith("Epoch 1 complete"))
+    assert line.endswith("| damaged 1")
+
+
+@pytest.mark.parametrize(("size", "warnings"), [(40, 0), (41, 1)])
+def test_images_smaller_than_image_size_are_one_warning(demo, data, size, warnings):
+    """They have 48 x 40 pixels, made for 40, say; it is no error."""
+    argv = [*data.argv(), *FAST, "--image_size", size, "--max_steps", 1]
+    job = demo.run(argv, 2)
+    found = [line for line in job.lines() if "WARNING" in line]
+    wanted = "[CPU 0] WARNING: the images are smaller than --image_size: made for another one?"
+    assert found == [wanted] * warnings
 
 
 # --- As a user starts it ---------------------------------------------------------------------
 
 
+@LONG
 def test_torchrun_ends_all_ranks_with_one_line(data):
     data.options["coco_image_path"] = data.folder / "nowhere"
-    run = helpers.run_demo([*data.argv(), *FAST], 2, 60, expect=1, split=True, script=forks.SCRIPT)
+    run = run_demo([*data.argv(), *FAST], 2, expect=1, split=True)
     # torchrun's own report at the end repeats what each rank has left in its error file
     report = re.findall(r"(?m)^  traceback : (.*)\n", run.err)
     text = re.sub(r"(?m)^  traceback : .*\n", "", run.out + run.err)
@@ -623,24 +718,21 @@ def test_torchrun_ends_all_ranks_with_one_line(data):
     # its own error alone, of a child that failed, and none in reading the file
     assert re.findall(r"(?m)^(?:\w+\.)*(\w+Error)\b", run.err) == ["ChildFailedError"], run.err
     # torchrun adds a report, with the traceback of its own code, but none of the script's.
-    assert f'File "{forks.SCRIPT}"' not in run.out + run.err
+    assert f'File "{SCRIPT}"' not in run.out + run.err
     assert run.seconds < 30 + 10  # the second is what torchrun may take to start
 
 
+@LONG
 def test_python_ends_with_one_line(data):
     data.options["annotation_path"] = data.folder / "none.json"
-    run = helpers.run_demo(
-        [*data.argv(), *FAST], launcher="python", expect=1, split=True, script=forks.SCRIPT
-    )
+    run = run_demo([*data.argv(), *FAST], launcher="python", expect=1, split=True)
     assert run.out == ""
     assert run.err == error_line(run.err) + "\n"
 
 
-def test_tmpdir_too_long_for_the_sockets_of_workers(data, tmp_path):
+def test_tmpdir_too_long_for_the_sockets_of_workers(demo, data, tmp_path):
     """Without the check a worker fails in a thread of its own and the run waits for ever."""
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
-    argv = [*data.argv(), *FAST, "--workers", 1]
-    run = helpers.run_demo(argv, launcher="python", env={"TMPDIR": str(folder)}, expect=1)
-    (line,) = (line for line in run.out.splitlines() if "ERROR" in line)
-    assert "TMPDIR" in line and line.endswith("export TMPDIR=/tmp")
+    job = demo.run([*data.argv(), *FAST, "--workers", 1], expect=None, env={"TMPDIR": str(folder)})
+    assert assert_refused(job, ["TMPDIR"]).endswith("export TMPDIR=/tmp")

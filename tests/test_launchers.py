@@ -1,7 +1,8 @@
-"""The launchers and their helpers: real bash, real torchrun, and a stand-in for the script.
+"""The launchers and their helpers: real bash, and stand-ins for torchrun and the script.
 
-The stand-in says what it was given and then does what a test asks of it, so that these tests are
-about the launchers alone; other test files run the real script under the same launchers.
+The script's stand-in says what it was given and then does what a test asks of it, so that these
+tests are about the launchers alone; other test files run the real script under the same launchers.
+With DEMO_LONG=1 each test that starts torchrun's stand-in is repeated with the real torchrun.
 """
 
 import contextlib
@@ -18,9 +19,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from cluster import NamespacePair, free_port, require
+from nodes import NamespacePair
+from processes import LONG, ROOT, free_port, require, wait_until
 
-ROOT = Path(__file__).resolve().parent.parent
+BOTH = pytest.mark.parametrize(
+    "folder", ["stand-in", pytest.param("torchrun", marks=LONG)], indirect=True
+)
 # Of these a test sets what it needs; what the machine happens to have set must not disturb it.
 LAUNCHER_VARIABLES = re.compile(
     "(SLURM|NCCL|GLOO)_.*|NNODES|WORLD_SIZE|NODE_RANK|MASTER_ADDR|MASTER_PORT|GPUS_PER_NODE|GPUS|"
@@ -63,16 +67,18 @@ if action == "lost":
     end(f"[CPU {rank}] ERROR: in step 3: Connection closed by peer", "lost", 1)
 if action == "usage":
     end("demo_coco_resnet18.py: error: argument --lr: invalid value; see --help", "user", 2)
-if action == "traceback":  # rank 1 sees rank 0 go, and says so first
+if action in ("bug", "traceback"):  # rank 1 sees rank 0 go, and says so first
     if rank:
         while not (folder / "raising").exists():
             time.sleep(0.02)
         end("[CPU 1] ERROR: in step 3: Connection closed by peer", "lost", 1)
-    from torch.distributed.elastic.multiprocessing.errors import record
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (folder / "raising").touch()
+    time.sleep(0.3 * (world_size - 1))
+    if action == "bug":        # as the script does
+        end("[CPU 0] ValueError: a bug in the script", "bug", 1)
+    from torch.distributed.elastic.multiprocessing.errors import record
     def main():
-        time.sleep(0.3 * (world_size - 1))
         raise ValueError("a bug in the script")
     record(main)()
 if action == "code75":     # as a rank does whose torchrun, or whose peer's, is gone
@@ -129,8 +135,11 @@ if action == "send":       # node 1 sends to node 0 as fast as the link lets it
 class Folder:
     """A copy of the launchers beside the stand-in, with its own logs."""
 
-    def __init__(self, path):
+    def __init__(self, path, torchrun):
         self.path = path
+        self.python = {"PYTHON": sys.executable}
+        if torchrun == "stand-in":
+            self.python["PYTHONPATH"] = str(ROOT / "tests" / "stand_in")
         shutil.copytree(
             ROOT / "tools",
             path / "tools",
@@ -150,7 +159,7 @@ class Folder:
             for name, value in os.environ.items()
             if not LAUNCHER_VARIABLES.fullmatch(name)
         }
-        environment.update(PYTHON=sys.executable)
+        environment.update(self.python)
         environment.update({name: str(value) for name, value in variables.items()})
         return subprocess.Popen(
             ["bash", *map(str, command)],
@@ -190,8 +199,8 @@ class Folder:
 
 
 @pytest.fixture
-def folder(tmp_path):
-    made = Folder(tmp_path)
+def folder(tmp_path, request):
+    made = Folder(tmp_path, torchrun=getattr(request, "param", "torchrun"))
     yield made
     for process in made.processes():
         with contextlib.suppress(ProcessLookupError):
@@ -200,16 +209,6 @@ def folder(tmp_path):
 
 def reports(output):
     return [json.loads(line) for line in re.findall(r"REPORT (\{.*\})", output)]
-
-
-def wait_for(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        result = condition()
-        if result:
-            return result
-        time.sleep(0.1)
-    raise AssertionError(f"not within {seconds} s")
 
 
 def read_until(process, pattern, seconds=40):
@@ -253,6 +252,7 @@ def test_arguments_reach_every_process_and_the_log_has_what_the_terminal_had(fol
     )  # torchrun's own choice was not needed
 
 
+@BOTH
 def test_without_arguments_it_trains_on_the_sample_set(folder):
     (folder.path / "tools/make_sample_coco.py").write_text(
         "import sys; print('MADE', sys.argv[1:])"
@@ -276,6 +276,7 @@ def without_tools(folder):
     return {"PATH": path, "PYTHON": ""}
 
 
+@BOTH
 def test_without_tools_the_launchers_still_train(folder):
     variables = without_tools(folder)
     code, output = folder.run(
@@ -298,13 +299,14 @@ def test_without_tools_the_launchers_still_train(folder):
         assert "error: tools/ is missing, and with it RESTARTS and PROBE=1" in output
 
 
+@BOTH
 def test_without_tools_two_nodes_train(folder):
     variables = without_tools(folder)
     with NamespacePair() as nodes:
         started = []
         for node in (0, 1):
             env = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": nodes.addresses[0]}
-            env |= {"GPUS_PER_NODE": "2", "PATH": variables["PATH"], "PYTHON": sys.executable}
+            env |= {"GPUS_PER_NODE": "2", "PATH": variables["PATH"], **folder.python}
             command = ["bash", folder.path / "launch_multinode.sh", "x"]
             started.append(nodes.popen(node, command, env=env, cwd=folder.path))
         runs = [run.finish(60) for run in started]
@@ -314,6 +316,7 @@ def test_without_tools_two_nodes_train(folder):
         assert f"torchrun --nnodes=2 --node_rank={node} {address} --nproc_per_node=2" in run.out
 
 
+@BOTH
 def test_probe_comes_before_a_training_with_several_processes(folder):
     shutil.copy(folder.path / "demo_coco_resnet18.py", folder.path / "tools/probe_link.py")
     code, output = folder.run("launch_single.sh", "x", GPUS=2)
@@ -333,13 +336,23 @@ def test_probe_comes_before_a_training_with_several_processes(folder):
         ("error", r"\[CPU 0\] ERROR: no such folder: /nowhere0"),
         ("lost", r"\[CPU \d\] ERROR: in step 3: Connection closed by peer"),
         ("usage", r"demo_coco_resnet18\.py: error: argument --lr: invalid value; see --help"),
-        ("traceback", r"ValueError: a bug in the script"),
+        ("bug", r"\[CPU 0\] ValueError: a bug in the script"),
         ("kill", r"rank 0 was ended by signal 9"),
         ("code75", r"\[CPU \d\] Stopped on the end of its parent process .*"),
         ("silent", r"torchrun ended with code 1; its last line: the last words"),
     ],
 )
+@BOTH
 def test_first_cause_is_the_last_line(folder, action, cause):
+    assert_last_line(folder, action, cause)
+
+
+@LONG
+def test_what_torchs_own_record_has_written_is_the_last_line(folder):
+    assert_last_line(folder, "traceback", "ValueError: a bug in the script")
+
+
+def assert_last_line(folder, action, cause):
     folder.plan(action)
     earlier = "[CPU 0] Stopped on SIGTERM, in an earlier run\n"  # which had code 75, not this one
     (folder.path / "logs/same").mkdir(parents=True)
@@ -358,8 +371,9 @@ def test_first_cause_is_the_last_line(folder, action, cause):
 # ---- restarts and signals
 
 
+@BOTH
 def test_restarts_resume_and_give_up(folder):
-    folder.plan("lost", "traceback", "kill")
+    folder.plan("lost", "bug", "kill")
     checkpoint = folder.path / "logs/again/checkpoint.pt"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.write_text("of an earlier run")
@@ -369,7 +383,7 @@ def test_restarts_resume_and_give_up(folder):
     resumed = [*given, "--resume"]
     assert [report["argv"] for report in reports(output)] == [given, resumed, resumed]
     assert "restart 1 of 2 after: [CPU 0] ERROR: in step 3: Connection closed" in output
-    assert "restart 2 of 2 after: ValueError" in output
+    assert "restart 2 of 2 after: [CPU 0] ValueError" in output
     assert "gave up after 2 restarts" in output
     assert output.splitlines()[-1] == "rank 0 was ended by signal 9"
     assert not checkpoint.exists()
@@ -377,6 +391,7 @@ def test_restarts_resume_and_give_up(folder):
     assert kept == ["of an earlier run"]
 
 
+@BOTH
 def test_restarts_leave_the_users_own_checkpoint_and_resume_alone(folder):
     checkpoint = folder.path / "own.pt"
     checkpoint.write_text("to be resumed")
@@ -388,6 +403,7 @@ def test_restarts_leave_the_users_own_checkpoint_and_resume_alone(folder):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@BOTH
 def test_signal_is_passed_on_and_never_restarted(folder, name):
     folder.plan("wait")
     process = folder.start("launch_single.sh", "x", GPUS=2, RESTARTS=2)
@@ -401,10 +417,11 @@ def test_signal_is_passed_on_and_never_restarted(folder, name):
     assert not folder.processes()
 
 
+@BOTH
 def test_ctrl_c_on_a_terminal_stops_it_once(folder):
     """A terminal sends SIGINT to the whole process group: launcher, tee and all."""
     folder.plan("wait")
-    environment = {**os.environ, "PYTHON": sys.executable, "RUN_NAME": "tty"}
+    environment = {**os.environ, **folder.python, "RUN_NAME": "tty"}
     process = subprocess.Popen(
         ["bash", "launch_single.sh", "x"],
         cwd=folder.path,
@@ -422,6 +439,7 @@ def test_ctrl_c_on_a_terminal_stops_it_once(folder):
     assert "] Stopped on SIGINT" in folder.log("tty")
 
 
+@LONG
 def test_orphans_of_a_killed_torchrun_are_ended_before_the_restart(folder):
     folder.plan("hang", "done")
     process = folder.start("launch_single.sh", "x", RESTARTS=1)
@@ -436,13 +454,14 @@ def test_orphans_of_a_killed_torchrun_are_ended_before_the_restart(folder):
     assert process.returncode == 0
 
 
+@BOTH
 def test_torchrun_does_not_outlive_its_launcher(folder):
     folder.plan("hang")
     process = folder.start("launch_single.sh", "x")
     rank = int(read_until(process, r"\] hanging").split()[-1])
     torchrun = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
     process.kill()
-    wait_for(lambda: gone(torchrun), 5)
+    wait_until(lambda: gone(torchrun), 5, "the end of torchrun")
     process.stdout.close()
     process.wait()
 
@@ -620,6 +639,7 @@ def test_slurm_gives_address_port_and_rank(folder):
 # ---- NETWORK
 
 
+@BOTH
 def test_network_keeps_the_traffic_on_the_named_interface(folder):
     code, output = folder.run(
         "launch_single.sh", "x", NETWORK="ethernet", IFNAME="lo", NCCL_SOCKET_IFNAME="eth9"
@@ -690,6 +710,7 @@ def test_two_nodes_with_two_processes_each(two_nodes):
     assert not two_nodes.processes()
 
 
+@BOTH
 def test_two_nodes_link_has_the_rate_asked_for(two_nodes):
     two_nodes.plan("send")
     code, output = two_nodes.run("tools/two_nodes.sh", "--rate", "100mbit", "--", "x")
@@ -701,6 +722,7 @@ def test_two_nodes_link_has_the_rate_asked_for(two_nodes):
     assert on_the_wire == pytest.approx(100, rel=0.02)
 
 
+@BOTH
 def test_two_nodes_restart_together(two_nodes):
     two_nodes.plan("lost", "done")
     code, output = two_nodes.run("tools/two_nodes.sh", "--name", "again", "--", "x", RESTARTS=2)
@@ -712,6 +734,7 @@ def test_two_nodes_restart_together(two_nodes):
     assert not namespaces(output)
 
 
+@BOTH
 def test_two_nodes_probe_and_train_on_ports_of_their_own(two_nodes):
     shutil.copy(two_nodes.path / "demo_coco_resnet18.py", two_nodes.path / "tools/probe_link.py")
     code, output = two_nodes.run("tools/two_nodes.sh", "--name", "probed", "--", "x")
@@ -726,6 +749,7 @@ def test_two_nodes_probe_and_train_on_ports_of_their_own(two_nodes):
         assert re.search(r"launch_multinode.sh: this node sent .* \(\w+\) in \d+ s\n", text)
 
 
+@BOTH
 def test_two_nodes_stops_both_and_cleans_up(two_nodes):
     two_nodes.plan("wait")
     process = two_nodes.start("tools/two_nodes.sh", "--", "x", RESTARTS=3)
@@ -740,6 +764,7 @@ def test_two_nodes_stops_both_and_cleans_up(two_nodes):
     assert not two_nodes.processes()
 
 
+@LONG
 def test_two_nodes_killed_itself_is_cleaned_up_by_the_next(two_nodes):
     two_nodes.plan("wait", "done")
     process = two_nodes.start("tools/two_nodes.sh", "--", "x")
@@ -822,6 +847,7 @@ def offline(folder):
     }
 
 
+@LONG
 def test_python_env_makes_one_and_then_uses_it(folder, offline):
     own = str(folder.path / ".venv/bin/python")
     code, output = folder.run("tools/python_env.sh", **offline)
@@ -853,6 +879,7 @@ def test_python_env_makes_one_and_then_uses_it(folder, offline):
     assert output.splitlines()[-1].endswith(f"remove {folder.path}/.venv and start again")
 
 
+@LONG
 def test_python_env_uses_an_active_environment_as_it_is(folder, offline):
     active = folder.path / "active"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", active], check=True)

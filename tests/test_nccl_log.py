@@ -13,12 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cluster as helpers
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from processes import ROOT
 
-TOOL = helpers.ROOT / "tools/nccl_log.py"
+TOOL = ROOT / "tools/nccl_log.py"
 _spec = importlib.util.spec_from_file_location("nccl_log", TOOL)
 nccl_log = importlib.util.module_from_spec(_spec)
 sys.modules["nccl_log"] = nccl_log  # dataclasses look their module up

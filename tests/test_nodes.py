@@ -6,9 +6,11 @@ import shlex
 import sys
 from pathlib import Path
 
-import cluster as helpers
 import pytest
 import test_faults as faults
+from datasets import make_set
+from nodes import NamespacePair
+from processes import LONG, SCRIPT
 
 ARGUMENTS = shlex.split("--max_steps 2 --timeout 20")
 
@@ -16,49 +18,70 @@ ARGUMENTS = shlex.split("--max_steps 2 --timeout 20")
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options for 16 images."""
-    return faults.make_set(tmp_path_factory.mktemp("data") / "set", 16)
+    return make_set(tmp_path_factory.mktemp("data"), 16)
 
 
-def usual_hosts(nodes: helpers.NamespacePair) -> None:
+def usual_hosts(nodes: NamespacePair) -> None:
     """As Debian and Ubuntu write them: the own name is a loopback address, the other unknown."""
     for node, name in enumerate(nodes.hostnames):
         nodes.hosts(node).write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
 
 
+def test_two_nodes_train_where_the_own_name_is_loopback(demo, data):
+    with NamespacePair() as nodes:
+        usual_hosts(nodes)
+        ended = demo.run([*faults.FAST, *data, *ARGUMENTS], 2, nodes=nodes)
+    assert ended.json_line("Run")["env"]["GLOO_SOCKET_IFNAME"] == nodes.interface
+    assert ended.json_line("Run")["hosts"] == [*nodes.hostnames]
+    assert ended.json_line("Summary")["replicas_identical"] is True
+
+
+@LONG
 def test_bare_torchrun_trains_where_the_own_name_is_loopback(data):
-    with helpers.NamespacePair() as nodes:
+    with NamespacePair() as nodes:
         usual_hosts(nodes)
         runs = []
         for node in (0, 1):
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
             torchrun += [f"--node_rank={node}", "--nproc_per_node=1", "--rdzv_backend=static"]
-            torchrun += [f"--rdzv_endpoint={nodes.addresses[0]}:29500", faults.SCRIPT]
+            torchrun += [f"--rdzv_endpoint={nodes.addresses[0]}:29500", SCRIPT]
             runs.append(nodes.popen(node, [*torchrun, *faults.FAST, *data, *ARGUMENTS]))
-        ended = [run.finish(60) for run in runs]
+        ended = [run.finish(150) for run in runs]
     env = ended[0].json_line("Run")["env"]
     assert env["GLOO_SOCKET_IFNAME"] == nodes.interface
     assert ended[0].json_line("Summary")["replicas_identical"] is True
 
 
-@helpers.LONG
+@LONG
 def test_launcher_trains_where_the_own_name_is_loopback(data, tmp_path: Path):
-    with helpers.NamespacePair() as nodes:
+    with NamespacePair() as nodes:
         usual_hosts(nodes)
         runs = faults.on_two_nodes(nodes, [*data, *ARGUMENTS], folder=tmp_path)
-        ended = [run.finish(90) for run in runs]
+        ended = [run.finish(150) for run in runs]
     assert ended[0].json_line("Summary")["replicas_identical"] is True
 
 
-def test_interface_that_is_set_stays(data):
+def test_interface_that_is_set_stays(demo, data):
     """Here one that is not there: Gloo says so, and nothing else is tried."""
-    with helpers.NamespacePair() as nodes:
+    env = {"GLOO_SOCKET_IFNAME": "none0"}
+    argv = [*faults.FAST, *data, *ARGUMENTS]
+    with NamespacePair() as nodes:
         usual_hosts(nodes)
-        runs = []
-        for node in (0, 1):
-            places = {"RANK": str(node), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-            places |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": nodes.addresses[0]}
-            places |= {"MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "none0"}
-            command = [sys.executable, faults.SCRIPT, *faults.FAST, *data, *ARGUMENTS]
-            runs.append(nodes.popen(node, command, env=places))
-        ended = [run.finish(60, expect=1) for run in runs]
-    assert all("none0" in faults.the_error(run) for run in ended)
+        ended = demo.run(argv, 2, nodes=nodes, env=env, expect=1)
+    found = faults.errors(ended)
+    assert len(found) == 2 and all("none0" in line for line in found), ended.tail()
+
+
+@LONG
+def test_srun_trains_where_the_own_name_is_loopback(slurm, data):
+    """Node 0 sees MASTER_ADDR, its own name, as 127.0.1.1; node 1 sees its real address."""
+    nodes = slurm.pair
+    for node in (0, 1):
+        own, other = nodes.hostnames[node], nodes.hostnames[1 - node]
+        text = f"127.0.0.1 localhost\n127.0.1.1 {own}\n{nodes.addresses[1 - node]} {other}\n"
+        nodes.hosts(node).write_text(text)
+    command = [sys.executable, SCRIPT, *faults.FAST, *data, *ARGUMENTS]
+    run = slurm.run("srun", "-N", 2, *command, timeout=120)
+    # Gloo alone would take 127.0.1.1, and connect from there only to nodes of lower addresses.
+    assert run.json_line("Run")["env"]["GLOO_SOCKET_IFNAME"] == nodes.interface
+    assert run.json_line("Summary")["replicas_identical"] is True

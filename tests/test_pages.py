@@ -22,10 +22,10 @@ from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
-import cluster as helpers
 import pytest
+from processes import ROOT, SCRIPT, Run, base_env, long, new_test_id, start
 
-ROOT, SCRIPT = helpers.ROOT, helpers.SCRIPT
+pytestmark = pytest.mark.xdist_group("pages")  # one worker reads them and imports torch
 README, PROBE = "README.md", "tools/probe_link.py"
 LAUNCHERS = ["launch_single.sh", "launch_multinode.sh"]
 # Options of programs that are not in this repository. torchrun's are asked of torchrun itself.
@@ -89,7 +89,10 @@ run_small() {
     esac
 }
 python() { note python "$@"; run_small python "$@"; }
-function ./launch_single.sh { note ./launch_single.sh "$@"; run_small ./launch_single.sh "$@"; }
+function ./launch_single.sh {
+    note ./launch_single.sh "$@"
+    PYTHONPATH=$STAND_IN run_small ./launch_single.sh "$@"
+}
 """ + "\n".join(
     f'function {name} {{ note {name} "$@"; }}'
     for name in (
@@ -100,9 +103,10 @@ function ./launch_single.sh { note ./launch_single.sh "$@"; run_small ./launch_s
 ARRAYS = re.findall(r"^\w+=\(.*?\)$", "".join(PAGES[README].commands), re.MULTILINE | re.DOTALL)
 
 
-def environment(folder: Path, really: bool) -> dict[str, str]:
+def environment(folder: Path, really: bool = False, stand_in: str = "") -> dict[str, str]:
     env = {"CALLS": str(folder / "calls"), "VARIABLES": " ".join(VARIABLES)}
-    return helpers.base_env(helpers.new_test_id(), env | {"REALLY": "yes" if really else "no"})
+    env |= {"REALLY": "yes" if really else "no", "STAND_IN": stand_in}
+    return base_env(new_test_id(), env)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +120,7 @@ def calls(tmp_path_factory) -> dict[str, list[list[str]]]:
         folder = tmp_path_factory.mktemp("calls")
         (folder / "calls").touch()
         script = "\n".join([PRELUDE, *(ARRAYS if page.name != README else []), *page.commands])
-        env = environment(folder, really=False)
+        env = environment(folder)
         how = dict(env=env, cwd=folder, capture_output=True, text=True, timeout=20)
         done = subprocess.run(["bash", "-c", script], **how)
         assert done.returncode == 0, f"{page.name}: {done.stderr}"
@@ -221,9 +225,9 @@ def test_script_options_are_accepted(all_calls, demo):
     counted = 0
     for call in map(program, all_calls):
         at = [i for i, part in enumerate(call) if part in targets]
-        if call[1:2] == ["tools/two_nodes.sh"] or "tools/two_nodes.sh" in call:
-            at = [call.index("--")]
-        if not at or call == ["./launch_single.sh"]:
+        if "tools/two_nodes.sh" in call:
+            at = [call.index("--")] if "--" in call else []
+        if not at or len(call) == 1:  # the launchers take none, too: a sample set
             continue
         if call[1:2] == ["tools/supervise.py"]:  # its own --probe may name a target
             at = [i for i in at if i > call.index("--")]
@@ -248,11 +252,12 @@ def test_tool_options_are_accepted(all_calls, monkeypatch):
             except SystemExit:
                 pytest.fail(f"{call[1]} refuses what a page gives it: {call}")
         elif "tools/two_nodes.sh" in call:
-            own = call[call.index("tools/two_nodes.sh") + 1 : call.index("--")]
+            own = [*call, "--"][call.index("tools/two_nodes.sh") + 1 :]
+            own = own[: own.index("--")]
             for name in own[::2]:
                 assert f"__{name[2:]})" in shell, f"two_nodes.sh has no {name}"
             tools.add("two_nodes.sh")
-    assert len(tools) == 7
+    assert len(tools) == 8
 
 
 def test_tests_that_a_command_selects_are_there(all_calls):
@@ -337,17 +342,21 @@ def shape(line: str) -> str:
     return re.sub(r"\d+(\.\d+)?", "N", line)
 
 
-def test_commands_on_the_small_set_run(tmp_path):
-    """Makes the set, trains on two processes, resumes on one, loads the checkpoint."""
+@pytest.mark.parametrize(
+    "stand_in", [str(ROOT / "tests" / "stand_in"), *long("")], ids=["stand-in", "torchrun"]
+)
+def test_commands_on_the_small_set_run(tmp_path, stand_in):
+    """Makes the set, trains on two processes, resumes on one, loads the checkpoint.
+
+    By default with torchrun's stand-in, which needs no torch of its own.
+    """
     ignored = shutil.ignore_patterns(".*", "data", "logs", "tests", "__pycache__", "coco", "*.pt")
     shutil.copytree(ROOT, tmp_path / "project", ignore=ignored)
     script = "\n".join([PRELUDE, *(text for page in PAGES.values() for text in page.commands)])
-    env, shown = environment(tmp_path, really=True), ["the commands of all pages"]
-    with helpers.start(
-        ["bash", "-c", script], env=env, cwd=tmp_path / "project", shown=shown
-    ) as started:
-        output = started.finish(timeout=180).out
-    run = helpers.Run(shown, 0, output, 0, "")
+    env, shown = environment(tmp_path, True, stand_in), ["the commands of all pages"]
+    with start(["bash", "-c", script], env=env, cwd=tmp_path / "project", shown=shown) as started:
+        output = started.finish(timeout=400).out
+    run = Run(shown, 0, output, 0, "")
     assert [step for _, step, _ in run.steps(0)] == [1, 2, 3, 4, 5, 6]
     assert [step for _, step, _ in run.steps(1)] == [1, 2, 3, 4]
     assert run.json_line("Run")["start_step"] == 4

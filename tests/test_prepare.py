@@ -14,7 +14,7 @@ import json
 import os
 import pty
 import random
-import runpy
+import shlex
 import shutil
 import signal
 import struct
@@ -22,29 +22,36 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
-import cluster as helpers
 import numpy as np
 import pytest
+from datasets import data_args
+from forks import shared, write
+from nodes import small_disk
 from PIL import Image, ImageDraw
+from processes import LONG, ROOT, Run, Started, start, wait_until
 
 # Another copy of the tool can be put to these tests, to see that they find what is broken in it.
-TOOL = Path(os.environ.get("PREPARE_SCRIPT", helpers.ROOT / "tools" / "prepare_coco.py"))
+TOOL = Path(os.environ.get("PREPARE_SCRIPT", ROOT / "tools" / "prepare_coco.py"))
+pytestmark = pytest.mark.xdist_group("prepare")  # one worker makes what several tests share
 SIDE = 64  # of the small sets that tests make
 FAST = "--weights none --image_size 40 --batch_size 4 --workers 0 --precision fp32 --max_steps 1"
 
 
-def prepare(*args: object, **options) -> helpers.Run:
+def be_the_tool(demo, result) -> None:
+    """In a forked process."""
+    tool().main(sys.argv[1:])
+
+
+def prepare(*args: object) -> Run:
     """The tool's run; one that is expected to fail has said why in one line."""
-    started = helpers.start([sys.executable, TOOL, *args], split=True, **options)
-    run = started.finish(60, expect=None)
+    run = shared().run(args, call=be_the_tool, expect=None)
     assert "Traceback" not in run.err, run.tail()
     return run
 
 
-def done(*args: object) -> helpers.Run:
+def done(*args: object) -> Run:
     run = prepare(*args)
     assert run.returncode == 0, run.tail()
     return run
@@ -61,7 +68,7 @@ def refused(*args: object, code: int = 1) -> str:
 def tool():
     """The tool as a module."""
     spec = importlib.util.spec_from_file_location("prepare_coco", TOOL)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # for pickle
     spec.loader.exec_module(module)
     return module
 
@@ -129,9 +136,11 @@ def in_format(image: Image.Image, name: str, **options) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def first_run(sample, tmp_path_factory) -> helpers.Run:
+def first_run(sample, tmp_path_factory) -> Run:
     """The sample of 96 and 20 pictures, prepared in one go."""
-    run = done(sample, tmp_path_factory.mktemp("undisturbed") / "small")
+    target = tmp_path_factory.mktemp("undisturbed") / "small"
+    with start([sys.executable, TOOL, sample, target], split=True) as started:
+        run = started.finish(60)
     assert "116 shrunk, 0 copied, 0 damaged, 0 missing" in run.out
     return run
 
@@ -305,7 +314,7 @@ def odd_pictures() -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def odd(tmp_path_factory) -> tuple[Path, Path, helpers.Run]:
+def odd(tmp_path_factory) -> tuple[Path, Path, Run]:
     """A set of such pictures, its prepared form, and the run that has made that."""
     folder = tmp_path_factory.mktemp("odd")
     source = make_set(folder / "coco", odd_pictures())
@@ -313,37 +322,27 @@ def odd(tmp_path_factory) -> tuple[Path, Path, helpers.Run]:
 
 
 @pytest.fixture(scope="module")
-def seen(odd, sample, undisturbed, tmp_path_factory) -> dict:
-    """What the demo reads of both forms of both sets, and what it says when it trains."""
-    folder = tmp_path_factory.mktemp("seen")
-    facts = {"odd": [*map(str, odd[:2])], "sample": [str(sample), str(undisturbed)]}
-    facts |= {"argv": [*helpers.data_args(undisturbed, val=True), *FAST.split()]}
-    command = [sys.executable, __file__, folder / "seen.json", json.dumps(facts)]
-    with helpers.start(command) as started:
-        run = started.finish(120)
-    return json.loads((folder / "seen.json").read_text()) | {"run": run}
+def seen(demo, odd, sample, undisturbed) -> dict:
+    """What the demo reads of both forms of both sets."""
+    folders = {"odd": [*map(str, odd[:2])], "sample": [str(sample), str(undisturbed)]}
+    return demo.run(call=look, **folders).result()
 
 
-def look(path: str, facts: str) -> None:
-    """In a process of its own: writes what the demo reads, then is the demo."""
-    spec = importlib.util.spec_from_file_location("demo", helpers.SCRIPT)
-    demo = sys.modules["demo"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(demo)
-    facts, found = json.loads(facts), {"indexes": [], "views": []}
-    for folder in facts["sample"]:
+def look(demo, result, odd, sample) -> None:
+    """In a forked process: what the demo reads."""
+    found = {"indexes": [], "views": []}
+    for folder in sample:
         for split in ("train2017", "val2017"):
             index = demo.read_index(f"{folder}/annotations/instances_{split}.json")
             fields = [[str(n) for n in index.names], index.labels.tolist(), index.categories]
             found["indexes"].append([*fields, index.unlabelled])
-    for folder in facts["odd"]:
+    for folder in odd:
         index = demo.read_index(f"{folder}/annotations/instances_train2017.json")
-        dataset = demo.FirstCategory(f"{folder}/train2017", index, 33)
-        images, labels, _ = dataset.__getitems__([(0, n) for n in range(len(index.names))])
+        dataset = demo.FirstCategory(demo.Process(), f"{folder}/train2017", index, 33)
+        images, labels = dataset.__getitems__([(0, n) for n in range(len(index.names))])
         views = zip(index.names, labels, images, strict=True)
         found["views"].append({n.decode(): [int(k), i.tolist()] for n, k, i in views})
-    Path(path).write_text(json.dumps(found))
-    sys.argv = [str(helpers.SCRIPT), *facts["argv"]]
-    runpy.run_path(str(helpers.SCRIPT), run_name="__main__")
+    write(result, found)
 
 
 def test_the_demo_reads_the_same_labels(seen):
@@ -352,10 +351,11 @@ def test_the_demo_reads_the_same_labels(seen):
     assert (len(train[1]), len(val[1])) == (95, 19)
 
 
-def test_the_demo_trains_on_it_with_unchanged_options(seen):
-    summary = seen["run"].json_line("Summary")
-    assert (summary["steps"], summary["damaged"]) == (1, 0)
-    assert summary["val"][0]["images"] == 19
+def test_the_demo_trains_on_it_with_unchanged_options(demo, undisturbed):
+    run = demo.run([*data_args(undisturbed, val=True), *shlex.split(FAST)])
+    assert run.json_line("Summary")["steps"] == 1
+    (epoch,) = (line for line in run.lines(0) if line.startswith("Epoch 1 complete"))
+    assert "damaged" not in epoch and " | 19 images | " in run.out
 
 
 def test_the_demo_sees_the_same_pictures(seen):
@@ -606,13 +606,15 @@ def unlike(folder: Path, whole: dict[str, str]) -> list[str]:
     ]
 
 
-def kill_and_start_again(source: Path, whole_run: helpers.Run, target: Path, kills: int) -> None:
-    """Kills as many runs, each at a random moment, by turns alone and with its workers."""
-    chance, killed, whole = random.Random(0), 0, digests(Path(whole_run.command[-1]))
-    while killed < kills:
-        started = helpers.start([sys.executable, TOOL, source, target], split=True)
+@LONG
+def test_killed_at_twenty_moments_and_started_again(sample, first_run, undisturbed, tmp_path):
+    """By turns alone and with its workers."""
+    target, whole = tmp_path / "small", digests(undisturbed)
+    chance, killed = random.Random(0), 0
+    while killed < 20:
+        started = start([sys.executable, TOOL, sample, target], split=True)
         with started:
-            time.sleep(chance.uniform(0, whole_run.seconds))
+            time.sleep(chance.uniform(0, first_run.seconds))
             if started.process.poll() is None:
                 if killed % 3:
                     started.signal(signal.SIGKILL)  # the workers notice
@@ -623,38 +625,33 @@ def kill_and_start_again(source: Path, whole_run: helpers.Run, target: Path, kil
             else:
                 shutil.rmtree(target)  # done before it was killed: from the beginning
         assert unlike(target, whole) == [], f"after {killed} kills"
-    done(source, target)
+    done(sample, target)
     assert digests(target) == whole
 
 
-def test_killed_and_started_again(sample, first_run, tmp_path):
-    kill_and_start_again(sample, first_run, tmp_path / "small", 3)
-
-
-@helpers.LONG
-def test_killed_at_twenty_moments_and_started_again(sample, first_run, tmp_path):
-    kill_and_start_again(sample, first_run, tmp_path / "small", 20)
-
-
+@LONG
 def test_workers_end_with_a_run_that_is_killed(sample, tmp_path):
     target, argv = tmp_path / "small", ["--shorter_side", 400, "--workers", 1]
-    with helpers.start([sys.executable, TOOL, sample, target, *argv]) as started:
+    with start([sys.executable, TOOL, sample, target, *argv]) as started:
         first_picture(started, target)
         started.signal(signal.SIGKILL)
-        helpers.wait_until(lambda: not started.pids(), 20, "the worker's end")
+        wait_until(lambda: not started.pids(), 20, "the worker's end")
     assert len(os.listdir(target / "train2017")) < 80
 
 
-def first_picture(started: helpers.Started, target: Path) -> None:
-    helpers.wait_until(lambda: any(target.glob("train2017/*")), 30, "a picture", 0.001)
+def first_picture(started: Started, target: Path) -> None:
+    wait_until(lambda: any(target.glob("train2017/*")), 30, "a picture", 0.001)
     assert started.process.poll() is None
 
 
-@pytest.mark.parametrize(("number", "whom"), [(15, "process"), (2, "all"), (1, "process")])
+@pytest.mark.parametrize(
+    ("number", "whom"),
+    [(15, "process"), pytest.param(2, "all", marks=LONG), pytest.param(1, "process", marks=LONG)],
+)
 def test_stopped_on_a_signal(sample, undisturbed, tmp_path, number, whom):
     """Ctrl-C reaches the workers, too."""
     target = tmp_path / "small"
-    with helpers.start([sys.executable, TOOL, sample, target], split=True) as started:
+    with start([sys.executable, TOOL, sample, target], split=True) as started:
         first_picture(started, target)
         (os.killpg if whom == "all" else os.kill)(started.pid, number)
         run = started.finish(20, expect=128 + number, clean=2)
@@ -683,28 +680,15 @@ def test_a_picture_cut_by_a_crash_of_the_machine_is_made_again(small_set, tmp_pa
     assert digests(target) == whole
 
 
+@LONG
 def test_a_worker_that_is_killed(sample, tmp_path):
     target = tmp_path / "small"
-    with helpers.start([sys.executable, TOOL, sample, target], split=True) as started:
+    with start([sys.executable, TOOL, sample, target], split=True) as started:
         first_picture(started, target)
         os.kill(next(pid for pid in started.pids() if pid != started.pid), signal.SIGKILL)
         run = started.finish(20, expect=1, clean=2)
     (line,) = run.err.splitlines()
     assert "a worker was ended by signal 9" in line and "start again" in line
-
-
-@contextlib.contextmanager
-def mounted(folder: Path, size: str) -> Iterator[Path]:
-    """A disk of its own, of a size such as "64m"."""
-    helpers.require(os.geteuid() == 0, "mounting a small disk needs root")
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]
-    done = subprocess.run(command, capture_output=True, text=True)
-    helpers.require(done.returncode == 0, f"a disk cannot be mounted here: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=False)
 
 
 def test_a_disk_that_fills_up(tmp_path):
@@ -714,7 +698,7 @@ def test_a_disk_that_fills_up(tmp_path):
     source = make_set(tmp_path / "coco", {f"{n:02d}.jpg": heavy[n % 2] for n in range(60)})
     options = ["--shorter_side", 140, "--quality", 95]
     done(source, tmp_path / "whole", *options)
-    with mounted(tmp_path / "disk", "400k") as disk:
+    with small_disk(tmp_path / "disk", "400k") as disk:
         error = refused(source, disk / "small", *options)
         assert "No space left on device" in error and "start again: it goes on" in error
         made = os.listdir(disk / "small" / "train2017")
@@ -727,7 +711,7 @@ def test_a_disk_that_fills_up(tmp_path):
 
 
 def test_no_room_is_known_before(sample, tmp_path):
-    with mounted(tmp_path / "disk", "2m") as disk:
+    with small_disk(tmp_path / "disk", "2m") as disk:
         error = refused(sample, disk / "small")
         assert "no room" in error and "4." in error and "2.1 MB free" in error
         assert not (disk / "small" / "train2017").exists()
@@ -757,7 +741,3 @@ def test_a_terminal_gets_a_line_that_counts(tmp_path):
 def test_a_pipe_gets_few_lines(first_run):
     lines = first_run.out.splitlines()
     assert len(lines) <= 1 + first_run.seconds / 5
-
-
-if __name__ == "__main__":
-    look(*sys.argv[1:])

@@ -7,9 +7,22 @@ import shlex
 import shutil
 import time
 
-import cluster as helpers
 import pytest
+from datasets import data_args
+from processes import (
+    LONG,
+    ROOT,
+    Run,
+    assert_none_left,
+    demo_command,
+    free_port,
+    kill_leftover,
+    new_test_id,
+    require,
+    run_demo,
+)
 
+pytestmark = [LONG, pytest.mark.xdist_group("slurm")]  # one worker starts the cluster
 SHORT = shlex.split(
     "--weights none --image_size 64 --batch_size 8 --max_steps 3 --workers 0 --log_every 1"
 )
@@ -19,7 +32,7 @@ LONG_RUN = shlex.split(
     "--weights none --image_size 40 --batch_size 4 --num_epochs 20 --max_steps 60 --workers 1 "
     "--log_every 1"
 )
-LAUNCHER = helpers.ROOT / "launch_multinode.sh"
+LAUNCHER = ROOT / "launch_multinode.sh"
 
 # The batch script that README shows. Two things may stop the job early: its time limit, of which
 # SLURM warns this script (B:) by SIGUSR1, and preemption, of which it warns the tasks of srun by
@@ -53,7 +66,7 @@ exit "$code"
 """
 
 
-def check_two_ranks(run: helpers.Run, steps: int, nodes: list[str] | None = None) -> None:
+def check_two_ranks(run: Run, steps: int, nodes: list[str] | None = None) -> None:
     """Both ranks trained all steps, in one job, on the nodes expected, and agree at the end."""
     for rank in (0, 1):
         logged = run.steps(rank)
@@ -77,12 +90,11 @@ def idle_slurm(slurm):
 
 
 def test_srun_starts_the_script_itself(idle_slurm, sample):
-    command = helpers.demo_command([*helpers.data_args(sample), *SHORT], launcher="python")
+    command = demo_command([*data_args(sample), *SHORT], launcher="python")
     run = idle_slurm.run("srun", "-N", 2, *command, timeout=120, clean=5)
     check_two_ranks(run, 3, ["node0", "node1"])
 
 
-@helpers.LONG
 def test_srun_places_two_tasks_on_each_node(idle_slurm, sample):
     """Local ranks, and a master that is not among the local tasks of node 1."""
     args = [
@@ -97,7 +109,7 @@ def test_srun_places_two_tasks_on_each_node(idle_slurm, sample):
         "--workers",
         0,
     ]
-    command = helpers.demo_command([*helpers.data_args(sample), *args], launcher="python")
+    command = demo_command([*data_args(sample), *args], launcher="python")
     run = idle_slurm.run(
         "srun", "-N", 2, "-n", 4, "--ntasks-per-node=2", *command, timeout=120, clean=5
     )
@@ -116,7 +128,7 @@ def test_srun_starts_the_launcher_on_each_node(idle_slurm, sample, tmp_path):
         2,
         "--ntasks-per-node=1",
         LAUNCHER,
-        *helpers.data_args(sample),
+        *data_args(sample),
         *SHORT,
         env={"GPUS_PER_NODE": "1", "RUN_NAME": f"test-{tmp_path.name}"},
         cwd=tmp_path,
@@ -136,23 +148,19 @@ def preempt(slurm, job_id: int) -> None:
     slurm.run("srun", "--partition=urgent", "-N", 2, "true", timeout=60)
 
 
-@pytest.mark.parametrize(
-    "interrupt", [pytest.param(warn_of_time_limit, marks=helpers.LONG), preempt]
-)
+@pytest.mark.parametrize("interrupt", [warn_of_time_limit, preempt])
 def test_batch_job_is_requeued_and_finishes(idle_slurm, sample, tmp_path, interrupt):
     script = tmp_path / "job.sh"
     script.write_text(BATCH_SCRIPT.replace("./launch_multinode.sh", str(LAUNCHER)))
     out = tmp_path / "slurm.out"
-    test_id = helpers.new_test_id()
+    test_id = new_test_id()
 
-    def log() -> helpers.Run:
-        return helpers.Run(
-            ["sbatch", str(script)], 0, out.read_text() if out.exists() else "", 0, test_id
-        )
+    def log() -> Run:
+        return Run(["sbatch", str(script)], 0, out.read_text() if out.exists() else "", 0, test_id)
 
     job_id = idle_slurm.submit(
         script,
-        *helpers.data_args(sample),
+        *data_args(sample),
         *LONG_RUN,
         cwd=tmp_path,
         test_id=test_id,
@@ -175,9 +183,9 @@ def test_batch_job_is_requeued_and_finishes(idle_slurm, sample, tmp_path, interr
         interrupt(idle_slurm, job_id)
         wait_for(lambda: idle_slurm.job(job_id)["Restarts"] == "1", 90, "its return to the queue")
         wait_for(lambda: idle_slurm.job(job_id)["JobState"] == "COMPLETED", 150, "success")
-        helpers.assert_none_left(test_id)
+        assert_none_left(test_id)
     finally:
-        helpers.kill_leftover(test_id)
+        kill_leftover(test_id)
     run, job = log(), idle_slurm.job(job_id)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), run.tail()
     assert (tmp_path / "run.pt").is_file()
@@ -194,22 +202,20 @@ def test_batch_job_is_requeued_and_finishes(idle_slurm, sample, tmp_path, interr
 
 
 def test_mpirun_starts_the_script(sample):
-    helpers.require(
+    require(
         shutil.which("mpirun"), "this test needs the command mpirun (Debian package openmpi-bin)"
     )
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(helpers.free_port())}
-    run = helpers.run_demo(
-        [*helpers.data_args(sample), *SHORT], nproc=2, launcher="mpirun", env=env, timeout=120
-    )
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    run = run_demo([*data_args(sample), *SHORT], nproc=2, launcher="mpirun", env=env, timeout=120)
     check_two_ranks(run, 3)
 
 
 def test_mpirun_without_a_master_says_so(sample):
-    helpers.require(
+    require(
         shutil.which("mpirun"), "this test needs the command mpirun (Debian package openmpi-bin)"
     )
-    run = helpers.run_demo(
-        [*helpers.data_args(sample), *SHORT], nproc=2, launcher="mpirun", expect=None, timeout=30
+    run = run_demo(
+        [*data_args(sample), *SHORT], nproc=2, launcher="mpirun", expect=None, timeout=30
     )
     assert run.returncode != 0
     assert "MASTER_ADDR" in run.out and "Traceback" not in run.out, run.tail()

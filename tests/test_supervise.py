@@ -18,14 +18,15 @@ import threading
 import time
 from pathlib import Path
 
-import cluster as helpers
 import pytest
+from processes import ROOT, free_port, wait_until
 
-TOOLS = helpers.ROOT / "tools"
+TOOLS = ROOT / "tools"
 sys.path.insert(0, str(TOOLS))
 import first_cause as causes  # noqa: E402
 import meeting as meetings  # noqa: E402
 import supervise  # noqa: E402
+from command import Command  # noqa: E402
 
 # What a fake torchrun may call: `fail TEXT KIND`, as a rank does that writes an error file.
 SHELL = """#!/bin/bash
@@ -134,7 +135,7 @@ def test_terminal_that_is_gone_ends_neither_run_nor_log(folder, terminal):
     body = "while [ ! -e go ]; do sleep 0.05; done\nfor n in 1 2 3; do echo later $n; done"
     process = folder.start(command=(folder.fake(body), "train.py"), stdout=theirs, stderr=theirs)
     os.close(theirs)
-    helpers.wait_until(lambda: folder.log_path.exists() and starts(folder.log()), 20, "the start")
+    wait_until(lambda: folder.log_path.exists() and starts(folder.log()), 20, "the start")
     os.close(ours)
     (folder.path / "go").touch()
     assert process.wait(20) == 0
@@ -148,7 +149,7 @@ def test_node_record_and_its_sentence(folder):
     assert (record["node"], record["starts"]) == (0, 1)
     assert record["host"] == socket.gethostname() and 0 < record["seconds"] < 20
     if record["interfaces"]:
-        assert re.search(r"this node sent \S+ k?B and received .* in \d+ s\n", output)
+        assert re.search(r"this node sent \S+ [kMGT]?B and received .* in \d+ s\n", output)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +242,78 @@ def test_signal_that_was_passed_on_is_no_failure_whatever_else_failed(tmp_path):
     recorded = causes.recorded_causes(tmp_path, 0)
     assert causes.first_cause("torchrun", 1, recorded, causes.Facts(), True).kind == "asked"
     assert causes.first_cause("torchrun", 1, recorded, causes.Facts(), False).kind == "bug"
+
+
+WATCHDOG = (
+    "[rank1]:[E1122 08:34:31.1 ProcessGroupNCCL.cpp:683] [Rank 1] Watchdog caught collective "
+    "operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=8000) ran for 8012 ms"
+)
+FAILED = "[rank1]: DistBackendError: NCCL error in: NCCLUtils.hpp:268, unhandled system error"
+MEMORY = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause", "starts_again"),
+    [
+        ([WATCHDOG, "terminate called after"], WATCHDOG, True),
+        (
+            ["[rank0]: Some NCCL operations have failed or timed out. Due to the", "x"],
+            "[rank0]: Some NCCL operations have failed or timed out. Due to the",
+            True,
+        ),
+        (["Operation timed out after 8000 ms", "x"], "Operation timed out after 8000 ms", True),
+        ([FAILED, "what():  x"], FAILED, True),
+        (
+            [FAILED, "ncclSystemError: System call", "[rank1]: Last error:", "[rank1]: no route"],
+            "NCCL's last error: no route",
+            True,
+        ),
+        (
+            ["ncclRemoteError: remote process exited or there was a network error", "x"],
+            "ncclRemoteError: remote process exited or there was a network error",
+            True,
+        ),
+        ([WATCHDOG, MEMORY, "x"], MEMORY, False),
+        (
+            ["RuntimeError: CUDA error: out of memory", "x"],
+            "RuntimeError: CUDA error: out of memory",
+            False,
+        ),
+    ],
+)
+def test_what_nccl_and_cuda_said_before_signal_6(folder, lines, cause, starts_again):
+    """The last line is torchrun's own here, or of a process that a signal has ended."""
+    text = "\n".join([*lines, REPORT.replace("-9", "-6"), "====="])
+    body = f"cat <<'EOF'\n{text}\nEOF\nexit 1"
+    code, output = folder.run("--restarts", 1, body=body)
+    assert (code, len(starts(output))) == (1, 1 + starts_again)
+    assert output.splitlines()[-1] == cause
+    script = folder.path / "abort.py"
+    script.write_text(f"import os\nprint({chr(10).join(lines)!r}, flush=True)\nos.abort()")
+    process = folder.start(command=(sys.executable, script))
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 134 and output.splitlines()[-1] == cause
+
+
+def test_signal_6_without_such_words(folder):
+    code, output = folder.run(body="kill -ABRT $$")
+    assert (code, output.splitlines()[-1]) == (134, "torchrun was ended by signal 6")
+
+
+def test_warnings_of_nccl_are_copied_from_its_files(folder):
+    body = (
+        "cat >>nccl.node0.host.$$.log <<'EOF'\n"
+        "host:1:2 [0] NCCL INFO Using network Socket\n\n"
+        f"host:1:2 [0] ib.cc:9 NCCL WARN NET/IB : {'x' * 700}\nEOF\nexit 3"
+    )
+    (folder.path / "nccl.node0.host.1.log").write_text("NCCL WARN of an earlier run\n")
+    os.utime(folder.path / "nccl.node0.host.1.log", (5, 5))
+    env = os.environ | {"NCCL_DEBUG_FILE": f"{folder.path}/nccl.node0.%h.%p.log"}
+    process = folder.start(command=(folder.fake(body), "train.py"), env=env)
+    output, _ = process.communicate(timeout=20)
+    (line,) = [line for line in folder.log().splitlines() if "NCCL WARN" in line]
+    assert line.startswith("host:1:2 [0] ib.cc:9 NCCL WARN NET/IB : xxx") and len(line) == 500
+    assert line in output and "NCCL INFO" not in output
 
 
 def test_without_an_error_file_the_last_line_before_torchruns_report(folder):
@@ -342,6 +415,30 @@ def test_signal_is_passed_on_and_ends_the_series(folder, sent, got):
     assert process.returncode == 4
 
 
+@pytest.mark.parametrize("node_rank", [0, 1])
+@pytest.mark.parametrize("saved", [True, False])
+def test_stop_that_the_ranks_do_not_confirm_tells_what_is_saved(tmp_path, node_rank, saved):
+    """As one that comes after the last step: the checkpoint is there, validation goes on."""
+    path = tmp_path / "c.pt"
+    path.touch()
+    words = f"torchrun --nnodes=2 --node_rank={node_rank} --rdzv_endpoint=10.0.0.1:5000 train.py"
+    command = Command([*words.split(), "--checkpoint", str(path)])
+    options, _ = supervise.parse_arguments(["--log", str(tmp_path / "log"), "--", "true"])
+    supervisor = supervise.Supervisor(options, command, supervise.Output("x", options.log))
+    supervisor.stopped = "SIGTERM"
+    moment = time.time() + 5 if saved else supervisor.began - 5
+    os.utime(path, (moment, moment))
+    text = supervisor.stopped_by()
+    if saved:
+        assert re.fullmatch(
+            r"stopped by SIGTERM; the checkpoint \S+c.pt is of [\d:]+: --r.*", text
+        )
+    elif node_rank:
+        assert text.endswith("is known to node 0, which writes it")
+    else:
+        assert text == "stopped by SIGTERM, with no checkpoint saved"
+
+
 def test_second_ctrl_c_kills(folder):
     process = folder.start(command=(folder.fake(WAIT), "train.py"))
     read_to(process, "ready")
@@ -353,7 +450,7 @@ def test_second_ctrl_c_kills(folder):
 
 
 def test_signal_while_the_nodes_wait_for_each_other():
-    place = {"host": "127.0.0.1", "port": helpers.free_port()}
+    place = {"host": "127.0.0.1", "port": free_port()}
     for node_rank in (0, 1):
         node = Node(place, node_rank, seconds=20)
         time.sleep(0.3)
@@ -392,17 +489,17 @@ def test_wrong_use_ends_in_one_line(folder, words, command, text):
 
 def test_torchruns_options_in_all_their_forms(tmp_path):
     words = "torchrun --nnodes 2 --node-rank=1 --rdzv-endpoint a:29500 --rdzv_backend static"
-    command = supervise.Command([*words.split(), "train.py", "--nnodes=7"])
+    command = Command([*words.split(), "train.py", "--nnodes=7"])
     assert (command.nnodes, command.node_rank, command.host, command.port) == (2, 1, "a", 29500)
     assert (command.script, command.arguments) == (["train.py"], ["--nnodes=7"])
     at = command.at(meetings.Plan(start=3), None)
     assert at == [*words.replace("29500", "29503").split(), "train.py", "--nnodes=7"]
     module = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1"]
-    command = supervise.Command([*module, f"{supervise.ROOT}/train.py", "--data", "a b"])
+    command = Command([*module, f"{ROOT}/train.py", "--data", "a b"])
     assert command.is_torchrun and not command.several and command.nnodes == 1
     shown = command.shown(command.at(meetings.Plan(), None))
     assert shown.endswith("torchrun --nproc_per_node=1 train.py --data 'a b'")
-    c10d = supervise.Command(["torchrun", "--nnodes=2", "--rdzv_backend=c10d", "train.py"])
+    c10d = Command(["torchrun", "--nnodes=2", "--rdzv_backend=c10d", "train.py"])
     assert c10d.nnodes == 1 and c10d.several
 
 
@@ -438,7 +535,7 @@ class Node:
 def place():
     """Where the nodes meet: four ports in a row that are free."""
     while True:
-        port = helpers.free_port()
+        port = free_port()
         with contextlib.suppress(OSError, OverflowError), contextlib.ExitStack() as stack:
             for n in range(4):
                 stack.enter_context(socket.create_server(("", port + n)))
@@ -468,6 +565,20 @@ def test_different_settings_end_all_nodes_in_one_line(place, name, value):
     assert all(isinstance(node.result, meetings.Refused) for node in nodes)
     (line,) = lines
     assert line.startswith(f"{name} is ") and f" on node 0 (host0) but {theirs}" in line
+
+
+def test_node_that_comes_after_a_difference_ends_with_the_same_line(place):
+    """Within the while that node 0 stays for it, instead of waiting for nobody."""
+    nodes = [Node(place, 0, nnodes=3), Node(place, 2, nnodes=3, PROBE=1)]
+    wait_until(lambda: nodes[0].said[1:], 5, "node 0 to hear the difference")
+    begin = time.monotonic()
+    nodes.append(Node(place, 1, nnodes=3))
+    lines = {str(node.end()) for node in nodes}
+    assert time.monotonic() - begin < meetings.LATE / 2
+    assert lines == {
+        "PROBE is 0 on node 0 (host0) but 1 on node 2 (host2): give it the same value on all nodes"
+    }
+    assert nodes[0].said[1] == "the nodes do not go together; up to 10 s more, to tell the others"
 
 
 def test_node_rank_given_twice_ends_all_nodes_in_one_line(place):
@@ -513,7 +624,7 @@ def test_node_that_was_started_anew_finds_the_others(place, anew):
 
 def test_strangers_disturb_no_meeting(place):
     first = Node(place, 0)
-    helpers.wait_until(lambda: first.said, 5, "node 0 to listen")
+    wait_until(lambda: first.said, 5, "node 0 to listen")
     for text in (b"", b"GET / HTTP/1.0\r\n\r\n", b'{"node_rank": 1}\n', b"[1]\n", b"\xff\n"):
         with socket.create_connection(tuple(place.values())) as stranger:
             stranger.sendall(text)

@@ -2,14 +2,18 @@
 
 The script writes a file for each rank that fails, with what it said, the kind of error and the
 moment; those of torch's own @record have no kind. Where a rank could write none, torchrun's report
-says which signal ended it.
+says which signal ended it, and the output what NCCL and CUDA said before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
+import os
 import re
+import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +23,7 @@ class Cause:
     text: str
     kind: str
     time: float = 0
+    rank: int | None = None  # where it is known
 
 
 # Each may be the cause of those after it. "asked": stopped on a signal, which is no failure;
@@ -40,7 +45,7 @@ def recorded_causes(folder: str | Path, since: float) -> list[Cause]:
                 kind = "asked"
             when = float(about.get("time", about.get("timestamp", 0)))
             if path.stat().st_mtime >= since and text and kind in KINDS:
-                found.append(Cause(text.partition("\n")[0], kind, when))
+                found.append(Cause(text.partition("\n")[0], kind, when, about.get("rank")))
     return found
 
 
@@ -51,14 +56,23 @@ class Facts:
     RANK = re.compile(r"\s+rank\s+: (\d+) \(local_rank: \d+\)")
     SIGNAL = re.compile(r"\s+exitcode\s+: -(\d+) \(pid: ")
     OF_TORCHRUN = re.compile(r"[EWI]\d{4} .*torch/distributed/")
+    # NCCL's watchdog ends a process by signal 6, and no rank can say why but in these words.
+    NCCL = re.compile(
+        r"Watchdog caught collective operation timeout|Operation timed out after \d"
+        r"|Some NCCL operations have failed or timed out|NCCL error in:"
+        r"|remote process exit(ed|ing)"
+    )
+    LAST_ERROR = re.compile(r"Last error: *(\S.*)")
+    MEMORY = re.compile(r"OutOfMemoryError|(CUDA|Cuda|cuda)\b.*out of memory")
     STEP = re.compile(r"\[[A-Z]+ \d+\] Epoch \d+ \| Step (\d+) ")
     START_STEP = re.compile(r'\[[A-Z]+ 0\] Run .*"start_step": *(\d+)')
 
     def __init__(self) -> None:
         self.step, self.start_step = 0, None
         self.last, self.rank, self.failed = "", "", False
-        self.asked = False
+        self.asked = self.closing = self.told_to_stop = False
         self.killed: list[Cause] = []
+        self.said: list[Cause] = []  # by NCCL and CUDA
 
     def read(self, line: str) -> None:
         if match := self.STEP.match(line):
@@ -74,21 +88,62 @@ class Facts:
         self.asked |= "] Stopped on SIG" in line
         own = self.OF_TORCHRUN.match(line)
         self.failed |= bool(own and "failed (exitcode:" in line)
+        # Torchrun ends its ranks and gives them 30 s: after a failure, unless it was told to stop.
+        self.told_to_stop |= bool(own and "death signal, shutting down" in line)
+        ending = self.failed or (own and "closing signal" in line)
+        self.closing |= bool(ending and not self.told_to_stop)
         if line.strip() and not own and not self.failed:
+            self._read_nccl(line.strip()[:300])
             self.last = line.strip()
+
+    def _read_nccl(self, line: str) -> None:
+        if self.last.endswith("Last error:"):  # NCCL's own reason stands in the next line
+            line = "Last error: " + re.sub(r"\[rank\d+\]: *", "", line)
+        if match := self.LAST_ERROR.search(line):  # says more than torch's words before it
+            self.said = [cause for cause in self.said if "NCCL error in:" not in cause.text]
+            self.said.append(Cause(f"NCCL's last error: {match[1]}", "lost", time.time()))
+        elif self.MEMORY.search(line):  # a restart would meet it again
+            self.said.append(Cause(line, "user", time.time()))
+        elif self.NCCL.search(line):
+            self.said.append(Cause(line, "lost", time.time()))
+
+
+WARNINGS = 50  # of NCCL that are copied after a start, and the characters of one
+WARNING_LENGTH = 500
+
+
+def nccl_warnings(pattern: str, since: float) -> list[bytes]:
+    """NCCL's first warnings in the files that NCCL_DEBUG_FILE names, if written to since then."""
+    found = []
+    for path in sorted(glob.glob(re.sub("%[hp]", "*", glob.escape(pattern)))):
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_mtime >= since:
+                lines = Path(path).read_bytes().splitlines()
+                found += [line[:WARNING_LENGTH] for line in lines if b"NCCL WARN" in line]
+    return found[:WARNINGS]
 
 
 def first_cause(
-    program: str, code: int, recorded: list[Cause], facts: Facts, passed_on: bool
+    program: str,
+    code: int,
+    recorded: list[Cause],
+    facts: Facts,
+    passed_on: bool,
+    given_up: str = "",
 ) -> Cause:
-    """Of the command's end with an exit code that is not 0, or by the signal -code."""
-    causes = [*recorded, *facts.killed]
+    """Of the command's end with an exit code that is not 0, or by the signal -code.
+
+    `given_up` says why the supervisor has killed it, which then is no cause.
+    """
+    causes = [*recorded, *facts.killed, *facts.said]
     if facts.asked and not recorded:  # as under srun, which gives no error files
         causes.append(Cause("", "asked"))
     for cause in causes:
         if passed_on and cause.kind == "asked":
             return cause
-    if code < 0:
+    if given_up:
+        causes.append(Cause(given_up, "lost", time.time()))
+    elif code < 0 and not (code == -signal.SIGABRT and causes):
         return Cause(f"{program} was ended by signal {-code}", "killed")
     if causes:
         return min(causes, key=lambda cause: (KINDS.index(cause.kind), cause.time))

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+LATE = 10  # seconds in which nodes that come after an error are told of it, too
+
 
 class Refused(Exception):
     """Ends everything with one line: a setting that is wrong, a node that does not come."""
@@ -74,6 +76,16 @@ def why_not_own(found: list[tuple]) -> str:
     return why
 
 
+def nodes_of(heard: dict[socket.socket, bytes]) -> dict[socket.socket, dict]:
+    """What the nodes among the guests have said; others have found this port by chance."""
+    nodes = {}
+    for guest, text in heard.items():
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # or not yet all of it
+            node = json.loads(text)
+            nodes[guest] = node | {key: node[key] for key in ("node_rank", "host", "settings")}
+    return nodes
+
+
 class Meeting:
     """One node's part in it. `settings` must be the same on all nodes; they end in one line."""
 
@@ -87,11 +99,17 @@ class Meeting:
     ) -> None:
         self.host, self.port, self.node, self.last, self.say = host, port, node, last, say
         self.nnodes = node["settings"]["NNODES"]
+        self.links: dict[int, socket.socket] = {}  # after agree: node 0's to all, others' to 0
+        self.hosts = {node["node_rank"]: node["host"]}  # node 0 knows all of them
         self.stopped = False  # set by a signal
         self.began = self.told = 0.0
 
     def agree(self, plan: Plan, seconds: int) -> Plan:
-        """Returns node 0's plan when all nodes are there; Refused after so many seconds."""
+        """Returns node 0's plan when all nodes are there; Refused after so many seconds.
+
+        The connections stay open, for whoever wants them, until the next meeting.
+        """
+        self.close()
         if self.node["node_rank"] == 0:
             answer = self._hold(plan, seconds)
         else:
@@ -99,6 +117,26 @@ class Meeting:
         if "error" in answer:
             raise Refused(answer["error"])
         return Plan(**answer)
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()
+        self.links = {}
+
+    # What a meeting for another purpose, such as preflight.py's, has of its own.
+    purpose = "start"
+
+    def greeting(self) -> dict:
+        """What node 0 says first, beside how long it waits."""
+        return {"purpose": self.purpose}
+
+    def introduction(self, greeting: dict) -> dict:
+        """What another node answers."""
+        return self.node
+
+    def objection(self, nodes: list[dict]) -> str:
+        """Node 0's, to what the others have said when all are there; empty: none."""
+        return ""
 
     def _check(self, why: str = "") -> None:
         """Now and then while waiting: ends on a signal, and says from time to time what for."""
@@ -118,16 +156,30 @@ class Meeting:
             heard: dict[socket.socket, bytes] = {}
             answer, end = None, time.monotonic() + seconds
             while answer is None:
-                self._check()
                 late = time.monotonic() > end
-                for key, _ in ready.select(0.2):
-                    if key.fileobj is server:
-                        self._greet(server, ready, heard, end)
-                    else:
-                        self._hear(key.fileobj, ready, heard)
-                answer = self._answer(plan, heard.values(), seconds if late else 0)
+                self._serve(server, ready, heard, end)
+                answer = self._answer(plan, heard, seconds if late else 0)
+            if "error" in answer and not late:
+                self._wait_for_the_late(server, ready, heard)
             self._tell(answer, heard)
         return answer
+
+    def _wait_for_the_late(self, server: socket.socket, ready, heard: dict) -> None:
+        """Nodes that are just starting shall end with the same line, not wait for nobody."""
+        end = time.monotonic() + LATE
+        if len(nodes_of(heard)) < self.nnodes - 1:
+            self.say(f"the nodes do not go together; up to {LATE} s more, to tell the others")
+        while len(nodes_of(heard)) < self.nnodes - 1 and time.monotonic() < end:
+            self._serve(server, ready, heard, end)
+
+    def _serve(self, server: socket.socket, ready, heard: dict, end: float) -> None:
+        """Takes what the other nodes send in the next moment, and new ones among them."""
+        self._check()
+        for key, _ in ready.select(0.2):
+            if key.fileobj is server:
+                self._greet(server, ready, heard, end)
+            else:
+                self._hear(key.fileobj, ready, heard)
 
     def _listen(self, plan: Plan) -> socket.socket:
         both = socket.has_dualstack_ipv6()
@@ -151,7 +203,8 @@ class Meeting:
             guest, _ = server.accept()
             # Node 0 speaks first, because a torchrun that still holds a port would not.
             seconds = max(0, end - time.monotonic())
-            guest.sendall(json.dumps({"node_0_waits": seconds}).encode() + b"\n")
+            greeting = {"node_0_waits": seconds} | self.greeting()
+            guest.sendall(json.dumps(greeting).encode() + b"\n")
             ready.register(guest, selectors.EVENT_READ)
             heard[guest] = b""
 
@@ -165,38 +218,46 @@ class Meeting:
             del heard[guest]
             guest.close()
 
-    def _answer(self, plan: Plan, texts, waited: int) -> dict | None:
+    def _answer(self, plan: Plan, heard: dict[socket.socket, bytes], waited: int) -> dict | None:
         """The plan once all nodes are there, an error for all of them, or nothing yet."""
         hosts, mine = {0: self.node["host"]}, self.node["settings"]
-        for text in texts:
-            try:
-                node = json.loads(text)
-                rank, host, settings = node["node_rank"], node["host"], node["settings"]
-            except (ValueError, TypeError, KeyError):
-                continue  # not yet all of it, or another program that has found this port
+        for node in nodes_of(heard).values():
+            rank, host, settings = node["node_rank"], node["host"], node["settings"]
             for name in [name for name in mine if settings.get(name) != mine[name]]:
-                theirs = f"{settings.get(name)} on node {rank} ({host})"
-                here = f"{name} is {mine[name]} on node 0 ({hosts[0]})"
-                return {"error": f"{here} but {theirs}: give it the same value on all nodes"}
+                ours, theirs = (
+                    "not set" if value is None else value
+                    for value in (mine[name], settings.get(name))
+                )
+                text = f"{name} is {ours} on node 0 ({hosts[0]}) but {theirs} on node {rank} "
+                return {"error": f"{text}({host}): give it the same value on all nodes"}
             if rank in hosts:
                 both = f"{hosts[rank]} and {host}"
                 return {"error": f"NODE_RANK {rank} came twice, from {both}: give each its own"}
             hosts[rank] = host
+        self.hosts = hosts
         missing = [str(rank) for rank in range(self.nnodes) if rank not in hosts]
         if missing and waited:
             return {
                 "error": f"the other nodes did not all come within {waited} s (missing: node "
                 f"{', '.join(missing)}): start the launcher on each node with its NODE_RANK"
             }
-        return None if missing else asdict(plan)
+        if missing:
+            return None
+        why = self.objection(list(nodes_of(heard).values()))
+        return {"error": why} if why else asdict(plan)
 
-    def _tell(self, answer: dict, heard: dict) -> None:
+    def _tell(self, answer: dict, heard: dict[socket.socket, bytes]) -> None:
+        if "error" not in answer:
+            nodes = nodes_of(heard).items()
+            self.links = {
+                n["node_rank"]: guest for guest, n in nodes if n["node_rank"] in self.hosts
+            }
         for guest in heard:
             with contextlib.suppress(OSError):
                 guest.settimeout(2)
                 guest.sendall(json.dumps(answer).encode() + b"\n")
-        for guest in heard:  # they close first, so that nothing lingers on the port
-            with contextlib.suppress(OSError):
+        for guest in heard.keys() - set(self.links.values()):
+            with contextlib.suppress(OSError):  # they close first: nothing lingers on the port
                 guest.recv(1)
             guest.close()
 
@@ -224,20 +285,32 @@ class Meeting:
 
     def _ask(self, port: int) -> dict:
         node_0 = socket.create_connection((self.host, port), timeout=2)
-        with node_0, node_0.makefile("rwb") as stream:
-            try:
-                greeting = json.loads(stream.readline(100))
-                end = time.monotonic() + greeting["node_0_waits"] + 10
-            except (TimeoutError, ValueError, TypeError, KeyError):
-                why = f"port {port} is held by another program or an earlier start"
-                raise OSError(why) from None
-            stream.write(json.dumps(self.node).encode() + b"\n")
-            stream.flush()
-            while not select.select([node_0], [], [], 0.2)[0]:
-                self._check("node 0 is there, other nodes are missing")
-                if time.monotonic() > end:
-                    raise OSError("node 0 does not answer any more")
-            answer = stream.readline()
+        try:
+            # Without a buffer: what node 0 says later is not taken with the answer.
+            with node_0.makefile("rb", buffering=0) as stream:
+                answer = self._talk(port, node_0, stream)
+            if "error" not in answer:
+                self.links = {0: node_0}
+            return answer
+        finally:
+            if not self.links:
+                node_0.close()
+
+    def _talk(self, port: int, node_0: socket.socket, stream) -> dict:
+        try:
+            greeting = json.loads(stream.readline(1000))
+            end = time.monotonic() + greeting["node_0_waits"] + LATE + 2
+        except (TimeoutError, ValueError, TypeError, KeyError):
+            why = f"port {port} is held by another program or an earlier start"
+            raise OSError(why) from None
+        node_0.sendall(json.dumps(self.introduction(greeting)).encode() + b"\n")
+        while not select.select([node_0], [], [], 0.2)[0]:
+            self._check("node 0 is there, other nodes are missing")
+            if time.monotonic() > end:
+                raise OSError("node 0 does not answer any more")
+        answer = stream.readline()
         if not answer:
             raise OSError("node 0 has left")
+        if greeting.get("purpose") != self.purpose and b'"error"' not in answer:
+            raise OSError("node 0 was started anew, and is not yet so far")
         return json.loads(answer)

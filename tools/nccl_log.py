@@ -978,13 +978,29 @@ def connections(found: Finding) -> list[str]:
 
 
 def why_sockets(found: Finding) -> str:
+    if why := cause(found):
+        return f"Why not another network: {why}."
+    return f"The text does not say why not another network; to see it, {HOW_TO_ASK}."
+
+
+def cause(found: Finding) -> str:
+    """Of sockets: who asked for them, or what NCCL says of the others; may be empty."""
     if found.reason:
-        return f"Why not another network: {found.reason}."
+        return found.reason
     lines = {problem.id: problem.line for problem in found.problems}
     for line in (lines[id] for id in REASONS if id in lines):
         message = re.split(r"NCCL (?:INFO|WARN) ", line)[-1]
-        return f'Why not another network: NCCL says "{message}".'
-    return f"The text does not say why not another network; to see it, {HOW_TO_ASK}."
+        return f'NCCL says "{message}"'
+    return ""
+
+
+def in_one_line(found: Finding) -> str:
+    """What was used and, of sockets, why; then the names of the problems, to be looked up."""
+    said = used(found).removesuffix(".") if found.decided else "NCCL's text names no network"
+    if found.transport == "sockets":
+        said += f", because {why}" if (why := cause(found)) else ", and does not say why"
+    names = ", ".join(problem.id for problem in found.problems)
+    return f"{said}; problems: {names}" if names else said
 
 
 # --- command line ------------------------------------------------------------------------------
@@ -1040,6 +1056,21 @@ def find_in_files(paths: list[str]) -> Finding:
     if not reader.any_text:
         raise UserError(f"no text of NCCL in {', '.join(paths)}: {HOW_TO_ASK}")
     return reader.finding()
+
+
+def of_processes(pattern: str, host: str, pids: Iterable[int]) -> Finding | None:
+    """What processes of one node wrote with NCCL_DEBUG_FILE=`pattern`; None if nothing is there.
+
+    By their ids, because earlier runs may have left files of theirs in the same folder.
+    """
+    names = {"h": host.partition(".")[0], "%": "%"}
+    paths = set()
+    for pid in pids:
+        names["p"] = str(pid)
+        paths.add(re.sub("%(.)", lambda match: names.get(match[1], match[0]), pattern))
+    with contextlib.suppress(UserError):
+        return find_in_files(sorted(filter(os.path.isfile, paths)))
+    return None
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
-import itertools
 import json
+import math
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -27,67 +25,15 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import children
+from command import Command, option
 from counters import difference, in_words, read_counters
-from first_cause import Cause, Facts, first_cause, recorded_causes
+from first_cause import Cause, Facts, first_cause, nccl_warnings, recorded_causes
 from meeting import Meeting, Plan, Refused, Stopped, check_master
-
-ROOT = Path(__file__).parent.parent
-
-
-def option(words: list[str], name: str, default: str) -> str:
-    """The value of --name, as --name=value or --name value, with _ or -; the last one counts."""
-    for word, following in itertools.pairwise([*words, default]):
-        key, equals, value = word.partition("=")
-        if key.startswith("--") and key[2:].replace("-", "_") == name:
-            default = value if equals else following
-    return default
-
-
-class Command:
-    """The command to run, and what it says of the nodes."""
-
-    def __init__(self, words: list[str]) -> None:
-        scripts = (n for n, word in enumerate(words) if n and re.fullmatch(r"[^-].*\.py", word))
-        at = next(scripts, len(words))
-        self.launcher, self.script = words[:at], words[at : at + 1]
-        self.arguments = words[at + 1 :]
-        module = "torch.distributed.run" in self.launcher
-        self.is_torchrun = module or Path(words[0]).name == "torchrun"
-        self.program = "torchrun" if self.is_torchrun else Path(words[0]).name
-        nnodes = option(self.launcher, "nnodes", "1")
-        one = nnodes == option(self.launcher, "nproc_per_node", "1") == "1"
-        self.several = not (self.is_torchrun and one)  # processes
-        static = option(self.launcher, "rdzv_backend", "static") == "static"
-        self.nnodes = int(nnodes) if self.is_torchrun and static and nnodes.isdigit() else 1
-        self.endpoint = option(self.launcher, "rdzv_endpoint", "")
-        self.host, _, port = self.endpoint.rpartition(":")
-        node_rank = option(self.launcher, "node_rank", "0")
-        if self.nnodes > 1 and not (port.isdigit() and node_rank.isdigit()):
-            given = f"--rdzv_endpoint is '{self.endpoint}' and --node_rank '{node_rank}'"
-            raise Refused(f"{given}: give HOST:PORT of node 0, and this node's number from 0 on")
-        self.port, self.node_rank = (int(port), int(node_rank)) if self.nnodes > 1 else (0, 0)
-
-    def at(self, plan: Plan, probe: str | None) -> list[str]:
-        """Its words for one start."""
-        words = [*self.launcher, *([probe] if plan.probe else self.script), *self.arguments]
-        if plan.restarts and not plan.probe and "--resume" not in self.arguments:
-            words.append("--resume")
-        if self.nnodes > 1:
-            moved = f"{self.host}:{self.port + plan.start}"
-            n = next(n for n, word in enumerate(words) if self.endpoint in word)
-            words[n] = words[n].replace(self.endpoint, moved)
-        return words
-
-    def shown(self, words: list[str]) -> str:
-        """As a person would type it."""
-        if words[1:3] == ["-m", "torch.distributed.run"]:
-            words = ["torchrun", *words[3:]]
-        words = [word.removeprefix(f"{ROOT}/") if word.endswith(".py") else word for word in words]
-        threads = os.environ.get("OMP_NUM_THREADS")
-        return f"OMP_NUM_THREADS={threads} " * bool(threads) + shlex.join(words)
-
+from missing import Nodes, phases_folder, read_phases, standing
 
 # ---- Output ---------------------------------------------------------------------------------
 
@@ -130,30 +76,18 @@ class Output:
 
 # ---- The run --------------------------------------------------------------------------------
 
-LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 STOPPED = 75  # as the script's: the same command goes on later
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+GRACE = 10  # seconds to end for an attempt that has failed; torchrun alone would give them 30
 
 
-def descendants() -> list[int]:
-    """Processes under this one that are alive, torchrun's ranks included."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent = stat.read_text(errors="replace").rpartition(") ")[2].split()[:2]
-            if state != "Z":
-                children.setdefault(int(parent), []).append(int(stat.parent.name))
-    found = [os.getpid()]
-    for process in found:
-        found += children.get(process, [])
-    return found[1:]
+@dataclass
+class Attempt:
+    """One start of the command."""
 
-
-def tied_to(parent: int) -> None:
-    """In the child: torchrun does not outlive its supervisor; the ranks then end by themselves."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    errors: str  # folder of the ranks' error files
+    phases: str  # and of their phases
+    began: float = field(default_factory=time.time)
+    facts: Facts = field(default_factory=Facts)
 
 
 class Supervisor:
@@ -195,9 +129,14 @@ class Supervisor:
 
     def _patience(self, plan: Plan) -> int:
         """Seconds to wait for the other nodes: some may take --timeout to notice a failure."""
-        given = re.match(r"\d{1,7}", option(self.command.arguments, "timeout", "300"))
-        timeout = int(given[0]) if given else 300  # the script's default
-        return self.options.connect_timeout + (timeout if plan.restarts else 0)
+        return self.options.connect_timeout + (self._timeout() if plan.restarts else 0)
+
+    def _timeout(self) -> int:
+        """The script's own --timeout, in seconds."""
+        given = float("nan")
+        with contextlib.suppress(ValueError):
+            given = float(option(self.command.arguments, "timeout", ""))
+        return math.ceil(given) if 0 < given < 1e7 else 300  # the script's default
 
     def _keep_checkpoint(self) -> None:
         """Restarts need a checkpoint, and none of an earlier run."""
@@ -215,25 +154,88 @@ class Supervisor:
 
     def _start(self, plan: Plan) -> tuple[int, Cause, Facts]:
         """Runs the command to its end and ends what it has left behind."""
-        words, facts, now = self.command.at(plan, self.probe), Facts(), time.time()
+        words = self.command.at(plan, self.probe)
         self.say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.command.shown(words)}")
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            self._spawn(words, folder, plan)
-            from_child = (self.process.stdout, facts)
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            phases_folder() as phases,
+        ):
+            attempt = Attempt(option(self.command.launcher, "log_dir", folder), phases)
+            self._spawn(words, folder, phases, plan)
+            from_child = (self.process.stdout, attempt.facts)
             copier = threading.Thread(target=self._copy, args=from_child, daemon=True)
             copier.start()
             if self.stopped:  # before there was a child to take it
                 self._pass_on(self.stopped)
-            code = self.process.wait()
-            self._end_the_rest(30 if self.stopped else 10)
+            where, given_up = self._watch(attempt)
+            code = 1 if given_up else self.process.returncode
             copier.join(30)
-            recorded = recorded_causes(option(self.command.launcher, "log_dir", folder), now)
+            recorded = recorded_causes(attempt.errors, attempt.began)
         self.process = None
+        warnings = nccl_warnings(os.environ.get("NCCL_DEBUG_FILE", ""), attempt.began)
+        self.output.copy([line + b"\n" for line in warnings])
         program, passed_on = self.command.program, bool(self.stopped)
-        return code, first_cause(program, code, recorded, facts, passed_on), facts
+        cause = first_cause(program, code, recorded, attempt.facts, passed_on, given_up)
+        if code and where not in ("", cause.text) and cause.kind not in ("user", "bug", "asked"):
+            self.say(where)
+        return code, cause, attempt.facts
 
-    def _spawn(self, words: list[str], folder: str, plan: Plan) -> None:
-        env = dict(os.environ)
+    def _watch(self, attempt: Attempt) -> tuple[str, str]:
+        """Waits until nothing of the attempt is left; after a failure anywhere for GRACE seconds.
+
+        Returns where all ranks stood then, and why it was killed if it was.
+        """
+        names = [self._name(node) for node in range(self.command.nnodes)]
+        nodes = Nodes(self.meeting.links, self.command.node_rank, names, self._timeout())
+        while self.process.poll() is None and not self._failed(attempt, nodes):
+            nodes.listen(0.2)
+        end, where, given_up = time.monotonic() + GRACE, "", ""
+        if self.stopped:
+            end += 20  # as torchrun gives the ranks 30 s to save
+        elif self.process.poll() != 0:
+            where = nodes.settle(lambda: self._standing(attempt), lambda: self._is_over(attempt))
+            while self.process.poll() is None and time.monotonic() < end:
+                time.sleep(0.1)
+        if self.process.poll() is None and not self.stopped:
+            given_up = where or f"given up: it had not ended {GRACE} s after a failure"
+            self.say(f"killing this attempt: it has not ended {GRACE} s after a failure")
+            children.kill([self.process.pid, *children.descendants()])
+        code = self.process.wait()
+        nodes.leave(done=code == 0)
+        children.end_the_rest(max(0, end - time.monotonic()), self.say)
+        return where, given_up
+
+    def _name(self, node: int) -> str:
+        host = self.meeting.hosts.get(node, self.meeting.host if node == 0 else "")
+        return f"node {node} ({host})" if host else f"node {node}"
+
+    def _failed(self, attempt: Attempt, nodes: Nodes) -> bool:
+        """Whether it has failed here, or elsewhere; not while a signal makes the ranks stop.
+
+        That a rank stands still alone is no failure: reading, compiling and validating take long.
+        Those that wait for it fail by themselves after --timeout, except while they meet: NCCL
+        has no time limit there.
+        """
+        phases = read_phases(attempt.phases).values()
+        meeting = [
+            phase == "rendezvous" and seconds > self._timeout() for phase, seconds in phases
+        ]
+        hang = bool(meeting) and all(meeting)
+        return not self.stopped and (attempt.facts.closing or nodes.failed or hang)
+
+    def _is_over(self, attempt: Attempt) -> bool:
+        return self.process.poll() is not None and not children.descendants()
+
+    def _standing(self, attempt: Attempt) -> list[list]:
+        """Of each rank of this node: what it is at."""
+        if not (children.LIBC and self.command.is_torchrun):
+            return []
+        recorded = recorded_causes(attempt.errors, attempt.began)
+        alive = children.ranks_alive(self.process.pid)
+        return standing(read_phases(attempt.phases), recorded, alive, self._timeout())
+
+    def _spawn(self, words: list[str], folder: str, phases: str, plan: Plan) -> None:
+        env = dict(os.environ, DEMO_PHASES=phases)
         if self.command.is_torchrun:  # which takes its options from PET_ variables, too
             env["PET_LOG_DIR"] = folder
             env["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
@@ -248,7 +250,7 @@ class Supervisor:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=(lambda: tied_to(parent)) if LIBC else None,
+                preexec_fn=(lambda: children.tied_to(parent)) if children.LIBC else None,
             )
         except OSError as error:
             raise Refused(f"{words[0]} cannot be started ({error.strerror})") from None
@@ -265,30 +267,6 @@ class Supervisor:
             self.output.copy([line + b"\n" for line in lines])
             for line in lines:
                 facts.read(line.decode(errors="replace"))
-
-    def _end_the_rest(self, seconds: int) -> None:
-        """Gives processes that are left so long to end by themselves, then kills them.
-
-        NOTE: no SIGTERM: one rank that stops on a signal makes all stop, on every node, for good.
-        """
-        end, kills = time.monotonic() + seconds, 0
-        while True:
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            left = descendants()
-            if not left or kills == 12:  # some a kernel's driver does not let go
-                return
-            if time.monotonic() > end:
-                self.say(f"killing what is left of this attempt: {len(left)} processes")
-                self._kill(left)
-                end, kills = time.monotonic() + 5, kills + 1
-            time.sleep(0.1)
-
-    def _kill(self, processes: list[int]) -> None:
-        for process in processes:
-            with contextlib.suppress(OSError):
-                os.kill(process, signal.SIGKILL)
 
     def _say_repeated(self, plan: Plan, facts: Facts, reached: int) -> None:
         """What the failure before this start has cost; only rank 0 says where it went on."""
@@ -309,7 +287,7 @@ class Supervisor:
             self.say(f"stopped on a signal, exit code {STOPPED}; {more}")
             return STOPPED
         if self.stopped:
-            self.say(f"stopped by {self.stopped}, with no checkpoint saved")
+            self.say(self.stopped_by())
             return code or 143
         if plan.restarts:
             self.say(f"gave up after {plan.restarts} restarts")
@@ -318,20 +296,31 @@ class Supervisor:
         self.output.line(cause.text)
         return code
 
+    def stopped_by(self) -> str:
+        """After a signal that the ranks did not answer with a checkpoint."""
+        path, by = option(self.command.arguments, "checkpoint", ""), f"stopped by {self.stopped}"
+        with contextlib.suppress(OSError):
+            if (saved := os.stat(path).st_mtime) >= self.began:
+                moment = time.strftime("%H:%M:%S", time.localtime(saved))
+                return f"{by}; the checkpoint {path} is of {moment}: --resume goes on from there"
+        if path and self.command.node_rank:
+            return f"{by}; whether a checkpoint was saved is known to node 0, which writes it"
+        return f"{by}, with no checkpoint saved"
+
     def report(self) -> None:
         """The node's own record: what its interfaces carried while this ran."""
-        seconds, links = time.time() - self.began, difference(self.before, read_counters())
+        seconds, carried = time.time() - self.began, difference(self.before, read_counters())
         record = {"node": self.command.node_rank, "host": self.host}
-        record |= {"seconds": round(seconds, 3), "starts": self.starts, "interfaces": links}
+        record |= {"seconds": round(seconds, 3), "starts": self.starts, **carried}
         self.output.copy([f"{self.output.name}: Node {json.dumps(record)}\n".encode()])
-        if links:
-            self.say(f"this node {in_words(links)} in {seconds:.0f} s")
+        if carried["interfaces"]:
+            self.say(f"this node {in_words(carried)} in {seconds:.0f} s")
 
     def on_signal(self, number: int, _frame: object) -> None:
         name = signal.Signals(number).name
         if self.stopped:
             if name == "SIGINT":
-                self._kill(descendants())
+                children.kill(children.descendants())
                 self.say("SIGINT again: killing the run")
             return
         self.stopped = name
@@ -382,12 +371,11 @@ def main() -> int:
     supervisor = Supervisor(options, command, output)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, supervisor.on_signal)
-    if LIBC:
-        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    children.adopt_orphans()
     try:
         return supervisor.run()
     except Stopped:
-        code, why = 143, f"stopped by {supervisor.stopped}, with no checkpoint saved"
+        code, why = 143, supervisor.stopped_by()
     except (Refused, OSError) as error:
         code, why = 1, f"error: {error}"
     if supervisor.starts:

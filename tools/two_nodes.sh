@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# Two nodes on one machine: two network namespaces joined by a virtual cable, launch_multinode.sh started in each.
+# Two nodes on one machine: two network namespaces joined by virtual cables, launch_multinode.sh started in each.
 #   tools/two_nodes.sh [--rate 1gbit] [--gpus_per_node N] [--name RUN_NAME] -- ARGUMENTS of demo_coco_resnet18.py
+#   tools/two_nodes.sh --links slow=1gbit,fast=unshaped [...]     a run over each of several cables, then the comparison
 # --rate: what the cable carries each way, as tc writes it (100mbit, 1gbit); without it, as much as the machine can.
+# --links: cables, each with its name, which is that of its interface on both nodes, and its rate, or `unshaped`.
+# Without ARGUMENTS it trains for some steps on the sample set.
 # Needs root. The logs are LOG_DIR/RUN_NAME/node0.log and node1.log; the launcher's variables (RESTARTS, ...) apply.
 # Exit code: 0 if both nodes ended with 0, else the first other code.
 set -euo pipefail
@@ -14,15 +17,17 @@ die() {
 }
 
 rate=
+links=
 GPUS_PER_NODE=1
 RUN_NAME=${RUN_NAME:-two_nodes-$(date +%Y%m%d-%H%M%S)}
 while [ "$#" -gt 0 ]; do
     option=${1//-/_}
     case $option in
-    __rate | __gpus_per_node | __name)
+    __rate | __links | __gpus_per_node | __name)
         [ "$#" -gt 1 ] || die "$1 needs a value"
         case $option in
         __rate) rate=$2 ;;
+        __links) links=$2 ;;
         __gpus_per_node) GPUS_PER_NODE=$2 ;;
         __name) RUN_NAME=$2 ;;
         esac
@@ -32,10 +37,25 @@ while [ "$#" -gt 0 ]; do
         shift
         break
         ;;
-    *) die "unknown option $1: tools/two_nodes.sh [--rate 1gbit] [--gpus_per_node N] [--name RUN_NAME] -- ARGUMENTS" ;;
+    *) die "unknown option $1: give --rate or --links, --gpus_per_node, --name, then -- ARGUMENTS" ;;
     esac
 done
+[ -z "$rate" ] || [ -z "$links" ] || die "--rate and --links: each of the --links has its own rate"
 [[ $GPUS_PER_NODE =~ ^[1-9][0-9]{0,3}$ ]] || die "--gpus_per_node is '$GPUS_PER_NODE': give a number, 1 or more"
+# The cables: what each end is called on its node, and the rate of each; veth0 and veth1 tell the ends of one apart.
+ends0=(veth0) ends1=(veth1) rates=("$rate") networks=
+if [ -n "$links" ]; then
+    ends0=() rates=()
+    for link in ${links//,/ }; do
+        [[ $link =~ ^([a-zA-Z][a-zA-Z0-9_-]{0,14})=([a-zA-Z0-9.]+)$ && $link != lo=* ]] ||
+            die "--links has '$link': write NAME=RATE, as in slow=1gbit,fast=unshaped, a NAME of up to 15 characters"
+        [[ " ${ends0[*]} " != *" ${BASH_REMATCH[1]} "* ]] || die "--links has two named ${BASH_REMATCH[1]}"
+        ends0+=("${BASH_REMATCH[1]}") rates+=("${BASH_REMATCH[2]/#unshaped/}")
+        networks+="${BASH_REMATCH[1]}=${BASH_REMATCH[1]} "
+    done
+    [ "${#ends0[@]}" -gt 1 ] || die "--links is '$links': name two or more, or give --rate for one"
+    ends1=("${ends0[@]}")
+fi
 [ "$(id -u)" -eq 0 ] || die "network namespaces need root: start it with sudo, or use two machines"
 for program in ip tc unshare; do
     command -v "$program" >/dev/null || die "$program is missing: install iproute2 and util-linux"
@@ -82,40 +102,49 @@ done
 if [ -f "$ROOT/tools/python_env.sh" ]; then
     PYTHON=$(bash "$ROOT/tools/python_env.sh") || exit 1
     export PYTHON
+    # Not by both nodes at a time.
+    [ "$#" -gt 0 ] || "$PYTHON" "$ROOT/tools/make_sample_coco.py" "$ROOT/data/sample_coco"
 fi
 
-ip netns add "${spaces[0]}" || die "this machine does not allow network namespaces: run it on a virtual machine or two real ones"
+ip netns add "${spaces[0]}" || die "no network namespaces are allowed here: run it on a virtual machine or two real ones"
 ip netns add "${spaces[1]}"
-# Jumbo frames: of what Linux hands down in one piece the shaper counts a header for each frame, the interface only one.
-# With frames of 1,500 bytes the interface's count would be 5 % below the rate.
-ip link add veth0 mtu 9000 netns "${spaces[0]}" type veth peer name veth1 mtu 9000 netns "${spaces[1]}"
-for k in 0 1; do
-    ip -n "${spaces[k]}" address add "10.213.0.$((k + 1))/24" dev "veth$k"
-    ip -n "${spaces[k]}" link set lo up
-    ip -n "${spaces[k]}" link set "veth$k" up
-    if [ -n "$rate" ]; then
+for k in 0 1; do ip -n "${spaces[k]}" link set lo up; done
+for n in "${!rates[@]}"; do
+    # Jumbo frames: of what Linux hands down in one piece the shaper counts a header for each frame, the interface only
+    # one. With frames of 1,500 bytes the interface's count would be 5 % below the rate.
+    ip link add name "${ends0[n]}" mtu 9000 netns "${spaces[0]}" \
+        type veth peer name "${ends1[n]}" mtu 9000 netns "${spaces[1]}"
+    for k in 0 1; do
+        end=${ends0[n]}
+        [ "$k" = 0 ] || end=${ends1[n]}
+        ip -n "${spaces[k]}" address add "10.213.$n.$((k + 1))/24" dev "$end"
+        ip -n "${spaces[k]}" link set dev "$end" up
+        [ -n "${rates[n]}" ] || continue
         # The burst must hold one segment that TCP hands down in one piece (64 KB); more would pass above the rate.
-        tc -n "${spaces[k]}" qdisc add dev "veth$k" root tbf rate "$rate" burst 128kb latency 100ms ||
-            die "tc does not take --rate $rate: write it as 100mbit or 1gbit"
-    fi
+        tc -n "${spaces[k]}" qdisc add dev "$end" root tbf rate "${rates[n]}" burst 128kb latency 100ms ||
+            die "tc does not take ${links:+--links }${rate:+--rate }${rates[n]}: write it as 100mbit or 1gbit"
+    done
+    say "cable $n: 10.213.$n.1 on ${ends0[n]} and 10.213.$n.2 on ${ends1[n]}, ${rates[n]:-no} rate limit"
 done
 # Without the ::ffff: form, under which torch sees them, each connection waits for a name server and warns.
 printf '%s\n' '127.0.0.1 localhost' '10.213.0.1 node0' '10.213.0.2 node1' \
     '::ffff:10.213.0.1 node0' '::ffff:10.213.0.2 node1' >"$scratch/hosts"
-say "namespaces ${spaces[0]} (10.213.0.1 on veth0) and ${spaces[1]} (10.213.0.2 on veth1), ${rate:-no} rate limit"
+say "namespaces ${spaces[0]} (node 0) and ${spaces[1]} (node 1): emulated, two nodes of one machine"
 
 cores=$(nproc)
 threads=$((cores / (2 * GPUS_PER_NODE)))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 export NNODES=2 MASTER_ADDR=10.213.0.1 GPUS_PER_NODE RUN_NAME
-unset WORLD_SIZE
+unset WORLD_SIZE GLOO_SOCKET_IFNAME # which is another on each node
+if [ -n "$links" ]; then
+    export NETWORKS=${networks% } DEMO_NOTE="Emulated: two network namespaces of one machine, joined by $links"$'\n\n'
+fi
 
 # Each node has its own host name, by which the log tells them apart, and finds the other's without a name server.
 set -m  # a process group each: Ctrl-C reaches them once, through forward
 for k in 0 1; do
     # shellcheck disable=SC2016  # for the inner shell to expand
-    NODE_RANK=$k GLOO_SOCKET_IFNAME=veth$k \
-        setpriv --pdeathsig TERM ip netns exec "${spaces[k]}" unshare --uts bash -c '
+    NODE_RANK=$k setpriv --pdeathsig TERM ip netns exec "${spaces[k]}" unshare --uts bash -c '
             echo "node$1" >/proc/sys/kernel/hostname
             mount --bind "$2" /etc/hosts
             shift 2

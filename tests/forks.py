@@ -1,0 +1,438 @@
+"""Ranks that are forked from one Python that has the script imported.
+
+Importing torch takes seconds, which a test that starts many processes would spend on nothing else.
+Each rank is a process of its own, with arguments, environment, folder, node and exit code of its
+own, and all the script's code runs in it as usual. What depends on how Python or torchrun starts
+or ends is tested with these themselves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import gc
+import importlib
+import importlib.util
+import io
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+from nodes import NamespacePair, enter_node
+from processes import (
+    SCRIPT,
+    Process,
+    Run,
+    base_env,
+    free_port,
+    kill_leftover,
+    new_test_id,
+    processes,
+)
+
+# --- In the process that forks ---------------------------------------------------------------
+
+
+def serve(script: str) -> None:
+    """Forks a rank for each JSON line on stdin.
+
+    Writes [process id, None] for each start and [process id, [code, seconds, bytes]] for each end.
+    """
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        spec = importlib.util.spec_from_file_location("demo", script)
+        demo = sys.modules["demo"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(demo)
+        # An optimizer imports this when it is made: once here, not in each process.
+        importlib.import_module("torch._dynamo")
+    facts = {"printed": printed.getvalue(), "threads": threading.active_count()}
+    print(json.dumps(facts | {"group": demo.dist.is_initialized()}), flush=True)
+    began, unread = {}, b""
+    while True:
+        if select.select([0], [], [], 0.01 if began else None)[0]:
+            piece = os.read(0, 65536)
+            if not piece:
+                return
+            *lines, unread = (unread + piece).split(b"\n")
+            for request in map(json.loads, lines):
+                for module, *_ in request["calls"]:
+                    importlib.import_module(module)
+                gc.freeze()  # a collection in a forked process would copy every page
+                pid = os.fork()
+                if pid == 0:
+                    become(demo, script, **request)
+                began[pid] = time.monotonic()
+                print(json.dumps([pid, None]), flush=True)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.wait4(-1, os.WNOHANG))[0]:
+                pid, status, used = ended
+                facts = [os.waitstatus_to_exitcode(status), time.monotonic() - began.pop(pid)]
+                print(json.dumps([pid, [*facts, used.ru_maxrss * 1024]]), flush=True)
+
+
+def become(demo, script, argv, env, cwd, out, err, node, calls) -> NoReturn:
+    """In a forked process: makes the calls, usually one of `start`, and ends the process.
+
+    Python's own clearing away at its exit takes seconds after a fork, and is left out.
+    """
+    os.setsid()
+    for descriptor, path in enumerate((os.devnull, out, err)):
+        flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        os.dup2(os.open(path, flags, 0o644), descriptor)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    tempfile.tempdir = None  # what an earlier environment has said
+    sys.argv = [script, *argv]
+    code = 0
+    try:
+        if node:
+            enter_node(**node)
+        for module, name, options in calls:
+            getattr(sys.modules[module], name)(demo, **options)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+# --- What a forked process may be told to call -----------------------------------------------
+
+
+def start(demo, result=None):
+    """The script as its last line starts it."""
+    demo.one_line_errors(demo.main)
+
+
+def run_to_the_end(demo):
+    """The same, but this process goes on afterwards, unless the run failed."""
+    try:
+        start(demo)
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
+def write(result: str, value: object) -> None:
+    """For `Job.result`."""
+    Path(f"{result}.json").write_text(json.dumps(value))
+
+
+class _Prepared(BaseException):
+    pass
+
+
+def prepared(demo):
+    """The Run that the script's main has prepared, before any step of it."""
+    prepare, kept = demo.prepare, []
+
+    def keep(run, *others):
+        prepare(run, *others)
+        kept.append(run)
+        raise _Prepared
+
+    demo.prepare = keep
+    with contextlib.suppress(_Prepared):
+        demo.main(demo.Process())
+    return kept[0]
+
+
+# --- In a test -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Ended:
+    """A rank that ended; `memory` is its largest, in bytes."""
+
+    returncode: int
+    seconds: float
+    memory: int
+
+
+@dataclasses.dataclass(kw_only=True)
+class Job(Run):
+    """Ranks that ended."""
+
+    ranks: list[Ended]
+    folder: Path
+
+    @property
+    def codes(self) -> list[int]:
+        return [rank.returncode for rank in self.ranks]
+
+    def result(self, rank: int = 0) -> Any:
+        """What `rank` has written for it."""
+        return json.loads((self.folder / f"result{rank}.json").read_text())
+
+    def arrays(self, rank: int = 0) -> dict[str, np.ndarray]:
+        with np.load(self.folder / f"result{rank}.npz") as arrays:
+            return dict(arrays)
+
+
+class Ranks:
+    """Forked ranks at work."""
+
+    def __init__(self, server: ForkServer, requests: list[dict], folder: Path) -> None:
+        self._server, self.folder = server, folder
+        self.pids = [server.fork(request) for request in requests]
+        self.command = [str(SCRIPT), *requests[0]["argv"]]
+
+    def read(self, name: str) -> str:
+        path = self.folder / name
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def text(self) -> str:
+        """What they have written so far, to stdout and then to stderr."""
+        return self.read("out") + self.read("err")
+
+    def ended(self) -> list[Ended | None]:
+        """Of each rank, None while it runs."""
+        self._server.listen()
+        return [self._server.ended.get(pid) for pid in self.pids]
+
+    def running(self) -> bool:
+        return None in self.ended()
+
+    def wait_for(self, pattern: str, timeout: float = 120) -> re.Match:
+        """The first match of `pattern` (multi-line mode) in the output."""
+        deadline = time.monotonic() + timeout
+        while True:
+            over = not self.running() or time.monotonic() > deadline
+            if match := re.search(pattern, self.text(), re.MULTILINE):
+                return match
+            if over:
+                self.fail(f"no {pattern!r} in the output")
+            time.sleep(0.02)
+
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(self.pids[rank], number)
+
+    def job(self) -> Job:
+        ended = [rank for rank in self.ended() if rank]
+        code = max((rank.returncode for rank in ended), key=abs, default=0)
+        seconds = max((rank.seconds for rank in ended), default=0)
+        texts = {"out": self.read("out"), "err": self.read("err")}
+        facts = {"ranks": ended, "folder": self.folder, "test_id": self._server.test_id}
+        return Job(self.command, code, seconds=seconds, **texts, **facts)
+
+    def fail(self, why: str) -> NoReturn:
+        codes = [rank and rank.returncode for rank in self.ended()]
+        self._server.clear()
+        pytest.fail(f"{why}; exit codes {codes}\n{self.job().tail(100)}")
+
+    def finish(self, timeout: float = 120, expect: int | list[int] | None = 0) -> Job:
+        """Wait until all have ended; fails after `timeout` seconds, on other exit codes than
+        `expect` (None: any), and on a process that is left.
+        """
+        deadline = time.monotonic() + timeout
+        while self.running():
+            if time.monotonic() > deadline:
+                self.fail(f"still running after {timeout:g} s")
+            self._server.listen(0.1)
+        wanted = [expect] * len(self.pids) if isinstance(expect, int) else expect
+        job = self.job()
+        if wanted is not None and job.codes != wanted:
+            self.fail(f"exit codes are not {wanted}")
+        self._server.none_left()
+        return job
+
+
+class ForkServer:
+    """The process that forks, as a context manager; on exit all that it forked is killed.
+
+    `env` is added to `base_env`.
+    """
+
+    def __init__(self, env: Mapping[str, str | None] | None = None) -> None:
+        self.env = env
+
+    def __enter__(self) -> ForkServer:
+        self.test_id = new_test_id()
+        self.folder = Path(tempfile.mkdtemp(prefix="demo-fork-"))
+        self.ended: dict[int, Ended] = {}
+        self._jobs, self._unread, self._started = 0, b"", []
+        with (self.folder / "server").open("wb") as err:
+            self._server = subprocess.Popen(
+                [sys.executable, __file__, str(SCRIPT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                env=base_env(self.test_id, self.env),
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        try:
+            answers = select.select([self._server.stdout], [], [], 120)[0]
+            line = self._server.stdout.readline() if answers else b""
+            assert line, self._why()
+            self.imported = json.loads(line)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stdin.close()
+        kill_leftover(self.test_id)
+        self._server.wait(10)
+        self._server.stdout.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _why(self) -> str:
+        """What the server has said on stderr, for one that ended."""
+        return (self.folder / "server").read_text()[-3000:]
+
+    def listen(self, timeout: float = 0) -> None:
+        """Takes in what the server says within so many seconds."""
+        out = self._server.stdout.fileno()
+        while select.select([out], [], [], timeout)[0]:
+            piece = os.read(out, 65536)
+            if not piece:
+                raise RuntimeError(self._why())
+            *lines, self._unread = (self._unread + piece).split(b"\n")
+            for pid, facts in map(json.loads, lines):
+                if facts:
+                    self.ended[pid] = Ended(*facts)
+                else:
+                    self.ended.pop(pid, None)  # of an earlier process with this number
+                    self._started.append(pid)
+            timeout = 0
+
+    def fork(self, request: dict) -> int:
+        self._server.stdin.write(json.dumps(request).encode() + b"\n")
+        self._server.stdin.flush()
+        deadline = time.monotonic() + 60
+        while not self._started:
+            self.listen(0.1)
+            assert time.monotonic() < deadline, "the process that forks does not answer"
+        return self._started.pop(0)
+
+    def start(
+        self,
+        argv: Iterable[object] = (),
+        nproc: int = 1,
+        call: Callable = start,
+        before: Sequence[Callable] = (),
+        env: Mapping[str, str] | None = None,
+        torchrun: bool = False,
+        nodes: NamespacePair | None = None,
+        only: Sequence[int] | None = None,
+        of_rank: Callable[[int], Mapping[str, Any]] = lambda _: {},
+        **options: Any,
+    ) -> Ranks:
+        """Start the script, or `call(demo, result, **options)` in its place, with `nproc` ranks.
+
+        before: functions, or partial ones, that do something to the script first. Several ranks
+        get torchrun's variables, one gets none unless `torchrun` says so. `nodes` puts each rank
+        on a node of its own, `only` starts some ranks only. `of_rank(r)` may set argv, env, cwd,
+        options of one rank.
+        """
+        self._jobs += 1
+        folder = self.folder / str(self._jobs)
+        folder.mkdir()
+        port, requests = str(free_port()), []
+        for rank in range(nproc) if only is None else only:
+            own = dict(of_rank(rank))
+            places: dict[str, str] = {}
+            if nproc > 1 or torchrun:
+                local = (0, 1) if nodes else (rank, nproc)
+                master = nodes.addresses[0] if nodes else "127.0.0.1"
+                places.update(RANK=str(rank), WORLD_SIZE=str(nproc), MASTER_PORT=port)
+                places.update(LOCAL_RANK=str(local[0]), LOCAL_WORLD_SIZE=str(local[1]))
+                places.update(MASTER_ADDR=master)
+            places |= {**(env or {}), **own.get("env", {})}
+            last = functools.partial(call, **options, **own.get("options", {}))
+            requests.append(
+                {
+                    "argv": [str(arg) for arg in own.get("argv", argv)],
+                    "env": base_env(self.test_id, places),
+                    "cwd": str(own.get("cwd", folder)),
+                    "out": str(folder / "out"),
+                    "err": str(folder / "err"),
+                    "node": nodes and nodes.place(rank),
+                    "calls": [
+                        *map(_spelled, before),
+                        _spelled(functools.partial(last, result=str(folder / f"result{rank}"))),
+                    ],
+                }
+            )
+        return Ranks(self, requests, folder)
+
+    def run(
+        self,
+        argv: Iterable[object] = (),
+        nproc: int = 1,
+        expect: int | list[int] | None = 0,
+        timeout: float = 120,
+        **options: Any,
+    ) -> Job:
+        """Start ranks and wait for their end, with the options of `start` and `Ranks.finish`; a
+        good run of the script alone, on one node, has written nothing to stderr.
+        """
+        job = self.start(argv, nproc, **options).finish(timeout, expect)
+        if expect == 0 and not {"call", "before", "nodes"} & {*options}:
+            assert job.err == "", job.tail(100)
+        return job
+
+    def others(self) -> list[Process]:
+        """What has been forked, and what that has started, as far as it is alive."""
+        return [p for p in processes(self.test_id) if p.pid != self._server.pid]
+
+    def clear(self) -> None:
+        deadline = time.monotonic() + 10
+        while (left := self.others()) and time.monotonic() < deadline:
+            for process in left:
+                with contextlib.suppress(OSError):
+                    os.kill(process.pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def none_left(self, within: float = 5) -> None:
+        """Fails the test if the others do not end by themselves."""
+        deadline = time.monotonic() + within
+        while left := self.others():
+            if time.monotonic() > deadline:
+                self.clear()
+                pytest.fail(f"still alive {within:g} s after the run: {[p.pid for p in left]}")
+            time.sleep(0.05)
+
+
+@functools.cache
+def shared() -> ForkServer:
+    """One for all tests of this pytest process."""
+    running = ForkServer().__enter__()
+    atexit.register(running.__exit__)
+    return running
+
+
+def _spelled(function: Callable) -> list:
+    """A function, or a partial one, by names that another process can look up."""
+    partial = functools.partial(function)  # of a partial one the same, in one
+    return [partial.func.__module__, partial.func.__name__, partial.keywords]
+
+
+if __name__ == "__main__":
+    import forks  # by this name, under which test files know it
+
+    forks.serve(sys.argv[1])

@@ -1,0 +1,231 @@
+"""What root can make of one machine: two nodes, namespaces joined by a link, and a small disk."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from processes import Started, counter, require
+
+
+def _ip(command: str, check: bool = True) -> str:
+    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise RuntimeError(f"ip {command}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def why_no_namespaces() -> str:
+    """Empty where network namespaces can be made here, else the reason."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need root on Linux"
+    for tool in ("ip", "nsenter", "unshare", "mount"):
+        if not shutil.which(tool):
+            return f"network namespaces need the command {tool} (packages iproute2 and util-linux)"
+    name = f"demo-{os.getpid()}-{next(counter)}-x"
+    try:
+        _ip(f"netns add {name}")
+        _ip(f"-n {name} link add eth0 type veth peer name eth1")
+        subprocess.run(["unshare", "-mu", "true"], check=True, capture_output=True)
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        return f"network namespaces cannot be made here: {error}"
+    finally:
+        _ip(f"netns del {name}", check=False)
+    return ""
+
+
+# What makes a namespace look like a machine: its own host name, /etc/hosts and /sys/class/net. A
+# new sysfs hides /sys/fs/cgroup, without which slurmd refuses to start, so that is carried over.
+# $1 host name, $2 hosts, $3 folder.
+_ENTER = """
+hostname "$1"
+mount --bind "$2" /etc/hosts
+if mount -t sysfs sysfs "$3" 2>/dev/null; then
+    mount --rbind /sys/fs/cgroup "$3/fs/cgroup" 2>/dev/null || true
+    mount --move "$3" /sys 2>/dev/null || { umount -l "$3"; }
+fi
+shift 3
+exec "$@"
+"""
+
+
+def _sweep() -> None:
+    """Remove namespaces whose maker was killed before it could."""
+    listed = _ip("netns list", check=False)
+    for name in re.findall(r"^(demo-\d+-\d+-\w)\b", listed, re.MULTILINE):
+        if not Path("/proc", name.split("-")[1]).exists():
+            _delete_namespace(name)
+
+
+def _delete_namespace(name: str) -> None:
+    for _ in range(100):
+        pids = [int(pid) for pid in _ip(f"netns pids {name}", check=False).split()]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not pids:
+            break
+        time.sleep(0.05)
+    _ip(f"netns del {name}", check=False)
+
+
+NEW_MOUNTS, NEW_HOSTNAME = 0x20000, 0x4000000  # CLONE_NEWNS, CLONE_NEWUTS of <sched.h>
+BIND, RECURSIVE, PRIVATE = 1 << 12, 1 << 14, 1 << 18  # MS_BIND, ... of <sys/mount.h>
+
+
+def _libc(name: str, *arguments: int | str | None) -> None:
+    """A function of the C library, which Python itself has from 3.12 on."""
+    given = [a.encode() if isinstance(a, str) else a for a in arguments]
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*given):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def own_namespaces(*flags: int) -> None:
+    """This process gets namespaces of its own; what it mounts is seen by it alone."""
+    _libc("unshare", sum(flags))
+    _libc("mount", "none", "/", None, RECURSIVE | PRIVATE, None)
+
+
+def mount(source: str, target: str, kind: str | None = None, data: str | None = None) -> None:
+    """For this process alone, after `own_namespaces`; without a kind: one path for another."""
+    _libc("mount", source, target, kind, 0 if kind else BIND, data)
+
+
+def enter_node(netns: str, hostname: str, hosts: str) -> None:
+    """Makes this process one of a node of a `NamespacePair`."""
+    descriptor = os.open(f"/run/netns/{netns}", os.O_RDONLY)
+    _libc("setns", descriptor, 0)
+    os.close(descriptor)
+    own_namespaces(NEW_MOUNTS, NEW_HOSTNAME)
+    socket.sethostname(hostname)
+    mount(hosts, "/etc/hosts")
+    mount("sysfs", "/sys", "sysfs")  # the old one goes on showing the machine's interfaces
+
+
+class NamespacePair:
+    """Two nodes on one machine: namespaces `node0` (10.77.0.1) and `node1` (10.77.0.2), joined by
+    interface eth0.
+
+    Each has its own host name, /etc/hosts, loopback and /sys/class/net, and no way to anything
+    outside. `rate` is a rate as tc writes it, such as "100mbit" or "1gbit", applied in both
+    directions. A reason why it cannot work here skips the test. On exit every process in the
+    namespaces is killed.
+    """
+
+    addresses = ("10.77.0.1", "10.77.0.2")
+    hostnames = ("node0", "node1")
+    interface = "eth0"
+
+    def __init__(self, rate: str | None = None) -> None:
+        self.rate = rate
+        tag = f"demo-{os.getpid()}-{next(counter)}"
+        self.names = (f"{tag}-0", f"{tag}-1")
+        self._started: list[Started] = []
+
+    def __enter__(self) -> NamespacePair:
+        reason = why_no_namespaces()
+        require(not reason, reason)
+        if self.rate:
+            require(
+                shutil.which("tc"), "a link with a rate needs the command tc (package iproute2)"
+            )
+        _sweep()
+        self.folder = Path(tempfile.mkdtemp(prefix="demo-nodes-"))
+        try:
+            self._build()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _build(self) -> None:
+        for name in self.names:
+            _ip(f"netns add {name}")
+            _ip(f"-n {name} link set lo up")
+        link = self.interface
+        _ip(f"-n {self.names[0]} link add {link} type veth peer name {link} netns {self.names[1]}")
+        for node, name in enumerate(self.names):
+            _ip(f"-n {name} addr add {self.addresses[node]}/24 dev {link}")
+            # A veth counts the headers of a large packet once, but tbf those of all frames that it
+            # would make: with large frames the interface's counters and the rate agree within 1 %.
+            _ip(f"-n {name} link set {link} mtu 9000 up")
+            (self.folder / f"sys{node}").mkdir()
+            lines = [f"{self.addresses[n]} {self.hostnames[n]}\n" for n in (0, 1)]
+            self.hosts(node).write_text("127.0.0.1 localhost\n" + "".join(lines))
+        if self.rate:
+            self.set_rate(self.rate)
+
+    def set_rate(self, rate: str) -> None:
+        """Shape the link, in both directions, to a rate such as "100mbit"."""
+        for name in self.names:
+            # 256 KB is more than the largest packet, and little of what is measured; a longer
+            # queue than 50 ms would only add delay.
+            qdisc = f"qdisc replace dev {self.interface} root tbf rate {rate}"
+            command = f"tc -n {name} {qdisc} burst 256kb latency 50ms"
+            subprocess.run(command.split(), check=True)
+
+    def hosts(self, node: int) -> Path:
+        """The file that is /etc/hosts on `node`; a test may rewrite it, in place."""
+        return self.folder / f"hosts{node}"
+
+    def link_down(self, node: int = 1) -> None:
+        """Pull the cable: packets are lost without an error, connections stay open."""
+        _ip(f"-n {self.names[node]} link set {self.interface} down")
+
+    def link_up(self, node: int = 1) -> None:
+        _ip(f"-n {self.names[node]} link set {self.interface} up")
+
+    def place(self, node: int) -> dict[str, str]:
+        """Of a node, for `enter_node`."""
+        facts = {"netns": self.names[node], "hostname": self.hostnames[node]}
+        return facts | {"hosts": str(self.hosts(node))}
+
+    def enter(self, node: int, command: Sequence[object]) -> list[str]:
+        """The command line that runs `command` on `node`; its process id stays that of the process
+        started.
+        """
+        enter = f"nsenter --net=/run/netns/{self.names[node]} unshare -m -u sh -ec".split()
+        facts = [self.hostnames[node], self.hosts(node), self.folder / f"sys{node}"]
+        return [*enter, _ENTER, "sh", *map(str, facts), *map(str, command)]
+
+    def popen(self, node: int, command: Sequence[object], **options: Any) -> Started:
+        """Start a command on `node`, with the options of `Started`; it is killed at the latest
+        when the pair is left.
+        """
+        started = Started(self.enter(node, command), shown=command, **options)
+        self._started.append(started)
+        return started
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.names:
+            _delete_namespace(name)
+        for started in self._started:
+            started.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A disk of its own, of a size such as "64m"."""
+    require(os.geteuid() == 0, "mounting a small disk needs root")
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]
+    done = subprocess.run(command, capture_output=True, text=True)
+    require(done.returncode == 0, f"a disk cannot be mounted here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=False)

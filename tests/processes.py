@@ -1,0 +1,404 @@
+"""Real processes for the tests: started, watched, and found again wherever they have moved.
+
+Every process that a test starts is marked in its environment, so that what is left of it can be
+found and ended, whatever happened in between, while several pytest workers run at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Another copy of the script can be put to the tests, to see that they find what is broken in it.
+SCRIPT = Path(os.environ.get("DEMO_SCRIPT", ROOT / "demo_coco_resnet18.py"))
+MARK = "DEMO_TEST_ID"  # in the environment of every process that a test starts
+counter = itertools.count()
+LONG = pytest.mark.skipif(
+    os.environ.get("DEMO_LONG") != "1", reason="slow: tests/run.sh --ci runs it"
+)
+
+
+def long(*values: object) -> list:
+    """Of a test's parameters those with which it runs under --ci alone."""
+    return [pytest.param(value, marks=LONG) for value in values]
+
+
+# A surrounding scheduler or launcher would tell the script a rank of its own, and a GPU would
+# change what the tests compare: both stay outside.
+_FOREIGN = re.compile(
+    r"^(SLURM|SBATCH|OMPI|PMIX?|PRTE|TORCHELASTIC|GROUP|ROLE)_|"
+    r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|NNODES|NODE_RANK|GPUS|GPUS_PER_NODE)$|"
+    r"^(MASTER_ADDR|MASTER_PORT|RUN_NAME|RESTARTS)$"
+)
+
+
+def require(ok: object, reason: str) -> None:
+    """Skip the test with `reason` unless `ok`; fail instead where DEMO_REQUIRE_ALL=1 says nothing
+    may be skipped.
+    """
+    if ok:
+        return
+    if os.environ.get("DEMO_REQUIRE_ALL") == "1":
+        pytest.fail(f"DEMO_REQUIRE_ALL=1, but {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago, in this network namespace."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def new_test_id() -> str:
+    return f"{os.getpid()}-{next(counter)}-{time.time_ns()}"
+
+
+# To give back each step's memory and to get it again is a good part of a small step's time.
+MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+
+
+def base_env(test_id: str, extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
+    """The environment for a run: this Python first in PATH, CPU only, one thread a process, memory
+    that stays with it, marked by `test_id`.
+
+    A value of `extra` wins over these; an empty string is passed on as such, None takes one away.
+    """
+    env = {key: value for key, value in os.environ.items() if not _FOREIGN.search(key)}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
+    if sys.prefix != sys.base_prefix:
+        env["VIRTUAL_ENV"] = sys.prefix
+    env.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONDONTWRITEBYTECODE="1")
+    env |= {MARK: test_id, **MALLOC, **(extra or {})}
+    return {name: value for name, value in env.items() if value is not None}
+
+
+def wait_until(
+    condition: Callable[[], object], timeout: float, what: str, interval: float = 0.05
+) -> object:
+    """The first true value of `condition()`; fails after `timeout` seconds, naming `what`."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {timeout:g} s for {what}")
+        time.sleep(interval)
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    pid: int
+    parent: int
+    command: str
+    env: dict[str, str]
+
+
+def processes(test_id: str) -> list[Process]:
+    """Each process still alive that was started under `test_id`, wherever it has moved.
+
+    torchrun gives each rank a session of its own and SLURM runs tasks under its daemons, so
+    neither process group nor parent finds them all; the environment is inherited by every one. A
+    zombie has none and is not counted. Empty where there is no /proc.
+    """
+    mark = f"{MARK}={test_id}"
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
+            env = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            if mark not in env:
+                continue
+            command = (folder / "cmdline").read_bytes().decode(errors="replace")
+            # The name, in parentheses, may itself hold spaces: state and parent follow the last.
+            stat = (folder / "stat").read_text(errors="replace").rpartition(") ")[2].split()
+            variables = dict(item.split("=", 1) for item in env if "=" in item)
+            command = command.replace("\0", " ").strip()
+            found.append(Process(int(folder.name), int(stat[1]), command, variables))
+    return found
+
+
+def leftover(test_id: str, kill: bool = False) -> list[str]:
+    """`PID command` of each process still alive that was started under `test_id`."""
+    found = processes(test_id)
+    if kill:
+        for process in found:
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, signal.SIGKILL)
+    return [f"{process.pid} {process.command[:200]}" for process in found]
+
+
+def kill_leftover(test_id: str) -> list[str]:
+    """Kill what is left of `test_id` until nothing is; returns what the first look found."""
+    first = leftover(test_id, kill=True)
+    deadline = time.monotonic() + 10
+    while leftover(test_id, kill=True) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return first
+
+
+def assert_none_left(test_id: str, within: float = 5.0) -> None:
+    """Fails, after having killed it, when a process of `test_id` is still alive `within` seconds
+    from now.
+    """
+    deadline = time.monotonic() + within
+    while leftover(test_id):
+        if time.monotonic() > deadline:
+            pytest.fail(f"still alive {within:g} s after the run: {kill_leftover(test_id)}")
+        time.sleep(0.1)
+
+
+_LINE = re.compile(r"^\[(?:GPU|CPU|MPS) (\d+)\] (.*)$")
+_STEP = re.compile(r"^Epoch (\d+) \| Step (\d+) \| Loss: (\S+)")
+
+
+@dataclasses.dataclass
+class Run:
+    """A run that ended. `out` holds stdout and, unless it was asked for in `err`, stderr;
+    `seconds` is wall time.
+    """
+
+    command: list[str]
+    returncode: int
+    out: str
+    seconds: float
+    test_id: str
+    err: str = ""
+
+    @property
+    def output(self) -> str:
+        """Stdout, then stderr."""
+        return self.out + self.err
+
+    def lines(self, rank: int | None = None) -> list[str]:
+        """All lines, or those that `rank` wrote, without their `[CPU r] ` prefix.
+
+        torchrun puts nothing before them; srun --label and mpirun --tag-output would, and are not
+        used here.
+        """
+        if rank is None:
+            return self.out.splitlines()
+        found = (_LINE.match(line) for line in self.out.splitlines())
+        return [match[2] for match in found if match and int(match[1]) == rank]
+
+    def json_line(self, kind: str, rank: int = 0) -> dict:
+        """The JSON of the last `Run`, `Probe` or `Summary` line of `rank`; fails when there is
+        none.
+        """
+        for line in reversed(self.lines(rank)):
+            if line.startswith(f"{kind} {{"):
+                return json.loads(line.removeprefix(kind))
+        pytest.fail(f"no {kind} line from rank {rank} in:\n{self.tail()}")
+
+    def steps(self, rank: int = 0) -> list[tuple[int, int, float]]:
+        """(epoch, step, loss) of each step line of `rank`, in the order of the log."""
+        found = (_STEP.match(line) for line in self.lines(rank))
+        return [(int(m[1]), int(m[2]), float(m[3])) for m in found if m]
+
+    def tail(self, lines: int = 60) -> str:
+        """The end of the output, to be shown when a test fails."""
+        text = "\n".join(self.output.splitlines()[-lines:])
+        end = f"(exit code {self.returncode}, {self.seconds:.1f} s)"
+        return f"$ {shlex.join(self.command)[:600]}\n{end}\n{text}"
+
+
+class Started:
+    """A command that runs in a session of its own and writes to a file, so that no reader can hold
+    it up.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[object],
+        env: Mapping[str, str] | None = None,
+        cwd: Path | str | None = None,
+        test_id: str | None = None,
+        split: bool = False,
+        shown: Sequence[object] | None = None,
+    ) -> None:
+        """`split` keeps stderr apart in `Run.err`. `env` is added to `base_env`. `shown` is the
+        command that a failure shows, where it is not the one that is started.
+        """
+        command = [str(part) for part in command]
+        self.command = [str(part) for part in shown or command]
+        self.test_id = test_id or new_test_id()
+        self._folder = Path(tempfile.mkdtemp(prefix="demo-run-"))
+        self._err = self._folder / "err"
+        self.log = self._folder / "out"
+        self._begin = time.monotonic()
+        self._done = False
+        try:
+            # Append mode keeps each write whole where several ranks share the file.
+            with self.log.open("ab") as out, self._err.open("ab") as err:
+                self.process = subprocess.Popen(
+                    command,
+                    cwd=cwd,
+                    env=base_env(self.test_id, env),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err if split else out,
+                    start_new_session=True,
+                )
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def text(self) -> str:
+        """What the command has written so far."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def wait_for(self, pattern: str, timeout: float = 60) -> re.Match:
+        """The first match of `pattern` (multi-line mode); fails at once when the command ends
+        without it.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            ended = self.process.poll() is not None
+            match = re.search(pattern, self.text(), re.MULTILINE)
+            if match:
+                return match
+            if ended or time.monotonic() > deadline:
+                why = "ended" if ended else f"waited {timeout:g} s"
+                self._fail(f"{why} without {pattern!r} in the output")
+            time.sleep(0.05)
+
+    def pids(self, pattern: str = "") -> list[int]:
+        """Process ids of this run whose command line contains `pattern`."""
+        return [found.pid for found in processes(self.test_id) if pattern in found.command]
+
+    def rank_pid(self, rank: int) -> int:
+        """Process id of a rank that torchrun started; fails when there is none."""
+        # A worker has the environment of its rank; the rank is the one whose parent has not.
+        found = [p for p in processes(self.test_id) if p.env.get("RANK") == str(rank)]
+        ranks = {p.pid for p in found}
+        chosen = [p.pid for p in found if p.parent not in ranks]
+        if not chosen:
+            self._fail(f"no process of rank {rank}")
+        return chosen[0]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the started process alone."""
+        self.process.send_signal(number)
+
+    def finish(
+        self, timeout: float = 120, expect: int | None = 0, clean: float | None = 5.0
+    ) -> Run:
+        """Wait for the end; the test fails, with the output, on another exit code than `expect`
+        (None: any).
+
+        After `timeout` seconds all processes of the run are killed and the test fails. `clean` is
+        the time in seconds that processes of the run may take to be gone after that (None: not
+        checked).
+        """
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._fail(f"still running after {timeout:g} s")
+        if expect is not None and code != expect:
+            self._fail(f"exit code {code}, expected {expect}")
+        try:
+            if clean is not None:
+                assert_none_left(self.test_id, clean)
+            return self._result()
+        finally:
+            self._forget()
+
+    def kill(self) -> None:
+        """End every process of the run, and forget its output; nothing happens after `finish`."""
+        if not self._done:
+            self._stop()
+            self._forget()
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def _forget(self) -> None:
+        self._done = True
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _stop(self) -> None:
+        # The group first: where there is no /proc, it is all that can be found.
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_leftover(self.test_id)
+        self.process.wait(10)
+
+    def _result(self) -> Run:
+        seconds = time.monotonic() - self._begin
+        err = self._err.read_text(errors="replace")
+        code = self.process.returncode
+        return Run(self.command, code, self.text(), seconds, self.test_id, err)
+
+    def _fail(self, why: str) -> NoReturn:
+        self._stop()
+        run = self._result()
+        self._forget()
+        pytest.fail(f"{why}\n{run.tail()}")
+
+
+def start(command: Sequence[object], **options: Any) -> Started:
+    """Start a command in the background, with the options of `Started`. Use it as a context
+    manager, or call `finish` or `kill`.
+    """
+    return Started(command, **options)
+
+
+def demo_command(
+    args: Iterable[object], nproc: int = 1, launcher: str = "torchrun", script: Path | str = SCRIPT
+) -> list[str]:
+    """The command line that runs the script with `torchrun`, `mpirun` or plain `python`."""
+    tail = [str(script), *map(str, args)]
+    if launcher == "python":
+        return [sys.executable, *tail]
+    if launcher == "mpirun":
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        options = shlex.split(f"--oversubscribe --bind-to none -n {nproc}")
+        return ["mpirun", *root, *options, sys.executable, *tail]
+    if launcher == "torchrun":
+        options = shlex.split(f"--standalone --nnodes=1 --nproc_per_node={nproc}")
+        return [sys.executable, "-m", "torch.distributed.run", *options, *tail]
+    raise ValueError(f"unknown launcher {launcher!r}")
+
+
+def run_demo(
+    args: Iterable[object],
+    nproc: int = 1,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+    launcher: str = "torchrun",
+    expect: int | None = 0,
+    cwd: Path | str | None = None,
+    split: bool = False,
+    script: Path | str = SCRIPT,
+) -> Run:
+    """Run the real script to its end. Fails on a timeout, on another exit code, and on a process
+    that is left.
+    """
+    command = demo_command(args, nproc, launcher, script)
+    with start(command, env=env, cwd=cwd, split=split) as started:
+        return started.finish(timeout, expect)

@@ -1,0 +1,208 @@
+"""A real SLURM cluster of two nodes: slurmctld, munged and two slurmd in network namespaces."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nodes import NamespacePair, why_no_namespaces
+from processes import MARK, Run, Started, base_env, require
+
+
+def why_no_slurm() -> str:
+    """Empty where a SLURM cluster can be started here, else the reason."""
+    for tool in ("slurmctld", "slurmd", "munged", "srun"):
+        if not shutil.which(tool, path=_SBIN):
+            return (
+                f"a SLURM cluster needs the command {tool} (Debian packages slurm-wlm and munge)"
+            )
+    return why_no_namespaces()
+
+
+_SBIN = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+
+# linuxproc and task/none: no cgroup is needed. config_overrides: the CPUs stated here count, not
+# those of the machine, so two nodes fit a small one. cred_expire is also how long a requeued job
+# waits before it starts again (default 120 s); the scheduler's own intervals are cut down to
+# match. A job of partition `urgent` takes the nodes from one of `main`.
+_SLURM_CONF = """
+ClusterName=demo
+SlurmctldHost=node0(10.77.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SlurmdParameters=config_overrides
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+MailProg=/bin/true
+ReturnToService=2
+JobRequeue=1
+KillWait=5
+SelectType=select/linear
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=node0 NodeAddr=10.77.0.1 CPUs=4 State=UNKNOWN
+NodeName=node1 NodeAddr=10.77.0.2 CPUs=4 State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=10 PriorityTier=1 PreemptMode=REQUEUE GraceTime=40
+PartitionName=urgent Nodes=ALL MaxTime=10 PriorityTier=2 PreemptMode=OFF
+"""
+
+
+class SlurmCluster:
+    """A SLURM cluster of two nodes, `node0` (with the controller) and `node1`, in a
+    `NamespacePair`.
+
+    The folder `self.folder` is the shared file system of both, as is every other path of the
+    machine.
+    """
+
+    def __init__(self) -> None:
+        self.pair = NamespacePair()
+        self._daemons: list[tuple[str, subprocess.Popen]] = []
+
+    def __enter__(self) -> SlurmCluster:
+        reason = why_no_slurm()
+        require(not reason, reason)
+        self.pair.__enter__()
+        try:
+            # A socket's path may have 107 characters at most, and the usual temporary folders of
+            # tests have more.
+            self.folder = Path(tempfile.mkdtemp(prefix="demo-slurm-", dir="/tmp"))
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
+        folder = self.folder
+        folder.chmod(0o755)  # munged insists that others can reach its socket
+        (folder / "state").mkdir()
+        (folder / "slurm.conf").write_text(_SLURM_CONF.format(folder=folder).lstrip())
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        # --force: a folder under /tmp, which others may write to, is otherwise refused.
+        options = [
+            f"--{name}={folder}/munge.{name.removesuffix('-file')}"
+            for name in ("key-file", "socket", "pid-file", "log-file", "seed-file")
+        ]
+        self._daemon("munged", 0, "munged", "--foreground", "--force", *options)
+        self._wait((folder / "munge.socket").exists, "munged's socket")
+        self._daemon("slurmctld", 0, "slurmctld", "-D", "-c")
+        for node, name in enumerate(self.pair.hostnames):
+            self._daemon(f"slurmd.{name}", node, "slurmd", "-D", "-N", name)
+        self._wait(self._idle, "two idle nodes")
+
+    def _idle(self) -> bool:
+        states = self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T", expect=None)
+        return states.out.split() == ["idle", "idle"]
+
+    def _env(self) -> dict[str, str]:
+        return {
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "PATH": f"{Path(sys.executable).parent}:{_SBIN}",
+        }
+
+    def _daemon(self, name: str, node: int, *command: str) -> None:
+        # Daemons carry no mark: a test's own processes are those that it starts through them.
+        env = base_env("", self._env())
+        del env[MARK]
+        with (self.folder / f"{name}.out").open("wb") as out:
+            daemon = subprocess.Popen(
+                self.pair.enter(node, command),
+                env=env,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._daemons.append((name, daemon))
+
+    def _wait(self, condition: Callable[[], object], what: str, timeout: float = 30) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            ended = [name for name, daemon in self._daemons if daemon.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                why = f"{', '.join(ended)} ended" if ended else f"waited {timeout:g} s"
+                raise RuntimeError(f"SLURM cluster: {why}, without {what}\n{self.logs()}")
+            time.sleep(0.1)
+
+    def logs(self, lines: int = 15) -> str:
+        """The end of each daemon's log, to be shown when something fails."""
+        text = ""
+        for file in sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")]):
+            end = file.read_text(errors="replace").splitlines()[-lines:]
+            text += "\n".join([f"--- {file.name}", *end, ""])
+        return text
+
+    def start(
+        self, *command: object, env: Mapping[str, str] | None = None, **options: Any
+    ) -> Started:
+        """Start a command on node0, such as `srun`, with the options of `Started`."""
+        return self.pair.popen(0, command, env={**self._env(), **(env or {})}, **options)
+
+    def run(
+        self,
+        *command: object,
+        timeout: float = 60,
+        expect: int | None = 0,
+        clean: float | None = None,
+        **options: Any,
+    ) -> Run:
+        """Run srun, sbatch, squeue, scontrol, ... on node0 to its end. `timeout`, `expect` and
+        `clean` as in `Started.finish`, the rest as in `Started`.
+        """
+        return self.start(*command, **options).finish(timeout, expect, clean)
+
+    def submit(self, script: Path | str, *args: object, **options: Any) -> int:
+        """sbatch a script, with the options of `Started`; returns the job's id."""
+        run = self.run("sbatch", "--parsable", script, *args, **options)
+        return int(run.out.split()[-1])
+
+    def job(self, job_id: int) -> dict[str, str]:
+        """What `scontrol show job` says of a job, such as JobState, Restarts, ExitCode."""
+        out = self.run("scontrol", "--oneliner", "show", "job", job_id).out
+        return dict(field.split("=", 1) for field in out.split() if "=" in field)
+
+    def cancel_all(self) -> None:
+        """End all jobs, so that the next test finds both nodes idle."""
+        self.run("scancel", "--user=root", "--state=PENDING", expect=None)
+        self.run("scancel", "--user=root", expect=None)
+        self._wait(self._idle, "two idle nodes after all jobs were cancelled")
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            for _, daemon in reversed(self._daemons):
+                daemon.terminate()
+            deadline = time.monotonic() + 5
+            while (
+                any(daemon.poll() is None for _, daemon in self._daemons)
+                and time.monotonic() < deadline
+            ):
+                time.sleep(0.05)
+        finally:
+            self.pair.__exit__()  # kills what is left, jobs included
+            for _, daemon in self._daemons:
+                daemon.wait(10)
+            shutil.rmtree(getattr(self, "folder", "/nonexistent"), ignore_errors=True)

@@ -1,0 +1,462 @@
+"""Who is missing: ranks that hang, a link that is cut, nodes that do not come, seen from outside.
+
+Real supervisors, ranks, signals and links, in namespaces. Torchrun and the script are stand-ins,
+which need no torch: a failure takes seconds to be noticed, and all of these run at once. Their
+real twins are the last tests here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import test_faults as faults
+from nodes import NamespacePair
+from processes import LONG, ROOT, Run, Started
+
+TOOLS = ROOT / "tools"
+sys.path.insert(0, str(TOOLS))
+import first_cause as causes  # noqa: E402
+import missing  # noqa: E402
+import supervise  # noqa: E402
+
+TIMEOUT = 4  # the script's --timeout, seconds
+IN_TIME = TIMEOUT + 15  # what is promised
+
+# As torchrun: starts the ranks; when one fails, ends the others, and gives them 30 s for it.
+TORCHRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys, time
+from pathlib import Path
+words = dict(word.removeprefix("--").split("=") for word in sys.argv[1:5])
+nnodes, node = int(words["nnodes"]), int(words["node_rank"])
+nproc = int(words["nproc_per_node"])
+host, _, port = words["rdzv_endpoint"].rpartition(":")
+ranks = []
+for local in range(nproc):
+    folder = Path(os.environ["PET_LOG_DIR"], "none_x", "attempt_0", str(local))
+    folder.mkdir(parents=True)
+    env = dict(RANK=node * nproc + local, WORLD_SIZE=nnodes * nproc, MASTER_ADDR=host,
+               MASTER_PORT=port, TORCHELASTIC_ERROR_FILE=folder / "error.json")
+    env = os.environ | {{name: str(value) for name, value in env.items()}}
+    ranks.append(subprocess.Popen([sys.executable, *sys.argv[5:]], env=env))
+own = "W1122 08:34:31.000000 1 torch/distributed/elastic/multiprocessing/api.py:1]"
+while not any(rank.poll() for rank in ranks) and None in [rank.poll() for rank in ranks]:
+    time.sleep(0.05)
+if any(rank.poll() for rank in ranks):
+    left = [rank for rank in ranks if rank.poll() is None]
+    for rank in left:
+        print(own, "Sending process", rank.pid, "closing signal SIGTERM", flush=True)
+        rank.terminate()
+    end = time.monotonic() + 30
+    for rank in left:
+        try:
+            rank.wait(max(0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+    print(own, "failed (exitcode: 1)", flush=True)
+    for number, rank in enumerate(ranks):
+        print(f"  rank      : {{node * nproc + number}} (local_rank: {{number}})")
+        print(f"  exitcode  : {{rank.wait()}} (pid: {{rank.pid}})", flush=True)
+    sys.exit(1)
+"""
+
+# As the script: in each step all ranks wait for all, --timeout seconds at most.
+SCRIPT = """
+import json, os, signal, socket, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the ranks decide between two steps
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+timeout, steps, begin = (float(word) for word in sys.argv[2:5])
+me = Path(os.environ["DEMO_PHASES"], str(rank))
+def say(text):
+    os.write(1, f"{text}\\n".encode())  # in one piece, as the script does
+say(f"PHASES {me.parent}")
+def phase(text):
+    global now
+    now = text
+    me.write_text(text + "\\n")
+def fail(error):
+    text = f"[CPU {rank}] ERROR: in {now}: {error}"
+    say(text)
+    about = {"kind": "lost", "rank": rank, "phase": now, "timestamp": time.time()}
+    about = {"message": {"message": text, "extraInfo": about}}
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(about))
+    os._exit(1)
+phase("rendezvous" if begin > 999 else "validation")
+time.sleep(begin)
+phase("rendezvous")
+peers = []
+try:
+    if rank == 0:
+        server = socket.create_server(("", place[1]))
+        server.settimeout(timeout)
+        peers += [server.accept()[0] for _ in range(world_size - 1)]
+    else:
+        for _ in range(100):
+            try:
+                peers.append(socket.create_connection(place, timeout))
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.1)
+    for peer in peers:
+        peer.settimeout(timeout)
+    for step in range(1, 20 if "--resume" in sys.argv else int(steps)):
+        phase(f"the data of step {step}")
+        time.sleep(0.05)
+        phase(f"step {step}")
+        if rank:
+            peers[0].sendall(b".")
+        for peer in peers:
+            if not peer.recv(1):
+                raise ConnectionError("Connection closed by peer")
+        if not rank:
+            for peer in peers:
+                peer.sendall(b".")
+        say(f"[CPU {rank}] Epoch 1 | Step {step} | Loss: 1")
+except OSError as error:
+    fail(error)
+"""
+ENDLESS = 99999  # steps
+PHASES = re.compile(r"^PHASES (/\S+)$", re.MULTILINE)
+
+
+class Place:
+    """A folder with the stand-ins, and two nodes where they run; remembers when each run ended."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack, nnodes: int = 2) -> None:
+        self.folder, self.nnodes = folder, nnodes
+        self.nodes = stack.enter_context(NamespacePair())
+        self.runs: dict[int, Started] = {}
+        self.hit_at = 0.0
+        folder.mkdir()
+        (folder / "torchrun").write_text(TORCHRUN)
+        (folder / "torchrun").chmod(0o755)
+        (folder / "train.py").write_text(SCRIPT)
+
+    def start(self, node: int, *options: object, nproc=1, steps=ENDLESS, begin=0) -> None:
+        line = [sys.executable, TOOLS / "supervise.py", "--log", self.folder / f"node{node}.log"]
+        line += [*options, "--", "./torchrun", f"--nnodes={self.nnodes}", f"--node_rank={node}"]
+        line += [f"--rdzv_endpoint={self.nodes.addresses[0]}:29500", f"--nproc_per_node={nproc}"]
+        line += ["train.py", "--timeout", TIMEOUT, steps, begin]
+        self.runs[node] = self.nodes.popen(node, line, cwd=self.folder)
+
+    def training(self) -> None:
+        for run in self.runs.values():
+            run.wait_for(r"Step 3 ", 30)
+
+    def hit(self, pid: int, number: int = signal.SIGSTOP) -> None:
+        os.kill(pid, number)
+        self.hit_at = time.monotonic()
+
+
+class Ended:
+    """How one run of a place ended."""
+
+    def __init__(self, run: Run, seconds: float) -> None:
+        self.code, self.out, self.seconds = run.returncode, run.out, seconds
+        self.lines = run.out.splitlines()
+
+
+def finish(places: dict[str, Place]) -> dict[str, dict[int, Ended]]:
+    """{place: {node: its end}}; the seconds are since the place was hit."""
+    ends: dict[tuple[str, int], float] = {}
+    running = [(name, node) for name, place in places.items() for node in place.runs]
+    deadline = time.monotonic() + 90
+    while len(ends) < len(running) and time.monotonic() < deadline:
+        for name, node in running:
+            if places[name].runs[node].process.poll() is not None:
+                ends.setdefault((name, node), time.monotonic() - places[name].hit_at)
+        time.sleep(0.05)
+    found: dict[str, dict[int, Ended]] = {name: {} for name in places}
+    for name, node in running:
+        run = places[name].runs[node].finish(1, expect=None)
+        found[name][node] = Ended(run, ends[name, node])
+    return found
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[int, Ended]]]:
+    """All that can happen, at once: what takes the time is waiting."""
+    folder, places = tmp_path_factory.mktemp("missing"), {}
+    with contextlib.ExitStack() as stack:
+        for name in ("rank", "again", "link", "alone", "killed", "launcher"):
+            places[name] = Place(folder / name, stack)
+        for name in ("one node", "rendezvous", "validation"):
+            places[name] = Place(folder / name, stack, nnodes=1)
+        for name in ("no node 0", "no node 1"):
+            places[name] = Place(folder / name, stack)
+        for node in (0, 1):
+            places["rank"].start(node, nproc=2)
+            places["again"].start(node, "--restarts", 1)
+            for name in ("link", "alone", "killed", "launcher"):
+                places[name].start(node)
+        places["one node"].start(0, nproc=2)
+        places["rendezvous"].start(0, nproc=2, begin=ENDLESS)
+        places["validation"].start(0, nproc=2, begin=TIMEOUT + supervise.GRACE + 2, steps=5)
+        places["no node 0"].start(1, "--connect_timeout", 2)
+        places["no node 1"].start(0, "--connect_timeout", 2)
+        for name in ("rendezvous", "no node 0", "no node 1"):
+            places[name].hit_at = time.monotonic()
+        for name in ("rank", "again", "link", "killed", "launcher", "one node", "alone"):
+            places[name].training()
+        for name, node, rank in (
+            ("rank", 1, 2),
+            ("again", 1, 1),
+            ("one node", 0, 1),
+            ("alone", 1, 1),
+        ):
+            places[name].hit(places[name].runs[node].rank_pid(rank))
+        places["killed"].hit(places["killed"].runs[1].rank_pid(1), signal.SIGKILL)
+        places["launcher"].hit(places["launcher"].runs[1].pid, signal.SIGKILL)
+        for name in ("link", "alone"):
+            places[name].nodes.link_down()
+            places[name].hit_at = time.monotonic()
+        found = finish(places)
+        yield found
+        for run in (run for nodes in found.values() for run in nodes.values()):
+            for path in PHASES.findall(run.out):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def the_line(run: Ended, pattern: str) -> str:
+    """The only line that matches."""
+    found = [line for line in run.lines if re.search(pattern, line)]
+    assert len(found) == 1, run.out
+    return found[0].removeprefix("supervise.py: ")
+
+
+STEP = r"(?:the data of )?step \d+"
+
+
+def test_rank_that_hangs_ends_all_nodes_and_is_named(ended):
+    for run in ended["rank"].values():
+        assert run.code != 0 and TIMEOUT < run.seconds < IN_TIME, run.out
+        where = the_line(run, "rank 2 stood still")
+        assert re.fullmatch(
+            rf"rank 2 stood still in {STEP}; ranks 0, 1, 3 waited in step \d+: "
+            r"look at node 1 \(node1\)",
+            where,
+        )
+        assert "ended by signal" not in run.out, run.out
+        assert re.match(r"\[CPU [013]\] ERROR: in step \d+: ", run.lines[-1]), run.out
+    assert ended["rank"][0].seconds < TIMEOUT + 9, "it waited for the other node's end"
+    said = "killing this attempt: it has not ended 10 s after a failure"
+    assert [said in run.out for run in ended["rank"].values()] == [False, True]
+
+
+def test_rank_that_hangs_alone_on_its_node_is_the_nodes_first_cause_and_restarted(ended):
+    for node, run in ended["again"].items():
+        assert run.code == 0, run.out
+        why = the_line(run, "restart 1 of 1 after: ")
+        assert ("rank 1 stood still in" in why) == (node == 1), why
+        assert "rank 1 stood still in" in run.out and "| Step 19 |" in run.out
+
+
+def test_rank_that_hangs_on_one_node_alone(ended):
+    run = ended["one node"][0]
+    assert run.code != 0 and TIMEOUT < run.seconds < IN_TIME, run.out
+    where = the_line(run, "rank 1 stood still")
+    assert re.fullmatch(rf"rank 1 stood still in {STEP}; rank 0 waited in step \d+", where)
+    assert run.lines[-1].startswith("[CPU 0] ERROR: in step "), run.out
+
+
+def test_link_that_is_cut_ends_both_nodes_which_name_each_other(ended):
+    for node, run in ended["link"].items():
+        assert run.code != 0 and TIMEOUT < run.seconds < IN_TIME, run.out
+        where = the_line(run, "did not answer")
+        other = r"node 0 \(10\.77\.0\.1\)" if node else r"node 1 \(node1\)"
+        said = rf"rank {node} waited in step \d+; {other} did not answer: look at {other} and "
+        assert re.fullmatch(said + "the link", where), where
+
+
+def test_rank_that_is_killed_is_named_on_the_other_node(ended):
+    first, second = ended["killed"].values()
+    assert second.lines[-1] == "rank 1 was ended by signal 9"
+    where = the_line(first, "rank 1 ended in")
+    assert re.fullmatch(
+        rf"rank 1 ended in {STEP}; rank 0 waited in step \d+: look at node 1 \(node1\)", where
+    )
+
+
+def test_launcher_that_is_killed_ends_the_other_node(ended):
+    """Its ranks, here without a parent, would have gone on."""
+    run = ended["launcher"][0]
+    assert run.code != 0 and run.seconds < supervise.GRACE + 5, run.out
+    assert the_line(run, "did not answer: look at").endswith("look at node 1 (node1) and the link")
+
+
+def test_node_that_does_not_come_is_named_in_time(ended):
+    for name, node, text in (
+        ("no node 0", 1, "node 0 did not answer at 10.77.0.1:29500 within 2 s"),
+        ("no node 1", 0, "the other nodes did not all come within 2 s (missing: node 1)"),
+    ):
+        run = ended[name][node]
+        assert run.code == 1 and run.seconds < 2 + 15, run.out
+        assert text in run.lines[-1], run.out
+
+
+def test_ranks_that_meet_for_longer_than_their_timeout_are_ended(ended):
+    """As NCCL's do, which has no time limit there."""
+    run = ended["rendezvous"][0]
+    assert run.code != 0 and TIMEOUT < run.seconds < IN_TIME, run.out
+    assert run.lines[-1] == "ranks 0, 1 stood still in rendezvous"
+
+
+def test_long_phase_in_which_nobody_waits_is_no_failure(ended):
+    run = ended["validation"][0]
+    assert run.code == 0 and "| Step 4 |" in run.out, run.out
+
+
+def test_node_behind_a_cut_link_whose_own_rank_hangs_ends_too(ended):
+    """Nothing of it can fail by itself, and nobody can tell it."""
+    run = ended["alone"][1]
+    assert run.code != 0 and TIMEOUT < run.seconds < IN_TIME + TIMEOUT / 4, run.out
+    said = (
+        rf"rank 1 stood still in {STEP}; node 0 \(\S+\) did not answer: look at node 1 \(node1\)"
+    )
+    assert re.fullmatch(said, run.lines[-1]), run.out
+
+
+def test_phases_leave_nothing_in_memory(ended):
+    for name, nodes in ended.items():
+        for node, run in nodes.items():
+            folders = set(PHASES.findall(run.out))
+            there = [folder for folder in folders if os.path.exists(folder)]
+            killed = (name, node) == ("launcher", 1)  # by SIGKILL: it could not
+            assert len(there) == killed, (name, node, there)
+            assert folders or name.startswith("no node"), run.out
+
+
+# --- The line --------------------------------------------------------------------------------
+
+LOST = causes.Cause("[CPU 0] ERROR: in step 3: Timed out", "lost", 5, 0)
+
+
+def test_what_a_rank_is_at():
+    phases = {0: ("step 3", 31), 1: ("step 2", 31), 2: ("step 3", 4), 3: ("step 3", 31)}
+    failed = [LOST, causes.Cause("LookupError", "bug", 6, 3)]
+    assert missing.standing(phases, failed, {0, 1, 2, 4}, 30) == [
+        [0, "waited in", "step 3"],
+        [1, "stood still in", "step 2"],
+        [2, "was in", "step 3"],
+        [3, "ended in", "step 3"],
+        [4, "had not begun", ""],
+    ]
+    assert missing.standing(phases, [], {1}, 30)[0] == [0, "ended in", "step 3"]
+
+
+WAITED, STOOD = [0, "waited in", "step 3"], [1, "stood still in", "step 2"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "silent", "line"),
+    [
+        (
+            {0: [WAITED], 1: [STOOD]},
+            [],
+            "rank 1 stood still in step 2; rank 0 waited in step 3: A1",
+        ),
+        ({0: [WAITED]}, [1], "rank 0 waited in step 3; B did not answer: A1 and the link"),
+        ({0: [], 1: []}, [1], "B did not answer: A1 and the link"),
+        (
+            {0: [WAITED], 1: [[1, "waited in", "step 3"]]},
+            [],
+            "ranks 0, 1 waited in step 3: look at the link between the nodes",
+        ),
+        (
+            {0: [WAITED], 1: [[1, "had not begun", ""]]},
+            [],
+            "rank 1 had not begun; rank 0 waited in step 3: A1",
+        ),
+        (
+            {0: [WAITED], 1: [[1, "ended in", "step 2"]]},
+            [],
+            "rank 1 ended in step 2; rank 0 waited in step 3: A1",
+        ),
+        ({0: [[0, "ended in", "step 3"]], 1: [[1, "ended in", "step 3"]]}, [], ""),
+        ({0: [[0, "had not begun", ""]], 1: [[1, "had not begun", ""]]}, [], ""),
+    ],
+)
+def test_line_names_ranks_and_the_node_to_look_at(ranks, silent, line):
+    names = ["node 0 (a)", "B"]
+    assert missing.in_words(ranks, silent, names) == line.replace("A1", "look at B")
+
+
+def test_line_does_not_grow_with_the_number_of_ranks():
+    ranks = {n: [[8 * n + r, "waited in", "step 7"] for r in range(8)] for n in range(64)}
+    ranks[3][2] = [26, "stood still in", "step 7"]
+    line = missing.in_words(ranks, [], [f"node {n} (host{n})" for n in range(64)])
+    assert line == (
+        "rank 26 stood still in step 7; ranks 0, 1, 2, 3, 4, 5, 6, 7 and 503 more waited in "
+        "step 7: look at node 3 (host3)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        ("", 300),
+        ("--timeout 8", 8),
+        ("--timeout=0.5", 1),
+        ("--timeout 2e1", 20),
+        ("--timeout x", 300),
+    ],
+)
+def test_ranks_are_judged_by_the_scripts_own_timeout(tmp_path, words, seconds):
+    line = ["--log", str(tmp_path / "log"), "--", "torchrun", "train.py", *words.split()]
+    options, command = supervise.parse_arguments(line)
+    output = supervise.Output("x", options.log)
+    assert supervise.Supervisor(options, command, output)._timeout() == seconds
+
+
+@pytest.mark.parametrize("seconds", [1, 6, 300, 10**6])
+def test_link_is_not_lost_before_the_ranks_give_it_up(seconds):
+    with socket.socket() as link:
+        missing.lost_after(link, seconds)
+        names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+        values = [link.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and link.gettimeout() == 2
+    idle, pause, count = values
+    assert idle == pause and (count * pause >= seconds or pause == 32767)
+
+
+# --- The real script -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options for 48 images."""
+    return faults.make_set(tmp_path_factory.mktemp("data") / "set", 48)
+
+
+@LONG
+@pytest.mark.parametrize("what", ["rank", "link"])
+def test_real_script_and_torchrun_end_in_time_and_name_the_rank_or_node(data, tmp_path, what):
+    argv = [*data, "--num_epochs", 99, "--timeout", 8]
+    with NamespacePair() as nodes:
+        runs = faults.on_two_nodes(nodes, argv, folder=tmp_path)
+        runs[1].wait_for(r"^\[CPU 1\] .*Step 3 ", 240)
+        if what == "rank":
+            os.kill(runs[1].rank_pid(1), signal.SIGSTOP)
+        else:
+            nodes.link_down()
+        begin = time.monotonic()
+        ended = [run.finish(8 + 15, expect=1) for run in runs]
+        assert time.monotonic() - begin < 8 + 15
+    for run in ended:
+        faults.said(
+            run.out,
+            f"rank 1 stood still in {STEP}; rank 0 waited in {STEP}: look at node 1"
+            if what == "rank"
+            else "did not answer: look at node . .* and the link",
+        )

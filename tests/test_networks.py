@@ -1,0 +1,442 @@
+"""One command a node for several networks: NETWORKS, compare_networks.py, two_nodes.sh --links.
+
+What a run does is not the point here: a stand-in for torchrun starts a stand-in for the script, so
+that no test waits for torch. The real ones run, under --ci, in the last tests of this file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from nodes import NamespacePair, why_no_namespaces
+from processes import LONG, ROOT, Run, Started, require, start
+
+# In torch's place: `python -m torch.distributed.run` with static rendezvous, a process a node.
+TORCHRUN = """
+import os, sys
+at = next(n for n, word in enumerate(sys.argv) if n and word.endswith(".py"))
+given = dict(word[2:].split("=", 1) for word in sys.argv[1:at] if "=" in word)
+os.environ.update(RANK=given["node_rank"], MASTER_PORT=given["rdzv_endpoint"].rpartition(":")[2])
+os.execv(sys.executable, [sys.executable, *sys.argv[at:]])
+"""
+# In the script's place: says what it was given, and does what the file `plan` says of the network.
+SCRIPT = """
+import json, os, signal, sys, time
+from pathlib import Path
+names = ("MASTER_PORT", "IFNAME", "NETWORK", "RUN_NAME", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG",
+         "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE", "NETWORKS")
+report = {name: os.environ.get(name) for name in names} | {"argv": sys.argv[1:]}
+rank, file = os.environ["RANK"], Path(__file__)
+report |= {"rank": int(rank), "script": file.name}
+print("REPORT " + json.dumps(report), flush=True)
+plan = dict(word.split("=") for word in (file.parent / "plan").read_text().split())
+action = plan.get(os.environ.get("RUN_NAME"), "") if file.parent.name != "tools" else ""
+if action == "fail":
+    print(f"[CPU {rank}] ERROR: in step 3: Connection closed by peer", flush=True)
+    sys.exit(1)
+if action == "wait":
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+    print(f"[CPU {rank}] waiting", flush=True)
+    while not stopped:
+        time.sleep(0.05)
+    print(f"[CPU {rank}] Stopped on SIGTERM | step 12 | exit code 75", flush=True)
+    sys.exit(75)
+"""
+# In compare_logs.py's place, where the comparison itself is not the point.
+COMPARE = """
+import sys
+from pathlib import Path
+Path(sys.argv[sys.argv.index("--plot") + 1]).touch()
+print("COMPARED", *sys.argv[1:])
+"""
+
+
+class Folder:
+    """A copy of the launchers with stand-ins for what they start."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        ignored = shutil.ignore_patterns("__pycache__", "probe_link.py")
+        shutil.copytree(ROOT / "tools", path / "tools", ignore=ignored)
+        shutil.copy(ROOT / "launch_multinode.sh", path)
+        shutil.copy(ROOT / "requirements.txt", path)
+        (path / "demo_coco_resnet18.py").write_text(SCRIPT)
+        (path / "tools" / "compare_logs.py").write_text(COMPARE)
+        (path / "tools" / "make_sample_coco.py").write_text("import sys; print('MADE', sys.argv)")
+        (path / "plan").touch()
+        package = path / "stand-in" / "torch"
+        (package / "distributed").mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "distributed" / "__init__.py").touch()
+        (package / "distributed" / "run.py").write_text(TORCHRUN)
+
+    def env(self, node: int, variables: Mapping[str, object]) -> dict[str, str]:
+        env = {"NNODES": 2, "NODE_RANK": node, "MASTER_ADDR": NamespacePair.addresses[0]}
+        env |= {"RUN_NAME": "series", "CONNECT_TIMEOUT": 40, "GPUS_PER_NODE": 1}
+        env |= {"PYTHON": sys.executable, "PYTHONPATH": self.path / "stand-in", **variables}
+        return {name: str(value) for name, value in env.items()}
+
+    def start(self, nodes, *arguments: object, of_node=lambda _: {}, **variables: object) -> list:
+        """The launcher on both nodes; `of_node(k)` has the variables of one."""
+        return [
+            nodes.popen(
+                node,
+                ["bash", self.path / "launch_multinode.sh", *arguments],
+                env=self.env(node, variables | of_node(node)),
+                cwd=self.path,
+            )
+            for node in (0, 1)
+        ]
+
+    def run(self, nodes, *arguments: object, expect: int = 0, **options: object) -> list:
+        started = self.start(nodes, *arguments, **options)
+        return [one.finish(60, expect=expect) for one in started]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[NamespacePair]:
+    with NamespacePair() as pair:
+        yield pair
+
+
+def reports(run: Run) -> list[dict]:
+    return [json.loads(line) for line in re.findall(r"REPORT (\{.*\})", run.out)]
+
+
+def errors(run: Run) -> list[str]:
+    return [line for line in run.out.splitlines() if "error:" in line]
+
+
+BOTH = "one=eth0 two=eth0"
+
+
+# --- A series --------------------------------------------------------------------------------
+
+
+def test_each_network_has_its_run_its_ports_and_its_folder(folder, nodes):
+    shutil.copy(folder.path / "demo_coco_resnet18.py", folder.path / "tools" / "probe_link.py")
+    variables = {"GPUS_PER_NODE": 2, "MASTER_PORT": 29600, "RESTARTS": 3}
+    runs = folder.run(nodes, "--lr", "0.1", "a b", NETWORKS=BOTH, **variables)
+    for node, run in enumerate(runs):
+        found = reports(run)
+        assert [(r["RUN_NAME"], r["script"]) for r in found] == [
+            ("one", "probe_link.py"),
+            ("one", "demo_coco_resnet18.py"),
+            ("two", "probe_link.py"),
+            ("two", "demo_coco_resnet18.py"),
+        ]
+        # Each start of each network at its own: probe, training, three restarts.
+        assert [int(r["MASTER_PORT"]) for r in found] == [29600, 29601, 29605, 29606]
+        for report in found:
+            assert report["rank"] == node and report["NETWORKS"] is None
+            assert report["argv"][:3] == ["--lr", "0.1", "a b"]
+            assert (report["IFNAME"], report["NETWORK"]) == ("eth0", "ethernet")
+        for label in ("one", "two"):
+            log = folder.path / "logs" / "series" / label / f"node{node}.log"
+            assert len(re.findall("REPORT", log.read_text())) == 2
+
+
+def test_node_0_alone_compares_and_keeps_it_beside_the_logs(folder, nodes):
+    note = "Emulated: here\n\n"
+    first, second = folder.run(nodes, "x", NETWORKS=BOTH, DEMO_NOTE=note)
+    names = "one=logs/series/one two=logs/series/two --plot logs/series/compare.png"
+    assert f"{note}COMPARED {names}\n" in first.out
+    assert "COMPARED" not in second.out
+    kept = folder.path / "logs" / "series"
+    assert (kept / "compare.txt").read_text() == f"{note}COMPARED {names}\n"
+    assert (kept / "compare.png").exists()
+    assert "this is logs/series/compare.txt; its picture: logs/series/compare.png" in first.out
+
+
+def test_second_series_keeps_the_logs_of_the_first_apart(folder, nodes):
+    for argument in ("first", "second"):
+        folder.run(nodes, argument, NETWORKS=BOTH)
+    logs = folder.path / "logs" / "series" / "two"
+    assert "first" not in (logs / "node1.log").read_text()
+    (kept,) = logs.glob("node1.log.*")
+    assert "first" in kept.read_text()
+
+
+def test_network_that_fails_does_not_end_the_series(folder, nodes):
+    (folder.path / "plan").write_text("one=fail")
+    runs = folder.run(nodes, "x", NETWORKS=BOTH, expect=1)
+    for run in runs:
+        assert [r["RUN_NAME"] for r in reports(run)] == ["one", "two"]
+        assert "compare_networks.py: network one failed with code 1\n" in run.out
+    assert "COMPARED one=logs/series/one two=logs/series/two" in runs[0].out
+
+
+def test_interface_that_one_node_lacks_fails_on_both_at_once(folder):
+    with NamespacePair() as nodes:
+        subprocess.run(
+            f"ip -n {nodes.names[0]} link add here0 type veth peer name other0".split(), check=True
+        )
+        for name in ("here0", "other0"):
+            subprocess.run(f"ip -n {nodes.names[0]} link set {name} up".split(), check=True)
+        began = time.monotonic()
+        runs = folder.run(nodes, "x", NETWORKS="lacking=here0 two=eth0", expect=1)
+    assert time.monotonic() - began < 40  # nobody has waited for CONNECT_TIMEOUT
+    text = "this node has no interface or adapter here0 that is up (none of that name); it has eth"
+    assert f"error: {text}" in errors(runs[1])[0]
+    assert f"error: node 1 (node1): {text}" in errors(runs[0])[0]
+    for run in runs:
+        assert len(errors(run)) == 1
+        assert [r["RUN_NAME"] for r in reports(run)] == ["two"]
+    log = folder.path / "logs" / "series" / "lacking" / "node0.log"
+    assert text in log.read_text()  # the first cause, where compare_logs.py looks for it
+
+
+def test_signal_ends_the_series(folder, nodes):
+    (folder.path / "plan").write_text("one=wait")
+    started = folder.start(nodes, "x", NETWORKS=BOTH)
+    for one in started:
+        one.wait_for(r"\] waiting")
+    for one in started:
+        one.signal(signal.SIGTERM)
+    for one in started:
+        run = one.finish(30, expect=75)
+        assert [r["RUN_NAME"] for r in reports(run)] == ["one"]
+        assert "stopped in network one: what comes after is left out" in run.out
+        assert "COMPARED" not in run.out
+
+
+def test_run_does_not_outlive_a_series_that_is_killed(folder, nodes):
+    (folder.path / "plan").write_text("one=wait")
+    started = folder.start(nodes, "x", NETWORKS=BOTH)
+    for one in started:
+        one.wait_for(r"\] waiting")
+    for one in started:
+        one.signal(signal.SIGKILL)
+    for one in started:
+        run = one.finish(30, expect=-signal.SIGKILL, clean=15)
+        assert "Stopped on SIGTERM" in run.out
+
+
+# --- What is refused, before anything starts -------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "text"),
+    [
+        (
+            BOTH,
+            "one=eth0 two=eth1",
+            f"NETWORKS is {BOTH} on node 0 (node0) but one=eth0 two=eth1 on node 1 (node1)",
+        ),
+        (BOTH, "", f"NETWORKS is {BOTH} on node 0 (node0) but not set on node 1 (node1)"),
+        ("", BOTH, f"NETWORKS is not set on node 0 (node0) but {BOTH} on node 1 (node1)"),
+    ],
+)
+def test_networks_that_differ_between_nodes(folder, nodes, mine, theirs, text):
+    runs = folder.run(nodes, "x", of_node=lambda n: {"NETWORKS": [mine, theirs][n]}, expect=1)
+    for run in runs:
+        (line,) = errors(run)
+        assert line.endswith(f"error: {text}: give it the same value on all nodes")
+        assert not reports(run) and run.seconds < 40
+
+
+REFUSED = {
+    "one network": ({"NETWORKS": "one=eth0"}, [], "name two networks or more to compare"),
+    "no interface": ({"NETWORKS": "one=eth0 two"}, [], "NETWORKS has 'two': write NAME=INTERFACE"),
+    "a folder": ({"NETWORKS": "one=eth0 ../x=eth0"}, [], "NETWORKS has '../x=eth0': write NAME="),
+    "the same name": ({"NETWORKS": "a=eth0 a=eth1"}, [], "NETWORKS has two networks named a"),
+    "IFNAME too": ({"NETWORKS": BOTH, "IFNAME": "eth0"}, [], "NETWORKS and IFNAME are both set"),
+    "one node": ({"NETWORKS": BOTH, "NNODES": 1, "NODE_RANK": 0}, [], "and NNODES is 1: unset it"),
+    "resume": ({"NETWORKS": BOTH}, ["--resume"], "--resume would go on from the network before"),
+    "last port": (
+        {"NETWORKS": BOTH, "MASTER_PORT": 65535},
+        [],
+        "MASTER_PORT is 65535: give a number from 1 to 65534",
+    ),
+    "loopback": ({"NETWORKS": BOTH, "MASTER_ADDR": "localhost"}, [], "is a loopback address"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_networks_are_refused_with_one_line(folder, case):
+    variables, arguments, text = REFUSED[case]
+    command = ["bash", folder.path / "launch_multinode.sh", "x", *arguments]
+    started = start(command, env=folder.env(1, variables), cwd=folder.path)
+    run = started.finish(20, expect=1)
+    (line,) = run.out.splitlines()
+    assert "error: " in line and text in line
+
+
+def test_networks_need_tools(folder):
+    (folder.path / "tools" / "supervise.py").unlink()
+    command = ["bash", folder.path / "launch_multinode.sh", "x"]
+    env = folder.env(1, {"NETWORKS": BOTH, "PROBE": 0})
+    run = start(command, env=env, cwd=folder.path).finish(20, expect=1)
+    assert "tools/ is missing, and with it RESTARTS and PROBE=1, and NETWORKS" in run.out
+
+
+# --- One run on several nodes ----------------------------------------------------------------
+
+
+def test_without_arguments_all_nodes_take_the_same_steps_on_a_sample(folder, nodes):
+    runs = folder.run(nodes)
+    first, second = (reports(run)[0]["argv"] for run in runs)
+    assert first == second
+    options = dict(zip(first[::2], first[1::2], strict=True))
+    sample = f"{folder.path}/data/sample_coco"
+    assert options["--coco_image_path"] == f"{sample}/train2017"
+    assert options["--annotation_path"] == f"{sample}/annotations/instances_train2017.json"
+    assert int(options["--max_steps"]) > 0 and options["--weights"] == "none"
+    for run in runs:
+        assert f"{sample!r}]" in re.search("MADE .*", run.out)[0]
+
+
+def test_nccl_says_in_files_of_the_run_which_network_it_uses(folder, nodes):
+    for node, run in enumerate(folder.run(nodes, "x")):
+        (report,) = reports(run)
+        assert (report["NCCL_DEBUG"], report["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT,NET,ENV")
+        assert report["NCCL_DEBUG_FILE"] == f"logs/series/nccl.node{node}.%h.%p.log"
+    for run in folder.run(nodes, "x", NCCL_DEBUG_SUBSYS="ALL"):  # the user's own, all of them
+        (report,) = reports(run)
+        assert (report["NCCL_DEBUG"], report["NCCL_DEBUG_FILE"]) == (None, None)
+        assert report["NCCL_DEBUG_SUBSYS"] == "ALL"
+
+
+def test_interface_that_preflight_has_found_is_gloos(folder, nodes):
+    for run in folder.run(nodes, "x"):
+        assert reports(run)[0]["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_interface_alone_tells_the_kind_of_the_network(folder, nodes):
+    (report,) = reports(folder.run(nodes, "x", IFNAME="eth0")[0])
+    assert (report["NETWORK"], report["GLOO_SOCKET_IFNAME"]) == ("ethernet", "eth0")
+
+
+# --- SLURM -----------------------------------------------------------------------------------
+
+
+def test_slurm_reserves_ports_for_all_networks(folder):
+    env = {"SLURM_JOB_ID": 2405, "SLURM_STEP_ID": 0, "SLURM_PROCID": 1, "SLURM_NODEID": 1}
+    env |= {"SLURM_NNODES": 2, "SLURM_NTASKS": 2, "RESTARTS": 5, "CONNECT_TIMEOUT": 1}
+    env |= {"MASTER_ADDR": "192.0.2.7", "RUN_NAME": ""}
+    env = folder.env(1, env | {"NETWORKS": "one=eth0 two=eth0 three=eth0"})
+    del env["NNODES"], env["NODE_RANK"]
+    command = ["bash", folder.path / "launch_multinode.sh", "x"]
+    run = start(command, env=env, cwd=folder.path).finish(20, expect=1)
+    # Three networks of six starts each: 18 ports a job, and 666 jobs until they repeat.
+    assert f"node 0 did not answer at 192.0.2.7:{20000 + 2405 % 666 * 18} within 1 s" in run.out
+
+
+@LONG
+def test_srun_starts_the_series_on_all_nodes(slurm, folder):
+    env = {name: folder.env(0, {})[name] for name in ("PYTHON", "PYTHONPATH", "GPUS_PER_NODE")}
+    command = ["-N", 2, "--ntasks-per-node=1", folder.path / "launch_multinode.sh", "x"]
+    run = slurm.run(
+        "srun", *command, env=env | {"NETWORKS": BOTH, "RUN_NAME": "series"}, cwd=folder.path
+    )
+    assert sorted((r["rank"], r["RUN_NAME"]) for r in reports(run)) == [
+        (0, "one"),
+        (0, "two"),
+        (1, "one"),
+        (1, "two"),
+    ]
+    assert run.out.count("COMPARED") == 1
+
+
+# --- two_nodes.sh --links --------------------------------------------------------------------
+
+
+def two_nodes(
+    root: Path, *arguments: object, timeout: float = 90, expect: int = 0, **env: str
+) -> Run:
+    """The script of a folder that has tools/, to its end; no namespace of it stays."""
+    require(not (why := why_no_namespaces()), why)
+    env = {"PYTHON": sys.executable, "PYTHONPATH": str(root / "stand-in"), **env}
+    command = ["bash", root / "tools" / "two_nodes.sh", "--name", "series", *arguments]
+    started = start(command, env=env, cwd=root)
+    try:
+        run = started.finish(timeout, expect=expect)
+        assert not namespaces(started)
+        return run
+    finally:
+        started.kill()
+        for name in namespaces(started):
+            subprocess.run(["ip", "netns", "delete", name], check=False)
+
+
+def namespaces(started: Started) -> list[str]:
+    return [path.name for path in Path("/run/netns").glob(f"two_nodes{started.pid}-[01]")]
+
+
+def test_links_are_networks_of_that_name_on_both_nodes(folder):
+    run = two_nodes(folder.path, "--links", "slow=100mbit,fast=unshaped", "--", "--lr", "1")
+    found = sorted(reports(run), key=lambda r: (r["rank"], r["MASTER_PORT"]))
+    assert [(r["rank"], r["RUN_NAME"], r["IFNAME"]) for r in found] == [
+        (0, "slow", "slow"),
+        (0, "fast", "fast"),
+        (1, "slow", "slow"),
+        (1, "fast", "fast"),
+    ]
+    assert all(r["argv"] == ["--lr", "1"] for r in found)
+    assert all(r["GLOO_SOCKET_IFNAME"] == r["IFNAME"] for r in found)
+    note = "Emulated: two network namespaces of one machine, joined by slow=100mbit,fast=unshaped"
+    assert f"{note}\n\nCOMPARED slow=logs/series/slow fast=logs/series/fast" in run.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--links", "slow"], "--links has 'slow': write NAME=RATE"),
+        (["--links", "lo=1gbit,fast=unshaped"], "--links has 'lo=1gbit': write NAME=RATE"),
+        (["--links", "a=1gbit,a=2gbit"], "--links has two named a"),
+        (["--links", "slow=1gbit"], "--links is 'slow=1gbit': name two or more"),
+        (["--links", "a=1gbit,b=2gbit", "--rate", "1gbit"], "--rate and --links"),
+        (["--links", "a=fast,b=2gbit"], "tc does not take --links fast"),
+    ],
+)
+def test_wrong_links_are_refused_with_one_line(folder, arguments, text):
+    run = two_nodes(folder.path, *arguments, "--", "x", expect=1)
+    assert text in run.out.splitlines()[-1] and "error:" in run.out.splitlines()[-1]
+
+
+@LONG
+def test_links_without_arguments_compare_two_real_runs(tmp_path):
+    """The real script, probe and comparison: table, verdict and picture in under 5 minutes."""
+    sample = [sys.executable, ROOT / "tools" / "make_sample_coco.py"]
+    subprocess.run([*sample, ROOT / "data" / "sample_coco"], check=True, timeout=300)
+    links = ["--links", "slow=1gbit,fast=unshaped"]
+    run = two_nodes(ROOT, *links, timeout=300, LOG_DIR=str(tmp_path))
+    series = tmp_path / "series"
+    report = (series / "compare.txt").read_text()
+    assert report in run.out and report.startswith("Emulated: ")
+    assert re.search(r"^\| +\| +slow \| +fast \|$", report, re.MULTILINE)
+    for row in ("status", "img/s, job", "- exposed communication", "all-reduce alone"):
+        assert f"| {row} " in report
+    assert re.search(r"^slow: ", report, re.MULTILINE)  # the verdict on it
+    assert (series / "compare.png").stat().st_size > 10_000
+    probes = [record(series / label, "Probe") for label in ("slow", "fast")]
+    slow, fast = (max(probe["nodes"][0]["interfaces"], key=rate) for probe in probes)
+    assert (slow["name"], fast["name"]) == ("slow", "fast")
+    assert rate(slow) == pytest.approx(1, rel=0.1) and rate(fast) > rate(slow)
+    summaries = [record(series / label, "Summary") for label in ("slow", "fast")]
+    assert summaries[0]["steps"] == summaries[1]["steps"] > 0
+    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+
+
+def rate(link: dict) -> float:
+    return link["wire_Gbps"]
+
+
+def record(folder: Path, kind: str) -> dict:
+    text = (folder / "node0.log").read_text()
+    return json.loads(re.findall(rf"^\[CPU 0\] {kind} (\{{.*\}})$", text, re.MULTILINE)[-1])

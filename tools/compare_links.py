@@ -1,0 +1,224 @@
+"""Which network carried the probe's all-reduces on a node, and what to check where it was slow.
+
+From the `nodes` of a Probe record: NCCL's own word first (what tools/nccl_log.py found in its
+debug text), else the bytes that interfaces and adapters carried meanwhile. For compare_logs.py.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+
+# --- reading a record, and a rate in words -----------------------------------------------------
+
+
+def get(record, key, kind=float):
+    """record[key] where it is of this kind, a number also finite and not below 0.
+
+    Else None for a number, and an empty value of any other kind: damage can leave anything.
+    """
+    value = record.get(key)
+    if kind not in (int, float):
+        return value if isinstance(value, kind) else kind()
+    good = type(value) in (int, float) and 0 <= value < 1e18
+    return kind(value) if good and kind(value) == value else None
+
+
+def objects(record, key):
+    return [item for item in get(record, key, list) if isinstance(item, dict)]
+
+
+def rate(gbps):
+    """Gb/s as text, in Mb/s below 1 Gb/s."""
+    if gbps >= 0.9995:
+        return f"{gbps:.3g} Gb/s"
+    return f"{gbps * 1000:.0f} Mb/s" if gbps >= 0.01 else f"{gbps * 1000:.2g} Mb/s"
+
+
+# --- what carried it ---------------------------------------------------------------------------
+
+ADAPTERS = {"infiniband": "InfiniBand", "roce": "RoCE", "efa": "EFA"}
+TITLES = ADAPTERS | {"sockets": "TCP", "plugin": "a plugin's network"}
+# An interface that carried less than this part of what the all-reduces moved was not the link:
+# other traffic of the node, or the few messages by which the ranks find each other.
+STRAY = 0.01
+# These rise on sound links too: frames of protocols that nobody listens to, waiting for credit.
+HARMLESS = ("rx_dropped", "port_xmit_wait")
+
+
+@dataclass
+class Link:
+    """What carried the probe's all-reduces on one node; rates in Gb/s, None where not known."""
+
+    host: str
+    transport: str  # infiniband, roce, efa, plugin, sockets, local (no network), or unknown
+    basis: str  # what says so: NCCL's word, or byte counters
+    finding: dict = field(default_factory=dict)  # what tools/nccl_log.py says of NCCL's text
+    names: list = field(default_factory=list)  # of the interfaces or adapters
+    kind: str = ""
+    members: list = field(default_factory=list)  # of a bond
+    gbps: float | None = None  # measured, of all of them together, headers included
+    stated: float | None = None
+    adapter: str = ""  # under IP over InfiniBand
+    adapter_gbps: float | None = None  # stated
+
+    @property
+    def order(self):
+        """The slowest first: where a node had to use sockets, then by rate."""
+        return self.transport in ADAPTERS, math.inf if self.gbps is None else self.gbps
+
+    @property
+    def shown(self):
+        """eth0 (ethernet); None where no interface is known to have carried it."""
+        names = ", ".join(self.names[:4]) + ", ..." * (len(self.names) > 4)
+        kind = " of ".join(filter(None, [self.kind, " + ".join(self.members)]))
+        kind += f" over {self.adapter}" if self.adapter else ""
+        return f"{names} ({kind})" if kind else names or None
+
+    @property
+    def way(self):
+        """TCP on eth0 (ethernet); RoCE on mlx5_0:1."""
+        title = TITLES.get(self.transport, "a network that NCCL does not name")
+        where = ", ".join(self.names) if self.transport in ADAPTERS else self.shown
+        return f"{title} on {where}" if where else title
+
+
+def link_of(node, several, least_gbps):
+    """What carried the all-reduces on a node of the Probe: NCCL's word first, then the bytes."""
+    finding = get(node, "nccl", dict)
+    seen = [i for i in objects(node, "interfaces") if wire_gbps(i) > least_gbps]
+    # Within a node bytes cross no interface but loopback; nodes that share one host use it too.
+    inside = [i for i in seen if i.get("kind") == "loopback"]
+    outside = [i for i in seen if i not in inside] if several else []
+    rails = carriers(outside or inside, finding)
+    link = Link(get(node, "host", str), get(finding, "transport", str), "NCCL's word", finding)
+    link.kind = get(rails[0], "kind", str) if rails else ""
+    if link.transport not in (*TITLES, "local"):
+        by_kind = link.kind if link.kind in ADAPTERS else "sockets" if rails else "unknown"
+        link.transport, link.basis = by_kind, "byte counters"
+    if not rails:
+        said = "interfaces" if link.transport == "sockets" else "devices"
+        link.names = [str(name) for name in get(finding, said, list)]
+        return link
+    link.names = [get(rail, "name", str) for rail in rails]
+    link.gbps = sum(map(wire_gbps, rails))
+    speeds = [get(rail, "speed_Gbps") for rail in rails]
+    link.stated = sum(speeds) if all(speeds) else None
+    link.members = [str(member) for member in get(rails[0], "members", list)]
+    if link.kind == "ipoib":  # its stated speed is its adapter's, which may be left out
+        adapter = adapter_under(rails[0], seen) or {}
+        link.adapter = get(rails[0], "carrier", str) or get(adapter, "name", str)
+        link.adapter_gbps = get(adapter, "speed_Gbps") or link.stated
+    return link
+
+
+def wire_gbps(interface):
+    return get(interface, "wire_Gbps") or 0.0
+
+
+def carriers(seen, finding):
+    """Of the interfaces with traffic those that carried the gradients, none of them twice."""
+    transport, named = finding.get("transport"), get(finding, "interfaces", list)
+    if transport == "local":
+        return []
+    if transport == "sockets":
+        seen = [i for i in seen if i.get("kind") not in list(ADAPTERS)]
+        seen = [i for i in seen if i.get("name") in named] or seen
+    elif transport in list(ADAPTERS):
+        seen = [i for i in seen if i.get("kind") in list(ADAPTERS)]
+    else:  # the bytes of IP over InfiniBand pass the adapter too
+        twice = [adapter_under(i, seen) for i in seen if i.get("kind") == "ipoib"]
+        seen = [i for i in seen if i not in twice]
+    top = max(seen, key=wire_gbps, default={})
+    # Adapters work together, and so do interfaces that NCCL names; else a bridge or tunnel and
+    # what is under it would count twice.
+    together = get(top, "kind", str) in ADAPTERS or top.get("name") in named
+    return [i for i in seen if i is top or (together and i.get("kind") == top.get("kind"))]
+
+
+def adapter_under(interface, seen):
+    """The adapter most of whose bytes are those of an IPoIB interface, or None."""
+    for adapter in seen:
+        above = get(interface, "carrier", str) in ("", adapter.get("name"))
+        most = wire_gbps(interface) > wire_gbps(adapter) / 2
+        if adapter.get("kind") == "infiniband" and above and most:
+            return adapter
+    return None
+
+
+def say_fallback(link):
+    """That a faster network was asked for and sockets were used, and why; None if not so."""
+    lines = {str(p.get("id")): get(p, "line", str) for p in objects(link.finding, "problems")}
+    asked = lines.get("fell_back_to_sockets")
+    if asked is None:
+        return None
+    what = "InfiniBand" if "IB" in asked else "A faster network"
+    where = ", ".join(link.names) or "an interface that it does not name"
+    # The most telling first.
+    causes = ("verbs_library_missing", "no_ib_device", "plugin_failed", "network_not_found")
+    cause = next((lines[cause] for cause in causes if cause in lines), "")
+    said = re.split("NCCL (?:INFO|WARN) ", cause)[-1].strip()
+    why = f'because NCCL says "{said}"' if said else "and its text does not say why"
+    return f"{what} was asked for; NCCL used sockets over {where}, {why}."
+
+
+# --- what to check where it was slow -----------------------------------------------------------
+
+# Of a link well below its stated speed, by what carried the bytes.
+PORT = "the port: `ibstat {device}` should show State Active, Rate {gbps}; one bad lane lowers it"
+MEMORY = [
+    "GPUDirect: nvidia-peermem loaded, or DMA-BUF; adapters near their GPU (`nvidia-smi topo -m`)",
+    "locked memory: `ulimit -l` in the job itself should say unlimited",
+]
+SLOW_LINK = {
+    "infiniband": [
+        PORT,
+        "the link alone: `ib_write_bw -d {device}`, then with PEER on the other node: {gbps} Gb/s",
+        *MEMORY,
+    ],
+    "roce": [
+        PORT,
+        "the GID: NCCL_IB_GID_INDEX of RoCE v2 and this network on each node (`show_gids`)",
+        "a lossless path: PFC or ECN on adapters and switch; NCCL_IB_TC is the traffic class",
+        "the link alone: `ib_write_bw -d {device} -x GID_INDEX`, then with PEER on the other node",
+        *MEMORY,
+    ],
+    "efa": [
+        "the adapters: `fi_info -p efa` on each node should list all of them",
+        "the security group: all traffic from and to itself allowed",
+        *MEMORY,
+    ],
+    "sockets": [
+        "the negotiated speed on both ends and the switch: `ethtool {name} | grep Speed`{fallen}",
+        "the interface: NETWORK= and IFNAME= of launch_multinode.sh keep the traffic on one",
+        "an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev {name}`",
+        "the link without training: `iperf3 -c PEER` should show {tcp}",
+    ],
+}
+FALLEN = "; up to 94 Mb/s is what a port that fell back to 100 Mb/s gives"
+# One TCP connection is bound by one core, which from here on may not fill the link.
+FAST_SOCKETS_GBPS = 25
+MORE_CONNECTIONS = {
+    "nccl": "NCCL's threads: NCCL_SOCKET_NTHREADS=4, NCCL_NSOCKS_PERTHREAD=4 (at most 64 in all)",
+    "gloo": "Gloo has one connection a pair of ranks: more processes a node; try `iperf3 -P 8`",
+}
+BOND = "a bond sends a connection over one member: more connections, hashed by layer3+4"
+
+
+def slow_link_checks(link, implied, stated, tcp, backend):
+    """For a link that ran at `implied` Gb/s, well below what it states; TCP could have `tcp`."""
+    if not link or not link.names:
+        link = Link("", "sockets", "", names=["IFNAME"])
+    sockets = link.transport not in ADAPTERS
+    checks = list(SLOW_LINK["sockets" if sockets else link.transport])
+    if sockets and stated >= FAST_SOCKETS_GBPS and backend in MORE_CONNECTIONS:
+        checks.insert(0, MORE_CONNECTIONS[backend])
+    if link.members:
+        checks.insert(0, BOND)
+    facts = {
+        "name": link.names[0],
+        "device": link.names[0].partition(":")[0],
+        "gbps": f"{stated / len(link.names):.3g}",
+        "tcp": rate(tcp),
+        "fallen": FALLEN if implied <= 0.1 < stated else "",
+    }
+    return [text.format(**facts) for text in checks]

@@ -1,0 +1,169 @@
+#!/usr/bin/env python3
+"""One run over each of several networks, on all nodes together, then the comparison.
+
+    NETWORKS="ethernet=eth0 infiniband=mlx5_0" NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 \\
+        ./launch_multinode.sh --coco_image_path ...
+
+launch_multinode.sh calls this with its settings in the environment and the folder for the logs,
+and is called by it in turn, for one network after the other. A network is NAME=INTERFACE, where
+NAME is a label and becomes the run's folder; INTERFACE is what IFNAME takes, eth0 or mlx5_0,ib0.
+A network that fails does not end the series. On node 0 the comparison comes at the end, after what
+DEMO_NOTE says: it is printed, and stands as compare.txt and compare.png beside the logs.
+Exit code: 0 all done; 75 stopped by a signal, 143 before a checkpoint; else that of the first
+network that failed, or of the comparison.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from children import LIBC, PR_SET_PDEATHSIG
+from command import option
+from meeting import Meeting, Plan, Refused, Stopped, check_master
+from supervise import STOPPED
+
+TOOLS = Path(__file__).resolve().parent
+LAUNCHER = TOOLS.parent / "launch_multinode.sh"
+
+
+def say(text: str) -> None:
+    print(f"compare_networks.py: {text}", file=sys.stderr, flush=True)
+
+
+def read_networks(text: str) -> dict[str, str]:
+    """{label: interfaces} of NETWORKS. Raises Refused."""
+    networks: dict[str, str] = {}
+    for word in text.split():
+        match = re.fullmatch(r"(\w[\w.-]*)=([\w.:@,-]+)", word)
+        if not match:
+            raise Refused(
+                f"NETWORKS has '{word}': write NAME=INTERFACE, of letters, digits, _ . and -, as "
+                'in "ethernet=eth0 infiniband=mlx5_0"'
+            )
+        if match[1] in networks:
+            raise Refused(f"NETWORKS has two networks named {match[1]}: give each its own name")
+        networks[match[1]] = match[2]
+    if len(networks) < 2:
+        raise Refused(f"NETWORKS is '{text}': name two networks or more to compare")
+    return networks
+
+
+def check(arguments: list[str]) -> None:
+    """Settings that a comparison cannot have. Raises Refused."""
+    if os.environ["NNODES"] == "1":
+        raise Refused("NETWORKS compares networks between nodes, and NNODES is 1: unset it")
+    for name in ("NETWORK", "IFNAME"):
+        if os.environ.get(name):
+            raise Refused(f"NETWORKS and {name} are both set: unset one of them")
+    if "--resume" in arguments:
+        raise Refused("--resume would go on from the network before: leave it out with NETWORKS")
+
+
+class Series:
+    """This node's part: the launcher, for each network in turn."""
+
+    def __init__(self, networks: dict[str, str], folder: Path, arguments: list[str]) -> None:
+        self.networks, self.folder, self.arguments = networks, folder, arguments
+        self.rank, self.port = int(os.environ["NODE_RANK"]), int(os.environ["MASTER_PORT"])
+        self.patience = int(os.environ["CONNECT_TIMEOUT"])
+        # Ports of one network: each of its starts has its own.
+        self.ports = 1 + int(os.environ["PROBE"]) + int(os.environ["RESTARTS"])
+        named = " ".join(f"{label}={names}" for label, names in networks.items())
+        settings = {"NNODES": int(os.environ["NNODES"]), "NETWORKS": named}
+        node = {"node_rank": self.rank, "host": socket.gethostname(), "settings": settings}
+        self.meeting = Meeting(os.environ["MASTER_ADDR"].strip("[]"), self.port, node, 0, say)
+        self.child: subprocess.Popen | None = None
+        self.stopped = 0  # the first signal
+
+    def run(self) -> int:
+        """All networks, then the comparison; returns the exit code."""
+        check_master(self.meeting.host, self.rank)
+        self.meeting.agree(Plan(), self.patience)
+        self.meeting.close()
+        codes = []
+        for n, label in enumerate(self.networks):
+            codes.append(self.train(n, label))
+            if self.stopped or codes[-1] == STOPPED:
+                say(f"stopped in network {label}: what comes after is left out")
+                return codes[-1] or 128 + self.stopped
+            if codes[-1]:
+                say(f"network {label} failed with code {codes[-1]}")
+        codes.append(self.compare() if self.rank == 0 else 0)
+        return next(filter(None, codes), 0)
+
+    def train(self, n: int, label: str) -> int:
+        """One network's run; its exit code as a shell has it."""
+        say(f"network {n + 1} of {len(self.networks)}: {label}, over {self.networks[label]}")
+        log = self.folder / label / f"node{self.rank}.log"
+        if log.exists():  # of an earlier series: a log is one run's
+            log.rename(f"{log}.{time.strftime('%Y%m%d-%H%M%S')}")
+        env = {name: value for name, value in os.environ.items() if name != "NETWORKS"}
+        env |= {"IFNAME": self.networks[label], "RUN_NAME": label, "LOG_DIR": str(self.folder)}
+        env["MASTER_PORT"] = str(self.port + n * self.ports)
+        if n:  # another node may need --timeout to notice that the run before has failed
+            timeout = re.match(r"\d{1,7}", option(self.arguments, "timeout", "300"))
+            env["CONNECT_TIMEOUT"] = str(self.patience + int(timeout[0] if timeout else 300))
+        self.child = subprocess.Popen(
+            ["bash", LAUNCHER, *self.arguments],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches it once, through this process
+            preexec_fn=(lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)) if LIBC else None,
+        )
+        if self.stopped:
+            self.child.send_signal(self.stopped)
+        code = self.child.wait()
+        self.child = None
+        return code if code >= 0 else 128 - code
+
+    def on_signal(self, number: int, _frame: object) -> None:
+        self.stopped = self.stopped or number
+        self.meeting.stopped = True
+        if self.child:
+            self.child.send_signal(number)
+
+    def compare(self) -> int:
+        """Prints compare_logs.py's report and keeps it; its exit code."""
+        command = [sys.executable, TOOLS / "compare_logs.py"]
+        command += [f"{label}={self.folder / label}" for label in self.networks]
+        picture = self.folder / "compare.png"
+        if importlib.util.find_spec("matplotlib"):
+            command += ["--plot", picture]
+        else:
+            say(
+                "no picture without matplotlib: pip install matplotlib, and compare_logs.py --plot"
+            )
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        report = self.folder / "compare.txt"
+        report.write_text(os.environ.get("DEMO_NOTE", "") + done.stdout)
+        print(report.read_text(), end="", flush=True)
+        say(f"this is {report}" + (f"; its picture: {picture}" if picture.exists() else ""))
+        return done.returncode
+
+
+def main() -> int:
+    folder, *arguments = sys.argv[1:]
+    try:
+        check(arguments)
+        series = Series(read_networks(os.environ["NETWORKS"]), Path(folder), arguments)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, series.on_signal)
+        return series.run()
+    except Stopped:
+        say("stopped by a signal before the start")
+        return 143
+    except (Refused, OSError) as error:
+        say(f"error: {error}")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

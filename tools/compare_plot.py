@@ -1,0 +1,160 @@
+"""The picture of tools/compare_logs.py: one slide on where the time of each run went.
+
+Drawn with matplotlib, which only a picture needs; everything is told apart without colour, by
+hatching, line style and mark.
+"""
+
+import math
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display is needed
+import matplotlib.pyplot as plt
+
+LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
+COLOURS = ("#111111", "#1f5fa8", "#c1440e", "#4d8f3a", "#7a3f98")
+PARTS = {  # of a step: colour, hatching
+    "compute": ("#555555", ""),
+    "data wait": ("#cccccc", ".."),
+    "exposed communication": ("#ffffff", "///"),
+    "step, not split in the log": ("#999999", ""),
+    "over the fastest run (inferred)": ("#ffffff", "xx"),
+}
+
+
+def draw(result, file, dpi=120):
+    """Split of the step, throughput, loss, and efficiency where there are several sizes.
+
+    `result` is what compare_logs.compare returns. Raises OSError or ValueError (no such format).
+    """
+    panels, grid, size = [draw_split, draw_throughput, draw_loss], (1, 3), (16, 5.2)
+    if result["scaling"]:
+        panels, grid, size = [*panels, draw_efficiency], (2, 2), (13, 9)
+    with plt.rc_context({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, axes = plt.subplots(*grid, figsize=size, layout="constrained")
+        try:
+            for panel, axis in zip(panels, axes.flat, strict=True):
+                panel(axis, result)
+            figure.savefig(file, dpi=dpi, format=None if Path(file).suffix else "png")
+        finally:
+            plt.close(figure)
+
+
+def draw_split(axis, result):
+    """Stacked bars; a log without a split has one bar, told into floor and excess where known."""
+    runs = [run for run in result["runs"] if run.step_s]
+    bottom = [0.0] * len(runs)
+    for i, (name, (colour, hatch)) in enumerate(PARTS.items()):
+        heights = [1000 * parts_of(run)[i] for run in runs]
+        if any(heights):
+            look = {"label": name, "color": colour, "hatch": hatch, "edgecolor": "#111111"}
+            axis.bar(range(len(runs)), heights, 0.6, bottom, **look)
+            bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+    for i, top in enumerate(bottom):
+        text = f"{top:,.0f} ms" if top >= 100 else f"{top:,.1f} ms"
+        axis.annotate(text, (i, top), (0, 3), textcoords="offset points", ha="center")
+    axis.set_xticks(range(len(runs)), [run.name for run in runs])
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.set(ylabel="time per step (ms)", title="Where a step's time goes")
+    axis.set_ylim(0, max(bottom, default=1) * 1.45)  # room for the legend above the bars
+    finish(axis, "no step times in these logs")
+
+
+def parts_of(run):
+    """Seconds of a step, in the order of PARTS."""
+    if run.has_split:
+        return run.compute_s, run.data_s, run.exposed_s, 0, 0
+    return 0, 0, 0, run.floor_s, run.step_s - run.floor_s
+
+
+def series(run, value):
+    """(step, mean over ranks of value(Step)) for the steps where every rank has one."""
+    by_step = {}
+    for (_, epoch, step), line in sorted(run.log.steps.items()):
+        if value(line) is not None and math.isfinite(value(line)):
+            by_step.setdefault((epoch, step), []).append(value(line))
+    most = max(map(len, by_step.values()), default=0)
+    return [(step, sum(v) / len(v)) for (_, step), v in by_step.items() if len(v) == most]
+
+
+def elapsed(run, steps):
+    """Seconds of training after each of `steps`, from the step times between the lines."""
+    times = dict(series(run, lambda line: line.step_ms))
+    clock, before, out = 0.0, run.start_step, []
+    for step in steps:
+        clock += max(step - before, 0) * times.get(step, 0) / 1000
+        before = step
+        out.append(clock)
+    return out
+
+
+def look_of(i, run, more=""):
+    """Line of run i; its mark stands at the end, so that a short run is seen too."""
+    return {
+        "label": run.name + (more if run.complete else " (incomplete)"),
+        "color": COLOURS[i % 5],
+        "linestyle": LINES[i % 5],
+        "linewidth": 2,
+        "marker": "osD^v"[i % 5],
+        "markevery": [-1],
+    }
+
+
+def draw_throughput(axis, result):
+    longest = 0.0
+    for i, run in enumerate(result["runs"]):
+        points = series(run, lambda line: line.img_per_s)
+        if points and run.processes:
+            times = elapsed(run, [step for step, _ in points])
+            rates = [value * run.processes for _, value in points]
+            axis.plot(times, rates, **look_of(i, run))
+        elif run.img_per_s and run.wall_s:
+            times = [0, run.wall_s]
+            axis.plot(times, [run.img_per_s] * 2, **look_of(i, run, ", mean"))
+        else:
+            continue
+        longest = max(longest, times[-1])
+    axis.set_ylim(0, max(axis.get_ylim()[1], 1e-9) * 1.2)
+    if longest > 180:
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value / 60:g}")
+        axis.xaxis.get_major_locator().set_params(steps=[1, 3, 6, 10])
+    unit = "min" if longest > 180 else "s"
+    axis.set(xlabel=f"time ({unit})", ylabel="images/s, whole job", title="Throughput")
+    finish(axis, "no throughput in these logs")
+
+
+def draw_loss(axis, result):
+    for i, run in enumerate(result["runs"]):
+        if points := series(run, lambda line: line.loss):
+            axis.plot(*zip(*points, strict=True), **look_of(i, run))
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set(xlabel="step", ylabel="cross entropy, mean over ranks", title="Loss")
+    finish(axis, "no step lines in these logs")
+
+
+def draw_efficiency(axis, result):
+    rows = result["scaling"]
+    sizes = sorted({row["processes"] for row in rows})
+    percent = [100 * row["efficiency"] for row in rows]
+    axis.plot(sizes, [100] * len(sizes), color="#777777", linestyle="--", label="ideal")
+    axis.plot([row["processes"] for row in rows], percent, "o", color="#111111", label="measured")
+    for row, value in zip(rows, percent, strict=True):
+        place = {"xytext": (0, -18), "textcoords": "offset points", "ha": "center"}
+        axis.annotate(row["run"], (row["processes"], value), fontsize=10, **place)
+    axis.set_xscale("log", base=2)
+    axis.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.set_ylim(0, 1.1 * max(100, *percent))
+    axis.set(xlabel="processes", ylabel="efficiency (%)", title="Scaling")
+    finish(axis, "")
+
+
+def finish(axis, otherwise):
+    """A legend, or a word where there is nothing to show."""
+    axis.grid(alpha=0.3)
+    axis.set_axisbelow(True)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=10, loc="best")
+    else:
+        axis.text(0.5, 0.5, otherwise, ha="center", transform=axis.transAxes)

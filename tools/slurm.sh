@@ -1,0 +1,23 @@
+# Sourced by launch_multinode.sh under srun: number of nodes, this node's rank, node 0's address and port, from the job.
+# $1: ports that the series of starts needs.
+# shellcheck shell=bash disable=SC2034  # the launcher uses them
+# NOTE: a batch script has SLURM_PROCID too, but only srun's tasks have SLURM_STEP_ID.
+[ -n "${SLURM_PROCID:-}" ] && [ -n "${SLURM_STEP_ID:-}" ] ||
+    die "in SLURM job $SLURM_JOB_ID but not started by srun: write 'srun --ntasks-per-node=1 $ME ...', or set NNODES"
+NNODES=${SLURM_STEP_NUM_NODES:-$SLURM_NNODES}
+tasks=${SLURM_STEP_NUM_TASKS:-${SLURM_NTASKS:-$NNODES}}
+[ "$tasks" = "$NNODES" ] || [ "$SLURM_PROCID" = 0 ] || exit 1
+[ "$tasks" = "$NNODES" ] ||
+    die "srun started $tasks tasks on $NNODES nodes, but one on each starts all its processes: --ntasks-per-node=1"
+NODE_RANK=${NODE_RANK:-$SLURM_NODEID}
+GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
+RUN_NAME=${RUN_NAME:-${NETWORK:-job$SLURM_JOB_ID}}
+# Ports for each start of a job, below the range from which Linux takes ports for outgoing connections.
+ports=$(($1 < 10 ? 10 : $1))
+MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % (12000 / ports) * ports))}
+if [ -z "${MASTER_ADDR:-}" ]; then
+    MASTER_ADDR=$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}" | head -n 1)
+    # A node's name need not resolve; SLURM itself may know it by another address.
+    getent ahosts "$MASTER_ADDR" >/dev/null ||
+        MASTER_ADDR=$(scontrol show node --oneliner "$MASTER_ADDR" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+fi
