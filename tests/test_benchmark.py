@@ -230,6 +230,7 @@ time.sleep(60)
 """
 
 
+@LONG
 @pytest.mark.parametrize("how", ["signal", "limit"])
 def test_what_a_run_has_started_ends_with_it(sample, tmp_path, scratch, how):
     script = tmp_path / "script.py"
@@ -293,6 +294,7 @@ def test_without_a_gpu_one_line_says_so(scratch):
     assert run.out == ""
 
 
+@LONG
 def test_part_that_takes_too_long_ends_in_one_line(tmp_path, scratch):
     """What was measured before it is in the table and in the file."""
     file = tmp_path / "table.json"

@@ -34,7 +34,6 @@ from forks import ForkServer, Job, prepared, run_to_the_end, start, write
 from PIL import Image
 from processes import LONG, MALLOC, SCRIPT, Run, long, require, run_demo
 
-pytestmark = pytest.mark.xdist_group("demo")  # one worker makes what several tests share
 FAST = shlex.split("--weights none --image_size 40 --workers 0 --precision fp32 --timeout 30")
 PART_ONE, WHOLE = 2_600, 8_600  # tokens of the script: up to its fold, and in all
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean, standard deviation of its pixels
@@ -521,6 +520,7 @@ def test_shorter_last_micro_batch_counts_as_much_as_a_whole_one(demo, small, wei
     assert max(np.abs(wanted[name] - joined[name]).max() for name in joined) > 1e-3
 
 
+@LONG
 def test_accumulation_on_two_ranks_sends_gradients_once(demo, small, weights, plain):
     jobs = [
         assert_gradients(demo, small, weights, plain(), 2, parts=parts, count=True)
@@ -529,13 +529,15 @@ def test_accumulation_on_two_ranks_sends_gradients_once(demo, small, weights, pl
     assert jobs[0].result()["sent"] == jobs[1].result()["sent"] > 0
 
 
+@LONG
 def test_image_without_label_has_no_gradient(demo, small, weights, plain):
     # One in each micro-batch: the mean of their means is then the mean of all images with labels.
     out = (2, 5, 9, 14)
     assert_gradients(demo, small, weights, plain(ignored=out), 2, parts=4, ignored=out)
 
 
-@pytest.mark.parametrize("nproc", [*long(1), 2])
+@LONG
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_micro_batch_without_labels_leaves_the_others(demo, small, weights, plain, nproc):
     """The second half of the images has none: a micro-batch of one rank, or all of rank 1's. What
     the first half says arrives, halved by the mean, and on both ranks.
@@ -550,6 +552,7 @@ def test_micro_batch_without_labels_leaves_the_others(demo, small, weights, plai
         assert all(loss == 0 if rank else 1 < loss < 10 for loss in job.result(rank)["losses"])
 
 
+@LONG
 @pytest.mark.parametrize("nproc", [*long(1), 2])
 def test_step_without_any_label_has_gradients_of_zero(demo, small, weights, nproc):
     argv = [*small, *FAST, "--weights", weights, "--batch_size", 4]
@@ -570,6 +573,7 @@ def test_replicas_are_equal_after_training(demo, small):
     assert first["after"] == second["after"] != first["before"]  # batch-norm statistics included
 
 
+@LONG
 def test_replicas_that_drift_apart_are_reported(demo, small):
     argv = [*small, *FAST, "--batch_size", 8, "--max_steps", 2]
     nudge = [{"options": {"nudge": rank == 1}} for rank in (0, 1)]
@@ -578,6 +582,7 @@ def test_replicas_that_drift_apart_are_reported(demo, small):
     assert job.json_line("Summary")["replicas_identical"] is False
 
 
+@LONG
 def test_run_is_a_function_of_its_seed(demo, small):
     argv = [*small, *FAST, "--batch_size", 8, "--max_steps", 3, "--log_every", 1]
     runs = [demo.run([*argv, "--seed", seed], call=train) for seed in (3, 3, 4)]
@@ -673,6 +678,7 @@ def test_parts_of_a_step_are_told_by_its_moments(demo):
     assert found == [[1.0, 2.0, 10.0, 4], [0.25, 0.5, 10.0, 12]]
 
 
+@LONG
 @pytest.mark.parametrize("count", [*long(1), 3])
 def test_timer_has_a_moment_of_each_backward_pass(demo, small, count):
     argv = [*small, *FAST, "--batch_size", 2, "--accumulate_steps", count, "--max_steps", 4]
@@ -837,6 +843,7 @@ def test_damaged_image_is_left_out_and_named(demo, many, tmp_path):
     assert "nan" not in job.out.lower()
 
 
+@LONG
 def test_more_than_one_percent_damaged_ends_the_run(demo, many, tmp_path):
     folder, argv = copy_of(many, tmp_path)
     for name in numbered(120)[20:24]:
@@ -987,6 +994,7 @@ def check_records(run: Run, sample: Path) -> None:
         assert second < first
 
 
+@LONG
 def test_plain_python_trains(demo, small):
     run = run_demo(
         [*small, *FAST, "--batch_size", 8, "--max_steps", 1],

@@ -50,7 +50,6 @@ from processes import (
 FAST = shlex.split("--weights none --image_size 40 --batch_size 4 --workers 0 --precision fp32")
 FAST += ["--log_every", "1"]
 STOPPED = 75  # the script's exit code after a stop signal
-pytestmark = pytest.mark.xdist_group("faults")  # one worker makes what several tests share
 NOTICED = 20  # seconds: a silent peer is noticed after --timeout 8, the rest is a slow machine
 
 
@@ -393,7 +392,8 @@ def test_stop_signal_under_torchrun(data, folder, target, name):
     assert "Traceback" not in ended.output.partition("Stopped on")[0]
 
 
-@pytest.mark.parametrize("name", ["SIGINT", *long("SIGUSR1")])
+@LONG
+@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1"])
 def test_stop_signal_to_one_rank(ranks, data, folder, name):
     path = folder / "c.pt"
     argv = [*FAST, *data, "--num_epochs", 99, "--checkpoint", path, "--timeout", 20]
@@ -403,6 +403,7 @@ def test_stop_signal_to_one_rank(ranks, data, folder, name):
     assert_stopped(run.finish(15, expect=STOPPED).output, name, path)
 
 
+@LONG
 def test_stop_signal_during_validation(ranks, data, folder):
     """It may take long: the rest of it is left out, and no step is made after it."""
     path = folder / "c.pt"
@@ -453,6 +454,7 @@ def test_stop_signal_before_the_first_step(ranks, data, folder):
 # --- The link --------------------------------------------------------------------------------
 
 
+@LONG
 def test_link_down_in_mid_epoch(ranks, data):
     with NamespacePair() as nodes:
         argv = [*FAST, *data, "--num_epochs", 99, "--timeout", 8]
@@ -573,6 +575,7 @@ def test_rank_0_that_is_too_slow_at_the_start(data, folder):
 # --- Inside a rank ---------------------------------------------------------------------------
 
 
+@LONG
 def test_sigkill_of_a_data_loader_worker(ranks, data):
     argv = [*FAST, *data, "--num_epochs", 99, "--workers", 1, "--timeout", 8]
     run = ranks.start(argv, 2)
@@ -659,6 +662,7 @@ def test_gloos_error_of_a_killed_peer_is_from_outside(ranks, data):
     assert "/gloo/" in outside(run.finish(NOTICED, expect=[1, -9]))
 
 
+@LONG
 def test_gloos_error_of_a_silent_peer_is_from_outside(ranks, data):
     run = ranks.start([*FAST, *data, "--num_epochs", 99, "--timeout", 3], 2)
     run.wait_for(r"^\[CPU 1\] .*Step 3 ")
@@ -789,6 +793,7 @@ def test_few_open_files(ranks, data):
     said(ended.output, "ERROR: in .*[Tt]oo many open files")
 
 
+@LONG
 def test_loss_that_is_not_finite_on_one_rank(ranks, data, folder):
     path = folder / "c.pt"
     argv = [*FAST, *data, "--checkpoint", path, "--checkpoint_every", 2, "--timeout", 20]

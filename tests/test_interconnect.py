@@ -33,7 +33,6 @@ from processes import LONG, ROOT, SCRIPT, Run, Started, free_port, long, require
 TOOLS = ROOT / "tools"
 PROBE = TOOLS / "probe_link.py"
 
-pytestmark = pytest.mark.xdist_group("interconnect")  # one worker makes what several tests share
 FAST = shlex.split(
     "--weights none --image_size 40 --batch_size 4 --workers 0 --precision fp32 --timeout 30 "
     "--log_every 1"
@@ -309,6 +308,7 @@ def check_probe(found: dict, rounds: int) -> None:
             assert quiet["wire_Gbps"] < 0.01 and quiet["share"] is None
 
 
+@LONG
 def test_probe_and_steps_at_a_known_rate(demo, data):
     """On a link between two nodes: what it delivers, and what a step then waits for.
 
@@ -349,6 +349,7 @@ def test_probe_and_steps_at_a_known_rate(demo, data):
 # --- The probe -------------------------------------------------------------------------------
 
 
+@LONG
 def test_probe_starts_no_round_after_its_time(demo):
     """Over a slow link a round takes seconds: then the warm-up and one have to do."""
     with NamespacePair("500mbit") as nodes:
@@ -473,6 +474,7 @@ def test_one_process_waits_for_nobody(demo, data, kind):
 # --- Where a step's time goes ----------------------------------------------------------------
 
 
+@LONG
 def test_slow_rank_is_named_and_the_other_waits_for_it(demo, data):
     """Rank 1 is stopped three quarters of the time, as if something else had its processor."""
     argv = [*data, *FAST, "--max_steps", 8]

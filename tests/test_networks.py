@@ -163,6 +163,7 @@ def test_node_0_alone_compares_and_keeps_it_beside_the_logs(folder, nodes):
     assert "this is logs/series/compare.txt; its picture: logs/series/compare.png" in first.out
 
 
+@LONG
 def test_second_series_keeps_the_logs_of_the_first_apart(folder, nodes):
     for argument in ("first", "second"):
         folder.run(nodes, argument, NETWORKS=BOTH)
@@ -181,6 +182,7 @@ def test_network_that_fails_does_not_end_the_series(folder, nodes):
     assert "COMPARED one=logs/series/one two=logs/series/two" in runs[0].out
 
 
+@LONG
 def test_interface_that_one_node_lacks_fails_on_both_at_once(folder):
     with NamespacePair() as nodes:
         subprocess.run(
@@ -201,6 +203,7 @@ def test_interface_that_one_node_lacks_fails_on_both_at_once(folder):
     assert text in log.read_text()  # the first cause, where compare_logs.py looks for it
 
 
+@LONG
 def test_signal_ends_the_series(folder, nodes):
     (folder.path / "plan").write_text("one=wait")
     started = folder.start(nodes, "x", NETWORKS=BOTH)
@@ -325,6 +328,7 @@ def test_interface_alone_tells_the_kind_of_the_network(folder, nodes):
 # --- SLURM -----------------------------------------------------------------------------------
 
 
+@LONG
 def test_slurm_reserves_ports_for_all_networks(folder):
     env = {"SLURM_JOB_ID": 2405, "SLURM_STEP_ID": 0, "SLURM_PROCID": 1, "SLURM_NODEID": 1}
     env |= {"SLURM_NNODES": 2, "SLURM_NTASKS": 2, "RESTARTS": 5, "CONNECT_TIMEOUT": 1}
@@ -378,6 +382,7 @@ def namespaces(started: Started) -> list[str]:
     return [path.name for path in Path("/run/netns").glob(f"two_nodes{started.pid}-[01]")]
 
 
+@LONG
 def test_links_are_networks_of_that_name_on_both_nodes(folder):
     run = two_nodes(folder.path, "--links", "slow=100mbit,fast=unshaped", "--", "--lr", "1")
     found = sorted(reports(run), key=lambda r: (r["rank"], r["MASTER_PORT"]))

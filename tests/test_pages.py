@@ -25,7 +25,6 @@ from types import ModuleType
 import pytest
 from processes import ROOT, SCRIPT, Run, base_env, long, new_test_id, start
 
-pytestmark = pytest.mark.xdist_group("pages")  # one worker reads them and imports torch
 README, PROBE = "README.md", "tools/probe_link.py"
 LAUNCHERS = ["launch_single.sh", "launch_multinode.sh"]
 # Options of programs that are not in this repository. torchrun's are asked of torchrun itself.

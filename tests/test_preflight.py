@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import test_networks as networks
 from nodes import NamespacePair
-from processes import ROOT, Run, Started, free_port, require
+from processes import LONG, ROOT, Run, Started, free_port, long, require
 
 TOOLS = ROOT / "tools"
 sys.path.insert(0, str(TOOLS))
@@ -128,7 +128,7 @@ CLOSED = {
 }
 
 
-@pytest.mark.parametrize("case", CLOSED)
+@pytest.mark.parametrize("case", ["node 1 refuses", *long("node 0 is silent", "node 1 is silent")])
 def test_firewall_that_opens_the_masters_port_alone_is_one_line_on_both(nodes, case):
     node, rule, text = CLOSED[case]
     close(nodes, node, rule)
@@ -140,6 +140,7 @@ def test_firewall_that_opens_the_masters_port_alone_is_one_line_on_both(nodes, c
     assert first.out == second.out == ""
 
 
+@LONG
 def test_launchers_end_behind_a_firewall_with_one_line_each(nodes, tmp_path):
     close(nodes, 0, "tcp dport 1024-65535 drop")
     folder = networks.Folder(tmp_path)

@@ -34,7 +34,6 @@ from processes import LONG, ROOT, Run, Started, start, wait_until
 
 # Another copy of the tool can be put to these tests, to see that they find what is broken in it.
 TOOL = Path(os.environ.get("PREPARE_SCRIPT", ROOT / "tools" / "prepare_coco.py"))
-pytestmark = pytest.mark.xdist_group("prepare")  # one worker makes what several tests share
 SIDE = 64  # of the small sets that tests make
 FAST = "--weights none --image_size 40 --batch_size 4 --workers 0 --precision fp32 --max_steps 1"
 
@@ -720,6 +719,7 @@ def test_no_room_is_known_before(sample, tmp_path):
 # --- What a person sees ------------------------------------------------------------------------
 
 
+@LONG
 def test_a_terminal_gets_a_line_that_counts(tmp_path):
     large = in_format(picture(0, (3000, 2000)), "JPEG")  # 12 of them take half a second
     source = make_set(tmp_path / "coco", {f"{n}.jpg": large for n in range(12)})

@@ -20,8 +20,6 @@ from nodes import NamespacePair
 from processes import LONG, require
 from tun_link import TunLink
 
-pytestmark = pytest.mark.xdist_group("probe")
-
 GRADIENTS = links.GRADIENT_BYTES
 SMALL = {"SIZES": [2**10, 2**12], "gradients": 2**16}  # bytes: for latency alone
 
@@ -128,6 +126,7 @@ def check_sizes(record: dict, wanted: list[int]) -> None:
     assert own == {"bytes": record["all_reduce_bytes"], **facts}
 
 
+@LONG
 def test_eight_sizes_with_the_gradients_among_them(demo):
     run = demo.run([], 2, call=probe)
     record = run.json_line("Probe")

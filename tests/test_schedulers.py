@@ -22,7 +22,7 @@ from processes import (
     run_demo,
 )
 
-pytestmark = [LONG, pytest.mark.xdist_group("slurm")]  # one worker starts the cluster
+pytestmark = LONG
 SHORT = shlex.split(
     "--weights none --image_size 64 --batch_size 8 --max_steps 3 --workers 0 --log_every 1"
 )

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import ROOT, free_port, wait_until
+from processes import LONG, ROOT, free_port, wait_until
 
 TOOLS = ROOT / "tools"
 sys.path.insert(0, str(TOOLS))
@@ -602,6 +602,7 @@ def test_node_0_that_does_not_come(place):
     assert "start the launcher there with NODE_RANK=0, and open the port" in line
 
 
+@LONG
 def test_what_listens_silently_is_no_meeting(place):
     """An attempt that has not ended yet, on the first port: node 0 is two starts further."""
     with socket.create_server(("", place["port"])):

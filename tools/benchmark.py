@@ -676,8 +676,10 @@ def gpu_split(bench):
         split, busy = record(text, "Summary"), record(text, "FIGURES")
         compute = [split["compute_ms"] + split["exposed_ms"]]
         yield row(f"{name}: compute and exposed / kernels running", "ms", compute, [busy["ms"]])
-        idle = [split["step_ms"] - busy["ms"]]
-        yield row(f"{name}: waiting for data / no kernel running", "ms", [split["data_ms"]], idle)
+        step = split["step_ms"]
+        yield row(f"{name}: waiting for data", "%", [100 * split["data_ms"] / step])
+        # the profile is of fewer steps, which may have been the slower ones
+        yield row(f"{name}: no kernel running", "%", [max(0, 100 * (1 - busy["ms"] / step))])
 
 
 def gpu_job(bench):
