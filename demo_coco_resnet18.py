@@ -444,7 +444,7 @@ annotation_path     text!                     -     their COCO instances file
 val_image_path      text                      -     folder of the validation images
 val_annotation_path text                      -     their COCO instances file
 image_size          int={IMAGE_SIZE}          33    pixels a side
-workers             int                       0     loader processes; unset: one a core but one
+workers             int                       0     loader processes; unset: cores - 1, on a CPU 1
 num_epochs          int={NUM_EPOCHS}          1     passes over the images
 batch_size          int={BATCH_SIZE}          1     images per process and micro-batch
 global_batch_size   int                       1     images per step of all processes together
@@ -872,7 +872,7 @@ def load_weights(model, source):
         text = f"fetch {weights.url} where there is internet and put it into {folder}/checkpoints"
         socket.setdefaulttimeout(20)  # a network that swallows packets must not hang the run
         with explain(f"no ImageNet weights: {text}, or use --weights none"):
-            state = weights.get_state_dict(progress=False, check_hash=True)
+            state = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
     else:
         state = load_file(source, "weights file")
     ours = {k: v for k, v in model.state_dict().items() if k.startswith("fc.")}
@@ -1016,7 +1016,7 @@ def read_steps(run):
     args, process, timer = run.args, run.process, run.timer
     seen = run.step % args.steps_per_epoch  # of a resumed epoch
     run.loader.sampler.skip = seen * args.accumulate_steps * args.batch_size
-    batches, run.first = iter(run.loader), len(timer.steps)
+    batches, run.began, run.first = iter(run.loader), perf_counter(), len(timer.steps)
     timer.restart()
     while run.step < min(args.max_steps, run.epoch * args.steps_per_epoch):
         process.enter(f"the data of step {run.step + 1}")
@@ -1095,10 +1095,10 @@ def stop_where_any_rank_must(run):
 def finish_epoch(run):
     """Logs this rank's part of an epoch, of a resumed one what is trained here."""
     talk(run)
-    sums, steps = run.sums, run.timer.steps[run.first :]
-    seconds, images = sum(step.step for step in steps), sum(step.images for step in steps)
+    seconds, sums = perf_counter() - run.began, run.sums
+    images = sum(step.images for step in run.timer.steps[run.first :])
     text = f"Avg loss: {sums['loss'] / max(1, sums['images']):.4f} | "
-    text += f"{images / max(seconds, 1e-9):.1f} img/s | {seconds:.2f}s"
+    text += f"{images / seconds:.1f} img/s | {seconds:.2f}s"
     text += f" | damaged {sums['damaged']:g}" * (sums["damaged"] > 0)
     log(run.process, f"Epoch {run.epoch} complete | {text}")
 

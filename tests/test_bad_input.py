@@ -443,6 +443,18 @@ def test_code_in_a_weights_file_is_not_run(demo, data, kind):
     assert_refused(job, ["weights.pt"])
 
 
+def test_code_in_the_cached_weights_is_not_run(demo, data):
+    """Only a file that has just been fetched is held against its hash."""
+    file = data.folder / "home" / "hub" / "checkpoints" / "resnet18-f37072fd.pth"
+    marker = data.folder / "was-run"
+    file.parent.mkdir(parents=True)
+    demo.run(call=save_file, path=str(file), kind="payload", marker=str(marker))
+    env = {"TORCH_HOME": str(data.folder / "home")}
+    job = demo.run([*data.argv(), *FAST, "--weights", "imagenet"], expect=None, env=env)
+    assert not marker.exists()
+    assert_refused(job, ["no ImageNet weights", "Weights only"])
+
+
 def test_weights_that_are_not_numbers_end_the_run(demo, data):
     file = data.folder / "weights.pt"
     demo.run(call=save_file, path=str(file), kind="nan")

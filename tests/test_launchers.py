@@ -706,7 +706,9 @@ def test_two_nodes_with_two_processes_each(two_nodes):
     for node in (0, 1):
         ranks = [report["rank"] for report in reports(two_nodes.log("pair", node))]
         assert sorted(ranks) == [2 * node, 2 * node + 1]
-    assert "hostname of the client socket cannot" not in output  # torch warns where it finds none
+    # torch warns where it finds no host name; that node 0's store has ended first is no fault here
+    warnings = [line for line in output.splitlines() if "[W" in line]
+    assert all("recvValueWithTimeout failed" in line for line in warnings), warnings
     assert not namespaces(output)
     assert not two_nodes.processes()
 

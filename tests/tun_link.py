@@ -3,7 +3,7 @@
 `tc` can shape a rate everywhere, but delay needs netem, which many kernels lack. So each namespace
 gets a TUN device, and a process of its own hands what one sends to the other, later:
 
-    with helpers.NamespacePair() as nodes, TunLink(nodes.names, delay_ms=2) as link:
+    with NamespacePair() as nodes, TunLink(nodes.names, delay_ms=2) as link:
         ...  # link.addresses, on interface link.interface of each namespace
 
 Python moves some 100 MB/s: for latency and losses, not for bandwidth.
