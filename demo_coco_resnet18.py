@@ -6,15 +6,16 @@ several times, usually once for each GPU. Every process trains its own copy of t
 own share of the images; DDP averages the gradients of all processes in each step, so the copies
 stay equal. N processes make a step of N times as many images, and an epoch of N times fewer steps.
 The result is that of one process with so large a batch, but for batch norm, which sees the images
-of its own process alone. The learning rate stays, unless --lr_scaling says how it grows.
+of its own process alone. The learning rate stays: raise --lr for a much larger batch.
 
 One GPU, or the CPU where there is none:
     torchrun --standalone --nnodes=1 --nproc_per_node=1 demo_coco_resnet18.py \
         --coco_image_path DIR --annotation_path FILE
 All GPUs of one machine:
     torchrun --standalone --nnodes=1 --nproc_per_node=gpu demo_coco_resnet18.py ...
-Two nodes (machines) with two GPUs each. They meet at the address of the first one, 10.0.0.1 here;
-on the second node the command is the same, but for --node_rank=1:
+Two nodes (machines) with two GPUs each. They meet at the address of the first one, 10.0.0.1 here,
+on any port that is free; --rdzv_id is any number, the same on both. On the second node the command
+is the same, but for --node_rank=1:
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=2 --rdzv_id=123 --rdzv_backend=static \
         --rdzv_endpoint=10.0.0.1:29500 demo_coco_resnet18.py ...
 
@@ -22,6 +23,7 @@ Part one is the lesson: what makes a training script distributed, in six points,
 two, below the banner, is the safety net: arguments, errors, damaged images, checkpoints, timing.
 """
 
+# Most of these are for part two.
 import argparse
 import ctypes
 import fcntl
@@ -36,7 +38,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections import namedtuple
+from collections import Counter, namedtuple
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -64,7 +66,7 @@ from torchvision.transforms import RandomResizedCrop
 
 # What to change first. Each is the default of the option with its name; --help lists all options.
 NUM_EPOCHS = 2  # passes over the images
-BATCH_SIZE = 64  # images per process, in one forward pass
+BATCH_SIZE = 64  # images per process, in one forward pass (a micro-batch)
 LR = 1e-3  # learning rate of Adam
 IMAGE_SIZE = 224  # pixels a side
 SEED = 0  # of weights, order and crops
@@ -72,7 +74,10 @@ TIMEOUT = 300  # seconds: a process that has not answered by then counts as lost
 
 
 def main(process):
-    """Every process runs all of this; `process` will tell which one of them it is."""
+    """Every process runs all of this.
+
+    `process` tells which one of them it is: at first it says that it is alone, rank 0 of one.
+    """
     args = parse_arguments(sys.argv[1:])
     read_environment(process)  # 1/6
     set_up(args, process)  # 2/6
@@ -81,11 +86,11 @@ def main(process):
     index, val_index = from_rank_0(process, "index broadcast", lambda: read_indexes(args))
     complete_arguments(args, process, len(index.names))
     facts = compare_ranks(args, process, index, val_index)  # the same run on all of them?
-    loader, val_loader = make_loaders(args, process, index, val_index)  # 3/6
+    loader = make_loader(args, process, index, val_index)  # 3/6
 
     model, ddp = build_model(args, process)  # 4/6
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    run = Run(args, process, model, ddp, optimizer, loader, val_loader, facts)
+    run = Run(args, process, model, ddp, optimizer, loader, facts)
     prepare(run, index, val_index)  # resumes from a checkpoint, logs what runs
 
     for epoch in epochs_left(run):
@@ -99,8 +104,8 @@ def main(process):
 def read_environment(process):
     """Which one of the processes is this? Raises UserError where the launcher does not say."""
     # DDP 1/6: torchrun starts the processes and tells each its rank through the environment
-    process.launcher = find_launcher()  # gives what mpirun and srun tell torchrun's names
-    if process.launcher == "python":  # not started by any: rank 0 of one process
+    process.launcher = find_launcher()  # renames mpirun's and srun's variables to torchrun's
+    if process.launcher == "python":  # started by none of them: it is alone
         return
     with explain(f"{process.launcher} should set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"):
         process.rank = int(os.environ["RANK"])  # over all nodes: 0 to world_size - 1
@@ -122,49 +127,72 @@ def set_up(args, process):
         torch.cuda.set_device(process.device)
         with explain(f"this build of PyTorch cannot use {process.device}"):
             torch.ones(1, device=process.device).item()
-    elif torch.backends.mps.is_available() and process.world_size == 1:
-        process.device = torch.device("mps")
     share_cpu(process)
     choose_interface(process)  # by which Gloo reaches the other nodes
 
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    problem = f"rendezvous at {where}: did all nodes start, with the address of rank 0?"
-    with explain(problem, LostConnection):
-        # All processes meet at MASTER_ADDR:MASTER_PORT, on the node of rank 0, which the launcher
-        # sets, too (torchrun from --rdzv_endpoint). Each waits here until all have come. If one is
-        # missing after --timeout seconds, here or in any exchange later, the others end with an
-        # error.
+    where = f"rendezvous at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    with explain(f"{where}: did all nodes start, with rank 0's address?", LostConnection):
+        # All processes meet at MASTER_ADDR:MASTER_PORT, an address of rank 0's node. The launcher
+        # has set these two as well (torchrun from --rdzv_endpoint). Each process waits here until
+        # all have come. If one is missing after --timeout seconds, here or in any exchange later,
+        # the others end with an error.
         dist.init_process_group(
             process.backend,
             rank=process.rank,
             world_size=process.world_size,
             timeout=timedelta(seconds=args.timeout),
             device_id=process.device if process.backend == "nccl" else None,
-            store=dist.HashStore() if process.launcher == "python" else None,  # alone: no port
+            store=dist.HashStore() if process.launcher == "python" else None,  # nobody to meet
         )
 
 
+VALIDATION = -1  # in place of an epoch's number: the validation images
+IGNORED = -100  # label of an image that cannot be decoded: cross_entropy leaves it out
+
+
 class FirstCategory(Dataset):
-    """Images of a folder, each with the category of its first annotation as its label.
+    """Images, each with the category of its first annotation as its label.
 
     A key is (epoch, position in the index). Key and seed alone decide how an image is cropped, so
-    that it looks the same on whichever rank, and in a resumed run. Without a seed: for validation.
+    that it looks the same on whichever rank, and in a resumed run. Epochs count from 1.
     """
 
-    def __init__(self, process, folder, index, size, seed=None):
-        self.process, self.folder, self.index = process, folder, index
-        self.size, self.seed = size, seed
+    def __init__(self, args, process, index, val_index):
+        self.args, self.process = args, process
+        self.training = args.coco_image_path, index
+        self.validation = args.val_image_path, val_index
 
     def __getitems__(self, keys):  # a loader asks this for a whole batch
-        """Images uint8 (n, 3, size, size) and labels int64 (n,) of n keys."""
+        """Images uint8 (n, 3, size, size) and labels int64 (n,) of n keys of one epoch."""
+        folder, index = self.validation if keys[0][0] == VALIDATION else self.training
         positions = np.array(keys)[:, 1]
-        images, decoded = load_images(self, keys, self.index.names[positions])
-        return images, np.where(decoded, self.index.labels[positions], IGNORED)
+        paths = [os.path.join(folder, os.fsdecode(name)) for name in index.names[positions]]
+        images, decoded = load_images(self.args, self.process, keys, paths)
+        return images, np.where(decoded, index.labels[positions], IGNORED)
 
 
-def make_loaders(args, process, index, val_index):
-    """(training loader, validation loader or None) of this rank."""
-    options = dict(
+def make_loader(args, process, index, val_index):
+    """The loader of this rank's share of the images, and of the validation images.
+
+    One loader for both, so that its workers are not there twice: its sampler says which it gives.
+    """
+    dataset = FirstCategory(args, process, index, val_index)
+    # DDP 3/6: each rank gets its own share of the images, in each epoch another one (set_epoch, in
+    # train_epoch). In each step every rank waits for all others (5/6), so all must make the same
+    # number of steps: shares are equally long, and a few images come twice for that.
+    # ResumableSampler is a DistributedSampler that can also begin in the middle of an epoch.
+    sampler = ResumableSampler(
+        index.names, process.world_size, process.rank, shuffle=True, seed=args.seed
+    )
+    if val_index:
+        # Every world_size-th image, none twice: those that DistributedSampler repeats would count
+        # twice. Here one share may have an image more than another: the ranks do not wait for each
+        # other in each batch of validation, only at its end.
+        own = range(process.rank, len(val_index.names), process.world_size)
+        sampler.val_keys = [(VALIDATION, i) for i in own]
+    return DataLoader(
+        dataset,
+        sampler=sampler,
         batch_size=args.batch_size,
         num_workers=args.workers,
         worker_init_fn=ignore_sigterm,
@@ -172,49 +200,28 @@ def make_loaders(args, process, index, val_index):
         persistent_workers=args.workers > 0,
         collate_fn=tuple,  # __getitems__ makes whole batches: there is nothing to collate
     )
-    dataset = FirstCategory(process, args.coco_image_path, index, args.image_size, args.seed)
-    # DDP 3/6: each rank gets its own share of the images, in each epoch another one (set_epoch, in
-    # train_epoch). In each step every rank waits for all others, so all must make the same number
-    # of steps: shares are equally long, and a few images come twice for that. ResumableSampler is
-    # DistributedSampler, and can go on in the middle of an epoch, too.
-    sampler = ResumableSampler(
-        index.names, process.world_size, process.rank, shuffle=True, seed=args.seed
-    )
-    loader, val_loader = DataLoader(dataset, sampler=sampler, **options), None
-    if val_index:
-        # Every world_size-th image, none twice. DistributedSampler would repeat some, to make the
-        # shares equally long, and they would count twice. Here shares may be one image apart:
-        # validation has no exchange in each batch, only one at its end.
-        keys = [(0, i) for i in range(process.rank, len(val_index.names), process.world_size)]
-        dataset = FirstCategory(process, args.val_image_path, val_index, args.image_size)
-        val_loader = DataLoader(dataset, sampler=keys, **options)
-    return loader, val_loader
 
 
 def build_model(args, process):
     """(ResNet-18 on this process's device, the same wrapped in DDP), equal on all ranks."""
     torch.manual_seed(args.seed)  # to repeat a run; what makes the ranks equal is DDP (4/6)
     model = torchvision.models.resnet18(num_classes=CLASSES)
-    with together(process, "weights"):
+    with together(process, "weights"):  # an error of one rank in here ends them all
         if process.rank == 0 and args.weights != "none":
             load_weights(model, args.weights)  # the other ranks get them from DDP, below
-    if args.sync_bn:  # batch norm over the images of all ranks; slower
-        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model = model.to(process.device, memory_format=torch.channels_last)
     if args.compile:
-        model.compile()
-    if process.device.type == "mps":  # always one process, and no backend moves its tensors
-        model.no_sync = nullcontext
-        return model, model
+        compile_training(model, args.batch_size)
     # DDP 4/6: DDP copies rank 0's weights into the model of every rank, here and now, so that all
     # start equal, even where only rank 0 has read a file. After that it acts in each backward pass
-    # of ddp(images). model(images) is the same network without DDP, with the same weights: for the
-    # optimizer, and for validation, which sends no gradients.
+    # of ddp(images). model is the same network without DDP, and its weights are the same tensors:
+    # the optimizer is given them, and validation, which sends no gradients, calls model(images).
     ddp = DistributedDataParallel(
         model, gradient_as_bucket_view=True, bucket_cap_mb=args.bucket_cap_mb
     )
     # DDP would also copy rank 0's batch-norm statistics before each forward pass, where all would
-    # wait for it. Once an epoch is enough: train_epoch does it.
+    # wait for it. Once an epoch is enough: train_epoch does it. (Not as an argument of the
+    # call above, because PyTorch has renamed that one.)
     ddp.broadcast_buffers = False
     return model, ddp
 
@@ -231,8 +238,8 @@ def train_step(run, micro_batches):
     """One step of the optimizer; returns the mean loss of this rank's images, as a tensor."""
     total = torch.zeros((), device=run.process.device)
     for number, (images, labels) in enumerate(micro_batches, 1):
-        # Under no_sync gradients only add up on this rank. The last micro-batch's backward pass
-        # sends the sum: once a step, not once a micro-batch.
+        # Under no_sync, forward and backward, gradients only add up on this rank. The last
+        # micro-batch's backward pass sends what has added up: once a step, not once a micro-batch.
         last = number == len(micro_batches)
         with nullcontext() if last else run.ddp.no_sync():
             logits = forward(run, run.ddp, images)
@@ -242,7 +249,7 @@ def train_step(run, micro_batches):
                 loss = cross_entropy(logits, labels, ignore_index=IGNORED)
             else:  # all images damaged: gradients of zero, because the other ranks wait for some
                 loss = 0 * logits.sum()
-            loss = loss / len(micro_batches)
+            loss = loss / len(micro_batches)  # so that what adds up is their mean
             # DDP 5/6: backward works from the last layer to the first. As soon as the gradients of
             # some layers (a bucket) are there, DDP sends them off to be averaged over all ranks
             # (all-reduce), while backward computes those of layers nearer to the input. When it
@@ -250,7 +257,8 @@ def train_step(run, micro_batches):
             run.scaler.scale(loss).backward()
         total += loss.detach()
     run.timer.mark()
-    # Equal weights and equal gradients on all ranks: the weights stay equal.
+    # Equal weights and equal gradients on all ranks: the weights stay equal. The scaler is for
+    # fp16, whose range is small; otherwise it does nothing.
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad()
@@ -261,13 +269,14 @@ def train_epoch(run, epoch):
     """Trains what is left of an epoch."""
     # Shares are drawn from seed and epoch: without this call each epoch would repeat the first.
     run.loader.sampler.set_epoch(epoch)
-    for micro_batches in read_steps(run):  # a step has one of them, or --accumulate_steps
+    for micro_batches in read_steps(run):  # in a step one, or --accumulate_steps of them
         set_learning_rate(run)
         loss = train_step(run, micro_batches)
-        finish_step(run, loss, micro_batches)  # this rank's log line; checkpoint; a stop signal
+        finish_step(run, loss, micro_batches)  # logs this rank's own loss; checkpoint; stop signal
     if run.process.world_size > 1:
         # Batch norm's statistics come from each rank's own images. All shall validate the same
-        # model: rank 0's statistics are copied to all.
+        # model: rank 0's statistics are copied to all. All ranks have to make such a call, in the
+        # same order: where one leaves it out, the others wait for it.
         for buffer in run.model.buffers():
             dist.broadcast(buffer, src=0)
     finish_epoch(run)
@@ -275,28 +284,28 @@ def train_epoch(run, epoch):
 
 @torch.inference_mode()
 def validate(run, epoch):
-    """Logs top-1 and top-5 in percent over all validation images, each counted once."""
-    if run.val_loader is None:  # not `if not`: a rank without images has a loader of length 0
+    """Logs the share of right answers over all validation images, each counted once."""
+    if not run.args.val_image_path:
         return
-    start, top1, top5, images = perf_counter(), 0, 0, 0
+    start, hits, images = perf_counter(), 0, 0
     run.model.eval()
-    for batch, labels in run.val_loader:
-        if run.process.stop:  # by a signal: the ranks talk about it below
+    run.loader.sampler.set_epoch(VALIDATION)  # from now on it gives val_keys
+    for batch, labels in run.loader:
+        if run.process.stop:  # by a signal: in talk, below, all ranks end the run for it
             break
-        guesses = forward(run, run.model, batch).topk(5).indices.cpu().numpy()
-        hits = guesses == labels[:, None]
-        top1, top5 = top1 + hits[:, 0].sum(), top5 + hits.sum()
+        guesses = forward(run, run.model, batch).argmax(1).cpu().numpy()
+        hits += (guesses == labels).sum()
         images += (labels != IGNORED).sum()
     run.model.train()
     talk(run)
-    # Each rank has counted its own share. gather (dist.all_gather_object) gives all counts to all.
-    top1, top5, images = (int(sum(counts)) for counts in gather(top1, top5, images))
-    top1, top5 = 100 * top1 / max(1, images), 100 * top5 / max(1, images)
-    # DDP 6/6: now every rank has the same result, so rank 0 alone logs it; it alone writes
-    # checkpoints, too. At the very end all leave the process group (tear_down, below).
+    # DDP 6/6: each rank has counted its own share. gather (dist.all_gather_object) gives all ranks
+    # a list for each of the two, with an entry from every rank. Now all know the same result, so
+    # rank 0 alone logs it; as all have the same weights, it alone writes checkpoints, too. At the
+    # very end all leave the process group (tear_down, below).
+    hits, images = map(sum, gather(hits, images))
     if run.process.rank == 0:
         seconds = perf_counter() - start
-        text = f"Top-1: {top1:.2f}% | Top-5: {top5:.2f}% | {images} images | {seconds:.2f}s"
+        text = f"Top-1: {100 * hits / max(1, images):.2f}% | {images} images | {seconds:.2f}s"
         log(run.process, f"Epoch {epoch} validation | {text}")
 
 
@@ -306,14 +315,13 @@ def tear_down(process, code):
         return
     # All leave together: torchrun ends the others as soon as one process has ended with an error.
     dist.barrier()
-    # The group's threads end when nothing refers to it any more, as DDP did. A thread that still
-    # ran when Python ends could abort the process.
+    # The group's threads end when the last object that uses it is gone, such as DDP. A thread that
+    # still ran when Python ends could abort the process.
     gc.collect()
     dist.destroy_process_group()
     if code == 0:
         seconds = perf_counter() - process.started
-        wall_time = f"{duration(seconds)} ({seconds:.3f}s)"
-        log(process, f"Cleanup complete. Total wall time: {wall_time}")
+        log(process, f"Cleanup complete. Total wall time: {duration(seconds)} ({seconds:.3f}s)")
 
 
 # =============================================================================================
@@ -367,9 +375,9 @@ def report(process, kind, text, to=2):
         log(process, text, to)
     facts = {"kind": kind, "rank": process.rank, "phase": process.phase, "timestamp": time.time()}
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        message = {"message": f"{process.name} {text}", "extraInfo": facts}
+        message = {"message": {"message": f"{process.name} {text}", "extraInfo": facts}}
         with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": message}))
+            Path(path).write_text(json.dumps(message))
 
 
 def one_line_errors(main):
@@ -434,7 +442,6 @@ def from_rank_0(process, phase, make):
 
 # --- Arguments ---------------------------------------------------------------------------------
 
-LR_BATCH = 64  # the global batch that --lr is meant for when --lr_scaling is used
 REDUCED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what --precision computes in
 # Each option's name; its type and default (! for one that must be given), or its choices, the
 # default first; the least that a number may be; its meaning.
@@ -450,13 +457,11 @@ batch_size          int={BATCH_SIZE}          1     images per process and micro
 global_batch_size   int                       1     images per step of all processes together
 accumulate_steps    int=1                     1     micro-batches per optimizer step
 lr                  float={LR}                1e-9  learning rate of Adam
-lr_scaling          none|linear|sqrt          -     grow --lr with (global batch / {LR_BATCH})
 warmup_steps        int=0                     0     steps in which the rate rises to its value
 weights             text=imagenet             -     imagenet, none, or a state-dict FILE
-sync_bn             flag                      -     batch norm over all processes (CUDA only)
 seed                int={SEED}                0     of weights, order and crops
 max_steps           int                       1     stop after this many optimizer steps in all
-precision           auto|fp32|tf32|fp16|bf16  -     auto: what the hardware does best
+precision           auto|fp32|fp16|bf16       -     auto: what the hardware does best
 compile             flag                      -     torch.compile the model
 backend             auto|nccl|gloo            -     auto: nccl on NVIDIA GPUs, else gloo
 timeout             float={TIMEOUT}           0.1   seconds until a silent peer counts as lost
@@ -524,24 +529,20 @@ def complete_arguments(args, process, images):
 
 
 def complete_batch(args, parts, images):
-    """Batch sizes, steps and learning rate; a step of all ranks has `parts` micro-batches."""
+    """Batch sizes and numbers of steps; a step of all ranks has `parts` micro-batches."""
     size = args.global_batch_size or args.batch_size * parts
     if size % parts:
         raise UserError(f"--global_batch_size {size} is no multiple of {parts} (ranks x batches)")
     args.global_batch_size, args.batch_size = size, size // parts
     args.steps_per_epoch = math.ceil(images / size)
     args.max_steps = min(args.num_epochs * args.steps_per_epoch, args.max_steps or sys.maxsize)
-    args.lr *= (size / LR_BATCH) ** {"none": 0, "linear": 1, "sqrt": 0.5}[args.lr_scaling]
 
 
 def complete_precision(args, process):
     """What to compute in, and to send gradients as."""
-    if not process.gpu and (args.sync_bn or args.precision == "tf32"):
-        raise UserError("--sync_bn and --precision tf32 need CUDA, an NVIDIA GPU: leave them out")
     if args.precision == "auto":
         args.precision = fastest_precision(process)
-    for part in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):
-        part.fp32_precision = "tf32" if args.precision == "tf32" else "ieee"
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # fp32 means fp32: no TF32
     if args.grad_compression == "powersgd":
         args.bucket_cap_mb = 1024  # NOTE: over Gloo PowerSGD hangs with two buckets
         if args.precision == "fp16":
@@ -556,8 +557,10 @@ def fastest_precision(process):
         return "bf16"
     if process.gpu:
         return "fp16" if torch.cuda.get_device_capability() >= (7, 0) else "fp32"
-    flags = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
-    return "bf16" if re.search(r" (avx512|amx)_bf16\b", flags) else "fp32"
+    with suppress(OSError):  # of Linux
+        if re.search(r" (avx512|amx)_bf16\b", Path("/proc/cpuinfo").read_text()):
+            return "bf16"
+    return "fp32"
 
 
 # --- Launchers and devices ---------------------------------------------------------------------
@@ -639,10 +642,8 @@ def check_process(process, gpus):
         raise UserError(f"RANK {process.rank} is not below WORLD_SIZE {process.world_size}")
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
     if not gpus and wanted and torch.version.cuda and os.path.exists("/dev/nvidiactl"):
-        driver = (
-            f"PyTorch cannot use this node's NVIDIA driver: is it for CUDA {torch.version.cuda}?"
-        )
-        raise UserError(f"{driver} Update it, or export CUDA_VISIBLE_DEVICES= to train on the CPU")
+        text = f"PyTorch cannot use this node's NVIDIA driver, with CUDA {torch.version.cuda}: "
+        raise UserError(text + "update it, or export CUDA_VISIBLE_DEVICES= to train on the CPU")
     own = process.launcher == "srun" and gpus == 1  # --gpus-per-task shows each task its own GPU
     if process.backend == "nccl" and process.local_world_size > gpus and not own:
         there = f"{process.local_world_size} processes for {gpus} GPU(s) on this node"
@@ -672,8 +673,8 @@ def choose_interface(process):
     Left alone Gloo takes the address of the host name, which Debian and Ubuntu map to 127.0.1.1:
     nodes could not reach each other.
     """
-    several_nodes = process.world_size > process.local_world_size
-    if process.backend != "gloo" or not several_nodes or "GLOO_SOCKET_IFNAME" in os.environ:
+    one_node = process.world_size == process.local_world_size
+    if one_node or process.backend != "gloo" or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         address = socket.gethostbyname(os.environ["MASTER_ADDR"])
@@ -736,16 +737,16 @@ def read_index(path, ids=None):
 
 
 def check_images(folder, index):
-    """Raises UserError unless all images are there; returns {file: size} of some of them."""
+    """Raises UserError unless all images are there; returns the sizes of some of them."""
     names = [os.fsdecode(name) for name in index.names]
     present = set(iglob("**", root_dir=folder, recursive=True))  # one by one: 118,287 requests
     if missing := [name for name in names if name not in present]:
         those = f"{len(missing)} of {len(names)} listed images, the first is {missing[0]}"
         raise UserError(f"the folder of images {folder} lacks {those}: check the path")
-    sizes = {}
+    sizes = []
     for name in names[:: 1 + len(names) // 64]:
         with suppress(Exception), Image.open(os.path.join(folder, name)) as image:
-            sizes[f"size of image {name}"] = image.size
+            sizes.append(image.size)
     return sizes
 
 
@@ -764,9 +765,9 @@ def compare_ranks(args, process, index, val_index):
                 # held until this process ends; loader workers do not inherit a lock of lockf
                 lock = os.open(f"{args.checkpoint}.lock", os.O_CREAT | os.O_WRONLY, 0o666)
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    if process.rank == 0 and max(map(min, sizes.values()), default=math.inf) < args.image_size:
+    if process.rank == 0 and max(map(min, sizes), default=math.inf) < args.image_size:
         log(process, "WARNING: the images are smaller than --image_size: made for another one?")
-    facts |= sizes
+    facts["sizes of the images"] = digest(sizes)
     first = from_rank_0(process, "comparison of the ranks", lambda: facts)
     with together(process, "comparison of the ranks"):
         for name, value in first.items():
@@ -783,29 +784,27 @@ def digest(*parts):
 
 # --- Images ------------------------------------------------------------------------------------
 
-IGNORED = -100  # label of an image that cannot be decoded: cross_entropy's own ignore_index
 MAX_DAMAGED = 0.01  # share of the images; more of them end the run
 Image.MAX_IMAGE_PIXELS = 2**25  # twice as many are refused: decoded, they would fill the memory
 MEAN, STD = 255 * torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 3, 1, 1)
 
 
-def load_images(dataset, keys, names):
-    """(uint8 (n, 3, size, size), whether each was decoded, bool (n,)) of keys and file names."""
-    size, decoded, crops = dataset.size, np.zeros(len(keys), bool), {}
+def load_images(args, process, keys, paths):
+    """(uint8 (n, 3, size, size), whether each was decoded, bool (n,)) of keys and files."""
+    size, decoded, crops = args.image_size, np.zeros(len(keys), bool), {}
     images = torch.zeros(len(keys), size, size, 3, dtype=torch.uint8)
     images = (images.share_memory_() if get_worker_info() else images).permute(0, 3, 1, 2)
-    paths = [os.path.join(dataset.folder, os.fsdecode(name)) for name in names]
     # One kind of work for all of them, then the next: decoding empties a core's caches.
     for n, path in enumerate(paths):
         with suppress(Exception):  # damaged data raises anything, and will again below
-            crops[n] = choose_crop(path, keys[n], dataset.seed)
+            crops[n] = choose_crop(path, keys[n], args.seed)
     for n, path in enumerate(paths):
         try:
-            crop = crops.get(n) or choose_crop(path, keys[n], dataset.seed)
+            crop = crops.get(n) or choose_crop(path, keys[n], args.seed)
             images[n] = load_image(path, crop, size)
             decoded[n] = True
         except Exception as error:
-            log(dataset.process, f"WARNING: image {path} is damaged, left out: {error}")
+            log(process, f"WARNING: image {path} is damaged, left out: {error}")
     return images, decoded
 
 
@@ -829,7 +828,7 @@ def choose_crop(path, key, seed):
     """(top, left, height, width, flip) of an image: its size, key and seed alone set them."""
     with Image.open(path) as image:  # reads its header alone
         w, h = image.size
-    if seed is None:  # for validation the middle, 7/8 of the shorter side
+    if key[0] == VALIDATION:  # for validation the middle, 7/8 of the shorter side
         side = max(1, min(w, h) * 7 // 8)
         return (h - side) // 2, (w - side) // 2, side, side, False
     # The hash of integers is the same in every Python process: only that of texts is salted.
@@ -844,9 +843,11 @@ class ResumableSampler(DistributedSampler):
     The keys carry the epoch, because loader workers are not told of set_epoch.
     """
 
-    skip = 0
+    skip, val_keys = 0, ()
 
     def __iter__(self):
+        if self.epoch < 1:  # 0, before the first: workers start, and have nothing to do yet
+            return iter(self.val_keys if self.epoch == VALIDATION else ())
         return ((self.epoch, i) for i in islice(super().__iter__(), self.skip, None))
 
 
@@ -859,10 +860,9 @@ def ignore_sigterm(_):
 
 
 def load_file(path, what):
-    """The dict that torch.save wrote; code in the file is not run. Raises UserError."""
+    """What torch.save wrote; code in the file is not run. Raises UserError."""
     with explain(f"{what} {path} cannot be read, or holds more than tensors and plain values"):
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    return state if isinstance(state, dict) else {}
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def load_weights(model, source):
@@ -875,12 +875,25 @@ def load_weights(model, source):
             state = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
     else:
         state = load_file(source, "weights file")
-    ours = {k: v for k, v in model.state_dict().items() if k.startswith("fc.")}
     with explain(f"weights file {source} does not fit ResNet-18"):
-        theirs = state.get("model", state).items()  # another task's last layer is left out
-        model.load_state_dict(
-            ours | {k: v for k, v in theirs if k not in ours or len(v) == CLASSES}
-        )
+        state = state.get("model", state)  # of a checkpoint
+        if len(state["fc.weight"]) != CLASSES:  # another task's last layer is left out
+            state |= {"fc.weight": model.fc.weight, "fc.bias": model.fc.bias}
+        model.load_state_dict(state)
+
+
+def compile_training(model, batch_size):
+    """Has torch.compile make the forward pass of whole training batches.
+
+    Any other (an epoch's short last batch, validation) would be compiled anew, for a minute.
+    """
+    plain, compiled = model.forward, torch.compile(model.forward)
+
+    def choose(images):
+        chosen = compiled if model.training and len(images) == batch_size else plain
+        return chosen(images)
+
+    model.forward = choose
 
 
 def compress_gradients(args, ddp):
@@ -960,16 +973,14 @@ class Run:
     ddp: torch.nn.Module
     optimizer: torch.optim.Optimizer
     loader: DataLoader
-    val_loader: DataLoader
     facts: dict  # equal on all ranks, by name
 
     def __post_init__(self):
         self.epoch, self.step = 1, 0  # optimizer steps in all
-        self.sums = {"loss": 0, "images": 0, "damaged": 0}  # of this epoch
+        self.sums = Counter()  # of this epoch: loss, images, damaged
         self.next_talk, self.unread_losses = 0, []  # a step; (tensor, images) since the last talk
         self.parameters = sum(map(torch.numel, self.model.parameters()))
-        alone = self.ddp is self.model  # without DDP nothing is sent
-        self.powersgd = None if alone else compress_gradients(self.args, self.ddp)
+        self.powersgd = compress_gradients(self.args, self.ddp)
         fp16, self.timer = self.args.precision == "fp16", StepTimer(self.process.gpu)
         self.scaler = torch.amp.GradScaler(self.process.device.type, enabled=fp16)
         # The first layer's gradient is the last one. NOTE: a hook that knows Run would keep its
@@ -981,8 +992,7 @@ def prepare(run, index, val_index):
     """All that comes between the model and the first step. Raises UserError."""
     for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # loader workers inherit it
         signal.signal(stop, run.process.ask_to_stop)
-    for loader in [run.loader] + [run.val_loader] * (run.val_loader is not None):
-        iter(loader)  # NOTE: forks its workers: may hang once a backward pass has threads
+    iter(run.loader)  # NOTE: forks its workers: may hang once a backward pass has threads
     if run.process.world_size > 1 or run.powersgd:
         fix_bucket_order(run)
     resumed = load_checkpoint(run) if run.args.resume else "Not resumed"
@@ -1008,7 +1018,7 @@ def epochs_left(run):
     """Yields the epochs to go; one at whose end a checkpoint was saved has no step left."""
     while run.step < run.args.max_steps or run.step == run.epoch * run.args.steps_per_epoch:
         yield run.epoch
-        run.epoch, run.sums = run.epoch + 1, dict.fromkeys(run.sums, 0)
+        run.epoch, run.sums = run.epoch + 1, Counter()
 
 
 def read_steps(run):
@@ -1016,7 +1026,7 @@ def read_steps(run):
     args, process, timer = run.args, run.process, run.timer
     seen = run.step % args.steps_per_epoch  # of a resumed epoch
     run.loader.sampler.skip = seen * args.accumulate_steps * args.batch_size
-    batches, run.began, run.first = iter(run.loader), perf_counter(), len(timer.steps)
+    batches, run.began = iter(run.loader), perf_counter()
     timer.restart()
     while run.step < min(args.max_steps, run.epoch * args.steps_per_epoch):
         process.enter(f"the data of step {run.step + 1}")
@@ -1064,8 +1074,7 @@ def talk(run):
 def collect_losses(run):
     """Adds up the losses since the last talk."""
     for loss, images in run.unread_losses:
-        run.sums["loss"] += images * loss.item()
-        run.sums["images"] += images
+        run.sums.update(loss=images * loss.item(), images=images)
     run.unread_losses.clear()
     run.timer.read()
 
@@ -1078,8 +1087,9 @@ def stop_where_any_rank_must(run):
     process, last = run.process, run.timer.steps[-1:]
     if process.launcher != "python" and os.getppid() != process.parent:
         process.stop = process.stop or "the end of its parent process"
-    facts = process.stop, run.sums["loss"], run.sums["damaged"], last[0].step if last else 1
-    stops, losses, damaged, seconds = gather(*facts)
+    stops, losses, damaged, seconds = gather(
+        process.stop, run.sums["loss"], run.sums["damaged"], last[0].step if last else 1
+    )
     if not all(map(math.isfinite, losses)):
         raise UserError(f"a loss up to step {run.step} is not finite: lower --lr")
     if sum(damaged) > MAX_DAMAGED * len(run.loader.sampler.dataset):
@@ -1095,20 +1105,18 @@ def stop_where_any_rank_must(run):
 def finish_epoch(run):
     """Logs this rank's part of an epoch, of a resumed one what is trained here."""
     talk(run)
-    seconds, sums = perf_counter() - run.began, run.sums
-    images = sum(step.images for step in run.timer.steps[run.first :])
-    text = f"Avg loss: {sums['loss'] / max(1, sums['images']):.4f} | "
-    text += f"{images / seconds:.1f} img/s | {seconds:.2f}s"
-    text += f" | damaged {sums['damaged']:g}" * (sums["damaged"] > 0)
-    log(run.process, f"Epoch {run.epoch} complete | {text}")
+    if images := run.sums["images"]:  # none where a run was resumed at an epoch's end
+        loss, seconds = run.sums["loss"] / images, perf_counter() - run.began
+        text = f"Avg loss: {loss:.4f} | {images / seconds:.1f} img/s | {seconds:.2f}s"
+        log(run.process, f"Epoch {run.epoch} complete | {text}")
 
 
 # --- Checkpoint --------------------------------------------------------------------------------
 
 # What a run must share with the one it resumes, and what a checkpoint holds.
-SHARED = ["--global_batch_size", "--image_size", "--lr", "--warmup_steps", "--sync_bn", "--seed"]
-SHARED += ["--precision", "--grad_compression", "--powersgd_rank", "data set"]
-PROGRESS, STATEFUL = ["epoch", "step", "sums"], ["model", "optimizer", "scaler"]
+SHARED = ["--global_batch_size", "--image_size", "--lr", "--warmup_steps", "--precision"]
+SHARED += ["--grad_compression", "--powersgd_rank", "--seed", "data set", "sizes of the images"]
+STATEFUL = ["model", "optimizer", "scaler"]
 
 
 def save_checkpoint(run, last=False):
@@ -1118,14 +1126,10 @@ def save_checkpoint(run, last=False):
         raise UserError(f"weights not finite after step {run.step}: lower --lr; checkpoint kept")
     if not path:
         return
-    state = {name: getattr(run, name) for name in PROGRESS}
-    state["facts"] = run.facts
-    # of each rank's sums the mean over the ranks, with which any number of ranks can go on
-    means = map(np.mean, gather(*run.sums.values()))
-    state["sums"] = {name: float(mean) for name, mean in zip(run.sums, means, strict=True)}
     with together(run.process, "checkpoint"):
         if run.process.rank > 0:
             return
+        state = {"facts": run.facts, "epoch": run.epoch, "step": run.step}
         state |= {name: getattr(run, name).state_dict() for name in STATEFUL}
         what = f"checkpoint {path} not saved at step {run.step}"
         try:
@@ -1151,12 +1155,11 @@ def load_checkpoint(run):
     with together(process, "checkpoint"), explain(f"checkpoint {path} is not one of this demo"):
         for name, value in run.facts.items():
             then = state["facts"].get(name)
-            if then != value and (name in SHARED or name.startswith("size of")):
+            if then != value and name in SHARED:
                 raise UserError(f"checkpoint {path} has {name} {then}, not {value}: use the same")
         for name in STATEFUL:
             getattr(run, name).load_state_dict(state[name])
-        for name in PROGRESS:
-            setattr(run, name, state[name])
+        run.epoch, run.step = state["epoch"], state["step"]
     return f"Resumed from {path} at step {run.step}"
 
 
@@ -1185,7 +1188,6 @@ def log_run(run, index, val_index, resumed):
     nccl = torch.cuda.nccl.version() if process.backend == "nccl" else None
     hosts, devices, local = gather(socket.gethostname(), name, process.local_rank)
     facts = {
-        "demo": "coco_resnet18",
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl},
         **vars(args),
@@ -1197,19 +1199,18 @@ def log_run(run, index, val_index, resumed):
         "world_size": process.world_size,
         "threads": torch.get_num_threads(),
         "parameters": run.parameters,
-        "steps": args.max_steps,
         "start_step": run.step,
         "images": len(index.names),
         "images_without_annotations": index.unlabelled,
-        "picture_sizes": digest([run.facts[name] for name in run.facts if "size of" in name]),
+        "picture_sizes": run.facts["sizes of the images"],
         "padding": -len(index.names) % process.world_size,
-        "val_images": len(val_index.names) if val_index else 0,
+        "val_images": val_index and len(val_index.names),
         "env": {k: v for k, v in sorted(os.environ.items()) if LOGGED.match(k)},
     }
     if process.rank == 0:
-        text = "{world_size} processes on {nodes} nodes, {backend}, {precision}; {steps} steps of "
-        text += "{global_batch_size} images; {images} have labels, {images_without_annotations} "
-        text += "do not, {padding} come twice an epoch"
+        text = "{world_size} processes on {nodes} nodes, {backend}, {precision}; {max_steps} "
+        text += "steps of {global_batch_size} images; {images} have labels, "
+        text += "{images_without_annotations} do not, {padding} come twice an epoch"
         log(process, "Run " + json.dumps(facts))
         log(process, f"Run: {text.format(**facts)}. {resumed}")
 
@@ -1227,22 +1228,21 @@ def log_step(run, loss):
 
 def summarize(run):
     """Rank 0 writes the Summary; finds out whether all replicas are equal, bit for bit."""
-    process, weights = run.process, hashlib.sha256()
-    steps = run.timer.steps or [StepTime(0, 0, 0, 0)]
-    for value in run.model.state_dict().values():
-        weights.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    process, values = run.process, run.model.state_dict().values()
+    weights = hashlib.sha256(b"".join(value.cpu().numpy().tobytes() for value in values))
+    steps = run.timer.steps or [(0, 0, 0, 0)]
     # the first steps are slower: they count in the sums, but not in the means
     data, exposed, step, _ = (1e3 * np.mean(steps[WARM_UP:] or steps, axis=0)).tolist()
-    times = {"data_ms": data, "compute_ms": step - data - exposed}
-    times |= {"exposed_ms": exposed, "step_ms": step}
-    seconds, images = sum(s.step for s in steps), sum(s.images for s in steps)
-    digests, ranks, images = gather(weights.hexdigest(), times, images)
+    own = {"data_ms": data, "compute_ms": step - data - exposed}
+    own |= {"exposed_ms": exposed, "step_ms": step}
+    _, _, seconds, images = np.sum(steps, axis=0).tolist()
+    digests, ranks, images = gather(weights.hexdigest(), own, images)
     summary = {
         "epochs": run.step // run.args.steps_per_epoch,
         "steps": run.step,
         "train_s": seconds,
         "img_per_s": sum(images) / max(seconds, 1e-9),
-        **{name: sum(rank[name] for rank in ranks) / len(ranks) for name in times},
+        **{name: np.mean([times[name] for times in ranks]) for name in own},
         "ranks": [{"rank": rank} | times for rank, times in enumerate(ranks)],
         "wire_bytes_per_step": bytes_per_step(run),
         "weights_sha256": digests[0],

@@ -8,6 +8,7 @@ or ends is tested with these themselves.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import dataclasses
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,6 +62,8 @@ def serve(script: str) -> None:
         spec.loader.exec_module(demo)
         # An optimizer imports this when it is made: once here, not in each process.
         importlib.import_module("torch._dynamo")
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False  # of the libraries: a third of what a short process would cost
     facts = {"printed": printed.getvalue(), "threads": threading.active_count()}
     print(json.dumps(facts | {"group": demo.dist.is_initialized()}), flush=True)
     began, unread = {}, b""
@@ -145,7 +149,9 @@ class _Prepared(BaseException):
 
 
 def prepared(demo):
-    """The Run that the script's main has prepared, before any step of it."""
+    """The Run that the script's main has prepared, before any step of it, with the order of its
+    first epoch.
+    """
     prepare, kept = demo.prepare, []
 
     def keep(run, *others):
@@ -156,7 +162,16 @@ def prepared(demo):
     demo.prepare = keep
     with contextlib.suppress(_Prepared):
         demo.main(demo.Process())
-    return kept[0]
+    (run,) = kept
+    run.loader.sampler.set_epoch(1)
+    return run
+
+
+def validation_batch(demo, folder, index, size):
+    """All images of a folder as validation sees them, and their labels."""
+    options = {"coco_image_path": None, "val_image_path": folder, "image_size": size, "seed": 0}
+    data = demo.FirstCategory(argparse.Namespace(**options), demo.Process(), None, index)
+    return data.__getitems__([(demo.VALIDATION, position) for position in range(len(index.names))])
 
 
 # --- In a test -------------------------------------------------------------------------------

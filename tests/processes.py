@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,6 +39,12 @@ LONG = pytest.mark.skipif(
 def long(*values: object) -> list:
     """Of a test's parameters those with which it runs under --ci alone."""
     return [pytest.param(value, marks=LONG) for value in values]
+
+
+def long_among(values: Collection, slow: Collection) -> list:
+    """A test's parameters, the `slow` ones of them for --ci alone."""
+    assert all(value in values for value in slow), slow
+    return [pytest.param(value, marks=LONG) if value in slow else value for value in values]
 
 
 # A surrounding scheduler or launcher would tell the script a rank of its own, and a GPU would
@@ -166,7 +172,7 @@ def assert_none_left(test_id: str, within: float = 5.0) -> None:
         time.sleep(0.1)
 
 
-_LINE = re.compile(r"^\[(?:GPU|CPU|MPS) (\d+)\] (.*)$")
+_LINE = re.compile(r"^\[(?:GPU|CPU) (\d+)\] (.*)$")
 _STEP = re.compile(r"^Epoch (\d+) \| Step (\d+) \| Loss: (\S+)")
 
 

@@ -38,8 +38,8 @@ done < <(find . -name '*.sh' -not -path './.*' -not -path './data/*' -not -path 
 shellcheck=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/shellcheck
 "$shellcheck" --external-sources "${shell_scripts[@]}"
 
-# More workers than cores, as some tests wait; a file's tests stay together, and with them what they share. The longest
-# tests, which --ci adds, differ too much for that.
-workers=(-n 3 --dist loadfile --no-loadscope-reorder)
-[ "${DEMO_LONG:-}" != 1 ] || workers=(-n 2)
-exec "$PYTHON" -m pytest "${workers[@]}" --durations 10 "$@"
+# More workers than cores, as some tests wait. A file's tests stay together, and with them what they share; the longest
+# tests, which --ci adds, differ too much for that: there a worker that has nothing left to do takes from another.
+share=(--dist loadfile --no-loadscope-reorder)
+[ "${DEMO_LONG:-}" != 1 ] || share=(--dist worksteal)
+exec "$PYTHON" -m pytest -n 3 "${share[@]}" --durations 10 "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import functools
@@ -30,12 +31,12 @@ from datasets import (
     truncate,
     write_images,
 )
-from forks import ForkServer, Job, prepared, run_to_the_end, start, write
+from forks import ForkServer, Job, prepared, run_to_the_end, start, validation_batch, write
 from PIL import Image
 from processes import LONG, MALLOC, SCRIPT, Run, long, require, run_demo
 
 FAST = shlex.split("--weights none --image_size 40 --workers 0 --precision fp32 --timeout 30")
-PART_ONE, WHOLE = 2_600, 8_600  # tokens of the script: up to its fold, and in all
+PART_ONE, WHOLE = 2_600, 8_200  # tokens of the script: up to its fold, and in all
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean, standard deviation of its pixels
 
 
@@ -63,7 +64,7 @@ def shards(demo, result, epochs):
     args, process = demo.parse_arguments(sys.argv[1:]), demo.Process()
     demo.read_environment(process)
     index = demo.read_index(args.annotation_path)
-    loader, _ = demo.make_loaders(args, process, index, None)
+    loader = demo.make_loader(args, process, index, None)
     found = []
     for epoch in epochs:
         loader.sampler.set_epoch(epoch)
@@ -209,8 +210,7 @@ def ranking(demo, result, weights, folder, annotations):
     model = resnet18(num_classes=80).eval()
     model.load_state_dict(torch.load(weights, weights_only=True))
     index = demo.read_index(annotations)
-    data = demo.FirstCategory(demo.Process(), folder, index, 40)
-    images = data.__getitems__([(0, position) for position in range(len(index.names))])[0]
+    images, _ = validation_batch(demo, folder, index, 40)
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in IMAGENET)
     with torch.inference_mode():
         scores = [model(((image / 255 - mean) / std)[None])[0] for image in images]
@@ -223,12 +223,23 @@ def validation(demo, result):
 
 
 def alone(demo, path, size, seed=None):
-    """The batch that the script makes of one image file, which has the label 7."""
+    """The batch that the script makes of one image file, which has the label 7: in training with
+    that seed, or in validation.
+    """
     import numpy as np
 
     folder, name = os.path.split(path)
     index = demo.Index(np.array([os.fsencode(name)]), np.array([7]), COCO_IDS, 0)
-    return demo.FirstCategory(demo.Process(), folder, index, size, seed).__getitems__([(3, 0)])
+    if seed is None:
+        return validation_batch(demo, folder, index, size)
+    options = {"coco_image_path": folder, "val_image_path": None, "image_size": size, "seed": seed}
+    data = demo.FirstCategory(argparse.Namespace(**options), demo.Process(), index, None)
+    return data.__getitems__([(3, 0)])
+
+
+def run_record(demo, result):
+    """What a run logs before its first step."""
+    prepared(demo)
 
 
 def decoded(demo, result, path):
@@ -241,6 +252,16 @@ def decoded(demo, result, path):
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     shape = list(demo.decode(path).shape) if labels[0] >= 0 else None
     write(result, [int(labels[0]), images[0].float().mean((1, 2)).tolist(), used * 1024, shape])
+
+
+def each_decoded(demo, result, paths):
+    """Of each image by its path: label, mean colours, shape."""
+    found = {}
+    for path in paths:
+        images, labels = alone(demo, path, 40)
+        shape = list(demo.decode(path).shape)
+        found[path] = [int(labels[0]), images[0].float().mean((1, 2)).tolist(), shape]
+    write(result, found)
 
 
 def against_torchvision(demo, result, path):
@@ -280,6 +301,50 @@ def phases(demo, result):
     watch(demo, "train_step")
     run_to_the_end(demo)
     write(result, found)
+
+
+def workers(demo, result):
+    """The script's main; at each function's call, the number of loader workers, and of the batches
+    that they have been asked for.
+    """
+    import torch
+
+    found = []
+
+    def watch(name):
+        original = getattr(demo, name)
+
+        def watched(run, *others):
+            asked = run.loader._iterator._tasks_outstanding
+            found.append([name, len(torch.multiprocessing.active_children()), asked])
+            return original(run, *others)
+
+        setattr(demo, name, watched)
+
+    for name in ("log_run", "train_step", "validate"):
+        watch(name)
+    run_to_the_end(demo)
+    write(result, found)
+
+
+def graphs_by_step(demo, result):
+    """The script's main; after each step, and at the end, how many graphs torch.compile has made.
+    No code is made of them, which would take a minute.
+    """
+    import torch
+    from torch._dynamo.utils import counters
+
+    torch.compile = functools.partial(torch.compile, backend="eager")
+    found, train_step = [], demo.train_step
+
+    def counted(run, micro_batches):
+        total = train_step(run, micro_batches)
+        found.append(counters["stats"]["unique_graphs"])
+        return total
+
+    demo.train_step = counted
+    run_to_the_end(demo)
+    write(result, [*found, counters["stats"]["unique_graphs"]])
 
 
 def decoded_by_pillow(demo, result, path):
@@ -412,7 +477,7 @@ def test_validation_uses_the_categories_of_training(demo, tmp_path):
 
 @pytest.mark.parametrize("nproc", [*long(1), 2])
 def test_real_coco_trains_and_counts(demo, tiny_coco, nproc):
-    argv = [*data_args(tiny_coco, val=True), *FAST, "--batch_size", 8, "--max_steps", 2]
+    argv = [*data_args(tiny_coco, val=True), *FAST, "--batch_size", 8, "--max_steps", 1]
     job = demo.run(argv, nproc)
     facts = job.json_line("Run")
     assert (facts["images"], facts["images_without_annotations"]) == (49, 1)
@@ -420,9 +485,9 @@ def test_real_coco_trains_and_counts(demo, tiny_coco, nproc):
     assert facts["world_size"] == nproc
     (line,) = (line for line in job.lines(0) if line.startswith("Run: "))
     assert f"; 49 have labels, 1 do not, {49 % nproc} come twice an epoch. " in line
-    (found,) = re.findall(r"validation \| Top-1: (.*)% \| Top-5: (.*)% \| 48 images", job.out)
-    for share in map(float, found):  # a whole number of 48 images
-        assert share * 48 / 100 == pytest.approx(round(share * 48 / 100), abs=0.01)
+    (found,) = re.findall(r"validation \| Top-1: (.*)% \| 48 images", job.out)
+    right = float(found) * 48 / 100
+    assert right == pytest.approx(round(right), abs=0.01)  # a whole number of images
 
 
 # --- Shards and pixels -----------------------------------------------------------------------
@@ -493,7 +558,9 @@ def plain(demo, weights) -> Callable[..., Job]:
 
 def assert_gradients(demo, argv, weights, wanted: Job, nproc=1, **options) -> Job:
     """The script's gradients, on all ranks, are those wanted."""
-    argv = [*argv, *FAST, "--weights", weights, "--batch_size", 4, "--lr", 0.01]
+    # Batch and image size are of the warm-up pass alone, which takes long in float64.
+    argv = [*argv, *FAST, "--weights", weights, "--batch_size", 1, "--image_size", 33]
+    argv += ["--lr", 0.01]
     file = str(wanted.folder / "result0.npz")
     job = demo.run(argv, nproc, call=gradients, wanted=file, **options)
     for rank in range(nproc):
@@ -555,7 +622,7 @@ def test_micro_batch_without_labels_leaves_the_others(demo, small, weights, plai
 @LONG
 @pytest.mark.parametrize("nproc", [*long(1), 2])
 def test_step_without_any_label_has_gradients_of_zero(demo, small, weights, nproc):
-    argv = [*small, *FAST, "--weights", weights, "--batch_size", 4]
+    argv = [*small, *FAST, "--weights", weights, "--batch_size", 1]
     job = demo.run(argv, nproc, call=gradients, parts=4, ignored=list(range(16)))
     for rank in range(nproc):
         assert job.result(rank)["losses"] == [0, 0] and job.result(rank)["not_zero"] == 0
@@ -565,7 +632,7 @@ def test_step_without_any_label_has_gradients_of_zero(demo, small, weights, npro
 
 
 def test_replicas_are_equal_after_training(demo, small):
-    argv = [*small, *FAST, "--batch_size", 8, "--num_epochs", 2, "--lr", 0.01]
+    argv = [*small, *FAST, "--batch_size", 10, "--num_epochs", 1, "--lr", 0.01]
     job = demo.run(argv, 2, call=train)
     assert job.json_line("Summary")["replicas_identical"] is True
     first, second = job.result(0), job.result(1)
@@ -603,31 +670,33 @@ def test_two_ranks_draw_the_same_weights_before_ddp(demo, small):
     )
 
 
-def test_steps_stop_at_max_steps_across_epochs(demo, small):
-    # 37 images in batches of 8 are 5 steps an epoch: step 8 lies in the second.
-    argv = [*small, *FAST, "--batch_size", 8, "--num_epochs", 5, "--max_steps", 8]
-    job = demo.run([*argv, "--log_every", 3])
-    assert [(epoch, step) for epoch, step, _ in job.steps()] == [
-        (1, 1),
-        (1, 4),
-        (2, 7),
-        (2, 8),
-    ]
-    assert job.json_line("Run")["steps_per_epoch"] == 5
-    assert job.json_line("Run")["steps"] == job.json_line("Summary")["steps"] == 8
-    complete = [line for line in job.lines(0) if re.match(r"Epoch \d complete", line)]
+@pytest.fixture(scope="module")
+def cut_short(demo, small) -> Job:
+    """37 images in batches of 13 are 3 steps an epoch, the last of 11: step 5 lies in the second
+    of five epochs.
+    """
+    argv = [*small, *FAST, "--batch_size", 13, "--num_epochs", 5, "--max_steps", 5]
+    return demo.run([*argv, "--log_every", 1])
+
+
+def test_steps_stop_at_max_steps_across_epochs(cut_short):
+    steps = [(epoch, step) for epoch, step, _ in cut_short.steps()]
+    assert steps == [(1, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
+    assert cut_short.json_line("Run")["steps_per_epoch"] == 3
+    assert cut_short.json_line("Run")["max_steps"] == cut_short.json_line("Summary")["steps"] == 5
+    complete = [line for line in cut_short.lines(0) if re.match(r"Epoch \d complete", line)]
     assert [line[:7] for line in complete] == ["Epoch 1", "Epoch 2"]
 
 
-def test_epoch_line_counts_the_smaller_last_batch_as_it_is(demo, small):
-    argv = [*small, *FAST, "--batch_size", 10, "--num_epochs", 1, "--log_every", 1]
-    job = demo.run(argv)
-    losses = [loss for _, _, loss in job.steps()]
-    mean = np.average(losses, weights=[10, 10, 10, 7])
-    (line,) = (line for line in job.lines(0) if line.startswith("Epoch 1 complete"))
+@pytest.mark.parametrize(("epoch", "sizes"), [(1, [13, 13, 11]), (2, [13, 13])])
+def test_epoch_line_counts_each_image_of_its_epoch_once(cut_short, epoch, sizes):
+    """Also of a smaller last batch."""
+    losses = [loss for number, _, loss in cut_short.steps() if number == epoch]
+    mean = np.average(losses, weights=sizes)
+    (line,) = (line for line in cut_short.lines(0) if line.startswith(f"Epoch {epoch} complete"))
     assert float(re.search(r"Avg loss: ([\d.]+)", line)[1]) == pytest.approx(mean, abs=2e-4)
     speed, seconds = re.search(r"([\d.]+) img/s \| ([\d.]+)s", line).groups()
-    assert float(speed) * float(seconds) == pytest.approx(37, rel=0.03)
+    assert float(speed) * float(seconds) == pytest.approx(sum(sizes), rel=0.03)
 
 
 def batch_of(facts: Mapping) -> tuple[int, int, int]:
@@ -636,35 +705,24 @@ def batch_of(facts: Mapping) -> tuple[int, int, int]:
 
 
 def test_global_batch_size_is_divided(demo, small):
-    argv = [*small, *FAST, "--global_batch_size", 16, "--accumulate_steps", 2, "--max_steps", 1]
-    facts = demo.run(argv, 2).json_line("Run")
-    assert batch_of(facts) == (4, 2, 16)
-    assert facts["steps_per_epoch"] == 3
+    argv = [*small, *FAST, "--global_batch_size", 16, "--accumulate_steps", 2]
+    run = demo.run(argv, 2, call=run_record).json_line("Run")
+    assert batch_of(run) == (4, 2, 16)
+    assert run["steps_per_epoch"] == 3
 
 
 @LONG
 def test_batch_size_is_per_process(demo, small):
-    argv = [*small, *FAST, "--batch-size", 4, "--accumulate-steps=2", "--max_steps", 1]
-    facts = demo.run(argv, 2).json_line("Run")  # dashes are taken too
-    assert batch_of(facts) == (4, 2, 16)
+    argv = [*small, *FAST, "--batch-size", 4, "--accumulate-steps=2"]
+    run = demo.run(argv, 2, call=run_record).json_line("Run")  # dashes are taken too
+    assert batch_of(run) == (4, 2, 16)
 
 
-@pytest.mark.parametrize(
-    ("kind", "factor"),
-    [
-        ("linear", 1 / 4),
-        pytest.param("none", 1, marks=LONG),
-        pytest.param("sqrt", 1 / 2, marks=LONG),
-    ],
-)
-def test_learning_rate_scales_with_the_batch_and_warms_up(demo, small, kind, factor):
-    help_text = re.sub(r"\s+", " ", demo.run(["--help"]).out)
-    base = int(re.search(r"global batch / (\d+)", help_text)[1])
-    argv = [*small, *FAST, "--global_batch_size", base // 4, "--accumulate_steps", 2]
-    argv += ["--lr", 1e-3, "--lr_scaling", kind, "--warmup_steps", 2]
+@LONG
+def test_learning_rate_warms_up(demo, small):
+    argv = [*small, *FAST, "--batch_size", 8, "--lr", 1e-3, "--warmup_steps", 2]
     job = demo.run([*argv, "--max_steps", 3], call=train)
-    assert job.json_line("Run")["lr"] == pytest.approx(factor * 1e-3)
-    assert job.result()["rates"] == pytest.approx([factor * 5e-4, factor * 1e-3, factor * 1e-3])
+    assert job.result()["rates"] == pytest.approx([5e-4, 1e-3, 1e-3])
 
 
 def test_parts_of_a_step_are_told_by_its_moments(demo):
@@ -693,7 +751,7 @@ def test_timer_has_a_moment_of_each_backward_pass(demo, small, count):
 def test_freed_memory_stays_with_the_process(small):
     """Else the kernel takes it back after each step, and gives it again page by page."""
     require("CS_GNU_LIBC_VERSION" in os.confstr_names, "mallopt is glibc's")
-    argv = [*small, *FAST, "--batch_size", 16, "--image_size", 160]
+    argv = [*small, *FAST, "--batch_size", 8, "--image_size", 112]
     with ForkServer(dict.fromkeys(MALLOC)) as server:
         kept, given_back = (
             server.run(argv, call=page_faults, steps=3, give_back=flag).result()
@@ -735,39 +793,76 @@ def test_threads_end_before_python(demo, small, tmp_path, kind):
         assert len(before) > 1 and not after
 
 
+def test_one_set_of_workers_serves_training_and_validation(demo, small):
+    """And they decode nothing before an epoch begins: the first ones could be of no use."""
+    val = [
+        f"--val_{option[2:].replace('coco_', '')}" if option.startswith("--") else option
+        for option in small
+    ]
+    argv = [*small, *val, *FAST, "--workers", 2, "--batch_size", 20, "--num_epochs", 2]
+    job = demo.run(argv, call=workers)
+    found = job.result()
+    assert job.out.count("validation | ") == 2
+    epoch = ["train_step", "train_step", "validate"]
+    assert [name for name, _, _ in found] == ["log_run", *epoch, *epoch]
+    assert {count for _, count, _ in found} == {2}
+    assert found[0][2] == 0
+
+
+def test_what_is_compiled_is_compiled_once(demo, small):
+    """Not again for an epoch's short last batch, nor for validation."""
+    val = [
+        f"--val_{option[2:].replace('coco_', '')}" if option.startswith("--") else option
+        for option in small
+    ]
+    argv = [*small, *val, *FAST, "--compile", "--batch_size", 8, "--max_steps", 7]
+    job = demo.run(argv, call=graphs_by_step)
+    assert job.out.count("validation | ") == 2
+    (graphs,) = {*job.result()}
+    assert graphs > 0
+
+
 # --- Validation ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [7, *long(1, 13)])
-def test_validation_counts_each_image_once(demo, small, tmp_path, count):
-    """The truth is made: the labels of images are chosen by what the weights say of each alone."""
-    weights, folder, file = tmp_path / "w.pt", tmp_path / "val", tmp_path / "val.json"
-    demo.run(call=make_weights, path=str(weights))
+@pytest.mark.parametrize(
+    ("count", "nproc"),
+    [
+        (7, 3),
+        pytest.param(1, 3, marks=LONG),  # two ranks have none
+        pytest.param(13, 2, marks=LONG),
+        pytest.param(13, 1, marks=LONG),
+    ],
+)
+def test_validation_counts_each_image_once(demo, small, weights, tmp_path, count, nproc):
+    """The truth is made: the labels of images are chosen by what the weights say of each alone.
+
+    In batches of 2 some ranks have fewer batches than others, or none.
+    """
+    folder, file = tmp_path / "val", tmp_path / "val.json"
     write_images(folder, numbered(count), seed=5)
     file.write_text(json.dumps(instances(numbered(count))))
     paths = {"weights": str(weights), "folder": str(folder), "annotations": str(file)}
     ranks = demo.run(call=ranking, **paths).result()
-    place = [(0, 3, 79)[i % 3] for i in range(count)]  # the best, one of five, the last
+    place = [(0, 1, 79)[i % 3] for i in range(count)]  # the best, the second, the last
     labels = [COCO_IDS[order[p]] for order, p in zip(ranks, place, strict=True)]
     file.write_text(json.dumps(instances(numbered(count), labels)))
     argv = [*small, *FAST, "--val_image_path", folder, "--val_annotation_path", file]
-    top1, top5 = 100 * place.count(0) / count, 100 * (count - place.count(79)) / count
-    # With 3 ranks and batches of 4 some ranks have fewer batches than others, or none.
-    for nproc in (1, 2, 3):
-        job = demo.run([*argv, "--weights", weights, "--batch_size", 4], nproc, call=validation)
-        (line,) = (line for line in job.out.splitlines() if " validation |" in line)
-        wanted = f"validation | Top-1: {top1:.2f}% | Top-5: {top5:.2f}% | {count} images"
-        assert wanted in line, (nproc, line)
+    right = 100 * place.count(0) / count
+    job = demo.run([*argv, "--weights", weights, "--batch_size", 2], nproc, call=validation)
+    (line,) = (line for line in job.out.splitlines() if " validation |" in line)
+    wanted = f"validation | Top-1: {right:.2f}% | {count} images | "
+    assert wanted in line, line
 
 
 # --- Weights ---------------------------------------------------------------------------------
 
 
-def test_weights_that_only_rank_0_can_read_reach_rank_1(demo, small, tmp_path):
+def test_weights_that_only_rank_0_can_read_reach_rank_1(demo, small, weights, tmp_path):
     here, elsewhere = tmp_path / "node0", tmp_path / "node1"
     here.mkdir()
     elsewhere.mkdir()
-    demo.run(call=make_weights, path=str(here / "w.pt"))
+    shutil.copy(weights, here / "w.pt")
     argv = [*small, *FAST, "--weights", "w.pt"]
     place = [{"cwd": here}, {"cwd": elsewhere}]
     file = str(here / "w.pt")
@@ -797,9 +892,9 @@ def test_imagenet_weights_come_from_rank_0s_cache(demo, small, tmp_path):
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory) -> tuple[Path, list[str]]:
-    """120 small images: one of them is less than 1 %."""
+    """104 small images: one of them is less than 1 %."""
     folder = tmp_path_factory.mktemp("many")
-    return folder / "images", make_set(folder, 120)
+    return folder / "images", make_set(folder, 104)
 
 
 def copy_of(many, tmp_path: Path) -> tuple[Path, list[str]]:
@@ -814,9 +909,9 @@ def test_damaged_image_is_left_out_and_named(demo, many, tmp_path):
     seen = [{s[0] for s in found[1 - epoch][epoch]} for epoch in (0, 1)]
     # Another rank meets it in the second epoch.
     damaged = min(seen[0] & seen[1])
-    path = folder / numbered(120)[damaged]
+    path = folder / numbered(104)[damaged]
     truncate(path)
-    argv += [*FAST, "--batch_size", 15, "--num_epochs", 2, "--log_every", 1]
+    argv += [*FAST, "--batch_size", 26, "--num_epochs", 2, "--log_every", 1]
     job = demo.run(argv, 2)
     # Each rank that meets it says so, why, and on stdout.
     named = {rank: [x for x in job.lines(rank) if str(path) in x] for rank in (0, 1)}
@@ -827,28 +922,18 @@ def test_damaged_image_is_left_out_and_named(demo, many, tmp_path):
     # The mean loss of the epoch is that of the other images.
     (at,) = (n for n, sample in enumerate(found[1][0]) if sample[0] == damaged)
     losses = [loss for epoch, _, loss in job.steps(1) if epoch == 1]
-    mean = np.average(losses, weights=[14 if n == at // 15 else 15 for n in range(4)])
+    mean = np.average(losses, weights=[25 if n == at // 26 else 26 for n in range(2)])
     (line,) = (line for line in job.lines(1) if line.startswith("Epoch 1 complete"))
     assert float(re.search(r"Avg loss: ([\d.]+)", line)[1]) == pytest.approx(mean, abs=2e-4)
-    # By rank, the epochs whose line says so.
-    said = {
-        rank: [
-            line[6]
-            for line in job.lines(rank)
-            if line.startswith("Epoch") and line.endswith("| damaged 1")
-        ]
-        for rank in (0, 1)
-    }
-    assert said == {1: ["1"], 0: ["2"]}
     assert "nan" not in job.out.lower()
 
 
 @LONG
 def test_more_than_one_percent_damaged_ends_the_run(demo, many, tmp_path):
     folder, argv = copy_of(many, tmp_path)
-    for name in numbered(120)[20:24]:
+    for name in numbered(104)[20:24]:
         truncate(folder / name)
-    argv += [*FAST, "--batch_size", 15, "--num_epochs", 2]
+    argv += [*FAST, "--batch_size", 26, "--num_epochs", 1]
     job = demo.run(argv, 2, expect=1)
     (line,) = job.err.splitlines()
     assert line.startswith("[CPU ") and "ERROR: " in line and "damaged" in line
@@ -861,12 +946,15 @@ def test_every_kind_of_picture_decodes_to_rgb(demo, tmp_path):
     for mode, colour in colours.items():
         kinds = {"P": ["gif", "png"], "RGBA": ["png"], "CMYK": ["jpg"]}.get(mode, ["jpg", "bmp"])
         for kind in kinds:
-            path = tmp_path / f"{mode}.{kind}"
-            Image.new(mode, (40, 30), colour or (200, 100, 50, 255)).save(path)
-            label, colours_seen, _, size = demo.run(call=decoded, path=str(path)).result()
-            assert label == 7 and size == [3, 30, 40], (mode, kind, size)
-            if mode in ("RGB", "RGBA"):
-                assert colours_seen == pytest.approx([200, 100, 50], abs=3), (mode, kind)
+            picture = Image.new(mode, (40, 30), colour or (200, 100, 50, 255))
+            picture.save(tmp_path / f"{mode}.{kind}")
+    paths = [str(path) for path in tmp_path.iterdir()]
+    found = demo.run(call=each_decoded, paths=paths).result()
+    assert len(found) == 8
+    for path, (label, colours_seen, size) in found.items():
+        assert label == 7 and size == [3, 30, 40], (path, size)
+        if Path(path).stem.startswith("RGB"):
+            assert colours_seen == pytest.approx([200, 100, 50], abs=3), path
 
 
 def test_pillow_decodes_where_torchvision_has_no_decoder(demo, tmp_path):
@@ -900,8 +988,7 @@ LINES = {
     "Step": r"Epoch \d+ \| Step \d+ \| Loss: \d+\.\d{4} \| \d+\.\d img/s \| data \d+\.\d ms \| "
     r"step \d+\.\d ms \| ETA (\d+h )?(\d+m )?\d+s",
     "Epoch": rf"Epoch \d+ complete \| Avg loss: \d+\.\d{{4}} \| \d+\.\d img/s \| {SECONDS}",
-    "Validation": r"Epoch \d+ validation \| Top-1: \d+\.\d\d% \| Top-5: \d+\.\d\d% \| "
-    rf"\d+ images \| {SECONDS}",
+    "Validation": rf"Epoch \d+ validation \| Top-1: \d+\.\d\d% \| \d+ images \| {SECONDS}",
     "Summary": r"Summary \{.*\}",
     "Summary in words": r"Summary: .*",
     "Cleanup": rf"Cleanup complete\. Total wall time: {SECONDS} \(\d+\.\d{{3}}s\)",
@@ -912,7 +999,7 @@ LINES = {
 def test_whole_run(demo, sample, how):
     """Two epochs on two ranks with loader workers; started by torchrun, too, as README does."""
     argv = [*data_args(sample, val=True), "--weights", "none", "--image_size", 40]
-    argv += ["--batch_size", 8, "--num_epochs", 2, "--workers", 1]
+    argv += ["--batch_size", 12, "--num_epochs", 2, "--workers", 1]
     run = demo.run(argv, 2) if how == "forked" else run_demo(argv, nproc=2, split=True)
     assert run.err == ""  # no warning
     assert run.out.count("loading annotations") <= 1  # pycocotools' chatter
@@ -929,14 +1016,14 @@ def check_lines(run: Run) -> None:
         kind = [name for name, form in LINES.items() if re.fullmatch(form, match[2])]
         assert kind, f"unknown line: {line!r}"
         kinds[int(match[1])].update(kind)
-    steps = {"Step": 4, "Epoch": 2, "Cleanup": 1}
+    steps = {"Step": 3, "Epoch": 2, "Cleanup": 1}
     assert kinds[1] == Counter(steps), "rank 1 alone writes what each rank does"
     once = {name: 1 for name in ("Run", "Run in words", "Summary", "Summary in words")}
     assert kinds[0] == Counter(steps | once | {"Validation": 2})
     assert "Cleanup complete. Total wall time: " in run.lines()[-1]
     for rank in (0, 1):
-        # 95 images over 2 ranks in batches of 8: 6 steps an epoch; the 5th from 1, and the last.
-        assert [(e, s) for e, s, _ in run.steps(rank)] == [(1, 1), (1, 6), (2, 11), (2, 12)]
+        # 95 images over 2 ranks in batches of 12: 4 steps an epoch; the 5th from 1, and the last.
+        assert [(e, s) for e, s, _ in run.steps(rank)] == [(1, 1), (2, 6), (2, 8)]
         assert run.lines(rank)[-1].startswith("Cleanup complete")
     losses = [[loss for _, _, loss in run.steps(rank)] for rank in (0, 1)]
     assert losses[0] != losses[1]  # each its own share
@@ -947,19 +1034,18 @@ def check_records(run: Run, sample: Path) -> None:
     wanted = expected_index(sample / "annotations" / "instances_train2017.json")
     wanted_val = expected_index(sample / "annotations" / "instances_val2017.json")
     labelled, val = len(wanted[0]), len(wanted_val[0])
-    assert facts["demo"] == "coco_resnet18"
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", facts["started"])
     assert facts["images"] == labelled and facts["images_without_annotations"] == wanted[3]
     assert facts["padding"] == labelled % 2 and facts["val_images"] == val
     assert (facts["world_size"], facts["nodes"], facts["backend"]) == (2, 1, "gloo")
     assert len(facts["hosts"]) == len(facts["devices"]) == 2
-    assert batch_of(facts) == (8, 1, 16)
-    said = f"Run: 2 processes on 1 nodes, gloo, {facts['precision']}; 12 steps of 16 images; "
+    assert batch_of(facts) == (12, 1, 24)
+    said = f"Run: 2 processes on 1 nodes, gloo, {facts['precision']}; 8 steps of 24 images; "
     said += f"{labelled} have labels, {wanted[3]} do not, {labelled % 2} come twice an epoch. "
     assert f"{said}Not resumed" in run.lines(0)
     assert facts["precision"] in ("fp32", "bf16")  # what auto chose, not the word auto
     assert (facts["image_size"], facts["workers"], facts["seed"]) == (40, 1, 0)
-    assert (facts["steps"], facts["steps_per_epoch"], facts["start_step"]) == (12, 6, 0)
+    assert (facts["max_steps"], facts["steps_per_epoch"], facts["start_step"]) == (8, 4, 0)
     assert facts["parameters"] == 11_217_552
     assert summary["wire_bytes_per_step"] == 44_870_208
     assert re.fullmatch(r"[0-9a-f]{12}", facts["picture_sizes"])
@@ -968,9 +1054,9 @@ def check_records(run: Run, sample: Path) -> None:
     assert all(re.match(logged, name) for name in facts["env"])
     for name in ("torch", "cuda", "nccl"):
         assert name in facts["versions"]
-    for name in ("compile", "bucket_cap_mb", "lr", "weights", "sync_bn", "num_epochs"):
+    for name in ("compile", "bucket_cap_mb", "lr", "weights", "num_epochs"):
         assert name in facts
-    assert (summary["epochs"], summary["steps"]) == (2, 12)
+    assert (summary["epochs"], summary["steps"]) == (2, 8)
     assert summary["replicas_identical"] is True
     assert re.fullmatch(r"[0-9a-f]{64}", summary["weights_sha256"])
     validations = re.findall(r"Epoch (\d) validation .* \| (\d+) images", run.out)
@@ -986,7 +1072,7 @@ def check_records(run: Run, sample: Path) -> None:
     for name in ("step_ms", "data_ms", "compute_ms", "exposed_ms"):
         assert summary[name] == pytest.approx(np.mean([rank[name] for rank in summary["ranks"]]))
     times = [summary[f"{name}_ms"] for name in ("step", "data", "compute", "exposed")]
-    said = "Summary: 2 epochs, 12 steps, {:.1f} img/s; a step of {:.0f} ms is {:.0f} data + "
+    said = "Summary: 2 epochs, 8 steps, {:.1f} img/s; a step of {:.0f} ms is {:.0f} data + "
     said += "{:.0f} compute + {:.0f} exposed communication; replicas identical: True"
     assert said.format(summary["img_per_s"], *times) in run.lines(0)
     for rank in (0, 1):
@@ -1009,8 +1095,8 @@ def test_help_says_what_each_option_is(demo):
     text = demo.run(["--help"]).out
     options = shlex.split(
         "coco_image_path annotation_path val_image_path val_annotation_path image_size workers "
-        "num_epochs batch_size global_batch_size accumulate_steps lr lr_scaling warmup_steps "
-        "weights sync_bn seed max_steps precision compile backend timeout bucket_cap_mb log_every "
+        "num_epochs batch_size global_batch_size accumulate_steps lr warmup_steps "
+        "weights seed max_steps precision compile backend timeout bucket_cap_mb log_every "
         "checkpoint checkpoint_every resume"
     )
     blocks = {m[1]: m[0] for m in re.finditer(r"(?m)^  --(\w+)\b.*(\n {8,}.*)*", text)}
@@ -1028,7 +1114,6 @@ def test_help_says_what_each_option_is(demo):
         "backend": "auto",
         "bucket_cap_mb": r"25(\.0)?",
         "log_every": "5",
-        "lr_scaling": "none",
         "lr": "0.001",
         "seed": "0",
     }.items():

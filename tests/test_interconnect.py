@@ -427,7 +427,7 @@ def test_probe_in_words(demo):
         (["--timeout", "soon"], 2, "user", "argument --timeout: invalid float value: 'soon'"),
         (["--backend", "smoke"], 2, "user", "argument --backend: invalid choice: 'smoke'"),
         (["--backend", "nccl"], 1, "user", "--backend nccl: 2 processes for 0 GPU(s)"),
-        (["--timeout", "2"], 1, "lost", "ERROR: rendezvous at 127.0.0.1:"),
+        (["--timeout", "1"], 1, "lost", "ERROR: rendezvous at 127.0.0.1:"),
     ],
 )
 def test_error_of_the_probe_is_one_line(demo, tmp_path, argv, code, kind, part):
@@ -577,12 +577,11 @@ def test_bytes_of_a_step_by_arithmetic(by_kind, compressed_bytes, kind):
 
 
 @LONG
-@pytest.mark.parametrize("rank", [1, 3, 4])
-def test_bytes_of_a_step_with_powersgd_of_another_rank(demo, data, compressed_bytes, rank):
-    argv = [*data, *FAST, "--max_steps", 5]
-    argv += ["--grad_compression", "powersgd", "--powersgd_rank", rank]
+def test_bytes_of_a_step_with_powersgd_of_another_rank(demo, data, compressed_bytes):
+    argv = [*data, *FAST, "--max_steps", WHOLE + 1]
+    argv += ["--grad_compression", "powersgd", "--powersgd_rank", 3]
     summary = demo.run(argv).json_line("Summary")
-    assert summary["wire_bytes_per_step"] == compressed_bytes(rank)
+    assert summary["wire_bytes_per_step"] == compressed_bytes(3) < compressed_bytes(RANK)
 
 
 @LONG
@@ -628,8 +627,8 @@ def test_workers_are_forked_before_the_first_backward_pass(demo, sample):
     argv = [*data_args(sample, val=True), *FAST, "--batch_size", 4, "--max_steps", 2]
     argv += ["--grad_compression", "bf16", "--workers", 1]
     job = demo.run(argv, 2, call=workers_at_first_backward)
-    for rank in (0, 1):  # one for training, one for validation
-        assert set(job.result(rank)) == {2}, job.result(rank)
+    for rank in (0, 1):
+        assert set(job.result(rank)) == {1}, job.result(rank)
 
 
 # --- Interrupted and resumed -----------------------------------------------------------------
@@ -652,29 +651,29 @@ def assert_same(whole: Run, parts: Sequence[Run], nproc: int) -> None:
 def test_resume_with_four_ranks_is_exact(demo, data, checkpoint):
     """Of more than two ranks the sum depends on its order, so on the buckets that DDP makes."""
     argv = [*data, *FAST, "--batch_size", 2]
-    whole = demo.run([*argv, "--max_steps", 3], 4)
-    parts = resumed(demo, argv, 4, (2, 3), checkpoint)
+    whole = demo.run([*argv, "--max_steps", 2], 4)
+    parts = resumed(demo, argv, 4, (1, 2), checkpoint)
     assert_same(whole, parts, 4)
 
 
 @LONG
 def test_resumed_run_starts_powersgd_anew(demo, data, checkpoint, compressed_bytes):
-    """Its first steps are uncompressed, so stops before they are over leave a run without it: bit
-    for bit, until a part is long enough. Then it goes on, with all replicas equal.
+    """Its first steps are uncompressed, so a part that ends before they are over equals a run
+    without it, bit for bit. A longer one compresses, and all replicas stay equal.
     """
     argv = [*data, *FAST, "--bucket_cap_mb", 1024]
-    plain = demo.run([*argv, "--max_steps", 9], 2)
+    plain = demo.run([*argv, "--max_steps", 7], 2)
     argv += ["--grad_compression", "powersgd"]
-    parts = resumed(demo, argv, 2, (2, 4, 9), checkpoint)
+    parts = resumed(demo, argv, 2, (2, 7), checkpoint)
     for rank in (0, 1):
         steps, wanted = [s for part in parts for s in part.steps(rank)], plain.steps(rank)
-        assert [step for _, step, _ in steps] == list(range(1, 10))
-        assert steps[:8] == wanted[:8]  # the loss of step 8 was there before it was compressed
-        assert steps[8] != wanted[8] and steps[8][2] == pytest.approx(wanted[8][2], abs=0.05)
+        assert [step for _, step, _ in steps] == list(range(1, 8))
+        assert steps[:6] == wanted[:6]  # the loss of step 6 was there before it was compressed
+        assert steps[6] != wanted[6] and steps[6][2] == pytest.approx(wanted[6][2], abs=0.05)
     ends = [part.json_line("Summary") for part in parts]
-    assert [end["replicas_identical"] for end in ends] == [True] * 3
+    assert [end["replicas_identical"] for end in ends] == [True] * 2
     sent = [end["wire_bytes_per_step"] for end in ends]
-    assert sent == [GRADIENT_BYTES, GRADIENT_BYTES, compressed_bytes(RANK)]
+    assert sent == [GRADIENT_BYTES, compressed_bytes(RANK)]
 
 
 @LONG
@@ -682,7 +681,7 @@ def test_checkpoint_does_not_grow_with_the_ranks(demo, data, checkpoint):
     argv = [*data, *FAST, "--grad_compression", "powersgd", "--global_batch_size", 8]
     argv += ["--checkpoint", checkpoint, "--max_steps", 4]
     sizes = []
-    for nproc in (1, 2, 4):
+    for nproc in (1, 4):
         demo.run(argv, nproc)
         sizes.append(checkpoint.stat().st_size)
     # Weights and Adam's two, each as large as the gradients; nothing of PowerSGD.

@@ -2,7 +2,7 @@
 
 The script's stand-in says what it was given and then does what a test asks of it, so that these
 tests are about the launchers alone; other test files run the real script under the same launchers.
-With DEMO_LONG=1 each test that starts torchrun's stand-in is repeated with the real torchrun.
+With DEMO_LONG=1 those in which torchrun has a part of its own are repeated with the real one.
 """
 
 import contextlib
@@ -20,11 +20,10 @@ from pathlib import Path
 
 import pytest
 from nodes import NamespacePair
-from processes import LONG, ROOT, free_port, require, wait_until
+from processes import LONG, ROOT, free_port, long, require, wait_until
 
-BOTH = pytest.mark.parametrize(
-    "folder", ["stand-in", pytest.param("torchrun", marks=LONG)], indirect=True
-)
+BOTH = pytest.mark.parametrize("folder", ["stand-in", *long("torchrun")], indirect=True)
+REAL = pytest.mark.parametrize("folder", long("torchrun"), indirect=True)
 # Of these a test sets what it needs; what the machine happens to have set must not disturb it.
 LAUNCHER_VARIABLES = re.compile(
     "(SLURM|NCCL|GLOO)_.*|NNODES|WORLD_SIZE|NODE_RANK|MASTER_ADDR|MASTER_PORT|GPUS_PER_NODE|GPUS|"
@@ -46,9 +45,11 @@ sys.stdout.flush()
 folder = Path(__file__).parent
 folder = folder.parent if folder.name == "tools" else folder
 plan = (folder / "plan").read_text().split()   # one word for each attempt
-count = folder / f"attempts{rank}"
-attempt = len(count.read_text()) if count.exists() else 0
-count.write_text("x" * (attempt + 1))
+def attempts(rank):
+    count = folder / f"attempts{rank}"
+    return len(count.read_text()) if count.exists() else 0
+attempt = attempts(rank)
+(folder / f"attempts{rank}").write_text("x" * (attempt + 1))
 action = plan[min(attempt, len(plan) - 1)]
 
 def end(text, kind, code):
@@ -59,25 +60,35 @@ def end(text, kind, code):
         json.dumps({"message": {"message": text, "extraInfo": about | {"py_callstack": text}}}))
     sys.exit(code)
 
+def wait_for_all():      # torchrun ends also the ranks that have not come so far when one fails
+    while any(attempts(other) <= attempt for other in range(world_size)):
+        time.sleep(0.02)
+
+def wait_for(name):
+    while not (folder / name).exists():
+        time.sleep(0.02)
+
 if action == "error":
     if rank:
-        time.sleep(0.3)
+        wait_for("said")
+    (folder / "said").touch()
     end(f"[CPU {rank}] ERROR: no such folder: /nowhere{rank}", "user", 1)
 if action == "lost":
+    wait_for_all()
     end(f"[CPU {rank}] ERROR: in step 3: Connection closed by peer", "lost", 1)
 if action == "usage":
     end("demo_coco_resnet18.py: error: argument --lr: invalid value; see --help", "user", 2)
 if action in ("bug", "traceback"):  # rank 1 sees rank 0 go, and says so first
     if rank:
-        while not (folder / "raising").exists():
-            time.sleep(0.02)
+        wait_for("raising")
         end("[CPU 1] ERROR: in step 3: Connection closed by peer", "lost", 1)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if action == "traceback":  # takes longer on a busy machine than the launcher waits for ranks
+        from torch.distributed.elastic.multiprocessing.errors import record
     (folder / "raising").touch()
     time.sleep(0.3 * (world_size - 1))
     if action == "bug":        # as the script does
         end("[CPU 0] ValueError: a bug in the script", "bug", 1)
-    from torch.distributed.elastic.multiprocessing.errors import record
     def main():
         raise ValueError("a bug in the script")
     record(main)()
@@ -89,6 +100,7 @@ if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 if action == "silent":
+    wait_for_all()
     print("the last words", flush=True)
     sys.exit(3)
 if action == "wait":       # until a signal, as the script does: save, say so, code 75
@@ -200,7 +212,7 @@ class Folder:
 
 @pytest.fixture
 def folder(tmp_path, request):
-    made = Folder(tmp_path, torchrun=getattr(request, "param", "torchrun"))
+    made = Folder(tmp_path, torchrun=getattr(request, "param", "stand-in"))
     yield made
     for process in made.processes():
         with contextlib.suppress(ProcessLookupError):
@@ -233,6 +245,7 @@ def gone(pid):
 # ---- one machine
 
 
+@BOTH
 def test_arguments_reach_every_process_and_the_log_has_what_the_terminal_had(folder):
     arguments = ["--coco_image_path", "a folder/it's", "", "*", "--lr=0.1"]
     code, output = folder.run(
@@ -252,7 +265,6 @@ def test_arguments_reach_every_process_and_the_log_has_what_the_terminal_had(fol
     )  # torchrun's own choice was not needed
 
 
-@BOTH
 def test_without_arguments_it_trains_on_the_sample_set(folder):
     (folder.path / "tools/make_sample_coco.py").write_text(
         "import sys; print('MADE', sys.argv[1:])"
@@ -276,7 +288,6 @@ def without_tools(folder):
     return {"PATH": path, "PYTHON": ""}
 
 
-@BOTH
 def test_without_tools_the_launchers_still_train(folder):
     variables = without_tools(folder)
     code, output = folder.run(
@@ -316,7 +327,6 @@ def test_without_tools_two_nodes_train(folder):
         assert f"torchrun --nnodes=2 --node_rank={node} {address} --nproc_per_node=2" in run.out
 
 
-@BOTH
 def test_probe_comes_before_a_training_with_several_processes(folder):
     shutil.copy(folder.path / "demo_coco_resnet18.py", folder.path / "tools/probe_link.py")
     code, output = folder.run("launch_single.sh", "x", GPUS=2)
@@ -324,35 +334,36 @@ def test_probe_comes_before_a_training_with_several_processes(folder):
     scripts = [report["script"] for report in reports(output)]
     assert scripts == ["probe_link.py"] * 2 + ["demo_coco_resnet18.py"] * 2
     assert "torchrun --standalone --nnodes=1 --nproc_per_node=2 tools/probe_link.py x\n" in output
-    for setting in ({"PROBE": 0, "GPUS": 2}, {"GPUS": 1}):
-        code, output = folder.run("launch_single.sh", "x", **setting)
-        assert code == 0
-        assert {report["script"] for report in reports(output)} == {"demo_coco_resnet18.py"}
+    code, output = folder.run("launch_single.sh", "x", GPUS=2, PROBE=0)
+    assert code == 0
+    assert {report["script"] for report in reports(output)} == {"demo_coco_resnet18.py"}
+
+
+CAUSES = {
+    "error": r"\[CPU 0\] ERROR: no such folder: /nowhere0",
+    "lost": r"\[CPU \d\] ERROR: in step 3: Connection closed by peer",
+    "usage": r"demo_coco_resnet18\.py: error: argument --lr: invalid value; see --help",
+    "bug": r"\[CPU 0\] ValueError: a bug in the script",
+    "traceback": "ValueError: a bug in the script",
+    "kill": "rank 0 was ended by signal 9",
+    "code75": r"\[CPU \d\] Stopped on the end of its parent process .*",
+    "silent": "torchrun ended with code 1; its last line: the last words",
+}
+# By where the cause is found: in an error file, in torch's own of @record, in torchrun's report of
+# a signal, in the output. test_supervise.py has all kinds, without a launcher.
+BY_TORCHRUN = ["error", "traceback", "kill", "silent"]
+BY_ITSELF = ["lost", "usage", "bug", "code75", "kill"]
 
 
 @pytest.mark.parametrize(
-    ("action", "cause"),
-    [
-        ("error", r"\[CPU 0\] ERROR: no such folder: /nowhere0"),
-        ("lost", r"\[CPU \d\] ERROR: in step 3: Connection closed by peer"),
-        ("usage", r"demo_coco_resnet18\.py: error: argument --lr: invalid value; see --help"),
-        ("bug", r"\[CPU 0\] ValueError: a bug in the script"),
-        ("kill", r"rank 0 was ended by signal 9"),
-        ("code75", r"\[CPU \d\] Stopped on the end of its parent process .*"),
-        ("silent", r"torchrun ended with code 1; its last line: the last words"),
-    ],
+    ("folder", "action"),
+    [("stand-in", "error"), ("stand-in", "silent")]
+    + [pytest.param("stand-in", action, marks=LONG) for action in BY_ITSELF]
+    + [pytest.param("torchrun", action, marks=LONG) for action in BY_TORCHRUN],
+    indirect=["folder"],
 )
-@BOTH
-def test_first_cause_is_the_last_line(folder, action, cause):
-    assert_last_line(folder, action, cause)
-
-
-@LONG
-def test_what_torchs_own_record_has_written_is_the_last_line(folder):
-    assert_last_line(folder, "traceback", "ValueError: a bug in the script")
-
-
-def assert_last_line(folder, action, cause):
+def test_first_cause_is_the_last_line(folder, action):
+    cause = CAUSES[action]
     folder.plan(action)
     earlier = "[CPU 0] Stopped on SIGTERM, in an earlier run\n"  # which had code 75, not this one
     (folder.path / "logs/same").mkdir(parents=True)
@@ -391,7 +402,6 @@ def test_restarts_resume_and_give_up(folder):
     assert kept == ["of an earlier run"]
 
 
-@BOTH
 def test_restarts_leave_the_users_own_checkpoint_and_resume_alone(folder):
     checkpoint = folder.path / "own.pt"
     checkpoint.write_text("to be resumed")
@@ -402,8 +412,12 @@ def test_restarts_leave_the_users_own_checkpoint_and_resume_alone(folder):
     assert checkpoint.read_text() == "to be resumed"
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-@BOTH
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("stand-in", "SIGTERM"), ("stand-in", "SIGUSR1")]
+    + [pytest.param("torchrun", "SIGUSR1", marks=LONG)],
+    indirect=["folder"],
+)
 def test_signal_is_passed_on_and_never_restarted(folder, name):
     folder.plan("wait")
     process = folder.start("launch_single.sh", "x", GPUS=2, RESTARTS=2)
@@ -439,7 +453,7 @@ def test_ctrl_c_on_a_terminal_stops_it_once(folder):
     assert "] Stopped on SIGINT" in folder.log("tty")
 
 
-@LONG
+@REAL
 def test_orphans_of_a_killed_torchrun_are_ended_before_the_restart(folder):
     folder.plan("hang", "done")
     process = folder.start("launch_single.sh", "x", RESTARTS=1)
@@ -494,25 +508,20 @@ def test_torchrun_does_not_outlive_its_launcher(folder):
         ),
         ({"NNODES": 1, "NETWORK": "ethernet"}, "NETWORK=ethernet needs IFNAME"),
         ({"NNODES": 1, "LOG_DIR": "/proc/none"}, "log folder /proc/none/.* cannot be made"),
-        (
-            {"NNODES": 2, "NODE_RANK": 1, "MASTER_ADDR": "no.such.host.invalid"},
-            "'no.such.host.invalid' does not resolve",
-        ),
-        (
-            {"NNODES": 2, "NODE_RANK": 0, "MASTER_ADDR": "localhost"},
-            "'localhost' is a loopback address",
-        ),
-        (
-            {"NNODES": 2, "NODE_RANK": 1, "MASTER_ADDR": "127.0.1.1"},
-            "'127.0.1.1' is a loopback address",
-        ),
+        # What preflight.py refuses as supervise.py does, whose tests have all such cases.
         (
             {"NNODES": 2, "NODE_RANK": 0, "MASTER_ADDR": "192.0.2.1"},
             "'192.0.2.1' is not an address of this node",
         ),
-        (
-            {"NNODES": 2, "NODE_RANK": 1, "MASTER_ADDR": "192.0.2.1", "CONNECT_TIMEOUT": 1},
-            "node 0 did not answer at 192.0.2.1:29500 within 1 s",
+        pytest.param(
+            {"NNODES": 2, "NODE_RANK": 1, "MASTER_ADDR": "no.such.host.invalid"},
+            "'no.such.host.invalid' does not resolve",
+            marks=LONG,
+        ),
+        pytest.param(
+            {"NNODES": 2, "NODE_RANK": 1, "MASTER_ADDR": "127.0.1.1"},
+            "'127.0.1.1' is a loopback address",
+            marks=LONG,
         ),
         (
             {"SLURM_JOB_ID": 7, "SLURM_PROCID": 0, "SLURM_NNODES": 2},
@@ -639,7 +648,6 @@ def test_slurm_gives_address_port_and_rank(folder):
 # ---- NETWORK
 
 
-@BOTH
 def test_network_keeps_the_traffic_on_the_named_interface(folder):
     code, output = folder.run(
         "launch_single.sh", "x", NETWORK="ethernet", IFNAME="lo", NCCL_SOCKET_IFNAME="eth9"
@@ -691,21 +699,33 @@ def namespaces(output):
     return [name for name in names if Path(f"/run/netns/{name}").exists()]
 
 
-@LONG
-def test_two_nodes_with_two_processes_each(two_nodes):
-    code, output = two_nodes.run(
-        "tools/two_nodes.sh", "--gpus-per-node", 2, "--name", "pair", "--", "--lr", "0.1", "a b"
-    )
+@BOTH
+def test_two_nodes_probe_train_and_restart_on_ports_of_their_own(two_nodes):
+    shutil.copy(two_nodes.path / "demo_coco_resnet18.py", two_nodes.path / "tools/probe_link.py")
+    two_nodes.plan("done", "lost", "done")
+    given = ["--lr", "0.1", "a b"]
+    options = ["--gpus-per-node", 2, "--name", "series"]
+    code, output = two_nodes.run("tools/two_nodes.sh", *options, "--", *given, RESTARTS=2)
     assert code == 0, output
-    places = {(report["node_rank"], report["rank"]) for report in reports(output)}
-    assert places == {("0", 0), ("0", 1), ("1", 2), ("1", 3)}
-    for report in reports(output):
-        assert report["argv"] == ["--lr", "0.1", "a b"]
-        assert report["world_size"] == 4
-        assert report["env"]["GLOO_SOCKET_IFNAME"] == f"veth{report['node_rank']}"
+    whole = [*given, "--checkpoint", "logs/series/checkpoint.pt"]
+    starts = [("probe_link.py", whole), ("demo_coco_resnet18.py", whole)]
+    starts.append(("demo_coco_resnet18.py", [*whole, "--resume"]))
     for node in (0, 1):
-        ranks = [report["rank"] for report in reports(two_nodes.log("pair", node))]
-        assert sorted(ranks) == [2 * node, 2 * node + 1]
+        text = two_nodes.log("series", node)
+        found = reports(text)
+        ports = [int(report["port"]) for report in found]
+        assert ports == [ports[0] + n for n in (0, 0, 1, 1, 2, 2)]
+        for n, (script, argv) in enumerate(starts):
+            ranks = found[2 * n : 2 * n + 2]
+            assert sorted(report["rank"] for report in ranks) == [2 * node, 2 * node + 1]
+            for report in ranks:
+                assert (report["script"], report["argv"]) == (script, argv)
+                assert (report["node_rank"], report["world_size"]) == (str(node), 4)
+                assert report["env"]["GLOO_SOCKET_IFNAME"] == f"veth{node}"
+        record = json.loads(re.search(r"^launch_multinode.sh: Node (\{.*\})$", text, re.M)[1])
+        assert (record["node"], record["host"], record["starts"]) == (node, f"node{node}", 3)
+        sent = f"launch_multinode.sh: this node sent .* on veth{node} \\(ethernet\\).* in \\d+ s\n"
+        assert re.search(sent, text)
     # torch warns where it finds no host name; that node 0's store has ended first is no fault here
     warnings = [line for line in output.splitlines() if "[W" in line]
     assert all("recvValueWithTimeout failed" in line for line in warnings), warnings
@@ -713,7 +733,6 @@ def test_two_nodes_with_two_processes_each(two_nodes):
     assert not two_nodes.processes()
 
 
-@BOTH
 def test_two_nodes_link_has_the_rate_asked_for(two_nodes):
     two_nodes.plan("send")
     code, output = two_nodes.run("tools/two_nodes.sh", "--rate", "100mbit", "--", "x")
@@ -723,33 +742,6 @@ def test_two_nodes_link_has_the_rate_asked_for(two_nodes):
         rate * (mtu + 14) / (mtu - 52)
     )  # Ethernet's header; IP's, TCP's and its time stamp
     assert on_the_wire == pytest.approx(100, rel=0.02)
-
-
-@BOTH
-def test_two_nodes_restart_together(two_nodes):
-    two_nodes.plan("lost", "done")
-    code, output = two_nodes.run("tools/two_nodes.sh", "--name", "again", "--", "x", RESTARTS=2)
-    assert code == 0, output
-    for node in (0, 1):
-        first, second = reports(two_nodes.log("again", node))
-        assert int(second["port"]) == int(first["port"]) + 1
-        assert second["argv"] == ["x", "--checkpoint", "logs/again/checkpoint.pt", "--resume"]
-    assert not namespaces(output)
-
-
-@BOTH
-def test_two_nodes_probe_and_train_on_ports_of_their_own(two_nodes):
-    shutil.copy(two_nodes.path / "demo_coco_resnet18.py", two_nodes.path / "tools/probe_link.py")
-    code, output = two_nodes.run("tools/two_nodes.sh", "--name", "probed", "--", "x")
-    assert code == 0, output
-    for node in (0, 1):
-        text = two_nodes.log("probed", node)
-        probe, training = reports(text)
-        assert (probe["script"], training["script"]) == ("probe_link.py", "demo_coco_resnet18.py")
-        assert int(training["port"]) == int(probe["port"]) + 1
-        record = json.loads(re.search(r"^launch_multinode.sh: Node (\{.*\})$", text, re.M)[1])
-        assert (record["node"], record["host"], record["starts"]) == (node, f"node{node}", 2)
-        assert re.search(r"launch_multinode.sh: this node sent .* \(\w+\) in \d+ s\n", text)
 
 
 @BOTH
@@ -844,6 +836,7 @@ def offline(folder):
     return {
         "PATH": f"{programs}:/usr/bin:/bin",
         "PYTHON": "",
+        "PYTHONPATH": "",
         "PIP_NO_INDEX": 1,
         "PIP_FIND_LINKS": wheels,
         "PIP_CONFIG_FILE": os.devnull,
@@ -894,9 +887,12 @@ def test_python_env_uses_an_active_environment_as_it_is(folder, offline):
     assert (code, output) == (0, f"{active}/bin/python\n")
     (site / "torch/__init__.py").unlink()  # an empty folder named torch is not torch
     (folder.path / "torchvision").mkdir()
+    # So it would make an environment, for which this Python lacks something: that takes no time.
+    python = folder.path / "programs/python3"
+    python.write_text('#!/bin/sh\ncase "$*" in *ensurepip*) exit 1;; esac\n' + python.read_text())
     code, output = folder.run("tools/python_env.sh", **{**offline, "VIRTUAL_ENV": active})
-    assert code == 0
-    assert output.splitlines()[-1] == f"{folder.path}/.venv/bin/python"
+    assert code == 1
+    assert "python3 cannot make virtual environments" in output.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

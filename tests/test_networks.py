@@ -7,6 +7,7 @@ that no test waits for torch. The real ones run, under --ci, in the last tests o
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -19,6 +20,11 @@ from pathlib import Path
 import pytest
 from nodes import NamespacePair, why_no_namespaces
 from processes import LONG, ROOT, Run, Started, require, start
+
+TOOLS = ROOT / "tools"
+sys.path.insert(0, str(TOOLS))
+import compare_networks  # noqa: E402
+from meeting import Refused  # noqa: E402
 
 # In torch's place: `python -m torch.distributed.run` with static rendezvous, a process a node.
 TORCHRUN = """
@@ -123,15 +129,23 @@ def errors(run: Run) -> list[str]:
 
 
 BOTH = "one=eth0 two=eth0"
+NOTE = "Emulated: here\n\n"
 
 
 # --- A series --------------------------------------------------------------------------------
 
 
-def test_each_network_has_its_run_its_ports_and_its_folder(folder, nodes):
+@pytest.fixture(scope="module")
+def series(nodes, tmp_path_factory) -> tuple[Folder, list[Run]]:
+    """Two networks, with a probe of each; its folder, and what each node has printed."""
+    folder = Folder(tmp_path_factory.mktemp("series"))
     shutil.copy(folder.path / "demo_coco_resnet18.py", folder.path / "tools" / "probe_link.py")
-    variables = {"GPUS_PER_NODE": 2, "MASTER_PORT": 29600, "RESTARTS": 3}
-    runs = folder.run(nodes, "--lr", "0.1", "a b", NETWORKS=BOTH, **variables)
+    variables = {"GPUS_PER_NODE": 2, "MASTER_PORT": 29600, "RESTARTS": 3, "DEMO_NOTE": NOTE}
+    return folder, folder.run(nodes, "--lr", "0.1", "a b", NETWORKS=BOTH, **variables)
+
+
+def test_each_network_has_its_run_its_ports_and_its_folder(series):
+    folder, runs = series
     for node, run in enumerate(runs):
         found = reports(run)
         assert [(r["RUN_NAME"], r["script"]) for r in found] == [
@@ -151,14 +165,13 @@ def test_each_network_has_its_run_its_ports_and_its_folder(folder, nodes):
             assert len(re.findall("REPORT", log.read_text())) == 2
 
 
-def test_node_0_alone_compares_and_keeps_it_beside_the_logs(folder, nodes):
-    note = "Emulated: here\n\n"
-    first, second = folder.run(nodes, "x", NETWORKS=BOTH, DEMO_NOTE=note)
+def test_node_0_alone_compares_and_keeps_it_beside_the_logs(series):
+    folder, (first, second) = series
     names = "one=logs/series/one two=logs/series/two --plot logs/series/compare.png"
-    assert f"{note}COMPARED {names}\n" in first.out
+    assert f"{NOTE}COMPARED {names}\n" in first.out
     assert "COMPARED" not in second.out
     kept = folder.path / "logs" / "series"
-    assert (kept / "compare.txt").read_text() == f"{note}COMPARED {names}\n"
+    assert (kept / "compare.txt").read_text() == f"{NOTE}COMPARED {names}\n"
     assert (kept / "compare.png").exists()
     assert "this is logs/series/compare.txt; its picture: logs/series/compare.png" in first.out
 
@@ -241,7 +254,12 @@ def test_run_does_not_outlive_a_series_that_is_killed(folder, nodes):
             "one=eth0 two=eth1",
             f"NETWORKS is {BOTH} on node 0 (node0) but one=eth0 two=eth1 on node 1 (node1)",
         ),
-        (BOTH, "", f"NETWORKS is {BOTH} on node 0 (node0) but not set on node 1 (node1)"),
+        pytest.param(
+            BOTH,
+            "",
+            f"NETWORKS is {BOTH} on node 0 (node0) but not set on node 1 (node1)",
+            marks=LONG,
+        ),
         ("", BOTH, f"NETWORKS is not set on node 0 (node0) but {BOTH} on node 1 (node1)"),
     ],
 )
@@ -253,13 +271,27 @@ def test_networks_that_differ_between_nodes(folder, nodes, mine, theirs, text):
         assert not reports(run) and run.seconds < 40
 
 
+WRONG = {
+    "no interface": ({"NETWORKS": "one=eth0 two"}, "NETWORKS has 'two': write NAME=INTERFACE"),
+    "a folder": ({"NETWORKS": "one=eth0 ../x=eth0"}, "NETWORKS has '../x=eth0': write NAME="),
+    "the same name": ({"NETWORKS": "a=eth0 a=eth1"}, "NETWORKS has two networks named a"),
+    "IFNAME too": ({"IFNAME": "eth0"}, "NETWORKS and IFNAME are both set"),
+    "one node": ({"NNODES": "1"}, "and NNODES is 1: unset it"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_networks(monkeypatch, case):
+    variables, text = WRONG[case]
+    for name, value in ({"NNODES": "2", "NETWORKS": BOTH, "IFNAME": ""} | variables).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Refused, match=re.escape(text)):
+        compare_networks.read_networks(os.environ["NETWORKS"])
+        compare_networks.check(["x"])
+
+
 REFUSED = {
     "one network": ({"NETWORKS": "one=eth0"}, [], "name two networks or more to compare"),
-    "no interface": ({"NETWORKS": "one=eth0 two"}, [], "NETWORKS has 'two': write NAME=INTERFACE"),
-    "a folder": ({"NETWORKS": "one=eth0 ../x=eth0"}, [], "NETWORKS has '../x=eth0': write NAME="),
-    "the same name": ({"NETWORKS": "a=eth0 a=eth1"}, [], "NETWORKS has two networks named a"),
-    "IFNAME too": ({"NETWORKS": BOTH, "IFNAME": "eth0"}, [], "NETWORKS and IFNAME are both set"),
-    "one node": ({"NETWORKS": BOTH, "NNODES": 1, "NODE_RANK": 0}, [], "and NNODES is 1: unset it"),
     "resume": ({"NETWORKS": BOTH}, ["--resume"], "--resume would go on from the network before"),
     "last port": (
         {"NETWORKS": BOTH, "MASTER_PORT": 65535},
@@ -291,8 +323,15 @@ def test_networks_need_tools(folder):
 # --- One run on several nodes ----------------------------------------------------------------
 
 
-def test_without_arguments_all_nodes_take_the_same_steps_on_a_sample(folder, nodes):
-    runs = folder.run(nodes)
+@pytest.fixture(scope="module")
+def plain(nodes, tmp_path_factory) -> tuple[Folder, list[Run]]:
+    """Without arguments and with no setting of a network."""
+    folder = Folder(tmp_path_factory.mktemp("plain"))
+    return folder, folder.run(nodes)
+
+
+def test_without_arguments_all_nodes_take_the_same_steps_on_a_sample(plain):
+    folder, runs = plain
     first, second = (reports(run)[0]["argv"] for run in runs)
     assert first == second
     options = dict(zip(first[::2], first[1::2], strict=True))
@@ -304,25 +343,24 @@ def test_without_arguments_all_nodes_take_the_same_steps_on_a_sample(folder, nod
         assert f"{sample!r}]" in re.search("MADE .*", run.out)[0]
 
 
-def test_nccl_says_in_files_of_the_run_which_network_it_uses(folder, nodes):
-    for node, run in enumerate(folder.run(nodes, "x")):
+def test_nccl_says_in_files_of_the_run_which_network_it_uses(plain):
+    for node, run in enumerate(plain[1]):
         (report,) = reports(run)
         assert (report["NCCL_DEBUG"], report["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT,NET,ENV")
         assert report["NCCL_DEBUG_FILE"] == f"logs/series/nccl.node{node}.%h.%p.log"
-    for run in folder.run(nodes, "x", NCCL_DEBUG_SUBSYS="ALL"):  # the user's own, all of them
-        (report,) = reports(run)
-        assert (report["NCCL_DEBUG"], report["NCCL_DEBUG_FILE"]) == (None, None)
-        assert report["NCCL_DEBUG_SUBSYS"] == "ALL"
 
 
-def test_interface_that_preflight_has_found_is_gloos(folder, nodes):
-    for run in folder.run(nodes, "x"):
+def test_interface_that_preflight_has_found_is_gloos(plain):
+    for run in plain[1]:
         assert reports(run)[0]["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
-def test_interface_alone_tells_the_kind_of_the_network(folder, nodes):
-    (report,) = reports(folder.run(nodes, "x", IFNAME="eth0")[0])
-    assert (report["NETWORK"], report["GLOO_SOCKET_IFNAME"]) == ("ethernet", "eth0")
+def test_users_own_interface_tells_the_kind_of_the_network_and_nccls_own_text_stays(folder, nodes):
+    for run in folder.run(nodes, "x", IFNAME="eth0", NCCL_DEBUG_SUBSYS="ALL"):
+        (report,) = reports(run)
+        assert (report["NETWORK"], report["GLOO_SOCKET_IFNAME"]) == ("ethernet", "eth0")
+        assert (report["NCCL_DEBUG"], report["NCCL_DEBUG_FILE"]) == (None, None)
+        assert report["NCCL_DEBUG_SUBSYS"] == "ALL"
 
 
 # --- SLURM -----------------------------------------------------------------------------------
@@ -415,12 +453,18 @@ def test_wrong_links_are_refused_with_one_line(folder, arguments, text):
 
 
 @LONG
-def test_links_without_arguments_compare_two_real_runs(tmp_path):
-    """The real script, probe and comparison: table, verdict and picture in under 5 minutes."""
-    sample = [sys.executable, ROOT / "tools" / "make_sample_coco.py"]
-    subprocess.run([*sample, ROOT / "data" / "sample_coco"], check=True, timeout=300)
-    links = ["--links", "slow=1gbit,fast=unshaped"]
-    run = two_nodes(ROOT, *links, timeout=300, LOG_DIR=str(tmp_path))
+def test_links_compare_two_real_runs(tmp_path, sample, plain):
+    """The real script, probe and comparison: table, verdict and picture.
+
+    With the arguments that the launcher gives where there are none, but fewer steps.
+    """
+    folder, runs = plain
+    given = " ".join(reports(runs[0])[0]["argv"])
+    given = given.replace(f"{folder.path}/data/sample_coco", str(sample))
+    given = re.sub(r"--max_steps \d+", "--max_steps 12", given).split()
+    links = ["--links", "slow=1gbit,fast=unshaped", "--", *given]
+    env = {"LOG_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "tests" / "stand_in")}
+    run = two_nodes(ROOT, *links, timeout=300, **env)
     series = tmp_path / "series"
     report = (series / "compare.txt").read_text()
     assert report in run.out and report.startswith("Emulated: ")
@@ -434,7 +478,7 @@ def test_links_without_arguments_compare_two_real_runs(tmp_path):
     assert (slow["name"], fast["name"]) == ("slow", "fast")
     assert rate(slow) == pytest.approx(1, rel=0.1) and rate(fast) > rate(slow)
     summaries = [record(series / label, "Summary") for label in ("slow", "fast")]
-    assert summaries[0]["steps"] == summaries[1]["steps"] > 0
+    assert summaries[0]["steps"] == summaries[1]["steps"] == 12
     assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
 
 

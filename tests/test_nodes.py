@@ -12,7 +12,7 @@ from datasets import make_set
 from nodes import NamespacePair
 from processes import LONG, SCRIPT
 
-ARGUMENTS = shlex.split("--max_steps 2 --timeout 20")
+ARGUMENTS = shlex.split("--max_steps 1 --timeout 20")
 
 
 @pytest.fixture(scope="module")
@@ -83,5 +83,7 @@ def test_srun_trains_where_the_own_name_is_loopback(slurm, data):
     command = [sys.executable, SCRIPT, *faults.FAST, *data, *ARGUMENTS]
     run = slurm.run("srun", "-N", 2, *command, timeout=120)
     # Gloo alone would take 127.0.1.1, and connect from there only to nodes of lower addresses.
-    assert run.json_line("Run")["env"]["GLOO_SOCKET_IFNAME"] == nodes.interface
+    facts = run.json_line("Run")
+    assert facts["env"]["GLOO_SOCKET_IFNAME"] == nodes.interface
+    assert (facts["launcher"], facts["hosts"]) == ("srun", [*nodes.hostnames])
     assert run.json_line("Summary")["replicas_identical"] is True

@@ -9,21 +9,28 @@ only what they were given is checked, by the parser of the program that it is fo
 
 from __future__ import annotations
 
-import argparse
 import ast
+import contextlib
 import functools
 import importlib.util
+import json
 import os
 import re
+import select
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+from forks import ForkServer, shared, write
 from processes import ROOT, SCRIPT, Run, base_env, long, new_test_id, start
+from test_probe import SMALL
 
 README, PROBE = "README.md", "tools/probe_link.py"
 LAUNCHERS = ["launch_single.sh", "launch_multinode.sh"]
@@ -87,7 +94,11 @@ run_small() {
     "yes "*data/small*) command "$@" ;;
     esac
 }
-python() { note python "$@"; run_small python "$@"; }
+python() {
+    note python "$@"
+    [ "$1" != -c ] || set -- "${INLINE:--c}" "${@:2}"
+    run_small python "$@"
+}
 function ./launch_single.sh {
     note ./launch_single.sh "$@"
     PYTHONPATH=$STAND_IN run_small ./launch_single.sh "$@"
@@ -102,10 +113,9 @@ function ./launch_single.sh {
 ARRAYS = re.findall(r"^\w+=\(.*?\)$", "".join(PAGES[README].commands), re.MULTILINE | re.DOTALL)
 
 
-def environment(folder: Path, really: bool = False, stand_in: str = "") -> dict[str, str]:
+def environment(folder: Path, really: bool = False) -> dict[str, str]:
     env = {"CALLS": str(folder / "calls"), "VARIABLES": " ".join(VARIABLES)}
-    env |= {"REALLY": "yes" if really else "no", "STAND_IN": stand_in}
-    return base_env(new_test_id(), env)
+    return base_env(new_test_id(), env | {"REALLY": "yes" if really else "no", "STAND_IN": ""})
 
 
 @pytest.fixture(scope="module")
@@ -147,22 +157,37 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")
-def demo() -> ModuleType:
-    return load(SCRIPT)
-
-
-@pytest.fixture(scope="module")
-def torchrun() -> argparse.ArgumentParser:
+def ask(demo, result, script_calls, torchrun_calls):
+    """What the pages must agree with; in a forked process, as it takes the script and torch."""
     from torch.distributed.run import get_args_parser
 
-    return get_args_parser()
+    def taken(arguments):
+        with contextlib.suppress(SystemExit):
+            args = demo.parse_arguments(arguments)
+            return bool(args.coco_image_path and args.annotation_path)
+        return False
+
+    torchrun, kept = get_args_parser(), ("required", "default", "choices")
+    actions = [a for a in demo.make_parser()._actions if a.dest != "help"]
+    facts = {
+        "docstring": demo.__doc__,
+        "options": {a.option_strings[-1]: {k: getattr(a, k) for k in kept} for a in actions},
+        "refused": [call for call in script_calls if not taken(call)],
+        "torchrun_options": [*torchrun._option_string_actions],
+        "torchruns": [vars(torchrun.parse_args(call)) for call in torchrun_calls],
+        "pixels": 2 * demo.Image.MAX_IMAGE_PIXELS,
+        "max_damaged": demo.MAX_DAMAGED,
+        "shared": demo.SHARED,
+        "logged": demo.LOGGED.pattern,
+        "warm_up": demo.WARM_UP,
+    }
+    write(result, facts)
 
 
 @pytest.fixture(scope="module")
-def options(demo) -> dict[str, argparse.Action]:
-    actions = demo.make_parser()._actions
-    return {a.option_strings[-1]: a for a in actions if a.dest != "help"}
+def script(demo, all_calls) -> SimpleNamespace:
+    given = {"script_calls": script_calls(all_calls), "torchrun_calls": torchrun_calls(all_calls)}
+    return SimpleNamespace(**demo.run(call=ask, **given).result())
 
 
 def program(call: list[str]) -> list[str]:
@@ -172,6 +197,21 @@ def program(call: list[str]) -> list[str]:
 
 def settings(call: list[str]) -> dict[str, str]:
     return dict(part.split("=", 1) for part in call[: len(call) - len(program(call))])
+
+
+def script_calls(calls: list[list[str]]) -> list[list[str]]:
+    """What each command hands to the script, through whatever launcher."""
+    targets, found = {SCRIPT.name, PROBE, "coco.sbatch", *(f"./{name}" for name in LAUNCHERS)}, []
+    for call in map(program, calls):
+        at = [i for i, part in enumerate(call) if part in targets]
+        if "tools/two_nodes.sh" in call:
+            at = [call.index("--")] if "--" in call else []
+        if not at or len(call) == 1:  # the launchers take none, too: a sample set
+            continue
+        if call[1:2] == ["tools/supervise.py"]:  # its own --probe may name a target
+            at = [i for i in at if i > call.index("--")]
+        found.append(call[at[-1] + 1 :])
+    return found
 
 
 def torchrun_calls(calls: list[list[str]]) -> list[list[str]]:
@@ -218,25 +258,9 @@ def test_every_use_is_shown(calls, all_calls):
     assert program(first) == ["./launch_single.sh"] and not settings(first)
 
 
-def test_script_options_are_accepted(all_calls, demo):
-    """What a command hands to the script, through whatever launcher, is taken by its parser."""
-    targets = {SCRIPT.name, PROBE, "coco.sbatch", *(f"./{name}" for name in LAUNCHERS)}
-    counted = 0
-    for call in map(program, all_calls):
-        at = [i for i, part in enumerate(call) if part in targets]
-        if "tools/two_nodes.sh" in call:
-            at = [call.index("--")] if "--" in call else []
-        if not at or len(call) == 1:  # the launchers take none, too: a sample set
-            continue
-        if call[1:2] == ["tools/supervise.py"]:  # its own --probe may name a target
-            at = [i for i in at if i > call.index("--")]
-        try:
-            args = demo.parse_arguments(call[at[-1] + 1 :])
-        except SystemExit:
-            pytest.fail(f"the script refuses what a page gives it: {call}")
-        assert args.coco_image_path and args.annotation_path
-        counted += 1
-    assert counted >= 20
+def test_script_options_are_accepted(all_calls, script):
+    assert len(script_calls(all_calls)) >= 20
+    assert script.refused == []
 
 
 def test_tool_options_are_accepted(all_calls, monkeypatch):
@@ -266,26 +290,24 @@ def test_tests_that_a_command_selects_are_there(all_calls):
             assert call[call.index("-k") + 1] in names
 
 
-def test_torchrun_commands_parse(all_calls, torchrun):
-    found = torchrun_calls(all_calls)
-    assert len(found) >= 6
-    for call in found:
-        known = torchrun.parse_args(call)
+def test_torchrun_commands_parse(script):
+    assert len(script.torchruns) >= 6
+    for known in (SimpleNamespace(**facts) for facts in script.torchruns):
         assert known.training_script in (SCRIPT.name, PROBE)
         assert known.standalone or int(known.nnodes) > known.node_rank
         assert known.standalone or (known.rdzv_backend, bool(known.rdzv_endpoint)) == ("static", 1)
 
 
-def test_readme_shows_the_torchrun_commands_of_the_script(calls, demo, torchrun):
+def test_readme_shows_the_torchrun_commands_of_the_script(calls, script):
     """Typed as they stand: one process, and two nodes by static rendezvous, each with its rank."""
     found = torchrun_calls(calls[README])
-    known = [torchrun.parse_args(call) for call in found]
-    assert [(k.standalone, k.nproc_per_node, k.node_rank) for k in known] == [
+    known = script.torchruns[: len(found)]  # README is the first page
+    assert [(k["standalone"], k["nproc_per_node"], k["node_rank"]) for k in known] == [
         (True, "1", 0),
         (False, "2", 0),
         (False, "2", 1),
     ]
-    docstring = " ".join(demo.__doc__.split())
+    docstring = " ".join(script.docstring.split())
     for call in found[:2]:
         assert f"torchrun {' '.join(call[: call.index(SCRIPT.name) + 1])} " in docstring
     assert [part.replace("node_rank=1", "node_rank=0") for part in found[2]] == found[1]
@@ -341,19 +363,71 @@ def shape(line: str) -> str:
     return re.sub(r"\d+(\.\d+)?", "N", line)
 
 
-@pytest.mark.parametrize(
-    "stand_in", [str(ROOT / "tests" / "stand_in"), *long("")], ids=["stand-in", "torchrun"]
-)
-def test_commands_on_the_small_set_run(tmp_path, stand_in):
+def run_code(demo, code):
+    exec(code)
+
+
+# What takes the place of a program, by its file's name: the function of a module, its options.
+FORKED = {
+    SCRIPT.name: ("forks", "start", {}),
+    "probe_link.py": ("test_probe", "probe", {"result": None, "settings": SMALL}),
+    "inline.py": ("test_pages", "run_code", {}),
+}
+
+
+@contextlib.contextmanager
+def forked(server: ForkServer, project: Path) -> Iterator[dict[str, str]]:
+    """Puts tests/stand_in/program.py in the place of each program that imports torch, and does
+    what these ask for; the variables with which the commands take them.
+    """
+    stand_in, over = ROOT / "tests" / "stand_in", threading.Event()
+    for name in (SCRIPT.name, PROBE, "inline.py"):
+        shutil.copy(stand_in / "program.py", project / name)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=fork_for, args=(server, listener, over))
+        thread.start()
+        try:
+            port = str(listener.getsockname()[1])
+            yield {"STAND_IN": str(stand_in), "INLINE": "inline.py", "FORKS": port}
+        finally:
+            over.set()
+            thread.join()
+            server.clear()  # what is left of a run that failed
+
+
+def fork_for(server: ForkServer, listener: socket.socket, over: threading.Event) -> None:
+    """Forks for each who asks, and answers with the exit code, until it is over."""
+    asking: dict[int, socket.socket] = {}
+    while not over.is_set():
+        if select.select([listener], [], [], 0.02)[0]:
+            connection, _ = listener.accept()
+            request = json.loads(connection.makefile().readline())
+            (path, *argv), streams = request.pop("argv"), f"/proc/{request.pop('pid')}/fd"
+            module, function, options = FORKED[Path(path).name]
+            if function == "run_code":
+                options = {"code": argv.pop()}
+            request |= {"argv": argv, "out": f"{streams}/1", "err": f"{streams}/2", "node": None}
+            asking[server.fork(request | {"calls": [[module, function, options]]})] = connection
+        server.listen()
+        for pid in {*asking} & {*server.ended}:
+            with asking.pop(pid) as connection:
+                connection.sendall(f"{server.ended[pid].returncode}\n".encode())
+
+
+@pytest.mark.parametrize("real", [False, *long(True)], ids=["forked", "torchrun"])
+def test_commands_on_the_small_set_run(tmp_path, real):
     """Makes the set, trains on two processes, resumes on one, loads the checkpoint.
 
-    By default with torchrun's stand-in, which needs no torch of its own.
+    By default with torchrun's stand-in and in forked processes: nothing here imports torch.
     """
     ignored = shutil.ignore_patterns(".*", "data", "logs", "tests", "__pycache__", "coco", "*.pt")
-    shutil.copytree(ROOT, tmp_path / "project", ignore=ignored)
+    project = shutil.copytree(ROOT, tmp_path / "project", ignore=ignored)
     script = "\n".join([PRELUDE, *(text for page in PAGES.values() for text in page.commands)])
-    env, shown = environment(tmp_path, True, stand_in), ["the commands of all pages"]
-    with start(["bash", "-c", script], env=env, cwd=tmp_path / "project", shown=shown) as started:
+    env, shown = environment(tmp_path, True), ["the commands of all pages"]
+    with contextlib.ExitStack() as stack:
+        env |= {} if real else stack.enter_context(forked(shared(), project))
+        command = ["bash", "-c", script]
+        started = stack.enter_context(start(command, env=env, cwd=project, shown=shown))
         output = started.finish(timeout=400).out
     run = Run(shown, 0, output, 0, "")
     assert [step for _, step, _ in run.steps(0)] == [1, 2, 3, 4, 5, 6]
@@ -384,10 +458,11 @@ def test_commands_on_the_small_set_run(tmp_path, stand_in):
 # --- tables ----------------------------------------------------------------------------------
 
 
-def test_option_table_is_the_parsers(options):
+def test_option_table_is_the_parsers(script):
     table = {row[0].strip("`"): row for row in rows("option")}
-    assert list(table) == list(options)
-    for name, action in options.items():
+    assert list(table) == list(script.options)
+    for name, facts in script.options.items():
+        action = SimpleNamespace(**facts)
         default = "required" if action.required else action.default
         default = "unset" if default is None else "off" if default is False else default
         assert table[name][1] == (f"{default:g}" if type(default) is float else str(default)), name
@@ -397,11 +472,11 @@ def test_option_table_is_the_parsers(options):
 
 
 @every_page
-def test_options_that_the_text_names_exist(page, options, torchrun):
+def test_options_that_the_text_names_exist(page, script):
     """Wherever they stand; in a tool's own source where they are not the script's."""
     sources = [*ROOT.glob("tools/*"), ROOT / "tests" / "run.sh"]
     tools = "\n".join(path.read_text() for path in sources if path.suffix in (".py", ".sh"))
-    known = {*options, *FOREIGN, *torchrun._option_string_actions}
+    known = {*script.options, *FOREIGN, *script.torchrun_options}
     for name in sorted(set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.prose))):
         of_tools = re.search(rf"(?<![\w-]){name.replace('_', '[-_]')}(?![\w-])", tools)
         assert name in known or of_tools, f"{name} is an option of nothing"
@@ -460,16 +535,16 @@ def test_exit_codes():
     assert load(ROOT / "tools" / "supervise.py").STOPPED == os.EX_TEMPFAIL
 
 
-def test_limits_in_the_text_are_the_scripts(demo):
+def test_limits_in_the_text_are_the_scripts(script):
     faults, security = PAGES["docs/faults.md"].prose, PAGES["docs/security.md"].prose
-    assert 2 * demo.Image.MAX_IMAGE_PIXELS == 2**26 and "2^26 pixels" in security
-    assert demo.MAX_DAMAGED == 0.01 and "more than 1 % of all" in faults
+    assert script.pixels == 2**26 and "2^26 pixels" in security
+    assert script.max_damaged == 0.01 and "more than 1 % of all" in faults
     refused = re.search(r"(?s)With another\n(.*?)refused", faults)[1]
-    assert re.findall(r"`(--\w+)`", refused) == [n for n in demo.SHARED if n.startswith("--")]
+    assert re.findall(r"`(--\w+)`", refused) == [n for n in script.shared if n.startswith("--")]
     logged = re.search(r"variables that begin with (.*)", security, re.DOTALL)[1]
-    assert re.findall(r"`([A-Z_]+_)`", logged) == demo.LOGGED.pattern.split("|")
+    assert re.findall(r"`([A-Z_]+_)`", logged) == script.logged.split("|")
     (compression,) = (row for row in rows("option") if row[0] == "`--grad_compression`")
-    assert f"from step {demo.WARM_UP + 1} on" in compression[2]
+    assert f"from step {script.warm_up + 1} on" in compression[2]
 
 
 def test_short_tables_are_part_of_the_long_ones():

@@ -6,10 +6,11 @@ Ranks are forked, as there, from one Python that has the script imported.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -200,25 +201,36 @@ def check_rate(record: dict) -> None:
         assert node["interfaces"][0]["wire_Gbps"] == pytest.approx(RATE, rel=0.1)
 
 
+def undisturbed(check: Callable[[], Any]) -> Any:
+    """What `check` returns; others at work on this machine make a link look slower, for a while,
+    so that it may fail twice.
+    """
+    for _ in range(2):
+        with contextlib.suppress(AssertionError):
+            return check()
+    return check()
+
+
+def rate_checked(demo: ForkServer, **options: Any) -> dict:
+    with NamespacePair("300mbit") as nodes:
+        record = probed(demo, nodes=nodes, **options)
+    check_rate(record)
+    return record
+
+
 def test_known_rate_by_the_gradients_and_by_the_slope(demo):
     settings = {"SIZES": [2**10, 2**24], "gradients": 2**23, "ROUNDS": 4}
-    with NamespacePair("300mbit") as nodes:
-        check_rate(probed(demo, settings=settings, nodes=nodes))
+    undisturbed(lambda: rate_checked(demo, settings=settings))
 
 
 @LONG
 def test_known_rate_by_all_sizes_in_bounded_time(demo):
-    with NamespacePair("300mbit") as nodes:
-        record = probed(demo, nodes=nodes)
-    check_rate(record)
+    record = undisturbed(lambda: rate_checked(demo))
     # 64 MB, at 1.8 s each, would have passed the ten seconds.
     check_sizes(record, [2**10, 2**12, 2**15, 2**18, 2**21, 2**24, GRADIENTS])
 
 
-@LONG
-@pytest.mark.parametrize("delay_ms", [2, 10])
-def test_latency_of_a_known_delay(demo, delay_ms):
-    """Gloo's small all-reduce crosses the link four times."""
+def check_latency(demo: ForkServer, delay_ms: float) -> None:
     found = []
     with NamespacePair() as nodes:
         for delay in (0, delay_ms):
@@ -227,6 +239,13 @@ def test_latency_of_a_known_delay(demo, delay_ms):
                 record = probed(demo, settings=SMALL, first=True, **where)
             found.append(record["latency_ms"])
     assert found[1] == pytest.approx(4 * delay_ms + found[0], rel=0.2), found
+
+
+@LONG
+@pytest.mark.parametrize("delay_ms", [2, 10])
+def test_latency_of_a_known_delay(demo, delay_ms):
+    """Gloo's small all-reduce crosses the link four times."""
+    undisturbed(lambda: check_latency(demo, delay_ms))
 
 
 def test_losses_are_seen(demo):

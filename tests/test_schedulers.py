@@ -26,13 +26,13 @@ pytestmark = LONG
 SHORT = shlex.split(
     "--weights none --image_size 64 --batch_size 8 --max_steps 3 --workers 0 --log_every 1"
 )
-# Long enough to be stopped in the middle: some 0.1 s a step. With a loader worker, since SLURM
-# sends its signals to every process of a job step, workers and launchers included.
+# With a loader worker, since SLURM sends its signals to every process of a job step, workers and
+# launchers included.
 LONG_RUN = shlex.split(
-    "--weights none --image_size 40 --batch_size 4 --num_epochs 20 --max_steps 60 --workers 1 "
-    "--log_every 1"
+    "--weights none --image_size 40 --batch_size 4 --num_epochs 20 --workers 1 --log_every 1"
 )
 LAUNCHER = ROOT / "launch_multinode.sh"
+STAND_IN = str(ROOT / "tests" / "stand_in")  # a PYTHONPATH with a torchrun that starts in no time
 
 # The batch script that README shows. Two things may stop the job early: its time limit, of which
 # SLURM warns this script (B:) by SIGUSR1, and preemption, of which it warns the tasks of srun by
@@ -89,14 +89,10 @@ def idle_slurm(slurm):
     slurm.cancel_all()
 
 
-def test_srun_starts_the_script_itself(idle_slurm, sample):
-    command = demo_command([*data_args(sample), *SHORT], launcher="python")
-    run = idle_slurm.run("srun", "-N", 2, *command, timeout=120, clean=5)
-    check_two_ranks(run, 3, ["node0", "node1"])
-
-
 def test_srun_places_two_tasks_on_each_node(idle_slurm, sample):
-    """Local ranks, and a master that is not among the local tasks of node 1."""
+    """Local ranks, and a master that is not among the local tasks of node 1. One task on each:
+    test_srun_trains_where_the_own_name_is_loopback.
+    """
     args = [
         "--weights",
         "none",
@@ -120,24 +116,6 @@ def test_srun_places_two_tasks_on_each_node(idle_slurm, sample):
     assert run.json_line("Summary")["replicas_identical"] is True
 
 
-def test_srun_starts_the_launcher_on_each_node(idle_slurm, sample, tmp_path):
-    """Master, port, node count and node rank all come from SLURM."""
-    run = idle_slurm.run(
-        "srun",
-        "-N",
-        2,
-        "--ntasks-per-node=1",
-        LAUNCHER,
-        *data_args(sample),
-        *SHORT,
-        env={"GPUS_PER_NODE": "1", "RUN_NAME": f"test-{tmp_path.name}"},
-        cwd=tmp_path,
-        timeout=120,
-        clean=5,
-    )
-    check_two_ranks(run, 3, ["node0", "node1"])
-
-
 def warn_of_time_limit(slurm, job_id: int) -> None:
     """What --signal=B:USR1@120 does, at a moment of our choosing."""
     slurm.run("scancel", "--batch", "--signal=USR1", job_id)
@@ -148,8 +126,16 @@ def preempt(slurm, job_id: int) -> None:
     slurm.run("srun", "--partition=urgent", "-N", 2, "true", timeout=60)
 
 
-@pytest.mark.parametrize("interrupt", [warn_of_time_limit, preempt])
-def test_batch_job_is_requeued_and_finishes(idle_slurm, sample, tmp_path, interrupt):
+# So many steps, of some 0.1 s, that it is stopped in the middle: SLURM takes seconds to preempt.
+@pytest.mark.parametrize(
+    ("interrupt", "steps", "path"),
+    [(warn_of_time_limit, 30, STAND_IN), (preempt, 60, "")],
+    ids=["time limit", "preempted"],
+)
+def test_batch_job_is_requeued_and_finishes(idle_slurm, sample, tmp_path, interrupt, steps, path):
+    """Master, port, node count and node rank all come from SLURM. `path` has torchrun's stand-in
+    for one of the two.
+    """
     script = tmp_path / "job.sh"
     script.write_text(BATCH_SCRIPT.replace("./launch_multinode.sh", str(LAUNCHER)))
     out = tmp_path / "slurm.out"
@@ -158,13 +144,17 @@ def test_batch_job_is_requeued_and_finishes(idle_slurm, sample, tmp_path, interr
     def log() -> Run:
         return Run(["sbatch", str(script)], 0, out.read_text() if out.exists() else "", 0, test_id)
 
+    env = {"SBATCH_OUTPUT": str(out), "GPUS_PER_NODE": "1", "RUN_NAME": f"test-{tmp_path.name}"}
+    env |= {"PYTHONPATH": path}
     job_id = idle_slurm.submit(
         script,
         *data_args(sample),
         *LONG_RUN,
+        "--max_steps",
+        steps,
         cwd=tmp_path,
         test_id=test_id,
-        env={"SBATCH_OUTPUT": str(out), "GPUS_PER_NODE": "1", "RUN_NAME": f"test-{tmp_path.name}"},
+        env=env,
     )
 
     def wait_for(condition, timeout: float, what: str) -> None:
@@ -179,7 +169,7 @@ def test_batch_job_is_requeued_and_finishes(idle_slurm, sample, tmp_path, interr
             time.sleep(0.2)
 
     try:
-        wait_for(lambda: len(log().steps()) >= 5, 120, "step 5 of the first start")
+        wait_for(lambda: len(log().steps()) >= 3, 120, "step 3 of the first start")
         interrupt(idle_slurm, job_id)
         wait_for(lambda: idle_slurm.job(job_id)["Restarts"] == "1", 90, "its return to the queue")
         wait_for(lambda: idle_slurm.job(job_id)["JobState"] == "COMPLETED", 150, "success")
@@ -189,15 +179,15 @@ def test_batch_job_is_requeued_and_finishes(idle_slurm, sample, tmp_path, interr
     run, job = log(), idle_slurm.job(job_id)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), run.tail()
     assert (tmp_path / "run.pt").is_file()
-    check_two_ranks(run, 60, ["node0", "node1"])
+    check_two_ranks(run, steps, ["node0", "node1"])
     for rank in (0, 1):
         stopped = [line for line in run.lines(rank) if line.startswith("Stopped on ")]
         assert len(stopped) == 1, run.tail()
         step = int(re.search(r"\| step (\d+)", stopped[0])[1])
-        assert 5 <= step < 60
+        assert 3 <= step < steps
         # Each step once: none lost, none repeated, since all ranks stopped at the step that was
         # saved.
-        assert [logged[1] for logged in run.steps(rank)] == list(range(1, 61))
+        assert [logged[1] for logged in run.steps(rank)] == list(range(1, steps + 1))
     assert run.json_line("Run")["start_step"] == step
 
 
@@ -214,8 +204,6 @@ def test_mpirun_without_a_master_says_so(sample):
     require(
         shutil.which("mpirun"), "this test needs the command mpirun (Debian package openmpi-bin)"
     )
-    run = run_demo(
-        [*data_args(sample), *SHORT], nproc=2, launcher="mpirun", expect=None, timeout=30
-    )
+    run = run_demo([*data_args(sample), *SHORT], launcher="mpirun", expect=None, timeout=30)
     assert run.returncode != 0
     assert "MASTER_ADDR" in run.out and "Traceback" not in run.out, run.tail()

@@ -252,41 +252,38 @@ FAILED = "[rank1]: DistBackendError: NCCL error in: NCCLUtils.hpp:268, unhandled
 MEMORY = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
-@pytest.mark.parametrize(
-    ("lines", "cause", "starts_again"),
-    [
-        ([WATCHDOG, "terminate called after"], WATCHDOG, True),
-        (
-            ["[rank0]: Some NCCL operations have failed or timed out. Due to the", "x"],
-            "[rank0]: Some NCCL operations have failed or timed out. Due to the",
-            True,
-        ),
-        (["Operation timed out after 8000 ms", "x"], "Operation timed out after 8000 ms", True),
-        ([FAILED, "what():  x"], FAILED, True),
-        (
-            [FAILED, "ncclSystemError: System call", "[rank1]: Last error:", "[rank1]: no route"],
-            "NCCL's last error: no route",
-            True,
-        ),
-        (
-            ["ncclRemoteError: remote process exited or there was a network error", "x"],
-            "ncclRemoteError: remote process exited or there was a network error",
-            True,
-        ),
-        ([WATCHDOG, MEMORY, "x"], MEMORY, False),
-        (
-            ["RuntimeError: CUDA error: out of memory", "x"],
-            "RuntimeError: CUDA error: out of memory",
-            False,
-        ),
-    ],
-)
-def test_what_nccl_and_cuda_said_before_signal_6(folder, lines, cause, starts_again):
+REMOTE = "ncclRemoteError: remote process exited or there was a network error"
+LAST_ERROR = ["ncclSystemError: System call", "[rank1]: Last error:", "[rank1]: no route"]
+NCCL_SAID = [
+    ([WATCHDOG, "terminate called after"], WATCHDOG, "lost"),
+    (["[rank0]: Some NCCL operations have failed or timed out. Due to the", "x"], None, "lost"),
+    (["Operation timed out after 8000 ms", "x"], None, "lost"),
+    ([FAILED, "what():  x"], FAILED, "lost"),
+    ([FAILED, *LAST_ERROR], "NCCL's last error: no route", "lost"),
+    ([REMOTE, "x"], REMOTE, "lost"),
+    ([WATCHDOG, MEMORY, "x"], MEMORY, "user"),
+    (["RuntimeError: CUDA error: out of memory", "x"], None, "user"),
+]
+
+
+@pytest.mark.parametrize(("lines", "cause", "kind"), NCCL_SAID)
+@pytest.mark.parametrize("of_torchrun", [True, False])
+def test_what_nccl_and_cuda_said_before_signal_6(lines, cause, kind, of_torchrun):
     """The last line is torchrun's own here, or of a process that a signal has ended."""
+    facts = causes.Facts()
+    for line in [*lines, *(REPORT.replace("-9", "-6").splitlines() + ["====="]) * of_torchrun]:
+        facts.read(line)
+    name, code = ("torchrun", 1) if of_torchrun else ("python", -signal.SIGABRT)
+    found = causes.first_cause(name, code, [], facts, False)
+    assert (found.text, found.kind) == (cause or lines[0], kind)
+
+
+@pytest.mark.parametrize(("lines", "cause", "kind"), [NCCL_SAID[4], NCCL_SAID[6]])
+def test_what_nccl_and_cuda_said_is_the_last_line(folder, lines, cause, kind):
+    """And tells whether another start may help."""
     text = "\n".join([*lines, REPORT.replace("-9", "-6"), "====="])
-    body = f"cat <<'EOF'\n{text}\nEOF\nexit 1"
-    code, output = folder.run("--restarts", 1, body=body)
-    assert (code, len(starts(output))) == (1, 1 + starts_again)
+    code, output = folder.run("--restarts", 1, body=f"cat <<'EOF'\n{text}\nEOF\nexit 1")
+    assert (code, len(starts(output))) == (1, 1 + (kind == "lost"))
     assert output.splitlines()[-1] == cause
     script = folder.path / "abort.py"
     script.write_text(f"import os\nprint({chr(10).join(lines)!r}, flush=True)\nos.abort()")

@@ -6,7 +6,7 @@
     python tools/benchmark.py start        launch to first step at train2017's size, both sets
     python tools/benchmark.py step --against OLD.py   two versions of the script (input, too)
     sudo python tools/benchmark.py links   links of known rate: what arrives, gradient compression
-    python tools/benchmark.py loss         what compression does to the loss
+    python tools/benchmark.py loss         what compression does to the loss, and preparing
     python tools/benchmark.py gpu [--part NAME]       all that only a GPU can show
 
 Each prints one table: what (unit), demo, reference, ratio = demo / reference. Figures are medians
@@ -90,6 +90,7 @@ METHODS = {
     "powersgd": {"grad_compression": "powersgd"},
     "accumulate": {"accumulate_steps": 4},
 }
+KINDS = {"links": METHODS, "loss": METHODS | {"prepared": {}}}  # of runs, by subcommand
 
 
 class Failure(Exception):
@@ -570,27 +571,33 @@ def projection_rows(bench, folders):
 
 
 def measure_loss(bench):
-    """the loss with each compression against none's, by seed and over all seeds
+    """the loss with each compression, and on prepared pictures, against none's, over all seeds
 
     A run's loss is the mean over both ranks and the last quarter of its steps: single steps
     scatter by their batch, and all runs of a seed see the same images in the same order. With
     accumulation they see as many in a quarter of the steps.
     """
     args, found, rows = bench.args, {}, []
-    data = args.data or sample(bench, 480)
+    original = args.data or sample(bench, 480)
+    data = {"prepared": prepared(bench, original)} if "prepared" in args.methods else {}
     for method, seed in itertools.product(args.methods, range(args.seeds)):
-        steps = args.steps // METHODS[method].get("accumulate_steps", 1)
-        given = TWO | {"seed": seed, "num_epochs": 1000, "max_steps": steps} | METHODS[method]
-        text = bench.script("demo", options(args, data, **given), 2, OMP_NUM_THREADS="1")
+        more = KINDS["loss"][method]
+        steps = args.steps // more.get("accumulate_steps", 1)
+        more = TWO | {"seed": seed, "num_epochs": 1000, "max_steps": steps} | more
+        given = options(args, data.get(method, original), **more)
+        text = bench.script("demo", given, 2, OMP_NUM_THREADS="1")
         skip = steps - math.ceil(steps / 4)
         losses = [loss for rank in "01" for loss, _, _ in step_times(text, skip, 1, rank)]
         found.setdefault(method, []).append(statistics.mean(losses))
         say(f"{method}, seed {seed}: loss {found[method][-1]:.4f}")
     for method in args.methods[1:]:
-        for seed, pair in enumerate(zip(found[method], found["none"], strict=True)):
-            rows.append(row(f"seed {seed}: loss, {method} / none", "nats", *([x] for x in pair)))
-        means = ([statistics.mean(found[name])] for name in (method, "none"))
-        rows.append(row(f"mean loss, {method} / none", "nats", *means))
+        pair, name = (found[method], found["none"]), f"{method} / none"
+        for seed, losses in enumerate(zip(*pair, strict=True)):
+            rows.append(row(f"seed {seed}: loss, {name}", "nats", *([x] for x in losses)))
+        rows.append(row(f"mean loss, {name}", "nats", *([statistics.mean(x)] for x in pair)))
+        if args.seeds > 1:
+            spread = ([max(x) - min(x)] for x in pair)
+            rows.append(row(f"largest - smallest loss, {name}", "nats", *spread))
     return rows
 
 
@@ -741,10 +748,9 @@ def child_demo(changes, argv):
     sys.argv[1:] = argv
     demo = load_script()
     if "resident" in changes:
-        make = demo.make_loaders
-        demo.make_loaders = lambda args, process, *rest: (
-            Resident(make(args, process, *rest)[0], process.device),
-            None,
+        make = demo.make_loader
+        demo.make_loader = lambda args, process, *rest: Resident(
+            make(args, process, *rest), process.device
         )
     if "loader" in changes:
         demo.train_epoch = lambda run, epoch: time_loader(run.loader, run.args.max_steps)
@@ -927,7 +933,7 @@ def add_options(add, name):
         add("--rates", type=listed(str), default=rates, metavar="R,R", help="as tc writes them")
         add("--delays", type=listed(int), default=[2, 10], metavar="N,N", help="ms one way")
     if name in ("links", "loss"):
-        methods = list(METHODS)
+        methods = list(KINDS[name])
         add("--methods", type=listed(str), default=methods, metavar="M,M", help="none is first")
     if name == "gpu":
         add("--part", choices=PARTS, help="one of them; unset: all, one after another")
@@ -970,8 +976,9 @@ def check(args, error):
     ]:
         error(f"--rates {wrong[0]}: write unshaped, 100mbit or 1gbit")
     methods = getattr(args, "methods", ["none"])
-    if methods[0] != "none" or not {*methods} <= {*METHODS}:
-        error(f"--methods {','.join(methods)}: give none, then others of {', '.join(METHODS)}")
+    known = KINDS.get(args.command, METHODS)
+    if methods[0] != "none" or not {*methods} <= {*known}:
+        error(f"--methods {','.join(methods)}: give none, then others of {', '.join(known)}")
     if args.json and not os.access(Path(args.json).absolute().parent, os.W_OK):
         error(f"--json {args.json}: its folder cannot be written")
 

@@ -138,7 +138,7 @@ def compare(runs, latency_s, force=False, project_from=None):
 # --- reading logs ------------------------------------------------------------------------------
 
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]*(?:\x07|\x1b\\)?)")
-PREFIX = re.compile(r"\[(GPU|CPU|MPS) (\d{1,6})\] ")
+PREFIX = re.compile(r"\[(GPU|CPU) (\d{1,6})\] ")
 # Fixed numbers of decimals tell a whole number from one that was cut off.
 LOSS = r"(-?inf|nan|-?\d{1,12}\.\d{4}(?!\d))"
 STEP = re.compile(
@@ -183,7 +183,7 @@ class Log:
     ended: dict = field(default_factory=dict)  # rank -> wall time in s, no step line after it
     top1: float | None = None  # percent, of the last validation
     ranks: set = field(default_factory=set)
-    kinds: set = field(default_factory=set)  # GPU, CPU, MPS
+    kinds: set = field(default_factory=set)  # GPU, CPU
     ours: bool = False  # False: the original demo's format
     torn: int = 0
     stop: str | None = None  # the last reason a rank gave for stopping
@@ -296,7 +296,7 @@ LACKING = {
     "images": ("images", int, "images trained on in an epoch"),
     "epochs": ("num_epochs", int, "epochs"),
     "global_batch": ("global_batch_size", int, "images in a step over all processes"),
-    "steps": ("steps", int, "steps in all (default: from images, global batch and epochs)"),
+    "steps": ("max_steps", int, "steps in all (default: from images, global batch and epochs)"),
     "processes": ("world_size", int, "processes"),
     "nodes": ("nodes", int, "nodes"),
     "parameters": ("parameters", int, "parameters of the model, 4 bytes of gradient each"),
@@ -747,7 +747,7 @@ MUST_MATCH = {
     "grad_compression": "compression",
 }
 # and those that may explain a difference but do not forbid the comparison.
-OTHER_SETTINGS = ["backend", "seed", "weights", "lr", "sync_bn", "compile", "workers", "threads"]
+OTHER_SETTINGS = ["backend", "seed", "weights", "lr", "compile", "workers", "threads"]
 OTHER_SETTINGS += ["bucket_cap_mb", "val_images", "versions", "devices"]
 
 
@@ -976,7 +976,7 @@ CHECKS = {
         "smaller images on disk: decoding is most of the loader's work",
     ],
     "compute": [
-        "lower precision: --precision bf16 or tf32 where the hardware has it; --compile",
+        "lower precision: --precision bf16 or fp16 where the hardware has it; --compile",
         "a larger --batch_size, if the device is not full",
         "more processes: see the projection",
     ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,10 +27,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--node_rank", type=int, default=0)
     parser.add_argument("--nproc_per_node", type=int, required=True)
     parser.add_argument("--rdzv_backend", choices=["static"])
-    parser.add_argument("--rdzv_endpoint", default="127.0.0.1:29400")
+    parser.add_argument("--rdzv_endpoint")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.standalone:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            args.rdzv_endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+    return args
 
 
 def spawn(args: argparse.Namespace, local: int) -> subprocess.Popen:
