@@ -103,6 +103,9 @@ def test_input_shows_original_and_prepared_pictures(scratch):
     assert rows["the demo on one core: prepared / original"]["ratio"] > 1
 
 
+SETS = ("original", "prepared", "first annotations")
+
+
 @LONG
 def test_start_parts_the_time_to_the_first_step(tmp_path, scratch):
     args = ["start", *TINY, "--images", "100", "--data_folder", tmp_path]
@@ -115,6 +118,9 @@ def test_start_parts_the_time_to_the_first_step(tmp_path, scratch):
         assert sum(parts) == pytest.approx(whole)
     assert rows["launch to first step: original / tiny set"]["demo"] == whole
     index = rows["index: prepared / original"]["reference"]
+    assert rows["index: prepared, first annotations / original"]["reference"] == index
+    tiny = {rows[f"launch to first step: {name} / tiny set"]["reference"] for name in SETS}
+    assert len(tiny) == 1
     assert rows["index: original / pycocotools' COCO(file)"]["demo"] == index
     assert rows["peak memory of rank 1: original / tiny set"]["reference"] > 100
 

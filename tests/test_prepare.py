@@ -90,8 +90,8 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
-def content(folder: Path, split: str = "train2017") -> dict:
-    return json.loads((folder / "annotations" / f"instances_{split}.json").read_text())
+def content(folder: Path, split: str = "train2017", kind: str = "instances") -> dict:
+    return json.loads((folder / "annotations" / f"{kind}_{split}.json").read_text())
 
 
 def write_content(folder: Path, dataset: dict, split: str = "train2017") -> None:
@@ -336,12 +336,13 @@ def seen(demo, odd, sample, undisturbed) -> dict:
 
 def look(demo, result, odd, sample) -> None:
     """In a forked process: what the demo reads."""
-    found = {"indexes": [], "views": []}
-    for folder in sample:
+    found = {"indexes": [], "first": [], "views": []}
+    sets = [("indexes", sample[0], "instances"), ("indexes", sample[1], "instances")]
+    for to, folder, kind in [*sets, ("first", sample[1], "first_instances")]:
         for split in ("train2017", "val2017"):
-            index = demo.read_index(f"{folder}/annotations/instances_{split}.json")
+            index = demo.read_index(f"{folder}/annotations/{kind}_{split}.json")
             fields = [[str(n) for n in index.names], index.labels.tolist(), index.categories]
-            found["indexes"].append([*fields, index.unlabelled])
+            found[to].append([*fields, index.unlabelled])
     for folder in odd:
         index = demo.read_index(f"{folder}/annotations/instances_train2017.json")
         images, labels = validation_batch(demo, f"{folder}/train2017", index, 33)
@@ -354,6 +355,20 @@ def test_the_demo_reads_the_same_labels(seen):
     train, val, small_train, small_val = seen["indexes"]
     assert train == small_train and val == small_val
     assert (len(train[1]), len(val[1])) == (95, 19)
+
+
+def test_the_demo_reads_the_same_labels_from_first_annotations_alone(seen):
+    assert seen["first"] == seen["indexes"][2:]
+
+
+def test_first_annotations_are_those_of_the_whole_file(undisturbed):
+    for split in ("train2017", "val2017"):
+        whole, first = content(undisturbed, split), content(undisturbed, split, "first_instances")
+        annotations, kept = whole.pop("annotations"), first.pop("annotations")
+        numbers = [a["image_id"] for a in annotations]
+        places = sorted(map(numbers.index, set(numbers)))
+        assert kept == [annotations[place] for place in places]
+        assert first == whole and len(kept) < len(numbers)
 
 
 def test_the_demo_trains_on_it_with_unchanged_options(demo, undisturbed):

@@ -284,6 +284,11 @@ def prepared(bench, folder):
     return target
 
 
+def first_annotations(data):
+    """The smaller instances file of a prepared set."""
+    return data / "annotations" / "first_instances_train2017.json"
+
+
 def options(args, data, **more):
     """The script's options for a run that stops in its first epoch, after the measured steps."""
     given = {
@@ -404,11 +409,11 @@ def measure_start(bench):
     """launch to first step of two ranks at full size: original, prepared, and a tiny set"""
     args = bench.args
     original = pictures(bench, args.images)
+    small = prepared(bench, original)
     tiny = sample(bench, max(48, 6 * args.batch_size))
-    sets = {"original": original, "prepared": prepared(bench, original), "tiny": tiny}
 
-    def case(data):
-        given = options(args, data, max_steps=2, **TWO)
+    def case(data, **more):
+        given = options(args, data, max_steps=2, **TWO, **more)
 
         def run():
             ranks = records(bench.script("demo+phases", given, 2), "FIGURES")
@@ -418,7 +423,8 @@ def measure_start(bench):
 
         return run
 
-    cases = {name: case(data) for name, data in sets.items()}
+    cases = {"original": case(original), "prepared": case(small), "tiny": case(tiny)}
+    cases["first annotations"] = case(small, annotation_path=first_annotations(small))
     cases["COCO()"] = lambda: record(
         bench.script("pycocotools", options(args, original)), "FIGURES"
     )
@@ -426,7 +432,9 @@ def measure_start(bench):
     for phase in [*PHASES.values(), "launch to first step"]:
         pair = found["prepared"][phase], found["original"][phase]
         rows.append(row(f"{phase}: prepared / original", "s", *pair))
-    for name in ("original", "prepared"):
+    pair = found["first annotations"]["index"], found["original"]["index"]
+    rows.append(row("index: prepared, first annotations / original", "s", *pair))
+    for name in ("original", "prepared", "first annotations"):
         pair = found[name]["launch to first step"], found["tiny"]["launch to first step"]
         rows.append(row(f"launch to first step: {name} / tiny set", "s", *pair))
     pair = found["original"]["index"], found["COCO()"]["index"]
@@ -692,6 +700,7 @@ def gpu_split(bench):
 def gpu_job(bench):
     data = prepared(bench, pictures(bench, bench.args.images))
     more = {"num_epochs": 2, "max_steps": None, "log_every": 50}
+    more["annotation_path"] = first_annotations(data)
     begin = time.monotonic()
     text = bench.script("demo", options(bench.args, data, **more), 1)
     took = [time.monotonic() - begin]
