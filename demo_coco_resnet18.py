@@ -43,6 +43,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from glob import iglob
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -503,13 +504,13 @@ def parse_arguments(argv):
         parser.exit(2, text + "\n")
 
     parser.error = refuse
-    names = re.compile(r"(?<=^--[a-z])[a-z-]+")  # dashes inside a name are taken for underscores
-    args = parser.parse_args([names.sub(lambda m: m[0].replace("-", "_"), a) for a in argv])
+    dashes = r"(?<=^--[a-z])[a-z-]+"  # those inside a name are taken for underscores
+    args = parser.parse_args([re.sub(dashes, lambda m: m[0].replace("-", "_"), a) for a in argv])
     for name, least in parser.least.items():
         value = getattr(args, name)
         if value is not None and not least <= value < 2**31:
             refuse(f"--{name} {value} is not at least {least:g}")
-    if (args.val_image_path is None) != (args.val_annotation_path is None):
+    if bool(args.val_image_path) != bool(args.val_annotation_path):
         refuse("--val_image_path and --val_annotation_path go together: give both")
     if args.resume and not args.checkpoint:
         refuse("--resume needs --checkpoint FILE")
@@ -553,9 +554,9 @@ def complete_precision(args, process):
 
 def fastest_precision(process):
     """bf16 where the hardware multiplies it faster, fp16 on older tensor cores, else fp32."""
-    if process.gpu and torch.cuda.is_bf16_supported(including_emulation=False):
-        return "bf16"
     if process.gpu:
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bf16"
         return "fp16" if torch.cuda.get_device_capability() >= (7, 0) else "fp32"
     with suppress(OSError):  # of Linux
         if re.search(r" (avx512|amx)_bf16\b", Path("/proc/cpuinfo").read_text()):
@@ -791,50 +792,52 @@ MEAN, STD = 255 * torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).v
 
 def load_images(args, process, keys, paths):
     """(uint8 (n, 3, size, size), whether each was decoded, bool (n,)) of keys and files."""
-    size, decoded, crops = args.image_size, np.zeros(len(keys), bool), {}
-    images = torch.zeros(len(keys), size, size, 3, dtype=torch.uint8)
+    done = dict(enumerate(paths))
+    images = torch.zeros(len(keys), args.image_size, args.image_size, 3, dtype=torch.uint8)
     images = (images.share_memory_() if get_worker_info() else images).permute(0, 3, 1, 2)
-    # One kind of work for all of them, then the next: decoding empties a core's caches.
-    for n, path in enumerate(paths):
-        with suppress(Exception):  # damaged data raises anything, and will again below
-            crops[n] = choose_crop(path, keys[n], args.seed)
-    for n, path in enumerate(paths):
-        try:
-            crop = crops.get(n) or choose_crop(path, keys[n], args.seed)
-            images[n] = load_image(path, crop, size)
-            decoded[n] = True
-        except Exception as error:
-            log(process, f"WARNING: image {path} is damaged, left out: {error}")
-    return images, decoded
+    # One kind of work for all images, then the next: decoding empties a core's caches.
+    for work in (lambda path, *_: np.fromfile(path, np.uint8), choose_crop, load_crop):
+        for n in list(done):
+            try:
+                done[n] = work(done[n], keys[n], args.seed, images[n])
+            except Exception as error:  # damaged data raises anything
+                del done[n]
+                text = f"WARNING: image {paths[n]} is damaged, left out: {error}"
+                log(process, text.partition(" <_io")[0])  # Pillow's would end with an address
+    return images, np.isin(range(len(keys)), [*done])
 
 
-def load_image(path, crop, size):
-    """uint8 (1, 3, size, size): the crop of an image, scaled."""
-    top, left, height, width, flip = crop
-    part = decode(path)[None, :, top : top + height, left : left + width]
-    part = part.contiguous(memory_format=torch.channels_last)
-    image = interpolate(part, (size, size), mode="bilinear", antialias=True)
-    return image.flip(3) if flip else image
+def choose_crop(data, key, seed, _):
+    """(data, top, left, height, width, flip); data is its file's bytes, uint8 (n,).
 
-
-def decode(path):
-    """uint8 (3, height, width), RGB."""
-    with suppress(RuntimeError, AttributeError):  # Pillow knows more formats; torchvision's
-        return torchvision.io.decode_image(path, "RGB")  # decoders are announced to go away
-    return torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1)
-
-
-def choose_crop(path, key, seed):
-    """(top, left, height, width, flip) of an image: its size, key and seed alone set them."""
-    with Image.open(path) as image:  # reads its header alone
-        w, h = image.size
+    The size of the image, its key and the seed alone set the others.
+    """
+    image = Image.open(BytesIO(data))  # reads its header alone
+    w, h = image.size
     if key[0] == VALIDATION:  # for validation the middle, 7/8 of the shorter side
         side = max(1, min(w, h) * 7 // 8)
-        return (h - side) // 2, (w - side) // 2, side, side, False
+        return data, (h - side) // 2, (w - side) // 2, side, side, False
     # The hash of integers is the same in every Python process: only that of texts is salted.
     torch.default_generator.manual_seed(hash((seed, *key)) % 2**32)
     crop = RandomResizedCrop.get_params(image, (0.08, 1), (3 / 4, 4 / 3))
-    return *crop, torch.rand(()).item() < 0.5
+    return data, *crop, torch.rand(()).item() < 0.5
+
+
+def load_crop(crop, key, seed, to):
+    """Decodes an image; its crop is scaled into `to`, uint8 (3, size, size)."""
+    data, top, left, height, width, flip = crop
+    part = decode(data)[None, :, top : top + height, left : left + width]
+    part = part.contiguous(memory_format=torch.channels_last)
+    image = interpolate(part, to.shape[1:], mode="bilinear", antialias=True)
+    to[None] = image.flip(3) if flip else image
+
+
+def decode(data):
+    """uint8 (3, height, width), RGB, of a file's bytes."""
+    # Pillow knows more formats, and torchvision's decoders are announced to go away.
+    with suppress(RuntimeError, AttributeError):
+        return torchvision.io.decode_image(torch.from_numpy(data), "RGB")
+    return torch.from_numpy(np.array(Image.open(BytesIO(data)).convert("RGB"))).permute(2, 0, 1)
 
 
 class ResumableSampler(DistributedSampler):
@@ -981,8 +984,10 @@ class Run:
         self.next_talk, self.unread_losses = 0, []  # a step; (tensor, images) since the last talk
         self.parameters = sum(map(torch.numel, self.model.parameters()))
         self.powersgd = compress_gradients(self.args, self.ddp)
-        fp16, self.timer = self.args.precision == "fp16", StepTimer(self.process.gpu)
-        self.scaler = torch.amp.GradScaler(self.process.device.type, enabled=fp16)
+        self.timer = StepTimer(self.process.gpu)
+        self.scaler = torch.amp.GradScaler(
+            self.process.device.type, enabled=self.args.precision == "fp16"
+        )
         # The first layer's gradient is the last one. NOTE: a hook that knows Run would keep its
         # loader workers alive.
         next(self.model.parameters()).register_post_accumulate_grad_hook(self.timer.mark)
@@ -1230,20 +1235,20 @@ def summarize(run):
     """Rank 0 writes the Summary; finds out whether all replicas are equal, bit for bit."""
     process, values = run.process, run.model.state_dict().values()
     weights = hashlib.sha256(b"".join(value.cpu().numpy().tobytes() for value in values))
-    steps = run.timer.steps or [(0, 0, 0, 0)]
+    steps = run.timer.steps or [[0] * 4]
     # the first steps are slower: they count in the sums, but not in the means
     data, exposed, step, _ = (1e3 * np.mean(steps[WARM_UP:] or steps, axis=0)).tolist()
-    own = {"data_ms": data, "compute_ms": step - data - exposed}
-    own |= {"exposed_ms": exposed, "step_ms": step}
+    compute = step - data - exposed
+    own = {"data_ms": data, "compute_ms": compute, "exposed_ms": exposed, "step_ms": step}
     _, _, seconds, images = np.sum(steps, axis=0).tolist()
-    digests, ranks, images = gather(weights.hexdigest(), own, images)
+    digests, ranks, images = gather(weights.hexdigest(), {"rank": process.rank} | own, images)
     summary = {
         "epochs": run.step // run.args.steps_per_epoch,
         "steps": run.step,
         "train_s": seconds,
         "img_per_s": sum(images) / max(seconds, 1e-9),
         **{name: np.mean([times[name] for times in ranks]) for name in own},
-        "ranks": [{"rank": rank} | times for rank, times in enumerate(ranks)],
+        "ranks": ranks,
         "wire_bytes_per_step": bytes_per_step(run),
         "weights_sha256": digests[0],
         "replicas_identical": len(set(digests)) == 1,

@@ -242,6 +242,10 @@ def run_record(demo, result):
     prepared(demo)
 
 
+def read_bytes(path):
+    return np.fromfile(path, np.uint8)
+
+
 def decoded(demo, result, path):
     """The label (or, of a refused image, the mark) and mean colours of an image; memory used;
     and the shape, unless it was refused."""
@@ -250,7 +254,7 @@ def decoded(demo, result, path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     images, labels = alone(demo, path, 40)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    shape = list(demo.decode(path).shape) if labels[0] >= 0 else None
+    shape = list(demo.decode(read_bytes(path)).shape) if labels[0] >= 0 else None
     write(result, [int(labels[0]), images[0].float().mean((1, 2)).tolist(), used * 1024, shape])
 
 
@@ -259,7 +263,7 @@ def each_decoded(demo, result, paths):
     found = {}
     for path in paths:
         images, labels = alone(demo, path, 40)
-        shape = list(demo.decode(path).shape)
+        shape = list(demo.decode(read_bytes(path)).shape)
         found[path] = [int(labels[0]), images[0].float().mean((1, 2)).tolist(), shape]
     write(result, found)
 
@@ -926,6 +930,36 @@ def test_damaged_image_is_left_out_and_named(demo, many, tmp_path):
     (line,) = (line for line in job.lines(1) if line.startswith("Epoch 1 complete"))
     assert float(re.search(r"Avg loss: ([\d.]+)", line)[1]) == pytest.approx(mean, abs=2e-4)
     assert "nan" not in job.out.lower()
+
+
+def together_and_alone(demo, result, paths):
+    """Of each image of one batch: its label, and whether it is what it is alone."""
+    args = argparse.Namespace(image_size=40, seed=0)
+    keys = [(1, n) for n in range(len(paths))]
+    images, sound = demo.load_images(args, demo.Process(), keys, paths)
+    same = []
+    for n, path in enumerate(paths):
+        one, _ = demo.load_images(args, demo.Process(), keys[n : n + 1], [path])
+        same.append(bool((images[n] == one[0]).all()))
+    write(result, [sound.tolist(), same, images.float().mean((1, 2, 3)).tolist()])
+
+
+def test_each_kind_of_damage_leaves_the_other_images_of_a_batch_alone(demo, tmp_path):
+    names = ["a.jpg", "missing.jpg", "text.jpg", "short.jpg", "folder.jpg", "b.jpg"]
+    paths = [str(tmp_path / name) for name in names]
+    write_images(tmp_path, [names[0], names[3], names[5]])
+    truncate(Path(paths[3]))
+    Path(paths[2]).write_text("no picture")
+    Path(paths[4]).mkdir()
+    job = demo.run(call=together_and_alone, paths=paths)
+    sound, same, brightness = job.result()
+    assert sound == [True, False, False, False, False, True]
+    assert all(same)
+    assert [mean > 0 for mean in brightness] == sound  # a damaged one is black
+    for n, path in enumerate(paths):
+        told = [line for line in job.lines(0) if path in line]
+        assert len(told) == (0 if sound[n] else 2)  # in the batch, and alone
+        assert all(" is damaged, left out: " in line and " 0x" not in line for line in told)
 
 
 @LONG

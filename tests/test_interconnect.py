@@ -176,7 +176,7 @@ def in_pulses(demo, result, stopped_ms=0, running_ms=0):
 def slow_to_decode(demo, result, ms=0):
     """The script; each picture takes so much longer to decode."""
     decode = demo.decode
-    demo.decode = lambda path: (time.sleep(ms / 1e3), decode(path))[1]
+    demo.decode = lambda data: (time.sleep(ms / 1e3), decode(data))[1]
     start(demo)
 
 
