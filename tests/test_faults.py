@@ -940,6 +940,23 @@ def test_same_run_twice_at_once(ranks, data, folder):
 # --- Resume ----------------------------------------------------------------------------------
 
 
+def test_fp16_scales_its_loss_and_goes_on_with_that_scale(ranks, data, folder):
+    """Its range is small: the loss is scaled, and a step whose gradients overflow is left out."""
+    path = folder / "c.pt"
+    argv = [*FAST, *data, "--precision", "fp16", "--checkpoint", path, "--resume"]
+    scales = []
+    for steps in (2, 4):
+        run = ranks.run([*argv, "--max_steps", steps])
+        assert all(0 < loss < 20 for _, _, loss in run.steps(0))
+        state = load(path)
+        assert_finite(state)
+        scales.append((state["scaler"]["scale"], state["scaler"]["_growth_tracker"]))
+    (first, good), later = scales
+    # A step that overflows halves the scale; how many of the first ones do, the machine decides.
+    assert first * 2 ** (2 - good) == 2**16
+    assert later == (first, good + 2)
+
+
 @pytest.mark.parametrize(
     ("nproc", "every", "stops"),
     [(2, 3, [3]), pytest.param(1, 1, [1, 3], marks=LONG)],
