@@ -397,16 +397,19 @@ def one_line_errors(main):
     except Exception as error:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch would raise one more in here
         for worker in torch.multiprocessing.active_children():
-            worker.kill()  # Python's exit would wait for it: it takes no SIGTERM
+            worker.kill()  # it takes no SIGTERM
         kind = kind_of(error)
         if kind == "bug":
             report(process, kind, f"{type(error).__name__}: {error}", to=0)
-            raise
-        reason = str(error).strip().splitlines()[-1][:300]
-        if kind == "user":
-            reason += f" Give less than the present --batch_size {process.batch_size}"
-        report(process, kind, f"ERROR: in {process.phase}: {reason}")
-        os._exit(1)  # a tear-down could wait for ranks that are gone
+            sys.excepthook(*sys.exc_info())
+        else:
+            reason = str(error).strip().splitlines()[-1][:300]
+            if kind == "user":
+                reason += f" Give less than the present --batch_size {process.batch_size}"
+            report(process, kind, f"ERROR: in {process.phase}: {reason}")
+        # Nothing else: a tear-down could wait for ranks that are gone, and Python's own exit for a
+        # lock that a killed worker held.
+        os._exit(1)
     tear_down(process, code)
     sys.exit(code)
 
@@ -643,12 +646,16 @@ def check_process(process, gpus):
         raise UserError(f"RANK {process.rank} is not below WORLD_SIZE {process.world_size}")
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
     if not gpus and wanted and torch.version.cuda and os.path.exists("/dev/nvidiactl"):
-        text = f"PyTorch cannot use this node's NVIDIA driver, with CUDA {torch.version.cuda}: "
-        raise UserError(text + "update it, or export CUDA_VISIBLE_DEVICES= to train on the CPU")
+        raise UserError(
+            f"PyTorch cannot use this node's NVIDIA driver, with CUDA {torch.version.cuda}: "
+            "update it, or export CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
     own = process.launcher == "srun" and gpus == 1  # --gpus-per-task shows each task its own GPU
     if process.backend == "nccl" and process.local_world_size > gpus and not own:
-        there = f"{process.local_world_size} processes for {gpus} GPU(s) on this node"
-        raise UserError(f"--backend nccl: {there}: start one for each GPU, or use --backend gloo")
+        raise UserError(
+            f"--backend nccl: {process.local_world_size} processes for {gpus} GPU(s) on this "
+            "node: start one for each GPU, or use --backend gloo"
+        )
 
 
 def share_cpu(process):
@@ -742,8 +749,10 @@ def check_images(folder, index):
     names = [os.fsdecode(name) for name in index.names]
     present = set(iglob("**", root_dir=folder, recursive=True))  # one by one: 118,287 requests
     if missing := [name for name in names if name not in present]:
-        those = f"{len(missing)} of {len(names)} listed images, the first is {missing[0]}"
-        raise UserError(f"the folder of images {folder} lacks {those}: check the path")
+        raise UserError(
+            f"the folder of images {folder} lacks {len(missing)} of {len(names)} listed images, "
+            f"the first is {missing[0]}: check the path"
+        )
     sizes = []
     for name in names[:: 1 + len(names) // 64]:
         with suppress(Exception), Image.open(os.path.join(folder, name)) as image:
@@ -773,8 +782,9 @@ def compare_ranks(args, process, index, val_index):
     with together(process, "comparison of the ranks"):
         for name, value in first.items():
             if facts.get(name) != value:
-                difference = f"{name}: {facts.get(name)} here, {value} on rank 0"
-                raise UserError(f"{difference}: start all alike")
+                raise UserError(
+                    f"{name}: {facts.get(name)} here, {value} on rank 0: start all alike"
+                )
     return facts
 
 
@@ -1213,9 +1223,11 @@ def log_run(run, index, val_index, resumed):
         "env": {k: v for k, v in sorted(os.environ.items()) if LOGGED.match(k)},
     }
     if process.rank == 0:
-        text = "{world_size} processes on {nodes} nodes, {backend}, {precision}; {max_steps} "
-        text += "steps of {global_batch_size} images; {images} have labels, "
-        text += "{images_without_annotations} do not, {padding} come twice an epoch"
+        text = (
+            "{world_size} processes on {nodes} nodes, {backend}, {precision}; {max_steps} steps "
+            "of {global_batch_size} images; {images} have labels, {images_without_annotations} "
+            "do not, {padding} come twice an epoch"
+        )
         log(process, "Run " + json.dumps(facts))
         log(process, f"Run: {text.format(**facts)}. {resumed}")
 

@@ -705,6 +705,25 @@ def test_bug_that_sounds_like_an_error_from_outside_keeps_its_traceback(ranks, d
     assert found["text"] == f"[CPU 0] RuntimeError: {text}"
 
 
+def bug_while_a_worker_has_its_lock(demo) -> None:
+    """A bug in step 2, when a worker that is killed for it holds what Python's exit waits for."""
+    step = demo.train_step
+
+    def broken(run, micro_batches):
+        if run.step == 1:
+            run.loader._iterator._workers_done_event._cond.acquire()
+            raise RuntimeError("a bug")
+        return step(run, micro_batches)
+
+    demo.train_step = broken
+
+
+def test_bug_does_not_wait_for_a_lock_of_a_killed_worker(ranks, data):
+    before = [bug_while_a_worker_has_its_lock]
+    ended = ranks.run([*FAST, *data, "--workers", 1], before=before, expect=1, timeout=NOTICED)
+    assert "RuntimeError: a bug" in ended.output
+
+
 def error_file(path: Path) -> dict:
     """What a rank has left, in torchrun's own form: its text and the extra information."""
     content = json.loads(path.read_text())["message"]
