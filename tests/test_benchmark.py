@@ -93,10 +93,12 @@ def test_step_compares_files_with_a_resident_batch(sample, scratch):
 def test_input_shows_original_and_prepared_pictures(scratch):
     rows = table_of(["input", *TINY, "--batch_size", "16"], scratch)
     assert list(rows) == [
-        "loader on one core, original: the demo / the bare decoder",
-        "loader on one core, prepared: the demo / the bare decoder",
-        "the demo on one core: prepared / original",
-        "the bare decoder on one core: prepared / original",
+        f"loader on one core, {kind}: the demo / {other}"
+        for other in ("without a worker", "the bare decoder")
+        for kind in ("original", "prepared")
+    ] + [
+        f"{which} on one core: prepared / original"
+        for which in ("the demo", "without a worker", "the bare decoder")
     ]
     # by construction: a third of the pixels to decode
     assert rows["the bare decoder on one core: prepared / original"]["ratio"] > 1.5

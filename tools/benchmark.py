@@ -380,7 +380,7 @@ def loader_case(bench, how, data, steps, **more):
 
 
 def measure_input(bench):
-    """the loader with one worker on one core: original and prepared pictures"""
+    """the loader on one core, with a worker and without: original and prepared pictures"""
     args = bench.args
     steps = 3 * args.steps  # which cost little: nothing trains
     original = pictures(bench, args.batch_size * (steps * 3 // 2 + 3))
@@ -389,9 +389,11 @@ def measure_input(bench):
     if args.against:
         hows["the other"] = "other+loader"
     else:
-        hows["the bare decoder"] = "decode"
+        hows |= {"without a worker": "demo+loader", "the bare decoder": "decode"}
     cases = {
-        f"{which}, {kind}": loader_case(bench, f"{how}+core", data, steps, workers=1)
+        f"{which}, {kind}": loader_case(
+            bench, f"{how}+core", data, steps, workers=int(which != "without a worker")
+        )
         for which, how in hows.items()
         for kind, data in sets.items()
     }
