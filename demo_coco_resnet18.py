@@ -397,7 +397,7 @@ def one_line_errors(main):
     except Exception as error:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch would raise one more in here
         for worker in torch.multiprocessing.active_children():
-            worker.kill()  # it takes no SIGTERM
+            worker.kill()  # it takes no SIGTERM, and could outlive this process
         kind = kind_of(error)
         if kind == "bug":
             report(process, kind, f"{type(error).__name__}: {error}", to=0)

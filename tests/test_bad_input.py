@@ -64,6 +64,22 @@ def pretend_gpus(demo, result, count):
     start(demo)
 
 
+def gpu_without_kernels(demo, result):
+    """The script's main with one GPU, of an architecture that this build of PyTorch lacks."""
+    import torch
+
+    ones = torch.ones
+
+    def on_device(*size, device=None, **options):
+        if getattr(device, "type", "cpu") == "cuda":
+            text = "CUDA error: no kernel image is available for execution on the device"
+            raise torch.AcceleratorError(text)
+        return ones(*size, device=device, **options)
+
+    torch.ones, torch.cuda.set_device = on_device, lambda _: None
+    pretend_gpus(demo, result, 1)
+
+
 def save_file(demo, result, path, kind, marker=""):
     """A weights file of a kind that is of no use."""
     import torch
@@ -595,6 +611,12 @@ def test_driver_that_is_of_no_use_is_refused_unless_gpus_are_hidden(demo, data, 
         assert_refused(job, ["driver", "CUDA 13.0", "export CUDA_VISIBLE_DEVICES= "])
     else:
         assert job.codes == [0] and job.json_line("Run")["devices"], job.tail()
+
+
+def test_gpu_that_this_build_was_not_made_for_is_one_line(demo, data):
+    argv = [*data.argv(), *FAST]
+    job = demo.run(argv, expect=None, call=gpu_without_kernels)
+    assert_refused(job, ["this build of PyTorch cannot use cuda:0", "no kernel image"])
 
 
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 15.77 GiB."

@@ -933,7 +933,7 @@ def test_damaged_image_is_left_out_and_named(demo, many, tmp_path):
 
 
 def together_and_alone(demo, result, paths):
-    """Of each image of one batch: its label, and whether it is what it is alone."""
+    """Of each image of one batch: was it decoded, is it what it is alone, and how bright is it."""
     args = argparse.Namespace(image_size=40, seed=0)
     keys = [(1, n) for n in range(len(paths))]
     images, sound = demo.load_images(args, demo.Process(), keys, paths)

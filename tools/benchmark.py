@@ -385,16 +385,15 @@ def measure_input(bench):
     steps = 3 * args.steps  # which cost little: nothing trains
     original = pictures(bench, args.batch_size * (steps * 3 // 2 + 3))
     sets, rows = {"original": original, "prepared": prepared(bench, original)}, []
-    hows = {"the demo": "demo+loader"}
+    hows = {"the demo": ("demo+loader+core", 1)}  # what runs, with so many workers
     if args.against:
-        hows["the other"] = "other+loader"
+        hows["the other"] = "other+loader+core", 1
     else:
-        hows |= {"without a worker": "demo+loader", "the bare decoder": "decode"}
+        hows["without a worker"] = "demo+loader+core", 0
+        hows["the bare decoder"] = "decode+core", 0
     cases = {
-        f"{which}, {kind}": loader_case(
-            bench, f"{how}+core", data, steps, workers=int(which != "without a worker")
-        )
-        for which, how in hows.items()
+        f"{which}, {kind}": loader_case(bench, how, data, steps, workers=workers)
+        for which, (how, workers) in hows.items()
         for kind, data in sets.items()
     }
     found = {name: f["img_per_s"] for name, f in rounds(bench, cases).items()}
