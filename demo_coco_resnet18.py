@@ -196,7 +196,7 @@ def make_loader(args, process, index, val_index):
         sampler=sampler,
         batch_size=args.batch_size,
         num_workers=args.workers,
-        worker_init_fn=ignore_sigterm,
+        worker_init_fn=set_up_worker,
         pin_memory=process.gpu,
         persistent_workers=args.workers > 0,
         collate_fn=tuple,  # __getitems__ makes whole batches: there is nothing to collate
@@ -305,9 +305,8 @@ def validate(run, epoch):
     # very end all leave the process group (tear_down, below).
     hits, images = map(sum, gather(hits, images))
     if run.process.rank == 0:
-        seconds = perf_counter() - start
-        text = f"Top-1: {100 * hits / max(1, images):.2f}% | {images} images | {seconds:.2f}s"
-        log(run.process, f"Epoch {epoch} validation | {text}")
+        result = f"Top-1: {100 * hits / max(1, images):.2f}% | {images} images"
+        log(run.process, f"Epoch {epoch} validation | {result} | {perf_counter() - start:.2f}s")
 
 
 def tear_down(process, code):
@@ -481,9 +480,12 @@ resume              flag                      -     go on from --checkpoint if t
 
 def make_parser():
     """The parser of OPTIONS; its `least` holds the lower bounds."""
-    style = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=style)
-    parser.description, parser.least = __doc__.split("\n\n")[0], {}
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.least = {}
     for line in OPTIONS.strip().splitlines():
         name, kind, least, text = line.split(maxsplit=3)
         kind, _, default = kind.partition("=")
@@ -575,7 +577,7 @@ LAUNCHERS = {
     "mpirun": [f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
     "srun": ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"],
 }
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
 SIOCGIFADDR = 0x8915  # of linux/sockios.h: an interface's address
 
 
@@ -659,20 +661,30 @@ def check_process(process, gpus):
 
 
 def share_cpu(process):
-    """Gives this process its part of the node's cores and, on a CPU, memory that it keeps."""
+    """Gives this process its part of the node's cores, and memory that it keeps."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     bound = process.launcher in ("srun", "mpirun") and cores < os.cpu_count()  # to its own cores
     process.cores = cores if bound else max(1, cores // process.local_world_size)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(process.cores)
-    if process.device.type == "cpu":
-        # glibc gives the memory of large tensors back to the kernel and takes it again in each
-        # step, page by page. Beyond 32 MiB, the most that it can be told, it still does: to keep
-        # those as well (M_MMAP_MAX) took a tenth more memory. Another C library: left alone.
-        with suppress(OSError, AttributeError):
-            libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(M_MMAP_THRESHOLD, 2**25)
-            libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    keep_memory(2**22)
+
+
+def keep_memory(below, everything=False):
+    """Has glibc keep freed memory of less than `below` bytes, or of any size, for the next tensor.
+
+    Left alone it gives the memory of large tensors back to the kernel and takes it again in each
+    step, page by page. But what it keeps lies between what lives as long as the run, and fits less
+    the more of that there is. So at first it keeps little: weights, buckets and the optimizer's
+    state get mappings of their own. When they are there it keeps tensors below 32 MiB, the most
+    that it can be told, or all of them, which in fp32 would take a sixth more memory.
+    """
+    with suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(M_MMAP_THRESHOLD, below)
+        if everything:
+            mallopt(M_MMAP_MAX, 0)
 
 
 def choose_interface(process):
@@ -864,9 +876,10 @@ class ResumableSampler(DistributedSampler):
         return ((self.epoch, i) for i in islice(super().__iter__(), self.skip, None))
 
 
-def ignore_sigterm(_):
+def set_up_worker(_):
     """In a loader worker: SLURM sends its stop signal to all processes, but the ranks decide."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    keep_memory(2**25)  # for its batches: what lives longer is there
 
 
 # --- Model -------------------------------------------------------------------------------------
@@ -881,8 +894,8 @@ def load_file(path, what):
 def load_weights(model, source):
     """Copies ImageNet's weights, or those of a file, into the model. Raises UserError."""
     if source == "imagenet":
-        weights, folder = torchvision.models.ResNet18_Weights.DEFAULT, torch.hub.get_dir()
-        text = f"fetch {weights.url} where there is internet and put it into {folder}/checkpoints"
+        weights = torchvision.models.ResNet18_Weights.DEFAULT
+        text = f"fetch {weights.url} where internet is, into {torch.hub.get_dir()}/checkpoints"
         socket.setdefaulttimeout(20)  # a network that swallows packets must not hang the run
         with explain(f"no ImageNet weights: {text}, or use --weights none"):
             state = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
@@ -917,8 +930,9 @@ def compress_gradients(args, ddp):
             None, args.powersgd_rank, WARM_UP, orthogonalization_epsilon=1e-8
         )
         # in bf16 the hook has half the memory traffic, which is most of what it costs a CPU
-        half = args.precision == "bf16"
-        ddp.register_comm_hook(state, default_hooks.bf16_compress_wrapper(hook) if half else hook)
+        if args.precision == "bf16":
+            hook = default_hooks.bf16_compress_wrapper(hook)
+        ddp.register_comm_hook(state, hook)
     elif kind != "none":
         ddp.register_comm_hook(None, getattr(default_hooks, f"{kind}_compress_hook"))
     return state
@@ -1054,8 +1068,8 @@ def read_steps(run):
 
 def set_learning_rate(run):
     """Rises to --lr in the first --warmup_steps."""
-    warm = min(1, (run.step + 1) / max(1, run.args.warmup_steps))
-    run.optimizer.param_groups[0]["lr"] = run.args.lr * warm
+    share = (run.step + 1) / max(1, run.args.warmup_steps)
+    run.optimizer.param_groups[0]["lr"] = run.args.lr * min(1, share)
 
 
 def finish_step(run, loss, micro_batches):
@@ -1069,6 +1083,8 @@ def finish_step(run, loss, micro_batches):
     line_due = (run.step - 1) % args.log_every == 0 or run.step == args.max_steps
     shown = loss.item() if line_due else 0  # waits for a GPU: not in each step
     timer.end_step(len(labels))
+    if len(timer.steps) == 1:  # this is the second: all is there that lives longer than a step
+        keep_memory(2**25, everything=args.precision in REDUCED)
     if line_due:
         log_step(run, shown)
     save_due = args.checkpoint_every and run.step % args.checkpoint_every == 0
@@ -1111,9 +1127,9 @@ def stop_where_any_rank_must(run):
         raise UserError(f"{sum(damaged)} images are damaged, over {MAX_DAMAGED:.0%}: repair them")
     if reason := next(filter(None, stops), ""):
         save_checkpoint(run, last=True)
-        text = f"Stopped on {reason} | step {run.step} | exit code {os.EX_TEMPFAIL}"
-        report(process, "stopped", text, to=1)
-        sys.exit(os.EX_TEMPFAIL)  # 75, by sysexits.h: start it again later
+        code = os.EX_TEMPFAIL  # 75, by sysexits.h: start it again later
+        report(process, "stopped", f"Stopped on {reason} | step {run.step} | exit code {code}", 1)
+        sys.exit(code)
     return max(seconds)
 
 
@@ -1121,9 +1137,12 @@ def finish_epoch(run):
     """Logs this rank's part of an epoch, of a resumed one what is trained here."""
     talk(run)
     if images := run.sums["images"]:  # none where a run was resumed at an epoch's end
-        loss, seconds = run.sums["loss"] / images, perf_counter() - run.began
-        text = f"Avg loss: {loss:.4f} | {images / seconds:.1f} img/s | {seconds:.2f}s"
-        log(run.process, f"Epoch {run.epoch} complete | {text}")
+        seconds = perf_counter() - run.began
+        log(
+            run.process,
+            f"Epoch {run.epoch} complete | Avg loss: {run.sums['loss'] / images:.4f} | "
+            f"{images / seconds:.1f} img/s | {seconds:.2f}s",
+        )
 
 
 # --- Checkpoint --------------------------------------------------------------------------------
@@ -1199,9 +1218,9 @@ def duration(seconds, digits=2):
 def log_run(run, index, val_index, resumed):
     """Rank 0 writes what runs, on what, with which settings, and on which data."""
     args, process = run.args, run.process
-    name = torch.cuda.get_device_name() if process.gpu else os.uname().machine
+    device = torch.cuda.get_device_name() if process.gpu else os.uname().machine
+    hosts, devices, local = gather(socket.gethostname(), device, process.local_rank)
     nccl = torch.cuda.nccl.version() if process.backend == "nccl" else None
-    hosts, devices, local = gather(socket.gethostname(), name, process.local_rank)
     facts = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl},
@@ -1237,10 +1256,10 @@ def log_step(run, loss):
     since = (run.step - 1) % run.args.log_every or run.args.log_every
     run.timer.read()
     data, _, step, images = np.mean(run.timer.steps[-since:], axis=0)
-    left = duration((run.args.max_steps - run.step) * step, digits=0)
-    times = f"data {1e3 * data:.1f} ms | step {1e3 * step:.1f} ms | ETA {left}"
-    text = f"Loss: {loss:.4f} | {images / step:.1f} img/s | {times}"
-    log(run.process, f"Epoch {run.epoch} | Step {run.step} | {text}")
+    left = (run.args.max_steps - run.step) * step
+    text = f"Epoch {run.epoch} | Step {run.step} | Loss: {loss:.4f} | {images / step:.1f} img/s"
+    times = f"data {1e3 * data:.1f} ms | step {1e3 * step:.1f} ms | ETA {duration(left, 0)}"
+    log(run.process, f"{text} | {times}")
 
 
 def summarize(run):
@@ -1266,9 +1285,11 @@ def summarize(run):
         "replicas_identical": len(set(digests)) == 1,
     }
     if process.rank == 0:
-        text = "Summary: {epochs} epochs, {steps} steps, {img_per_s:.1f} img/s; "
-        text += "a step of {step_ms:.0f} ms is {data_ms:.0f} data + {compute_ms:.0f} compute + "
-        text += "{exposed_ms:.0f} exposed communication; replicas identical: {replicas_identical}"
+        text = (
+            "Summary: {epochs} epochs, {steps} steps, {img_per_s:.1f} img/s; a step of "
+            "{step_ms:.0f} ms is {data_ms:.0f} data + {compute_ms:.0f} compute + {exposed_ms:.0f} "
+            "exposed communication; replicas identical: {replicas_identical}"
+        )
         log(process, "Summary " + json.dumps(summary))
         log(process, text.format(**summary))
         time.sleep(0.3 * ("SLURM_STEP_ID" in os.environ))  # srun mixes lines of over 1 KB

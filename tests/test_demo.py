@@ -414,11 +414,47 @@ def page_faults(demo, result, steps, give_back):
         demo.ctypes.CDLL = no_library
     run = prepared(demo)
     batch, before = next(iter(run.loader)), 0
+    run.timer.restart()
     for step in range(3 + steps):
         if step == 3:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        demo.train_step(run, [batch])
+        run.timer.mark()
+        run.timer.mark()
+        demo.finish_step(run, demo.train_step(run, [batch]), [batch])
     write(result, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+
+def kept_sizes(demo, result):
+    """Sizes in MiB whose memory stays when a tensor is gone: after set_up, after each step."""
+    import resource
+
+    def page_faults_of(size):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        demo.torch.ones(size * 2**20, dtype=demo.torch.uint8)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    def stays(
+        size,
+    ):  # the first has to take it anew, and others may, where there was a smaller gap
+        pages = size * 2**20 / resource.getpagesize()
+        return min(page_faults_of(size) for _ in range(5)) < pages / 4
+
+    def note():
+        kept.append([size for size in (24, 200) if stays(size)])
+
+    kept, set_up, finish_step = [], demo.set_up, demo.finish_step
+
+    def after_set_up(*given):
+        set_up(*given)
+        note()
+
+    def after_step(*given):
+        finish_step(*given)
+        note()
+
+    demo.set_up, demo.finish_step = after_set_up, after_step
+    run_to_the_end(demo)
+    write(result, kept)
 
 
 # --- Small data sets -------------------------------------------------------------------------
@@ -763,6 +799,17 @@ def test_freed_memory_stays_with_the_process(small):
         )
     assert given_back > 10_000, "these steps would not tell"
     assert kept < given_back / 4
+
+
+@LONG
+@pytest.mark.parametrize(("precision", "steps"), [("bf16", [24, 200]), ("fp32", [24])])
+def test_memory_is_kept_when_all_is_there_that_lives_longer_than_a_step(small, precision, steps):
+    """Of what comes before (weights, buckets, Adam's state) each has a mapping of its own."""
+    require("CS_GNU_LIBC_VERSION" in os.confstr_names, "mallopt is glibc's")
+    argv = [*small, *FAST, "--batch_size", 2, "--max_steps", 3, "--precision", precision]
+    with ForkServer(dict.fromkeys(MALLOC)) as server:
+        kept = server.run(argv, call=kept_sizes).result()
+    assert kept == [[], [], steps, steps]
 
 
 def test_phases_stand_in_a_file_of_each_rank(demo, small, tmp_path):
