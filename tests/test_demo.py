@@ -424,23 +424,24 @@ def page_faults(demo, result, steps, give_back):
     write(result, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
-def kept_sizes(demo, result):
-    """Sizes in MiB whose memory stays when a tensor is gone: after set_up, after each step."""
+def stays(demo, size):
+    """Whether the memory of a tensor of so many MiB stays here when it is gone."""
     import resource
 
-    def page_faults_of(size):
+    def page_faults_of_one():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         demo.torch.ones(size * 2**20, dtype=demo.torch.uint8)
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    def stays(
-        size,
-    ):  # the first has to take it anew, and others may, where there was a smaller gap
-        pages = size * 2**20 / resource.getpagesize()
-        return min(page_faults_of(size) for _ in range(5)) < pages / 4
+    # the first has to take it anew, and a later one may
+    return min(page_faults_of_one() for _ in range(5)) < size * 2**20 / resource.getpagesize() / 4
+
+
+def kept_sizes(demo, result):
+    """Sizes in MiB whose memory stays when a tensor is gone: after set_up, after each step."""
 
     def note():
-        kept.append([size for size in (24, 200) if stays(size)])
+        kept.append([size for size in (24, 200) if stays(demo, size)])
 
     kept, set_up, finish_step = [], demo.set_up, demo.finish_step
 
