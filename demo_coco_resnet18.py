@@ -670,20 +670,20 @@ def share_cpu(process):
     keep_memory(2**22)
 
 
-def keep_memory(below, everything=False):
-    """Has glibc keep freed memory of less than `below` bytes, or of any size, for the next tensor.
+def keep_memory(below=None):
+    """Has glibc keep freed memory, of less than `below` bytes or of any size, for the next tensor.
 
     Left alone it gives the memory of large tensors back to the kernel and takes it again in each
     step, page by page. But what it keeps lies between what lives as long as the run, and fits less
     the more of that there is. So at first it keeps little: weights, buckets and the optimizer's
-    state get mappings of their own. When they are there it keeps tensors below 32 MiB, the most
-    that it can be told, or all of them, which in fp32 would take a sixth more memory.
+    state get mappings of their own. When they are there it keeps all.
     """
     with suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(M_MMAP_THRESHOLD, below)
-        if everything:
+        if below:
+            mallopt(M_MMAP_THRESHOLD, below)
+        else:
             mallopt(M_MMAP_MAX, 0)
 
 
@@ -1084,7 +1084,7 @@ def finish_step(run, loss, micro_batches):
     shown = loss.item() if line_due else 0  # waits for a GPU: not in each step
     timer.end_step(len(labels))
     if len(timer.steps) == 1:  # this is the second: all is there that lives longer than a step
-        keep_memory(2**25, everything=args.precision in REDUCED)
+        keep_memory()
     if line_due:
         log_step(run, shown)
     save_due = args.checkpoint_every and run.step % args.checkpoint_every == 0
