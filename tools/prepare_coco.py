@@ -572,7 +572,7 @@ def parse_arguments(argv):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     for name, default, least, most, text in (
         ("shorter_side", 256, 32, 16384, "of the new pictures, pixels; smaller ones are copied"),
-        ("quality", 85, 1, 100, "of the new JPEG files; their chroma is 4:2:0"),
+        ("quality", 90, 1, 100, "of the new JPEG files; their chroma is 4:2:0"),
         ("workers", cores, 1, 4096, "processes; unset: one for each core"),
     ):
         parser.add_argument(
