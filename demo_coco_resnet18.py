@@ -738,27 +738,32 @@ def read_index(path, ids=None):
             coco.createIndex()
         ids, images = ids or sorted(coco.cats), coco.dataset["images"]
         # the label is the category of the first annotation in the file, crowds included
-        firsts = [(image["file_name"], coco.imgToAnns.get(image["id"])) for image in images]
-        labelled = [(name, found[0]["category_id"]) for name, found in firsts if found]
+        firsts = {image: found[0]["category_id"] for image, found in coco.imgToAnns.items()}
+        labelled = [image for image in images if image["id"] in firsts]
+        names = [image["file_name"] for image in labelled]
         unknown = {a["category_id"] for a in coco.dataset["annotations"]}.difference(ids)
-        outside = [n for n, _ in labelled if os.path.isabs(n) or ".." in n.split("/")]
+        outside = [name for name in names if os.path.isabs(name) or ".." in name.split("/")]
         for wrong, what in (
             (len(ids) > CLASSES, f"{len(ids)} categories, not {CLASSES}"),
             (unknown, f"annotations of unknown categories {str(unknown)[:60]}"),
             (None in {*coco.imgs, *coco.imgToAnns}, "ids that are no integers"),
-            (not labelled, "no image has an annotation, nothing to train on"),
+            (not names, "no image has an annotation, nothing to train on"),
             (outside, f"file name {outside[:1]} leaves the image folder"),
         ):
             if wrong:
                 raise ValueError(what)
-        names, labels = zip(*labelled, strict=True)
-        names = np.array([os.fsencode(name) for name in names])
-        return Index(names, np.searchsorted(ids, labels), ids, len(images) - len(names))
+        coco.imgToAnns.clear()  # or all would be freed in its order, which takes longer
+        return Index(
+            np.array(list(map(os.fsencode, names))),
+            np.searchsorted(ids, [firsts[image["id"]] for image in labelled]),
+            ids,
+            len(images) - len(names),
+        )
 
 
 def check_images(folder, index):
     """Raises UserError unless all images are there; returns the sizes of some of them."""
-    names = [os.fsdecode(name) for name in index.names]
+    names = list(map(os.fsdecode, index.names))
     present = set(iglob("**", root_dir=folder, recursive=True))  # one by one: 118,287 requests
     if missing := [name for name in names if name not in present]:
         raise UserError(
@@ -813,20 +818,21 @@ MEAN, STD = 255 * torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).v
 
 
 def load_images(args, process, keys, paths):
-    """(uint8 (n, 3, size, size), whether each was decoded, bool (n,)) of keys and files."""
+    """(uint8 (n, 3, size, size), a list: was each decoded?) of keys and files."""
     done = dict(enumerate(paths))
     images = torch.zeros(len(keys), args.image_size, args.image_size, 3, dtype=torch.uint8)
     images = (images.share_memory_() if get_worker_info() else images).permute(0, 3, 1, 2)
+    places = images.unbind()  # at once: one by one, for each work, takes longer
     # One kind of work for all images, then the next: decoding empties a core's caches.
     for work in (lambda path, *_: np.fromfile(path, np.uint8), choose_crop, load_crop):
         for n in list(done):
             try:
-                done[n] = work(done[n], keys[n], args.seed, images[n])
+                done[n] = work(done[n], keys[n], args.seed, places[n])
             except Exception as error:  # damaged data raises anything
                 del done[n]
                 text = f"WARNING: image {paths[n]} is damaged, left out: {error}"
                 log(process, text.partition(" <_io")[0])  # Pillow's would end with an address
-    return images, np.isin(range(len(keys)), [*done])
+    return images, [n in done for n in range(len(keys))]
 
 
 def choose_crop(data, key, seed, _):
