@@ -156,7 +156,7 @@ def send_known_bytes(demo, result, address, count):
             peer.sendall(bytes(count))
             assert peer.recv(1) == b"."
     readings.append(counters.read_counters())
-    write(result, [reading["interfaces"] for reading in readings])
+    write(result, readings)
 
 
 def in_pulses(demo, result, stopped_ms=0, running_ms=0):
@@ -246,15 +246,18 @@ def test_known_bytes_are_counted_on_both_nodes(demo):
     with NamespacePair() as nodes:
         options = {"address": nodes.addresses[1], "count": count}
         job = demo.run(nproc=2, call=send_known_bytes, nodes=nodes, **options)
+    before, after = (reading["tcp"]["retransmits"] for reading in job.result(0))
+    # On a busy machine TCP sends some packets, of 9,000 bytes, again.
+    again = 9100 * (after - before)
     for rank, sends in enumerate((True, False)):
-        before, after = job.result(rank)
+        before, after = (reading["interfaces"] for reading in job.result(rank))
         eth0 = after["eth0"]
         # A veth states 10 Gb/s, shaped or not.
         assert (eth0["kind"], eth0["speed_Gbps"]) == ("ethernet", 10)
         gone, come = (eth0[way] - before["eth0"][way] for way in ("tx_bytes", "rx_bytes"))
         there, back = (gone, come) if sends else (come, gone)
         # Headers are counted too, but one for many bytes: the kernel hands over large packets.
-        assert count < there < 1.05 * count and back < 0.05 * count
+        assert count < there < 1.01 * count + again and back < 0.01 * count
         assert after["lo"] == before["lo"] and after["lo"]["kind"] == "loopback"
 
 
