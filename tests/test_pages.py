@@ -357,8 +357,11 @@ def test_batch_script_is_the_tested_one():
 
 
 def shape(line: str) -> str:
-    """A log line without its figures and the rest of a record."""
+    """A log line without its figures, the precision that this CPU is best at, and the rest of a
+    record.
+    """
     line = re.sub(r", \.\.\.}$", "", line)
+    line = re.sub(r"\b(fp32|fp16|bf16)\b", "PRECISION", line)
     line = re.sub(r"(\d+h )?(\d+m )?\d+(\.\d+)?s\b", "TIME", line)
     return re.sub(r"\d+(\.\d+)?", "N", line)
 
