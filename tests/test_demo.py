@@ -31,7 +31,17 @@ from datasets import (
     truncate,
     write_images,
 )
-from forks import ForkServer, Job, prepared, run_to_the_end, start, validation_batch, write
+from forks import (
+    PARAMETER_TENSORS,
+    STATE_TENSORS,
+    ForkServer,
+    Job,
+    prepared,
+    run_to_the_end,
+    start,
+    validation_batch,
+    write,
+)
 from PIL import Image
 from processes import LONG, MALLOC, SCRIPT, Run, long, require, run_demo
 
@@ -620,7 +630,7 @@ def assert_gradients(demo, argv, weights, wanted: Job, nproc=1, **options) -> Jo
     file = str(wanted.folder / "result0.npz")
     job = demo.run(argv, nproc, call=gradients, wanted=file, **options)
     for rank in range(nproc):
-        assert job.result(rank)["far"] == [] and job.result(rank)["not_zero"] == 62
+        assert job.result(rank)["far"] == [] and job.result(rank)["not_zero"] == PARAMETER_TENSORS
     return job
 
 
@@ -883,6 +893,7 @@ def test_one_set_of_workers_serves_training_and_validation(demo, small):
     assert found[0][2] == 0
 
 
+@LONG
 def test_what_is_compiled_is_compiled_once(demo, small):
     """Not again for an epoch's short last batch, nor for validation."""
     val = [
@@ -942,7 +953,7 @@ def test_weights_that_only_rank_0_can_read_reach_rank_1(demo, small, weights, tm
     file = str(here / "w.pt")
     job = demo.run(argv, 2, call=loaded, file=file, of_rank=lambda rank: place[rank])
     for rank in (0, 1):
-        assert len(job.result(rank)) == 122 and all(job.result(rank).values())
+        assert len(job.result(rank)) == STATE_TENSORS and all(job.result(rank).values())
 
 
 @LONG
@@ -1099,9 +1110,11 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("how", ["forked", *long("torchrun")])
+@pytest.mark.parametrize("how", [*long("forked"), "torchrun"])
 def test_whole_run(demo, sample, how):
-    """Two epochs on two ranks with loader workers; started by torchrun, too, as README does."""
+    """Two epochs on two ranks with loader workers; started by the real torchrun, as README does:
+    by default most other tests have a stand-in of it, or forked ranks.
+    """
     argv = [*data_args(sample, val=True), "--weights", "none", "--image_size", 40]
     argv += ["--batch_size", 12, "--num_epochs", 2, "--workers", 1]
     run = demo.run(argv, 2) if how == "forked" else run_demo(argv, nproc=2, split=True)

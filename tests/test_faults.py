@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Payload, make_set
-from forks import ForkServer, prepared
+from forks import FOR_ONE_CHECKPOINT, ForkServer, prepared
 from nodes import NEW_MOUNTS, NamespacePair, mount, own_namespaces, small_disk
 from processes import (
     LONG,
@@ -845,7 +845,7 @@ def test_weights_that_explode(ranks, data, folder):
 
 
 def test_full_disk(ranks, data, folder):
-    with small_disk(folder / "disk", "200m") as disk:  # room for one checkpoint, not for two
+    with small_disk(folder / "disk", FOR_ONE_CHECKPOINT) as disk:
         path = disk / "c.pt"
         argv = [*FAST, *data, "--checkpoint", path, "--checkpoint_every", 1, "--max_steps", 3]
         ended = ranks.run(argv, expect=1)
@@ -959,6 +959,7 @@ def test_same_run_twice_at_once(ranks, data, folder):
 # --- Resume ----------------------------------------------------------------------------------
 
 
+@LONG
 def test_fp16_scales_its_loss_and_goes_on_with_that_scale(ranks, data, folder):
     """Its range is small: the loss is scaled, and a step whose gradients overflow is left out."""
     path = folder / "c.pt"
@@ -1102,6 +1103,7 @@ def test_restarts_give_up_with_the_first_cause(data, folder):
     assert "LookupError: broken on purpose" in ended.output.splitlines()[-1], ended.tail()
 
 
+@LONG
 def test_killed_rank_is_started_again_and_nothing_is_lost(demo, data, folder):
     """Under torchrun's stand-in; test_endurance_short has the real one, and two nodes."""
     argv = [*data, "--max_steps", 4, "--checkpoint_every", 2]

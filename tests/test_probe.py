@@ -213,7 +213,7 @@ def undisturbed(check: Callable[[], Any]) -> Any:
 
 def rate_checked(demo: ForkServer, **options: Any) -> dict:
     with NamespacePair("300mbit") as nodes:
-        record = probed(demo, nodes=nodes, **options)
+        record = probed(demo, nodes=nodes, first=True, **options)
     check_rate(record)
     return record
 
