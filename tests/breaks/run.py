@@ -134,6 +134,10 @@ def outcome(case: ElementTree.Element) -> tuple[str, tuple[str, str]]:
     return test, (PASSED, "")
 
 
+def first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
 def without_case(test: str) -> str:
     """The test function's name, without the values in brackets."""
     return test.partition("[")[0]
@@ -155,7 +159,7 @@ def run_unbroken(copy: Copy, tests: list[str], long: bool) -> dict[str, str]:
         failed = [message for how, message in cases if how == FAILED]
         skipped = [message for how, message in cases if how == SKIPPED]
         if failed:
-            why[test] = f"fails without the break: {failed[0].strip().partition(chr(10))[0]}"
+            why[test] = f"fails without the break: {first_line(failed[0])}"
         elif len(skipped) == len(cases):
             why[test] = f"skips: {skipped[0]}" if skipped else "was not run"
     return why
@@ -185,7 +189,7 @@ def useless_tests(pool, copies, breaks: list[Break], jobs: int) -> dict[tuple[st
 # --- With a break ------------------------------------------------------------------------------
 
 
-def verdict(copy: Copy, one: Break, useless: dict, limit: float) -> tuple[bool, str]:
+def verdict(copy: Copy, one: Break, useless: dict, args: argparse.Namespace) -> tuple[bool, str]:
     """(was it caught, what to say of it)."""
     tests = [test for test in one.tests if (test, one.long) not in useless]
     if not tests:
@@ -193,13 +197,14 @@ def verdict(copy: Copy, one: Break, useless: dict, limit: float) -> tuple[bool, 
     began = time.monotonic()
     try:
         with copy.broken(one):
-            found = copy.run(tests, one.long, "-x", limit=limit)
+            found = copy.run(tests, one.long, "-x", limit=args.seconds)
     except Failure as failure:
         return False, f"NOT CAUGHT: {failure}"
     seconds = f"{time.monotonic() - began:.1f} s"
-    failed = [test for test, (how, _) in found.items() if how == FAILED]
-    if failed:
-        return True, f"caught by {failed[0]} ({seconds})"
+    for test, (how, why) in found.items():
+        if how == FAILED:
+            reason = f"\n    {first_line(why)}" if args.why else ""
+            return True, f"caught by {test} ({seconds}){reason}"
     return False, f"NOT CAUGHT ({seconds}): {one.seen}"
 
 
@@ -224,9 +229,9 @@ def lent(copies: queue.SimpleQueue):
         copies.put(copy)
 
 
-def try_all(breaks: list[Break], jobs: int, limit: float) -> list[bool]:
+def try_all(breaks: list[Break], args: argparse.Namespace) -> list[bool]:
     """Prints a line for each break; returns whether each was caught."""
-    caught = []
+    caught, jobs = [], args.jobs
     with (
         tempfile.TemporaryDirectory(prefix="demo-breaks-", ignore_cleanup_errors=True) as folder,
         concurrent.futures.ThreadPoolExecutor(jobs) as pool,
@@ -239,7 +244,7 @@ def try_all(breaks: list[Break], jobs: int, limit: float) -> list[bool]:
 
             def task(one):
                 with lent(copies) as copy:
-                    return one, *verdict(copy, one, useless, limit)
+                    return one, *verdict(copy, one, useless, args)
 
             tasks = [pool.submit(task, one) for one in breaks]
             for done in concurrent.futures.as_completed(tasks):
@@ -273,6 +278,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("names", nargs="*", metavar="NAME", help="of a break; none: all of them")
     add("--list", action="store_true", help="print the names, and what a user would see")
     add("--jobs", type=int, default=1, metavar="N", help="breaks at a time, each in its copy; 1")
+    add("--why", action="store_true", help="print what the test says, too: is it about the break?")
     text = f"time limit for the tests of one break; {SECONDS}"
     add("--seconds", type=float, default=SECONDS, metavar="S", help=text)
     args = parser.parse_args(argv)
@@ -300,7 +306,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             good.append(one)
     try:
-        caught = try_all(good, args.jobs, args.seconds) if good else []
+        caught = try_all(good, args) if good else []
     except KeyboardInterrupt:
         return 130
     count, seconds = sum(caught), time.monotonic() - began

@@ -362,12 +362,12 @@ BREAKS = [
     ),
     # --- Data, benchmark, launchers --------------------------------------------------------------
     Break(
-        name="box-turned",
-        seen="The boxes of a prepared set no longer frame their objects.",
+        name="last-annotation-for-the-first",
+        seen="A set read by its file of first annotations alone has other labels than the whole.",
         file="tools/prepare_coco.py",
-        old="(x, y, x, y)",
-        new="(x, y, y, x)",
-        tests=("tests/test_prepare.py::test_a_scaled_box_still_frames_its_object",),
+        old='first = {a["image_id"]: a for a in reversed(annotations)}',
+        new='first = {a["image_id"]: a for a in annotations}',
+        tests=("tests/test_prepare.py::test_first_annotations_are_those_of_the_whole_file",),
     ),
     Break(
         name="sample-without-seed",
@@ -386,11 +386,11 @@ BREAKS = [
         tests=("tests/test_benchmark.py::test_rounds_take_turns",),
     ),
     Break(
-        name="one-node-rank-too-many",
-        seen="NODE_RANK=2 of two nodes is taken, and the run waits for a node that never comes.",
+        name="every-node-is-node-0",
+        seen="A node without NODE_RANK counts as node 0, and the nodes wait for node 1 in vain.",
         file=LAUNCHER,
-        old='number NODE_RANK 0 "$((NNODES - 1))" 0',
-        new='number NODE_RANK 0 "$NNODES" 0',
+        old='[ "$NNODES" -eq 1 ] || [ -n "${NODE_RANK:-}" ] ||',
+        new='[ "$NNODES" -ge 1 ] || [ -n "${NODE_RANK:-}" ] ||',
         tests=("tests/test_launchers.py::test_wrong_settings_are_refused_with_one_line",),
     ),
     Break(
