@@ -198,6 +198,8 @@ def verdict(copy: Copy, one: Break, useless: dict, args: argparse.Namespace) -> 
     try:
         with copy.broken(one):
             found = copy.run(tests, one.long, "-x", limit=args.seconds)
+    except Stale as stale:
+        return False, str(stale)
     except Failure as failure:
         return False, f"NOT CAUGHT: {failure}"
     seconds = f"{time.monotonic() - began:.1f} s"
