@@ -34,6 +34,7 @@ def test_two_nodes_train_where_the_own_name_is_loopback(demo, data):
     assert ended.json_line("Run")["env"]["GLOO_SOCKET_IFNAME"] == nodes.interface
     assert ended.json_line("Run")["hosts"] == [*nodes.hostnames]
     assert ended.json_line("Summary")["replicas_identical"] is True
+    assert ended.steps(0) != ended.steps(1)  # each node has images of its own
 
 
 @LONG
