@@ -359,6 +359,7 @@ def test_batch_script_is_the_tested_one():
 def shape(line: str) -> str:
     """A log line without its figures and the rest of a record."""
     line = re.sub(r", \.\.\.}$", "", line)
+    line = re.sub(r"\b(process|node)e?s\b", r"\1", line)  # of one and of two
     line = re.sub(r"(\d+h )?(\d+m )?\d+(\.\d+)?s\b", "TIME", line)
     return re.sub(r"\d+(\.\d+)?", "N", line)
 
