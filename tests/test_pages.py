@@ -356,10 +356,16 @@ def test_batch_script_is_the_tested_one():
     assert [text for page in PAGES.values() for text in page.files] == [tested]
 
 
+# Of a log's sentences, what follows a 1 and any other number.
+ONE_AND_MORE = {"process on": "processes on", "node,": "nodes,", "has a label,": "have labels,"}
+ONE_AND_MORE |= {"does not,": "do not,", "comes twice": "come twice"}
+
+
 def shape(line: str) -> str:
     """A log line without its figures and the rest of a record."""
     line = re.sub(r", \.\.\.}$", "", line)
-    line = re.sub(r"\b(process|node)e?s\b", r"\1", line)  # of one and of two
+    for one, more in ONE_AND_MORE.items():
+        line = line.replace(more, one)
     line = re.sub(r"(\d+h )?(\d+m )?\d+(\.\d+)?s\b", "TIME", line)
     return re.sub(r"\d+(\.\d+)?", "N", line)
 
