@@ -735,6 +735,7 @@ class Process:
 
     @property
     def mps(self):
+        """A Mac's GPU. NOTE: copies to it have to wait: PyTorch may read what is freed by then."""
         return self.device.type == "mps"
 
     @property

@@ -1138,16 +1138,18 @@ def without_sync_bn(demo, result, path, value):
     demo.torch.save(state, path)
 
 
-def test_checkpoint_of_before_an_option_is_taken_to_be_without_it(
-    demo, ranks, data, folder, saved
+@pytest.mark.parametrize("value", [None, *long(True)])
+def test_checkpoint_from_before_an_option_was_made_without_it(
+    demo, ranks, data, folder, saved, value
 ):
     path = shutil.copy(saved, folder / "c.pt")
     argv = [*FAST, *data, "--checkpoint", path, "--resume", "--max_steps", 1]
-    demo.run(call=without_sync_bn, path=str(path), value=None)
-    assert "Resumed from" in ranks.run(argv).out
-    demo.run(call=without_sync_bn, path=str(path), value=True)
-    line = the_error(ranks.run(argv, expect=1))
-    assert line.endswith("has --sync_bn True, not False: give --sync_bn"), line
+    demo.run(call=without_sync_bn, path=str(path), value=value)
+    ended = ranks.run(argv, expect=int(value is not None))
+    if value is None:
+        assert "Resumed from" in ended.out
+    else:
+        assert the_error(ended).endswith("has --sync_bn True, not False: give --sync_bn")
 
 
 def test_resume_with_pictures_of_another_size_is_refused(ranks, data, folder, saved):
