@@ -26,7 +26,6 @@ two, below the banner, is the safety net: arguments, errors, damaged images, che
 # Most of these are for part two.
 import argparse
 import ctypes
-import fcntl
 import gc
 import hashlib
 import json
@@ -211,8 +210,9 @@ def build_model(args, process):
         if process.rank == 0 and args.weights != "none":
             load_weights(model, args.weights)  # the other ranks get them from DDP, below
     model = model.to(process.device, memory_format=torch.channels_last)
-    if args.compile:
-        compile_training(model, args.batch_size)
+    adapt_model(args, process, model)  # as --sync_bn, --compile and --device ask
+    if process.mps:  # a Mac's GPU, for which DDP has no backend
+        return model, WithoutDDP(model)
     # DDP 4/6: DDP copies rank 0's weights into the model of every rank, here and now, so that all
     # start equal, even where only rank 0 has read a file. After that it acts in each backward pass
     # of ddp(images). model is the same network without DDP, and its weights are the same tensors:
@@ -230,7 +230,7 @@ def build_model(args, process):
 def forward(run, model, images):
     """Logits float32 (n, 80) of images uint8 (n, 3, size, size), normalized as ImageNet's."""
     device, dtype = run.process.device, REDUCED.get(run.args.precision)
-    images, mean, std = (t.to(device, non_blocking=True) for t in (images, MEAN, STD))
+    images, mean, std = (t.to(device, non_blocking=run.process.gpu) for t in (images, MEAN, STD))
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         return model((images - mean) / std).float()
 
@@ -246,7 +246,7 @@ def train_step(run, micro_batches):
             logits = forward(run, run.ddp, images)
             labels = torch.from_numpy(labels)
             if (labels != IGNORED).any():
-                labels = labels.to(run.process.device, non_blocking=True)
+                labels = labels.to(run.process.device, non_blocking=run.process.gpu)
                 loss = cross_entropy(logits, labels, ignore_index=IGNORED)
             else:  # all images damaged: gradients of zero, because the other ranks wait for some
                 loss = 0 * logits.sum()
@@ -328,6 +328,33 @@ def tear_down(process, code):
 # PART TWO: the safety net. A first reading can end here.
 # =============================================================================================
 
+# --- System ------------------------------------------------------------------------------------
+
+try:
+    import fcntl
+except ImportError:  # on Windows; check_system says what to do
+    fcntl = None
+
+LEAST_TORCH, LEAST_TORCHVISION = (2, 11), (0, 26)  # the oldest with which this script was run
+
+
+def check_system():
+    """Raises UserError where the system or the libraries cannot run this script at all."""
+    if not fcntl:
+        raise UserError(
+            "this Python has no fcntl, as on Windows: start the script in WSL2, which is Linux "
+            "inside Windows (wsl --install)"
+        )
+    for library, least in ((torch, LEAST_TORCH), (torchvision, LEAST_TORCHVISION)):
+        name, version = library.__name__, str(library.__version__)
+        found = re.match(r"(\d+)\.(\d+)", version)
+        if found and tuple(map(int, found.groups())) < least:
+            raise UserError(
+                f"{name} {version} is older than {least[0]}.{least[1]}: pip install --upgrade "
+                "torch torchvision, or activate another environment"
+            )
+
+
 # --- Errors -----------------------------------------------------------------------------------
 
 # Gloo and the loader raise plain RuntimeErrors: these parts of their texts tell them from bugs.
@@ -363,7 +390,7 @@ def explain(what, error_type=UserError):
 
 def kind_of(error):
     """lost: network, other ranks, loader workers, the system; user: a full GPU; else a bug."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError) or "MPS backend out of memory" in str(error):
         return "user"
     known = isinstance(error, RuntimeError) and OUTSIDE.search(str(error))
     return "lost" if known or isinstance(error, (OSError, dist.DistError)) else "bug"
@@ -387,6 +414,7 @@ def one_line_errors(main):
     """
     process, code = Process(), 0
     try:
+        check_system()
         main(process)
     except UserError as error:
         code, others_tell = 1, process.local_rank > 0 and dist.is_initialized()
@@ -446,6 +474,9 @@ def from_rank_0(process, phase, make):
 # --- Arguments ---------------------------------------------------------------------------------
 
 REDUCED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what --precision computes in
+PRECISIONS = ["fp32", "fp16", "bf16"]  # a GPU that is fast in one is so in those before it
+LR_BATCH = 64  # images a step for which --lr is meant, by --lr_scaling linear
+SHARED_MEMORY = "/dev/shm"  # of Linux: here PyTorch's loader workers hand their batches over
 # Each option's name; its type and default (! for one that must be given), or its choices, the
 # default first; the least that a number may be; its meaning.
 OPTIONS = f"""
@@ -460,12 +491,15 @@ batch_size          int={BATCH_SIZE}          1     images per process and micro
 global_batch_size   int                       1     images per step of all processes together
 accumulate_steps    int=1                     1     micro-batches per optimizer step
 lr                  float={LR}                1e-9  learning rate of Adam
+lr_scaling          none|linear               -     linear: --lr times global batch / {LR_BATCH}
 warmup_steps        int=0                     0     steps in which the rate rises to its value
 weights             text=imagenet             -     imagenet, none, or a state-dict FILE
 seed                int={SEED}                0     of weights, order and crops
 max_steps           int                       1     stop after this many optimizer steps in all
 precision           auto|fp32|fp16|bf16       -     auto: what the hardware does best
 compile             flag                      -     torch.compile the model
+sync_bn             flag                      -     batch norm over the images of all GPUs
+device              auto|mps                  -     auto: NVIDIA GPU, else CPU; mps: a Mac's GPU
 backend             auto|nccl|gloo            -     auto: nccl on NVIDIA GPUs, else gloo
 timeout             float={TIMEOUT}           0.1   seconds until a silent peer counts as lost
 bucket_cap_mb       float=25                  0.1   MiB of gradients in one all-reduce
@@ -525,13 +559,91 @@ def parse_arguments(argv):
 def complete_arguments(args, process, images):
     """Fills in what depends on the machine and on the number of images. Raises UserError."""
     with together(process, "check of the arguments"):
+        complete_device(args, process)
         complete_batch(args, process.world_size * args.accumulate_steps, images)
         process.batch_size = args.batch_size
-        complete_precision(args, process)
-        if args.workers is None:
-            args.workers = max(1, process.cores - 1) if process.gpu else 1
-        if args.workers and len(folder := tempfile.gettempdir()) > 75:  # of 107 in a socket's name
+        complete_rate(args, process)
+        complete_workers(args, process)
+    (fastest,) = gather(fastest_precision(process))
+    with together(process, "check of the arguments"):
+        complete_precision(args, process, fastest)
+
+
+def complete_device(args, process):
+    """Takes a Mac's GPU, where --device asks for it. Raises UserError, of --sync_bn too."""
+    if args.sync_bn and not process.gpu:
+        raise UserError("--sync_bn needs NVIDIA GPUs: PyTorch has no other SyncBatchNorm")
+    if args.device == "mps":
+        if process.gpu or not torch.backends.mps.is_available():
+            raise UserError("--device mps: PyTorch finds no Mac's GPU here: leave it out")
+        if process.world_size > 1:
+            raise UserError(f"--device mps takes one process, not {process.world_size}")
+        if args.grad_compression != "none":
+            raise UserError("--grad_compression goes with DDP, which --device mps is without")
+        process.device = torch.device("mps")
+        log(process, "One process on a Mac's GPU, without DDP, which has no backend there")
+
+
+def complete_workers(args, process):
+    """The number of loader processes, and whether they can work here."""
+    chosen = args.workers is None
+    if chosen:
+        args.workers = 1 if process.device.type == "cpu" else max(1, process.cores - 1)
+    if args.workers and sys.platform == "linux":
+        fit_workers(args, process, chosen)
+    if args.workers:
+        with explain("loader workers need a folder: export TMPDIR=DIR, or give --workers 0"):
+            folder = tempfile.gettempdir()
+        if len(folder) > 75:  # of 107 in a socket's name
             raise UserError(f"TMPDIR {folder} is too long for loader workers: export TMPDIR=/tmp")
+    if process.gpu and process.cores < 2 and process.local_rank == 0:
+        text = "WARNING: one core for this process, whose GPU will wait for images: give it more"
+        log(process, f"{text} (srun --cpus-per-task=8)")
+
+
+def fit_workers(args, process, chosen):
+    """Compares shared memory with what the workers need; lowers a number that was chosen here.
+
+    Where it is full, the kernel ends a worker by a bus error. Raises UserError.
+    """
+    free = free_bytes(SHARED_MEMORY) // process.local_world_size
+    batch = 3 * args.batch_size * args.image_size**2
+    # There are at most two batches of each worker, and those of this step and of the one before.
+    fitting = max(0, (free // batch - 2 * args.accumulate_steps) // 2)
+    if args.workers <= fitting:
+        return
+    sizes = [f"{size / 2**20:.3g} MiB" for size in (free, batch)]
+    text = f"{SHARED_MEMORY} has {sizes[0]} for each process and a batch takes {sizes[1]}: "
+    more = "enlarge it (docker: --shm-size=1g)"
+    if not chosen and free < batch:
+        raise UserError(f"{text}{more}, or give --workers 0")
+    if chosen:
+        text += f"--workers {fitting} in place of {args.workers}; for more {more}"
+        args.workers = fitting
+    else:
+        text += f"--workers {args.workers} may end by a bus error; give fewer, or {more}"
+    if process.local_rank == 0:
+        log(process, f"WARNING: {text}")
+
+
+def free_bytes(folder):
+    """Of a file system; none where this user may not write."""
+    try:
+        facts = os.statvfs(folder)
+    except OSError:  # no such folder
+        return 0
+    if not os.access(folder, os.W_OK):
+        return 0
+    # A tmpfs without a limit has no blocks at all.
+    return facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize
+
+
+def complete_rate(args, process):
+    """The learning rate for this global batch, by --lr_scaling."""
+    if args.lr_scaling == "linear":
+        given, args.lr = args.lr, args.lr * args.global_batch_size / LR_BATCH
+        if process.rank == 0:
+            log(process, f"--lr {given:g} x {args.global_batch_size} / {LR_BATCH} = {args.lr:g}")
 
 
 def complete_batch(args, parts, images):
@@ -544,10 +656,14 @@ def complete_batch(args, parts, images):
     args.max_steps = min(args.num_epochs * args.steps_per_epoch, args.max_steps or sys.maxsize)
 
 
-def complete_precision(args, process):
-    """What to compute in, and to send gradients as."""
+def complete_precision(args, process, fastest):
+    """What to compute in, and to send gradients as; `fastest` is a list with each rank's."""
     if args.precision == "auto":
-        args.precision = fastest_precision(process)
+        args.precision = min(fastest, key=PRECISIONS.index)  # what all of them do well
+        others = Counter(name for name in fastest if name != args.precision)
+        if others and process.rank == 0:
+            text = ", ".join(f"{number} could do {name}" for name, number in others.items())
+            log(process, f"--precision auto is {args.precision}, which all ranks do ({text})")
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # fp32 means fp32: no TF32
     if args.grad_compression == "powersgd":
         args.bucket_cap_mb = 1024  # NOTE: over Gloo PowerSGD hangs with two buckets
@@ -563,8 +679,10 @@ def fastest_precision(process):
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bf16"
         return "fp16" if torch.cuda.get_device_capability() >= (7, 0) else "fp32"
+    if process.mps:
+        return "fp32"
     with suppress(OSError):  # of Linux
-        if re.search(r" (avx512|amx)_bf16\b", Path("/proc/cpuinfo").read_text()):
+        if re.search(r" (avx512|amx)_bf16\b", Path("/proc/cpuinfo").read_text(errors="replace")):
             return "bf16"
     return "fp32"
 
@@ -579,6 +697,7 @@ LAUNCHERS = {
 }
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
 SIOCGIFADDR = 0x8915  # of linux/sockios.h: an interface's address
+NVIDIA = "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"  # one is there with NVIDIA's driver
 
 
 @dataclass
@@ -615,6 +734,11 @@ class Process:
         return self.device.type == "cuda"
 
     @property
+    def mps(self):
+        """A Mac's GPU. NOTE: copies to it have to wait: PyTorch may read what is freed by then."""
+        return self.device.type == "mps"
+
+    @property
     def name(self):
         """[GPU 3]: with this each of its lines begins."""
         return f"[{self.device.type.replace('cuda', 'gpu').upper()} {self.rank}]"
@@ -631,13 +755,17 @@ def find_launcher():
         return "python"
     for name, theirs in zip(LAUNCHERS["torchrun"], names, strict=True):
         env[name] = env.get(theirs, "").partition("(")[0]  # SLURM writes 2(x3)
+    if launcher == "torchrun" and not env["LOCAL_RANK"] + env["LOCAL_WORLD_SIZE"]:
+        # One process a node (of Kubernetes: a pod) needs no more than RANK and WORLD_SIZE.
+        launcher, env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"] = "environment", "0", "1"
     if launcher == "srun":  # the first node, and a port of its own for each step of each job
         first = re.match(r"([^\[,]+)\[?(\d*)", env["SLURM_STEP_NODELIST"])
         port = int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"])
         env.setdefault("MASTER_ADDR", first[1] + first[2])
         env.setdefault("MASTER_PORT", str(20000 + port % 20000))
     if "MASTER_ADDR" not in env:
-        raise UserError("MASTER_ADDR is not set: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 ...")
+        how = "mpirun -x" if launcher == "mpirun" else "export"
+        raise UserError(f"MASTER_ADDR is not set: {how} MASTER_ADDR=HOST_OF_RANK_0")
     env.setdefault("MASTER_PORT", "29500")
     return launcher
 
@@ -647,11 +775,14 @@ def check_process(process, gpus):
     if not 0 <= process.rank < process.world_size:
         raise UserError(f"RANK {process.rank} is not below WORLD_SIZE {process.world_size}")
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
-    if not gpus and wanted and torch.version.cuda and os.path.exists("/dev/nvidiactl"):
-        raise UserError(
-            f"PyTorch cannot use this node's NVIDIA driver, with CUDA {torch.version.cuda}: "
-            "update it, or export CUDA_VISIBLE_DEVICES= to train on the CPU"
-        )
+    if not gpus and wanted and any(map(os.path.exists, NVIDIA)) and not torch.version.hip:
+        if torch.version.cuda:
+            why = f"PyTorch cannot use this node's NVIDIA driver, with CUDA {torch.version.cuda}"
+            do = "update it"
+        else:
+            why = f"this node has an NVIDIA driver, and PyTorch {torch.__version__} has no CUDA"
+            do = "install a build that has, as pytorch.org says"
+        raise UserError(f"{why}: {do}, or export CUDA_VISIBLE_DEVICES= to train on the CPU")
     own = process.launcher == "srun" and gpus == 1  # --gpus-per-task shows each task its own GPU
     if process.backend == "nccl" and process.local_world_size > gpus and not own:
         raise UserError(
@@ -664,10 +795,40 @@ def share_cpu(process):
     """Gives this process its part of the node's cores, and memory that it keeps."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     bound = process.launcher in ("srun", "mpirun") and cores < os.cpu_count()  # to its own cores
-    process.cores = cores if bound else max(1, cores // process.local_world_size)
+    own = cores if bound else cores // process.local_world_size
+    quota = cores_by_quota() / process.local_world_size
+    process.cores = max(1, int(min(own, quota)))
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(process.cores)
     keep_memory(2**22)
+
+
+def cores_by_quota(listed="/proc/self/cgroup", mounted="/sys/fs/cgroup"):
+    """How many cores' time a container or a job is given: the least quota of its cgroups.
+
+    Such a limit, as of docker --cpus, leaves all cores in sight. Infinity where there is none.
+    """
+    least = math.inf
+    with suppress(OSError, ValueError):  # not Linux
+        for line in Path(listed).read_text().splitlines():  # 0::/a/b or, of version 1, 4:cpu:/a/b
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            own = Path(mounted, "cpu" if controllers else "", path.lstrip("/"))
+            for folder in (own, *own.parents):  # a quota holds for all that is below it
+                least = min(least, quota_of(folder))
+    return least
+
+
+def quota_of(cgroup):
+    """Cores that a cgroup may use at a time, or infinity."""
+    found = []
+    with suppress(OSError, ValueError):  # "max" is no number
+        found = [int(word) for word in (cgroup / "cpu.max").read_text().split()]
+    with suppress(OSError, ValueError):  # of version 1
+        files = [cgroup / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
+        found = [int(file.read_text()) for file in files]  # a quota of -1 is none
+    return math.ceil(found[0] / found[1]) if found and min(found) > 0 else math.inf
 
 
 def keep_memory(below=None):
@@ -788,10 +949,7 @@ def compare_ranks(args, process, index, val_index):
         if val_index:
             check_images(args.val_image_path, val_index)
         if args.checkpoint and process.rank == 0:
-            with explain(f"checkpoint {args.checkpoint}: in use by another run, or not writable"):
-                # held until this process ends; loader workers do not inherit a lock of lockf
-                lock = os.open(f"{args.checkpoint}.lock", os.O_CREAT | os.O_WRONLY, 0o666)
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_checkpoint(args.checkpoint, process)
     if process.rank == 0 and max(map(min, sizes), default=math.inf) < args.image_size:
         log(process, "WARNING: the images are smaller than --image_size: made for another one?")
     facts["sizes of the images"] = digest(sizes)
@@ -902,6 +1060,7 @@ def load_weights(model, source):
     if source == "imagenet":
         weights = torchvision.models.ResNet18_Weights.DEFAULT
         text = f"fetch {weights.url} where internet is, into {torch.hub.get_dir()}/checkpoints"
+        text += " (TORCH_HOME moves this folder)"
         socket.setdefaulttimeout(20)  # a network that swallows packets must not hang the run
         with explain(f"no ImageNet weights: {text}, or use --weights none"):
             state = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
@@ -912,6 +1071,31 @@ def load_weights(model, source):
         if len(state["fc.weight"]) != CLASSES:  # another task's last layer is left out
             state |= {"fc.weight": model.fc.weight, "fc.bias": model.fc.bias}
         model.load_state_dict(state)
+
+
+def adapt_model(args, process, model):
+    """Changes the model in place, before DDP sees it."""
+    if args.sync_bn:
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if args.compile:
+        compile_training(model, args.batch_size)
+    if process.mps:  # NOTE: batch norm's backward pass has failed there on channels_last
+        model.to(memory_format=torch.contiguous_format)
+        model.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
+
+
+class WithoutDDP(torch.nn.Module):
+    """In DDP's place where a process is alone, on a device that DDP has no backend for."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+    def forward(self, images):
+        return self.module(images)
+
+    def no_sync(self):
+        return nullcontext()
 
 
 def compile_training(model, batch_size):
@@ -965,11 +1149,14 @@ class StepTimer:
     they are averaged: nothing but all-reduces goes on. The rest of a step is data or compute.
     """
 
-    def __init__(self, gpu):
-        self.gpu, self.marks, self.unread, self.steps = gpu, [], [], []
+    def __init__(self, process):
+        self.gpu, self.mps = process.gpu, process.mps
+        self.marks, self.unread, self.steps = [], [], []
 
     def mark(self, *_):
         """Notes this moment; of a GPU, which works behind the script, when it gets here."""
+        if self.mps:
+            torch.mps.synchronize()  # a Mac's GPU is waited for
         moment = torch.cuda.Event(enable_timing=True) if self.gpu else perf_counter()
         if self.gpu:
             moment.record()
@@ -1014,7 +1201,7 @@ class Run:
         self.next_talk, self.unread_losses = 0, []  # a step; (tensor, images) since the last talk
         self.parameters = sum(map(torch.numel, self.model.parameters()))
         self.powersgd = compress_gradients(self.args, self.ddp)
-        self.timer = StepTimer(self.process.gpu)
+        self.timer = StepTimer(self.process)
         self.scaler = torch.amp.GradScaler(
             self.process.device.type, enabled=self.args.precision == "fp16"
         )
@@ -1130,7 +1317,8 @@ def stop_where_any_rank_must(run):
     if not all(map(math.isfinite, losses)):
         raise UserError(f"a loss up to step {run.step} is not finite: lower --lr")
     if sum(damaged) > MAX_DAMAGED * len(run.loader.sampler.dataset):
-        raise UserError(f"{sum(damaged)} images are damaged, over {MAX_DAMAGED:.0%}: repair them")
+        found = counted(sum(damaged), "image is", "images are")
+        raise UserError(f"{found} damaged, over {MAX_DAMAGED:.0%}: repair them")
     if reason := next(filter(None, stops), ""):
         save_checkpoint(run, last=True)
         code = os.EX_TEMPFAIL  # 75, by sysexits.h: start it again later
@@ -1155,8 +1343,22 @@ def finish_epoch(run):
 
 # What a run must share with the one it resumes, and what a checkpoint holds.
 SHARED = ["--global_batch_size", "--image_size", "--lr", "--warmup_steps", "--precision"]
-SHARED += ["--grad_compression", "--powersgd_rank", "--seed", "data set", "sizes of the images"]
+SHARED += ["--grad_compression", "--powersgd_rank", "--sync_bn", "--seed"]
+SHARED += ["data set", "sizes of the images"]
 STATEFUL = ["model", "optimizer", "scaler"]
+
+
+def lock_checkpoint(path, process):
+    """Keeps other runs from this file until this process ends. Raises UserError."""
+    with explain(f"checkpoint {path}: in use by another run, or not writable"):
+        lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY, 0o666)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # loader workers do not inherit it
+        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: another run has it
+            raise
+        except OSError as error:  # some file systems of networks and clusters know no locks
+            text = f"WARNING: checkpoint {path} cannot be locked ({error.strerror}): "
+            log(process, text + "see to it that no other run writes it")
 
 
 def save_checkpoint(run, last=False):
@@ -1192,15 +1394,27 @@ def load_checkpoint(run):
     if not from_rank_0(process, "checkpoint", lambda: os.path.exists(path)):
         return f"No checkpoint {path} yet: the run starts afresh"
     state = from_rank_0(process, "checkpoint", lambda: load_file(path, "checkpoint"))
+    newer = {"--sync_bn": False}  # than some checkpoints
     with together(process, "checkpoint"), explain(f"checkpoint {path} is not one of this demo"):
         for name, value in run.facts.items():
-            then = state["facts"].get(name)
+            then = state["facts"].get(name, newer.get(name))
             if then != value and name in SHARED:
-                raise UserError(f"checkpoint {path} has {name} {then}, not {value}: use the same")
+                do = what_to_give(run.args, name, then)
+                raise UserError(f"checkpoint {path} has {name} {then}, not {value}: {do}")
         for name in STATEFUL:
             getattr(run, name).load_state_dict(state[name])
         run.epoch, run.step = state["epoch"], state["step"]
     return f"Resumed from {path} at step {run.step}"
+
+
+def what_to_give(args, name, then):
+    """What goes on with a checkpoint that has another value of an option, or other data."""
+    if not name.startswith("--"):
+        return "use the same"
+    if isinstance(then, bool):
+        return f"give {name}" if then else f"leave {name} out"
+    scaled = name == "--lr" and args.lr_scaling != "none"
+    return f"give {name} {then}" + " without --lr_scaling" * scaled
 
 
 # --- Log ---------------------------------------------------------------------------------------
@@ -1221,10 +1435,16 @@ def duration(seconds, digits=2):
     return f"{h}h " * (h > 0) + f"{m}m " * (h + m > 0) + f"{rest:.{digits}f}s"
 
 
+def counted(number, one, more):
+    """'1 step', '2 steps'."""
+    return f"{number} {one if number == 1 else more}"
+
+
 def log_run(run, index, val_index, resumed):
     """Rank 0 writes what runs, on what, with which settings, and on which data."""
     args, process = run.args, run.process
     device = torch.cuda.get_device_name() if process.gpu else os.uname().machine
+    device = f"MPS of {device}" if process.mps else device
     hosts, devices, local = gather(socket.gethostname(), device, process.local_rank)
     nccl = torch.cuda.nccl.version() if process.backend == "nccl" else None
     facts = {
@@ -1248,13 +1468,34 @@ def log_run(run, index, val_index, resumed):
         "env": {k: v for k, v in sorted(os.environ.items()) if LOGGED.match(k)},
     }
     if process.rank == 0:
-        text = (
-            "{world_size} processes on {nodes} nodes, {backend}, {precision}; {max_steps} steps "
-            "of {global_batch_size} images; {images} have labels, {images_without_annotations} "
-            "do not, {padding} come twice an epoch"
-        )
         log(process, "Run " + json.dumps(facts))
-        log(process, f"Run: {text.format(**facts)}. {resumed}")
+        log(process, f"Run: {run_in_words(facts)}. {resumed}")
+        if process.launcher == "environment":
+            log_places(process, hosts)
+
+
+def run_in_words(facts):
+    """The main facts of the Run record."""
+    processes = counted(facts["world_size"], "process", "processes")
+    nodes = counted(facts["nodes"], "node", "nodes")
+    steps = counted(facts["max_steps"], "step", "steps")
+    images = counted(facts["global_batch_size"], "image", "images")
+    labelled = counted(facts["images"], "has a label", "have labels")
+    others = counted(facts["images_without_annotations"], "does not", "do not")
+    twice = counted(facts["padding"], "comes", "come")
+    return (
+        f"{processes} on {nodes}, {facts['backend']}, {facts['precision']}; {steps} of {images}; "
+        f"{labelled}, {others}, {twice} twice an epoch"
+    )
+
+
+def log_places(process, hosts):
+    """Rank 0 says where it takes the processes to be, which nobody has told them."""
+    log(process, "LOCAL_RANK is not set: each process is taken for the only one of its node")
+    host, number = Counter(hosts).most_common(1)[0]
+    if number > 1:
+        text = f"WARNING: {number} processes are on {host}, and each takes its first GPU: "
+        log(process, text + "set LOCAL_RANK and LOCAL_WORLD_SIZE, or start them by torchrun")
 
 
 def log_step(run, loss):
@@ -1292,12 +1533,14 @@ def summarize(run):
     }
     if process.rank == 0:
         text = (
-            "Summary: {epochs} epochs, {steps} steps, {img_per_s:.1f} img/s; a step of "
-            "{step_ms:.0f} ms is {data_ms:.0f} data + {compute_ms:.0f} compute + {exposed_ms:.0f} "
-            "exposed communication; replicas identical: {replicas_identical}"
+            "{img_per_s:.1f} img/s; a step of {step_ms:.0f} ms is {data_ms:.0f} data + "
+            "{compute_ms:.0f} compute + {exposed_ms:.0f} exposed communication; "
+            "replicas identical: {replicas_identical}"
         )
         log(process, "Summary " + json.dumps(summary))
-        log(process, text.format(**summary))
+        epochs = counted(summary["epochs"], "epoch", "epochs")
+        steps = counted(summary["steps"], "step", "steps")
+        log(process, f"Summary: {epochs}, {steps}, {text.format(**summary)}")
         time.sleep(0.3 * ("SLURM_STEP_ID" in os.environ))  # srun mixes lines of over 1 KB
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import pickle
 import re
+import runpy
 import shlex
 import shutil
 import socket
 import struct
+import sys
 import time
 import unicodedata
 import zlib
@@ -22,18 +27,28 @@ import test_demo
 from datasets import Payload, instances, numbered, truncate, write_images
 from forks import Job, start
 from PIL import Image
-from processes import LONG, SCRIPT, free_port, long, long_among, run_demo
+from processes import LONG, ROOT, SCRIPT, free_port, long, long_among, run_demo
 
 FAST = [*test_demo.FAST, "--batch_size", "4", "--max_steps", "1"]
 
 
-def driver_without_gpu(demo, result, visible):
+def as_a_program(demo, result, missing=(), versions=None):
+    """The script from its first line on, as Python starts it, with other libraries around it."""
+    for name in missing:
+        sys.modules[name] = None
+    for name, version in (versions or {}).items():
+        sys.modules[name].__version__ = version
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def driver_without_gpu(demo, result, visible, cuda="13.0", hip=None):
     """The script's main on a machine with an NVIDIA driver that PyTorch cannot use."""
     import torch
 
     exists = os.path.exists
     os.path.exists = lambda path: path == "/dev/nvidiactl" or exists(path)
-    torch.cuda.is_available, torch.version.cuda = lambda: False, "13.0"
+    torch.cuda.is_available = lambda: False
+    torch.version.cuda, torch.version.hip = cuda, hip
     os.environ.pop("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
@@ -52,6 +67,24 @@ def raise_in(demo, result, name, text):
         "init_process_group": (demo.dist, demo.dist.DistBackendError),
     }[name]
     setattr(place, name, broken)
+    start(demo)
+
+
+def pretend_mac(demo, result):
+    """The script's main on a machine that says it has a Mac's GPU."""
+    import torch
+
+    torch.backends.mps.is_available = lambda: True
+    start(demo)
+
+
+def lockf_fails(demo, result, number):
+    """The script's main with a file system whose locks end with this error."""
+
+    def lockf(*_):
+        raise OSError(number, os.strerror(number))
+
+    demo.fcntl.lockf = lockf
     start(demo)
 
 
@@ -176,6 +209,45 @@ def assert_clean(job: Job) -> None:
     """Nothing in the output steers a terminal, or makes one line look as two."""
     text = (job.output).replace("\n", "")
     assert {c for c in text if unicodedata.category(c) in ("Cc", "Zl", "Zp")} == set()
+
+
+# --- System ----------------------------------------------------------------------------------
+
+
+def test_windows_is_one_line(demo, data):
+    """Its Python has no fcntl. Not run on Windows itself: python demo_coco_resnet18.py --help."""
+    job = demo.run([*data.argv(), *FAST], expect=None, call=as_a_program, missing=["fcntl"])
+    assert_refused(job, ["Windows", "WSL2"])
+
+
+@pytest.mark.parametrize(
+    ("versions", "words"),
+    [
+        ({"torch": "2.10.1+cu128"}, ["torch 2.10.1", " 2.11: ", "pip install --upgrade"]),
+        ({"torch": "1.13.0"}, ["torch 1.13.0", " 2.11: "]),
+        ({"torchvision": "0.25.0"}, ["torchvision 0.25.0", " 0.26: "]),
+    ],
+    ids=str,
+)
+def test_library_that_is_too_old_is_one_line(demo, data, versions, words):
+    job = demo.run([*data.argv(), *FAST], expect=None, call=as_a_program, versions=versions)
+    assert_refused(job, words)
+
+
+@pytest.mark.parametrize("version", ["2.11.0a0+git1234", "2.11.0", "3.0.0", "unknown"])
+def test_library_that_is_not_too_old_is_taken(demo, version):
+    versions = {"torch": version, "torchvision": "0.26.0+cpu"}
+    job = demo.run(["--help"], call=as_a_program, versions=versions)
+    assert job.out.startswith("usage: ")
+
+
+def test_least_versions_are_the_same_in_all_places():
+    least = re.search(r"(?m)^LEAST_TORCH, LEAST_TORCHVISION = (.*?)  #", SCRIPT.read_text())[1]
+    torch, torchvision = (".".join(map(str, pair)) for pair in ast.literal_eval(least))
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"needs torch {torch} and torchvision {torchvision} or newer" in readme
+    requirements = (ROOT / "requirements.txt").read_text()
+    assert re.findall(r"(?m)^torch(?:vision)?>=(\S+)", requirements) == [torch, torchvision]
 
 
 # --- Data ------------------------------------------------------------------------------------
@@ -380,6 +452,8 @@ WRONG = {
 UNSUITED = {
     "--global_batch_size 7 --accumulate_steps 2": ["--global_batch_size 7", "2"],
     "--backend nccl": ["--backend nccl", "GPU"],
+    "--sync_bn": ["--sync_bn", "GPUs"],
+    "--device mps": ["--device mps", "Mac"],
 }
 
 
@@ -613,6 +687,35 @@ def test_driver_that_is_of_no_use_is_refused_unless_gpus_are_hidden(demo, data, 
         assert job.codes == [0] and job.json_line("Run")["devices"], job.tail()
 
 
+@pytest.mark.parametrize(
+    ("visible", "hip", "refused"),
+    [(None, None, True), ("", None, False), (None, "6.4", False), ("0", None, True)],
+    ids=["seen", "hidden", "build for AMD's GPUs", "one seen"],
+)
+def test_build_without_cuda_is_refused_where_a_gpu_is(demo, data, visible, hip, refused):
+    data.options["annotation_path"] = "none.json"  # which ends the others a little later
+    options = {"visible": visible, "cuda": None, "hip": hip}
+    job = demo.run([*data.argv(), *FAST], expect=None, call=driver_without_gpu, **options)
+    told = ["has no CUDA", "pytorch.org", "export CUDA_VISIBLE_DEVICES= "]
+    assert_refused(job, told if refused else ["none.json"])
+
+
+@pytest.mark.parametrize(
+    ("nproc", "more", "words"),
+    [
+        (2, [], ["--device mps takes one process, not 2"]),
+        (1, ["--grad_compression", "powersgd"], ["--grad_compression", "--device mps"]),
+        (1, ["--sync_bn"], ["--sync_bn", "GPUs"]),
+    ],
+    ids=["two processes", "compression", "sync_bn"],
+)
+def test_what_does_not_go_with_a_macs_gpu_is_one_line(demo, data, nproc, more, words):
+    argv = [*data.argv(), *FAST, "--device", "mps", *more]
+    job = demo.run(argv, nproc, expect=None, call=pretend_mac)
+    assert_refused(job, words)
+    assert "One process" not in job.out
+
+
 def test_gpu_that_this_build_was_not_made_for_is_one_line(demo, data):
     argv = [*data.argv(), *FAST]
     job = demo.run(argv, expect=None, call=gpu_without_kernels)
@@ -659,7 +762,12 @@ PLACES = {
     "rank is empty": ({"RANK": ""}, ["torchrun", "RANK"]),
     "rank out of range": ({"RANK": "3"}, ["RANK 3", "WORLD_SIZE"]),
     "no world size": ({"WORLD_SIZE": None}, ["WORLD_SIZE"]),
+    "no local rank": ({"LOCAL_RANK": None}, ["torchrun", "LOCAL_RANK"]),
     "no master": ({"MASTER_ADDR": None}, ["MASTER_ADDR"]),
+    "no master of pods": (
+        {"MASTER_ADDR": None, "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None},
+        ["export MASTER_ADDR="],
+    ),
     "master has no address": ({"MASTER_ADDR": "no-such-host.invalid", "RANK": "1"}, ["no-such"]),
     "port is not a number": ({"MASTER_PORT": "http"}, ["http"]),
     "port out of range": ({"MASTER_PORT": "99999"}, ["99999"]),
@@ -681,12 +789,49 @@ def test_wrong_place_among_the_ranks_is_refused(demo, data, name):
     assert job.seconds < 1 + 10
 
 
+def test_one_process_a_node_needs_no_local_rank(demo, data):
+    """As in the pods of a Kubernetes job. Here both are on one node, which is said."""
+    unset = {"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None, "GLOO_SOCKET_IFNAME": "lo"}
+    job = demo.run([*data.argv(), *FAST], 2, env=unset, call=test_demo.run_record)
+    facts = job.json_line("Run")
+    assert (facts["launcher"], facts["nodes"], facts["world_size"]) == ("environment", 2, 2)
+    told = [line for line in job.lines(0) if "LOCAL_RANK" in line]
+    assert told[0].startswith("LOCAL_RANK is not set: ") and len(told) == 2
+    assert told[1].startswith("WARNING: 2 processes are on ")
+    assert "[CPU 0] Run: 2 processes on 2 nodes, gloo" in job.out
+
+
 def test_port_that_is_taken(demo, data):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = str(taken.getsockname()[1])
         env = ONE | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         job = demo.run([*data.argv(), *FAST, "--timeout", 3], expect=None, env=env)
         assert_refused(job, ["127.0.0.1", port], others=OF_PYTORCH)
+
+
+# --- Locks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ENOLCK", *long("ENOSYS", "ENOTSUP", "EOPNOTSUPP", "EINVAL")])
+def test_checkpoint_where_no_file_can_be_locked_is_one_warning(demo, data, name):
+    argv = [*data.argv(), *FAST, "--checkpoint", data.folder / "c.pt"]
+    job = demo.run(argv, call=lockf_fails, number=getattr(errno, name))
+    (line,) = (line for line in job.lines() if "WARNING" in line)
+    assert re.match(r"\[CPU 0\] WARNING: checkpoint .*c\.pt cannot be locked \(", line), line
+    assert (data.folder / "c.pt").exists()
+
+
+@pytest.mark.parametrize("name", [None, "EAGAIN", "EACCES"], ids=str)
+def test_checkpoint_of_another_run_is_refused(demo, data, name):
+    argv = [*data.argv(), *FAST, "--checkpoint", data.folder / "c.pt"]
+    if name:
+        job = demo.run(argv, expect=None, call=lockf_fails, number=getattr(errno, name))
+    else:
+        with (data.folder / "c.pt.lock").open("w") as other:
+            fcntl.lockf(other, fcntl.LOCK_EX)
+            job = demo.run(argv, expect=None)
+    assert_refused(job, ["c.pt", "in use by another run"])
+    assert not (data.folder / "c.pt").exists()
 
 
 # --- Pictures --------------------------------------------------------------------------------

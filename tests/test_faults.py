@@ -31,6 +31,7 @@ import numpy as np
 import pytest
 from datasets import Payload, make_set
 from forks import FOR_ONE_CHECKPOINT, ForkServer, prepared
+from forks import start as start_script
 from nodes import NEW_MOUNTS, NamespacePair, mount, own_namespaces, small_disk
 from processes import (
     LONG,
@@ -59,6 +60,43 @@ NOTICED = 20  # seconds: a silent peer is noticed after --timeout 8, the rest is
 def small_shm(demo, size: str) -> None:
     own_namespaces(NEW_MOUNTS)
     mount("tmpfs", "/dev/shm", "tmpfs", f"size={size}")
+
+
+def fill_shm_later(demo) -> None:
+    """Something else fills /dev/shm when the workers have been started."""
+    log_run = demo.log_run
+
+    def full(*given):
+        log_run(*given)
+        with contextlib.suppress(OSError), open("/dev/shm/other", "wb") as file:
+            while True:
+                file.write(bytes(2**16))
+                file.flush()
+
+    demo.log_run = full
+
+
+def slow_first_step(demo, result) -> None:
+    """The script's main; in its first step the workers get ahead as far as they may."""
+    train_step = demo.train_step
+
+    def slow(run, micro_batches):
+        time.sleep(1 if run.step == 0 else 0)
+        return train_step(run, micro_batches)
+
+    demo.train_step = slow
+    start_script(demo)
+
+
+def end_after_arguments(demo) -> None:
+    """All ranks end when the arguments are complete."""
+    complete = demo.complete_arguments
+
+    def complete_and_end(*given):
+        complete(*given)
+        sys.exit(0)
+
+    demo.complete_arguments = complete_and_end
 
 
 def few_files(demo, limit: int) -> None:
@@ -790,11 +828,45 @@ def test_error_file_that_cannot_be_written_hides_nothing(ranks, data, folder):
     assert "none.json" in the_error(ended)
 
 
+def test_tiny_shared_memory_lowers_the_number_of_workers(ranks, data):
+    """Unless it was given: then the line says how to mend it."""
+    require(os.geteuid() == 0, "a /dev/shm of its own needs root")
+    argv = [part for part in FAST if part not in ("--workers", "0")]
+    argv += [*data, "--batch_size", 10, "--max_steps", 2]  # a batch takes 47 KB
+    tiny, less = (partial(small_shm, size=size) for size in ("40k", "100k"))
+    ended = ranks.run(argv, before=[tiny])
+    assert ended.json_line("Run")["workers"] == 0 and len(ended.steps()) == 2
+    line = r"^\[CPU 0\] WARNING: /dev/shm has .*: --workers 0 in place of 1; .*--shm-size=1g"
+    assert len(re.findall(line, ended.out, re.MULTILINE)) == ended.out.count("WARNING") == 1
+    half = partial(small_shm, size="240k")  # enough for one process, but not for each of two
+    for nproc, warnings in ((1, 0), (2, 1)):
+        ended = ranks.run(argv, nproc, before=[half, end_after_arguments])
+        assert len(re.findall(line, ended.out, re.MULTILINE)) == warnings
+    ended = ranks.run([*argv, "--workers", 3], before=[tiny], expect=1)
+    assert re.search("/dev/shm .* --shm-size=1g.* --workers 0", the_error(ended))
+    ended = ranks.run([*argv, "--workers", 3], before=[less, end_after_arguments])
+    said(ended.output, "WARNING: /dev/shm .* --workers 3 may end by a bus error; .*--shm-size")
+
+
 @LONG
-def test_tiny_shared_memory(ranks, data):
+def test_workers_that_the_shared_memory_has_room_for_do_not_fill_it(ranks, data):
+    """Two batches of each, of this step and the one before: a little more, and none is missing."""
+    require(os.geteuid() == 0, "a /dev/shm of its own needs root")
+    argv = [*FAST, *data, "--image_size", 224, "--batch_size", 4, "--accumulate_steps", 2]
+    argv += ["--workers", 2, "--max_steps", 3]
+    batch = 4 * 3 * 224 * 224
+    fits = partial(small_shm, size=str(8 * batch + 2**16))  # and what is not of batches
+    ended = ranks.run(argv, before=[fits], call=slow_first_step)
+    assert "/dev/shm" not in ended.out and len(ended.steps()) == 3
+
+
+@LONG
+def test_shared_memory_that_is_filled_by_others_is_one_line(ranks, data):
+    """Later than the check: the kernel ends the worker, and PyTorch says of what it died."""
     require(os.geteuid() == 0, "a /dev/shm of its own needs root")
     argv = [*FAST, *data, "--workers", 1, "--image_size", 224, "--batch_size", 12]
-    ended = ranks.run(argv, before=[partial(small_shm, size="1m")], expect=1, timeout=40)
+    before = [partial(small_shm, size="16m"), fill_shm_later]
+    ended = ranks.run(argv, before=before, expect=1, timeout=40)
     said(ended.output, "ERROR: in .*shared memory")
 
 
@@ -1030,6 +1102,7 @@ def test_resume_with_another_number_of_ranks(ranks, folder):
     ("option", "then", "now"),
     [
         ("--lr", "0.001", "0.002"),
+        ("--precision", "fp32", "bf16"),
         ("data set", "", ""),
         pytest.param("--seed", "0", "3", marks=LONG),
         pytest.param("--image_size", "40", "64", marks=LONG),
@@ -1044,7 +1117,40 @@ def test_resume_with_something_changed_is_refused(ranks, data, folder, saved, op
     ended = ranks.run([*argv, "--checkpoint", saved, "--resume", "--max_steps", 5], expect=1)
     line = the_error(ended)
     assert all(part in line for part in (option.strip("-"), then, now)), line
+    assert line.endswith(f"give {option} {then}" if now else "use the same"), line
     assert load(saved)["step"] == 1
+
+
+def test_rate_by_the_linear_rule_is_what_a_resumed_run_shares(ranks, data, saved):
+    """That of the checkpoint is 0.001, of 4 images a step."""
+    argv = [*FAST, *data, "--checkpoint", saved, "--resume", "--max_steps", 1]
+    scaled = [*argv, "--lr_scaling", "linear", "--lr"]
+    assert "Resumed from" in ranks.run([*scaled, 0.016]).out
+    line = the_error(ranks.run([*scaled, 0.001], expect=1))
+    assert line.endswith("has --lr 0.001, not 6.25e-05: give --lr 0.001 without --lr_scaling")
+
+
+def without_sync_bn(demo, result, path, value):
+    """Changes a checkpoint: made with --sync_bn, or before there was such an option (None)."""
+    state = load(Path(path))
+    state["facts"]["--sync_bn"] = value
+    if value is None:
+        del state["facts"]["--sync_bn"]
+    demo.torch.save(state, path)
+
+
+@pytest.mark.parametrize("value", [None, *long(True)])
+def test_checkpoint_from_before_an_option_was_made_without_it(
+    demo, ranks, data, folder, saved, value
+):
+    path = shutil.copy(saved, folder / "c.pt")
+    argv = [*FAST, *data, "--checkpoint", path, "--resume", "--max_steps", 1]
+    demo.run(call=without_sync_bn, path=str(path), value=value)
+    ended = ranks.run(argv, expect=int(value is not None))
+    if value is None:
+        assert "Resumed from" in ended.out
+    else:
+        assert the_error(ended).endswith("has --sync_bn True, not False: give --sync_bn")
 
 
 def test_resume_with_pictures_of_another_size_is_refused(ranks, data, folder, saved):

@@ -356,12 +356,19 @@ def test_batch_script_is_the_tested_one():
     assert [text for page in PAGES.values() for text in page.files] == [tested]
 
 
+# Of a log's sentences, what follows a 1 and any other number.
+ONE_AND_MORE = {"process on": "processes on", "node,": "nodes,", "has a label,": "have labels,"}
+ONE_AND_MORE |= {"does not,": "do not,", "comes twice": "come twice"}
+
+
 def shape(line: str) -> str:
     """A log line without its figures, the precision that this CPU is best at, and the rest of a
     record.
     """
     line = re.sub(r", \.\.\.}$", "", line)
     line = re.sub(r"\b(fp32|fp16|bf16)\b", "PRECISION", line)
+    for one, more in ONE_AND_MORE.items():
+        line = line.replace(more, one)
     line = re.sub(r"(\d+h )?(\d+m )?\d+(\.\d+)?s\b", "TIME", line)
     return re.sub(r"\d+(\.\d+)?", "N", line)
 

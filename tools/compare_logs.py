@@ -138,7 +138,7 @@ def compare(runs, latency_s, force=False, project_from=None):
 # --- reading logs ------------------------------------------------------------------------------
 
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]*(?:\x07|\x1b\\)?)")
-PREFIX = re.compile(r"\[(GPU|CPU) (\d{1,6})\] ")
+PREFIX = re.compile(r"\[(GPU|CPU|MPS) (\d{1,6})\] ")
 # Fixed numbers of decimals tell a whole number from one that was cut off.
 LOSS = r"(-?inf|nan|-?\d{1,12}\.\d{4}(?!\d))"
 STEP = re.compile(
