@@ -310,19 +310,28 @@ def test_checkout_that_cannot_be_written(folder):
     assert f"made in {folder.path}/data, which cannot be written: give --coco_image" in output
 
 
+@pytest.mark.parametrize("launcher", ["launch_single.sh", "launch_multinode.sh"])
+def test_exported_cdpath_changes_nothing(folder, launcher):
+    """Under it `cd` prints where it goes."""
+    shutil.rmtree(folder.path / "tools")  # the launcher starts torchrun by itself
+    command = ["-c", 'cd .. && exec bash "$@"', "bash", f"{folder.path.name}/{launcher}", "x"]
+    code, output = folder.run(*command, CDPATH=".", NNODES=1, PYTHON="echo")
+    assert code == 0 and f" {folder.path}/demo_coco_resnet18.py x\n" in output
+
+
 def test_path_with_a_space_and_an_accent(tmp_path):
-    """And with CDPATH, under which `cd` prints where it goes, in a locale that knows no accent."""
+    """In a locale that knows no accent."""
     (tmp_path / "mein Gerät").mkdir()
     folder = Folder(tmp_path / "mein Gerät", torchrun="stand-in")
     shutil.copy(folder.path / "demo_coco_resnet18.py", folder.path / "tools/probe_link.py")
-    command = ["-c", 'cd .. && exec bash "$@"', "bash", "mein Gerät/launch_single.sh", "ä b"]
     variables = {"LOG_DIR": tmp_path / "meine Läufe", "RUN_NAME": "größer 2", "GPUS": 2}
-    code, output = folder.run(*command, LC_ALL="C", CDPATH=".", **variables)
+    variables |= {"NETWORK": "ethernet", "IFNAME": "lo", "NCCL_NET": "IB"}  # which it remarks on
+    code, output = folder.run("launch_single.sh", "ä b", LC_ALL="C", **variables)
     assert code == 0, output
     found = reports(output)
     assert [r["script"] for r in found] == ["probe_link.py"] * 2 + ["demo_coco_resnet18.py"] * 2
     assert all(report["argv"] == ["ä b"] for report in found)
-    assert "demo_coco_resnet18.py 'ä b'\n" in output
+    assert "demo_coco_resnet18.py 'ä b'\n" in output and "would set NCCL_NET=Socket" in output
     assert (tmp_path / "meine Läufe/größer 2/node0.log").read_text() == output
 
 

@@ -207,11 +207,10 @@ def test_disk_that_is_full_for_several_processes(tmp_path):
 
 
 def test_process_that_is_killed_while_it_draws(tmp_path):
-    given = [tmp_path / "coco", "--images", 5000, "--processes", 2]
+    given = [tmp_path / "coco", "--images", 400, "--processes", 2]
     with start([sys.executable, TOOL, *given], split=True) as started:
         wait_until(lambda: list(tmp_path.rglob("*.jpg")), 30, "the first picture")
-        for worker in {*started.pids()} - {started.pid}:
-            os.kill(worker, signal.SIGKILL)
+        os.kill(max(started.pids()), signal.SIGKILL)  # the last one that was started
         run = started.finish(30, expect=1)
     assert "error: a process that drew pictures was ended: is there enough memory?" in run.err
     assert len(run.err.splitlines()) == 1 and not os.listdir(tmp_path)
