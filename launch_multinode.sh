@@ -4,12 +4,13 @@
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 GPUS_PER_NODE=2 ./launch_multinode.sh --coco_image_path DIR ...
 # or once in all, on a SLURM cluster, where these four come from the job:
 #   srun --nodes=2 --ntasks-per-node=1 ./launch_multinode.sh --coco_image_path DIR ...
-# Arguments go to demo_coco_resnet18.py; without any it trains for some steps on a sample set, made on each node.
+# Arguments go to demo_coco_resnet18.py; without any it trains on a sample set, made on each node: two epochs on one
+# node, some steps on several.
 # What else can be set in the environment, with its default:
 #   NETWORKS          "ethernet=eth0 infiniband=mlx5_0": one run over each, then the comparison
 #   WORLD_SIZE        another name of NNODES: the number of nodes, not of processes
 #   MASTER_PORT       29500; start k of the series (probe, training, restarts, next network) uses MASTER_PORT + k
-#   GPUS_PER_NODE     processes to start on this node; default: its GPUs, or 1 without any
+#   GPUS_PER_NODE     processes to start on this node; default: its GPUs, or 1 without any; all: there must be a GPU
 #   RESTARTS          0; after a failure start again, up to so many times, from the last checkpoint
 #   PROBE             1: measure the link before training with several processes; 0: do not
 #   CONNECT_TIMEOUT   300; seconds to wait for the other nodes
@@ -17,7 +18,7 @@
 #   LOG_DIR, RUN_NAME logs and a name made from the time or the job; this node's log is LOG_DIR/RUN_NAME/nodeK.log
 # Exit code: 0 done, 75 stopped by SIGTERM, SIGINT or SIGUSR1 (saved, with --checkpoint), else failed.
 set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd) # an exported CDPATH makes cd print
 ME=launch_multinode.sh
 log=/dev/null
 say() { printf '%s: %s\n' "$ME" "$*" | tee -a "$log" >&2; }
@@ -33,11 +34,14 @@ prefer() { # NAME VALUE: exports it unless the user has set NAME
     [ "${!1}" = "$2" ] || say "NETWORK=$NETWORK would set $1=$2, but it is set to '${!1}' and stays so"
 }
 # is_adapter NAME: not an interface but InfiniBand's, also where this node has none and only the name tells.
-is_adapter() { [[ -e /sys/class/infiniband/${1%%:*} || (! -e /sys/class/net/$1 && $1 =~ _[0-9]+(:[0-9]+)?$) ]]; }
+is_adapter() {
+    [ ! -e "/sys/class/infiniband/${1%%:*}" ] || return 0
+    [ ! -e "/sys/class/net/$1" ] && [[ $1 =~ _[0-9]+(:[0-9]+)?$ ]]
+}
 
 set_network() {
     local name sockets="" adapters=""
-    [[ ${NETWORK:-} =~ ^(ethernet|infiniband|)$ ]] || die "NETWORK is '$NETWORK': give ethernet or infiniband"
+    [[ ${NETWORK:-} =~ ^(ethernet|infiniband)?$ ]] || die "NETWORK is '$NETWORK': give ethernet or infiniband"
     [ -n "${NETWORK:-}${IFNAME:-}" ] || return 0
     [ -n "${IFNAME:-}" ] || die "NETWORK=$NETWORK needs IFNAME: the interface (eth0, ib0) or adapter (mlx5_0) to use"
     for name in ${IFNAME//,/ }; do
@@ -53,6 +57,15 @@ set_network() {
     [ -z "$adapters" ] || prefer NCCL_IB_HCA "=${adapters#,}"
     [ -z "$sockets" ] || prefer NCCL_SOCKET_IFNAME "=${sockets#,}" # without the = it would match what begins so, too
     [ -z "$sockets" ] || prefer GLOO_SOCKET_IFNAME "${sockets#,}"
+}
+
+# Of CUDA_VISIBLE_DEVICES CUDA takes the entries, numbers or names, up to one that is no device, such as -1.
+count_gpus() {
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^ *-/,$d' | grep -c '[^ ]' || true
+    else
+        nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
+    fi
 }
 
 NNODES=${NNODES:-${WORLD_SIZE:-}}
@@ -76,11 +89,29 @@ number NODE_RANK 0 "$((NNODES - 1))" 0 "NNODES is $NNODES"
     die "MASTER_ADDR is not set: give the address of node 0 that all nodes can reach"
 number MASTER_PORT 1 "$((65536 - starts))" 29500
 number CONNECT_TIMEOUT 1 1000000 300
-gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\).*/\1,/p' || true)}
-number GPUS_PER_NODE 0 4096 "$(tr ',' '\n' <<<"$gpus" | grep -c . || true)"
+gpus=$(count_gpus)
+if [ "${GPUS_PER_NODE:-}" = all ]; then
+    what="all GPUs are asked for, but nvidia-smi finds none"
+    [ -z "${CUDA_VISIBLE_DEVICES+set}" ] ||
+        what="all GPUs are asked for, but CUDA_VISIBLE_DEVICES is '$CUDA_VISIBLE_DEVICES'"
+    [ "$gpus" -gt 0 ] || die "$what: give the number of processes"
+    GPUS_PER_NODE=$gpus
+fi
+number GPUS_PER_NODE 0 4096 "$gpus"
 GPUS_PER_NODE=$((GPUS_PER_NODE > 0 ? GPUS_PER_NODE : 1))
-threads=$(($(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) / GPUS_PER_NODE)) # torchrun alone would set 1
+cores=$(bash "$ROOT/tools/cores.sh" 2>/dev/null || nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+threads=$((cores / GPUS_PER_NODE)) # torchrun alone would set 1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+sample=$ROOT/data/sample_coco
+if [ "$#" -eq 0 ]; then
+    own="give --coco_image_path and --annotation_path"
+    [ -f "$ROOT/tools/make_sample_coco.py" ] ||
+        die "the sample set needs tools/make_sample_coco.py, which is missing: $own"
+    parent=$ROOT
+    [ ! -d "$ROOT/data" ] || parent=$ROOT/data
+    [ -e "$sample" ] || [ -w "$parent" ] ||
+        die "the sample set would be made in $ROOT/data, which cannot be written: $own"
+fi
 
 nodes=(--nnodes="$NNODES" --node_rank="$NODE_RANK" --rdzv_backend=static)
 nodes+=(--rdzv_endpoint="${MASTER_ADDR:-}:$MASTER_PORT")
@@ -110,11 +141,16 @@ fi
 options=(--name "$ME" --log "$log" --connect_timeout "$CONNECT_TIMEOUT")
 interface=$("$PYTHON" "$ROOT/tools/preflight.py" "${options[@]}" --starts "$starts" "${nodes[@]}")
 [ -z "$interface" ] || export GLOO_SOCKET_IFNAME=$interface
-if [ "$#" -eq 0 ]; then # small images, of which a step sends much, and the same steps on all nodes
-    sample=$ROOT/data/sample_coco
-    "$PYTHON" "$ROOT/tools/make_sample_coco.py" "$sample"
+if [ "$#" -eq 0 ]; then
+    "$PYTHON" "$ROOT/tools/make_sample_coco.py" --processes "$cores" "$sample"
     set -- --coco_image_path "$sample/train2017" --annotation_path "$sample/annotations/instances_train2017.json" \
-        --weights none --batch_size 16 --image_size 64 --num_epochs 100 --max_steps 40
+        --weights none --batch_size 16
+    if [ "$NNODES" -eq 1 ]; then # a minute on two cores
+        set -- "$@" --val_image_path "$sample/val2017" \
+            --val_annotation_path "$sample/annotations/instances_val2017.json" --image_size 128 --num_epochs 2
+    else # small images, of which a step sends much, and the same steps on all nodes
+        set -- "$@" --image_size 64 --num_epochs 100 --max_steps 40
+    fi
 fi
 [ "$PROBE" = 0 ] || options+=(--probe "$ROOT/tools/probe_link.py")
 exec "$PYTHON" "$ROOT/tools/supervise.py" "${options[@]}" --restarts "$RESTARTS" -- "$PYTHON" -m "${command[@]}" "$@"

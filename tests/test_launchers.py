@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -28,7 +29,7 @@ REAL = pytest.mark.parametrize("folder", long("torchrun"), indirect=True)
 LAUNCHER_VARIABLES = re.compile(
     "(SLURM|NCCL|GLOO)_.*|NNODES|WORLD_SIZE|NODE_RANK|MASTER_ADDR|MASTER_PORT|GPUS_PER_NODE|GPUS|"
     "RESTARTS|PROBE|CONNECT_TIMEOUT|NETWORK|IFNAME|LOG_DIR|RUN_NAME|OMP_NUM_THREADS|"
-    "CUDA_VISIBLE_DEVICES|VIRTUAL_ENV|CONDA_PREFIX"
+    "CUDA_VISIBLE_DEVICES|VIRTUAL_ENV|CONDA_PREFIX|CDPATH|SUDO_(UID|GID)"
 )
 
 STAND_IN = """
@@ -265,20 +266,73 @@ def test_arguments_reach_every_process_and_the_log_has_what_the_terminal_had(fol
     )  # torchrun's own choice was not needed
 
 
+def stand_in_for_the_sample(folder, more=""):
+    """A make_sample_coco.py that says how it was called."""
+    text = f"import sys; print('MADE', sys.argv[1:])\n{more}"
+    (folder.path / "tools/make_sample_coco.py").write_text(text)
+
+
 def test_without_arguments_it_trains_on_the_sample_set(folder):
-    (folder.path / "tools/make_sample_coco.py").write_text(
-        "import sys; print('MADE', sys.argv[1:])"
-    )
+    stand_in_for_the_sample(folder)
+    (folder.path / "tools/cores.sh").write_text("echo 6")
     code, output = folder.run("launch_single.sh")
     assert code == 0, output
     data = folder.path / "data/sample_coco"
-    assert f"MADE ['{data}']" in output
+    assert f"MADE ['--processes', '6', '{data}']" in output
     (report,) = reports(output)
     options = dict(zip(report["argv"][::2], report["argv"][1::2], strict=True))
     assert options["--annotation_path"] == f"{data}/annotations/instances_train2017.json"
     assert options["--val_image_path"] == f"{data}/val2017"
-    assert options["--weights"] == "none"
-    assert int(report["env"]["OMP_NUM_THREADS"]) == len(os.sched_getaffinity(0))
+    assert (options["--weights"], options["--image_size"]) == ("none", "128")
+    assert report["env"]["OMP_NUM_THREADS"] == "6"
+
+
+def test_checkout_that_cannot_be_written(folder):
+    """The logs lie elsewhere, and the sample set has no place."""
+    require(os.geteuid() == 0 and shutil.which("unshare"), "only root can mount it read-only")
+    with tempfile.TemporaryDirectory() as elsewhere:
+        (Path(elsewhere) / "attempts0").touch()  # which the script's stand-in writes
+        (folder.path / "attempts0").touch()
+        mount = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"'
+        mount += ' && mount --bind "$2/attempts0" "$1/attempts0" && cd "$2" && shift 2 && "$@"'
+        inside = ["unshare", "-m", "bash", "-c", mount, "bash", folder.path, elsewhere]
+
+        def launch(*arguments):
+            words = [*inside, "bash", folder.path / "launch_single.sh", *arguments]
+            command = ["-c", '"$@"', "bash", *words]
+            return folder.run(*command, LOG_DIR=elsewhere, RUN_NAME="run")
+
+        code, output = launch("x")
+        assert code == 0 and reports(output), output
+        assert "REPORT" in (Path(elsewhere) / "run/node0.log").read_text()
+        code, output = launch()
+    assert (code, output.count("\n")) == (1, 1)
+    assert f"made in {folder.path}/data, which cannot be written: give --coco_image" in output
+
+
+@pytest.mark.parametrize("launcher", ["launch_single.sh", "launch_multinode.sh"])
+def test_exported_cdpath_changes_nothing(folder, launcher):
+    """Under it `cd` prints where it goes."""
+    shutil.rmtree(folder.path / "tools")  # the launcher starts torchrun by itself
+    command = ["-c", 'cd .. && exec bash "$@"', "bash", f"{folder.path.name}/{launcher}", "x"]
+    code, output = folder.run(*command, CDPATH=".", NNODES=1, PYTHON="echo")
+    assert code == 0 and f" {folder.path}/demo_coco_resnet18.py x\n" in output
+
+
+def test_path_with_a_space_and_an_accent(tmp_path):
+    """In a locale that knows no accent."""
+    (tmp_path / "mein Gerät").mkdir()
+    folder = Folder(tmp_path / "mein Gerät", torchrun="stand-in")
+    shutil.copy(folder.path / "demo_coco_resnet18.py", folder.path / "tools/probe_link.py")
+    variables = {"LOG_DIR": tmp_path / "meine Läufe", "RUN_NAME": "größer 2", "GPUS": 2}
+    variables |= {"NETWORK": "ethernet", "IFNAME": "lo", "NCCL_NET": "IB"}  # which it remarks on
+    code, output = folder.run("launch_single.sh", "ä b", LC_ALL="C", **variables)
+    assert code == 0, output
+    found = reports(output)
+    assert [r["script"] for r in found] == ["probe_link.py"] * 2 + ["demo_coco_resnet18.py"] * 2
+    assert all(report["argv"] == ["ä b"] for report in found)
+    assert "demo_coco_resnet18.py 'ä b'\n" in output and "would set NCCL_NET=Socket" in output
+    assert (tmp_path / "meine Läufe/größer 2/node0.log").read_text() == output
 
 
 def without_tools(folder):
@@ -500,7 +554,7 @@ def test_torchrun_does_not_outlive_its_launcher(folder):
             {"NNODES": 1, "MASTER_PORT": 99999},
             "MASTER_PORT is 99999: give a number from 1 to 6553",
         ),
-        ({"NNODES": 1, "GPUS_PER_NODE": "all"}, "GPUS_PER_NODE is 'all'"),
+        ({"NNODES": 1, "GPUS_PER_NODE": "some"}, "GPUS_PER_NODE is 'some'"),
         ({"NNODES": 1, "RESTARTS": "x"}, "RESTARTS is 'x'"),
         (
             {"NNODES": 1, "NETWORK": "tokenring"},
@@ -558,7 +612,7 @@ def test_wrong_settings_are_refused_with_one_line(folder, variables, text):
         ({"GPUS": "two"}, "GPUS is 'two'"),
         pytest.param(
             {"GPUS": "all"},
-            "nvidia-smi finds no GPU",
+            "all GPUs are asked for, but nvidia-smi finds none",
             marks=pytest.mark.skipif(
                 shutil.which("nvidia-smi") is not None, reason="there may be GPUs"
             ),
@@ -570,6 +624,109 @@ def test_wrong_number_of_gpus_is_refused(folder, variables, text):
     assert code == 1
     assert text in output
     assert len(output.splitlines()) == 1
+
+
+# Of a machine with three GPUs: what the user leaves of them, and how many CUDA then shows.
+VISIBLE = {"0,2": 2, " 1, 0,": 2, "1,-1,0": 1, "GPU-8f1c,MIG-a0/1/0": 2, None: 3, "-1": 0, "": 0}
+
+
+@pytest.mark.parametrize(("visible", "wanted"), VISIBLE.items())
+def test_gpus_are_counted_as_cuda_shows_them(folder, visible, wanted):
+    programs = folder.path / "programs"
+    programs.mkdir()
+    smi = '#!/bin/sh\nfor n in 0 1 2; do echo "GPU $n: A100 (UUID: GPU-$n)"; done\n'
+    (programs / "nvidia-smi").write_text(smi)
+    (programs / "nvidia-smi").chmod(0o755)
+    # Without tools/ the launcher starts torchrun by itself, and echo says how.
+    shutil.rmtree(folder.path / "tools")
+    variables = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": "echo"}
+    if visible is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = visible
+    code, output = folder.run("launch_single.sh", "x", GPUS="all", **variables)
+    if wanted:
+        assert code == 0 and f" --nproc_per_node={wanted} " in output
+    else:
+        assert code == 1 and len(output.splitlines()) == 1
+        assert f"all GPUs are asked for, but CUDA_VISIBLE_DEVICES is '{visible}'" in output
+    code, output = folder.run("launch_multinode.sh", "x", NNODES=1, **variables)
+    assert code == 0 and f" --nproc_per_node={wanted or 1} " in output
+
+
+# What the kernel says of a process's groups, files that limit them, and what is left of 64 cores.
+CGROUPS = {
+    "no limit": ("0::/job\n", {"job/cpu.max": "max 100000"}, 64),
+    "own group": ("0::/job\n", {"job/cpu.max": "400000 100000"}, 4),
+    "part of a core": ("0::/job\n", {"job/cpu.max": "20000 100000"}, 1),
+    "two and a half": ("0::/job\n", {"job/cpu.max": "250000 100000"}, 3),
+    "group above": (
+        "0::/slice/my job/step\n",
+        {"slice/my job/step/cpu.max": "900000 100000", "slice/cpu.max": "200000 100000"},
+        2,
+    ),
+    "container": ("0::/\n", {"cpu.max": "300000 100000"}, 3),
+    "path of the host": ("0::/../../pod\n", {"cpu.max": "300000 100000"}, 3),
+    "version 1": (
+        "5:cpuset:/\n4:cpu,cpuacct:/pod\n",
+        {"cpu/pod/cpu.cfs_quota_us": "500000", "cpu/pod/cpu.cfs_period_us": "100000"},
+        5,
+    ),
+    "version 1, no limit": (
+        "4:cpu:/\n0::/\n",
+        {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
+        64,
+    ),
+    "more than there are": ("0::/\n", {"cpu.max": "9900000 100000"}, 64),
+    "no /proc": (None, {}, 64),
+}
+
+
+@pytest.mark.parametrize("case", CGROUPS)
+def test_cores_are_those_that_a_cgroup_leaves(tmp_path, case):
+    groups, limits, wanted = CGROUPS[case]
+    if groups:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(groups)
+    for name, text in limits.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    (tmp_path / "nproc").write_text('#!/bin/sh\necho "${OMP_NUM_THREADS:-64}"\n')  # as GNU's
+    (tmp_path / "nproc").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "7"}
+    command = ["bash", ROOT / "tools/cores.sh", tmp_path]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == (f"{wanted}\n", "", 0)
+
+
+@contextlib.contextmanager
+def cgroup_of_one_core():
+    """A real one; its file of processes."""
+    require(os.geteuid() == 0, "only root can make a cgroup")
+    first, second = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+    made = (first if first.is_dir() else second) / f"launchers{os.getpid()}"
+    try:
+        made.mkdir()
+        if first.is_dir():
+            (made / "cpu.cfs_quota_us").write_text("100000")
+        else:
+            with contextlib.suppress(OSError):  # it may be so already
+                (second / "cgroup.subtree_control").write_text("+cpu")
+            (made / "cpu.max").write_text("100000 100000")
+    except OSError as error:
+        require(False, f"no cgroup can be made here: {error}")
+    try:
+        yield made / "cgroup.procs"
+    finally:
+        made.rmdir()
+
+
+def test_cores_in_a_real_cgroup():
+    script = 'echo $$ >"$1" && exec bash "$2"'
+    with cgroup_of_one_core() as processes:
+        command = ["bash", "-c", script, "bash", processes, ROOT / "tools/cores.sh"]
+        assert subprocess.run(command, capture_output=True, text=True).stdout == "1\n"
+    own = subprocess.run(["bash", ROOT / "tools/cores.sh"], capture_output=True, text=True)
+    assert 1 <= int(own.stdout) <= len(os.sched_getaffinity(0))
 
 
 def own_address():
@@ -645,6 +802,31 @@ def test_slurm_gives_address_port_and_rank(folder):
     assert "did not answer" in folder.log("job2405", node=1)
 
 
+NODE_LISTS = {
+    "n[7-8],m3": "n7",
+    "node007": "node007",
+    "a,b[1-2]": "a",
+    "gpu-[003-007,010]-ib,x": "gpu-003-ib",
+    "r[1-2]n[05,07]": "r1n05",
+}
+
+
+@pytest.mark.parametrize(("nodes", "first"), NODE_LISTS.items())
+def test_first_node_of_a_slurm_job_without_scontrol(folder, nodes, first):
+    programs = folder.path / "programs"
+    programs.mkdir()
+    known = 1 if first == "n7" else 0  # whether the name resolves
+    for name, code in {"scontrol": 127, "getent": known}.items():
+        (programs / name).write_text(f"#!/bin/sh\nexit {code}\n")
+        (programs / name).chmod(0o755)
+    variables = {"SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_PROCID": 1, "SLURM_NODEID": 1}
+    variables |= {"SLURM_NNODES": 2, "SLURM_JOB_NODELIST": nodes, "PYTHON": "echo"}
+    variables["PATH"] = f"{programs}:{os.environ['PATH']}"
+    (folder.path / "tools/supervise.py").unlink()  # the launcher starts torchrun by itself
+    code, output = folder.run("launch_multinode.sh", "x", PROBE=0, **variables)
+    assert code == 0 and f" --rdzv_endpoint={first}:20070 " in output
+
+
 # ---- NETWORK
 
 
@@ -705,7 +887,8 @@ def test_two_nodes_probe_train_and_restart_on_ports_of_their_own(two_nodes):
     two_nodes.plan("done", "lost", "done")
     given = ["--lr", "0.1", "a b"]
     options = ["--gpus-per-node", 2, "--name", "series"]
-    code, output = two_nodes.run("tools/two_nodes.sh", *options, "--", *given, RESTARTS=2)
+    variables = {"RESTARTS": 2, "CDPATH": "."}  # which makes cd print where it goes
+    code, output = two_nodes.run("tools/two_nodes.sh", *options, "--", *given, **variables)
     assert code == 0, output
     whole = [*given, "--checkpoint", "logs/series/checkpoint.pt"]
     starts = [("probe_link.py", whole), ("demo_coco_resnet18.py", whole)]
@@ -747,7 +930,8 @@ def test_two_nodes_link_has_the_rate_asked_for(two_nodes):
 @BOTH
 def test_two_nodes_stops_both_and_cleans_up(two_nodes):
     two_nodes.plan("wait")
-    process = two_nodes.start("tools/two_nodes.sh", "--", "x", RESTARTS=3)
+    caller = {"SUDO_UID": 65533, "SUDO_GID": 65532}
+    process = two_nodes.start("tools/two_nodes.sh", "--", "x", RESTARTS=3, **caller)
     output = read_until(process, r"\] waiting")
     output += read_until(process, r"\] waiting")
     assert len(namespaces(output)) == 2
@@ -757,6 +941,44 @@ def test_two_nodes_stops_both_and_cleans_up(two_nodes):
     assert rest.count("] Stopped on SIGTERM") == 2
     assert not namespaces(output)
     assert not two_nodes.processes()
+    logs = two_nodes.path / "logs"
+    assert len([*logs.rglob("node?.log")]) == 2
+    assert {owner(path) for path in [logs, *logs.rglob("*")]} == {(65533, 65532)}
+
+
+def owner(path):
+    found = os.lstat(path)
+    return found.st_uid, found.st_gid
+
+
+@pytest.mark.parametrize("folder_of", ["the caller", "root"])
+def test_two_nodes_under_sudo_gives_nothing_else_away(two_nodes, folder_of):
+    """Neither what was there before nor what a link points to, also where it fails."""
+    path, other = two_nodes.path, (65532, 65532)
+    run = path / "logs/run"
+    run.mkdir(parents=True)
+    (path / "link").symlink_to(path)
+    for name in ("old", "others"):
+        (run / name).touch()
+    os.chown(run / "others", *other)
+    if folder_of == "the caller":
+        os.chown(run, 65533, 65533)
+    time.sleep(0.05)  # the clock of a file system goes by steps of some ms
+    more = f"from pathlib import Path; data = Path({str(path / 'data/sample_coco')!r})\n"
+    more += "data.mkdir(parents=True); (data / 'link').symlink_to('../../demo_coco_resnet18.py')\n"
+    more += f"Path({str(run)!r}, 'new').touch(); Path({str(run)!r}, 'others').write_text('more')\n"
+    stand_in_for_the_sample(two_nodes, more)
+    options = ["--rate", "fast", "--name", "run"]
+    variables = {"SUDO_UID": 65533, "SUDO_GID": 65533}
+    code, output = two_nodes.run("tools/two_nodes.sh", *options, **variables)
+    assert code == 1 and "tc does not take --rate fast" in output
+    caller, root = (65533, 65533), (os.geteuid(), os.getegid())
+    for name in ("data", "data/sample_coco", "data/sample_coco/link"):
+        assert owner(path / name) == caller
+    assert owner(run / "new") == (caller if folder_of == "the caller" else root)
+    for name in ("logs", "logs/run/old", "demo_coco_resnet18.py", "tools"):
+        assert owner(path / name) == root, name
+    assert owner(run / "others") == other
 
 
 @LONG
@@ -788,6 +1010,15 @@ def test_two_nodes_refuses_with_one_line(two_nodes, arguments, text):
     assert code == 1
     assert text in output.splitlines()[-1]
     assert "error:" in output.splitlines()[-1]
+
+
+def test_two_nodes_elsewhere_than_on_linux_says_so(folder):
+    (folder.path / "uname").write_text("#!/bin/sh\necho Darwin\n")
+    (folder.path / "uname").chmod(0o755)
+    path = f"{folder.path}:{os.environ['PATH']}"
+    code, output = folder.run("tools/two_nodes.sh", "--", "x", PATH=path)
+    assert (code, output.count("\n")) == (1, 1)
+    assert "network namespaces are Linux's own" in output
 
 
 def test_two_nodes_without_root_says_so(folder):

@@ -40,6 +40,7 @@ FOREIGN = {
     "--output-dir",
     "--nodes",  # SLURM
     "--ntasks-per-node",
+    "--cpus-per-task",
     "--gpus-per-node",
     "--time",
     "--shm-size",  # docker

@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 
 import pytest
+from nodes import small_disk
 from PIL import Image
-from processes import LONG, ROOT
+from processes import LONG, ROOT, start, wait_until
 from pycocotools.coco import COCO
 
 TOOL = ROOT / "tools" / "make_sample_coco.py"
@@ -28,6 +29,16 @@ UNUSED_IDS = {12, 26, 29, 30, 45, 66, 68, 69, 71, 83}
 SMALL = ["--images", "20", "--val_images", "4", "--seed", "5"]
 FOUR = ["--images", "4", "--val_images", "0"]
 IMAGES = {"train2017": 20, "val2017": 4}
+# The command, for which a few pictures are enough to start processes. It says how many.
+SHARED = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import make_sample_coco as tool
+drawing = tool.drawing
+tool.drawing = lambda *given: print(given[-1], "processes") or drawing(*given)
+tool.LEAST_SHARE = 3
+tool.main()
+"""
 
 # pycocotools 2.0.11 with numpy 2 says this for each mask that it decodes.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -38,8 +49,8 @@ def make(*arguments):
     return tool.run(tool.parse_arguments([*map(str, arguments)]))
 
 
-def command(*arguments):
-    words = [sys.executable, str(TOOL), *map(str, arguments)]
+def command(*arguments, program=(TOOL,)):
+    words = [sys.executable, *map(str, [*program, *arguments])]
     return subprocess.run(words, capture_output=True, text=True, timeout=60)
 
 
@@ -177,6 +188,34 @@ def test_same_arguments_same_bytes(sample, tmp_path):
     assert not {*digests(tmp_path / "other").values()} & {*digests(sample).values()}
 
 
+def test_any_number_of_processes_gives_the_same_bytes(sample, tmp_path):
+    """`sample` is too small for more than one."""
+    program = ["-c", SHARED, TOOL.parent]
+    result = command(tmp_path / "shared", *SMALL, "--processes", 3, program=program)
+    assert "3 processes" in result.stdout, result.stderr
+    assert digests(tmp_path / "shared") == digests(sample)
+
+
+def test_disk_that_is_full_for_several_processes(tmp_path):
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        given = [disk / "coco", *SMALL, "--processes", 2]
+        result = command(*given, program=["-c", SHARED, TOOL.parent])
+        assert not os.listdir(disk)
+    assert (result.returncode, result.stdout) == (1, "2 processes\n")
+    (line,) = result.stderr.splitlines()
+    assert line.endswith(f"error: cannot write {disk}/coco: No space left on device")
+
+
+def test_process_that_is_killed_while_it_draws(tmp_path):
+    given = [tmp_path / "coco", "--images", 400, "--processes", 2]
+    with start([sys.executable, TOOL, *given], split=True) as started:
+        wait_until(lambda: list(tmp_path.rglob("*.jpg")), 30, "the first picture")
+        os.kill(max(started.pids()), signal.SIGKILL)  # the last one that was started
+        run = started.finish(30, expect=1)
+    assert "error: a process that drew pictures was ended: is there enough memory?" in run.err
+    assert len(run.err.splitlines()) == 1 and not os.listdir(tmp_path)
+
+
 def test_annotations_only_writes_the_same_files(sample, tmp_path):
     make(tmp_path / "index", *SMALL, "--annotations_only")
     assert not list(tmp_path.rglob("*.jpg"))
@@ -198,7 +237,7 @@ def test_annotations_gives_the_exact_number_and_a_realistic_size(tmp_path):
 
 def test_a_complete_sample_is_left_alone(sample):
     before = digests(sample)
-    assert "already" in make(sample, *SMALL)
+    assert "already" in make(sample, *SMALL, "--processes", 7)
     with pytest.raises(tool.Failure, match=f"{sample} is not empty"):
         make(sample, *SMALL[:-1], "6")
     assert digests(sample) == before
@@ -248,6 +287,7 @@ def test_an_empty_folder_is_taken_and_other_data_is_not(tmp_path, monkeypatch):
         (["--val_images", "-1"], "--val_images -1"),
         (["--val_images", "3"], "--val_images 3 is not at least 4"),
         (["--seed", "-1"], "--seed -1"),
+        (["--processes", "0"], "--processes 0 is not at least 1"),
         (["--annotations", "10", "--images", "50"], "--annotations 10 is not at least 49"),
         (["--pictures", "9"], "--pictures"),
     ],
@@ -293,6 +333,7 @@ def test_no_write_permission(tmp_path):
 )
 def test_an_interrupted_make_leaves_no_out(tmp_path, number):
     words = [sys.executable, str(TOOL), str(tmp_path / "coco"), "--images", "5000"]
+    words += ["--processes", "2"]  # which keep the pipes open as long as they are there
     pipe = subprocess.PIPE
     process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True)
     try:

@@ -42,6 +42,7 @@ BATCH_SCRIPT = """\
 #SBATCH --job-name=coco
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=4
 #SBATCH --time=00:10:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -49,7 +50,8 @@ BATCH_SCRIPT = """\
 set -uo pipefail
 warned=
 trap 'warned=yes' USR1
-srun ./launch_multinode.sh "$@" --checkpoint run.pt --resume &
+cores=$SLURM_CPUS_PER_TASK  # which srun does not take over by itself
+srun --cpus-per-task="$cores" ./launch_multinode.sh "$@" --checkpoint run.pt --resume &
 step=$!
 wait "$step"; code=$?
 if [[ $warned ]]; then

@@ -18,22 +18,28 @@ Colour and texture tell the category; eight categories stand first in 95 % of th
 network trained from scratch learns something within two epochs. Some pictures are greyscale, some
 have no annotation, some annotations are crowds: what real COCO has, and what breaks loaders.
 
-The same arguments give the same bytes (with the same versions of numpy and Pillow). Needs nothing
-but these two. Exit codes: 0 done, or there already; 1 error; 2 bad arguments; 128 + signal when
-stopped.
+The same arguments give the same bytes (with the same versions of numpy and Pillow), whatever the
+number of processes that draw. Needs nothing but these two. Exit codes: 0 done, or there already;
+1 error; 2 bad arguments; 128 + signal when stopped.
 """
 
 import argparse
 import errno
+import io
+import itertools
 import json
 import math
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import namedtuple
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
+from operator import itemgetter
 from pathlib import Path
 
 try:
@@ -90,6 +96,7 @@ CROWD_SHARE = 10_052 / 860_001  # train2017
 PERSON_SHARE = 0.3  # of all annotations, as in COCO
 GREY_SHARE = 0.003  # a few in a thousand, as in COCO
 SHAPES = 1_000  # outlines that all objects take theirs from
+LEAST_SHARE = 25  # pictures for which it is worth to start a process
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -163,6 +170,27 @@ def make_objects(rng, picture, shapes, crowded):
     return found
 
 
+def contents(args):
+    """What is in each picture of the set, in order: (name of its split, Picture, its objects, a
+    key for each object, by which the split's annotations are sorted).
+    """
+    rng, total = np.random.default_rng([args.seed, 0]), args.images + args.val_images
+    ids = rng.choice(max(600_000, 2 * total), total, replace=False) + 1
+    for name, numbers, annotations in (
+        ("train2017", ids[: args.images], args.annotations),
+        ("val2017", ids[args.images :], round(args.val_images * ANNOTATIONS_PER_IMAGE)),
+    ):
+        if not len(numbers):
+            continue
+        pictures, shapes = plan_pictures(rng, numbers, annotations), make_shapes(rng)
+        most = max(picture.count for picture in pictures)
+        for picture in pictures:
+            objects = make_objects(rng, picture, shapes, picture.count == most)
+            # In COCO's files the annotations of a picture do not stand together. Ascending keys
+            # mix them with other pictures' and leave the large object the first.
+            yield name, picture, objects, np.sort(rng.random(len(objects)))
+
+
 def polygon(outline, size):
     """An object that is outlined, in COCO's form."""
     low, (x, y) = outline.min(axis=0), np.concatenate([outline, outline[:1]]).T
@@ -187,10 +215,17 @@ def crowd(outline, size):
 # --- Pictures ----------------------------------------------------------------------------------
 
 
+# What is left to chance in a picture: the file's quality, the background's colour and place in the
+# clouds, the same of each object's patch, place and strength of the grain.
+Look = namedtuple("Look", "quality colour place patches grain_place grain")
+
+
 class Painter:
     """Draws pictures; holds the noise and the textures that they share.
 
     Slices of ready-made noise, at another offset in each picture, cost a tenth of fresh noise.
+    One series of random numbers gives the looks of all pictures. So they are chosen in order, in
+    every process that draws some of them.
     """
 
     SIDE = 768  # of a texture, pixels
@@ -214,34 +249,56 @@ class Painter:
             self.textures[order] = to_bytes(0.5 + 0.32 * waves + 0.02 * self.clouds)
         return self.textures[order]
 
-    def patch(self, category, width, height):
+    def choose(self, picture, objects):
+        """The Look of the next picture."""
+        # Quality and full colour resolution as most of COCO's files: the cost of decoding.
+        quality = int(self.rng.integers(88, 95))
+        colour = self.rng.uniform((0, 0, 0, 0.6), (1, 0.35, 0.3, 1))
+        place, patches = self.place(picture.size), []
+        for _, outline in objects:
+            _, extent = box_around(outline)
+            tint = self.rng.uniform((-0.03, 0.75, 0.15, 0.75), (0.03, 1, 0.35, 1))
+            patches.append((tint, self.place(extent)))
+        grain_place = self.place(picture.size)
+        return Look(quality, colour, place, patches, grain_place, self.rng.uniform(1.5, 8.5))
+
+    def place(self, size):
+        """Where a piece of (width, height) is cut from a field: its top left corner (y, x)."""
+        return self.rng.integers(self.SIDE - size[::-1] + 1)
+
+    def patch(self, category, tint, place, size):
         """Colour and texture tell the category; the common ones are the most vivid."""
         order = [*FIRST_SHARE, *IDS].index(category)
-        hue = order / 8 + self.rng.uniform(-0.03, 0.03)
-        vivid = (0.75 if order < 8 else 0.5) * self.rng.uniform(0.75, 1)
-        ramp = colour_ramp(hue, vivid, self.rng.uniform(0.15, 0.35), self.rng.uniform(0.75, 1))
-        return ramp[self.cut(self.texture(order), width, height)]
+        hue, vivid, dark, light = tint
+        vivid *= 0.75 if order < 8 else 0.5
+        ramp = colour_ramp(order / 8 + hue, vivid, dark, light)
+        return ramp[cut(self.texture(order), place, size)]
 
-    def cut(self, field, width, height):
-        """A (height, width) piece of a field, from a random place."""
-        y, x = self.rng.integers(self.SIDE - np.array([height, width]) + 1)
-        return field[y : y + height, x : x + width]
-
-    def paint(self, picture, objects):
+    def paint(self, picture, objects, look):
         """The picture, as a Pillow image."""
-        any_colour = colour_ramp(*self.rng.uniform((0, 0, 0, 0.6), (1, 0.35, 0.3, 1)))
-        clouds = to_bytes(self.cut(self.clouds, *picture.size) / 20 + 0.5)
-        image = Image.fromarray(any_colour[clouds])
-        for annotation, outline in objects:
-            corner = np.floor(outline.min(axis=0)).astype(int)
-            extent = np.ceil(outline.max(axis=0)).astype(int) - corner
+        clouds = to_bytes(cut(self.clouds, look.place, picture.size) / 20 + 0.5)
+        image = Image.fromarray(colour_ramp(*look.colour)[clouds])
+        for (annotation, outline), (tint, place) in zip(objects, look.patches, strict=True):
+            corner, extent = box_around(outline)
             mask = Image.new("L", extent.tolist())
             ImageDraw.Draw(mask).polygon((outline - corner).ravel().tolist(), fill=255)
-            patch = self.patch(annotation["category_id"], *extent)
+            patch = self.patch(annotation["category_id"], tint, place, extent)
             image.paste(Image.fromarray(patch), corner.tolist(), mask)
-        grain = self.cut(self.grain, *picture.size) * self.rng.uniform(1.5, 8.5)
+        grain = cut(self.grain, look.grain_place, picture.size) * look.grain
         image = Image.fromarray((image + grain).clip(0, 255).astype(np.uint8))
         return image.convert("L") if picture.grey else image
+
+
+def box_around(outline):
+    """The whole pixels that an outline touches: top left corner (x, y), and (width, height)."""
+    corner = np.floor(outline.min(axis=0)).astype(int)
+    return corner, np.ceil(outline.max(axis=0)).astype(int) - corner
+
+
+def cut(field, place, size):
+    """The piece of a field at (y, x), of (width, height)."""
+    (y, x), (width, height) = place, size
+    return field[y : y + height, x : x + width]
 
 
 def to_bytes(field):
@@ -258,52 +315,129 @@ def colour_ramp(hue, vivid, dark, light):
 # --- Files -------------------------------------------------------------------------------------
 
 
-def write_split(folder, name, pictures, rng, painter):
-    """Writes a split's instances file, and its pictures where there is a painter."""
-    images, annotations, shapes = [], [], make_shapes(rng)
-    most = max(picture.count for picture in pictures)
-    if painter:
-        (folder / name).mkdir()
-    for picture in pictures:
-        file, (width, height) = f"{picture.id:012d}.jpg", picture.size.tolist()
-        images.append({"id": picture.id, "file_name": file, "width": width, "height": height})
-        objects = make_objects(rng, picture, shapes, picture.count == most)
-        # In COCO's files the annotations of a picture do not stand together. Ascending keys mix
-        # them with other pictures' and leave the large object the first.
-        for key, (annotation, _) in zip(np.sort(rng.random(len(objects))), objects, strict=True):
-            ids = {"image_id": picture.id, "id": len(annotations) + 1}
-            annotations.append((key, json.dumps(annotation | ids)))
-        if painter:
-            # Quality and full colour resolution as most of COCO's files: the cost of decoding.
-            options = {"quality": int(painter.rng.integers(88, 95)), "subsampling": "4:4:4"}
-            painter.paint(picture, objects).save(folder / name / file, **options)
-    head = {"info": {"description": "Synthetic sample in the format of COCO 2017"}}
-    head |= {"licenses": [], "images": images, "categories": CATEGORIES}
-    with open(folder / "annotations" / f"instances_{name}.json", "w", encoding="ascii") as out:
-        out.write(json.dumps(head)[:-1] + ', "annotations": [')
-        out.write(", ".join(text for _, text in sorted(annotations)) + "]}\n")
+def file_name(picture):
+    return f"{picture.id:012d}.jpg"
+
+
+def write_instances(folder, args):
+    """Writes the instances file of each split."""
+    for name, pictures in itertools.groupby(contents(args), itemgetter(0)):
+        images, annotations = [], []
+        for _, picture, objects, keys in pictures:
+            width, height = picture.size.tolist()
+            image = {"id": picture.id, "file_name": file_name(picture)}
+            images.append(image | {"width": width, "height": height})
+            for key, (annotation, _) in zip(keys, objects, strict=True):
+                ids = {"image_id": picture.id, "id": len(annotations) + 1}
+                annotations.append((key, json.dumps(annotation | ids)))
+        head = {"info": {"description": "Synthetic sample in the format of COCO 2017"}}
+        head |= {"licenses": [], "images": images, "categories": CATEGORIES}
+        with open(folder / "annotations" / f"instances_{name}.json", "w", encoding="ascii") as out:
+            out.write(json.dumps(head)[:-1] + ', "annotations": [')
+            out.write(", ".join(text for _, text in sorted(annotations)) + "]}\n")
+
+
+def draw(folder, args, share=0, shares=1):
+    """Draws every picture whose number leaves the rest `share` when divided by `shares`."""
+    painter = Painter(args.seed)
+    for number, (name, picture, objects, _) in enumerate(contents(args)):
+        look = painter.choose(picture, objects)
+        if number % shares == share:
+            image, file = painter.paint(picture, objects, look), io.BytesIO()
+            image.save(file, "JPEG", quality=look.quality, subsampling="4:4:4")
+            # Not by Pillow, which does not tell why it could not.
+            (folder / name / file_name(picture)).write_bytes(file.getvalue())
+
+
+def draw_share(folder, args, share, shares, report):
+    """In a process of its own: draws its share, then reports None, or what went wrong."""
+    parent = multiprocessing.parent_process()
+
+    def end_with_parent():
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    try:
+        draw(folder, args, share, shares)
+        report.send(None)
+    except OSError as error:
+        report.send(error)
+
+
+@contextmanager
+def drawing(folder, args, shares):
+    """Processes that draw a share of the pictures each, beside the block and then to their end.
+
+    Raises what went wrong in one of them. None is left, whatever happens.
+    """
+    workers, reports = [], []
+    try:
+        # They inherit the mask: this process takes a signal that reaches all, and ends them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            for share in range(shares):
+                report, end_of_worker = multiprocessing.Pipe(duplex=False)
+                given = (folder, args, share, shares, end_of_worker)
+                workers.append(multiprocessing.Process(target=draw_share, args=given))
+                workers[-1].start()
+                end_of_worker.close()  # so that the worker's death closes the pipe
+                reports.append(report)
+        except OSError as error:
+            why = f"{error.strerror}; --processes 1 needs none"
+            raise Failure(f"cannot start {shares} processes: {why}") from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        yield
+        wait_for(reports)
+    finally:
+        for worker in workers:
+            if worker.pid:
+                worker.kill()
+                worker.join()
+
+
+def wait_for(reports):
+    """Returns when each worker has reported that it is done; raises what one could not do."""
+    while reports:
+        for report in wait(reports):
+            try:
+                error = report.recv()
+            except EOFError:
+                error = Failure("a process that drew pictures was ended: is there enough memory?")
+            if error:
+                raise error
+            reports.remove(report)
+
+
+def write_all(folder, args):
+    """Writes the pictures, by several processes where that is faster, and the instances."""
+    (folder / "train2017").mkdir()
+    if args.val_images:
+        (folder / "val2017").mkdir()
+    shares = min(args.processes, (args.images + args.val_images) // LEAST_SHARE)
+    if shares < 2:
+        draw(folder, args)
+        write_instances(folder, args)
+        return
+    with drawing(folder, args, shares):
+        write_instances(folder, args)
 
 
 def make_sample(folder, args):
     """Writes the whole data set, its record last, into an existing empty folder."""
     (folder / "annotations").mkdir()
-    rng, total = np.random.default_rng([args.seed, 0]), args.images + args.val_images
-    ids = rng.choice(max(600_000, 2 * total), total, replace=False) + 1
-    painter = None if args.annotations_only else Painter(args.seed)
-    for name, numbers, annotations in (
-        ("train2017", ids[: args.images], args.annotations),
-        ("val2017", ids[args.images :], round(args.val_images * ANNOTATIONS_PER_IMAGE)),
-    ):
-        if len(numbers):
-            pictures = plan_pictures(rng, numbers, annotations)
-            write_split(folder, name, pictures, rng, painter)
+    if args.annotations_only:
+        write_instances(folder, args)
+    else:
+        write_all(folder, args)
     (folder / "sample.json").write_text(json.dumps(record_of(folder, args), indent=1) + "\n")
 
 
 def record_of(folder, args):
     """What makes a data set complete: its arguments, number of files and their bytes."""
     sizes = [path.stat().st_size for path in folder.rglob("*.j*") if path.name != "sample.json"]
-    given = {name: value for name, value in vars(args).items() if name != "out"}
+    given = {name: value for name, value in vars(args).items() if name not in ("out", "processes")}
     return {"format": FORMAT, "arguments": given, "files": len(sizes), "bytes": sum(sizes)}
 
 
@@ -344,7 +478,8 @@ def parse_arguments(argv):
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         epilog="An OUT that holds this sample already is left as it is (exit code 0); any other "
-        "that is not empty is refused. The same arguments give the same bytes.",
+        "that is not empty is refused. The same arguments give the same bytes, whatever the "
+        "number of processes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.error = lambda text: parser.exit(2, f"{parser.prog}: error: {text}; see --help\n")
@@ -356,17 +491,29 @@ def parse_arguments(argv):
         ("annotations", None, "of all training images; unset: 7.27 an image, train2017's mean"),
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=text)
+    text = "processes that draw; unset: one for each core that this one may use"
+    parser.add_argument("--processes", type=int, metavar="N", default=None, help=text)
     text = "no pictures: the instances files alone, about 520 bytes an annotation"
     parser.add_argument("--annotations_only", action="store_true", help=text)
     args = parser.parse_args(argv)
     if args.annotations is None:
         args.annotations = round(args.images * ANNOTATIONS_PER_IMAGE)
+    if args.processes is None:
+        args.processes = own_cores()
     minima = {"images": 4, "val_images": 4 * (args.val_images != 0), "seed": 0}
+    minima["processes"] = 1
     minima["annotations"] = args.images - unlabelled_count(args.images)  # one for each at least
     for name, least in minima.items():
         if not least <= getattr(args, name) < 2**31:
             parser.error(f"--{name} {getattr(args, name)} is not at least {least}")
     return args
+
+
+def own_cores():
+    """How many cores this process may use; not every system can tell them from the machine's."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def run(args):

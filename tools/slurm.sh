@@ -16,8 +16,13 @@ RUN_NAME=${RUN_NAME:-${NETWORK:-job$SLURM_JOB_ID}}
 ports=$(($1 < 10 ? 10 : $1))
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % (12000 / ports) * ports))}
 if [ -z "${MASTER_ADDR:-}" ]; then
-    MASTER_ADDR=$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}" | head -n 1)
+    # Of n[07-09,12]-ib,m3 the first node is n07-ib. Not by scontrol, which a container need not have.
+    list=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}
+    MASTER_ADDR=$(sed -e 's/\[\([0-9]*\)[^]]*\]/\1/g' -e 's/,.*//' <<<"$list")
     # A node's name need not resolve; SLURM itself may know it by another address.
-    getent ahosts "$MASTER_ADDR" >/dev/null ||
-        MASTER_ADDR=$(scontrol show node --oneliner "$MASTER_ADDR" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+    if ! getent ahosts "$MASTER_ADDR" >/dev/null 2>&1; then
+        address=$({ scontrol show node --oneliner "$MASTER_ADDR" 2>/dev/null || true; } |
+            sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+        MASTER_ADDR=${address:-$MASTER_ADDR}
+    fi
 fi

@@ -5,11 +5,13 @@
 # --rate: what the cable carries each way, as tc writes it (100mbit, 1gbit); without it, as much as the machine can.
 # --links: cables, each with its name, which is that of its interface on both nodes, and its rate, or `unshaped`.
 # Without ARGUMENTS it trains for some steps on the sample set.
-# Needs root. The logs are LOG_DIR/RUN_NAME/node0.log and node1.log; the launcher's variables (RESTARTS, ...) apply.
+# Needs root, on Linux. The logs are LOG_DIR/RUN_NAME/node0.log and node1.log. The launcher's variables apply; sudo passes
+# them on after env, and what it makes then belongs to who called it:
+#   sudo env RESTARTS=1 tools/two_nodes.sh ...
 # Exit code: 0 if both nodes ended with 0, else the first other code.
 set -euo pipefail
 
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 say() { echo "two_nodes.sh: $*" >&2; }
 die() {
     say "error: $*"
@@ -56,6 +58,7 @@ if [ -n "$links" ]; then
     [ "${#ends0[@]}" -gt 1 ] || die "--links is '$links': name two or more, or give --rate for one"
     ends1=("${ends0[@]}")
 fi
+[ "$(uname)" = Linux ] || die "network namespaces are Linux's own: use Linux, or two machines"
 [ "$(id -u)" -eq 0 ] || die "network namespaces need root: start it with sudo, or use two machines"
 for program in ip tc unshare; do
     command -v "$program" >/dev/null || die "$program is missing: install iproute2 and util-linux"
@@ -65,6 +68,36 @@ spaces=("two_nodes$$-0" "two_nodes$$-1")
 launchers=()
 stopped=
 scratch=$(mktemp -d)
+
+# Under sudo: who called it, and what this run makes. first_missing PATH: of the folders on the way to it and itself
+# the first that is not there; nothing if all are.
+caller=
+[[ ! ${SUDO_UID:-} =~ ^[1-9][0-9]*$ || ! ${SUDO_GID:-} =~ ^[0-9]+$ ]] || caller=$SUDO_UID:$SUDO_GID
+first_missing() {
+    local path=$1 found=
+    while [ ! -e "$path" ] && [ ! -L "$path" ]; do
+        found=$path
+        path=$(dirname -- "$path")
+    done
+    printf '%s' "$found"
+}
+run_folder=${LOG_DIR:-logs}/$RUN_NAME
+made=()
+for path in "$run_folder" "$ROOT/data/sample_coco" "$ROOT/.venv" "$ROOT/tools/__pycache__"; do
+    made+=("$(first_missing "$path")")
+done
+# shellcheck disable=SC2329  # called by clean_up
+give_to_caller() {
+    local path
+    for path in "${made[@]}"; do
+        [ -z "$path" ] || find "$path" -user 0 -exec chown -h "$caller" {} + 2>/dev/null || true
+    done
+    # In a folder that was there and is the caller's: what is root's and has changed since the start.
+    if [ -z "${made[0]}" ] && [ -n "$(find "$run_folder" -prune -type d -user "${caller%:*}")" ]; then
+        find "$run_folder" -user 0 -cnewer "$scratch/start" -exec chown -h "$caller" {} + || true
+    fi
+}
+touch "$scratch/start"
 
 remove_spaces() {
     local space
@@ -79,6 +112,7 @@ clean_up() {
     trap '' INT TERM HUP USR1
     [ "${#launchers[@]}" -eq 0 ] || kill -KILL "${launchers[@]}" 2>/dev/null || true
     remove_spaces "${spaces[@]}"
+    [ -z "$caller" ] || give_to_caller
     rm -rf "$scratch"
 }
 # shellcheck disable=SC2329
@@ -98,12 +132,13 @@ for path in /run/netns/two_nodes[0-9]*-[01]; do
     [ ! -e "$path" ] || [ -e "/proc/${owner%-*}" ] || remove_spaces "${path#/run/netns/}"
 done
 
+cores=$(bash "$ROOT/tools/cores.sh")
 # The nodes have no way to the internet: whatever must be installed is installed before.
 if [ -f "$ROOT/tools/python_env.sh" ]; then
     PYTHON=$(bash "$ROOT/tools/python_env.sh") || exit 1
     export PYTHON
     # Not by both nodes at a time.
-    [ "$#" -gt 0 ] || "$PYTHON" "$ROOT/tools/make_sample_coco.py" "$ROOT/data/sample_coco"
+    [ "$#" -gt 0 ] || "$PYTHON" "$ROOT/tools/make_sample_coco.py" --processes "$cores" "$ROOT/data/sample_coco"
 fi
 
 ip netns add "${spaces[0]}" || die "no network namespaces are allowed here: run it on a virtual machine or two real ones"
@@ -131,7 +166,6 @@ printf '%s\n' '127.0.0.1 localhost' '10.213.0.1 node0' '10.213.0.2 node1' \
     '::ffff:10.213.0.1 node0' '::ffff:10.213.0.2 node1' >"$scratch/hosts"
 say "namespaces ${spaces[0]} (node 0) and ${spaces[1]} (node 1): emulated, two nodes of one machine"
 
-cores=$(nproc)
 threads=$((cores / (2 * GPUS_PER_NODE)))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 export NNODES=2 MASTER_ADDR=10.213.0.1 GPUS_PER_NODE RUN_NAME
