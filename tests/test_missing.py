@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import test_faults as faults
 from nodes import NamespacePair
-from processes import LONG, ROOT, Run, Started
+from processes import LONG, ROOT, Run, Started, write_program
 
 TOOLS = ROOT / "tools"
 sys.path.insert(0, str(TOOLS))
@@ -42,7 +42,7 @@ sys.exit(supervise.main())
 """
 
 # As torchrun: starts the ranks; when one fails, ends the others, and gives them 30 s for it.
-TORCHRUN = f"""#!{sys.executable}
+TORCHRUN = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 words = dict(word.removeprefix("--").split("=") for word in sys.argv[1:5])
@@ -55,7 +55,7 @@ for local in range(nproc):
     folder.mkdir(parents=True)
     env = dict(RANK=node * nproc + local, WORLD_SIZE=nnodes * nproc, MASTER_ADDR=host,
                MASTER_PORT=port, TORCHELASTIC_ERROR_FILE=folder / "error.json")
-    env = os.environ | {{name: str(value) for name, value in env.items()}}
+    env = os.environ | {name: str(value) for name, value in env.items()}
     ranks.append(subprocess.Popen([sys.executable, *sys.argv[5:]], env=env))
 own = "W1122 08:34:31.000000 1 torch/distributed/elastic/multiprocessing/api.py:1]"
 while not any(rank.poll() for rank in ranks) and None in [rank.poll() for rank in ranks]:
@@ -73,8 +73,8 @@ if any(rank.poll() for rank in ranks):
             rank.kill()
     print(own, "failed (exitcode: 1)", flush=True)
     for number, rank in enumerate(ranks):
-        print(f"  rank      : {{node * nproc + number}} (local_rank: {{number}})")
-        print(f"  exitcode  : {{rank.wait()}} (pid: {{rank.pid}})", flush=True)
+        print(f"  rank      : {node * nproc + number} (local_rank: {number})")
+        print(f"  exitcode  : {rank.wait()} (pid: {rank.pid})", flush=True)
     sys.exit(1)
 """
 
@@ -136,7 +136,7 @@ except OSError as error:
     fail(error)
 """
 ENDLESS = 99999  # steps
-PHASES = re.compile(r"^PHASES (/\S+)$", re.MULTILINE)
+PHASES = re.compile(r"^PHASES (/.+)$", re.MULTILINE)
 
 
 class Place:
@@ -148,8 +148,7 @@ class Place:
         self.runs: dict[int, Started] = {}
         self.hit_at = 0.0
         folder.mkdir()
-        (folder / "torchrun").write_text(TORCHRUN)
-        (folder / "torchrun").chmod(0o755)
+        write_program(folder / "torchrun", TORCHRUN)
         (folder / "train.py").write_text(SCRIPT)
 
     def start(self, node: int, *options: object, nproc=1, steps=ENDLESS, begin=0) -> None:
