@@ -282,7 +282,7 @@ counted() { # LOG: how many tests passed, by pytest's closing line
 
 why_failed() { # LOG: what failed first, or the last line
     local line
-    line=$(grep -m 1 -E '^(FAILED|ERROR) ' "$1" || tail -n 1 "$1")
+    line=$(grep -m 1 -E '^(FAILED|ERROR) ' "$1" || grep . "$1" | tail -n 1)
     printf '%s' "${line:0:200}" | tr '|' '/'
 }
 
