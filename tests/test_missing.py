@@ -14,9 +14,11 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import test_faults as faults
@@ -344,6 +346,13 @@ def test_phases_leave_nothing_in_memory(ended):
             killed = (name, node) == ("launcher", 1)  # by SIGKILL: it could not
             assert len(there) == killed, (name, node, there)
             assert folders or name.startswith("no node"), run.out
+
+
+def test_phases_lie_on_the_disk_where_memory_has_no_room(monkeypatch):
+    """As in a container whose /dev/shm is tiny: there no rank could say where it stands."""
+    monkeypatch.setattr(missing.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 10))
+    with missing.phases_folder() as folder:
+        assert Path(folder).parent == Path(tempfile.gettempdir())
 
 
 # --- The line --------------------------------------------------------------------------------
