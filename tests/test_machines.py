@@ -33,7 +33,8 @@ class Project:
         (self.path / name).chmod(0o755)
 
     def start(self, *words: str, **env: str) -> Started:
-        return start(["bash", self.command, *words], env=env | {"TMPDIR": str(self.tmp)})
+        own = {"TMPDIR": str(self.tmp), "LC_ALL": None, "CDPATH": None}
+        return start(["bash", self.command, *words], env=own | env)
 
     def run(self, *words: str, expect: int = 0, **env: str) -> Run:
         with self.start(*words, **env) as started:
@@ -184,7 +185,7 @@ def test_machines_are_unlike_this_one_in_what_they_say(project):
     require(os.geteuid() == 0, "most of these machines need root")
     project.write("tests/test_look.py", LOOK)
     words = ["--keep", "--quick", "--rows", ",".join(UNLIKE), "--", "tests/test_look.py", *BARE]
-    run = project.run(*words, DEMO_LONG="1", PYTEST_XDIST_WORKER="x", LC_ALL="C.UTF-8")
+    run = project.run(*words, DEMO_LONG="1", PYTEST_XDIST_WORKER="x")
     rows = descriptions()
     assert {cells[3] for cells in results(run).values()} == {"passed: 1 passed"}, run.tail()
     assert [*results(run)] == [rows[name] for name in rows if name in UNLIKE]

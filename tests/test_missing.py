@@ -89,13 +89,15 @@ rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 timeout, steps, begin = (float(word) for word in sys.argv[2:5])
 me = Path(os.environ["DEMO_PHASES"], str(rank))
+new = me.with_name(f".{rank}")
 def say(text):
     os.write(1, f"{text}\\n".encode())  # in one piece, as the script does
 say(f"PHASES {me.parent}")
 def phase(text):
     global now
     now = text
-    me.write_text(text + "\\n")
+    new.write_text(text + "\\n")  # a rank may be stopped at any moment, also in between
+    new.replace(me)
 def fail(error):
     text = f"[CPU {rank}] ERROR: in {now}: {error}"
     say(text)
