@@ -20,9 +20,10 @@ ODD=$'a folder \303\251'
 
 # Those that have failed on such machines before. tests/run.sh --ci runs them on QUICK_ROWS, so they have to be cheap.
 QUICK_ROWS=old_cpu,one_core,other_user
-QUICK_FILES="pages launchers python_env sample supervise nccl_log missing nodes"
-QUICK_TESTS="commands_on_the_small_set or real_torchrun or arguments_reach or python_env or seen_enough or \
-first_cause_is_the_last_line or terminal_that_is_gone or no_write_permission or options_are_accepted or interrupted_make"
+QUICK_FILES="pages demo launchers python_env sample supervise nccl_log nodes"
+QUICK_TESTS="commands_on_the_small_set or test_whole_run or arguments_reach or active_environment_is_used or \
+whole_dot_venv or without_a_home or seen_enough or first_cause_is_the_last_line or terminal_that_is_gone or \
+no_write_permission or options_are_accepted or interrupted_make or own_name_is_loopback or too_long_for_the_sockets"
 
 rows() { # row NAME ENVIRONMENT FOLDER CONDITION DESCRIPTION
     row nothing - clone as_it_is "as it is, nothing installed"
@@ -277,7 +278,7 @@ attempt() {
 }
 
 counted() { # LOG: how many tests passed, by pytest's closing line
-    sed -nE 's/^=* ?([0-9]+ (passed|failed|error|skipped).*) in [0-9.]+s.*/\1/p' "$1" | tail -n 1
+    sed -nE 's/^=* ?([0-9]+ (passed|failed|error|skipped).*) in [0-9.]+s.*/\1/p' "$1" | sed -E 's/, [0-9]+ deselected//' | tail -n 1
 }
 
 why_failed() { # LOG: what failed first, or the last line
