@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +18,17 @@ from processes import ROOT, require
 from slurm import SlurmCluster
 
 
-def pytest_configure() -> None:
-    """A test session that is told to end cleans up as on Ctrl-C: no namespace or daemon stays."""
+def pytest_configure(config: pytest.Config) -> None:
+    """A test session that is told to end cleans up as on Ctrl-C: no namespace or daemon stays; nor
+    does a temporary folder of a process that a test has killed.
+    """
     with contextlib.suppress(ValueError):  # only a main thread can
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        tempfile.gettempdir()  # pytest's own folders, with what failed, stay where they are
+        scratch = tempfile.TemporaryDirectory(prefix="demo-", ignore_cleanup_errors=True)
+        os.environ["TMPDIR"] = scratch.name
+        config.add_cleanup(scratch.cleanup)
 
 
 @pytest.fixture(scope="session")

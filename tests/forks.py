@@ -228,6 +228,12 @@ class Job(Run):
             return dict(arrays)
 
 
+# What torch writes to stderr where no name server can be reached, as on a laptop that is offline.
+NO_NAME_SERVER = re.compile(
+    r"^\[W.*The hostname of the client socket cannot be .*\n", re.MULTILINE
+)
+
+
 class Ranks:
     """Forked ranks at work."""
 
@@ -270,7 +276,7 @@ class Ranks:
         ended = [rank for rank in self.ended() if rank]
         code = max((rank.returncode for rank in ended), key=abs, default=0)
         seconds = max((rank.seconds for rank in ended), default=0)
-        texts = {"out": self.read("out"), "err": self.read("err")}
+        texts = {"out": self.read("out"), "err": NO_NAME_SERVER.sub("", self.read("err"))}
         facts = {"ranks": ended, "folder": self.folder, "test_id": self._server.test_id}
         return Job(self.command, code, seconds=seconds, **texts, **facts)
 

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # The one test command: ruff (check and format), shellcheck, pytest. Arguments go to pytest:
 #   tests/run.sh -k launchers
+#   tests/run.sh -n 8      eight at a time: with more cores than four, and 2 GB of memory for each
 #   tests/run.sh --ci      as root: installs missing system packages, and no test may skip for the lack of one;
 #                          runs the slow tests too, and the real twin of each stand-in
 set -euo pipefail
+unset CDPATH # with it cd may go elsewhere, and say where
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [ "${1:-}" = "--ci" ]; then

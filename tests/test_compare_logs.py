@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -1548,7 +1549,7 @@ def test_unwritable_outputs_are_one_line(save, tmp_path):
 
 
 def test_closed_pipe_is_quiet(save):
-    command = f"'{sys.executable}' '{TOOL}' {save('a')} {save('b')} | head -1"
+    command = f"{shlex.join([sys.executable, str(TOOL), save('a'), save('b')])} | head -1"
     command += "; exit ${PIPESTATUS[0]}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

@@ -326,9 +326,7 @@ def on_two_nodes(
 def main_pid(started: Started) -> int:
     """Process id of the torchrun under a launcher, or of the command itself if that is it."""
     found = [p for p in processes(started.test_id) if "distributed.run" in p.command]
-    found = [
-        p for p in found if p.command.split()[1:2] == ["-m"]
-    ]  # not supervise.py, which names it
+    found = [p for p in found if "supervise.py" not in p.command]  # which names it, too
     assert len(found) == 1, found
     return found[0].pid
 

@@ -55,10 +55,11 @@ action = plan[min(attempt, len(plan) - 1)]
 
 def end(text, kind, code):
     # As the script does: a line, and the same in torchelastic's error file.
-    print(text, flush=True)
+    print(text + "\\n", end="", flush=True)  # in one piece, as the script does
     about = {"kind": kind, "rank": rank, "time": time.time(), "timestamp": str(int(time.time()))}
     Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(
         json.dumps({"message": {"message": text, "extraInfo": about | {"py_callstack": text}}}))
+    (folder / "said").touch()
     sys.exit(code)
 
 def wait_for_all():      # torchrun ends also the ranks that have not come so far when one fails
@@ -72,7 +73,6 @@ def wait_for(name):
 if action == "error":
     if rank:
         wait_for("said")
-    (folder / "said").touch()
     end(f"[CPU {rank}] ERROR: no such folder: /nowhere{rank}", "user", 1)
 if action == "lost":
     wait_for_all()

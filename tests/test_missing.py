@@ -14,14 +14,16 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import test_faults as faults
 from nodes import NamespacePair
-from processes import LONG, ROOT, Run, Started
+from processes import LONG, ROOT, Run, Started, write_program
 
 TOOLS = ROOT / "tools"
 sys.path.insert(0, str(TOOLS))
@@ -42,7 +44,7 @@ sys.exit(supervise.main())
 """
 
 # As torchrun: starts the ranks; when one fails, ends the others, and gives them 30 s for it.
-TORCHRUN = f"""#!{sys.executable}
+TORCHRUN = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 words = dict(word.removeprefix("--").split("=") for word in sys.argv[1:5])
@@ -55,7 +57,7 @@ for local in range(nproc):
     folder.mkdir(parents=True)
     env = dict(RANK=node * nproc + local, WORLD_SIZE=nnodes * nproc, MASTER_ADDR=host,
                MASTER_PORT=port, TORCHELASTIC_ERROR_FILE=folder / "error.json")
-    env = os.environ | {{name: str(value) for name, value in env.items()}}
+    env = os.environ | {name: str(value) for name, value in env.items()}
     ranks.append(subprocess.Popen([sys.executable, *sys.argv[5:]], env=env))
 own = "W1122 08:34:31.000000 1 torch/distributed/elastic/multiprocessing/api.py:1]"
 while not any(rank.poll() for rank in ranks) and None in [rank.poll() for rank in ranks]:
@@ -73,8 +75,8 @@ if any(rank.poll() for rank in ranks):
             rank.kill()
     print(own, "failed (exitcode: 1)", flush=True)
     for number, rank in enumerate(ranks):
-        print(f"  rank      : {{node * nproc + number}} (local_rank: {{number}})")
-        print(f"  exitcode  : {{rank.wait()}} (pid: {{rank.pid}})", flush=True)
+        print(f"  rank      : {node * nproc + number} (local_rank: {number})")
+        print(f"  exitcode  : {rank.wait()} (pid: {rank.pid})", flush=True)
     sys.exit(1)
 """
 
@@ -87,13 +89,15 @@ rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 timeout, steps, begin = (float(word) for word in sys.argv[2:5])
 me = Path(os.environ["DEMO_PHASES"], str(rank))
+new = me.with_name(f".{rank}")
 def say(text):
     os.write(1, f"{text}\\n".encode())  # in one piece, as the script does
 say(f"PHASES {me.parent}")
 def phase(text):
     global now
     now = text
-    me.write_text(text + "\\n")
+    new.write_text(text + "\\n")  # a rank may be stopped at any moment, also in between
+    new.replace(me)
 def fail(error):
     text = f"[CPU {rank}] ERROR: in {now}: {error}"
     say(text)
@@ -136,7 +140,7 @@ except OSError as error:
     fail(error)
 """
 ENDLESS = 99999  # steps
-PHASES = re.compile(r"^PHASES (/\S+)$", re.MULTILINE)
+PHASES = re.compile(r"^PHASES (/.+)$", re.MULTILINE)
 
 
 class Place:
@@ -148,8 +152,7 @@ class Place:
         self.runs: dict[int, Started] = {}
         self.hit_at = 0.0
         folder.mkdir()
-        (folder / "torchrun").write_text(TORCHRUN)
-        (folder / "torchrun").chmod(0o755)
+        write_program(folder / "torchrun", TORCHRUN)
         (folder / "train.py").write_text(SCRIPT)
 
     def start(self, node: int, *options: object, nproc=1, steps=ENDLESS, begin=0) -> None:
@@ -345,6 +348,13 @@ def test_phases_leave_nothing_in_memory(ended):
             killed = (name, node) == ("launcher", 1)  # by SIGKILL: it could not
             assert len(there) == killed, (name, node, there)
             assert folders or name.startswith("no node"), run.out
+
+
+def test_phases_lie_on_the_disk_where_memory_has_no_room(monkeypatch):
+    """As in a container whose /dev/shm is tiny: there no rank could say where it stands."""
+    monkeypatch.setattr(missing.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 10))
+    with missing.phases_folder() as folder:
+        assert Path(folder).parent == Path(tempfile.gettempdir())
 
 
 # --- The line --------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import itertools
 import json
 import mmap
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -1233,7 +1234,7 @@ def test_characters_that_the_terminal_lacks_are_no_error(tmp_path):
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path):
     path = write(tmp_path / "log", ib_job(0))
-    command = f"set -o pipefail; {sys.executable} {TOOL} {path} | :"
+    command = f"set -o pipefail; {shlex.join([sys.executable, str(TOOL), str(path)])} | :"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
 

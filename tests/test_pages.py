@@ -485,7 +485,7 @@ def test_option_table_is_the_parsers(script):
 @every_page
 def test_options_that_the_text_names_exist(page, script):
     """Wherever they stand; in a tool's own source where they are not the script's."""
-    sources = [*ROOT.glob("tools/*"), ROOT / "tests" / "run.sh"]
+    sources = [*ROOT.glob("tools/*"), *ROOT.glob("tests/*.sh")]
     tools = "\n".join(path.read_text() for path in sources if path.suffix in (".py", ".sh"))
     known = {*script.options, *FOREIGN, *script.torchrun_options}
     for name in sorted(set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.prose))):

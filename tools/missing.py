@@ -13,6 +13,7 @@ import contextlib
 import json
 import math
 import selectors
+import shutil
 import socket
 import tempfile
 import time
@@ -23,6 +24,7 @@ from first_cause import Cause
 
 NOTICE = 2  # seconds in which the ranks that wait notice that another one has failed
 ANSWER = 3  # seconds after that for the answers of all nodes
+ROOM = 2**20  # bytes that memory must have for phases: a page for each rank
 SHOWN = 8  # ranks of a kind that the line names, and nodes
 HOW = ("stood still in", "had not begun", "was in", "ended in", "waited in")
 
@@ -33,7 +35,8 @@ def phases_folder() -> tempfile.TemporaryDirectory:
     Never on a network's disk: a rank that waits for one would keep the others from writing.
     """
     with contextlib.suppress(OSError):
-        return tempfile.TemporaryDirectory(prefix="demo-phases-", dir="/dev/shm")
+        if shutil.disk_usage("/dev/shm").free >= ROOM:
+            return tempfile.TemporaryDirectory(prefix="demo-phases-", dir="/dev/shm")
     return tempfile.TemporaryDirectory(prefix="demo-phases-")
 
 

@@ -56,8 +56,7 @@ def spawn(args: argparse.Namespace, local: int) -> subprocess.Popen:
 
 
 def error_file(local: int) -> Path:
-    folder = os.environ.get("PET_LOG_DIR") or tempfile.mkdtemp()
-    path = Path(folder, "run", "attempt_0", str(local), "error.json")
+    path = Path(os.environ["PET_LOG_DIR"], "run", "attempt_0", str(local), "error.json")
     path.parent.mkdir(parents=True)
     return path
 
@@ -77,6 +76,12 @@ def end(ranks: list[subprocess.Popen], number: int) -> None:
 
 
 def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("PET_LOG_DIR", folder)
+        return run()
+
+
+def run() -> int:
     args, signals = parse_arguments(), []
     handled = os.environ.get("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
     for name in handled.split(","):
