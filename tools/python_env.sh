@@ -209,6 +209,7 @@ announce() {
 make() {
     local again='' lacks=0 output
     if ! starts || begun_to_make; then find_base; fi
+    [ -w "${XDG_CACHE_HOME:-${HOME:-/}}" ] || export PIP_NO_CACHE_DIR=1 # pip would warn of it
     can_write
     take_lock
     check "$own" check "$@" >/dev/null && return # by the one that was waited for
