@@ -31,6 +31,7 @@ from datasets import (
     write_images,
 )
 from forks import (
+    BATCH_NORMS,
     PARAMETER_TENSORS,
     STATE_TENSORS,
     ForkServer,
@@ -1015,7 +1016,7 @@ def test_gpu_with_one_core_is_one_warning(demo, cores, workers):
 
 def test_sync_bn_changes_every_batch_norm_and_no_tensor(demo):
     """That it works is for GPUs to show: torchrun --nproc_per_node=2 ... --sync_bn."""
-    assert demo.run(call=adapted).result() == [0, 20, True]
+    assert demo.run(call=adapted).result() == [0, BATCH_NORMS, True]
 
 
 def test_run_on_a_mac_is_without_ddp(demo, small):

