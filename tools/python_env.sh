@@ -205,9 +205,15 @@ announce() {
     say "installing $what: once, a minute or more, up to 5.5 GB on disk$hint"
 }
 
+try_imports() {
+    local output
+    output=$("$own" "$root/tools/python_check.py" "$root" try "$@" 2>&1) ||
+        die "what was installed does not work (${output##*$'\n'}): remove $venv and start again"
+}
+
 # Makes .venv, or completes it.
 make() {
-    local again='' lacks=0 output
+    local again='' lacks=0
     if ! starts || begun_to_make; then find_base; fi
     [ -w "${XDG_CACHE_HOME:-${HOME:-/}}" ] || export PIP_NO_CACHE_DIR=1 # pip would warn of it
     can_write
@@ -231,12 +237,12 @@ make() {
     if [ "$lacks" -eq 13 ]; then
         say "installing $* into $venv"
         install "$@"
+        try_imports "$@"
     else
         announce "$@"
         install -r "$root/requirements.txt" "$@"
         say "trying it: the first import takes some seconds"
-        output=$(cd "$venv" && "$own" -c 'import torch, torchvision, pycocotools, PIL, matplotlib' 2>&1) ||
-            die "what was installed does not work (${output##*$'\n'}): remove $venv and start again"
+        try_imports torch torchvision pycocotools pillow matplotlib "$@"
     fi
     check "$own" end "$@" >/dev/null || die "the install is not complete: remove $venv and start again"
     rm -f "$venv/begun"
