@@ -32,8 +32,8 @@ from datasets import (
 )
 from forks import (
     BATCH_NORMS,
-    PARAMETERS,
     PARAMETER_TENSORS,
+    PARAMETERS,
     STATE_TENSORS,
     ForkServer,
     Job,
