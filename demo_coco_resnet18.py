@@ -723,7 +723,10 @@ class Process:
         self.phase = phase
         if folder := os.environ.get("DEMO_PHASES"):  # in memory, of tools/supervise.py
             with suppress(OSError):
-                Path(folder, str(self.rank)).write_text(phase)
+                # In one step: who reads it finds the old phase or the new one, never none.
+                new = Path(folder, f".{self.rank}")
+                new.write_text(phase)
+                new.replace(Path(folder, str(self.rank)))
 
     def ask_to_stop(self, number, _):
         """Handles a stop signal: the ranks decide between two steps, together."""

@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         tempfile.gettempdir()  # pytest's own folders, with what failed, stay where they are
         scratch = tempfile.TemporaryDirectory(prefix="demo-", ignore_cleanup_errors=True)
+        os.chmod(scratch.name, 0o711)  # tests that become another user go through it
         os.environ["TMPDIR"] = scratch.name
         config.add_cleanup(scratch.cleanup)
 

@@ -38,6 +38,7 @@ import pytest
 from nodes import NamespacePair, enter_node
 from processes import (
     SCRIPT,
+    WITH_LONG,
     Process,
     Run,
     base_env,
@@ -47,7 +48,7 @@ from processes import (
     processes,
 )
 
-SMALL = os.environ.get("DEMO_LONG") != "1"  # the network of forked ranks
+SMALL = not WITH_LONG  # the network of forked ranks
 PARAMETER_TENSORS = 38 if SMALL else 62  # of it
 PARAMETERS = 4_946_832 if SMALL else 11_217_552  # with 80 classes
 BATCH_NORMS = 12 if SMALL else 20

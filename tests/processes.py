@@ -31,9 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = Path(os.environ.get("DEMO_SCRIPT", ROOT / "demo_coco_resnet18.py"))
 MARK = "DEMO_TEST_ID"  # in the environment of every process that a test starts
 counter = itertools.count()
-LONG = pytest.mark.skipif(
-    os.environ.get("DEMO_LONG") != "1", reason="slow: tests/run.sh --ci runs it"
-)
+WITH_LONG = os.environ.get("DEMO_LONG") == "1"
+LONG = pytest.mark.skipif(not WITH_LONG, reason="slow: tests/run.sh --ci runs it")
 
 
 def long(*values: object) -> list:

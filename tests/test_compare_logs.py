@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from processes import LONG
+from processes import LONG, WITH_LONG
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "compare_logs.py"
@@ -32,7 +32,7 @@ import nccl_log  # noqa: E402  the folder of tools is on the path by now
 PARAMETERS = 11_217_552  # ResNet-18 with an 80-class layer
 GRADIENT_BYTES = 44_870_208  # 4 * 11,217,552
 QUICK = settings(
-    max_examples=30,
+    max_examples=30 if WITH_LONG else 10,
     deadline=None,
     database=None,  # leaves no folder behind
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -1568,6 +1568,7 @@ def plotted(save, tmp_path):
     return [*many, save("cut", cut), save("none", "nothing\n"), *talk_runs(tmp_path, True)]
 
 
+@LONG
 def test_picture_of_every_kind_of_run(save, tmp_path):
     """Small, and in this process: what its panels show."""
     plot = pytest.importorskip("compare_plot", exc_type=ImportError)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from processes import ROOT
+from processes import ROOT, WITH_LONG
 
 TOOL = ROOT / "tools/nccl_log.py"
 _spec = importlib.util.spec_from_file_location("nccl_log", TOOL)
@@ -26,7 +26,7 @@ sys.modules["nccl_log"] = nccl_log  # dataclasses look their module up
 _spec.loader.exec_module(nccl_log)
 
 QUICK = settings(
-    max_examples=60,
+    max_examples=60 if WITH_LONG else 20,
     deadline=None,
     database=None,  # leaves no folder behind
     suppress_health_check=[HealthCheck.too_slow],

@@ -186,6 +186,7 @@ def test_second_series_keeps_the_logs_of_the_first_apart(folder, nodes):
     assert "first" in kept.read_text()
 
 
+@LONG
 def test_network_that_fails_does_not_end_the_series(folder, nodes):
     (folder.path / "plan").write_text("one=fail")
     runs = folder.run(nodes, "x", NETWORKS=BOTH, expect=1)
@@ -355,6 +356,7 @@ def test_interface_that_preflight_has_found_is_gloos(plain):
         assert reports(run)[0]["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
+@LONG
 def test_users_own_interface_tells_the_kind_of_the_network_and_nccls_own_text_stays(folder, nodes):
     for run in folder.run(nodes, "x", IFNAME="eth0", NCCL_DEBUG_SUBSYS="ALL"):
         (report,) = reports(run)

@@ -220,6 +220,7 @@ def test_versions_are_compared_as_numbers():
     assert required["torch"] == "2.11" and required["torchvision"] == "0.26"
 
 
+@LONG
 def test_the_way_out_that_the_line_names_takes_dot_venv(checkout):
     active = checkout.environment("active")
     put(active, "torch")

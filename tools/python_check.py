@@ -103,13 +103,16 @@ def try_imports(names):
     pip compiles what it installs, uv does not. Where PYTHONDONTWRITEBYTECODE is set, as in many
     containers, each process would then compile torch anew: twice the time of an import.
     """
+    import contextlib
     import importlib
 
     sys.dont_write_bytecode = False
     for name in names:
-        module = MODULES.get(name, name)
-        for part in [module, *PARTS.get(name, [])] if module else []:
-            importlib.import_module(part)
+        if module := MODULES.get(name, name):
+            importlib.import_module(module)
+        for part in PARTS.get(name, []):
+            with contextlib.suppress(ModuleNotFoundError):  # to compile them is all that counts
+                importlib.import_module(part)
 
 
 def main(root, command, *further):
