@@ -1055,13 +1055,13 @@ def test_fp16_scales_its_loss_and_goes_on_with_that_scale(ranks, data, folder):
     ids=["2 ranks", "1 rank, two stops"],
 )
 def test_interrupted_and_resumed_equals_uninterrupted(ranks, folder, nproc, every, stops):
-    """Bit for bit, with a worker and accumulation; stopped in mid-epoch, the second of three."""
+    """Bit for bit, with a worker and accumulation; stopped in mid-epoch, of three epochs."""
     path, data = folder / "c.pt", make_set(folder / "set", 16)
     sizes = ["--global_batch_size", 8, "--accumulate_steps", 2, "--workers", 1, "--timeout", 20]
-    argv = [*FAST, *data, *sizes, "--num_epochs", 3, "--max_steps", 4]
+    argv = [*FAST, *data, *sizes, "--num_epochs", 3, "--max_steps", 5]
     whole = ranks.run(argv, nproc)
     facts = whole.json_line("Run")
-    assert (facts["max_steps"], facts["steps_per_epoch"]) == (4, 2)
+    assert (facts["max_steps"], facts["steps_per_epoch"]) == (5, 2)
     argv += ["--checkpoint", path, "--resume", "--checkpoint_every", every]  # then they talk, too
     parts = []
     for step in stops:
