@@ -75,9 +75,9 @@ number RESTARTS 0 1000 0
 if [ -f "$ROOT/tools/probe_link.py" ]; then number PROBE 0 1 1; else number PROBE 0 1 0; fi
 starts=$(($(wc -w <<<"${NETWORKS:-one}") * (1 + PROBE + RESTARTS))) # at most, and each at a port of its own
 if [ -z "$NNODES" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
-    [ -f "$ROOT/tools/slurm.sh" ] || die "tools/ is missing, and with it the settings of a SLURM job: set NNODES"
-    # shellcheck source=tools/slurm.sh
-    source "$ROOT/tools/slurm.sh" "$starts"
+    [ -f "$ROOT/tools/launcher/slurm.sh" ] || die "tools/ is missing, and with it the settings of a SLURM job: set NNODES"
+    # shellcheck source=tools/launcher/slurm.sh
+    source "$ROOT/tools/launcher/slurm.sh" "$starts"
 fi
 [ -n "$NNODES" ] ||
     die "set NNODES (nodes), NODE_RANK (0 to NNODES-1) and MASTER_ADDR (node 0's address); $ME's first lines explain"
@@ -99,7 +99,7 @@ if [ "${GPUS_PER_NODE:-}" = all ]; then
 fi
 number GPUS_PER_NODE 0 4096 "$gpus"
 GPUS_PER_NODE=$((GPUS_PER_NODE > 0 ? GPUS_PER_NODE : 1))
-cores=$(bash "$ROOT/tools/cores.sh" 2>/dev/null || nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+cores=$(bash "$ROOT/tools/launcher/cores.sh" 2>/dev/null || nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 threads=$((cores / GPUS_PER_NODE)) # torchrun alone would set 1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 sample=$ROOT/data/sample_coco
@@ -126,11 +126,11 @@ if [ ! -f "$ROOT/tools/supervise.py" ]; then
     say "OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun$(printf ' %q' "${command[@]:1}" "$@")"
     exec "${PYTHON:-python3}" -m "${command[@]}" "$@"
 fi
-PYTHON=$(bash "$ROOT/tools/python_env.sh")
+PYTHON=$(bash "$ROOT/tools/launcher/python_env.sh")
 folder=${LOG_DIR:-logs}/${RUN_NAME:-${NETWORK:-$name}}
 if [ -n "${NETWORKS:-}" ]; then
     export PYTHON NNODES NODE_RANK MASTER_ADDR MASTER_PORT CONNECT_TIMEOUT GPUS_PER_NODE RESTARTS PROBE
-    exec "$PYTHON" "$ROOT/tools/compare_networks.py" "$folder" "$@"
+    exec "$PYTHON" "$ROOT/tools/launcher/network_series.py" "$folder" "$@"
 fi
 mkdir -p "$folder" || die "the log folder $folder cannot be made: set LOG_DIR to one that can"
 log=$folder/node$NODE_RANK.log

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from forks import ForkServer, shared
-from processes import ROOT, require
-from slurm import SlurmCluster
+
+from support.forks import ForkServer, shared
+from support.processes import ROOT, require
+from support.slurm import SlurmCluster
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -23,7 +23,8 @@ QUICK_ROWS=old_cpu,one_core,other_user
 QUICK_FILES="pages demo launchers python_env sample supervise nccl_log nodes"
 QUICK_TESTS="commands_on_the_small_set or torchrun_trains or arguments_reach or active_environment_is_used or \
 whole_dot_venv or without_a_home or seen_enough or first_cause_is_the_last_line or terminal_that_is_gone or \
-no_write_permission or options_are_accepted or interrupted_make or own_name_is_loopback or too_long_for_the_sockets"
+no_write_permission or options_are_accepted or interrupted_make or own_name_is_loopback or too_long_for_the_sockets or \
+find_a_dead_lock"
 
 rows() { # row NAME ENVIRONMENT FOLDER CONDITION DESCRIPTION
     row nothing - clone as_it_is "as it is, nothing installed"
@@ -253,7 +254,7 @@ row() { # NAME ENVIRONMENT FOLDER CONDITION DESCRIPTION
     fi
     printf '| %s | %s | %s | %s | %s |\n' "$5" "$(versions)" "$first" "$second" "$result"
     end_row
-    left=$(find "$DEMO_ROW/tmp" -mindepth 1 -maxdepth 1 ! -name 'pytest-of-*' -printf '%f ' 2>/dev/null || true)
+    left=$(find "$DEMO_ROW/tmp" -mindepth 1 -maxdepth 1 ! -name 'pytest-of-*' ! -name 'torchinductor_*' -printf '%f ' 2>/dev/null || true)
     [ -z "$left" ] || say "$name has left in its temporary folder: $left"
     [ -n "$keep" ] || rm -rf "$DEMO_ROW"
     DEMO_ROW=
@@ -346,8 +347,8 @@ else
     [ -z "${VIRTUAL_ENV:-}" ] || PATH=$(tr ':' '\n' <<<"$PATH" | grep -vxF "$VIRTUAL_ENV/bin" | paste -sd:)
     unset VIRTUAL_ENV CONDA_PREFIX PYTHON
 fi
-# A pytest that has called this one is not meant for those here.
-for name in "${!PYTEST_@}" DEMO_LONG DEMO_REQUIRE_ALL; do unset "$name"; done
+# What a pytest, or another machines.sh, that has called this one has set is not meant for those here.
+for name in "${!PYTEST_@}" DEMO_LONG DEMO_REQUIRE_ALL DEMO_ROW OPEN; do unset "$name"; done
 
 umask 022
 work=$(mktemp -d "${TMPDIR:-/tmp}/demo-machines.XXXXXX")

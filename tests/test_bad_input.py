@@ -23,11 +23,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-import test_demo
-from datasets import Payload, instances, numbered, truncate, write_images
-from forks import Job, start
 from PIL import Image
-from processes import LONG, ROOT, SCRIPT, free_port, long, long_among, run_demo
+
+import test_demo
+from support.datasets import Payload, instances, numbered, truncate, write_images
+from support.forks import Job, start
+from support.processes import LONG, ROOT, SCRIPT, free_port, long, long_among, run_demo
 
 FAST = [*test_demo.FAST, "--batch_size", "4", "--max_steps", "1"]
 

@@ -3,7 +3,6 @@ nothing about speed.
 """
 
 import ast
-import importlib.util
 import json
 import os
 import re
@@ -15,14 +14,12 @@ import types
 from pathlib import Path
 
 import pytest
-from nodes import why_no_namespaces
-from processes import LONG, ROOT, SCRIPT, require, start, wait_until
+
+import benchmark as tool
+from support.nodes import why_no_namespaces
+from support.processes import LONG, ROOT, SCRIPT, require, start, wait_until
 
 TOOL = ROOT / "tools" / "benchmark.py"
-sys.path.insert(0, str(TOOL.parent))  # tools import their neighbours
-spec = importlib.util.spec_from_file_location("benchmark", TOOL)
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
 
 ONCE = ["--steps", "2", "--warm_steps", "1", "--batch_size", "2", "--image_size", "64"]
 TINY = [*ONCE, "--repeats", "1"]

@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+
 from breaks.table import BREAKS
-from processes import LONG, ROOT, start, wait_until
+from support.processes import LONG, ROOT, start, wait_until
 
 FOLDER = ROOT / "tests" / "breaks"
 

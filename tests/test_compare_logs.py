@@ -2,7 +2,6 @@
 verdicts against runs whose cause is known. The logs are made here, in the demo's own format."""
 
 import contextlib
-import importlib.util
 import io
 import json
 import math
@@ -17,17 +16,29 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from processes import LONG, WITH_LONG
+
+import compare_logs
+from analysis.alike import loss_noise
+from analysis.cost_model import (
+    LATENCY_US,
+    estimate_step,
+    implied_gbps,
+    payload_rate,
+    ring_bytes,
+    ring_seconds,
+    tree_seconds,
+)
+from analysis.logs import parse_text, read_log
+from analysis.nccl_rules import ADVICE
+from analysis.nccl_text import find
+from analysis.report import as_json, report
+from analysis.runs import find_straggler, make_run
+from analysis.units import duration
+from support.processes import LONG, WITH_LONG
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "compare_logs.py"
 TALK = ROOT.parent / "shared" / "talk"
-
-spec = importlib.util.spec_from_file_location("compare_logs", TOOL)
-tool = importlib.util.module_from_spec(spec)
-sys.modules["compare_logs"] = tool  # dataclasses look their module up
-spec.loader.exec_module(tool)
-import nccl_log  # noqa: E402  the folder of tools is on the path by now
 
 PARAMETERS = 11_217_552  # ResNet-18 with an 80-class layer
 GRADIENT_BYTES = 44_870_208  # 4 * 11,217,552
@@ -187,7 +198,7 @@ def one_run(
             )
     lines += [(0, f"Summary {json.dumps(end)}"), (0, "Summary: 2 epochs, 20 steps, 37.0 img/s")]
     for rank in range(world):
-        text = tool.duration(wall_s)
+        text = duration(wall_s)
         lines.append((rank, f"Cleanup complete. Total wall time: {text} ({wall_s:.3f}s)"))
     return lines
 
@@ -216,9 +227,7 @@ def talk_log(wall_s, losses=(1.08, 1.13, 1.31, 1.44), mean=1.8165):
     lines.append((1, f"Epoch 1 complete | Avg loss: {mean:.4f}"))
     for rank in (0, 1):
         took = wall_s - 0.2 * rank
-        lines.append(
-            (rank, f"Cleanup complete. Total wall time: {tool.duration(took)} ({took:.3f}s)")
-        )
+        lines.append((rank, f"Cleanup complete. Total wall time: {duration(took)} ({took:.3f}s)"))
     return as_text(lines, "GPU")
 
 
@@ -245,7 +254,7 @@ def run_tool(*arguments, code=0):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            found = tool.main([str(argument) for argument in arguments])
+            found = compare_logs.main([str(argument) for argument in arguments])
         except SystemExit as end:
             found = end.code
     assert found == code, (found, out.getvalue()[-500:], err.getvalue())
@@ -275,12 +284,12 @@ def error_of(*arguments, run=run_tool, **options):
 
 def compared(*logs, **options):
     """compare() over one_run's lines given as texts."""
-    runs = [tool.make_run(f"run{i}", tool.parse_text(text), {}) for i, text in enumerate(logs)]
-    return tool.compare(runs, tool.LATENCY_US * 1e-6, **options)
+    runs = [make_run(f"run{i}", parse_text(text), {}) for i, text in enumerate(logs)]
+    return compare_logs.compare(runs, LATENCY_US * 1e-6, **options)
 
 
 def read(text, **given):
-    return tool.make_run("a", tool.parse_text(text), given)
+    return make_run("a", parse_text(text), given)
 
 
 # --- model, by hand ----------------------------------------------------------------------------
@@ -288,49 +297,49 @@ def read(text, **given):
 
 def test_ring_bytes_by_hand():
     # 4 ranks on 2 nodes: 2 * 3/4 = 1.5; 1.5 * 44,870,208 = 67,305,312
-    assert tool.ring_bytes(GRADIENT_BYTES, 4, 2) == 67_305_312
+    assert ring_bytes(GRADIENT_BYTES, 4, 2) == 67_305_312
     # 2 ranks on 2 nodes: 2 * 1/2 = 1
-    assert tool.ring_bytes(GRADIENT_BYTES, 2, 2) == GRADIENT_BYTES
-    assert tool.ring_bytes(GRADIENT_BYTES, 4, 1) == 0  # nothing leaves a single node
+    assert ring_bytes(GRADIENT_BYTES, 2, 2) == GRADIENT_BYTES
+    assert ring_bytes(GRADIENT_BYTES, 4, 1) == 0  # nothing leaves a single node
 
 
 def test_ring_and_tree_seconds_by_hand():
     # 8 ranks, 4 nodes, 1 MB at 1 MB/s, 1 ms: 2*7 turns * 0.001 + 2*7/8 * 1 = 0.014 + 1.75
-    assert tool.ring_seconds(1e6, 8, 4, 1e6, 1e-3) == pytest.approx(1.764)
+    assert ring_seconds(1e6, 8, 4, 1e6, 1e-3) == pytest.approx(1.764)
     # 4 nodes: 2 * log2(4) * 0.001 + 2 * 1 = 0.004 + 2; 5 nodes need a third level: 0.006 + 2
-    assert tool.tree_seconds(1e6, 4, 1e6, 1e-3) == pytest.approx(2.004)
-    assert tool.tree_seconds(1e6, 5, 1e6, 1e-3) == pytest.approx(2.006)
+    assert tree_seconds(1e6, 4, 1e6, 1e-3) == pytest.approx(2.004)
+    assert tree_seconds(1e6, 5, 1e6, 1e-3) == pytest.approx(2.006)
     # 2 nodes: each sends its half to the other and gets the sum's: 2 * 0.001 + 1
-    assert tool.tree_seconds(1e6, 2, 1e6, 1e-3) == pytest.approx(1.002)
-    assert tool.ring_seconds(1e6, 2, 1, 1e6, 1) == tool.tree_seconds(1e6, 1, 1e6, 1) == 0
+    assert tree_seconds(1e6, 2, 1e6, 1e-3) == pytest.approx(1.002)
+    assert ring_seconds(1e6, 2, 1, 1e6, 1) == tree_seconds(1e6, 1, 1e6, 1) == 0
 
 
 def test_tcp_leaves_941_of_1000():
     # 1500 - 52 = 1448 of 1500 + 38 = 1538 bytes: 0.94148
-    assert tool.payload_rate(1) * 8 / 1e6 == pytest.approx(941.48, abs=0.01)
+    assert payload_rate(1) * 8 / 1e6 == pytest.approx(941.48, abs=0.01)
 
 
 def test_seconds_and_implied_rate_by_hand():
     # 67,305,312 * 8 = 538,442,496 bits: 0.538 s at 1 Gb/s, / 0.94148 = 0.572 s over TCP
     size = (GRADIENT_BYTES, 4, 2)
-    line = tool.ring_seconds(*size, 1e9 / 8)
-    tcp = tool.ring_seconds(*size, tool.payload_rate(1))
+    line = ring_seconds(*size, 1e9 / 8)
+    tcp = ring_seconds(*size, payload_rate(1))
     assert line == pytest.approx(0.5384, abs=1e-4) and tcp == pytest.approx(0.5719, abs=1e-4)
     # (14,939.786 - 1,164.994) / 1850 = 7.4458 s; 538.44 Mb / 7.4458 s = 72.3 Mb/s
-    assert tool.implied_gbps(*size, 13774.792 / 1850) == pytest.approx(0.0723, abs=1e-4)
-    assert tool.implied_gbps(*size, 13774.792 / 924) == pytest.approx(0.0361, abs=1e-4)
+    assert implied_gbps(*size, 13774.792 / 1850) == pytest.approx(0.0723, abs=1e-4)
+    assert implied_gbps(*size, 13774.792 / 924) == pytest.approx(0.0361, abs=1e-4)
 
 
 def test_estimate_keeps_the_floor():
     # 242 ms with an all-reduce of 52 ms, none of it hidden; one of 376 ms adds 324 to that: 566,
     # or all of it to the floor of 141: 517 (measured: 542)
-    assert tool.estimate_step(0.141, 0.242, 0.376, 0.052) == pytest.approx((0.566 + 0.517) / 2)
+    assert estimate_step(0.141, 0.242, 0.376, 0.052) == pytest.approx((0.566 + 0.517) / 2)
     # 200 ms with 100, half of it hidden; 200 ms: 300 if that time stays hidden, 250 if that share
-    assert tool.estimate_step(0.150, 0.200, 0.200, 0.100) == pytest.approx((0.300 + 0.250) / 2)
+    assert estimate_step(0.150, 0.200, 0.200, 0.100) == pytest.approx((0.300 + 0.250) / 2)
     # with 3,000 ms a share of half would be 1,500, but a backward pass takes 100 ms of the 150
-    assert tool.estimate_step(0.150, 0.200, 3.000, 0.100) == pytest.approx((3.100 + 3.050) / 2)
+    assert estimate_step(0.150, 0.200, 3.000, 0.100) == pytest.approx((3.100 + 3.050) / 2)
     # 542 - 376 = 166, and no link is faster than the floor of 170
-    assert tool.estimate_step(0.170, 0.542, 0.0, 0.376) == 0.170
+    assert estimate_step(0.170, 0.542, 0.0, 0.376) == 0.170
 
 
 def test_projection_predicts_other_rates_both_ways(save, tmp_path):
@@ -457,7 +466,7 @@ def test_original_format_of_two_nodes_counts_gpus_per_node(tmp_path):
         (tmp_path / name).mkdir()
         for node in (0, 1):
             (tmp_path / name / f"node{node}.log").write_text(talk_log(wall))
-    log = tool.read_log([tmp_path / "a"])
+    log = read_log([tmp_path / "a"])
     assert log.ranks == {0, 1, 2, 3}
     run_tool(f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}", "--processes", 4, "--nodes", 2)
     (tmp_path / "a" / "node1.log").unlink()
@@ -544,8 +553,8 @@ def test_straggler_is_the_first_check():
     # more input than the others have to read makes a rank slow as well
     ranks = [{"rank": 0, "data_ms": 90, "compute_ms": 9}, {"rank": 1, "data_ms": 2}, "junk"]
     ranks += [{"rank": 2, "data_ms": 9, "compute_ms": 30}]
-    assert tool.find_straggler({"ranks": ranks}) == 0
-    assert tool.find_straggler({"ranks": ranks[1:3]}) is None
+    assert find_straggler({"ranks": ranks}) == 0
+    assert find_straggler({"ranks": ranks[1:3]}) is None
 
 
 # --- verdicts by transport ----------------------------------------------------------------------
@@ -560,7 +569,7 @@ SENT = "the probe's all-reduce ran at"
 def finding(text, *fields):
     """What tools/nccl_log.py says of NCCL's lines, parted by `|`."""
     lines = [f"n0:1:2 [0] NCCL INFO {line}\n" for line in text.format(*fields).split("|")]
-    return nccl_log.find(lines).to_dict()
+    return find(lines).to_dict()
 
 
 def carried(name, kind, stated, gbps, **more):
@@ -594,7 +603,7 @@ def probed_run(interfaces, nccl=None, backend="nccl", nodes=2, world=2, tcp=None
 def judged(*texts):
     """The verdicts on runs, and the report on all of them."""
     result = compared(*texts, force=True)
-    return list(result["verdicts"].values()), tool.report(result)
+    return list(result["verdicts"].values()), report(result)
 
 
 @pytest.mark.parametrize(
@@ -766,8 +775,8 @@ def test_advice_for_sockets_on_a_fast_link():
 def test_advice_of_ncclss_own_text_comes_first():
     text = finding(ASKED + "NET/IB : No device found.|" + SOCKET, "ib0")
     (verdict, _), _ = judged(*[probed_run(IPOIB, text)] * 2)
-    assert verdict.checks[0] == nccl_log.ADVICE["no_ib_device"]
-    assert verdict.checks[1] == nccl_log.ADVICE["fell_back_to_sockets"]
+    assert verdict.checks[0] == ADVICE["no_ib_device"]
+    assert verdict.checks[1] == ADVICE["fell_back_to_sockets"]
     assert verdict.checks[2] == "the adapter itself: NETWORK=infiniband IFNAME=mlx5_0"
 
 
@@ -862,7 +871,7 @@ def test_probes_latency_replaces_the_models_constant():
         cells = {(c["gbps"], c["processes"]): c for c in result["projections"]["run0"]}
         # 1.5 * 44.87 MB * 8 / (0.94148 * 400 Gb/s) = 1.43 ms, and what the turns take
         assert cells[400, 4]["ring_s"] == pytest.approx(0.00143 + 6 * 0.6e-3 / turns, abs=1e-5)
-        assert f"{600 / turns:.3g} us a message, probed" in tool.report(result)
+        assert f"{600 / turns:.3g} us a message, probed" in report(result)
     assert "14 us a message, assumed" in judged(*[probed_run([])] * 2)[1]
 
 
@@ -912,9 +921,9 @@ def test_failure_that_a_later_start_mended_is_none(tmp_path):
     for node in (0, 1):
         file = folder / f"node{node}.log"
         file.write_text(failed + START + file.read_text())
-    assert tool.make_run("a", tool.read_log([folder]), {}).complete
+    assert make_run("a", read_log([folder]), {}).complete
     (folder / "node1.log").write_text((folder / "node1.log").read_text() + failed)
-    run = tool.make_run("a", tool.read_log([folder]), {})
+    run = make_run("a", read_log([folder]), {})
     assert run.status == "failed" and run.problems == [f"failed; first cause: {CAUSE}"]
 
 
@@ -924,7 +933,7 @@ def test_failure_as_the_launcher_writes_it(tmp_path):
     fails = [sys.executable, "-c", "import sys; print('no space left'); sys.exit(3)"]
     for command, cause in ((fails, "no space left"), (["no-such-program"], "no-such-program")):
         subprocess.run([*supervise, "--", *command], capture_output=True, timeout=60)
-        (problem,) = tool.make_run("a", tool.read_log([tmp_path]), {}).problems
+        (problem,) = make_run("a", read_log([tmp_path]), {}).problems
         assert re.fullmatch(f"failed; first cause: .*{cause}.*", problem), problem
 
 
@@ -1020,8 +1029,8 @@ def test_probe_that_had_no_link_is_no_other_rank(tmp_path):
     (tmp_path / "run.log").write_text(as_text(one_run(world=1, nodes=1)))
     (tmp_path / "probe.log").write_text("[CPU 0] Probe: one process has no link to probe\n")
     for names in (("run", "probe"), ("probe", "run")):
-        log = tool.read_log([tmp_path / f"{name}.log" for name in names])
-        run = tool.make_run("a", log, {})
+        log = read_log([tmp_path / f"{name}.log" for name in names])
+        run = make_run("a", log, {})
         assert run.complete and log.ranks == {0}, run.problems
 
 
@@ -1188,7 +1197,7 @@ def test_missing_rank_of_a_node_is_named(tmp_path):
     node1 = folder / "node1.log"
     lines = node1.read_text().splitlines(True)
     node1.write_text("".join(line for line in lines if "[CPU 3]" not in line))
-    run = tool.make_run("a", tool.read_log([folder]), {})
+    run = make_run("a", read_log([folder]), {})
     assert run.problems == ["no line from rank 3 (n1)"] and run.wall_s is None
     out, _ = run_tool(f"a={folder}", f"b={folder}", code=1)
     assert "INCOMPLETE" in out and "times as long" not in out
@@ -1255,11 +1264,11 @@ def test_an_epoch_that_an_earlier_attempt_broke_off_is_no_end():
 def test_restart_is_seen_in_the_files_without_a_run_line(tmp_path):
     first, second = one_run(), one_run(start_step=10)
     folder = write_folder(tmp_path / "run", first + second)
-    assert tool.make_run("a", tool.read_log([folder]), {}).complete
+    assert make_run("a", read_log([folder]), {}).complete
     node1 = folder / "node1.log"
     text = node1.read_text()
     node1.write_text(text[: text.rindex("[CPU 1] Epoch 2 | Step 16")])
-    run = tool.make_run("a", tool.read_log([folder]), {})
+    run = make_run("a", read_log([folder]), {})
     assert not run.complete and "no end line from rank 1" in run.problems[0]
 
 
@@ -1303,10 +1312,10 @@ FOREIGN = st.lists(
 @given(FOREIGN)
 def test_foreign_lines_change_nothing(extra):
     lines = as_text(one_run()).splitlines()
-    want = tool.parse_text("\n".join(lines))
+    want = parse_text("\n".join(lines))
     for position, text in extra:
         lines.insert(position, text)
-    assert tool.parse_text("\n".join(lines)) == want
+    assert parse_text("\n".join(lines)) == want
 
 
 @pytest.mark.parametrize(
@@ -1324,13 +1333,13 @@ def test_foreign_lines_change_nothing(extra):
 def test_prefixes_and_colours_change_nothing(dress):
     text = as_text(one_run())
     dressed = "\n".join(dress.format(line) for line in text.splitlines())
-    assert tool.parse_text(dressed) == tool.parse_text(text)
+    assert parse_text(dressed) == parse_text(text)
 
 
 def test_colours_inside_a_line_change_nothing():
     text = as_text(one_run())
     coloured = text.replace("] ", "] \x1b[1m").replace(" | ", " \x1b[2m|\x1b[0m ")
-    assert tool.parse_text(coloured) == tool.parse_text(text)
+    assert parse_text(coloured) == parse_text(text)
 
 
 def test_a_line_torn_at_any_place_gives_its_loss_or_none():
@@ -1338,13 +1347,13 @@ def test_a_line_torn_at_any_place_gives_its_loss_or_none():
     for cut in range(len(line)):
         for after in ("[CPU 1] Epoch 1 complete | Avg loss: 3.0000", " noise", "\n"):
             for text in (line[:cut] + after + line[cut:], line[:cut] + after):
-                steps = tool.parse_text(text).steps
+                steps = parse_text(text).steps
                 assert {key: step.loss for key, step in steps.items()} in (
                     {(0, 1, 906): 12.0805},
                     {},
                 ), text
     for number in ("12.08059", "12.080", "12.", "1e3", "-"):
-        assert not tool.parse_text(line.replace("12.0805", number)).steps, number
+        assert not parse_text(line.replace("12.0805", number)).steps, number
 
 
 def test_a_smaller_world_size_does_not_hide_a_rank():
@@ -1407,8 +1416,8 @@ def test_an_incomplete_run_never_counts_as_complete(data):
 @given(st.data())
 def test_damage_never_invents_a_loss(data):
     text = as_text(one_run())
-    want = tool.parse_text(text)
-    got = tool.parse_text(data.draw(damaged(text)))
+    want = parse_text(text)
+    got = parse_text(data.draw(damaged(text)))
     for key, step in got.steps.items():
         assert step.loss == want.steps[key].loss
     assert got.ended.items() <= want.ended.items() and got.epochs.items() <= want.epochs.items()
@@ -1420,10 +1429,10 @@ def test_damage_never_crashes_the_report(data):
     runs = []
     for name in ("a", "b"):
         text = data.draw(damaged(as_text(one_run())))
-        runs.append(tool.make_run(name, tool.parse_text(text), {}))
-    result = tool.compare(runs, 1e-5, force=True)
-    assert "Verdict" in tool.report(result)
-    json.dumps(tool.as_json(result), allow_nan=False)
+        runs.append(make_run(name, parse_text(text), {}))
+    result = compare_logs.compare(runs, 1e-5, force=True)
+    assert "Verdict" in report(result)
+    json.dumps(as_json(result), allow_nan=False)
 
 
 ODD = st.recursive(
@@ -1462,10 +1471,10 @@ KEYS = [
 @given(st.dictionaries(st.sampled_from(KEYS), ODD, max_size=4))
 def test_any_json_value_is_survived(odd):
     text = as_text(one_run(facts=odd, summary=odd))
-    runs = [tool.make_run(name, tool.parse_text(text), {}) for name in "ab"]
-    result = tool.compare([*runs, read(as_text(one_run()))], 1e-5, force=True)
-    tool.report(result)
-    json.dumps(tool.as_json(result), allow_nan=False)
+    runs = [make_run(name, parse_text(text), {}) for name in "ab"]
+    result = compare_logs.compare([*runs, read(as_text(one_run()))], 1e-5, force=True)
+    report(result)
+    json.dumps(as_json(result), allow_nan=False)
 
 
 @QUICK
@@ -1493,13 +1502,13 @@ def test_any_json_value_of_the_link_is_survived(data):
 def test_any_bytes_are_survived(tmp_path, data):
     file = tmp_path / "any.log"
     file.write_bytes(data)
-    run = tool.make_run("a", tool.read_log([file]), {})
+    run = make_run("a", read_log([file]), {})
     assert not run.complete
 
 
 def test_torn_pair_keeps_the_whole_line():
     text = "[CPU 0] Epoch 1 | Step 9[CPU 1] Epoch 1 | Step 906 | Loss: 1.0290\n06 | Loss: 1.0805\n"
-    log = tool.parse_text(text)
+    log = parse_text(text)
     assert {key: step.loss for key, step in log.steps.items()} == {(1, 1, 906): 1.029}
     assert log.torn == 1
 
@@ -1514,9 +1523,9 @@ def test_deep_nesting_is_survived():
 def test_starts_on_the_standard_library_alone(save):
     # -S hides the installed packages, so an import of torch, numpy or matplotlib would fail
     pair = (save("a"), save("b"))
-    out, _ = run_process(*pair, python=("-I", "-S"))
+    out, _ = run_process(*pair, python=("-S",))
     assert "Verdict" in out
-    error = error_of(*pair, "--plot", "x.png", run=run_process, python=("-I", "-S"))
+    error = error_of(*pair, "--plot", "x.png", run=run_process, python=("-S",))
     assert "matplotlib" in error
 
 
@@ -1571,10 +1580,10 @@ def plotted(save, tmp_path):
 @LONG
 def test_picture_of_every_kind_of_run(save, tmp_path):
     """Small, and in this process: what its panels show."""
-    plot = pytest.importorskip("compare_plot", exc_type=ImportError)
-    named = tool.named_paths(plotted(save, tmp_path))
-    runs = [tool.make_run(name, tool.read_log(paths), {}) for name, paths in named.items()]
-    result = tool.compare(runs, 1e-5, force=True)
+    plot = pytest.importorskip("analysis.plot", exc_type=ImportError)
+    named = compare_logs.named_paths(plotted(save, tmp_path))
+    runs = [make_run(name, read_log(paths), {}) for name, paths in named.items()]
+    result = compare_logs.compare(runs, 1e-5, force=True)
     plot.draw(result, tmp_path / "slide.png", dpi=10)
     assert png_size(tmp_path / "slide.png") == (130, 90)
     free, talk = runs[1], runs[-1]
@@ -1602,6 +1611,6 @@ def test_loss_noise_by_hand():
     # one rank, losses 1, 3, 1: differences 2 and 2, variance 4 / 2 = 2 each; 8 samples an epoch
     losses = ((1, 1.0), (2, 3.0), (3, 1.0))
     text = "".join(f"[CPU 0] Epoch 1 | Step {i} | Loss: {x:.4f}\n" for i, x in losses)
-    assert tool.loss_noise(read(text, steps=8, epochs=1)) == pytest.approx(math.sqrt(2 / 8))
+    assert loss_noise(read(text, steps=8, epochs=1)) == pytest.approx(math.sqrt(2 / 8))
     two = read(text + "[CPU 1] Epoch 1\n", steps=8, epochs=1)  # the mean of two ranks' losses
-    assert tool.loss_noise(two) == pytest.approx(math.sqrt(2 / 16))
+    assert loss_noise(two) == pytest.approx(math.sqrt(2 / 16))

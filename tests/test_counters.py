@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import socket
 import subprocess
@@ -10,13 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from nodes import NamespacePair
-from processes import ROOT, require
 
-_spec = importlib.util.spec_from_file_location("counters", ROOT / "tools/counters.py")
-counters = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(counters)
-read_counters, difference = counters.read_counters, counters.difference
+from launcher import counters
+from launcher.counters import difference, read_counters
+from support.nodes import NamespacePair
+from support.processes import ROOT, require
 
 
 class Tree:
@@ -180,10 +177,10 @@ def test_counters_of_this_machine():
     assert carried["tcp"]["segments"] >= carried["tcp"]["retransmits"] >= 0
 
 
-# On a node, in the folder of counters.py: sends 4 MB; prints what was carried meanwhile.
+# On a node, with tools/ on its path: sends 4 MB; prints what was carried meanwhile.
 SENDER = """
 import json, socket, time
-from counters import difference, read_counters
+from launcher.counters import difference, read_counters
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagram:
     datagram.sendto(b".", ("10.77.0.2", 9))
     time.sleep(0.3)  # now the other node's address is known

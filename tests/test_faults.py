@@ -29,11 +29,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datasets import Payload, make_set
-from forks import FOR_ONE_CHECKPOINT, ForkServer, prepared
-from forks import start as start_script
-from nodes import NEW_MOUNTS, NamespacePair, mount, own_namespaces, small_disk
-from processes import (
+
+from support.datasets import Payload, make_set
+from support.forks import FOR_ONE_CHECKPOINT, ForkServer, prepared
+from support.forks import start as start_script
+from support.nodes import NEW_MOUNTS, NamespacePair, mount, own_namespaces, small_disk
+from support.processes import (
     LONG,
     ROOT,
     SCRIPT,
@@ -291,7 +292,9 @@ def torchrun(argv: Sequence[object], nproc: int = 2, **options: Any) -> Started:
 
 
 LAUNCHER = ROOT / "launch_multinode.sh"
-STAND_IN = str(ROOT / "tests" / "stand_in")  # a PYTHONPATH with a torchrun that starts in no time
+STAND_IN = str(
+    ROOT / "tests" / "support" / "stand_in"
+)  # a PYTHONPATH with a torchrun that starts in no time
 
 
 def launched(

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import importlib.util
 import json
 import math
 import multiprocessing
@@ -25,10 +23,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import data_args, make_set
-from forks import Job, prepared, run_to_the_end, start, write
-from nodes import NamespacePair, why_no_namespaces
-from processes import LONG, ROOT, SCRIPT, Run, Started, free_port, long, require, run_demo
+
+from analysis import runs
+from analysis.logs import parse_text
+from launcher import counters
+from support.datasets import data_args, make_set
+from support.forks import Job, prepared, run_to_the_end, start, write
+from support.nodes import NamespacePair, why_no_namespaces
+from support.processes import LONG, ROOT, SCRIPT, Run, Started, free_port, long, require, run_demo
 
 TOOLS = ROOT / "tools"
 PROBE = TOOLS / "probe_link.py"
@@ -66,21 +68,12 @@ def shapes(demo, result):
     write(result, [parameter.shape for parameter in resnet18(num_classes=80).parameters()])
 
 
-def tool(name):
-    """A module of tools/, for pytest and for forked processes."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 def probe_module(demo):
     """tools/probe_link.py, which then works with the script that was imported here."""
     sys.modules["demo_coco_resnet18"] = demo
-    tool("counters")
-    tool("nccl_log")
-    return tool("probe_link")
+    import probe_link  # here, as it imports torch
+
+    return probe_link
 
 
 def probe(demo, result, murmur=False, seconds=None, dies=False):
@@ -116,7 +109,7 @@ def with_counters(demo, result):
     """The script on a node of a `NamespacePair`; what the node's interfaces carried from the
     beginning of its first epoch to its end.
     """
-    counters, train_epoch, before = tool("counters"), demo.train_epoch, []
+    train_epoch, before = demo.train_epoch, []
 
     def counted(run, epoch):
         if not before:
@@ -135,7 +128,6 @@ def send_known_bytes(demo, result, address, count):
 
     Node 1 confirms, so that no byte is under way when the counters are read again.
     """
-    counters = tool("counters")
     readings = [counters.read_counters()]
     if os.environ["RANK"] == "1":
         with socket.create_server((address, 5555)) as listening, listening.accept()[0] as peer:
@@ -342,8 +334,7 @@ def test_probe_and_steps_at_a_known_rate(demo, data):
         assert rank["exposed_ms"] + rank["compute_ms"] > 0.95 * LEAST_MS
         assert rank["exposed_ms"] > 0.4 * LEAST_MS
     # Both logs make one run.
-    logs = tool("compare_logs")
-    run = logs.make_run("a", logs.parse_text(probed.out + job.out), {})
+    run = runs.make_run("a", parse_text(probed.out + job.out), {})
     assert run.complete and run.probe_s == pytest.approx(ms / 1000), run.problems
     assert (run.interface, run.wire_gbps) == ("eth0 (ethernet)", pytest.approx(rate))
     assert run.global_batch == 8 and run.wall_s > 1.5
@@ -488,7 +479,7 @@ def test_slow_rank_is_named_and_the_other_waits_for_it(demo, data):
     quick, slow = summary["ranks"]
     behind = slow["compute_ms"] - quick["compute_ms"]
     assert behind > quick["compute_ms"], summary
-    assert tool("compare_logs").find_straggler(summary) == 1, summary
+    assert runs.find_straggler(summary) == 1, summary
     assert quick["exposed_ms"] > 0.6 * behind and quick["exposed_ms"] > 1.5 * slow["exposed_ms"]
     assert quick["step_ms"] == pytest.approx(slow["step_ms"], rel=0.1)  # all go at one pace
 
@@ -503,7 +494,7 @@ def test_slow_input_of_one_rank_is_exposed_time_of_the_other(demo, data):
     quick, slow = summary["ranks"]
     assert slow["data_ms"] > 3 * quick["data_ms"], summary
     assert quick["exposed_ms"] > 1.5 * slow["exposed_ms"], summary
-    assert tool("compare_logs").find_straggler(summary) == 1, summary
+    assert runs.find_straggler(summary) == 1, summary
 
 
 # --- Compressed gradients --------------------------------------------------------------------

@@ -19,8 +19,9 @@ import time
 from pathlib import Path
 
 import pytest
-from nodes import NamespacePair
-from processes import LONG, ROOT, free_port, long, require, wait_until
+
+from support.nodes import NamespacePair
+from support.processes import LONG, ROOT, free_port, long, require, wait_until
 
 BOTH = pytest.mark.parametrize("folder", ["stand-in", *long("torchrun")], indirect=True)
 REAL = pytest.mark.parametrize("folder", long("torchrun"), indirect=True)
@@ -151,7 +152,7 @@ class Folder:
         self.path = path
         self.python = {"PYTHON": sys.executable}
         if torchrun == "stand-in":
-            self.python["PYTHONPATH"] = str(ROOT / "tests" / "stand_in")
+            self.python["PYTHONPATH"] = str(ROOT / "tests" / "support" / "stand_in")
         shutil.copytree(
             ROOT / "tools",
             path / "tools",
@@ -273,7 +274,7 @@ def stand_in_for_the_sample(folder, more=""):
 
 def test_without_arguments_it_trains_on_the_sample_set(folder):
     stand_in_for_the_sample(folder)
-    (folder.path / "tools/cores.sh").write_text("echo 6")
+    (folder.path / "tools/launcher/cores.sh").write_text("echo 6")
     code, output = folder.run("launch_single.sh")
     assert code == 0, output
     data = folder.path / "data/sample_coco"
@@ -692,7 +693,7 @@ def test_cores_are_those_that_a_cgroup_leaves(tmp_path, case):
     (tmp_path / "nproc").write_text('#!/bin/sh\necho "${OMP_NUM_THREADS:-64}"\n')  # as GNU's
     (tmp_path / "nproc").chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "7"}
-    command = ["bash", ROOT / "tools/cores.sh", tmp_path]
+    command = ["bash", ROOT / "tools/launcher/cores.sh", tmp_path]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert (done.stdout, done.stderr, done.returncode) == (f"{wanted}\n", "", 0)
 
@@ -722,9 +723,11 @@ def cgroup_of_one_core():
 def test_cores_in_a_real_cgroup():
     script = 'echo $$ >"$1" && exec bash "$2"'
     with cgroup_of_one_core() as processes:
-        command = ["bash", "-c", script, "bash", processes, ROOT / "tools/cores.sh"]
+        command = ["bash", "-c", script, "bash", processes, ROOT / "tools/launcher/cores.sh"]
         assert subprocess.run(command, capture_output=True, text=True).stdout == "1\n"
-    own = subprocess.run(["bash", ROOT / "tools/cores.sh"], capture_output=True, text=True)
+    own = subprocess.run(
+        ["bash", ROOT / "tools/launcher/cores.sh"], capture_output=True, text=True
+    )
     assert 1 <= int(own.stdout) <= len(os.sched_getaffinity(0))
 
 

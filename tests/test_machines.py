@@ -11,7 +11,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from processes import LONG, ROOT, Run, Started, require, start, wait_until
+
+from support.processes import LONG, ROOT, Run, Started, require, start, wait_until
 
 BARE = ["-p", "no:hypothesispytest", "-p", "no:xdist"]  # pytest starts sooner
 MACHINES = ROOT / "tests" / "machines.sh"
@@ -116,7 +117,8 @@ def test_each_row_is_a_fresh_clone_with_its_result(project):
     project.write("bin/python3.12", "#!/bin/sh\nexit 127\n")
     path = f"{project.path}/bin:{os.environ['PATH']}"
     names = "nothing,odd_path,cdpath,locale,python3.12"
-    run = project.run("--rows", names, expect=2, PATH=path)
+    outer = {"DEMO_ROW": "of one that has called this one"}
+    run = project.run("--rows", names, expect=2, PATH=path, **outer)
     rows, found = descriptions(), results(run)
     assert [*found] == [rows[name] for name in names.split(",")]
     for name in ("nothing", "odd_path"):

@@ -12,18 +12,18 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from processes import ROOT, WITH_LONG
+
+import nccl_log
+from analysis import nccl_rules, nccl_text
+from support.processes import ROOT, WITH_LONG
 
 TOOL = ROOT / "tools/nccl_log.py"
-_spec = importlib.util.spec_from_file_location("nccl_log", TOOL)
-nccl_log = importlib.util.module_from_spec(_spec)
-sys.modules["nccl_log"] = nccl_log  # dataclasses look their module up
-_spec.loader.exec_module(nccl_log)
 
 QUICK = settings(
     max_examples=60 if WITH_LONG else 20,
@@ -34,7 +34,32 @@ QUICK = settings(
 
 # --- texts -------------------------------------------------------------------------------------
 
-FORMATS = [(rule, form) for rule in nccl_log.RULES for form in rule.formats]
+
+@dataclass(frozen=True)
+class Format:
+    """A message of nccl_formats.txt; `last` is empty where the newest release looked at has it."""
+
+    text: str
+    first: str
+    last: str
+    by: str
+
+
+def read_formats() -> list[tuple[nccl_rules.Rule, Format]]:
+    rules, found = {rule.name: rule for rule in nccl_rules.RULES}, []
+    for line in (Path(__file__).parent / "nccl_formats.txt").read_text().splitlines():
+        if line.startswith("["):
+            rule = rules.pop(line.strip("[]"))
+        elif line and not line.startswith("#"):
+            first, last, text = line.split(maxsplit=2)
+            released = first[0].isdigit()
+            by = "NCCL" if released else first
+            found.append((rule, Format(text, first if released else "", last.strip("-"), by)))
+    assert not rules, f"rules without a message: {[*rules]}"
+    return found
+
+
+FORMATS = read_formats()
 BY_NCCL = [(rule, form) for rule, form in FORMATS if form.by == "NCCL"]
 # What the strings of a message are; without an entry "x".
 STRINGS = {
@@ -95,7 +120,7 @@ def filled(rule, form, number=0) -> str:
 
 
 def find(*lines: str):
-    return nccl_log.find(lines)
+    return nccl_text.find(lines)
 
 
 def told(*lines: str) -> dict[str, str]:
@@ -389,7 +414,7 @@ def test_where_ranks_differ_the_slowest_counts_and_it_is_said():
         found = find(*lines)
         assert (found.network, found.networks) == ("Socket", ["Socket", "IB"])
         assert found.transport == "sockets"
-        assert any("Ranks differ (Socket, IB)" in text for text in nccl_log.in_words(found))
+        assert any("Ranks differ (Socket, IB)" in text for text in nccl_text.in_words(found))
 
 
 def test_adapters_of_both_kinds_are_told_apart_by_the_connections():
@@ -402,7 +427,7 @@ def test_adapters_of_both_kinds_are_told_apart_by_the_connections():
 
 
 def test_gpudirect_is_told_in_words_for_all_networks_but_sockets():
-    text = nccl_log.in_words(find(IB_LIST, channel("NET/IB/0/GDRDMA"), channel("NET/IB/1")))[1]
+    text = nccl_text.in_words(find(IB_LIST, channel("NET/IB/0/GDRDMA"), channel("NET/IB/1")))[1]
     assert text == "Connections seen: 2 over the network, 1 of them with GPUDirect RDMA."
 
 
@@ -410,7 +435,7 @@ def test_nvlink_between_nodes_is_local():
     nodes = INFO + "comm 0x5 rank 0 nRanks 8 nNodes 2 localRanks 4 localRank 0 MNNVL 1"
     found = find(nodes, using("IB"), channel("P2P/MNNVL"))
     assert (found.transport, found.nodes) == ("local", 2)
-    assert "NVLink, between nodes too" in nccl_log.in_words(found)[0]
+    assert "NVLink, between nodes too" in nccl_text.in_words(found)[0]
 
 
 # --- problems ----------------------------------------------------------------------------------
@@ -508,10 +533,10 @@ def test_a_problem_is_told_with_its_line(problem, text):
 
 
 def test_every_problem_has_its_advice_and_a_test():
-    noted = {rule.problem for rule in nccl_log.RULES if rule.problem}
+    noted = {rule.problem for rule in nccl_rules.RULES if rule.problem}
     derived = {"fell_back_to_sockets", "gpudirect_off", "suspect_interface"}
-    assert set(nccl_log.ADVICE) == noted | derived
-    assert all(len(advice) > 30 and "\n" not in advice for advice in nccl_log.ADVICE.values())
+    assert set(nccl_rules.ADVICE) == noted | derived
+    assert all(len(advice) > 30 and "\n" not in advice for advice in nccl_rules.ADVICE.values())
 
 
 @pytest.mark.parametrize("name", ["lo", "docker0", "veth12ab", "br-12ab", "virbr0", "tailscale0"])
@@ -896,10 +921,10 @@ def test_any_mixture_of_pieces_ends_in_a_finding(data):
     ]
     text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=12)))
     found = find(text)
-    assert found.transport in ("local", *nccl_log.SLOWEST)
+    assert found.transport in ("local", *nccl_rules.SLOWEST)
     assert json.loads(json.dumps(found.to_dict())) == found.to_dict()
     assert all(problem.line and problem.advice for problem in found.problems)
-    assert nccl_log.in_words(found)
+    assert nccl_text.in_words(found)
 
 
 # --- against the installed library -------------------------------------------------------------
@@ -1060,9 +1085,9 @@ def test_the_command_says_in_sentences_what_was_used_and_why_not_another(tmp_pat
         "Connections seen: 2 over the network; 1 without a network.",
         'Why not another network: NCCL says "NET/IB : No device found.".',
         "no_ib_device: NET/IB : No device found.",
-        f"    -> {nccl_log.ADVICE['no_ib_device']}",
+        f"    -> {nccl_rules.ADVICE['no_ib_device']}",
         f"fell_back_to_sockets: {HCA}",
-        f"    -> {nccl_log.ADVICE['fell_back_to_sockets']}",
+        f"    -> {nccl_rules.ADVICE['fell_back_to_sockets']}",
     ]
 
 
@@ -1111,10 +1136,10 @@ def test_bytes_that_are_no_text_do_not_stop_the_reading(tmp_path, capsys):
 
 
 def test_a_line_without_end_is_read_in_parts(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(nccl_log, "LINE_LIMIT", 1000)
+    monkeypatch.setattr(nccl_text, "LINE_LIMIT", 1000)
     (tmp_path / "log").write_text("x" * 4900 + " " + using("IB") + " " + "y" * 5000 + "\n")
     assert called(capsys, tmp_path / "log")[0] == 1  # "IB yyy…" is no name that could be trusted
-    assert all(len(line) <= 1000 for line in nccl_log.lines_of(tmp_path / "log"))
+    assert all(len(line) <= 1000 for line in nccl_text.lines_of(tmp_path / "log"))
 
 
 def test_a_text_that_decides_nothing_ends_in_one_line_and_code_1(tmp_path):
@@ -1215,7 +1240,7 @@ def test_a_file_that_fails_while_it_is_read_is_named(tmp_path, capsys, monkeypat
         yield using("IB")
         raise OSError(5, "Input/output error")  # as a read fails: without the name
 
-    monkeypatch.setattr(nccl_log, "lines_of", fail)
+    monkeypatch.setattr(nccl_text, "lines_of", fail)
     code, _, err = called(capsys, path)
     assert (code, err) == (2, f"nccl_log.py: error: cannot read {path}: Input/output error\n")
 

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import test_faults as faults
-from datasets import make_set
-from nodes import NamespacePair
-from processes import LONG, SCRIPT
+from support.datasets import make_set
+from support.nodes import NamespacePair
+from support.processes import LONG, SCRIPT
 
 ARGUMENTS = shlex.split("--max_steps 1 --timeout 20")
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -20,16 +19,17 @@ import select
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-from forks import ForkServer, shared, write
-from processes import ROOT, SCRIPT, Run, base_env, long, new_test_id, start
+
+from launcher.supervisor import STOPPED
+from support.forks import ForkServer, shared, write
+from support.processes import ROOT, SCRIPT, Run, base_env, long, new_test_id, start
 from test_probe import SMALL
 
 README, PROBE = "README.md", "tools/probe_link.py"
@@ -108,9 +108,16 @@ function ./launch_single.sh {
 """ + "\n".join(
     f'function {name} {{ note {name} "$@"; }}'
     for name in (
-        *("./launch_multinode.sh", "tests/run.sh", "source", "curl", "unzip", "torchrun", "sudo"),
-        *("srun", "sbatch", "mpirun", "python3", "pip"),
-        *("tools/python_env.sh", "conda", "module", "apptainer"),
+        *(
+            "./launch_multinode.sh",
+            "tests/run.sh",
+            "tests/breaks/run.py",
+            "source",
+            "curl",
+            "unzip",
+        ),
+        *("torchrun", "sudo", "srun", "sbatch", "mpirun", "python3", "pip"),
+        *("tools/launcher/python_env.sh", "conda", "module", "apptainer"),
     )
 )
 ARRAYS = re.findall(r"^\w+=\(.*?\)$", "".join(PAGES[README].commands), re.MULTILINE | re.DOTALL)
@@ -144,20 +151,6 @@ def calls(tmp_path_factory) -> dict[str, list[list[str]]]:
 @pytest.fixture(scope="module")
 def all_calls(calls) -> list[list[str]]:
     return [call for page in calls.values() for call in page]
-
-
-@functools.cache
-def load(path: Path) -> ModuleType:
-    """A script as a module; importing it runs nothing."""
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_of_pages", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    sys.path.insert(0, str(path.parent))  # tools import their neighbours
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.parent))
-    return module
 
 
 def ask(demo, result, script_calls, torchrun_calls):
@@ -274,7 +267,7 @@ def test_tool_options_are_accepted(all_calls, monkeypatch):
         if call[0] == "python" and call[1].startswith("tools/"):
             tools.add(call[1])
             try:
-                load(ROOT / call[1]).parse_arguments(call[2:])
+                importlib.import_module(Path(call[1]).stem).parse_arguments(call[2:])
             except SystemExit:
                 pytest.fail(f"{call[1]} refuses what a page gives it: {call}")
         elif "tools/two_nodes.sh" in call:
@@ -382,7 +375,7 @@ def run_code(demo, code):
 
 # What takes the place of a program, by its file's name: the function of a module, its options.
 FORKED = {
-    SCRIPT.name: ("forks", "start", {}),
+    SCRIPT.name: ("support.forks", "start", {}),
     "probe_link.py": ("test_probe", "probe", {"result": None, "settings": SMALL}),
     "inline.py": ("test_pages", "run_code", {}),
 }
@@ -390,10 +383,10 @@ FORKED = {
 
 @contextlib.contextmanager
 def forked(server: ForkServer, project: Path) -> Iterator[dict[str, str]]:
-    """Puts tests/stand_in/program.py in the place of each program that imports torch, and does
-    what these ask for; the variables with which the commands take them.
+    """Puts the stand-in program.py in the place of each program that imports torch, and does what
+    these ask for; the variables with which the commands take them.
     """
-    stand_in, over = ROOT / "tests" / "stand_in", threading.Event()
+    stand_in, over = ROOT / "tests" / "support" / "stand_in", threading.Event()
     for name in (SCRIPT.name, PROBE, "inline.py"):
         shutil.copy(stand_in / "program.py", project / name)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -487,7 +480,7 @@ def test_option_table_is_the_parsers(script):
 @every_page
 def test_options_that_the_text_names_exist(page, script):
     """Wherever they stand; in a tool's own source where they are not the script's."""
-    sources = [*ROOT.glob("tools/*"), *ROOT.glob("tests/*.sh")]
+    sources = [*(ROOT / "tools").rglob("*"), *ROOT.glob("tests/*.sh")]
     tools = "\n".join(path.read_text() for path in sources if path.suffix in (".py", ".sh"))
     known = {*script.options, *FOREIGN, *script.torchrun_options}
     for name in sorted(set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.prose))):
@@ -497,7 +490,7 @@ def test_options_that_the_text_names_exist(page, script):
 
 def test_variables_of_the_launchers():
     table = {name: row for row in rows("variable") for name in re.findall(r"`(\w+)`", row[0])}
-    sources = [ROOT / name for name in LAUNCHERS] + [ROOT / "tools" / "python_env.sh"]
+    sources = [ROOT / name for name in LAUNCHERS] + [ROOT / "tools/launcher/python_env.sh"]
     code = "\n".join(path.read_text() for path in sources)
     for name in table:
         assert re.search(rf"\$\{{?{name}\b", code), f"no launcher reads {name}"
@@ -545,7 +538,7 @@ def test_step_table_names_the_marked_functions():
 
 def test_exit_codes():
     assert [int(row[0]) for row in rows("code")] == [0, 1, 2, os.EX_TEMPFAIL]
-    assert load(ROOT / "tools" / "supervise.py").STOPPED == os.EX_TEMPFAIL
+    assert STOPPED == os.EX_TEMPFAIL
 
 
 def test_limits_in_the_text_are_the_scripts(script):

@@ -18,14 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import test_networks as networks
-from nodes import NamespacePair
-from processes import LONG, ROOT, Run, Started, free_port, long, require
+
+import preflight
+import test_network_series as networks
+from launcher import rendezvous as meetings
+from support.nodes import NamespacePair
+from support.processes import LONG, ROOT, Run, Started, free_port, long, require
 
 TOOLS = ROOT / "tools"
-sys.path.insert(0, str(TOOLS))
-import meeting as meetings  # noqa: E402
-import preflight  # noqa: E402
 
 TIMEOUT = 20  # as CONNECT_TIMEOUT, seconds
 PORT = 29500

@@ -26,11 +26,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import data_args
-from forks import shared, validation_batch, write
-from nodes import small_disk
 from PIL import Image, ImageDraw
-from processes import LONG, ROOT, Run, Started, start, wait_until
+
+from support.datasets import data_args
+from support.forks import shared, validation_batch, write
+from support.nodes import small_disk
+from support.processes import LONG, ROOT, Run, Started, start, wait_until
 
 # Another copy of the tool can be put to these tests, to see that they find what is broken in it.
 TOOL = Path(os.environ.get("PREPARE_SCRIPT", ROOT / "tools" / "prepare_coco.py"))

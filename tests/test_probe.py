@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import test_interconnect as links
-from forks import ForkServer, write
-from nodes import NamespacePair
-from processes import LONG, require
-from tun_link import TunLink
+from support.forks import ForkServer, write
+from support.nodes import NamespacePair
+from support.processes import LONG, require
+from support.tun_link import TunLink
 
 GRADIENTS = links.GRADIENT_BYTES
 SMALL = {"SIZES": [2**10, 2**12], "gradients": 2**16}  # bytes: for latency alone

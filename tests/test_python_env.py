@@ -20,11 +20,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from processes import LONG, ROOT, long, require, wait_until
 
-sys.path.insert(0, str(ROOT / "tools"))
-import python_check
-import uv_install
+from launcher import python_check, uv_install
+from support.processes import LONG, ROOT, long, require, wait_until
 
 FILES = ("python_env.sh", "python_check.py", "uv_install.py")
 REQUIRED = {"torch": "torch", "torchvision": "torchvision", "pycocotools": "pycocotools"}
@@ -73,9 +71,9 @@ class Checkout:
         self.path = path
         self.venv = path / ".venv"
         self.own = str(self.venv / "bin/python")
-        (path / "tools").mkdir(parents=True)
+        (path / "tools/launcher").mkdir(parents=True)
         for name in FILES:
-            shutil.copy(ROOT / "tools" / name, path / "tools")
+            shutil.copy(ROOT / "tools/launcher" / name, path / "tools/launcher")
         shutil.copy(ROOT / "requirements.txt", path)
         self.wheels = path / "wheels"
         self.wheels.mkdir()
@@ -106,7 +104,7 @@ class Checkout:
         wheel(self.wheels, "extra", "extra")
 
     def replace(self, old: str, new: str) -> None:
-        path = self.path / "tools/python_env.sh"
+        path = self.path / "tools/launcher/python_env.sh"
         text = path.read_text()
         assert old in text
         path.write_text(text.replace(old, new))
@@ -120,7 +118,7 @@ class Checkout:
 
     def start(self, *packages: str, before: tuple = (), **variables: object) -> subprocess.Popen:
         return subprocess.Popen(
-            [*before, "bash", "tools/python_env.sh", *packages],
+            [*before, "bash", "tools/launcher/python_env.sh", *packages],
             cwd=self.path,
             env=self.environ | {name: str(value) for name, value in variables.items()},
             text=True,
@@ -273,7 +271,7 @@ def test_what_is_missing_to_make_one_is_said_in_one_line(checkout, program, text
 def test_an_exported_cdpath_changes_nothing(checkout):
     put(checkout.environment(), *REQUIRED)
     process = subprocess.run(
-        ["bash", "tools/python_env.sh"],
+        ["bash", "tools/launcher/python_env.sh"],
         cwd=checkout.path,
         env=checkout.environ | {"CDPATH": ".:/tmp"},
         text=True,
@@ -301,7 +299,7 @@ def test_a_whole_dot_venv_is_used_and_nothing_is_written(checkout):
 def says(venv: Path, *command: str) -> tuple[int, str]:
     """What python_check.py says with .venv's own interpreter."""
     process = subprocess.run(
-        [venv / "bin/python", ROOT / "tools/python_check.py", venv.parent, *command],
+        [venv / "bin/python", ROOT / "tools/launcher/python_check.py", venv.parent, *command],
         capture_output=True,
         text=True,
     )
@@ -402,7 +400,7 @@ def test_waiting_has_an_end(checkout, installer):
 
 def lock_alone(checkout: Checkout) -> None:
     """Leaves the lock of python_env.sh alone: each start holds it for a moment, and says so."""
-    path = checkout.path / "tools/python_env.sh"
+    path = checkout.path / "tools/launcher/python_env.sh"
     text = path.read_text().replace("grace=10", "grace=1")
     hold = "trap leave_lock EXIT\ntake_lock\necho in >>log\nsleep 0.2\necho out >>log\n"
     path.write_text(text[: text.index("# ---- which Python")] + hold)

@@ -5,7 +5,6 @@ The real command makes the set that most tests look at; others call the same fun
 
 import contextlib
 import hashlib
-import importlib.util
 import io
 import json
 import os
@@ -16,15 +15,14 @@ import time
 from pathlib import Path
 
 import pytest
-from nodes import small_disk
 from PIL import Image
-from processes import LONG, ROOT, start, wait_until
 from pycocotools.coco import COCO
 
+import make_sample_coco as tool
+from support.nodes import small_disk
+from support.processes import LONG, ROOT, start, wait_until
+
 TOOL = ROOT / "tools" / "make_sample_coco.py"
-spec = importlib.util.spec_from_file_location("make_sample_coco", TOOL)
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
 UNUSED_IDS = {12, 26, 29, 30, 45, 66, 68, 69, 71, 83}
 SMALL = ["--images", "20", "--val_images", "4", "--seed", "5"]
 FOUR = ["--images", "4", "--val_images", "0"]

@@ -8,8 +8,9 @@ import shutil
 import time
 
 import pytest
-from datasets import data_args
-from processes import (
+
+from support.datasets import data_args
+from support.processes import (
     LONG,
     ROOT,
     Run,
@@ -32,7 +33,9 @@ LONG_RUN = shlex.split(
     "--weights none --image_size 40 --batch_size 4 --num_epochs 20 --workers 1 --log_every 1"
 )
 LAUNCHER = ROOT / "launch_multinode.sh"
-STAND_IN = str(ROOT / "tests" / "stand_in")  # a PYTHONPATH with a torchrun that starts in no time
+STAND_IN = str(
+    ROOT / "tests" / "support" / "stand_in"
+)  # a PYTHONPATH with a torchrun that starts in no time
 
 # The batch script that README shows. Two things may stop the job early: its time limit, of which
 # SLURM warns this script (B:) by SIGUSR1, and preemption, of which it warns the tasks of srun by

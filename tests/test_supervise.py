@@ -19,14 +19,15 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import LONG, ROOT, free_port, wait_until
+
+import supervise
+from launcher import rendezvous as meetings
+from launcher import root_cause as causes
+from launcher.counters import size
+from launcher.torchrun_command import Command
+from support.processes import LONG, ROOT, free_port, wait_until
 
 TOOLS = ROOT / "tools"
-sys.path.insert(0, str(TOOLS))
-import first_cause as causes  # noqa: E402
-import meeting as meetings  # noqa: E402
-import supervise  # noqa: E402
-from command import Command  # noqa: E402
 
 # What a fake torchrun may call: `fail TEXT KIND`, as a rank does that writes an error file.
 SHELL = """#!/bin/bash
@@ -157,8 +158,6 @@ def test_node_record_and_its_sentence(folder):
     [(0, "0 B"), (999, "999 B"), (1350, "1.35 kB"), (999_900, "1 MB"), (1.35e9, "1.35 GB")],
 )
 def test_sizes_for_people(count, text):
-    from counters import size
-
     assert size(count) == text
 
 

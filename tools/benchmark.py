@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the demo against its own ceilings, and against what one would take instead of it.
+"""For anyone who works on the demo: its speed against its own ceilings, and against other ways.
 
     python tools/benchmark.py step [--peer examples/imagenet/main.py]   training speed
     python tools/benchmark.py input        the loader on one core: COCO as it is, and prepared
@@ -55,11 +55,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from children import adopt_orphans, descendants, kill
+from launcher.process_tree import adopt_orphans, descendants, kill
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT, TOOLS = ROOT / "demo_coco_resnet18.py", ROOT / "tools"
-TUN_LINK = ROOT / "tests" / "tun_link.py"  # a link with a delay
+TUN_LINK = ROOT / "tests" / "support" / "tun_link.py"  # a link with a delay
 GPU = Path("/dev/nvidiactl").exists()
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 FULL = 118_287  # images of train2017

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a small synthetic data set in COCO's own format and layout.
+"""For anyone who has no COCO at hand: a small synthetic data set in its format and layout.
 
     python tools/make_sample_coco.py sample
     python tools/make_sample_coco.py full --annotations_only --images 118287 --annotations 860001

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What would go wrong on this node, in one line each, before anything is started.
+"""For anyone who is about to start: what would go wrong on this node, in one line each.
 
     python tools/preflight.py --nnodes=2 --node_rank=0 --rdzv_endpoint=10.0.0.1:29500
 
@@ -28,9 +28,9 @@ import struct
 import sys
 from pathlib import Path
 
-from children import LIBC, PR_SET_PDEATHSIG
-from meeting import Meeting, Plan, Refused, Stopped, check_master
-from supervise import Output
+from launcher.output import Output
+from launcher.process_tree import LIBC, PR_SET_PDEATHSIG
+from launcher.rendezvous import Meeting, Plan, Refused, Stopped, check_master
 
 SYS, PROC, DEV = Path("/sys"), Path("/proc"), Path("/dev")
 SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the link between the processes of a training delivers, measured before it starts.
+"""For anyone who compares networks: what the link between a training's processes delivers.
 
 It stands in the training's own torchrun or srun line in the script's place, with the same
 arguments, of which it takes --backend and --timeout:
@@ -39,13 +39,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import nccl_log
+import demo_coco_resnet18 as demo
 import torch
 import torch.distributed as dist
 import torchvision
-from counters import difference, groups, names, read_counters, went_wrong
 
-import demo_coco_resnet18 as demo
+from analysis import nccl_text
+from launcher.counters import difference, groups, names, read_counters, went_wrong
 
 CLASSES = 80  # of COCO: the last layer's outputs
 SIZES = [2**10, 2**12, 2**15, 2**18, 2**21, 2**24, 2**26]  # bytes, beside the gradients'
@@ -209,11 +209,11 @@ def of_all_nodes(
                 link["errors"] = wrong
         own = [pid for name, pid in zip(hosts, pids, strict=True) if name == host]
         pattern = os.environ.get("NCCL_DEBUG_FILE", "")
-        found = nccl_log.of_processes(pattern, host, own) if process.backend == "nccl" else None
+        found = nccl_text.of_processes(pattern, host, own) if process.backend == "nccl" else None
         node = {"host": host, "interfaces": carried["interfaces"]}
         node |= {"tcp": whole["tcp"]} if "tcp" in whole else {}
         node["nccl"] = found and found.to_dict()
-        said = found and (host, nccl_log.in_one_line(found))
+        said = found and (host, nccl_text.in_one_line(found))
     nodes, all_said = demo.gather(node, said)
     return [node for node in nodes if node], [said for said in all_said if said]
 

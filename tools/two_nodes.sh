@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two nodes on one machine: two network namespaces joined by virtual cables, launch_multinode.sh started in each.
+# For anyone who has one machine: two nodes on it, namespaces joined by virtual cables, launch_multinode.sh in each.
 #   tools/two_nodes.sh [--rate 1gbit] [--gpus_per_node N] [--name RUN_NAME] -- ARGUMENTS of demo_coco_resnet18.py
 #   tools/two_nodes.sh --links slow=1gbit,fast=unshaped [...]     a run over each of several cables, then the comparison
 # --rate: what the cable carries each way, as tc writes it (100mbit, 1gbit); without it, as much as the machine can.
@@ -34,6 +34,10 @@ while [ "$#" -gt 0 ]; do
         __name) RUN_NAME=$2 ;;
         esac
         shift 2
+        ;;
+    __help | _h)
+        sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+        exit
         ;;
     __)
         shift
@@ -83,7 +87,7 @@ first_missing() {
 }
 run_folder=${LOG_DIR:-logs}/$RUN_NAME
 made=()
-for path in "$run_folder" "$ROOT/data/sample_coco" "$ROOT/.venv" "$ROOT/tools/__pycache__"; do
+for path in "$run_folder" "$ROOT/data/sample_coco" "$ROOT/.venv" "$ROOT"/tools/{,launcher/,analysis/}__pycache__; do
     made+=("$(first_missing "$path")")
 done
 # shellcheck disable=SC2329  # called by clean_up
@@ -132,10 +136,10 @@ for path in /run/netns/two_nodes[0-9]*-[01]; do
     [ ! -e "$path" ] || [ -e "/proc/${owner%-*}" ] || remove_spaces "${path#/run/netns/}"
 done
 
-cores=$(bash "$ROOT/tools/cores.sh")
+cores=$(bash "$ROOT/tools/launcher/cores.sh")
 # The nodes have no way to the internet: whatever must be installed is installed before.
-if [ -f "$ROOT/tools/python_env.sh" ]; then
-    PYTHON=$(bash "$ROOT/tools/python_env.sh") || exit 1
+if [ -f "$ROOT/tools/launcher/python_env.sh" ]; then
+    PYTHON=$(bash "$ROOT/tools/launcher/python_env.sh") || exit 1
     export PYTHON
     # Not by both nodes at a time.
     [ "$#" -gt 0 ] || "$PYTHON" "$ROOT/tools/make_sample_coco.py" --processes "$cores" "$ROOT/data/sample_coco"

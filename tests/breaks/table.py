@@ -247,7 +247,7 @@ BREAKS = [
     Break(
         name="earliest-error-first",
         seen="The first cause is a rank that lost its peer, not the error that ended the peer.",
-        file="tools/first_cause.py",
+        file="tools/launcher/root_cause.py",
         old="key=lambda cause: (KINDS.index(cause.kind), cause.time)",
         new="key=lambda cause: (cause.time, KINDS.index(cause.kind))",
         tests=(
@@ -258,7 +258,7 @@ BREAKS = [
     Break(
         name="one-restart-too-many",
         seen="RESTARTS=0 starts a failed run again, and RESTARTS=2 starts it three times.",
-        file="tools/supervise.py",
+        file="tools/launcher/supervisor.py",
         old="plan.restarts >= self.options.restarts",
         new="plan.restarts > self.options.restarts",
         tests=("tests/test_supervise.py::test_probe_that_fails_is_a_failure_like_any_other",),
@@ -266,7 +266,7 @@ BREAKS = [
     Break(
         name="same-port-after-the-probe",
         seen="The training meets at the probe's port, which may be held for a minute more.",
-        file="tools/command.py",
+        file="tools/launcher/torchrun_command.py",
         old="{self.port + plan.start}",
         new="{self.port + plan.restarts}",
         tests=("tests/test_supervise.py::test_torchruns_options_in_all_their_forms",),
@@ -274,7 +274,7 @@ BREAKS = [
     Break(
         name="hang-up-kills-the-run",
         seen="A closed terminal ends the run at once, without the checkpoint.",
-        file="tools/supervise.py",
+        file="tools/launcher/supervisor.py",
         old='signal.SIGTERM if name == "SIGHUP" else signal.Signals[name]',
         new="signal.Signals[name]",
         tests=("tests/test_supervise.py::test_signal_is_passed_on_and_ends_the_series",),
@@ -282,7 +282,7 @@ BREAKS = [
     Break(
         name="orphans-left",
         seen="A launcher that is killed leaves torchrun and its ranks on the GPUs.",
-        file="tools/children.py",
+        file="tools/launcher/process_tree.py",
         old="PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36",
         new="PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 36, 1",
         tests=("tests/test_launchers.py::test_torchrun_does_not_outlive_its_launcher",),
@@ -290,10 +290,10 @@ BREAKS = [
     Break(
         name="link-given-up-too-soon",
         seen="A link that is away for less than --timeout ends the run on all nodes.",
-        file="tools/missing.py",
+        file="tools/launcher/hang_report.py",
         old='("TCP_KEEPCNT", 4)',
         new='("TCP_KEEPCNT", 1)',
-        tests=("tests/test_missing.py::test_link_is_not_lost_before_the_ranks_give_it_up",),
+        tests=("tests/test_hang_report.py::test_link_is_not_lost_before_the_ranks_give_it_up",),
     ),
     Break(
         name="locked-memory-a-thousandth",
@@ -307,7 +307,7 @@ BREAKS = [
     Break(
         name="words-for-bytes",
         seen="InfiniBand seems to receive a quarter of what it sends.",
-        file="tools/counters.py",
+        file="tools/launcher/counters.py",
         old='4 * number(port / "counters/port_rcv_data")',
         new='number(port / "counters/port_rcv_data")',
         tests=("tests/test_counters.py::test_kind_and_stated_speed_of_each_interface",),
@@ -315,7 +315,7 @@ BREAKS = [
     Break(
         name="bond-beside-its-members",
         seen="A bond's bytes stand in the node's record twice: under its name and its members'.",
-        file="tools/counters.py",
+        file="tools/launcher/counters.py",
         old='if not any(name in upper.get("members", ()) for upper in links.values())',
         new='if not any(name in link.get("members", ()) for upper in links.values())',
         tests=("tests/test_counters.py::test_bond_stands_for_its_members",),
@@ -331,7 +331,7 @@ BREAKS = [
     Break(
         name="announced-before-proven",
         seen="NCCL is said to use InfiniBand where its connections went over sockets.",
-        file="tools/nccl_log.py",
+        file="tools/analysis/nccl_text.py",
         old="        if self.connected:\n",
         new="        if self.connected and not self.using:\n",
         tests=("tests/test_nccl_log.py::test_connections_outrank_what_was_announced",),
@@ -339,15 +339,15 @@ BREAKS = [
     Break(
         name="problem-of-another-name",
         seen="A missing library is told as a missing adapter, with the advice for that.",
-        file="tools/nccl_log.py",
-        old='Count not open %s\n        """,\n        "verbs_library_missing",',
-        new='Count not open %s\n        """,\n        "no_ib_device",',
+        file="tools/analysis/nccl_rules.py",
+        old='libibverbs\\.so\\.1\\b",\n        "verbs_library_missing",',
+        new='libibverbs\\.so\\.1\\b",\n        "no_ib_device",',
         tests=("tests/test_nccl_log.py::test_a_problem_is_told_with_its_line",),
     ),
     Break(
         name="slow-link-passes",
         seen="A link that runs at a tenth of its stated speed is not called slow.",
-        file="tools/compare_logs.py",
+        file="tools/analysis/verdict.py",
         old="HEALTHY = 0.5 ",
         new="HEALTHY = 0.05 ",
         tests=("tests/test_compare_logs.py::test_bound_by_a_link_slower_than_stated",),
@@ -355,7 +355,7 @@ BREAKS = [
     Break(
         name="wire-blamed-for-waiting",
         seen="A faster network is advised where ranks wait for each other.",
-        file="tools/compare_logs.py",
+        file="tools/analysis/verdict.py",
         old="run.probe_s and run.probe_s < run.exposed_s / 2",
         new="run.probe_s and run.exposed_s < run.probe_s / 2",
         tests=("tests/test_compare_logs.py::test_exposed_beyond_the_wire_is_not_the_links",),
@@ -404,7 +404,7 @@ BREAKS = [
     Break(
         name="ports-of-two-jobs-overlap",
         seen="The restarts of a SLURM job use the port of the next job on the same node.",
-        file="tools/slurm.sh",
+        file="tools/launcher/slurm.sh",
         old="SLURM_JOB_ID % (12000 / ports) * ports",
         new="SLURM_JOB_ID % (12000 / ports)",
         tests=("tests/test_launchers.py::test_slurm_gives_address_port_and_rank",),

@@ -8,31 +8,8 @@ import math
 import re
 from dataclasses import dataclass, field
 
-# --- reading a record, and a rate in words -----------------------------------------------------
-
-
-def get(record, key, kind=float):
-    """record[key] where it is of this kind, a number also finite and not below 0.
-
-    Else None for a number, and an empty value of any other kind: damage can leave anything.
-    """
-    value = record.get(key)
-    if kind not in (int, float):
-        return value if isinstance(value, kind) else kind()
-    good = type(value) in (int, float) and 0 <= value < 1e18
-    return kind(value) if good and kind(value) == value else None
-
-
-def objects(record, key):
-    return [item for item in get(record, key, list) if isinstance(item, dict)]
-
-
-def rate(gbps):
-    """Gb/s as text, in Mb/s below 1 Gb/s."""
-    if gbps >= 0.9995:
-        return f"{gbps:.3g} Gb/s"
-    return f"{gbps * 1000:.0f} Mb/s" if gbps >= 0.01 else f"{gbps * 1000:.2g} Mb/s"
-
+from analysis.units import rate
+from records import get, objects
 
 # --- what carried it ---------------------------------------------------------------------------
 

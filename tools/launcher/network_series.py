@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """One run over each of several networks, on all nodes together, then the comparison.
 
     NETWORKS="ethernet=eth0 infiniband=mlx5_0" NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 \\
@@ -25,17 +24,19 @@ import sys
 import time
 from pathlib import Path
 
-from children import LIBC, PR_SET_PDEATHSIG
-from command import option
-from meeting import Meeting, Plan, Refused, Stopped, check_master
-from supervise import STOPPED
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher starts this file
 
-TOOLS = Path(__file__).resolve().parent
+from launcher.process_tree import LIBC, PR_SET_PDEATHSIG
+from launcher.rendezvous import Meeting, Plan, Refused, Stopped, check_master
+from launcher.supervisor import STOPPED
+from launcher.torchrun_command import option
+
+TOOLS = Path(__file__).resolve().parents[1]
 LAUNCHER = TOOLS.parent / "launch_multinode.sh"
 
 
 def say(text: str) -> None:
-    print(f"compare_networks.py: {text}", file=sys.stderr, flush=True)
+    print(f"network_series.py: {text}", file=sys.stderr, flush=True)
 
 
 def read_networks(text: str) -> dict[str, str]:
@@ -58,6 +59,8 @@ def read_networks(text: str) -> dict[str, str]:
 
 def check(arguments: list[str]) -> None:
     """Settings that a comparison cannot have. Raises Refused."""
+    if "MASTER_PORT" not in os.environ:
+        raise Refused("launch_multinode.sh starts this, where NETWORKS is set: call that")
     if os.environ["NNODES"] == "1":
         raise Refused("NETWORKS compares networks between nodes, and NNODES is 1: unset it")
     for name in ("NETWORK", "IFNAME"):
@@ -150,10 +153,11 @@ class Series:
 
 
 def main() -> int:
-    folder, *arguments = sys.argv[1:]
+    arguments = sys.argv[2:]
     try:
         check(arguments)
-        series = Series(read_networks(os.environ["NETWORKS"]), Path(folder), arguments)
+        networks, folder = read_networks(os.environ["NETWORKS"]), Path(sys.argv[1])
+        series = Series(networks, folder, arguments)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, series.on_signal)
         return series.run()

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nodes import NamespacePair, why_no_namespaces
-from processes import MARK, Run, Started, base_env, require
+from support.nodes import NamespacePair, why_no_namespaces
+from support.processes import MARK, Run, Started, base_env, require
 
 
 def why_no_slurm() -> str:

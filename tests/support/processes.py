@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # Another copy of the script can be put to the tests, to see that they find what is broken in it.
 SCRIPT = Path(os.environ.get("DEMO_SCRIPT", ROOT / "demo_coco_resnet18.py"))
 MARK = "DEMO_TEST_ID"  # in the environment of every process that a test starts

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prints how many cores this process may use: those it is bound to, or fewer where a cgroup limits its CPU time.
-#   tools/cores.sh
+#   tools/launcher/cores.sh
 # A test gives the folder in which proc and sys lie.
 set -euo pipefail
 

@@ -8,9 +8,9 @@ import re
 import shlex
 from pathlib import Path
 
-from meeting import Plan, Refused
+from launcher.rendezvous import Plan, Refused
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def option(words: list[str], name: str, default: str) -> str:

@@ -1,4 +1,4 @@
-"""One command a node for several networks: NETWORKS, compare_networks.py, two_nodes.sh --links.
+"""One command a node for several networks: NETWORKS, network_series.py, two_nodes.sh --links.
 
 What a run does is not the point here: a stand-in for torchrun starts a stand-in for the script, so
 that no test waits for torch. The real ones run, under --ci, in the last tests of this file.
@@ -18,13 +18,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from nodes import NamespacePair, why_no_namespaces
-from processes import LONG, ROOT, Run, Started, require, start
+
+from launcher import network_series
+from launcher.rendezvous import Refused
+from support.nodes import NamespacePair, why_no_namespaces
+from support.processes import LONG, ROOT, Run, Started, require, start
 
 TOOLS = ROOT / "tools"
-sys.path.insert(0, str(TOOLS))
-import compare_networks  # noqa: E402
-from meeting import Refused  # noqa: E402
 
 # In torch's place: `python -m torch.distributed.run` with static rendezvous, a process a node.
 TORCHRUN = """
@@ -192,7 +192,7 @@ def test_network_that_fails_does_not_end_the_series(folder, nodes):
     runs = folder.run(nodes, "x", NETWORKS=BOTH, expect=1)
     for run in runs:
         assert [r["RUN_NAME"] for r in reports(run)] == ["one", "two"]
-        assert "compare_networks.py: network one failed with code 1\n" in run.out
+        assert "network_series.py: network one failed with code 1\n" in run.out
     assert "COMPARED one=logs/series/one two=logs/series/two" in runs[0].out
 
 
@@ -287,8 +287,8 @@ def test_wrong_networks(monkeypatch, case):
     for name, value in ({"NNODES": "2", "NETWORKS": BOTH, "IFNAME": ""} | variables).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(Refused, match=re.escape(text)):
-        compare_networks.read_networks(os.environ["NETWORKS"])
-        compare_networks.check(["x"])
+        network_series.read_networks(os.environ["NETWORKS"])
+        network_series.check(["x"])
 
 
 REFUSED = {
@@ -465,7 +465,7 @@ def test_links_compare_two_real_runs(tmp_path, sample, plain):
     given = given.replace(f"{folder.path}/data/sample_coco", str(sample))
     given = re.sub(r"--max_steps \d+", "--max_steps 12", given).split()
     links = ["--links", "slow=1gbit,fast=unshaped", "--", *given]
-    env = {"LOG_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "tests" / "stand_in")}
+    env = {"LOG_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "tests" / "support" / "stand_in")}
     run = two_nodes(ROOT, *links, timeout=300, **env)
     series = tmp_path / "series"
     report = (series / "compare.txt").read_text()

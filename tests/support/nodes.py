@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import Started, counter, require
+from support.processes import Started, counter, require
 
 
 def _ip(command: str, check: bool = True) -> str:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prints the path of a Python that has the packages of requirements.txt, and makes one in .venv if there is none.
-#   PYTHON=$(tools/python_env.sh [PACKAGE ...])
+#   PYTHON=$(tools/launcher/python_env.sh [PACKAGE ...])
 # PACKAGE: further packages to require, and to install where .venv lacks them.
 # $PYTHON is taken where it is set. Otherwise the first that has everything: python3 or python on PATH, the active
 # virtual or conda environment, .venv. An environment outside this folder is used as it is; nothing is ever installed
@@ -10,7 +10,7 @@
 
 set -euo pipefail
 unset CDPATH # with it, cd prints where it went
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 venv=$root/.venv
 own=$venv/bin/python
 lock=$venv/lock
@@ -24,7 +24,7 @@ die() {
 }
 
 # check PYTHON COMMAND [PACKAGE ...]: what python_check.py says of that interpreter.
-check() { "$1" "$root/tools/python_check.py" "$root" "${@:2}" 2>/dev/null; }
+check() { "$1" "$root/tools/launcher/python_check.py" "$root" "${@:2}" 2>/dev/null; }
 
 # Runs a program that may take long, so that a signal ends it and not this shell alone.
 child=
@@ -77,7 +77,7 @@ take_over() {
 
 take_lock() {
     local user host folder seen='' owner owner_name='' owner_pid='' owner_time='' said='' nameless=0 waited=0
-    user=$(id -un 2>/dev/null || id -u)
+    user=$(id -un 2>/dev/null) || user=$(id -u) # of a user without a name some print the number, and fail
     host="$(uname -n) $(readlink /proc/self/ns/pid 2>/dev/null || true)" # containers count their processes apart
     until folder=$lock && mkdir "$folder" 2>/dev/null; do
         [ -d "$lock" ] || can_write
@@ -176,7 +176,7 @@ install() {
     local why_not='' code=0 before
     before=$(ls "$venv"/lib/python3*/site-packages)
     if get_uv; then
-        run "$own" "$root/tools/uv_install.py" "$venv" ${again:+--reinstall} "$@" || code=$?
+        run "$own" "$root/tools/launcher/uv_install.py" "$venv" ${again:+--reinstall} "$@" || code=$?
         if [ "$code" -eq 0 ]; then return; fi
         why_not="see above"
         # It may have put a part of its files there.
@@ -207,7 +207,7 @@ announce() {
 
 try_imports() {
     local output
-    output=$("$own" "$root/tools/python_check.py" "$root" try "$@" 2>&1) ||
+    output=$("$own" "$root/tools/launcher/python_check.py" "$root" try "$@" 2>&1) ||
         die "what was installed does not work (${output##*$'\n'}): remove $venv and start again"
 }
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from first_cause import Cause
+from launcher.root_cause import Cause
 
 NOTICE = 2  # seconds in which the ranks that wait notice that another one has failed
 ANSWER = 3  # seconds after that for the answers of all nodes

@@ -35,8 +35,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from nodes import NamespacePair, enter_node
-from processes import (
+
+from support.nodes import NamespacePair, enter_node
+from support.processes import (
+    ROOT,
     SCRIPT,
     WITH_LONG,
     Process,
@@ -54,6 +56,14 @@ PARAMETERS = 4_946_832 if SMALL else 11_217_552  # with 80 classes
 BATCH_NORMS = 12 if SMALL else 20
 STATE_TENSORS = 74 if SMALL else 122  # with batch norm's statistics
 FOR_ONE_CHECKPOINT = "90m" if SMALL else "200m"  # a disk with no room for two
+
+# Where test files and the tools are known by the names under which pytest knows them.
+SERVER = """
+import sys
+*sys.path[:1], script = sys.argv[1:]
+from support.forks import serve
+serve(script)
+"""
 
 # --- In the process that forks ---------------------------------------------------------------
 
@@ -319,9 +329,10 @@ class ForkServer:
         self.folder = Path(tempfile.mkdtemp(prefix="demo-fork-"))
         self.ended: dict[int, Ended] = {}
         self._jobs, self._unread, self._started = 0, b"", []
+        server = [sys.executable, "-c", SERVER, ROOT / "tests", ROOT / "tools", SCRIPT]
         with (self.folder / "server").open("wb") as err:
             self._server = subprocess.Popen(
-                [sys.executable, __file__, str(SCRIPT)],
+                server,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=err,
@@ -476,9 +487,3 @@ def _spelled(function: Callable) -> list:
     """A function, or a partial one, by names that another process can look up."""
     partial = functools.partial(function)  # of a partial one the same, in one
     return [partial.func.__module__, partial.func.__name__, partial.keywords]
-
-
-if __name__ == "__main__":
-    import forks  # by this name, under which test files know it
-
-    forks.serve(sys.argv[1])

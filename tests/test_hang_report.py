@@ -21,15 +21,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+import supervise
 import test_faults as faults
-from nodes import NamespacePair
-from processes import LONG, ROOT, Run, Started, write_program
+from launcher import hang_report
+from launcher import root_cause as causes
+from support.nodes import NamespacePair
+from support.processes import LONG, ROOT, Run, Started, write_program
 
 TOOLS = ROOT / "tools"
-sys.path.insert(0, str(TOOLS))
-import first_cause as causes  # noqa: E402
-import missing  # noqa: E402
-import supervise  # noqa: E402
 
 TIMEOUT = 4  # the script's --timeout, seconds
 GRACE = 6  # of the supervisors here, which have 10 s; the real script's test has those
@@ -39,7 +39,8 @@ SUPERVISE = f"""
 import sys
 sys.path.insert(0, {str(TOOLS)!r})
 import supervise
-supervise.GRACE = {GRACE}
+from launcher import supervisor
+supervisor.GRACE = {GRACE}
 sys.exit(supervise.main())
 """
 
@@ -352,8 +353,8 @@ def test_phases_leave_nothing_in_memory(ended):
 
 def test_phases_lie_on_the_disk_where_memory_has_no_room(monkeypatch):
     """As in a container whose /dev/shm is tiny: there no rank could say where it stands."""
-    monkeypatch.setattr(missing.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 10))
-    with missing.phases_folder() as folder:
+    monkeypatch.setattr(hang_report.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 10))
+    with hang_report.phases_folder() as folder:
         assert Path(folder).parent == Path(tempfile.gettempdir())
 
 
@@ -365,14 +366,14 @@ LOST = causes.Cause("[CPU 0] ERROR: in step 3: Timed out", "lost", 5, 0)
 def test_what_a_rank_is_at():
     phases = {0: ("step 3", 31), 1: ("step 2", 31), 2: ("step 3", 4), 3: ("step 3", 31)}
     failed = [LOST, causes.Cause("LookupError", "bug", 6, 3)]
-    assert missing.standing(phases, failed, {0, 1, 2, 4}, 30) == [
+    assert hang_report.standing(phases, failed, {0, 1, 2, 4}, 30) == [
         [0, "waited in", "step 3"],
         [1, "stood still in", "step 2"],
         [2, "was in", "step 3"],
         [3, "ended in", "step 3"],
         [4, "had not begun", ""],
     ]
-    assert missing.standing(phases, [], {1}, 30)[0] == [0, "ended in", "step 3"]
+    assert hang_report.standing(phases, [], {1}, 30)[0] == [0, "ended in", "step 3"]
 
 
 WAITED, STOOD = [0, "waited in", "step 3"], [1, "stood still in", "step 2"]
@@ -409,13 +410,13 @@ WAITED, STOOD = [0, "waited in", "step 3"], [1, "stood still in", "step 2"]
 )
 def test_line_names_ranks_and_the_node_to_look_at(ranks, silent, line):
     names = ["node 0 (a)", "B"]
-    assert missing.in_words(ranks, silent, names) == line.replace("A1", "look at B")
+    assert hang_report.in_words(ranks, silent, names) == line.replace("A1", "look at B")
 
 
 def test_line_does_not_grow_with_the_number_of_ranks():
     ranks = {n: [[8 * n + r, "waited in", "step 7"] for r in range(8)] for n in range(64)}
     ranks[3][2] = [26, "stood still in", "step 7"]
-    line = missing.in_words(ranks, [], [f"node {n} (host{n})" for n in range(64)])
+    line = hang_report.in_words(ranks, [], [f"node {n} (host{n})" for n in range(64)])
     assert line == (
         "rank 26 stood still in step 7; ranks 0, 1, 2, 3, 4, 5, 6, 7 and 503 more waited in "
         "step 7: look at node 3 (host3)"
@@ -442,7 +443,7 @@ def test_ranks_are_judged_by_the_scripts_own_timeout(tmp_path, words, seconds):
 @pytest.mark.parametrize("seconds", [1, 6, 300, 10**6])
 def test_link_is_not_lost_before_the_ranks_give_it_up(seconds):
     with socket.socket() as link:
-        missing.lost_after(link, seconds)
+        hang_report.lost_after(link, seconds)
         names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
         values = [link.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
         assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and link.gettimeout() == 2

@@ -1,0 +1,94 @@
+"""The time of an all-reduce, and of a step around it, by the cost of latency and bandwidth.
+
+A verdict says what it rests on: measured (the split of a step, the probe's all-reduces, counters
+of bytes and errors), NCCL's word (its debug text), or the model (B = bytes each rank hands to the
+all-reduce, n = processes on N nodes, r = bytes/s in one direction of all the interfaces of a node
+that carry it, a = latency of one message: the probe's small all-reduces over their turns):
+  ring   a node sends 2(n-1)/n B in each direction, as the ring enters and leaves it once:
+         T = 2(n-1) a + 2(n-1)/n B/r     (n = 4 on N = 2: 1.5 B; n = 2 on N = 2: 1 B)
+  tree   two pipelined binary trees over the nodes; a node is an inner node of one and a leaf of
+         the other and sends 2 B, or B where there are only two nodes:
+         T = 2 ceil(log2 N) a + 2 B/r
+  step   from full overlap, max(floor, T), to none, floor + T; floor = data wait + compute. Where
+         the log does not tell the algorithm, T is the quicker one's, but for a run that is judged
+         in floor + T the ring's, which sends the most
+  best   with a probe of P: the mean of max(floor, measured step + T - P), where the same time of
+         an all-reduce stays hidden, and floor + T min(1, (step - floor)/P), where the same share,
+         though no more than a backward pass, 2/3 floor
+Traffic inside a node counts as free, and all gradients as one message (buckets repeat a).
+Sources: latency-bandwidth cost: Thakur, Rabenseifner, Gropp, Int. J. High Perf. Comp. Appl. 19(1),
+2005. Ring: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2), 2009. Two trees: Sanders, Speck,
+Traeff, Parallel Computing 35(12), 2009. Algorithm and bus bandwidth: PERFORMANCE.md of nccl-tests.
+"""
+
+import math
+
+from records import get
+
+# TCP's payload out of the bytes that an Ethernet line is busy for, at MTU 1500: the packet less
+# the headers of IPv4 (20), TCP (20) and its time stamp option (12, RFC 7323), over the packet plus
+# Ethernet header 14, checksum 4, preamble 8 and gap 12 (IEEE 802.3): 1448/1538, 941 of 1000 Mb/s.
+TCP_SHARE = (1500 - 20 - 20 - 12) / (1500 + 14 + 4 + 8 + 12)
+# Where no probe timed small all-reduces: NCCL's own estimate for one hop over a network with its
+# Simple protocol, rings and trees alike (hwLat in NCCL's src/graph/tuning.cc).
+LATENCY_US = 14.0
+# A backward pass, which all-reduces hide behind, computes two products for the forward pass's one.
+BACKWARD_SHARE = 2 / 3
+
+
+def ring_bytes(nbytes, processes, nodes):
+    """Bytes that one node sends, and as many it receives, in a ring all-reduce of `nbytes`."""
+    return 0.0 if nodes < 2 else 2 * (processes - 1) / processes * nbytes
+
+
+def ring_seconds(nbytes, processes, nodes, bytes_per_s, latency_s=0.0):
+    """Seconds of a ring all-reduce; each of its 2(n-1) turns waits for a hop between nodes."""
+    if nodes < 2:
+        return 0.0
+    return 2 * (processes - 1) * latency_s + ring_bytes(nbytes, processes, nodes) / bytes_per_s
+
+
+def tree_seconds(nbytes, nodes, bytes_per_s, latency_s=0.0):
+    """Seconds of an all-reduce over two pipelined binary trees, up and down again."""
+    if nodes < 2:
+        return 0.0
+    sent = nbytes if nodes == 2 else 2 * nbytes
+    return 2 * math.ceil(math.log2(nodes)) * latency_s + sent / bytes_per_s
+
+
+def algorithm(run):
+    """ring or tree where it is known: Gloo's is a ring, NCCL may have been told. Else None."""
+    facts = run.record("Run")
+    asked = get(get(facts, "env", dict), "NCCL_ALGO", str).lower()
+    if facts.get("backend") == "gloo":
+        return "ring"
+    return asked if asked in ("ring", "tree") else None
+
+
+def all_reduce_seconds(run, nbytes, processes, nodes, bytes_per_s, latency_s=0.0):
+    """By the run's algorithm; by the better one where that is not known."""
+    ring = ring_seconds(nbytes, processes, nodes, bytes_per_s, latency_s)
+    tree = tree_seconds(nbytes, nodes, bytes_per_s, latency_s)
+    return {"ring": ring, "tree": tree}.get(algorithm(run), min(ring, tree))
+
+
+def payload_rate(gbps):
+    """Bytes of gradients per second that a line of `gbps` 10^9 bits/s carries over TCP."""
+    return gbps * 1e9 / 8 * TCP_SHARE
+
+
+def implied_gbps(nbytes, processes, nodes, seconds):
+    """Rate in Gb/s of a wire on which a ring all-reduce would take `seconds`."""
+    return ring_bytes(nbytes, processes, nodes) * 8 / seconds / 1e9
+
+
+def estimate_step(floor_s, step_s, modelled_s, probed_s):
+    """Seconds of a step after its all-reduce has changed from `probed_s` to `modelled_s`.
+
+    What the backward pass hides of an all-reduce is a time where a window of it overlaps, and a
+    share where its parts queue behind the computing; real steps lie between: the mean of both.
+    """
+    same_time_hidden = max(floor_s, step_s + modelled_s - probed_s)
+    share_hidden = 1.0 - min(1.0, max(0.0, step_s - floor_s) / probed_s)
+    hidden_s = min(share_hidden * modelled_s, BACKWARD_SHARE * floor_s)
+    return (same_time_hidden + floor_s + modelled_s - hidden_s) / 2

@@ -1,0 +1,163 @@
+"""The comparison as text and as JSON."""
+
+import json
+from pathlib import Path
+
+from analysis.projection import RATES_GBPS
+from analysis.units import duration, megabytes, ms, part, rate, span
+
+
+def table(head, rows):
+    """Lines of a Markdown table whose columns also line up in a terminal."""
+    widths = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for first, *others in [head, *rows]:
+        cells = [c.rjust(width) for c, width in zip(others, widths[1:], strict=True)]
+        lines.append("| " + " | ".join([first.ljust(widths[0]), *cells]) + " |")
+    rule = ["-" * (widths[0] + 2), *("-" * (w + 1) + ":" for w in widths[1:])]
+    return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
+
+
+def time_ratio(base, run):
+    """How many times as long as the base the run took, or None where that cannot be said."""
+    if None in (base.wall_s, run.wall_s) or base.attempted_again or run.attempted_again:
+        return None
+    return run.wall_s / base.wall_s
+
+
+def column(run, base, verdict):
+    """A run's cells of the main table by their title; None, 0 or "" where the log does not say."""
+    ratio, gbps = time_ratio(base, run), run.wire_gbps or verdict.implied_gbps
+    against = f"{1 / ratio:.2f} x faster" if ratio and ratio < 1 else f"{ratio or 0:.2f} x as long"
+    of = f", {gbps / run.link_gbps:.0%} of stated" if gbps and run.link_gbps else ""
+    img_per_s = run.img_per_s or 0
+    cells = {
+        "status": run.status,
+        "processes on nodes": run.processes and f"{run.processes} on {run.nodes or '?'}",
+        "wall time": run.wall_s and duration(run.wall_s) + "*" * run.attempted_again,
+        f"against {base.name}": ratio and ("base" if run is base else against),
+        "steps": run.steps and f"{run.steps:,}",
+        "img/s, job": img_per_s and f"{img_per_s:,.1f}",
+        "img/s, process": img_per_s and run.processes and f"{img_per_s / run.processes:,.1f}",
+        "step": run.step_s and ms(run.step_s),
+    }
+    for title in ("data wait", "compute", "exposed communication"):
+        seconds = getattr(run, f"{title.split()[0]}_s")
+        shown = seconds is not None and f"{ms(seconds)} ({part(seconds, run.step_s)})"
+        cells[f"- {title}"] = shown
+    return cells | {
+        "all-reduce alone": run.probe_s and ms(run.probe_s),
+        "- of up to 4 KB": run.small_s and f"{run.small_s * 1000:.3g} ms",
+        "- of ever more bytes": run.bandwidth and f"{run.bandwidth / 1e9:.3g} GB/s",
+        "bytes per step and rank": run.wire_bytes and megabytes(run.wire_bytes),
+        "link, stated": run.link_gbps and rate(run.link_gbps),
+        "wire rate": gbps and rate(gbps) + of + ("" if run.wire_gbps else " (implied)"),
+        "transport": run.link and f"{run.link.transport} ({run.link.basis})",
+        "interface": run.interface,
+        **{f"loss, epoch {epoch}": f"{loss:.4f}" for epoch, loss in run.losses.items()},
+        "top-1 at the end": run.top1 is not None and f"{run.top1:.2f} %",
+    }
+
+
+def main_table(runs, base, verdicts):
+    """The table of all runs; a row that no run can fill is left out, and so are most epochs."""
+    columns = [column(run, base, verdicts[run.name]) for run in runs]
+    epochs = sorted({epoch for run in runs for epoch in run.losses})
+    hidden = {f"loss, epoch {epoch}" for epoch in epochs[1:-3] if len(epochs) > 6}
+    titles = dict.fromkeys(title for cells in columns for title in cells if title not in hidden)
+    rows = [[title, *(cells.get(title) or "-" for cells in columns)] for title in titles]
+    return table(["", *(run.name for run in runs)], [r for r in rows if set(r[1:]) != {"-"}])
+
+
+def ratio_sentence(base, run):
+    value = time_ratio(base, run)
+    if value is None:
+        return None
+    slow, quick, times = (run, base, value) if value >= 1 else (base, run, 1 / value)
+    return (
+        f"{slow.name} took {times:.2f} times as long as {quick.name}: "
+        f"{duration(slow.wall_s)} against {duration(quick.wall_s)}."
+    )
+
+
+def report(result):
+    """The whole report as text."""
+    runs, base, verdicts = result["runs"], result["base"], result["verdicts"]
+    lines = [f"FORCED, not like with like: {text}" for text in result["differences"]]
+    lines += [*main_table(runs, base, verdicts), ""]
+    if any(run.attempted_again for run in runs):
+        lines += ["* a part of the run only (restarted or resumed): compare the step times", ""]
+    ratios = [ratio_sentence(base, run) for run in runs if run is not base]
+    lines += [text for text in ratios if text]
+    lines += [*result["losses"], "", "Verdict", ""]
+    lines += [text for run in runs if run.log.failed for text in verdict_lines(run, verdicts)]
+    lines += [line for text in result["same_wire"] for line in (text, "")]
+    lines += [text for run in runs if not run.log.failed for text in verdict_lines(run, verdicts)]
+    if rows := result["scaling"]:
+        numbers = [[f"{r['speedup']:.2f}", f"{r['efficiency']:.0%}"] for r in rows]
+        texts = [[r["run"], str(r["processes"]), r["kind"]] for r in rows]
+        cells = [a + b for a, b in zip(texts, numbers, strict=True)]
+        lines += [*table(["Scaling", "processes", "kind", "speed-up", "efficiency"], cells), ""]
+    if result["cross_checks"]:
+        lines.append("The model against these logs (a step predicted from another run's log):")
+    for r in result["cross_checks"]:
+        to = f"{r['from']} -> {r['to']} at {rate(r['gbps'])}: predicted {ms(r['predicted_s'])}"
+        lines.append(f"  {to}, measured {ms(r['measured_s'])} ({r['error']:+.0%})")
+    if chosen := result["projected"]:
+        lines += [""] * bool(result["cross_checks"])
+        lines += [*projection_lines(chosen, result["projections"][chosen.name])]
+    return "\n".join(lines).rstrip()
+
+
+def verdict_lines(run, verdicts):
+    lines = [f"{run.name}: " + " ".join(verdicts[run.name].says)]
+    if verdicts[run.name].checks:
+        lines.append("  Check or change next, most likely first:")
+        lines += [f"  {i}. {text}" for i, text in enumerate(verdicts[run.name].checks, 1)]
+    return [*lines, *(f"  Note: {note}" for note in run.notes), ""]
+
+
+def projection_lines(run, cells):
+    of = "data wait and compute" if run.has_split else f"{run.floor_from}'s whole step"
+    latency = f"{run.message_s * 1e6:.3g} us a message, {'probed' if run.small_s else 'assumed'}"
+    text = f"Projection from {run.name}, by the model (not measured): from full to no overlap of "
+    text += f"{megabytes(run.wire_bytes)} a step with {ms(run.floor_s)} ({of}); {latency}"
+    rows = [
+        [
+            *(rate(c["gbps"]), ms(c["ring_s"]), ms(c["tree_s"]), span(*c["step_s"])),
+            ms(c["best_s"]) if c["best_s"] else "-",
+            span(*c["epoch_s"]) if c["epoch_s"] else "-",
+        ]
+        for c in cells
+        if c["processes"] == run.processes
+    ]
+    head = [f"{run.processes} on {run.nodes}", "ring", "tree", "step", "best estimate", "epoch"]
+    lines = [text, "", *table(head, rows), ""]
+    for key, title in (("step_s", "step"), ("epoch_s", "epoch, same batch per process")):
+        grid = {}
+        for cell in cells:
+            if cell[key]:
+                grid.setdefault(cell["processes"], []).append(span(*cell[key]))
+        if grid:
+            lines += [f"By processes, {title}, the quicker of ring and tree:", ""]
+            rows = [[f"{processes:,}", *spans] for processes, spans in grid.items()]
+            lines += [*table(["processes", *map(rate, RATES_GBPS)], rows), ""]
+    return lines
+
+
+def as_json(result):
+    """The report's figures as plain objects: seconds, bytes, Gb/s, images/s."""
+    runs, more = [], ("complete", "status", "wire_gbps", "interface")
+    for run in result["runs"]:
+        figures = {key: value for key, value in vars(run).items() if key != "log"}
+        figures |= {name: getattr(run, name) for name in more} | {"attempts": run.log.attempts}
+        figures["wall_ratio"] = time_ratio(result["base"], run)
+        runs.append(figures | {"verdict": result["verdicts"][run.name]})
+    keys = ("differences", "losses", "same_wire", "scaling", "cross_checks", "projections")
+    every = {"base": result["base"].name, "runs": runs} | {key: result[key] for key in keys}
+    # JSON has no word for nan and infinity: null.
+    return json.loads(json.dumps(every, default=vars), parse_constant=lambda name: None)
+
+
+def write_json(result, file):
+    Path(file).write_text(json.dumps(as_json(result), indent=1) + "\n")

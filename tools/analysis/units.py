@@ -1,0 +1,40 @@
+"""Figures in words: seconds, bytes and rates as a person reads them."""
+
+
+def rate(gbps):
+    """Gb/s as text, in Mb/s below 1 Gb/s."""
+    if gbps >= 0.9995:
+        return f"{gbps:.3g} Gb/s"
+    return f"{gbps * 1000:.0f} Mb/s" if gbps >= 0.01 else f"{gbps * 1000:.2g} Mb/s"
+
+
+def ms(seconds):
+    return f"{seconds * 1000:,.1f} ms" if seconds < 0.1 else f"{seconds * 1000:,.0f} ms"
+
+
+def part(value, total):
+    return f"{value / total:.0%}" if total else "-"
+
+
+def megabytes(nbytes):
+    return f"{nbytes / 1e6:.3g} MB"
+
+
+def duration(seconds):
+    """Seconds as the demo's log writes them: 4h 8m 59.79s."""
+    hours, rest = divmod(seconds, 3600)
+    minutes, rest = divmod(rest, 60)
+    text = f"{int(hours)}h " if hours else ""
+    return text + (f"{int(minutes)}m " if hours or minutes else "") + f"{rest:.2f}s"
+
+
+def in_unit(seconds, like):
+    divisor, unit = (60, "min") if like >= 120 else (1, "s") if like >= 2 else (1e-3, "ms")
+    value = seconds / divisor
+    return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"
+
+
+def span(low, high):
+    """A range in one unit: 19 to 37 min; one figure where both ends read the same."""
+    low_text, high_text = in_unit(low, high), in_unit(high, high)
+    return high_text if low_text == high_text else f"{low_text.split(' ')[0]} to {high_text}"

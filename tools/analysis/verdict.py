@@ -1,0 +1,283 @@
+"""Why a run took its time: which network carried it, what bounds it, what to check next."""
+
+import math
+from dataclasses import dataclass, field
+
+from analysis.cost_model import (
+    TCP_SHARE,
+    algorithm,
+    all_reduce_seconds,
+    implied_gbps,
+    payload_rate,
+    ring_seconds,
+)
+from analysis.links import ADAPTERS, HARMLESS, say_fallback, slow_link_checks
+from analysis.units import in_unit, megabytes, ms, part, rate, span
+from records import get, objects
+
+# TCP that sends this part of its segments again is slow for it: its rate falls with the root of
+# the loss (Mathis et al., Computer Communication Review 27(3), 1997). A sound cable loses none,
+# but a virtual one between two busy processes repeats up to 0.008 of them.
+LOSSY = 0.01
+HEALTHY = 0.5  # a link below this part of its stated speed is not the link that was meant
+DELIVERS = 0.8  # above it, headers and start-up account for the rest
+RANGE_TOLERANCE = 0.10  # measured times this far outside the model's range still count as inside
+LINK_FREE_SHARE = 0.10  # an all-reduce below this part of a step cannot be what bounds it
+
+
+@dataclass
+class Verdict:
+    """Why a run took its time. `bound`: link, overlap, input, compute, not the link, unknown."""
+
+    bound: str = "unknown"
+    says: list = field(default_factory=list)
+    checks: list = field(default_factory=list)  # most likely first
+    range_s: tuple | None = None  # whole run, full to no overlap
+    inside: bool | None = None
+    implied_gbps: float | None = None
+
+
+def judge(run):
+    """What carried it, what bounds it, and where it lies in what the model allows."""
+    if not run.complete:
+        start = "" if run.log.failed else "incomplete, not scored: "
+        return Verdict(says=[f"{start}{'; '.join(run.problems)}."], checks=nccl_advice(run))
+    verdict = Verdict(says=say_carried(run) + say_trouble(run))
+    if run.step_s is None:
+        verdict.says.append("No step time: give --steps (or images, epochs, batch).")
+        return verdict
+    size = (run.wire_bytes, run.processes, run.nodes)
+    if all(size) and run.nodes > 1 and run.steps:
+        excess_s = run.exposed_s if run.has_split else run.step_s - run.floor_s
+        carrying_s = run.probe_s or (excess_s if excess_s > 0.02 * run.step_s else None)
+        implied = implied_gbps(*size, carrying_s) if carrying_s else None
+        verdict.implied_gbps = run.wire_gbps or implied
+        if run.link_gbps:
+            set_range(verdict, run, size)
+    (judge_split if run.has_split else judge_whole)(verdict, run)
+    if verdict.range_s:
+        verdict.says.append(say_range(verdict, run))
+    verdict.checks = next_checks(verdict, run)
+    return verdict
+
+
+def set_range(verdict, run, size):
+    """From the better algorithm, all of it hidden, to the ring, which sends most, not hidden."""
+    quick = all_reduce_seconds(run, *size, run.link_gbps * 1e9 / 8)
+    slow = ring_seconds(*size, payload_rate(run.link_gbps), run.message_s)
+    low, high = max(run.floor_s, quick), run.floor_s + slow
+    steps = run.steps - run.start_step
+    verdict.range_s = (low * steps, high * steps)
+    above = run.step_s > high * (1 + RANGE_TOLERANCE)
+    verdict.inside = not above and run.step_s >= low * (1 - RANGE_TOLERANCE)
+
+
+def judge_split(verdict, run):
+    """A log with data wait, compute and exposed communication: the largest share bounds."""
+    parts = {"link": run.exposed_s, "input": run.data_s, "compute": run.compute_s}
+    verdict.bound = max(parts, key=parts.get)
+    # Exposed time far above the all-reduce's own is not the wire's: with CPU training the two
+    # share the cores, and a slow rank makes the others wait in the all-reduce.
+    if verdict.bound == "link" and run.probe_s and run.probe_s < run.exposed_s / 2:
+        verdict.bound = "overlap"
+    title = {
+        "link": "its link" if run.nodes != 1 else "communication inside its node",
+        "input": "its input (waiting for images)",
+        "compute": "compute",
+        "overlap": "communication, but not by the wire",
+    }[verdict.bound]
+    compute, data, exposed = (
+        f"{ms(seconds)} ({part(seconds, run.step_s)})"
+        for seconds in (run.compute_s, run.data_s, run.exposed_s)
+    )
+    verdict.says.append(
+        f"Bound by {title}: of a step of {ms(run.step_s)}, compute is {compute}, data wait "
+        f"{data}, exposed communication {exposed}, as measured."
+    )
+
+
+def judge_whole(verdict, run):
+    """A log without a split: beside a faster run of its shape, or by the link's part alone."""
+    excess_s, stated, tcp = run.step_s - run.floor_s, rate(run.link_gbps or 0), math.inf
+    if verdict.range_s:
+        size = (run.wire_bytes, run.processes, run.nodes)
+        line = ring_seconds(*size, run.link_gbps * 1e9 / 8)
+        tcp = ring_seconds(*size, payload_rate(run.link_gbps))
+    if excess_s > run.step_s / 2 and run.nodes != 1:
+        verdict.bound = "link"
+        text = f"Bound by its link, or by what stood in for it: {part(excess_s, run.step_s)} of "
+        text += f"its step of {ms(run.step_s)} comes on top of {run.floor_from}'s "
+        text += f"{ms(run.floor_s)}."
+        if verdict.implied_gbps:
+            text += f" That implies a wire that ran at {rate(verdict.implied_gbps)} "
+            text += f"({run.steps:,} steps, no overlap)."
+        if verdict.range_s:
+            text += f" At {stated} a ring all-reduce takes {ms(line)} at line rate and {ms(tcp)} "
+            text += "at what TCP leaves (model)."
+    elif tcp < LINK_FREE_SHARE * run.step_s:
+        verdict.bound = "not the link"
+        took, line, tcp = ((run.steps - run.start_step) * x for x in (run.step_s, line, tcp))
+        text = f"Not bound by its link: even with no overlap, all-reduces at {stated} take "
+        text += f"{line:,.0f} to {tcp:,.0f} s of {took:,.0f} s (model)."
+    else:
+        text = "The log does not split a step: what bounds it cannot be told."
+    if not verdict.range_s and run.nodes != 1:
+        text += " To judge the link: --link_gbps, --parameters, --processes, --nodes."
+    verdict.says.append(text)
+
+
+def say_range(verdict, run):
+    """The range that the model allows, and where the measured time lies."""
+    low, high = verdict.range_s
+    took, stated = run.step_s * (run.steps - run.start_step), rate(run.link_gbps)
+    by = algorithm(run) or "the quicker of ring and tree, to the ring"
+    text = f"{stated} allows {span(low, high)} by the model ({by}; all hidden to none); "
+    text += f"measured {in_unit(took, high)}"
+    if verdict.inside:
+        return f"{text}: inside."
+    if took < low:
+        return f"{text}: faster than {stated} can be; the traffic went another way."
+    if run.wire_gbps and run.wire_gbps >= HEALTHY * run.link_gbps:
+        why = "all-reduce and backward pass share cores, or ranks wait for each other"
+        return f"{text}: above, though the probe found no fault in the link; {why}."
+    result = "" if run.wire_gbps else f": this is not a {stated} result"
+    return f"{text}, {took / high:.1f} times the slowest{result}."
+
+
+def say_carried(run):
+    """The verdict's first words: which network carried the all-reduces, and how fast it was."""
+    link = run.link
+    if not link:
+        return []
+    if run.nodes == 1 and link.transport != "local" and link.gbps:
+        return [f"Inside one node, over {link.shown}, by {link.basis}: {rate(link.gbps)}."]
+    if run.nodes == 1 or link.transport == "local":
+        where = "Inside one node, through" if run.nodes == 1 else "Between nodes through"
+        basis = f"by {link.basis}" if link.transport == "local" else "as no counter of bytes moved"
+        return [f"{where} NVLink, PCIe or memory, {basis}: no network is judged."]
+    says = [text for text in [say_fallback(link)] if text]
+    channels = get(get(link.finding, "channels", dict), "network", int)
+    basis = f"by {link.basis}"
+    if channels and link.transport in ADAPTERS:
+        direct = get(link.finding, "gpudirect", int)
+        basis += f" (GPUDirect on {direct or 0} of {channels} connections)"
+    if link.gbps is None:
+        return [*says, f"Over {link.way}, {basis}; no counter of bytes moved with it."]
+    if link.kind != "ipoib":
+        return [*says, f"Over {link.way}, {basis}: {delivered(run)}"]
+    text = f"IP over InfiniBand: the probe ran at {rate(link.gbps)} on {link.names[0]}"
+    if can := link.adapter_gbps:
+        text += f", {link.gbps / can:.0%} of what {link.adapter or 'its adapter'} can do "
+        text += f"({rate(can)} stated)"
+    return [*says, f"{text}, by byte counters."]
+
+
+def delivered(run):
+    """What the probe's all-reduce reached of the stated speed."""
+    of = f" ({ms(run.probe_s)} for a step's {megabytes(run.wire_bytes)})" if run.probe_s else ""
+    text = f"the probe's all-reduce{of} ran at {rate(run.wire_gbps)}"
+    if not run.link_gbps:
+        return f"{text}; its stated speed is not known (--link_gbps)."
+    reached = run.wire_gbps / run.link_gbps
+    text += f", {reached:.0%} of the stated {rate(run.link_gbps)}"
+    if reached < HEALTHY:
+        return f"{text}: this is not a {rate(run.link_gbps)} result."
+    return f"{text}: the link delivers." if reached >= DELIVERS else f"{text}."
+
+
+def say_trouble(run):
+    """What went wrong on the link, by the kernel's counters: sentences, none where nothing did."""
+    says, used = [], [name for link in run.links for name in [*link.names, link.adapter]]
+    probed = objects(run.record("Probe"), "nodes")
+    for when, nodes in (("during the probe", probed), ("during the run", run.log.nodes)):
+        tcp = [get(node, "tcp", dict) for node in nodes]
+        sent = sum(get(one, "segments") or 0 for one in tcp)
+        again = sum(get(one, "retransmits") or 0 for one in tcp)
+        over_tcp = run.link is None or run.link.transport == "sockets"
+        if sent and again > LOSSY * sent and over_tcp:
+            says.append(
+                f"TCP sent {again / sent:.2%} of its segments again {when} ({again:,.0f} of "
+                f"{sent:,.0f}, counted): the link loses packets."
+            )
+        found = [
+            f"{key} {count:g} on {interface['name']} of {get(node, 'host', str)}"
+            for node in nodes
+            for interface in objects(node, "interfaces")
+            if interface.get("name") in used
+            for key in get(interface, "errors", dict)
+            if key not in HARMLESS and (count := get(interface["errors"], key))
+        ]
+        if found:
+            says.append(f"Errors of the link {when} (counted): {', '.join(found)}.")
+    return says
+
+
+CHECKS = {
+    "link": [
+        "send less: --grad_compression bf16 (half the bytes) or powersgd (a small part)",
+        "send less often: --accumulate_steps, or a larger --batch_size",
+        "a faster link: see the projection",
+    ],
+    "overlap": [
+        "a slow rank: compare compute times by rank in the Summary line",
+        "cores shared by compute and network: fewer OMP_NUM_THREADS than cores",
+        "send less: --grad_compression bf16 or powersgd",
+    ],
+    "input": [
+        "more loader processes: --workers, up to the cores of a node / its processes",
+        "storage: copy the images to a local disk, or run a second time with a warm cache",
+        "smaller images on disk: decoding is most of the loader's work",
+    ],
+    "compute": [
+        "lower precision: --precision bf16 or fp16 where the hardware has it; --compile",
+        "a larger --batch_size, if the device is not full",
+        "more processes: see the projection",
+    ],
+    "not the link": [
+        "a run of this demo over the same link: its Summary splits the step",
+        "the loader: --workers, disk, processor load (`top`, `iostat -x 5`)",
+        "the device: `nvidia-smi dmon` shows whether it waits",
+    ],
+}
+# A training step of ResNet-18 at 224 px in fp32 on an RTX 2080 Ti runs at 750 img/s or more; a GPU
+# that gets a quarter of that is most likely waiting for images.
+SLOW_GPU_IMG_PER_S = 190
+
+
+def next_checks(verdict, run):
+    """What to check or change next, most likely first."""
+    implied, link, first = verdict.implied_gbps, run.link, []
+    backend = get(run.record("Run"), "backend", str)
+    checks = list(CHECKS.get(verdict.bound, []))
+    if verdict.bound == "link" and implied and implied < HEALTHY * (run.link_gbps or 0):
+        tcp = run.link_gbps * TCP_SHARE
+        checks = slow_link_checks(link, implied, run.link_gbps, tcp, backend)
+    elif verdict.bound == "link" and run.nodes == 1:
+        checks[2] = "the way between the GPUs: NVLink rather than PCIe (`nvidia-smi topo -m`)"
+    if verdict.bound in ("compute", "input") and (run.exposed_s or 0) > 0.2 * run.step_s:
+        checks.append("the exposed communication: --grad_compression bf16, --accumulate_steps")
+    if run.straggler is not None:
+        first.append(f"rank {run.straggler}: it takes longer than the others")
+    first += nccl_advice(run)
+    if link and link.adapter and backend == "nccl":
+        port = link.adapter.partition(":")[0]
+        first.append(f"the adapter itself: NETWORK=infiniband IFNAME={port}")
+    if link and link.names and say_trouble(run):
+        tool = f"ethtool -S {link.names[0]}"
+        if link.transport in ADAPTERS:
+            tool = f"rdma statistic show link {link.names[0].replace(':', '/')}"
+        first.append(f"what loses data: cable, transceiver, switch port (`{tool}`)")
+    if verdict.bound == "not the link" and run.img_per_s and "GPU" in run.log.kinds:
+        each = run.img_per_s / (run.processes or 1)
+        if each < SLOW_GPU_IMG_PER_S:
+            first.append(
+                f"the input pipeline: {each:.0f} img/s per GPU is far below what ResNet-18 "
+                "reaches on any recent one (an RTX 2080 Ti: 750 to 920 in fp32)"
+            )
+    return first + checks
+
+
+def nccl_advice(run):
+    """What tools/nccl_log.py advises for each problem that NCCL's text shows on any node."""
+    problems = [p for link in run.links for p in objects(link.finding, "problems")]
+    return list(dict.fromkeys(text for p in problems if (text := get(p, "advice", str))))

@@ -1,0 +1,46 @@
+"""Where a supervisor's lines go, its command's and its own: the terminal and the node's log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+
+from launcher.rendezvous import Refused
+
+
+class Output:
+    """Whole lines to the terminal and to the log; neither ends the other, or the run."""
+
+    RECORD = re.compile(rb"(\[[A-Z]+ \d+\] (Run|Summary|Probe)|\S+: Node) \{")
+
+    def __init__(self, name: str, log: str) -> None:
+        self.name = name
+        self.lock = threading.RLock()  # a signal may come while a line is written
+        try:
+            os.makedirs(os.path.dirname(log) or ".", exist_ok=True)
+            self.log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            why = f"the log {log} cannot be written ({error.strerror}): set LOG_DIR or RUN_NAME"
+            raise Refused(why) from None
+        self.for_people = os.isatty(1)
+
+    def copy(self, lines: list[bytes]) -> None:
+        shown = [x for x in lines if not (self.for_people and self.RECORD.match(x))]
+        self._write(1, b"".join(shown))
+        self._write(self.log, b"".join(lines))
+
+    def say(self, text: str) -> None:
+        self.line(f"{self.name}: {text}")
+
+    def line(self, text: str) -> None:
+        """To people, by stderr, and to the log."""
+        for descriptor in (2, self.log):
+            self._write(descriptor, f"{text}\n".encode(errors="replace"))
+
+    def _write(self, descriptor: int, data: bytes) -> None:
+        # A terminal may be gone, a disk full; what comes later may fit again.
+        with self.lock, contextlib.suppress(OSError):
+            while data:
+                data = data[os.write(descriptor, data) :]

@@ -1,0 +1,283 @@
+"""One node's run from the first start to the exit code: what tools/supervise.py does."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher import process_tree
+from launcher.counters import difference, in_words, read_counters
+from launcher.hang_report import Nodes, phases_folder, read_phases, standing
+from launcher.output import Output
+from launcher.rendezvous import Meeting, Plan, Refused, check_master
+from launcher.root_cause import Cause, Facts, first_cause, nccl_warnings, recorded_causes
+from launcher.torchrun_command import Command, option
+
+STOPPED = 75  # as the script's: the same command goes on later
+GRACE = 10  # seconds to end for an attempt that has failed; torchrun alone would give them 30
+
+
+@dataclass
+class Attempt:
+    """One start of the command."""
+
+    errors: str  # folder of the ranks' error files
+    phases: str  # and of their phases
+    began: float = field(default_factory=time.time)
+    facts: Facts = field(default_factory=Facts)
+
+
+class Supervisor:
+    """One node's run: starts the command until it is done, stopped, or has failed for good."""
+
+    def __init__(self, options: argparse.Namespace, command: Command, output: Output) -> None:
+        self.options, self.command, self.output = options, command, output
+        self.say, self.host = output.say, socket.gethostname()
+        self.probe = options.probe if command.several else ""
+        settings = {"NNODES": command.nnodes, "RESTARTS": options.restarts}
+        settings["PROBE"] = int(bool(self.probe))
+        node = {"node_rank": command.node_rank, "host": self.host, "settings": settings}
+        last = options.restarts + settings["PROBE"]  # start of the series
+        self.meeting = Meeting(command.host.strip("[]"), command.port, node, last, self.say)
+        self.process: subprocess.Popen | None = None
+        self.stopped = ""  # the name of the first signal
+        self.starts, self.began, self.before = 0, time.time(), read_counters()
+
+    def run(self) -> int:
+        """Starts until there is nothing more to start; returns the exit code."""
+        if self.command.nnodes > 1:
+            check_master(self.meeting.host, self.command.node_rank)
+        self._keep_checkpoint()
+        plan, reached = Plan(probe=bool(self.probe)), 0
+        while True:
+            if self.command.nnodes > 1:
+                plan = self.meeting.agree(plan, self._patience(plan))
+            code, cause, facts = self._start(plan)
+            self._say_repeated(plan, facts, reached)
+            if code == 0 and plan.probe and not self.stopped:
+                plan = Plan(plan.start + 1, restarts=plan.restarts)
+                continue
+            final = code == 0 or self.stopped or cause.kind in ("asked", "user")
+            if final or plan.restarts >= self.options.restarts:
+                return self._end(plan, code, cause)
+            reached = max(reached, facts.step)
+            plan = Plan(plan.start + 1, restarts=plan.restarts + 1)
+            self.say(f"restart {plan.restarts} of {self.options.restarts} after: {cause.text}")
+
+    def _patience(self, plan: Plan) -> int:
+        """Seconds to wait for the other nodes: some may take --timeout to notice a failure."""
+        return self.options.connect_timeout + (self._timeout() if plan.restarts else 0)
+
+    def _timeout(self) -> int:
+        """The script's own --timeout, in seconds."""
+        given = float("nan")
+        with contextlib.suppress(ValueError):
+            given = float(option(self.command.arguments, "timeout", ""))
+        return math.ceil(given) if 0 < given < 1e7 else 300  # the script's default
+
+    def _keep_checkpoint(self) -> None:
+        """Restarts need a checkpoint, and none of an earlier run."""
+        if not self.options.restarts:
+            return
+        arguments = self.command.arguments
+        path = option(arguments, "checkpoint", "")
+        if not path:
+            path = str(Path(self.options.log).parent / "checkpoint.pt")
+            arguments += ["--checkpoint", path]
+        if "--resume" not in arguments and self.command.node_rank == 0 and os.path.exists(path):
+            os.rename(path, f"{path}.{time.strftime('%Y%m%d-%H%M%S')}")
+            why = "is from an earlier run and not asked for with --resume"
+            self.say(f"{path} {why}: kept under its name with the time added")
+
+    def _start(self, plan: Plan) -> tuple[int, Cause, Facts]:
+        """Runs the command to its end and ends what it has left behind."""
+        words = self.command.at(plan, self.probe)
+        self.say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.command.shown(words)}")
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            phases_folder() as phases,
+        ):
+            attempt = Attempt(option(self.command.launcher, "log_dir", folder), phases)
+            self._spawn(words, folder, phases, plan)
+            from_child = (self.process.stdout, attempt.facts)
+            copier = threading.Thread(target=self._copy, args=from_child, daemon=True)
+            copier.start()
+            if self.stopped:  # before there was a child to take it
+                self._pass_on(self.stopped)
+            where, given_up = self._watch(attempt)
+            code = 1 if given_up else self.process.returncode
+            copier.join(30)
+            recorded = recorded_causes(attempt.errors, attempt.began)
+        self.process = None
+        warnings = nccl_warnings(os.environ.get("NCCL_DEBUG_FILE", ""), attempt.began)
+        self.output.copy([line + b"\n" for line in warnings])
+        program, passed_on = self.command.program, bool(self.stopped)
+        cause = first_cause(program, code, recorded, attempt.facts, passed_on, given_up)
+        if code and where not in ("", cause.text) and cause.kind not in ("user", "bug", "asked"):
+            self.say(where)
+        return code, cause, attempt.facts
+
+    def _watch(self, attempt: Attempt) -> tuple[str, str]:
+        """Waits until nothing of the attempt is left; after a failure anywhere for GRACE seconds.
+
+        Returns where all ranks stood then, and why it was killed if it was.
+        """
+        names = [self._name(node) for node in range(self.command.nnodes)]
+        nodes = Nodes(self.meeting.links, self.command.node_rank, names, self._timeout())
+        while self.process.poll() is None and not self._failed(attempt, nodes):
+            nodes.listen(0.2)
+        end, where, given_up = time.monotonic() + GRACE, "", ""
+        if self.stopped:
+            end += 20  # as torchrun gives the ranks 30 s to save
+        elif self.process.poll() != 0:
+            where = nodes.settle(lambda: self._standing(attempt), lambda: self._is_over(attempt))
+            while self.process.poll() is None and time.monotonic() < end:
+                time.sleep(0.1)
+        if self.process.poll() is None and not self.stopped:
+            given_up = where or f"given up: it had not ended {GRACE} s after a failure"
+            self.say(f"killing this attempt: it has not ended {GRACE} s after a failure")
+            process_tree.kill([self.process.pid, *process_tree.descendants()])
+        code = self.process.wait()
+        nodes.leave(done=code == 0)
+        process_tree.end_the_rest(max(0, end - time.monotonic()), self.say)
+        return where, given_up
+
+    def _name(self, node: int) -> str:
+        host = self.meeting.hosts.get(node, self.meeting.host if node == 0 else "")
+        return f"node {node} ({host})" if host else f"node {node}"
+
+    def _failed(self, attempt: Attempt, nodes: Nodes) -> bool:
+        """Whether it has failed here, or elsewhere; not while a signal makes the ranks stop.
+
+        That a rank stands still alone is no failure: reading, compiling and validating take long.
+        Those that wait for it fail by themselves after --timeout, except while they meet: NCCL
+        has no time limit there.
+        """
+        phases = read_phases(attempt.phases).values()
+        meeting = [
+            phase == "rendezvous" and seconds > self._timeout() for phase, seconds in phases
+        ]
+        hang = bool(meeting) and all(meeting)
+        return not self.stopped and (attempt.facts.closing or nodes.failed or hang)
+
+    def _is_over(self, attempt: Attempt) -> bool:
+        return self.process.poll() is not None and not process_tree.descendants()
+
+    def _standing(self, attempt: Attempt) -> list[list]:
+        """Of each rank of this node: what it is at."""
+        if not (process_tree.LIBC and self.command.is_torchrun):
+            return []
+        recorded = recorded_causes(attempt.errors, attempt.began)
+        alive = process_tree.ranks_alive(self.process.pid)
+        return standing(read_phases(attempt.phases), recorded, alive, self._timeout())
+
+    def _spawn(self, words: list[str], folder: str, phases: str, plan: Plan) -> None:
+        env = dict(os.environ, DEMO_PHASES=phases)
+        if self.command.is_torchrun:  # which takes its options from PET_ variables, too
+            env["PET_LOG_DIR"] = folder
+            env["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
+            env["PET_RDZV_CONF"] = f"timeout={self._patience(plan)}"
+        parent = os.getpid()
+        try:
+            # A session of its own: Ctrl-C reaches it once, through this process.
+            self.process = subprocess.Popen(
+                words,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=(lambda: process_tree.tied_to(parent)) if process_tree.LIBC else None,
+            )
+        except OSError as error:
+            raise Refused(f"{words[0]} cannot be started ({error.strerror})") from None
+        self.starts += 1
+
+    def _copy(self, pipe, facts: Facts) -> None:
+        """The command's output, by whole lines, until the last process that may write is gone."""
+        rest, piece = b"", b"."
+        while piece:
+            piece = os.read(pipe.fileno(), 1 << 16)
+            *lines, rest = (rest + piece).split(b"\n")
+            if rest and not piece:
+                lines, rest = [rest], b""
+            self.output.copy([line + b"\n" for line in lines])
+            for line in lines:
+                facts.read(line.decode(errors="replace"))
+
+    def _say_repeated(self, plan: Plan, facts: Facts, reached: int) -> None:
+        """What the failure before this start has cost; only rank 0 says where it went on."""
+        if plan.restarts and facts.start_step is not None:
+            self.say(
+                f"restart {plan.restarts} went on from step {facts.start_step}; the log had come "
+                f"to step {reached}: {max(0, reached - facts.start_step)} steps repeated"
+            )
+
+    def _end(self, plan: Plan, code: int, cause: Cause) -> int:
+        """Says how it ended; returns the exit code."""
+        self.report()
+        if code == 0 and not (self.stopped and plan.probe):
+            return 0
+        code = code if code >= 0 else 128 - code  # as a shell has it
+        if cause.kind == "asked":
+            more = "with --checkpoint FILE --resume the same command goes on"
+            self.say(f"stopped on a signal, exit code {STOPPED}; {more}")
+            return STOPPED
+        if self.stopped:
+            self.say(self.stopped_by())
+            return code or 143
+        if plan.restarts:
+            self.say(f"gave up after {plan.restarts} restarts")
+        what = "failed in the probe of the link (PROBE=0: none)" if plan.probe else "failed"
+        self.say(f"{what}, see {self.options.log}; first cause:")
+        self.output.line(cause.text)
+        return code
+
+    def stopped_by(self) -> str:
+        """After a signal that the ranks did not answer with a checkpoint."""
+        path, by = option(self.command.arguments, "checkpoint", ""), f"stopped by {self.stopped}"
+        with contextlib.suppress(OSError):
+            if (saved := os.stat(path).st_mtime) >= self.began:
+                moment = time.strftime("%H:%M:%S", time.localtime(saved))
+                return f"{by}; the checkpoint {path} is of {moment}: --resume goes on from there"
+        if path and self.command.node_rank:
+            return f"{by}; whether a checkpoint was saved is known to node 0, which writes it"
+        return f"{by}, with no checkpoint saved"
+
+    def report(self) -> None:
+        """The node's own record: what its interfaces carried while this ran."""
+        seconds, carried = time.time() - self.began, difference(self.before, read_counters())
+        record = {"node": self.command.node_rank, "host": self.host}
+        record |= {"seconds": round(seconds, 3), "starts": self.starts, **carried}
+        self.output.copy([f"{self.output.name}: Node {json.dumps(record)}\n".encode()])
+        if carried["interfaces"]:
+            self.say(f"this node {in_words(carried)} in {seconds:.0f} s")
+
+    def on_signal(self, number: int, _frame: object) -> None:
+        name = signal.Signals(number).name
+        if self.stopped:
+            if name == "SIGINT":
+                process_tree.kill(process_tree.descendants())
+                self.say("SIGINT again: killing the run")
+            return
+        self.stopped = name
+        self.meeting.stopped = True
+        if self.process:
+            self._pass_on(name)
+            to = self.command.program
+            self.say(f"{name}: passed on to {to}; the ranks save a checkpoint and stop")
+
+    def _pass_on(self, name: str) -> None:
+        # The script does not handle a hang-up.
+        self.process.send_signal(signal.SIGTERM if name == "SIGHUP" else signal.Signals[name])

@@ -1,0 +1,41 @@
+"""The formats of all lines and records that script and launchers write, read in this one place."""
+
+import re
+
+ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]*(?:\x07|\x1b\\)?)")
+PREFIX = re.compile(r"\[(GPU|CPU|MPS) (\d{1,6})\] ")
+# Fixed numbers of decimals tell a whole number from one that was cut off.
+LOSS = r"(-?inf|nan|-?\d{1,12}\.\d{4}(?!\d))"
+STEP = re.compile(
+    r"Epoch (\d{1,9}) \| Step (\d{1,9}) \| Loss: " + LOSS + r"(?: \| (\d{1,12}\.\d) img/s)?"
+    r"(?: \| data (\d{1,12}\.\d) ms \| step (\d{1,12}\.\d) ms)?"
+)
+EPOCH = re.compile(r"Epoch (\d{1,9}) complete \| Avg loss: " + LOSS)
+VALIDATION = re.compile(r"Epoch \d{1,9} validation \| Top-1: (\d{1,3}\.\d\d)%")
+END = re.compile(r"Cleanup complete\. Total wall time: [\dhms. ]*\((\d{1,12}\.\d{3})s\)")
+STOP = re.compile(r"(Stopped\b.*|ERROR: .*)")
+RECORD = re.compile(r"(Run|Probe|Summary) (\{.*)")
+OURS = re.compile(
+    r"\] (Run|Probe|Summary|Data)(:| \{)|\d img/s"
+)  # not in the original demo's logs
+# A launcher's own lines: its record, a start, and how it ended where it did not end well.
+LAUNCHER = re.compile(
+    r"(?:^|\s)[\w./-]+\.(?:sh|py): (?:Node (?P<node>\{.*)|(?P<start>\d{4}-\d\d-\d\d [\d:]{8}) "
+    r"|failed\b.*; first cause:\s*(?P<cause>.*)|error: (?P<error>.+))"
+)
+
+
+def get(record, key, kind=float):
+    """record[key] where it is of this kind, a number also finite and not below 0.
+
+    Else None for a number, and an empty value of any other kind: damage can leave anything.
+    """
+    value = record.get(key)
+    if kind not in (int, float):
+        return value if isinstance(value, kind) else kind()
+    good = type(value) in (int, float) and 0 <= value < 1e18
+    return kind(value) if good and kind(value) == value else None
+
+
+def objects(record, key):
+    return [item for item in get(record, key, list) if isinstance(item, dict)]
