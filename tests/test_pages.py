@@ -105,21 +105,13 @@ function ./launch_single.sh {
     note ./launch_single.sh "$@"
     PYTHONPATH=$STAND_IN run_small ./launch_single.sh "$@"
 }
-""" + "\n".join(
-    f'function {name} {{ note {name} "$@"; }}'
-    for name in (
-        *(
-            "./launch_multinode.sh",
-            "tests/run.sh",
-            "tests/breaks/run.py",
-            "source",
-            "curl",
-            "unzip",
-        ),
-        *("torchrun", "sudo", "srun", "sbatch", "mpirun", "python3", "pip"),
-        *("tools/launcher/python_env.sh", "conda", "module", "apptainer"),
-    )
-)
+"""
+# These alone are noted, by a function of bash in the place of each.
+NOTED = """
+./launch_multinode.sh tests/run.sh tests/breaks/run.py tools/launcher/python_env.sh source curl
+unzip torchrun sudo srun sbatch mpirun python3 pip conda module apptainer
+"""
+PRELUDE += "\n".join(f'function {name} {{ note {name} "$@"; }}' for name in NOTED.split())
 ARRAYS = re.findall(r"^\w+=\(.*?\)$", "".join(PAGES[README].commands), re.MULTILINE | re.DOTALL)
 
 
