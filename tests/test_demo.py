@@ -858,7 +858,8 @@ def test_epoch_line_counts_each_image_of_its_epoch_once(cut_short, epoch, sizes)
     (line,) = (line for line in cut_short.lines(0) if line.startswith(f"Epoch {epoch} complete"))
     assert float(re.search(r"Avg loss: ([\d.]+)", line)[1]) == pytest.approx(mean, abs=2e-4)
     speed, seconds = re.search(r"([\d.]+) img/s \| ([\d.]+)s", line).groups()
-    assert float(speed) * float(seconds) == pytest.approx(sum(sizes), rel=0.03)
+    rounded = 0.006 * float(speed)  # an epoch may take as little as 0.05 s
+    assert float(speed) * float(seconds) == pytest.approx(sum(sizes), abs=rounded)
 
 
 def batch_of(facts: Mapping) -> tuple[int, int, int]:
