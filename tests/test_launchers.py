@@ -714,10 +714,16 @@ def cgroup_of_one_core():
             (made / "cpu.max").write_text("100000 100000")
     except OSError as error:
         require(False, f"no cgroup can be made here: {error}")
+
+    def removed() -> bool:
+        with contextlib.suppress(OSError):  # a process of it is ending
+            made.rmdir()
+        return not made.exists()
+
     try:
         yield made / "cgroup.procs"
     finally:
-        made.rmdir()
+        wait_until(removed, 10, "the end of a cgroup's processes")
 
 
 def test_cores_in_a_real_cgroup():
