@@ -401,7 +401,7 @@ def test_waiting_has_an_end(checkout, installer):
 def lock_alone(checkout: Checkout) -> None:
     """Leaves the lock of python_env.sh alone: each start holds it for a moment, and says so."""
     path = checkout.path / "tools/launcher/python_env.sh"
-    text = path.read_text().replace("grace=10", "grace=1")
+    text = path.read_text().replace("grace=10", "grace=3")
     hold = "trap leave_lock EXIT\ntake_lock\necho in >>log\nsleep 0.2\necho out >>log\n"
     path.write_text(text[: text.index("# ---- which Python")] + hold)
 
@@ -664,7 +664,7 @@ def test_an_install_killed_at_any_moment_goes_on(checkout, uv_wheel, tool):
     """
     size = 300
     checkout.fill_wheels(size)
-    checkout.replace("grace=10", "grace=1")
+    checkout.replace("grace=10", "grace=3")
     if tool == "uv":
         shutil.copy(uv_wheel, checkout.wheels)
     names = []
