@@ -284,11 +284,18 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_networks(monkeypatch, case):
     variables, text = WRONG[case]
-    for name, value in ({"NNODES": "2", "NETWORKS": BOTH, "IFNAME": ""} | variables).items():
+    usual = {"NNODES": "2", "NETWORKS": BOTH, "IFNAME": "", "MASTER_PORT": "29500"}
+    for name, value in (usual | variables).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(Refused, match=re.escape(text)):
         network_series.read_networks(os.environ["NETWORKS"])
         network_series.check(["x"])
+
+
+def test_series_that_no_launcher_has_started(monkeypatch):
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(Refused, match="starts this, where NETWORKS is set"):
+        network_series.check([])
 
 
 REFUSED = {

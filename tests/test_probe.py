@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import test_interconnect as links
+from analysis import nccl_text
 from support.forks import ForkServer, write
 from support.nodes import NamespacePair
 from support.processes import LONG, require
@@ -316,23 +317,21 @@ def test_without_nccl_there_is_no_finding(demo, tmp_path):
 
 @pytest.mark.parametrize("pattern", ["nccl.%h.%p.log", "nccl.%h.log", "%%h.%x.%p"])
 def test_files_of_a_nodes_processes(tmp_path, pattern):
-    nccl_log = links.tool("nccl_log")
     for pid, text in ((11, SOCKETS), (12, SOCKETS.replace("ib0", "ib1"))):
         expanded = pattern.replace("%p", str(pid)).replace("%%", "%", 1)
         (tmp_path / expanded.replace("%h.", "gpu7." if "%%" not in pattern else "%h.")).write_text(
             text
         )
-    found = nccl_log.of_processes(f"{tmp_path}/{pattern}", "gpu7.cluster.example", [11, 12, 13])
+    found = nccl_text.of_processes(f"{tmp_path}/{pattern}", "gpu7.cluster.example", [11, 12, 13])
     assert found.interfaces == (["ib0", "ib1"] if "%p" in pattern else ["ib1"])
-    assert nccl_log.of_processes(f"{tmp_path}/{pattern}", "gpu8", [13]) is None
+    assert nccl_text.of_processes(f"{tmp_path}/{pattern}", "gpu8", [13]) is None
 
 
 def test_no_debug_file_is_no_finding(tmp_path):
-    assert links.tool("nccl_log").of_processes("", "node0", [1]) is None
+    assert nccl_text.of_processes("", "node0", [1]) is None
 
 
 def test_finding_in_one_line():
-    nccl_log = links.tool("nccl_log")
     wish = "NCCL INFO NCCL_IB_DISABLE set by environment to 1.\n"
     cases = {
         wish + SOCKETS.partition("\n")[2]: "NCCL used TCP sockets (network Socket) over ib0, "
@@ -342,7 +341,7 @@ def test_finding_in_one_line():
         "NCCL version 2.30.7+cuda13.2\n": "NCCL's text names no network",
     }
     for text, said in cases.items():
-        assert nccl_log.in_one_line(nccl_log.find(text.splitlines(keepends=True))) == said
+        assert nccl_text.in_one_line(nccl_text.find(text.splitlines(keepends=True))) == said
 
 
 # --- For people --------------------------------------------------------------------------------
