@@ -765,7 +765,7 @@ def find_launcher():
         first = re.match(r"([^\[,]+)\[?(\d*)", env["SLURM_STEP_NODELIST"])
         port = int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"])
         env.setdefault("MASTER_ADDR", first[1] + first[2])
-        env.setdefault("MASTER_PORT", str(20000 + port % 20000))
+        env.setdefault("MASTER_PORT", str(20000 + port % 12000))
     if "MASTER_ADDR" not in env:
         how = "mpirun -x" if launcher == "mpirun" else "export"
         raise UserError(f"MASTER_ADDR is not set: {how} MASTER_ADDR=HOST_OF_RANK_0")
@@ -1325,7 +1325,8 @@ def stop_where_any_rank_must(run):
     if reason := next(filter(None, stops), ""):
         save_checkpoint(run, last=True)
         code = os.EX_TEMPFAIL  # 75, by sysexits.h: start it again later
-        report(process, "stopped", f"Stopped on {reason} | step {run.step} | exit code {code}", 1)
+        kind = "asked" if reason.startswith("SIG") else "stopped"
+        report(process, kind, f"Stopped on {reason} | step {run.step} | exit code {code}", 1)
         sys.exit(code)
     return max(seconds)
 

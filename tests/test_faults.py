@@ -821,7 +821,7 @@ def test_error_file_tells_a_stop(ranks, data, folder):
     run.signal(0, signal.SIGTERM)
     run.finish(15, expect=STOPPED)
     found = error_file(path)
-    assert (found["kind"], found["rank"]) == ("stopped", 0)
+    assert (found["kind"], found["rank"]) == ("asked", 0)
     assert re.fullmatch(r"\[CPU 0\] Stopped on SIGTERM \| step \d+ \| exit code 75", found["text"])
 
 

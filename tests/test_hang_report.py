@@ -136,7 +136,7 @@ try:
         if not rank:
             for peer in peers:
                 peer.sendall(b".")
-        say(f"[CPU {rank}] Epoch 1 | Step {step} | Loss: 1")
+        say(f"[CPU {rank}] Epoch 1 | Step {step} | Loss: 1.0000")
 except OSError as error:
     fail(error)
 """
@@ -437,7 +437,7 @@ def test_ranks_are_judged_by_the_scripts_own_timeout(tmp_path, words, seconds):
     line = ["--log", str(tmp_path / "log"), "--", "torchrun", "train.py", *words.split()]
     options, command = supervise.parse_arguments(line)
     output = supervise.Output("x", options.log)
-    assert supervise.Supervisor(options, command, output)._timeout() == seconds
+    assert supervise.Supervisor(options, command, output).timeout == seconds
 
 
 @pytest.mark.parametrize("seconds", [1, 6, 300, 10**6])

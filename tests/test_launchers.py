@@ -56,7 +56,7 @@ action = plan[min(attempt, len(plan) - 1)]
 def end(text, kind, code):
     # As the script does: a line, and the same in torchelastic's error file.
     print(text + "\\n", end="", flush=True)  # in one piece, as the script does
-    about = {"kind": kind, "rank": rank, "time": time.time(), "timestamp": str(int(time.time()))}
+    about = {"kind": kind, "rank": rank, "timestamp": time.time()}
     Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(
         json.dumps({"message": {"message": text, "extraInfo": about | {"py_callstack": text}}}))
     (folder / "said").touch()
@@ -113,7 +113,7 @@ if action == "wait":       # until a signal, as the script does: save, say so, c
     while not stopped:
         time.sleep(0.05)
     time.sleep(0.5)
-    end(f"[CPU {rank}] Stopped on {stopped[0]} | step 12 | exit code 75", "stopped", 75)
+    end(f"[CPU {rank}] Stopped on {stopped[0]} | step 12 | exit code 75", "asked", 75)
 if action == "hang":       # neither torchrun's end nor a signal ends it
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.stdout.write(f"[CPU {rank}] hanging {os.getpid()}\\n")

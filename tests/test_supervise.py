@@ -34,7 +34,7 @@ SHELL = """#!/bin/bash
 fail() {
     echo "$1"
     mkdir -p "$PET_LOG_DIR/run/attempt_0/0"
-    printf '{"message": {"message": "%s", "extraInfo": {"kind": "%s", "time": 5.5}}}' "$1" "$2" \\
+    printf '{"message": {"message": "%s", "extraInfo": {"kind": "%s", "rank": 0}}}' "$1" "$2" \\
         >"$PET_LOG_DIR/run/attempt_0/0/error.json"
     exit 1
 }
@@ -187,11 +187,11 @@ E1122 08:34:31 10583 torch/distributed/elastic/multiprocessing/api.py:1] failed 
 """
 KINDS = {
     "killed": None,
-    "user": about("[CPU 1] ERROR: no such folder", kind="user", time=9),
+    "user": about("[CPU 1] ERROR: no such folder", kind="user", timestamp=9),
     "bug": about("LookupError: broken on purpose", timestamp="1700000001"),
-    "asked": about("[CPU 0] Stopped on SIGTERM | step 3 | exit code 75", kind="stopped", time=8),
-    "lost": about("[CPU 0] ERROR: in step 3: Connection closed by peer", kind="lost", time=7),
-    "stopped": about("[CPU 0] Stopped on the end of its parent", kind="stopped", time=6),
+    "asked": about("[CPU 0] Stopped on SIGTERM | step 3 | exit 75", kind="asked", timestamp=8),
+    "lost": about("[CPU 0] ERROR: in step 3: Connection closed by peer", kind="lost", timestamp=7),
+    "stopped": about("[CPU 0] Stopped on the end of its parent", kind="stopped", timestamp=6),
 }
 
 
@@ -212,7 +212,7 @@ def test_first_cause_is_the_kind_that_causes_the_others(tmp_path, first):
 
 def test_first_cause_of_one_kind_is_the_earliest(tmp_path):
     for rank, when in enumerate((3.5, 3.25, 3.75)):
-        write_error(tmp_path, rank, about(f"rank {rank}", kind="lost", time=when))
+        write_error(tmp_path, rank, about(f"rank {rank}", kind="lost", timestamp=when))
     found = causes.first_cause(
         "torchrun", 1, causes.recorded_causes(tmp_path, 0), causes.Facts(), False
     )
@@ -342,8 +342,8 @@ LOST = "fail '[CPU 0] ERROR: in step 3: reset' lost"
 
 def test_restart_resumes_and_says_what_it_cost(folder):
     body = (
-        'echo "[CPU 0] Run {\\"start_step\\": $((${#count} * 4)), ...}"\n'
-        "echo '[CPU 1] Epoch 1 | Step 7 | Loss: 1'; echo '[CPU 0] Epoch 1 | Step 6 | Loss: 1'\n"
+        'echo "[CPU 0] Run {\\"start_step\\": $((${#count} * 4))}"\n'
+        "echo '[CPU 1] Epoch 1 | Step 7 | Loss: 1.0000'; echo '[CPU 0] Epoch 1 | Step 6 | Loss: 1.0000'\n"
         f'[ "$count" ] || {LOST}\n'
     )
     code, output = folder.run("--restarts", 2, body=body)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from launcher.output import Output
 from launcher.process_tree import LIBC, PR_SET_PDEATHSIG
-from launcher.rendezvous import Meeting, Plan, Refused, Stopped, check_master
+from launcher.rendezvous import CONNECT_TIMEOUT, Meeting, Plan, Refused, Stopped, check_master
 
 SYS, PROC, DEV = Path("/sys"), Path("/proc"), Path("/dev")
 SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
@@ -290,7 +290,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--rdzv_backend", choices=["static"], default="static", help="no other can be checked")
     add("--standalone", action="store_true", help="changes nothing")
     add("--starts", type=int, default=1, metavar="N", help="a port each: probe, restarts; 1")
-    add("--connect_timeout", type=int, default=300, metavar="S", help="seconds; 300")
+    add("--connect_timeout", type=int, default=CONNECT_TIMEOUT, metavar="S", help="%(default)s s")
     add("--log", default=os.devnull, metavar="FILE", help="gets every message; none")
     add("--name", default="preflight.py", help="before each message; preflight.py")
     options = parser.parse_args(argv)

@@ -46,8 +46,8 @@ import torchvision
 
 from analysis import nccl_text
 from launcher.counters import difference, groups, names, read_counters, went_wrong
+from records import STRAY
 
-CLASSES = 80  # of COCO: the last layer's outputs
 SIZES = [2**10, 2**12, 2**15, 2**18, 2**21, 2**24, 2**26]  # bytes, beside the gradients'
 SMALL = 2**12  # bytes: up to here the time is latency
 ALL_SECONDS = 10  # no size but the gradients' is begun that would end later
@@ -57,7 +57,6 @@ SHORT_SECONDS = 0.1  # of one size: until then there are more rounds, for a stea
 # To start NCCL and to wait for it takes longer than a small all-reduce: ten are timed together,
 # or as many as take no longer than this.
 CALLS, TIMING_MS = 10, 100
-SEEN = 0.05  # an interface that carried less than this part of the gradients was not the link
 LEAST_TIMEOUT = 0.1  # seconds
 
 
@@ -134,7 +133,7 @@ def probe(process: demo.Process) -> tuple[dict, list[tuple[str, str]]]:
 
 def gradient_bytes() -> int:
     with torch.device("meta"):  # the number of parameters alone
-        model = torchvision.models.resnet18(num_classes=CLASSES)
+        model = torchvision.models.resnet18(num_classes=demo.CLASSES)
     return 4 * sum(map(torch.numel, model.parameters()))
 
 
@@ -236,7 +235,7 @@ def sentence(record: dict) -> str:
     text = f"all-reduce of {count / 1e6:.1f} MB in {shown(ms)} ms"
     links = [busiest(node["interfaces"], len(record["nodes"])) for node in record["nodes"]]
     rails = min(filter(None, links), key=rate, default=[])
-    if rate(rails) < SEEN * 8e-6 * count / ms:
+    if rate(rails) < STRAY * 8e-6 * count / ms:
         alone = len(record["nodes"]) == 1
         where = "inside the node, on no interface" if alone else "on no interface"
         where += "" if alone else " whose bytes are counted"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from launcher import process_tree
 from launcher.output import Output
-from launcher.rendezvous import Refused, Stopped
+from launcher.rendezvous import CONNECT_TIMEOUT, Refused, Stopped
 from launcher.supervisor import Supervisor
 from launcher.torchrun_command import Command
 
@@ -35,7 +35,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Command]:
     add("--log", required=True, metavar="FILE", help="gets every line, after what it has")
     add("--restarts", type=int, default=0, metavar="N", help="after failures; 0")
     add("--probe", default="", metavar="FILE.py", help="run once before, in the script's place")
-    add("--connect_timeout", type=int, default=300, metavar="S", help="seconds; 300")
+    add("--connect_timeout", type=int, default=CONNECT_TIMEOUT, metavar="S", help="%(default)s s")
     add("--name", default="supervise.py", help="before each message; supervise.py")
     options, words = parser.parse_args(argv[:at]), argv[at + 1 :]
     if not words:

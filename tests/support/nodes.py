@@ -17,7 +17,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.processes import Started, counter, require
+from support.processes import ROOT, Started, counter, require
+
+# How tools/two_nodes.sh shapes a link, beside its rate: here the same.
+SHAPE = re.search(r"tbf rate \S+ (.*) \|\|", (ROOT / "tools" / "two_nodes.sh").read_text())[1]
 
 
 def _ip(command: str, check: bool = True) -> str:
@@ -171,11 +174,8 @@ class NamespacePair:
     def set_rate(self, rate: str) -> None:
         """Shape the link, in both directions, to a rate such as "100mbit"."""
         for name in self.names:
-            # 256 KB is more than the largest packet, and little of what is measured; a longer
-            # queue than 50 ms would only add delay.
-            qdisc = f"qdisc replace dev {self.interface} root tbf rate {rate}"
-            command = f"tc -n {name} {qdisc} burst 256kb latency 50ms"
-            subprocess.run(command.split(), check=True)
+            command = f"tc -n {name} qdisc replace dev {self.interface} root tbf rate {rate}"
+            subprocess.run([*command.split(), *SHAPE.split()], check=True)
 
     def hosts(self, node: int) -> Path:
         """The file that is /etc/hosts on `node`; a test may rewrite it, in place."""

@@ -26,6 +26,8 @@ from typing import Any, NoReturn
 
 import pytest
 
+from records import PREFIX, STEP
+
 ROOT = Path(__file__).resolve().parents[2]
 # Another copy of the script can be put to the tests, to see that they find what is broken in it.
 SCRIPT = Path(os.environ.get("DEMO_SCRIPT", ROOT / "demo_coco_resnet18.py"))
@@ -171,10 +173,6 @@ def assert_none_left(test_id: str, within: float = 5.0) -> None:
         time.sleep(0.1)
 
 
-_LINE = re.compile(r"^\[(?:GPU|CPU) (\d+)\] (.*)$")
-_STEP = re.compile(r"^Epoch (\d+) \| Step (\d+) \| Loss: (\S+)")
-
-
 @dataclasses.dataclass
 class Run:
     """A run that ended. `out` holds stdout and, unless it was asked for in `err`, stderr;
@@ -201,8 +199,8 @@ class Run:
         """
         if rank is None:
             return self.out.splitlines()
-        found = (_LINE.match(line) for line in self.out.splitlines())
-        return [match[2] for match in found if match and int(match[1]) == rank]
+        found = [(PREFIX.match(line), line) for line in self.out.splitlines()]
+        return [line[by.end() :] for by, line in found if by and int(by[2]) == rank]
 
     def json_line(self, kind: str, rank: int = 0) -> dict:
         """The JSON of the last `Run`, `Probe` or `Summary` line of `rank`; fails when there is
@@ -215,7 +213,7 @@ class Run:
 
     def steps(self, rank: int = 0) -> list[tuple[int, int, float]]:
         """(epoch, step, loss) of each step line of `rank`, in the order of the log."""
-        found = (_STEP.match(line) for line in self.lines(rank))
+        found = (STEP.match(line) for line in self.lines(rank))
         return [(int(m[1]), int(m[2]), float(m[3])) for m in found if m]
 
     def tail(self, lines: int = 60) -> str:

@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import dataclass, field
 
+from analysis.nccl_rules import REASONS
 from analysis.units import rate
 from records import get, objects
 
@@ -15,11 +16,6 @@ from records import get, objects
 
 ADAPTERS = {"infiniband": "InfiniBand", "roce": "RoCE", "efa": "EFA"}
 TITLES = ADAPTERS | {"sockets": "TCP", "plugin": "a plugin's network"}
-# An interface that carried less than this part of what the all-reduces moved was not the link:
-# other traffic of the node, or the few messages by which the ranks find each other.
-STRAY = 0.01
-# These rise on sound links too: frames of protocols that nobody listens to, waiting for credit.
-HARMLESS = ("rx_dropped", "port_xmit_wait")
 
 
 @dataclass
@@ -130,9 +126,7 @@ def say_fallback(link):
         return None
     what = "InfiniBand" if "IB" in asked else "A faster network"
     where = ", ".join(link.names) or "an interface that it does not name"
-    # The most telling first.
-    causes = ("verbs_library_missing", "no_ib_device", "plugin_failed", "network_not_found")
-    cause = next((lines[cause] for cause in causes if cause in lines), "")
+    cause = next((lines[reason] for reason in REASONS if reason in lines), "")
     said = re.split("NCCL (?:INFO|WARN) ", cause)[-1].strip()
     why = f'because NCCL says "{said}"' if said else "and its text does not say why"
     return f"{what} was asked for; NCCL used sockets over {where}, {why}."

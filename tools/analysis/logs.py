@@ -1,12 +1,23 @@
 """What the files of one run say: step lines, records, how it ended; no figure of it is derived."""
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from analysis import UserError
-from records import END, EPOCH, ESCAPES, LAUNCHER, OURS, PREFIX, RECORD, STEP, STOP, VALIDATION
+from records import (
+    END,
+    EPOCH,
+    ESCAPES,
+    LAUNCHER,
+    OURS,
+    PREFIX,
+    RECORD,
+    STEP,
+    STOP,
+    VALIDATION,
+    decode,
+)
 
 
 @dataclass
@@ -82,7 +93,7 @@ def parse_text(text, log=None):
             failed = line.strip()
         elif found := LAUNCHER.search(line):
             if found["node"]:
-                log.nodes.append(decode(log, found["node"]))
+                log.nodes.append(whole(log, found["node"]))
             else:  # a start takes back how the series before it ended
                 failed = None if found["start"] else (found["error"] or found["cause"]).strip()
         for mark in PREFIX.finditer(line):
@@ -126,13 +137,11 @@ def add_record(log, word, text):
         log.records.pop("Summary", None)
         log.ended.clear()
         log.stop = None
-    log.records[word] = decode(log, text)
+    log.records[word] = whole(log, text)
 
 
-def decode(log, text):
+def whole(log, text):
     """The JSON object that `text` begins with; an empty one, and counted, where it is torn."""
-    try:
-        return json.JSONDecoder().raw_decode(text)[0]
-    except (ValueError, RecursionError):
-        log.torn += 1
-        return {}
+    found = decode(text)
+    log.torn += not found
+    return found

@@ -245,6 +245,8 @@ ADVICE = {
     "aborted": "the communicator was given up because of an earlier error: "
     "look for the first error of any rank",
 }
+# Of these: why no faster network was used, the most telling first.
+REASONS = ("verbs_library_missing", "no_ib_device", "plugin_failed", "network_not_found")
 
 # A name that ends where the text was cut may be half a name, but for these; and the beginning of
 # one of these is half a name wherever it stands.

@@ -26,6 +26,7 @@ from analysis.nccl_rules import (
     BEGINNINGS,
     KNOWN_NAMES,
     OVER_ADAPTERS,
+    REASONS,
     RULES,
     SLOWEST,
     SUSPECT_INTERFACES,
@@ -389,8 +390,6 @@ TRANSPORTS = {
     "local": "no network, but NVLink, PCIe or memory inside a node",
     "unknown": "RDMA adapters, though the text does not say whether InfiniBand or RoCE",
 }
-# Why no faster network was used, the most telling first.
-REASONS = ("verbs_library_missing", "no_ib_device", "plugin_failed", "network_not_found")
 
 
 def in_words(found: Finding) -> list[str]:

@@ -5,9 +5,9 @@ import statistics
 from dataclasses import dataclass, field
 
 from analysis.cost_model import all_reduce_seconds
-from analysis.links import STRAY, link_of
+from analysis.links import link_of
 from analysis.logs import Log
-from records import get, objects
+from records import STRAY, get, objects
 
 # What an option gives where the log lacks it: its field of the Run record, type, meaning.
 LACKING = {

@@ -11,14 +11,10 @@ from analysis.cost_model import (
     payload_rate,
     ring_seconds,
 )
-from analysis.links import ADAPTERS, HARMLESS, say_fallback, slow_link_checks
+from analysis.links import ADAPTERS, say_fallback, slow_link_checks
 from analysis.units import in_unit, megabytes, ms, part, rate, span
-from records import get, objects
+from records import HARMLESS, LOSSY, get, objects
 
-# TCP that sends this part of its segments again is slow for it: its rate falls with the root of
-# the loss (Mathis et al., Computer Communication Review 27(3), 1997). A sound cable loses none,
-# but a virtual one between two busy processes repeats up to 0.008 of them.
-LOSSY = 0.01
 HEALTHY = 0.5  # a link below this part of its stated speed is not the link that was meant
 DELIVERS = 0.8  # above it, headers and start-up account for the rest
 RANGE_TOLERANCE = 0.10  # measured times this far outside the model's range still count as inside

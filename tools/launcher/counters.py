@@ -28,6 +28,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from records import HARMLESS, LOSSY
+
 KINDS = {1: "ethernet", 32: "ipoib", 772: "loopback"}  # linux/if_arp.h
 LINK_LAYERS = {"InfiniBand": "infiniband", "Ethernet": "roce"}
 WAYS = ("tx_bytes", "rx_bytes")
@@ -40,7 +42,7 @@ PORT_ERRORS = [
     "hw_counters/local_ack_timeout_err",
     "hw_counters/out_of_sequence",
     "hw_counters/rx_drops",
-    "counters/port_xmit_wait",  # ticks: a queue that had to wait, on a healthy link too
+    "counters/port_xmit_wait",
     "counters/link_downed",
     "counters/symbol_error",
 ]
@@ -48,7 +50,6 @@ BUSY = 0.01  # what carried less than this part of what was sent and received do
 RAIL = 0.25  # of the busiest: rails of one network carry about the same
 # What lies below another interface counts headers of its own, and TCP's once for each packet.
 HEADERS = 0.1
-RETRANSMITS = 5e-3  # part of the segments: a virtual cable at full speed repeats 2e-3
 
 
 # --- Reading -----------------------------------------------------------------------------------
@@ -260,10 +261,10 @@ def went_wrong(carried: dict) -> list[str]:
     """Sentences of what a healthy link does not do, of the interfaces that count."""
     said = []
     tcp = carried.get("tcp", {"segments": 0, "retransmits": 0})
-    if tcp["retransmits"] > RETRANSMITS * tcp["segments"]:
+    if tcp["retransmits"] > LOSSY * tcp["segments"]:
         said.append(f"TCP sent {tcp['retransmits']:,} of {tcp['segments']:,} segments again")
     for link in busy(carried["interfaces"]):
-        wrong = {n: c for n, c in link.get("errors", {}).items() if n != "port_xmit_wait"}
+        wrong = {n: c for n, c in link.get("errors", {}).items() if n not in HARMLESS}
         if wrong:
             said.append(f"{link['name']}: " + ", ".join(f"{n} {c:,}" for n, c in wrong.items()))
     return said

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher sta
 from launcher.process_tree import LIBC, PR_SET_PDEATHSIG
 from launcher.rendezvous import Meeting, Plan, Refused, Stopped, check_master
 from launcher.supervisor import STOPPED
-from launcher.torchrun_command import option
+from launcher.torchrun_command import timeout_of
 
 TOOLS = Path(__file__).resolve().parents[1]
 LAUNCHER = TOOLS.parent / "launch_multinode.sh"
@@ -112,8 +112,7 @@ class Series:
         env |= {"IFNAME": self.networks[label], "RUN_NAME": label, "LOG_DIR": str(self.folder)}
         env["MASTER_PORT"] = str(self.port + n * self.ports)
         if n:  # another node may need --timeout to notice that the run before has failed
-            timeout = re.match(r"\d{1,7}", option(self.arguments, "timeout", "300"))
-            env["CONNECT_TIMEOUT"] = str(self.patience + int(timeout[0] if timeout else 300))
+            env["CONNECT_TIMEOUT"] = str(self.patience + timeout_of(self.arguments))
         self.child = subprocess.Popen(
             ["bash", LAUNCHER, *self.arguments],
             env=env,

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import threading
 
 from launcher.rendezvous import Refused
+from records import is_for_programs
 
 
 class Output:
     """Whole lines to the terminal and to the log; neither ends the other, or the run."""
-
-    RECORD = re.compile(rb"(\[[A-Z]+ \d+\] (Run|Summary|Probe)|\S+: Node) \{")
 
     def __init__(self, name: str, log: str) -> None:
         self.name = name
@@ -27,7 +25,9 @@ class Output:
         self.for_people = os.isatty(1)
 
     def copy(self, lines: list[bytes]) -> None:
-        shown = [x for x in lines if not (self.for_people and self.RECORD.match(x))]
+        shown = lines
+        if self.for_people:
+            shown = [line for line in lines if not is_for_programs(line.decode(errors="replace"))]
         self._write(1, b"".join(shown))
         self._write(self.log, b"".join(lines))
 

@@ -21,6 +21,9 @@ from dataclasses import asdict, dataclass
 LATE = 10  # seconds in which nodes that come after an error are told of it, too
 
 
+CONNECT_TIMEOUT = 300  # seconds to wait for the other nodes: the launcher's default
+
+
 class Refused(Exception):
     """Ends everything with one line: a setting that is wrong, a node that does not come."""
 

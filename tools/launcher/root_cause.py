@@ -17,6 +17,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from records import PREFIX, RECORD, STEP, STOP, decode, get
+
 
 @dataclass
 class Cause:
@@ -41,9 +43,7 @@ def recorded_causes(folder: str | Path, since: float) -> list[Cause]:
             message = {"message": message} if isinstance(message, str) else message
             about, text = message.get("extraInfo", {}), message["message"].strip()
             kind = about.get("kind", "bug")  # without one torch's own @record has written it
-            if kind == "stopped" and "Stopped on SIG" in text:
-                kind = "asked"
-            when = float(about.get("time", about.get("timestamp", 0)))
+            when = float(about.get("timestamp", 0))
             if path.stat().st_mtime >= since and text and kind in KINDS:
                 found.append(Cause(text.partition("\n")[0], kind, when, about.get("rank")))
     return found
@@ -64,8 +64,6 @@ class Facts:
     )
     LAST_ERROR = re.compile(r"Last error: *(\S.*)")
     MEMORY = re.compile(r"OutOfMemoryError|(CUDA|Cuda|cuda)\b.*out of memory")
-    STEP = re.compile(r"\[[A-Z]+ \d+\] Epoch \d+ \| Step (\d+) ")
-    START_STEP = re.compile(r'\[[A-Z]+ 0\] Run .*"start_step": *(\d+)')
 
     def __init__(self) -> None:
         self.step, self.start_step = 0, None
@@ -75,17 +73,14 @@ class Facts:
         self.said: list[Cause] = []  # by NCCL and CUDA
 
     def read(self, line: str) -> None:
-        if match := self.STEP.match(line):
-            self.step = max(self.step, int(match[1]))
-        elif match := self.START_STEP.match(line):
-            self.start_step = int(match[1])
+        if match := PREFIX.match(line):
+            self._read_rank(int(match[2]), line[match.end() :])
         elif match := self.RANK.match(line):
             self.rank = match[1]
         elif (match := self.SIGNAL.match(line)) and match[1] not in ("6", "15"):
             # These two follow from an error that is told elsewhere; others come from outside.
             text = f"rank {self.rank} was ended by signal {match[1]}"
             self.killed.append(Cause(text, "killed"))
-        self.asked |= "] Stopped on SIG" in line
         own = self.OF_TORCHRUN.match(line)
         self.failed |= bool(own and "failed (exitcode:" in line)
         # Torchrun ends its ranks and gives them 30 s: after a failure, unless it was told to stop.
@@ -95,6 +90,15 @@ class Facts:
         if line.strip() and not own and not self.failed:
             self._read_nccl(line.strip()[:300])
             self.last = line.strip()
+
+    def _read_rank(self, rank: int, said: str) -> None:
+        """A line of the script, without its prefix."""
+        if step := STEP.match(said):
+            self.step = max(self.step, int(step[2]))
+        elif rank == 0 and (record := RECORD.match(said)) and record[1] == "Run":
+            self.start_step = get(decode(record[2]), "start_step", int)
+        elif stop := STOP.match(said):
+            self.asked |= bool(re.match("Stopped on SIG", stop[1]))
 
     def _read_nccl(self, line: str) -> None:
         if self.last.endswith("Last error:"):  # NCCL's own reason stands in the next line

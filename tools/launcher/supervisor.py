@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import signal
 import socket
@@ -22,7 +21,7 @@ from launcher.hang_report import Nodes, phases_folder, read_phases, standing
 from launcher.output import Output
 from launcher.rendezvous import Meeting, Plan, Refused, check_master
 from launcher.root_cause import Cause, Facts, first_cause, nccl_warnings, recorded_causes
-from launcher.torchrun_command import Command, option
+from launcher.torchrun_command import Command, option, timeout_of
 
 STOPPED = 75  # as the script's: the same command goes on later
 GRACE = 10  # seconds to end for an attempt that has failed; torchrun alone would give them 30
@@ -49,6 +48,7 @@ class Supervisor:
         settings["PROBE"] = int(bool(self.probe))
         node = {"node_rank": command.node_rank, "host": self.host, "settings": settings}
         last = options.restarts + settings["PROBE"]  # start of the series
+        self.timeout = timeout_of(command.arguments)
         self.meeting = Meeting(command.host.strip("[]"), command.port, node, last, self.say)
         self.process: subprocess.Popen | None = None
         self.stopped = ""  # the name of the first signal
@@ -77,14 +77,7 @@ class Supervisor:
 
     def _patience(self, plan: Plan) -> int:
         """Seconds to wait for the other nodes: some may take --timeout to notice a failure."""
-        return self.options.connect_timeout + (self._timeout() if plan.restarts else 0)
-
-    def _timeout(self) -> int:
-        """The script's own --timeout, in seconds."""
-        given = float("nan")
-        with contextlib.suppress(ValueError):
-            given = float(option(self.command.arguments, "timeout", ""))
-        return math.ceil(given) if 0 < given < 1e7 else 300  # the script's default
+        return self.options.connect_timeout + (self.timeout if plan.restarts else 0)
 
     def _keep_checkpoint(self) -> None:
         """Restarts need a checkpoint, and none of an earlier run."""
@@ -134,7 +127,7 @@ class Supervisor:
         Returns where all ranks stood then, and why it was killed if it was.
         """
         names = [self._name(node) for node in range(self.command.nnodes)]
-        nodes = Nodes(self.meeting.links, self.command.node_rank, names, self._timeout())
+        nodes = Nodes(self.meeting.links, self.command.node_rank, names, self.timeout)
         while self.process.poll() is None and not self._failed(attempt, nodes):
             nodes.listen(0.2)
         end, where, given_up = time.monotonic() + GRACE, "", ""
@@ -165,9 +158,7 @@ class Supervisor:
         has no time limit there.
         """
         phases = read_phases(attempt.phases).values()
-        meeting = [
-            phase == "rendezvous" and seconds > self._timeout() for phase, seconds in phases
-        ]
+        meeting = [phase == "rendezvous" and seconds > self.timeout for phase, seconds in phases]
         hang = bool(meeting) and all(meeting)
         return not self.stopped and (attempt.facts.closing or nodes.failed or hang)
 
@@ -180,7 +171,7 @@ class Supervisor:
             return []
         recorded = recorded_causes(attempt.errors, attempt.began)
         alive = process_tree.ranks_alive(self.process.pid)
-        return standing(read_phases(attempt.phases), recorded, alive, self._timeout())
+        return standing(read_phases(attempt.phases), recorded, alive, self.timeout)
 
     def _spawn(self, words: list[str], folder: str, phases: str, plan: Plan) -> None:
         env = dict(os.environ, DEMO_PHASES=phases)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import os
 import re
 import shlex
@@ -11,6 +13,7 @@ from pathlib import Path
 from launcher.rendezvous import Plan, Refused
 
 ROOT = Path(__file__).parents[2]
+TIMEOUT = 300  # seconds: the default of the script's --timeout
 
 
 def option(words: list[str], name: str, default: str) -> str:
@@ -20,6 +23,14 @@ def option(words: list[str], name: str, default: str) -> str:
         if key.startswith("--") and key[2:].replace("-", "_") == name:
             default = value if equals else following
     return default
+
+
+def timeout_of(arguments: list[str]) -> int:
+    """The script's --timeout, in seconds: after so long ranks that wait for another give up."""
+    given = float("nan")
+    with contextlib.suppress(ValueError):
+        given = float(option(arguments, "timeout", ""))
+    return math.ceil(given) if 0 < given < 1e7 else TIMEOUT
 
 
 class Command:
