@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from support.cgroups import CGROUPS, make_cgroups
 from support.datasets import (
     COCO_IDS,
     data_args,
@@ -440,10 +441,14 @@ def sentences(demo, result, runs):
     write(result, [demo.run_in_words(facts) for facts in runs])
 
 
-def quotas(demo, result, listed, mounted):
+def quotas(demo, result, folders):
     """The script's count of cores by quotas, of cgroups that are files like any other."""
-    found = [demo.cores_by_quota(path, mounted) for path in listed]
-    write(result, [None if cores == math.inf else cores for cores in found])
+    found = []
+    for folder in map(Path, folders):
+        places = str(folder / "proc/self/cgroup"), str(folder / "sys/fs/cgroup")
+        cores = demo.cores_by_quota(*places)
+        found.append(None if cores == math.inf else cores)
+    write(result, found)
 
 
 def cores_within(demo, result, cgroup, places):
@@ -942,47 +947,11 @@ def test_numbers_are_followed_by_the_right_form(demo):
     ]
 
 
-def cgroup_files(folder: Path, files: Mapping[str, str]) -> None:
-    for path, text in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(f"{text}\n")
-
-
 def test_cores_are_counted_by_the_least_quota(demo, tmp_path):
-    """A cgroup's own or one above it, in both versions; whole cores, a part of one rounded up."""
-    version_2 = {
-        "cpu.max": "max 100000",
-        "job/cpu.max": "250000 100000",
-        "job/task/cpu.max": "max 100000",
-        "job/small/cpu.max": "50000 100000",
-    }
-    version_1 = {
-        "cpu/cpu.cfs_quota_us": "-1",
-        "cpu/cpu.cfs_period_us": "100000",
-        "cpu/pod/cpu.cfs_quota_us": "400000",
-        "cpu/pod/cpu.cfs_period_us": "100000",
-    }
-    cgroup_files(tmp_path / "sys", version_2 | version_1)
-    in_a_container = {"cpu.max": "600000 100000"}  # it sees its own cgroup as the topmost
-    cgroup_files(tmp_path / "container", in_a_container)
-    lists = {
-        "0::/": None,
-        "0::/job": 3,
-        "0::/job/task": 3,
-        "0::/job/small": 1,
-        "3:memory:/job\n2:cpu,cpuacct:/pod/a\n1:name=systemd:/job": 4,
-        "2:cpuset:/pod": None,
-        "0::/job\n4:cpu:/pod": 3,
-        "nothing of the kind": None,
-    }
-    for n, text in enumerate(lists):
-        (tmp_path / f"list{n}").write_text(f"{text}\n")
-    listed = [str(tmp_path / f"list{n}") for n in range(len(lists))] + [str(tmp_path / "none")]
-    found = demo.run(call=quotas, listed=listed, mounted=str(tmp_path / "sys")).result()
-    assert found == [*lists.values(), None]
-    (tmp_path / "list").write_text("0::/docker/0123\n")
-    options = {"listed": [str(tmp_path / "list")], "mounted": str(tmp_path / "container")}
-    assert demo.run(call=quotas, **options).result() == [6]
+    """As tools/launcher/cores.sh counts them: its test has the same cases."""
+    folders = {case: tmp_path / str(n) for n, case in enumerate(CGROUPS)}
+    wanted = [make_cgroups(folder, case) for case, folder in folders.items()]
+    assert demo.run(call=quotas, folders=[*map(str, folders.values())]).result() == wanted
 
 
 @contextlib.contextmanager

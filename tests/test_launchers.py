@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cgroups import CGROUPS, make_cgroups
 from support.nodes import NamespacePair
 from support.processes import LONG, ROOT, free_port, long, require, wait_until
 
@@ -652,44 +653,9 @@ def test_gpus_are_counted_as_cuda_shows_them(folder, visible, wanted):
     assert code == 0 and f" --nproc_per_node={wanted or 1} " in output
 
 
-# What the kernel says of a process's groups, files that limit them, and what is left of 64 cores.
-CGROUPS = {
-    "no limit": ("0::/job\n", {"job/cpu.max": "max 100000"}, 64),
-    "own group": ("0::/job\n", {"job/cpu.max": "400000 100000"}, 4),
-    "part of a core": ("0::/job\n", {"job/cpu.max": "20000 100000"}, 1),
-    "two and a half": ("0::/job\n", {"job/cpu.max": "250000 100000"}, 3),
-    "group above": (
-        "0::/slice/my job/step\n",
-        {"slice/my job/step/cpu.max": "900000 100000", "slice/cpu.max": "200000 100000"},
-        2,
-    ),
-    "container": ("0::/\n", {"cpu.max": "300000 100000"}, 3),
-    "path of the host": ("0::/../../pod\n", {"cpu.max": "300000 100000"}, 3),
-    "version 1": (
-        "5:cpuset:/\n4:cpu,cpuacct:/pod\n",
-        {"cpu/pod/cpu.cfs_quota_us": "500000", "cpu/pod/cpu.cfs_period_us": "100000"},
-        5,
-    ),
-    "version 1, no limit": (
-        "4:cpu:/\n0::/\n",
-        {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
-        64,
-    ),
-    "more than there are": ("0::/\n", {"cpu.max": "9900000 100000"}, 64),
-    "no /proc": (None, {}, 64),
-}
-
-
 @pytest.mark.parametrize("case", CGROUPS)
 def test_cores_are_those_that_a_cgroup_leaves(tmp_path, case):
-    groups, limits, wanted = CGROUPS[case]
-    if groups:
-        (tmp_path / "proc/self").mkdir(parents=True)
-        (tmp_path / "proc/self/cgroup").write_text(groups)
-    for name, text in limits.items():
-        path = tmp_path / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
+    wanted = make_cgroups(tmp_path, case) or 64
     (tmp_path / "nproc").write_text('#!/bin/sh\necho "${OMP_NUM_THREADS:-64}"\n')  # as GNU's
     (tmp_path / "nproc").chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "7"}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher import rendezvous, supervisor, torchrun_command
 from support.processes import ROOT
 
 TOOLS = ROOT / "tools"
@@ -62,6 +63,27 @@ def test_imports_go_one_way_and_in_no_circle():
 def test_the_script_imports_nothing_of_ours():
     names = {name.partition(".")[0] for name in imported(ROOT / "demo_coco_resnet18.py")}
     assert not names & {"tools", *(name.partition(".")[0] for name in modules())}
+
+
+def constant(name: str) -> object:
+    """A constant of the script, which is not imported for it."""
+    for node in ast.parse((ROOT / "demo_coco_resnet18.py").read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
+            return ast.literal_eval(node.value)
+    raise LookupError(name)
+
+
+def test_facts_of_which_the_script_or_the_launcher_has_a_copy():
+    """The script imports nothing of ours, and bash no Python."""
+    script, launcher = ROOT / "demo_coco_resnet18.py", ROOT / "launch_multinode.sh"
+    assert constant("TIMEOUT") == torchrun_command.TIMEOUT
+    assert supervisor.STOPPED == os.EX_TEMPFAIL and "os.EX_TEMPFAIL" in script.read_text()
+    patience = re.search(r"^number CONNECT_TIMEOUT .* (\d+)$", launcher.read_text(), re.MULTILINE)
+    assert int(patience[1]) == rendezvous.CONNECT_TIMEOUT
+    # A job's ports: below those that Linux takes for outgoing connections, 32768 and more.
+    texts = script.read_text(), (TOOLS / "launcher/slurm.sh").read_text()
+    ports = [re.search(r"\b(20000) \+ .* % \(?(\d+)", text).groups() for text in texts]
+    assert ports == [("20000", "12000")] * 2
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)

@@ -343,7 +343,8 @@ LOST = "fail '[CPU 0] ERROR: in step 3: reset' lost"
 def test_restart_resumes_and_says_what_it_cost(folder):
     body = (
         'echo "[CPU 0] Run {\\"start_step\\": $((${#count} * 4))}"\n'
-        "echo '[CPU 1] Epoch 1 | Step 7 | Loss: 1.0000'; echo '[CPU 0] Epoch 1 | Step 6 | Loss: 1.0000'\n"
+        "echo '[CPU 1] Epoch 1 | Step 7 | Loss: 1.0000'\n"
+        "echo '[CPU 0] Epoch 1 | Step 6 | Loss: 1.0000'\n"
         f'[ "$count" ] || {LOST}\n'
     )
     code, output = folder.run("--restarts", 2, body=body)
