@@ -399,11 +399,20 @@ def test_waiting_has_an_end(checkout, installer):
 
 
 def lock_alone(checkout: Checkout) -> None:
-    """Leaves the lock of python_env.sh alone: each start holds it for a moment, and says so."""
+    """Leaves the lock of python_env.sh alone: each start holds it for a moment, and says so. It is
+    as slow as $NAMING, $TAKING and $HOLDING say, in seconds.
+    """
     path = checkout.path / "tools/launcher/python_env.sh"
-    text = path.read_text().replace("grace=10", "grace=3")
-    hold = "trap leave_lock EXIT\ntake_lock\necho in >>log\nsleep 0.2\necho out >>log\n"
-    path.write_text(text[: text.index("# ---- which Python")] + hold)
+    text = path.read_text()
+    for code, slower in (
+        ("grace=10", "grace=${GRACE:-3}"),
+        ("claim() {\n", 'claim() {\n    sleep "${NAMING:-0}"\n'),
+        ('look_at "$1" # the', 'sleep "${TAKING:-0}"\n    look_at "$1" # the'),
+    ):
+        assert text.count(code) == 1, code
+        text = text.replace(code, slower)
+    hold = 'take_lock\necho in >>log\nsleep "${HOLDING:-0.2}"\necho out >>log\n'
+    path.write_text(text[: text.index("# ---- which Python")] + "trap leave_lock EXIT\n" + hold)
 
 
 @pytest.mark.parametrize(
@@ -426,6 +435,24 @@ def test_of_several_that_find_a_dead_lock_one_has_it_at_a_time(checkout, killed)
         re.search(f"process {pid} of .*is gone: going on in its place", line) for line in lines
     ]
     assert sum(map(bool, said)) == (killed in ("gone", "taken by another program")), lines
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"HOLDING": 2}, *long({}, {"TAKING": 0.4}, {"TAKING": 1.5}, {"TAKING": 1.5, "NAMING": 1})],
+    ids=str,
+)
+def test_lock_whose_maker_is_slow_to_name_itself_has_one_owner_at_a_time(checkout, other):
+    """Another takes the maker for one that was killed; which of the two is first may differ."""
+    checkout.environment()
+    lock_alone(checkout)
+    maker = checkout.start(NAMING=1)
+    wait_until((checkout.venv / "lock").exists, 10, "the lock")
+    both = [maker, checkout.start(GRACE=0, **other)]
+    said = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert (checkout.path / "log").read_text() == "in\nout\n" * 2
+    assert not [*checkout.venv.glob("lock*")]
 
 
 # A file system that cannot be written, for this command alone.

@@ -55,14 +55,15 @@ alive() {
     [[ $command == *python_env.sh* ]]
 }
 
-# What became of the one who made a lock's folder: sets `owner` to here, gone, or nameless.
+# What became of the one who made a lock's folder: sets `owner` to self, here, gone, or nameless.
 look_at() {
     local owner_user owner_host
     owner=nameless
     { IFS= read -r owner_user && IFS= read -r owner_host && IFS= read -r owner_pid && IFS= read -r owner_time; } \
         2>/dev/null <"$1/owner" || return 0
     owner=here owner_name="process $owner_pid of $owner_user on ${owner_host%% *}"
-    if [ "$owner_user $owner_host" = "$user $host" ] && ! alive "$owner_pid"; then owner=gone; fi
+    [ "$owner_user $owner_host" = "$user $host" ] || return 0
+    if [ "$owner_pid" = "$$" ]; then owner=self; elif ! alive "$owner_pid"; then owner=gone; fi
 }
 
 # Takes over from one who was killed: who makes a folder `next` in that one's folder is the next owner, and one can.
@@ -75,20 +76,28 @@ take_over() {
     return 1
 }
 
+# Writes this process's name into a folder that it has made. False where another has meanwhile taken that over, for want
+# of a name, or where it is gone: of the two, each looks after it has written, so that one of them sees the other.
+claim() {
+    { printf '%s\n' "$user" "$host" "$$" "$(date '+%Y-%m-%d %H:%M:%S')" >"$1/owner.new" && mv "$1/owner.new" "$1/owner"; } \
+        2>/dev/null && [ ! -d "$1/next" ]
+}
+
 take_lock() {
     local user host folder seen='' owner owner_name='' owner_pid='' owner_time='' said='' nameless=0 waited=0
     user=$(id -un 2>/dev/null) || user=$(id -u) # of a user without a name some print the number, and fail
     host="$(uname -n) $(readlink /proc/self/ns/pid 2>/dev/null || true)" # containers count their processes apart
-    until folder=$lock && mkdir "$folder" 2>/dev/null; do
+    until folder=$lock && mkdir "$folder" 2>/dev/null && claim "$folder"; do
         [ -d "$lock" ] || can_write
         while [ -d "$folder/next" ]; do folder=$folder/next; done
         [ "$folder" = "$seen" ] || nameless=0
         seen=$folder
         look_at "$folder"
-        if [ "$owner" = gone ] || { [ "$owner" = nameless ] && [ "$nameless" -ge "$grace" ]; }; then
-            if take_over "$folder"; then
+        if [ "$owner" = self ]; then # who had begun to take it over has gone back
+            break
+        elif [ "$owner" = gone ] || { [ "$owner" = nameless ] && [ "$nameless" -ge "$grace" ]; }; then
+            if take_over "$folder" && claim "$folder/next"; then
                 [ "$owner" = nameless ] || say "$owner_name, which installed into $venv, is gone: going on in its place"
-                folder=$folder/next
                 break
             fi
         elif [ "$owner" = nameless ]; then
@@ -103,8 +112,6 @@ take_lock() {
         sleep 1
         waited=$((waited + 1))
     done
-    printf '%s\n' "$user" "$host" "$$" "$(date '+%Y-%m-%d %H:%M:%S')" >"$folder/owner.new"
-    mv "$folder/owner.new" "$folder/owner"
     locked=yes
 }
 
