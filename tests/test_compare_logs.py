@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shlex
+import statistics
 import struct
 import subprocess
 import sys
@@ -72,15 +73,14 @@ def one_run(
     loss_scale=1.0,
     busy=(),
     probe=True,
-    older=False,
     facts=None,
     summary=None,
     link=None,
 ):
     """A whole run's lines by rank: [(rank, text), ...] in the order in which they are written.
 
-    busy: for the first ranks, how many times the usual their compute is. older: as logs were when
-    the Summary repeated the means, the losses and the validation. link: more of the Probe record.
+    busy: for the first ranks, how many times the usual their compute is. link: more of the Probe
+    record.
     """
     batch = per_process * world
     images = images or batch * steps // epochs
@@ -132,7 +132,6 @@ def one_run(
                         "tx_bytes": 9,
                         "rx_bytes": 9,
                         "wire_Gbps": 99.0,
-                        "share": None,
                     },
                     {
                         "name": f"veth{node}",
@@ -141,7 +140,6 @@ def one_run(
                         "tx_bytes": 9,
                         "rx_bytes": 9,
                         "wire_Gbps": wire_gbps + node / 1000,
-                        "share": wire_gbps / stated_gbps if stated_gbps else None,
                     },
                 ],
             }
@@ -152,23 +150,22 @@ def one_run(
     busy = [*busy, *[1] * (world - len(busy))]
     parts = {"data_ms": data_ms, "exposed_ms": exposed_ms, "step_ms": step_ms}
     end = {
+        "epochs": epochs,
         "steps": steps,
-        "wall_s": wall_s,
         "train_s": wall_s - 3,
         "img_per_s": batch / step_ms * 1000,
+        **parts,
+        "compute_ms": compute_ms * statistics.fmean(busy),
         "ranks": [
             {"rank": rank} | parts | {"compute_ms": compute_ms * times}
             for rank, times in enumerate(busy)
         ],
         "wire_bytes_per_step": GRADIENT_BYTES,
-        "damaged": 0,
+        "weights_sha256": "0123",
         "replicas_identical": True,
     }
-    if older:
-        end |= parts | {"compute_ms": compute_ms, "damaged": [], "loss_by_epoch": [3.0, 2.0]}
-        end["val"] = [{"epoch": epochs, "top1": 41.67, "top5": 77.08, "images": 48}]
     end |= summary or {}
-    lines = [(0, f"Run {json.dumps(run)}"), (0, "Run: 2 processes"), (0, "Data: 49 images")]
+    lines = [(0, f"Run {json.dumps(run)}"), (0, "Run: 2 processes")]
     if world > 1 and probe:
         said = (0, "Probe: all-reduce of 44.9 MB in 52 ms")
         lines = [(0, f"Probe {json.dumps(measured)}"), said, *lines]
@@ -514,8 +511,7 @@ def test_bound_by_input():
 
 
 def test_without_a_split_nothing_bounds_it():
-    ranks = [{"rank": 0, "step_ms": 267.4, "data_ms": 1.0, "compute_ms": None}]
-    verdict, says = verdict_of(summary={"ranks": ranks}, exposed_ms=125.4)
+    verdict, says = verdict_of(summary={"compute_ms": None}, exposed_ms=125.4)
     assert verdict.bound == "unknown" and "The log does not split a step" in says
 
 
@@ -981,32 +977,14 @@ def test_probe_stays_over_restarts_and_goes_with_its_run():
     assert probed(first + again + other[:cut] + other[other.index("\n") :])[1:] == (None, None)
 
 
-def test_older_logs_are_read_as_todays():
-    """Their Summary has the means, the losses and the validation, too; their Probe less."""
-    for options in (FREE, GIGABIT):
-        then, now = (read(as_text(one_run(**options, older=older))) for older in (True, False))
-        for run in (then, now):
-            assert (run.step_s, run.top1) == (now.step_s, 41.67) and run.complete
-            run.log = None
-        assert then == now and now.global_batch == 32 and now.wire_bytes == GRADIENT_BYTES
-    lines = [line for line in one_run(older=True) if "Avg loss" not in line[1]]
-    lines = [line for line in lines if "validation" not in line[1]]
-    run = compared(as_text(lines), as_text(one_run()))["runs"][0]
-    assert run.losses == {1: 3.0, 2: 2.0} and run.top1 == 41.67
-
-
-def test_means_are_those_of_the_ranks():
-    """Each rank's own split is in the Summary; one that lacks a part leaves the mean unknown."""
-    ranks = [
-        {"rank": 0, "data_ms": 2, "compute_ms": 100, "exposed_ms": 50, "step_ms": 152},
-        {"rank": 1, "data_ms": 4, "compute_ms": 120, "exposed_ms": 28, "step_ms": 152},
-    ]
-    run = read(as_text(one_run(summary={"ranks": ranks, "img_per_s": None})))
+def test_split_is_that_of_the_summary():
+    """Means over the ranks; without one of them the log does not split a step."""
+    means = {"data_ms": 3, "compute_ms": 110, "exposed_ms": 39, "step_ms": 152, "img_per_s": None}
+    run = read(as_text(one_run(summary=means)))
     found = run.data_s, run.compute_s, run.exposed_s, run.step_s
     assert found == pytest.approx((0.003, 0.110, 0.039, 0.152))
     assert run.img_per_s == pytest.approx(32 / 0.152)  # 2 x 16 images a step
-    del ranks[1]["exposed_ms"]
-    assert not read(as_text(one_run(summary={"ranks": ranks}))).has_split
+    assert not read(as_text(one_run(summary=means | {"exposed_ms": None}))).has_split
 
 
 def test_run_without_a_probe_is_judged_by_its_split():
@@ -1049,7 +1027,7 @@ def test_traffic_that_left_the_named_interface(save):
 
 
 def test_named_interface_is_that_of_rank_0s_node(save):
-    slower_node_1 = as_text(one_run()).replace('"wire_Gbps": 6.9,', '"wire_Gbps": 7.9,')
+    slower_node_1 = as_text(one_run()).replace('"wire_Gbps": 6.9}', '"wire_Gbps": 7.9}')
     out, _ = run_tool(save("a", slower_node_1), save("b", slower_node_1))
     assert "veth1 (ethernet)" in out and "carried the traffic" not in out
 
@@ -1458,7 +1436,6 @@ KEYS = [
     "val",
     "all_reduce_ms",
     "all_reduce_bytes",
-    "loss_by_epoch",
     "img_per_s",
     "precision",
     "picture_sizes",

@@ -18,8 +18,7 @@ nccl-tests does, and a record for compare_logs.py, `[CPU 0] Probe {...}`:
     sizes             of each {bytes, ms, algbw_GBps, busbw_GBps}, rising
     nodes             of each {host, interfaces, tcp, nccl}, as counters.py and nccl_log.py have
                       them; nccl is null without NCCL or its NCCL_DEBUG_FILE. An interface has
-                      also wire_Gbps (of the busier direction) and share (of the stated speed, or
-                      null)
+                      also wire_Gbps (of the busier direction)
 The bytes of an interface are those of the gradients' rounds, whoever sent them; errors and tcp are
 of the whole probe. The first round of each size is a warm-up.
 
@@ -191,7 +190,6 @@ def slope(smaller: dict, larger: dict) -> float | None:
 def add_rates(links: list[dict], calls: int, ms: float) -> None:
     for link in links:
         link["wire_Gbps"] = 8e-6 * max(link["tx_bytes"], link["rx_bytes"]) / (calls * ms)
-        link["share"] = link["wire_Gbps"] / link["speed_Gbps"] if link["speed_Gbps"] else None
 
 
 def of_all_nodes(

@@ -16,9 +16,7 @@ VALIDATION = re.compile(r"Epoch \d{1,9} validation \| Top-1: (\d{1,3}\.\d\d)%")
 END = re.compile(r"Cleanup complete\. Total wall time: [\dhms. ]*\((\d{1,12}\.\d{3})s\)")
 STOP = re.compile(r"(Stopped\b.*|ERROR: .*)")
 RECORD = re.compile(r"(Run|Probe|Summary) (\{.*)")
-OURS = re.compile(
-    r"\] (Run|Probe|Summary|Data)(:| \{)|\d img/s"
-)  # not in the original demo's logs
+OURS = re.compile(r"\] (Run|Probe|Summary)(:| \{)|\d img/s")  # not in the original demo's logs
 # A launcher's own lines: its record, a start, and how it ended where it did not end well.
 LAUNCHER = re.compile(
     r"(?:^|\s)[\w./-]+\.(?:sh|py): (?:Node (?P<node>\{.*)|(?P<start>\d{4}-\d\d-\d\d [\d:]{8}) "
@@ -34,6 +32,47 @@ HARMLESS = ("rx_dropped", "port_xmit_wait")
 # An interface that carried less than this part of what the all-reduces moved was not the link:
 # other traffic of the node, or the few messages by which the ranks find each other.
 STRAY = 0.01
+
+
+# Fields of the records that no tool here reads, and why they are there.
+FOR_PEOPLE = {
+    "Run": {
+        **dict.fromkeys(
+            ("coco_image_path", "annotation_path", "val_image_path", "val_annotation_path"),
+            "which data it was",
+        ),
+        **dict.fromkeys(("checkpoint", "resume", "timeout", "device"), "to start it so again"),
+        **dict.fromkeys(("batch_size", "steps_per_epoch"), "parts of what is compared"),
+        "powersgd_rank": "compared where the compression is powersgd",
+        **dict.fromkeys(("versions.torch", "versions.cuda", "versions.nccl"), "compared as one"),
+        "started": "when it was",
+        "launcher": "who started the processes",
+        "images_without_annotations": "which images are left out, and",
+        "padding": "which come twice: both change with the data set alone",
+    },
+    "Summary": {
+        **dict.fromkeys(("epochs", "steps", "train_s"), "what the rate is of; for benchmark.py"),
+        **dict.fromkeys(("ranks.exposed_ms", "ranks.step_ms"), "to look for a rank that differs"),
+        "weights_sha256": "whether two runs have learnt the same, bit for bit",
+    },
+    "Probe": {
+        **dict.fromkeys(
+            ("sizes", "sizes.bytes", "sizes.ms", "sizes.algbw_GBps", "sizes.busbw_GBps"),
+            "the whole table, as nccl-tests has it",
+        ),
+        **dict.fromkeys(("algbw_GBps", "busbw_GBps"), "of the gradients' size, to compare"),
+        **dict.fromkeys(
+            ("nodes.interfaces.tx_bytes", "nodes.interfaces.rx_bytes"), "what wire_Gbps is from"
+        ),
+    },
+    "Node": {
+        **dict.fromkeys(("node", "seconds", "starts"), "which node, how long, how many starts"),
+        **dict.fromkeys(
+            [f"interfaces.{name}" for name in ("kind", "speed_Gbps", "tx_bytes", "rx_bytes")],
+            "what the run has sent and received; for benchmark.py",
+        ),
+    },
+}
 
 
 def is_for_programs(line):

@@ -5,7 +5,6 @@ import math
 import statistics
 
 from analysis.units import rate
-from records import get
 
 LOSS_TOLERANCE = 0.03  # rounding differs between runs; data order and seed do not have to
 # Settings of the Run record that must be the same for times to be comparable,
@@ -17,7 +16,8 @@ MUST_MATCH = {
 }
 # and those that may explain a difference but do not forbid the comparison.
 OTHER_SETTINGS = ["backend", "seed", "weights", "lr", "compile", "workers", "threads"]
-OTHER_SETTINGS += ["bucket_cap_mb", "val_images", "versions", "devices"]
+OTHER_SETTINGS += ["accumulate_steps", "checkpoint_every", "log_every", "lr_scaling", "sync_bn"]
+OTHER_SETTINGS += ["warmup_steps", "bucket_cap_mb", "val_images", "versions", "devices"]
 SAME_RATE = 1.2  # rates within this factor can be those of one wire
 
 
@@ -70,10 +70,7 @@ def same_wire(runs):
 
 
 def set_losses(runs):
-    """Mean loss of each epoch, over the ranks whose lines all logs have: they saw the same images.
-
-    A log may have the mean over all ranks in its Summary instead.
-    """
+    """Mean loss of each epoch, of ranks whose lines all logs have: they saw the same images."""
     written = [set(run.log.epochs) for run in runs if run.log.epochs]
     shared = set.intersection(*written) if written else set()
     if len({run.processes for run in runs}) > 1:  # then they did not
@@ -83,9 +80,6 @@ def set_losses(runs):
             lines = {key: loss for key, loss in run.log.epochs.items() if key[1] == epoch}
             same = [loss for key, loss in lines.items() if key in shared] or lines.values()
             run.losses[epoch] = sum(same) / len(same)
-        if not run.losses:
-            listed = enumerate(get(run.record("Summary"), "loss_by_epoch", list), 1)
-            run.losses = {epoch: loss for epoch, loss in listed if isinstance(loss, float)}
 
 
 def loss_noise(run):

@@ -119,8 +119,7 @@ def make_run(name, log, given):
     run.wire_bytes = get(summary, "wire_bytes_per_step")
     if not run.wire_bytes and run.parameters:
         run.wire_bytes = 4 * run.parameters  # fp32 gradients, as in the original demo
-    validations = [get(entry, "top1") for entry in objects(summary, "val")]  # of older logs
-    run.top1 = log.top1 if log.top1 is not None else next(reversed(validations), None)
+    run.top1 = log.top1
     add_probe(run, run.record("Probe"))
     add_notes(run)
     return run
@@ -128,13 +127,10 @@ def make_run(name, log, given):
 
 def add_times(run, summary):
     """Wall time and the split of a step, means over the ranks."""
-    run.wall_s = max(run.log.ended.values(), default=None) or get(summary, "wall_s")
+    run.wall_s = max(run.log.ended.values(), default=None)
     for name in ("step", "data", "compute", "exposed"):
-        said = get(summary, f"{name}_ms")  # older logs have the mean itself
-        ranks = [get(rank, f"{name}_ms") for rank in objects(summary, "ranks")]
-        values = ranks if said is None else [said]
-        if values and None not in values:
-            setattr(run, f"{name}_s", sum(values) / len(values) / 1000)
+        if (milliseconds := get(summary, f"{name}_ms")) is not None:
+            setattr(run, f"{name}_s", milliseconds / 1000)
     if run.processes == 1 and None not in (run.step_s, run.data_s):  # nothing to communicate
         run.compute_s, run.exposed_s = run.step_s - run.data_s, 0.0
     done = (run.steps or 0) - run.start_step
@@ -235,6 +231,8 @@ def add_notes(run):
         )
     elif run.start_step:
         run.notes.append(f"resumed from step {run.start_step:,}: wall time is of this part alone")
+    if run.record("Summary").get("replicas_identical") is False:
+        run.notes.append("its replicas are not identical: the ranks have trained different models")
     if run.complete and run.nodes and len(log.ranks) < (run.processes or 0):
         seen = max(1, len(log.ranks) * run.nodes // run.processes)
         run.notes.append(f"log of {seen} of {run.nodes} nodes: loss and lines are of its ranks")
