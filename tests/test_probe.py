@@ -35,11 +35,12 @@ def probe(demo, result, settings: Mapping[str, Any] = {}, nccl="", hiccup=0, fir
 
     nccl: this rank writes it as NCCL would, and the group passes for one of NCCL. hiccup: in the
     third call with the gradients this rank stands still for so many seconds. first: before all
-    else that computes on this machine, so that what is measured is the link.
+    else that computes on this machine, where it may, so that what is measured is the link.
     """
     link = links.probe_module(demo)
     if first:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        with contextlib.suppress(PermissionError):  # a cgroup may have no time for such processes
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     settings = dict(settings)
     if gradients := settings.pop("gradients", 0):
         link.gradient_bytes = lambda: gradients
