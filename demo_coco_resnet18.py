@@ -257,7 +257,7 @@ def train_step(run, micro_batches):
             # returns, every gradient is the mean over all ranks.
             run.scaler.scale(loss).backward()
         total += loss.detach()
-    run.timer.mark()
+    run.timer.mark("averaged")
     # Equal weights and equal gradients on all ranks: the weights stay equal. The scaler is for
     # fp16, whose range is small; otherwise it does nothing.
     run.scaler.step(run.optimizer)
@@ -898,7 +898,8 @@ def read_index(path, ids=None):
     with explain(f"annotation file {path} is no usable COCO instances file"):
         with open(path, "rb") as file, redirect_stdout(None):  # pycocotools prints
             coco = COCO()  # it would make millions of floats, of polygons that nothing here reads
-            coco.dataset = json.load(file, parse_float={}.get)  # None for each, in half the time
+            no_number = {}.get  # None for each, in half the time
+            coco.dataset = json.load(file, parse_float=no_number)
             coco.createIndex()
         ids, images = ids or sorted(coco.cats), coco.dataset["images"]
         # the label is the category of the first annotation in the file, crowds included
@@ -1154,36 +1155,46 @@ class StepTimer:
 
     def __init__(self, process):
         self.gpu, self.mps = process.gpu, process.mps
-        self.marks, self.unread, self.steps = [], [], []
+        self.moments = {}  # of the present step, by name
+        self.unread, self.steps = [], []
 
-    def mark(self, *_):
+    def mark(self, name):
         """Notes this moment; of a GPU, which works behind the script, when it gets here."""
         if self.mps:
             torch.mps.synchronize()  # a Mac's GPU is waited for
         moment = torch.cuda.Event(enable_timing=True) if self.gpu else perf_counter()
         if self.gpu:
             moment.record()
-        self.marks.append(moment)
+        self.moments[name] = moment
+
+    def mark_own(self, _):
+        """Called for each gradient of the first layer: the last one of a backward pass."""
+        self.mark("own gradients")
 
     def restart(self):
         """What came before is no part of the next step."""
-        self.marks.clear()
-        self.mark()
+        self.moments.clear()
+        self.mark("begin")
 
     def end_step(self, images):
-        self.mark()
-        self.unread.append((images, self.marks))
-        self.marks = self.marks[-1:]  # where one step ends, the next begins
+        self.mark("end")
+        self.unread.append((images, self.moments))
+        self.moments = {"begin": self.moments["end"]}
 
     def read(self):
         """Makes StepTimes of the marks; waits for a GPU."""
         if self.gpu and self.unread:
-            self.unread[-1][1][-1].synchronize()  # elapsed_time fails where an event is pending
-        for images, (begin, waits, data, *_, own, averaged, end) in self.unread:
-            pairs = (waits, data), (own, averaged), (begin, end)
-            parts = (a.elapsed_time(b) / 1e3 if self.gpu else b - a for a, b in pairs)
-            self.steps.append(StepTime(*parts, images))
+            _, last = self.unread[-1]
+            last["end"].synchronize()  # elapsed_time fails where an event is pending
+        for images, moments in self.unread:
+            data = self.between(moments["waiting for data"], moments["data"])
+            exposed = self.between(moments["own gradients"], moments["averaged"])
+            step = self.between(moments["begin"], moments["end"])
+            self.steps.append(StepTime(data, exposed, step, images))
         self.unread.clear()
+
+    def between(self, first, second):
+        return first.elapsed_time(second) / 1e3 if self.gpu else second - first
 
 
 @dataclass
@@ -1208,9 +1219,8 @@ class Run:
         self.scaler = torch.amp.GradScaler(
             self.process.device.type, enabled=self.args.precision == "fp16"
         )
-        # The first layer's gradient is the last one. NOTE: a hook that knows Run would keep its
-        # loader workers alive.
-        next(self.model.parameters()).register_post_accumulate_grad_hook(self.timer.mark)
+        # NOTE: a hook that knows Run would keep its loader workers alive.
+        next(self.model.parameters()).register_post_accumulate_grad_hook(self.timer.mark_own)
 
 
 def prepare(run, index, val_index):
@@ -1255,9 +1265,9 @@ def read_steps(run):
     timer.restart()
     while run.step < min(args.max_steps, run.epoch * args.steps_per_epoch):
         process.enter(f"the data of step {run.step + 1}")
-        timer.mark()
+        timer.mark("waiting for data")
         micro_batches = list(islice(batches, args.accumulate_steps))
-        timer.mark()
+        timer.mark("data")
         process.enter(f"step {run.step + 1}")
         yield micro_batches
 
@@ -1436,7 +1446,10 @@ def duration(seconds, digits=2):
     """'4h 8m 59.79s' for 14939.79."""
     m, rest = divmod(round(seconds, digits), 60)
     h, m = divmod(int(m), 60)
-    return f"{h}h " * (h > 0) + f"{m}m " * (h + m > 0) + f"{rest:.{digits}f}s"
+    text = f"{rest:.{digits}f}s"
+    if h or m:
+        text = f"{m}m {text}"
+    return f"{h}h {text}" if h else text
 
 
 def counted(number, one, more):
@@ -1545,7 +1558,8 @@ def summarize(run):
         epochs = counted(summary["epochs"], "epoch", "epochs")
         steps = counted(summary["steps"], "step", "steps")
         log(process, f"Summary: {epochs}, {steps}, {text.format(**summary)}")
-        time.sleep(0.3 * ("SLURM_STEP_ID" in os.environ))  # srun mixes lines of over 1 KB
+        if "SLURM_STEP_ID" in os.environ:
+            time.sleep(0.3)  # srun mixes lines of over 1 KB
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ rows() { # row NAME ENVIRONMENT FOLDER CONDITION DESCRIPTION
     row odd_path python3 "$ODD" as_it_is "a path with a space and an accent"
     row one_core python3 clone one_core "one core"
     row quota python3 clone quota "a cgroup's quota of one CPU"
-    row small_shm python3 clone small_shm "/dev/shm of 64 KB"
+    row small_shm python3 clone small_shm "/dev/shm of 1 MB"
     row other_user python3 clone other_user "a user who is not root and has no entry in /etc/passwd"
     row closed_home python3 clone closed_home "a HOME that cannot be written"
     row cdpath python3 clone cdpath "an exported CDPATH"
@@ -74,7 +74,7 @@ own_mounts() { unshare --mount --propagation private bash "$ME" --inside "$@"; }
 inside() {
     case $1 in
     old_cpu) mount --bind "$DEMO_ROW/cpuinfo" /proc/cpuinfo ;;
-    small_shm) mount -t tmpfs -o size=64k tmpfs /dev/shm ;;
+    small_shm) mount -t tmpfs -o size=1m tmpfs /dev/shm ;;
     closed_home)
         mount --bind "$DEMO_ROW/home" "$DEMO_ROW/home" # not even root may write there
         mount -o remount,ro,bind "$DEMO_ROW/home"

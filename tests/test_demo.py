@@ -411,14 +411,21 @@ def step_times(demo, result, steps):
 
 
 def moments(demo, result):
-    """The script's main; of each step the number of images and of the timer's moments."""
-    kept, end_step = [], demo.StepTimer.end_step
+    """The script's main; of each step the number of images and of backward passes it has timed."""
+    kept, passes = [], []
+    end_step, mark_own = demo.StepTimer.end_step, demo.StepTimer.mark_own
 
     def keep(timer, images):
         end_step(timer, images)
-        kept.append([images, len(timer.unread[-1][1])])
+        _, step = timer.unread[-1]
+        kept.append([images, sum(step["begin"] < moment for moment in passes)])
+        passes.clear()
 
-    demo.StepTimer.end_step = keep
+    def count(timer, parameter):
+        mark_own(timer, parameter)
+        passes.append(timer.moments["own gradients"])
+
+    demo.StepTimer.end_step, demo.StepTimer.mark_own = keep, count
     run_to_the_end(demo)
     write(result, kept)
 
@@ -540,8 +547,8 @@ def page_faults(demo, result, steps, give_back):
     for step in range(3 + steps):
         if step == 3:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        run.timer.mark()
-        run.timer.mark()
+        run.timer.mark("waiting for data")
+        run.timer.mark("data")
         demo.finish_step(run, demo.train_step(run, [batch]), [batch])
     write(result, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
@@ -1021,25 +1028,20 @@ def test_run_on_a_mac_is_without_ddp(demo, small):
 
 
 def test_parts_of_a_step_are_told_by_its_moments(demo):
-    """Begin, waits for data, has data, the first layer's gradient is there (in each micro-batch),
-    gradients are averaged, end.
-    """
-    alone = [4, [10.0, 10.5, 11.5, 14.5, 16.5, 20.0]]
-    accumulated = [12, [20.0, 20.0, 20.25, 22.0, 24.0, 27.0, 27.5, 30.0]]  # three micro-batches
-    found = demo.run(call=step_times, steps=[alone, accumulated]).result()
-    # data, exposed, step, images: of several micro-batches the last one's gradients alone are sent
-    assert found == [[1.0, 2.0, 10.0, 4], [0.25, 0.5, 10.0, 12]]
+    """In seconds: data wait, exposed communication, step; and images."""
+    moments = {"begin": 10.0, "waiting for data": 10.5, "data": 11.5}
+    moments |= {"own gradients": 14.5, "averaged": 16.5, "end": 20.0}
+    assert demo.run(call=step_times, steps=[[4, moments]]).result() == [[1.0, 2.0, 10.0, 4]]
 
 
 @LONG
 @pytest.mark.parametrize("count", [*long(1), 3])
-def test_timer_has_a_moment_of_each_backward_pass(demo, small, count):
+def test_timer_has_the_last_backward_pass_of_a_step(demo, small, count):
     argv = [*small, *FAST, "--batch_size", 2, "--accumulate_steps", count, "--max_steps", 4]
     kept = demo.run(argv, 2, call=moments).result()
     # 19 images of each rank: of one micro-batch each step, or of three, the last of which is cut
     images = [2] * 4 if count == 1 else [6, 6, 6, 1]
-    marks = [5 + count if size > 1 else 6 for size in images]
-    assert kept == [list(pair) for pair in zip(images, marks, strict=True)]
+    assert kept == [[size, count if size > 1 else 1] for size in images]
 
 
 @LONG
