@@ -130,7 +130,7 @@ PYTHON=$(bash "$ROOT/tools/launcher/python_env.sh")
 folder=${LOG_DIR:-logs}/${RUN_NAME:-${NETWORK:-$name}}
 if [ -n "${NETWORKS:-}" ]; then
     export PYTHON NNODES NODE_RANK MASTER_ADDR MASTER_PORT CONNECT_TIMEOUT GPUS_PER_NODE RESTARTS PROBE
-    exec "$PYTHON" "$ROOT/tools/launcher/network_series.py" "$folder" "$@"
+    exec "$PYTHON" "$ROOT/tools/launcher/networks.py" "$folder" "$@"
 fi
 mkdir -p "$folder" || die "the log folder $folder cannot be made: set LOG_DIR to one that can"
 log=$folder/node$NODE_RANK.log

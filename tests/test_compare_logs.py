@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import compare_logs
-from analysis.alike import loss_noise
+from analysis.comparable import loss_noise
 from analysis.cost_model import (
     LATENCY_US,
     estimate_step,

@@ -162,7 +162,7 @@ def test_counters_of_what_is_no_interface_are_zero(tree):
 def test_nothing_there_is_nothing_to_report(tree):
     assert tree.read() == {"interfaces": {}, "tcp": None}
     assert difference(tree.read(), tree.read()) == {"interfaces": []}
-    assert counters.in_words(difference(tree.read(), tree.read())) == ""
+    assert counters.describe_traffic(difference(tree.read(), tree.read())) == ""
 
 
 def test_counters_of_this_machine():
@@ -254,7 +254,9 @@ def test_ip_over_infiniband_is_known_with_its_adapter_and_counted_once(tree):
     assert (link["name"], link["kind"], link["carrier"]) == ("ib1", "ipoib", "mlx4_0:2")
     assert bytes_of(link) == (1_000_000, 1_000_000)
     assert link["speed_Gbps"] == 56  # it states none itself
-    assert counters.in_words({"interfaces": [link]}).endswith("on ib1 (ipoib over mlx4_0:2)")
+    assert counters.describe_traffic({"interfaces": [link]}).endswith(
+        "on ib1 (ipoib over mlx4_0:2)"
+    )
 
 
 def test_rdma_beside_ip_over_infiniband_is_what_the_port_has_left(tree):
@@ -430,7 +432,7 @@ def test_sentence_names_what_carried_the_traffic_loopback_too():
         link("eth0", "ethernet", 9e7, 8e7),
         link("eth1", "ethernet", 7e5, 0, errors={"tx_dropped": 9}),  # under 1 %
     ]
-    assert counters.in_words({"interfaces": links}) == (
+    assert counters.describe_traffic({"interfaces": links}) == (
         "sent 500 MB and received 500 MB on lo (loopback); "
         "sent 90 MB and received 80 MB on eth0 (ethernet)"
     )
@@ -442,7 +444,7 @@ def test_rails_are_summed():
     """
     links = [link(f"mlx5_{n}:1", "infiniband", 1e9 - n, 1e9) for n in range(4)]
     links += [link("eth0", "ethernet", 2e8, 2e8), link("mlx5_9:1", "infiniband", 1.5e8, 1.5e8)]
-    assert counters.in_words({"interfaces": links}) == (
+    assert counters.describe_traffic({"interfaces": links}) == (
         "sent 4 GB and received 4 GB on mlx5_0:1, mlx5_1:1, mlx5_2:1, mlx5_3:1 (infiniband); "
         "sent 200 MB and received 200 MB on eth0 (ethernet); "
         "sent 150 MB and received 150 MB on mlx5_9:1 (infiniband)"

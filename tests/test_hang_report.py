@@ -410,13 +410,13 @@ WAITED, STOOD = [0, "waited in", "step 3"], [1, "stood still in", "step 2"]
 )
 def test_line_names_ranks_and_the_node_to_look_at(ranks, silent, line):
     names = ["node 0 (a)", "B"]
-    assert hang_report.in_words(ranks, silent, names) == line.replace("A1", "look at B")
+    assert hang_report.describe_standing(ranks, silent, names) == line.replace("A1", "look at B")
 
 
 def test_line_does_not_grow_with_the_number_of_ranks():
     ranks = {n: [[8 * n + r, "waited in", "step 7"] for r in range(8)] for n in range(64)}
     ranks[3][2] = [26, "stood still in", "step 7"]
-    line = hang_report.in_words(ranks, [], [f"node {n} (host{n})" for n in range(64)])
+    line = hang_report.describe_standing(ranks, [], [f"node {n} (host{n})" for n in range(64)])
     assert line == (
         "rank 26 stood still in step 7; ranks 0, 1, 2, 3, 4, 5, 6, 7 and 503 more waited in "
         "step 7: look at node 3 (host3)"

@@ -414,7 +414,7 @@ def test_where_ranks_differ_the_slowest_counts_and_it_is_said():
         found = find(*lines)
         assert (found.network, found.networks) == ("Socket", ["Socket", "IB"])
         assert found.transport == "sockets"
-        assert any("Ranks differ (Socket, IB)" in text for text in nccl_text.in_words(found))
+        assert any("Ranks differ (Socket, IB)" in text for text in nccl_text.describe(found))
 
 
 def test_adapters_of_both_kinds_are_told_apart_by_the_connections():
@@ -427,7 +427,7 @@ def test_adapters_of_both_kinds_are_told_apart_by_the_connections():
 
 
 def test_gpudirect_is_told_in_words_for_all_networks_but_sockets():
-    text = nccl_text.in_words(find(IB_LIST, channel("NET/IB/0/GDRDMA"), channel("NET/IB/1")))[1]
+    text = nccl_text.describe(find(IB_LIST, channel("NET/IB/0/GDRDMA"), channel("NET/IB/1")))[1]
     assert text == "Connections seen: 2 over the network, 1 of them with GPUDirect RDMA."
 
 
@@ -435,7 +435,7 @@ def test_nvlink_between_nodes_is_local():
     nodes = INFO + "comm 0x5 rank 0 nRanks 8 nNodes 2 localRanks 4 localRank 0 MNNVL 1"
     found = find(nodes, using("IB"), channel("P2P/MNNVL"))
     assert (found.transport, found.nodes) == ("local", 2)
-    assert "NVLink, between nodes too" in nccl_text.in_words(found)[0]
+    assert "NVLink, between nodes too" in nccl_text.describe(found)[0]
 
 
 # --- problems ----------------------------------------------------------------------------------
@@ -924,7 +924,7 @@ def test_any_mixture_of_pieces_ends_in_a_finding(data):
     assert found.transport in ("local", *nccl_rules.SLOWEST)
     assert json.loads(json.dumps(found.to_dict())) == found.to_dict()
     assert all(problem.line and problem.advice for problem in found.problems)
-    assert nccl_text.in_words(found)
+    assert nccl_text.describe(found)
 
 
 # --- against the installed library -------------------------------------------------------------

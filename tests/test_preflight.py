@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import preflight
-import test_network_series as networks
+import test_networks as networks
 from launcher import rendezvous as meetings
 from support.nodes import NamespacePair
 from support.processes import LONG, ROOT, Run, Started, free_port, long, require

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 import compare_logs
-import records
 from analysis.logs import parse_text
 from analysis.report import as_json, report
 from analysis.runs import make_run
+from common import records
 from support.datasets import make_set
 from support.processes import ROOT
 from test_probe import SMALL, probe

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 
 from analysis import UserError
-from analysis.alike import differences, losses_apart, other_settings, same_wire, set_losses
+from analysis.comparable import differences, losses_apart, other_settings, same_wire, set_losses
 from analysis.cost_model import LATENCY_US
 from analysis.logs import read_log
 from analysis.projection import cross_checks, project, projected, scaling

@@ -19,7 +19,7 @@ import os
 import sys
 
 from analysis import UserError
-from analysis.nccl_text import HOW_TO_ASK, Finding, find_in_files, in_words
+from analysis.nccl_text import HOW_TO_ASK, Finding, describe, find_in_files
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,7 +59,7 @@ def tell(found: Finding, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found.to_dict()))
     elif found.decided or found.problems:
-        print("\n".join(in_words(found)))
+        print("\n".join(describe(found)))
     if not found.decided:
         print(f"nccl_log.py: nothing decided: {HOW_TO_ASK}", file=sys.stderr)
 

@@ -44,8 +44,8 @@ import torch.distributed as dist
 import torchvision
 
 from analysis import nccl_text
+from common.thresholds import STRAY
 from launcher.counters import difference, groups, names, read_counters, went_wrong
-from records import STRAY
 
 SIZES = [2**10, 2**12, 2**15, 2**18, 2**21, 2**24, 2**26]  # bytes, beside the gradients'
 SMALL = 2**12  # bytes: up to here the time is latency

@@ -87,7 +87,7 @@ first_missing() {
 }
 run_folder=${LOG_DIR:-logs}/$RUN_NAME
 made=()
-for path in "$run_folder" "$ROOT/data/sample_coco" "$ROOT/.venv" "$ROOT"/tools/{,launcher/,analysis/}__pycache__; do
+for path in "$run_folder" "$ROOT/data/sample_coco" "$ROOT/.venv" "$ROOT"/tools/{,launcher/,analysis/,common/}__pycache__; do
     made+=("$(first_missing "$path")")
 done
 # shellcheck disable=SC2329  # called by clean_up

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from records import PREFIX, STEP
+from common.records import PREFIX, STEP
 
 ROOT = Path(__file__).resolve().parents[2]
 # Another copy of the script can be put to the tests, to see that they find what is broken in it.

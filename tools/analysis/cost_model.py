@@ -23,7 +23,7 @@ Traeff, Parallel Computing 35(12), 2009. Algorithm and bus bandwidth: PERFORMANC
 
 import math
 
-from records import get
+from common.records import get
 
 # TCP's payload out of the bytes that an Ethernet line is busy for, at MTU 1500: the packet less
 # the headers of IPv4 (20), TCP (20) and its time stamp option (12, RFC 7323), over the packet plus

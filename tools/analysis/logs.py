@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from analysis import UserError
-from records import (
+from common.records import (
     END,
     EPOCH,
     ESCAPES,

@@ -392,7 +392,7 @@ TRANSPORTS = {
 }
 
 
-def in_words(found: Finding) -> list[str]:
+def describe(found: Finding) -> list[str]:
     """Sentences for people: what was used, then why nothing faster, then what to do."""
     sentences = [used(found)] if found.decided else ["NCCL's text names no network."]
     sentences += connections(found)

@@ -4,7 +4,7 @@ import itertools
 import math
 
 from analysis import UserError
-from analysis.alike import is_weak_pair
+from analysis.comparable import is_weak_pair
 from analysis.cost_model import (
     all_reduce_seconds,
     estimate_step,
@@ -53,13 +53,13 @@ def project(run):
     per_node, cells = max(1, run.processes // run.nodes), []
     for n, gbps in itertools.product(sorted({*PROCESSES, run.processes}), RATES_GBPS):
         nodes = run.nodes if n == run.processes else math.ceil(n / per_node)
-        link = payload_rate(gbps), run.message_s
-        ring = ring_seconds(run.wire_bytes, n, nodes, *link)
-        tree = tree_seconds(run.wire_bytes, nodes, *link)
+        wire = payload_rate(gbps), run.message_s
+        ring = ring_seconds(run.wire_bytes, n, nodes, *wire)
+        tree = tree_seconds(run.wire_bytes, nodes, *wire)
         step = max(run.floor_s, min(ring, tree)), run.floor_s + min(ring, tree)
         best = epoch = None
         if run.probe_s and n == run.processes:  # another size has another all-reduce
-            own = all_reduce_seconds(run, run.wire_bytes, n, nodes, *link)
+            own = all_reduce_seconds(run, run.wire_bytes, n, nodes, *wire)
             best = estimate_step(run.floor_s, run.step_s, own, run.probe_s)
         if run.images and run.global_batch:  # the same batch per process
             steps = math.ceil(run.images / (run.global_batch / run.processes * n))

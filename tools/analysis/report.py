@@ -52,7 +52,7 @@ def column(run, base, verdict):
         "bytes per step and rank": run.wire_bytes and megabytes(run.wire_bytes),
         "link, stated": run.link_gbps and rate(run.link_gbps),
         "wire rate": gbps and rate(gbps) + of + ("" if run.wire_gbps else " (implied)"),
-        "transport": run.link and f"{run.link.transport} ({run.link.basis})",
+        "transport": run.network and f"{run.network.transport} ({run.network.basis})",
         "interface": run.interface,
         **{f"loss, epoch {epoch}": f"{loss:.4f}" for epoch, loss in run.losses.items()},
         "top-1 at the end": run.top1 is not None and f"{run.top1:.2f} %",

@@ -5,9 +5,10 @@ import statistics
 from dataclasses import dataclass, field
 
 from analysis.cost_model import all_reduce_seconds
-from analysis.links import link_of
 from analysis.logs import Log
-from records import STRAY, get, objects
+from analysis.used_network import used_network
+from common.records import get, objects
+from common.thresholds import STRAGGLER, STRAY
 
 # What an option gives where the log lacks it: its field of the Run record, type, meaning.
 LACKING = {
@@ -20,7 +21,6 @@ LACKING = {
     "parameters": ("parameters", int, "parameters of the model, 4 bytes of gradient each"),
     "link_gbps": ("", float, "stated speed of a node's link, Gb/s; replaces what the log says"),
 }
-STRAGGLER = 1.2  # a rank this many times as busy as the usual one keeps the others waiting
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Run:
     small_s: float | None = None  # all-reduce of up to 4 KB
     message_s: float | None = None  # one message: the model's latency
     bandwidth: float | None = None  # bytes/s of ever larger all-reduces
-    links: list = field(default_factory=list)  # a Link of each probed node
+    networks: list = field(default_factory=list)  # a UsedNetwork of each probed node
     floor_s: float | None = None  # data wait and compute of a step
     floor_from: str | None = None  # the run that they are of
 
@@ -84,17 +84,17 @@ class Run:
         return None not in (self.data_s, self.compute_s, self.exposed_s)
 
     @property
-    def link(self):
+    def network(self):
         """That of the slowest node, whose pace is that of all."""
-        return min(self.links, key=lambda link: link.order, default=None)
+        return min(self.networks, key=lambda network: network.order, default=None)
 
     @property
     def wire_gbps(self):
-        return self.link and self.link.gbps
+        return self.network and self.network.gbps
 
     @property
     def interface(self):
-        return self.link and self.link.shown
+        return self.network and self.network.shown
 
     def record(self, name):
         """The Run, Probe or Summary of the log; empty where there is none."""
@@ -249,27 +249,29 @@ def add_probe(run, probe):
     if moved_gbps and run.wire_bytes:
         run.probe_s = milliseconds / 1000 * run.wire_bytes / size
     several = (run.nodes or 1) > 1
-    links = [link_of(node, several, STRAY * moved_gbps) for node in objects(probe, "nodes")]
-    run.links = [link for link in links if link.names or link.finding or not several]
-    run.link_gbps = run.link_gbps or (run.link and run.link.stated)
+    for node in objects(probe, "nodes"):
+        network = used_network(node, several, STRAY * moved_gbps)
+        if network.names or network.finding or not several:
+            run.networks.append(network)
+    run.link_gbps = run.link_gbps or (run.network and run.network.stated)
     run.small_s = (get(probe, "latency_ms") or 0) / 1000 or None
     run.bandwidth = (get(probe, "bandwidth_GBps") or 0) * 1e9 or None
     if run.small_s and several and (run.processes or 0) > 1:
         run.message_s = run.small_s / all_reduce_seconds(run, 0, run.processes, run.nodes, 1, 1)
     if name := unused_interface(run):
-        run.notes.append(f"{name}, but {run.links[0].shown} carried the traffic")
+        run.notes.append(f"{name}, but {run.networks[0].shown} carried the traffic")
 
 
 def unused_interface(run):
     """The *_SOCKET_IFNAME setting that the probed traffic did not follow, as text, or None."""
-    facts, link = run.record("Run"), run.links[0] if run.links else None
-    if not link or link.transport != "sockets" or run.nodes == 1:
+    facts, network = run.record("Run"), run.networks[0] if run.networks else None
+    if not network or network.transport != "sockets" or run.nodes == 1:
         return None  # nothing has to leave the machine, or only start-up goes there
     # The environment in the Run line is rank 0's, and so is the first node.
     key = "GLOO_SOCKET_IFNAME" if facts.get("backend") == "gloo" else "NCCL_SOCKET_IFNAME"
     wanted = get(get(facts, "env", dict), key, str)
     names = tuple(name for name in wanted.lstrip("=").split(",") if name)
-    followed = wanted.startswith("^") or any(name.startswith(names) for name in link.names)
+    followed = wanted.startswith("^") or any(name.startswith(names) for name in network.names)
     return f"{key}={wanted}" if names and not followed else None
 
 

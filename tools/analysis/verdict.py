@@ -11,14 +11,18 @@ from analysis.cost_model import (
     payload_rate,
     ring_seconds,
 )
-from analysis.links import ADAPTERS, say_fallback, slow_link_checks
 from analysis.units import in_unit, megabytes, ms, part, rate, span
-from records import HARMLESS, LOSSY, get, objects
-
-HEALTHY = 0.5  # a link below this part of its stated speed is not the link that was meant
-DELIVERS = 0.8  # above it, headers and start-up account for the rest
-RANGE_TOLERANCE = 0.10  # measured times this far outside the model's range still count as inside
-LINK_FREE_SHARE = 0.10  # an all-reduce below this part of a step cannot be what bounds it
+from analysis.used_network import ADAPTERS, say_fallback, slow_link_checks
+from common.records import get, objects
+from common.thresholds import (
+    DELIVERS,
+    HARMLESS,
+    HEALTHY,
+    LINK_FREE_SHARE,
+    LOSSY,
+    RANGE_TOLERANCE,
+    SLOW_GPU_IMG_PER_S,
+)
 
 
 @dataclass
@@ -142,28 +146,34 @@ def say_range(verdict, run):
 
 def say_carried(run):
     """The verdict's first words: which network carried the all-reduces, and how fast it was."""
-    link = run.link
-    if not link:
+    network = run.network
+    if not network:
         return []
-    if run.nodes == 1 and link.transport != "local" and link.gbps:
-        return [f"Inside one node, over {link.shown}, by {link.basis}: {rate(link.gbps)}."]
-    if run.nodes == 1 or link.transport == "local":
+    if run.nodes == 1 and network.transport != "local" and network.gbps:
+        return [
+            f"Inside one node, over {network.shown}, by {network.basis}: {rate(network.gbps)}."
+        ]
+    if run.nodes == 1 or network.transport == "local":
         where = "Inside one node, through" if run.nodes == 1 else "Between nodes through"
-        basis = f"by {link.basis}" if link.transport == "local" else "as no counter of bytes moved"
+        basis = (
+            f"by {network.basis}"
+            if network.transport == "local"
+            else "as no counter of bytes moved"
+        )
         return [f"{where} NVLink, PCIe or memory, {basis}: no network is judged."]
-    says = [text for text in [say_fallback(link)] if text]
-    channels = get(get(link.finding, "channels", dict), "network", int)
-    basis = f"by {link.basis}"
-    if channels and link.transport in ADAPTERS:
-        direct = get(link.finding, "gpudirect", int)
+    says = [text for text in [say_fallback(network)] if text]
+    channels = get(get(network.finding, "channels", dict), "network", int)
+    basis = f"by {network.basis}"
+    if channels and network.transport in ADAPTERS:
+        direct = get(network.finding, "gpudirect", int)
         basis += f" (GPUDirect on {direct or 0} of {channels} connections)"
-    if link.gbps is None:
-        return [*says, f"Over {link.way}, {basis}; no counter of bytes moved with it."]
-    if link.kind != "ipoib":
-        return [*says, f"Over {link.way}, {basis}: {delivered(run)}"]
-    text = f"IP over InfiniBand: the probe ran at {rate(link.gbps)} on {link.names[0]}"
-    if can := link.adapter_gbps:
-        text += f", {link.gbps / can:.0%} of what {link.adapter or 'its adapter'} can do "
+    if network.gbps is None:
+        return [*says, f"Over {network.way}, {basis}; no counter of bytes moved with it."]
+    if network.kind != "ipoib":
+        return [*says, f"Over {network.way}, {basis}: {delivered(run)}"]
+    text = f"IP over InfiniBand: the probe ran at {rate(network.gbps)} on {network.names[0]}"
+    if can := network.adapter_gbps:
+        text += f", {network.gbps / can:.0%} of what {network.adapter or 'its adapter'} can do "
         text += f"({rate(can)} stated)"
     return [*says, f"{text}, by byte counters."]
 
@@ -183,13 +193,16 @@ def delivered(run):
 
 def say_trouble(run):
     """What went wrong on the link, by the kernel's counters: sentences, none where nothing did."""
-    says, used = [], [name for link in run.links for name in [*link.names, link.adapter]]
+    says, used = (
+        [],
+        [name for network in run.networks for name in [*network.names, network.adapter]],
+    )
     probed = objects(run.record("Probe"), "nodes")
     for when, nodes in (("during the probe", probed), ("during the run", run.log.nodes)):
         tcp = [get(node, "tcp", dict) for node in nodes]
         sent = sum(get(one, "segments") or 0 for one in tcp)
         again = sum(get(one, "retransmits") or 0 for one in tcp)
-        over_tcp = run.link is None or run.link.transport == "sockets"
+        over_tcp = run.network is None or run.network.transport == "sockets"
         if sent and again > LOSSY * sent and over_tcp:
             says.append(
                 f"TCP sent {again / sent:.2%} of its segments again {when} ({again:,.0f} of "
@@ -235,19 +248,16 @@ CHECKS = {
         "the device: `nvidia-smi dmon` shows whether it waits",
     ],
 }
-# A training step of ResNet-18 at 224 px in fp32 on an RTX 2080 Ti runs at 750 img/s or more; a GPU
-# that gets a quarter of that is most likely waiting for images.
-SLOW_GPU_IMG_PER_S = 190
 
 
 def next_checks(verdict, run):
     """What to check or change next, most likely first."""
-    implied, link, first = verdict.implied_gbps, run.link, []
+    implied, network, first = verdict.implied_gbps, run.network, []
     backend = get(run.record("Run"), "backend", str)
     checks = list(CHECKS.get(verdict.bound, []))
     if verdict.bound == "link" and implied and implied < HEALTHY * (run.link_gbps or 0):
         tcp = run.link_gbps * TCP_SHARE
-        checks = slow_link_checks(link, implied, run.link_gbps, tcp, backend)
+        checks = slow_link_checks(network, implied, run.link_gbps, tcp, backend)
     elif verdict.bound == "link" and run.nodes == 1:
         checks[2] = "the way between the GPUs: NVLink rather than PCIe (`nvidia-smi topo -m`)"
     if verdict.bound in ("compute", "input") and (run.exposed_s or 0) > 0.2 * run.step_s:
@@ -255,13 +265,13 @@ def next_checks(verdict, run):
     if run.straggler is not None:
         first.append(f"rank {run.straggler}: it takes longer than the others")
     first += nccl_advice(run)
-    if link and link.adapter and backend == "nccl":
-        port = link.adapter.partition(":")[0]
+    if network and network.adapter and backend == "nccl":
+        port = network.adapter.partition(":")[0]
         first.append(f"the adapter itself: NETWORK=infiniband IFNAME={port}")
-    if link and link.names and say_trouble(run):
-        tool = f"ethtool -S {link.names[0]}"
-        if link.transport in ADAPTERS:
-            tool = f"rdma statistic show link {link.names[0].replace(':', '/')}"
+    if network and network.names and say_trouble(run):
+        tool = f"ethtool -S {network.names[0]}"
+        if network.transport in ADAPTERS:
+            tool = f"rdma statistic show link {network.names[0].replace(':', '/')}"
         first.append(f"what loses data: cable, transceiver, switch port (`{tool}`)")
     if verdict.bound == "not the link" and run.img_per_s and "GPU" in run.log.kinds:
         each = run.img_per_s / (run.processes or 1)
@@ -275,5 +285,5 @@ def next_checks(verdict, run):
 
 def nccl_advice(run):
     """What tools/nccl_log.py advises for each problem that NCCL's text shows on any node."""
-    problems = [p for link in run.links for p in objects(link.finding, "problems")]
+    problems = [p for network in run.networks for p in objects(network.finding, "problems")]
     return list(dict.fromkeys(text for p in problems if (text := get(p, "advice", str))))

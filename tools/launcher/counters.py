@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from records import HARMLESS, LOSSY
+from common.thresholds import HARMLESS, LOSSY
 
 KINDS = {1: "ethernet", 32: "ipoib", 772: "loopback"}  # linux/if_arp.h
 LINK_LAYERS = {"InfiniBand": "infiniband", "Ethernet": "roce"}
@@ -75,7 +75,7 @@ def errors(folder: Path, names: list[str]) -> dict[str, float]:
 def read_counters(root: str | Path = "/") -> dict:
     """What the kernel has counted so far: {"interfaces": {name: facts}, "tcp": {...} or None}."""
     classes = Path(root, "sys/class")
-    found = {net.name: interface(net) for net in sorted(classes.glob("net/*"))}
+    found = {net.name: read_interface(net) for net in sorted(classes.glob("net/*"))}
     for port in sorted(classes.glob("infiniband/*/ports/*")):
         found[f"{port.parts[-3]}:{port.name}"] = adapter_port(port)
     for facts in found.values():
@@ -84,7 +84,7 @@ def read_counters(root: str | Path = "/") -> dict:
     return {"interfaces": found, "tcp": tcp_segments(Path(root, "proc/net/snmp"))}
 
 
-def interface(net: Path) -> dict:
+def read_interface(net: Path) -> dict:
     """Of a folder of /sys/class/net. below: what lies under it and counts its bytes too."""
     kind = KINDS.get(number(net / "type"), "other")
     facts = {"kind": kind, "speed_Gbps": number(net / "speed") / 1e3 or None}
@@ -138,24 +138,24 @@ def difference(before: dict, after: dict) -> dict:
     An interface that was not there before is left out: nobody knows what it had counted.
     """
     old, new = before["interfaces"], after["interfaces"]
-    links = {name: change(old[name], new[name]) for name in new if name in old}
-    kept = counted_once(links)
+    entries = {name: change(old[name], new[name]) for name in new if name in old}
+    kept = counted_once(entries)
     found = []
-    for name, link in kept.items():
-        entry = {"name": name, "kind": link["kind"], "speed_Gbps": link["speed_Gbps"]}
-        entry |= {way: link[way] for way in WAYS}
-        entry |= {key: link[key] for key in ("carrier", "members") if key in link}
-        if wrong := errors_of(name, links, kept):
-            entry["errors"] = wrong
-        found.append(entry)
+    for name, entry in kept.items():
+        reported = {"name": name, "kind": entry["kind"], "speed_Gbps": entry["speed_Gbps"]}
+        reported |= {way: entry[way] for way in WAYS}
+        reported |= {key: entry[key] for key in ("carrier", "members") if key in entry}
+        if wrong := errors_of(name, entries, kept):
+            reported["errors"] = wrong
+        found.append(reported)
     carried = {"interfaces": sorted(found, key=traffic, reverse=True)}
     if before["tcp"] and after["tcp"]:
         carried["tcp"] = {name: after["tcp"][name] - before["tcp"][name] for name in after["tcp"]}
     return carried
 
 
-def traffic(link: dict) -> int:
-    return link["tx_bytes"] + link["rx_bytes"]
+def traffic(entry: dict) -> int:
+    return entry["tx_bytes"] + entry["rx_bytes"]
 
 
 def change(then: dict, now: dict) -> dict:
@@ -165,96 +165,99 @@ def change(then: dict, now: dict) -> dict:
     return now | added | {"errors": {name: count for name, count in wrong.items() if count > 0}}
 
 
-def counted_once(links: dict[str, dict]) -> dict[str, dict]:
+def counted_once(entries: dict[str, dict]) -> dict[str, dict]:
     """Those that carried something, without what one above them has counted as well."""
-    left = {name: dict(link) for name, link in links.items()}
-    for upper in links.values():
+    left = {name: dict(entry) for name, entry in entries.items()}
+    for upper in entries.values():
         for way in WAYS:
-            rest, below = upper[way], [name for name in upper["below"] if name in links]
-            for name in sorted(below, key=lambda name: -links[name][way]):
+            rest, below = upper[way], [name for name in upper["below"] if name in entries]
+            for name in sorted(below, key=lambda name: -entries[name][way]):
                 taken = min(rest, left[name][way])
                 left[name][way] -= taken
                 rest -= taken
     return {
-        name: link
-        for name, link in left.items()
-        if not any(name in upper.get("members", ()) for upper in links.values())
-        and traffic(link) > HEADERS * traffic(links[name])
-        and not passes_on(name, links)
-        and not is_other_end(name, links)
+        name: entry
+        for name, entry in left.items()
+        if not any(name in upper.get("members", ()) for upper in entries.values())
+        and traffic(entry) > HEADERS * traffic(entries[name])
+        and not passes_on(name, entries)
+        and not is_other_end(name, entries)
     }
 
 
-def is_veth(link: dict) -> bool:
-    return bool(link["ends"]) and not link["below"]
+def is_veth(entry: dict) -> bool:
+    return bool(entry["ends"]) and not entry["below"]
 
 
-def passes_on(name: str, links: dict[str, dict]) -> bool:
+def passes_on(name: str, entries: dict[str, dict]) -> bool:
     """Whether it is a veth on a bridge that has a port of another kind, where its bytes go on."""
-    bridges = [upper["below"] for upper in links.values() if name in upper["below"]]
-    others = [links[port] for ports in bridges for port in ports if port in links]
-    return is_veth(links[name]) and not all(map(is_veth, others))
+    bridges = [upper["below"] for upper in entries.values() if name in upper["below"]]
+    others = [entries[port] for ports in bridges for port in ports if port in entries]
+    return is_veth(entries[name]) and not all(map(is_veth, others))
 
 
-def is_other_end(name: str, links: dict[str, dict]) -> bool:
+def is_other_end(name: str, entries: dict[str, dict]) -> bool:
     """Whether it is a veth whose other end is here too, and the one of them to leave out.
 
     NOTE: an index is of one network namespace: the other end may be in another one, under the
     index of a stranger here; so what they carried has to agree as well.
     """
-    link = links[name]
-    for other, facts in links.items():
-        if is_veth(link) and facts["ends"] == link["ends"][::-1]:
-            pairs = [(link["tx_bytes"], facts["rx_bytes"]), (link["rx_bytes"], facts["tx_bytes"])]
+    entry = entries[name]
+    for other, facts in entries.items():
+        if is_veth(entry) and facts["ends"] == entry["ends"][::-1]:
+            pairs = [
+                (entry["tx_bytes"], facts["rx_bytes"]),
+                (entry["rx_bytes"], facts["tx_bytes"]),
+            ]
             if all(abs(a - b) <= BUSY * max(a, b) for a, b in pairs):
                 return name > other
     return False
 
 
-def errors_of(name: str, links: dict[str, dict], kept: dict[str, dict]) -> dict[str, int]:
+def errors_of(name: str, entries: dict[str, dict], kept: dict[str, dict]) -> dict[str, int]:
     """Its own, and those of what lies below it and is not named itself."""
     found: Counter[str] = Counter()
-    for lower in links[name]["below"]:
-        if lower in links and lower not in kept:
-            found.update(errors_of(lower, links, kept))
-    return dict(found) | links[name]["errors"]
+    for lower in entries[name]["below"]:
+        if lower in entries and lower not in kept:
+            found.update(errors_of(lower, entries, kept))
+    return dict(found) | entries[name]["errors"]
 
 
 # --- For people --------------------------------------------------------------------------------
 
 
-def in_words(carried: dict) -> str:
+def describe_traffic(carried: dict) -> str:
     """What a node sent and received, rails of one network added up, and what went wrong."""
     said = []
     for rails in groups(busy(carried["interfaces"]), traffic):
-        sent, received = (size(sum(link[way] for link in rails)) for way in WAYS)
+        sent, received = (size(sum(entry[way] for entry in rails)) for way in WAYS)
         said.append(f"sent {sent} and received {received} on {names(rails)}")
     return "; ".join([*said, *went_wrong(carried)])
 
 
-def busy(links: list[dict]) -> list[dict]:
-    least = BUSY * sum(map(traffic, links))
-    return [link for link in links if traffic(link) >= least]
+def busy(entries: list[dict]) -> list[dict]:
+    least = BUSY * sum(map(traffic, entries))
+    return [entry for entry in entries if traffic(entry) >= least]
 
 
-def groups(links: list[dict], amount: Callable[[dict], float]) -> list[list[dict]]:
+def groups(entries: list[dict], amount: Callable[[dict], float]) -> list[list[dict]]:
     """The rails of each network: of one kind, with about the same `amount`; busiest first."""
     found: list[list[dict]] = []
-    for link in links:
+    for entry in entries:
         for rails in found:
-            if rails[0]["kind"] == link["kind"] and amount(link) >= RAIL * amount(rails[0]):
-                rails.append(link)
+            if rails[0]["kind"] == entry["kind"] and amount(entry) >= RAIL * amount(rails[0]):
+                rails.append(entry)
                 break
         else:
-            found.append([link])
+            found.append([entry])
     return found
 
 
 def names(rails: list[dict]) -> str:
     """As eth0 (ethernet), ib0 (ipoib over mlx5_0:1) or mlx5_0:1, mlx5_1:1 (infiniband)."""
-    kind, carriers = rails[0]["kind"], [link["carrier"] for link in rails if "carrier" in link]
+    kind, carriers = rails[0]["kind"], [entry["carrier"] for entry in rails if "carrier" in entry]
     over = f" over {', '.join(carriers)}" if carriers else ""
-    return f"{', '.join(link['name'] for link in rails)} ({kind}{over})"
+    return f"{', '.join(entry['name'] for entry in rails)} ({kind}{over})"
 
 
 def went_wrong(carried: dict) -> list[str]:
@@ -263,10 +266,10 @@ def went_wrong(carried: dict) -> list[str]:
     tcp = carried.get("tcp", {"segments": 0, "retransmits": 0})
     if tcp["retransmits"] > LOSSY * tcp["segments"]:
         said.append(f"TCP sent {tcp['retransmits']:,} of {tcp['segments']:,} segments again")
-    for link in busy(carried["interfaces"]):
-        wrong = {n: c for n, c in link.get("errors", {}).items() if n not in HARMLESS}
+    for entry in busy(carried["interfaces"]):
+        wrong = {n: c for n, c in entry.get("errors", {}).items() if n not in HARMLESS}
         if wrong:
-            said.append(f"{link['name']}: " + ", ".join(f"{n} {c:,}" for n, c in wrong.items()))
+            said.append(f"{entry['name']}: " + ", ".join(f"{n} {c:,}" for n, c in wrong.items()))
     return said
 
 

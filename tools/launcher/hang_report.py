@@ -73,7 +73,7 @@ def standing(
     return found
 
 
-def in_words(ranks: dict[int, list[list]], silent: list[int], names: list[str]) -> str:
+def describe_standing(ranks: dict[int, list[list]], silent: list[int], names: list[str]) -> str:
     """The line for people: of {node: standing}, nodes that did not answer, and nodes' names.
 
     Empty where nobody waited for another one, or no rank has told its phase.
@@ -176,7 +176,7 @@ class Nodes:
             self.listen(0.1)
         nodes = range(len(self.names))
         silent = [n for n in nodes if n not in self.ranks and n not in self.done]
-        line = in_words(self.ranks, silent, self.names)
+        line = describe_standing(self.ranks, silent, self.names)
         self.tell(line=line)
         return line
 
@@ -188,7 +188,7 @@ class Nodes:
         if self.line is not None:
             return self.line
         silent = [] if 0 in self.done else [0]
-        return in_words(self.ranks, silent, self.names)
+        return describe_standing(self.ranks, silent, self.names)
 
     def leave(self, done: bool) -> None:
         """Closes the connections; without `done` the others take it for a failure."""

@@ -6,8 +6,8 @@ import contextlib
 import os
 import threading
 
+from common.records import is_for_programs
 from launcher.rendezvous import Refused
-from records import is_for_programs
 
 
 class Output:

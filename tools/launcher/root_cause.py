@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from records import PREFIX, RECORD, STEP, STOP, decode, get
+from common.records import PREFIX, RECORD, STEP, STOP, decode, get
 
 
 @dataclass

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher import process_tree
-from launcher.counters import difference, in_words, read_counters
+from launcher.counters import describe_traffic, difference, read_counters
 from launcher.hang_report import Nodes, phases_folder, read_phases, standing
 from launcher.output import Output
 from launcher.rendezvous import Meeting, Plan, Refused, check_master
@@ -253,7 +253,7 @@ class Supervisor:
         record |= {"seconds": round(seconds, 3), "starts": self.starts, **carried}
         self.output.copy([f"{self.output.name}: Node {json.dumps(record)}\n".encode()])
         if carried["interfaces"]:
-            self.say(f"this node {in_words(carried)} in {seconds:.0f} s")
+            self.say(f"this node {describe_traffic(carried)} in {seconds:.0f} s")
 
     def on_signal(self, number: int, _frame: object) -> None:
         name = signal.Signals(number).name

@@ -23,16 +23,6 @@ LAUNCHER = re.compile(
     r"|failed\b.*; first cause:\s*(?P<cause>.*)|error: (?P<error>.+))"
 )
 
-# TCP that sends this part of its segments again is slow for it: its rate falls with the root of
-# the loss (Mathis et al., Computer Communication Review 27(3), 1997). A sound cable loses none,
-# but a virtual one between two busy processes repeats up to 0.008 of them.
-LOSSY = 0.01
-# These rise on sound links too: frames of protocols that nobody listens to, waiting for credit.
-HARMLESS = ("rx_dropped", "port_xmit_wait")
-# An interface that carried less than this part of what the all-reduces moved was not the link:
-# other traffic of the node, or the few messages by which the ranks find each other.
-STRAY = 0.01
-
 
 # Fields of the records that no tool here reads, and why they are there.
 FOR_PEOPLE = {

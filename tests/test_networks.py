@@ -1,4 +1,4 @@
-"""One command a node for several networks: NETWORKS, network_series.py, two_nodes.sh --links.
+"""One command a node for several networks: NETWORKS, networks.py, two_nodes.sh --links.
 
 What a run does is not the point here: a stand-in for torchrun starts a stand-in for the script, so
 that no test waits for torch. The real ones run, under --ci, in the last tests of this file.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import network_series
+from launcher import networks as network_series
 from launcher.rendezvous import Refused
 from support.nodes import NamespacePair, why_no_namespaces
 from support.processes import LONG, ROOT, Run, Started, require, start
@@ -192,7 +192,7 @@ def test_network_that_fails_does_not_end_the_series(folder, nodes):
     runs = folder.run(nodes, "x", NETWORKS=BOTH, expect=1)
     for run in runs:
         assert [r["RUN_NAME"] for r in reports(run)] == ["one", "two"]
-        assert "network_series.py: network one failed with code 1\n" in run.out
+        assert "networks.py: network one failed with code 1\n" in run.out
     assert "COMPARED one=logs/series/one two=logs/series/two" in runs[0].out
 
 

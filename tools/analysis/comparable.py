@@ -5,8 +5,8 @@ import math
 import statistics
 
 from analysis.units import rate
+from common.thresholds import LOSS_TOLERANCE, SAME_RATE
 
-LOSS_TOLERANCE = 0.03  # rounding differs between runs; data order and seed do not have to
 # Settings of the Run record that must be the same for times to be comparable,
 MUST_MATCH = {
     "precision": "precision",
@@ -18,7 +18,6 @@ MUST_MATCH = {
 OTHER_SETTINGS = ["backend", "seed", "weights", "lr", "compile", "workers", "threads"]
 OTHER_SETTINGS += ["accumulate_steps", "checkpoint_every", "log_every", "lr_scaling", "sync_bn"]
 OTHER_SETTINGS += ["warmup_steps", "bucket_cap_mb", "val_images", "versions", "devices"]
-SAME_RATE = 1.2  # rates within this factor can be those of one wire
 
 
 def is_weak_pair(a, b):
@@ -58,12 +57,12 @@ def same_wire(runs):
     found = []
     able = [run for run in runs if run.complete and run.nodes != 1 and run.wire_gbps]
     for a, b in itertools.combinations(able, 2):
-        used = [[(i.host, i.transport, i.names) for i in run.links] for run in (a, b)]
+        used = [[(i.host, i.transport, i.names) for i in run.networks] for run in (a, b)]
         slow, fast = sorted([a.wire_gbps, b.wire_gbps])
         if used[0] == used[1] and fast < SAME_RATE * slow:
             who = "Both runs" if len(runs) == 2 else f"{a.name} and {b.name}"
             found.append(
-                f"{who} went over the same wire: {a.link.way}, by {a.link.basis}, "
+                f"{who} went over the same wire: {a.network.way}, by {a.network.basis}, "
                 f"{rate(a.wire_gbps)} and {rate(b.wire_gbps)} measured."
             )
     return found

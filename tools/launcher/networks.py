@@ -36,7 +36,7 @@ LAUNCHER = TOOLS.parent / "launch_multinode.sh"
 
 
 def say(text: str) -> None:
-    print(f"network_series.py: {text}", file=sys.stderr, flush=True)
+    print(f"networks.py: {text}", file=sys.stderr, flush=True)
 
 
 def read_networks(text: str) -> dict[str, str]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from analysis.nccl_rules import REASONS
 from analysis.units import rate
-from records import get, objects
+from common.records import get, objects
+from common.thresholds import FAST_SOCKETS_GBPS
 
 # --- what carried it ---------------------------------------------------------------------------
 
@@ -19,7 +20,7 @@ TITLES = ADAPTERS | {"sockets": "TCP", "plugin": "a plugin's network"}
 
 
 @dataclass
-class Link:
+class UsedNetwork:
     """What carried the probe's all-reduces on one node; rates in Gb/s, None where not known."""
 
     host: str
@@ -55,7 +56,7 @@ class Link:
         return f"{title} on {where}" if where else title
 
 
-def link_of(node, several, least_gbps):
+def used_network(node, several, least_gbps):
     """What carried the all-reduces on a node of the Probe: NCCL's word first, then the bytes."""
     finding = get(node, "nccl", dict)
     seen = [i for i in objects(node, "interfaces") if wire_gbps(i) > least_gbps]
@@ -63,25 +64,27 @@ def link_of(node, several, least_gbps):
     inside = [i for i in seen if i.get("kind") == "loopback"]
     outside = [i for i in seen if i not in inside] if several else []
     rails = carriers(outside or inside, finding)
-    link = Link(get(node, "host", str), get(finding, "transport", str), "NCCL's word", finding)
-    link.kind = get(rails[0], "kind", str) if rails else ""
-    if link.transport not in (*TITLES, "local"):
-        by_kind = link.kind if link.kind in ADAPTERS else "sockets" if rails else "unknown"
-        link.transport, link.basis = by_kind, "byte counters"
+    network = UsedNetwork(
+        get(node, "host", str), get(finding, "transport", str), "NCCL's word", finding
+    )
+    network.kind = get(rails[0], "kind", str) if rails else ""
+    if network.transport not in (*TITLES, "local"):
+        by_kind = network.kind if network.kind in ADAPTERS else "sockets" if rails else "unknown"
+        network.transport, network.basis = by_kind, "byte counters"
     if not rails:
-        said = "interfaces" if link.transport == "sockets" else "devices"
-        link.names = [str(name) for name in get(finding, said, list)]
-        return link
-    link.names = [get(rail, "name", str) for rail in rails]
-    link.gbps = sum(map(wire_gbps, rails))
+        said = "interfaces" if network.transport == "sockets" else "devices"
+        network.names = [str(name) for name in get(finding, said, list)]
+        return network
+    network.names = [get(rail, "name", str) for rail in rails]
+    network.gbps = sum(map(wire_gbps, rails))
     speeds = [get(rail, "speed_Gbps") for rail in rails]
-    link.stated = sum(speeds) if all(speeds) else None
-    link.members = [str(member) for member in get(rails[0], "members", list)]
-    if link.kind == "ipoib":  # its stated speed is its adapter's, which may be left out
+    network.stated = sum(speeds) if all(speeds) else None
+    network.members = [str(member) for member in get(rails[0], "members", list)]
+    if network.kind == "ipoib":  # its stated speed is its adapter's, which may be left out
         adapter = adapter_under(rails[0], seen) or {}
-        link.adapter = get(rails[0], "carrier", str) or get(adapter, "name", str)
-        link.adapter_gbps = get(adapter, "speed_Gbps") or link.stated
-    return link
+        network.adapter = get(rails[0], "carrier", str) or get(adapter, "name", str)
+        network.adapter_gbps = get(adapter, "speed_Gbps") or network.stated
+    return network
 
 
 def wire_gbps(interface):
@@ -118,14 +121,14 @@ def adapter_under(interface, seen):
     return None
 
 
-def say_fallback(link):
+def say_fallback(network):
     """That a faster network was asked for and sockets were used, and why; None if not so."""
-    lines = {str(p.get("id")): get(p, "line", str) for p in objects(link.finding, "problems")}
+    lines = {str(p.get("id")): get(p, "line", str) for p in objects(network.finding, "problems")}
     asked = lines.get("fell_back_to_sockets")
     if asked is None:
         return None
     what = "InfiniBand" if "IB" in asked else "A faster network"
-    where = ", ".join(link.names) or "an interface that it does not name"
+    where = ", ".join(network.names) or "an interface that it does not name"
     cause = next((lines[reason] for reason in REASONS if reason in lines), "")
     said = re.split("NCCL (?:INFO|WARN) ", cause)[-1].strip()
     why = f'because NCCL says "{said}"' if said else "and its text does not say why"
@@ -166,8 +169,6 @@ SLOW_LINK = {
     ],
 }
 FALLEN = "; up to 94 Mb/s is what a port that fell back to 100 Mb/s gives"
-# One TCP connection is bound by one core, which from here on may not fill the link.
-FAST_SOCKETS_GBPS = 25
 MORE_CONNECTIONS = {
     "nccl": "NCCL's threads: NCCL_SOCKET_NTHREADS=4, NCCL_NSOCKS_PERTHREAD=4 (at most 64 in all)",
     "gloo": "Gloo has one connection a pair of ranks: more processes a node; try `iperf3 -P 8`",
@@ -175,20 +176,20 @@ MORE_CONNECTIONS = {
 BOND = "a bond sends a connection over one member: more connections, hashed by layer3+4"
 
 
-def slow_link_checks(link, implied, stated, tcp, backend):
+def slow_link_checks(network, implied, stated, tcp, backend):
     """For a link that ran at `implied` Gb/s, well below what it states; TCP could have `tcp`."""
-    if not link or not link.names:
-        link = Link("", "sockets", "", names=["IFNAME"])
-    sockets = link.transport not in ADAPTERS
-    checks = list(SLOW_LINK["sockets" if sockets else link.transport])
+    if not network or not network.names:
+        network = UsedNetwork("", "sockets", "", names=["IFNAME"])
+    sockets = network.transport not in ADAPTERS
+    checks = list(SLOW_LINK["sockets" if sockets else network.transport])
     if sockets and stated >= FAST_SOCKETS_GBPS and backend in MORE_CONNECTIONS:
         checks.insert(0, MORE_CONNECTIONS[backend])
-    if link.members:
+    if network.members:
         checks.insert(0, BOND)
     facts = {
-        "name": link.names[0],
-        "device": link.names[0].partition(":")[0],
-        "gbps": f"{stated / len(link.names):.3g}",
+        "name": network.names[0],
+        "device": network.names[0].partition(":")[0],
+        "gbps": f"{stated / len(network.names):.3g}",
         "tcp": rate(tcp),
         "fallen": FALLEN if implied <= 0.1 < stated else "",
     }
