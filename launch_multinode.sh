@@ -49,11 +49,13 @@ set_network() {
     done
     if [ -n "$adapters" ]; then name=infiniband; else name=ethernet; fi
     export NETWORK=${NETWORK:-$name}
-    case $NETWORK$adapters in
-    infiniband*) prefer NCCL_IB_DISABLE 0 && prefer NCCL_NET IB ;; # without it NCCL falls back to sockets, silently
-    ethernet) prefer NCCL_IB_DISABLE 1 && prefer NCCL_NET Socket ;;
-    *) die "NETWORK=ethernet: ${adapters#,} is an InfiniBand adapter; give an interface of 'ip -br link'" ;;
-    esac
+    if [ "$NETWORK" = infiniband ]; then
+        prefer NCCL_IB_DISABLE 0 && prefer NCCL_NET IB # without it NCCL falls back to sockets, silently
+    elif [ -z "$adapters" ]; then
+        prefer NCCL_IB_DISABLE 1 && prefer NCCL_NET Socket
+    else
+        die "NETWORK=ethernet: ${adapters#,} is an InfiniBand adapter; give an interface of 'ip -br link'"
+    fi
     [ -z "$adapters" ] || prefer NCCL_IB_HCA "=${adapters#,}"
     [ -z "$sockets" ] || prefer NCCL_SOCKET_IFNAME "=${sockets#,}" # without the = it would match what begins so, too
     [ -z "$sockets" ] || prefer GLOO_SOCKET_IFNAME "${sockets#,}"

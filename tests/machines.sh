@@ -22,7 +22,7 @@ ODD=$'a folder \303\251'
 QUICK_ROWS=old_cpu,one_core,other_user
 QUICK_FILES="pages demo launchers python_env sample supervise nccl_log nodes"
 QUICK_TESTS="commands_on_the_small_set or torchrun_trains or arguments_reach or active_environment_is_used or \
-whole_dot_venv or without_a_home or seen_enough or first_cause_is_the_last_line or terminal_that_is_gone or \
+whole_dot_venv or without_a_home or seen_enough or root_cause_is_the_last_line or terminal_that_is_gone or \
 no_write_permission or options_are_accepted or interrupted_make or own_name_is_loopback or too_long_for_the_sockets or \
 find_a_dead_lock"
 

@@ -889,7 +889,7 @@ def test_step_is_predicted_over_the_other_links_latency_and_bandwidth():
 
 CAUSE = "[CPU 1] ERROR: rendezvous at 10.0.0.1:29500: refused"
 START = "launch_multinode.sh: 2025-01-01 12:00:00 torchrun --nnodes=2 demo.py\n"
-FAILED = "launch_multinode.sh: failed, see logs/ib/node0.log; first cause:"
+FAILED = "launch_multinode.sh: failed, see logs/ib/node0.log; root cause:"
 
 
 @pytest.mark.parametrize(
@@ -906,7 +906,7 @@ def test_failed_network_is_a_column_and_comes_first(save, begun, end):
     text = START + as_text(one_run())[: 3000 * begun] + "\n" + end
     out, _ = run_tool(save("ethernet"), save("infiniband", text), code=1)
     assert re.search(r"\| status +\| +complete \| +failed \|", out)
-    assert f"Verdict\n\ninfiniband: failed; first cause: {CAUSE}.\n" in out
+    assert f"Verdict\n\ninfiniband: failed; root cause: {CAUSE}.\n" in out
     assert "ethernet: Over TCP on veth0" in out and "times as long" not in out
 
 
@@ -920,7 +920,7 @@ def test_failure_that_a_later_start_mended_is_none(tmp_path):
     assert make_run("a", read_log([folder]), {}).complete
     (folder / "node1.log").write_text((folder / "node1.log").read_text() + failed)
     run = make_run("a", read_log([folder]), {})
-    assert run.status == "failed" and run.problems == [f"failed; first cause: {CAUSE}"]
+    assert run.status == "failed" and run.problems == [f"failed; root cause: {CAUSE}"]
 
 
 def test_failure_as_the_launcher_writes_it(tmp_path):
@@ -930,11 +930,11 @@ def test_failure_as_the_launcher_writes_it(tmp_path):
     for command, cause in ((fails, "no space left"), (["no-such-program"], "no-such-program")):
         subprocess.run([*supervise, "--", *command], capture_output=True, timeout=60)
         (problem,) = make_run("a", read_log([tmp_path]), {}).problems
-        assert re.fullmatch(f"failed; first cause: .*{cause}.*", problem), problem
+        assert re.fullmatch(f"failed; root cause: .*{cause}.*", problem), problem
 
 
 def test_failure_without_its_cause_says_so():
-    assert read(START + FAILED).problems == ["failed; first cause: not in this log"]
+    assert read(START + FAILED).problems == ["failed; root cause: not in this log"]
 
 
 def test_failed_first_run_leaves_the_others_compared(save):

@@ -674,7 +674,7 @@ def test_loader_workers_that_end_while_an_error_is_told(ranks, data):
 
 
 @LONG
-def test_exception_on_one_rank_is_the_first_cause(data, folder):
+def test_exception_on_one_rank_is_the_root_cause(data, folder):
     launcher = broken_copy(folder, rank=1, after=3)
     # with a loader worker, which Python's own exit would wait for
     argv = [*data, "--num_epochs", 99, "--workers", 1, "--timeout", 8]
@@ -1211,8 +1211,8 @@ def test_resume_at_the_end_of_an_epoch_has_no_mean_loss_of_it(ranks, data, folde
 
 
 @LONG
-def test_restarts_give_up_with_the_first_cause(data, folder):
-    """Under the stand-in; test_exception_on_one_rank_is_the_first_cause has a real torchrun."""
+def test_restarts_give_up_with_the_root_cause(data, folder):
+    """Under the stand-in; test_exception_on_one_rank_is_the_root_cause has a real torchrun."""
     launcher = broken_copy(folder, rank=0, after=1)
     env = {"RESTARTS": "1", "PYTHONPATH": STAND_IN}
     with launched(folder, [*data, "--timeout", 8], 1, launcher, **env) as run:

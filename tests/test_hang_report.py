@@ -24,8 +24,7 @@ import pytest
 
 import supervise
 import test_faults as faults
-from launcher import hang_report
-from launcher import root_cause as causes
+from launcher import hang_report, root_cause
 from support.nodes import NamespacePair
 from support.processes import LONG, ROOT, Run, Started, write_program
 
@@ -268,7 +267,7 @@ def test_rank_that_hangs_ends_all_nodes_and_is_named(ended):
     assert [said in run.out for run in ended["rank"].values()] == [False, True]
 
 
-def test_rank_that_hangs_alone_on_its_node_is_the_nodes_first_cause_and_restarted(ended):
+def test_rank_that_hangs_alone_on_its_node_is_the_nodes_root_cause_and_restarted(ended):
     for node, run in ended["again"].items():
         assert run.code == 0, run.out
         why = the_line(run, "restart 1 of 1 after: ")
@@ -360,12 +359,12 @@ def test_phases_lie_on_the_disk_where_memory_has_no_room(monkeypatch):
 
 # --- The line --------------------------------------------------------------------------------
 
-LOST = causes.Cause("[CPU 0] ERROR: in step 3: Timed out", "lost", 5, 0)
+LOST = root_cause.Cause("[CPU 0] ERROR: in step 3: Timed out", "lost", 5, 0)
 
 
 def test_what_a_rank_is_at():
     phases = {0: ("step 3", 31), 1: ("step 2", 31), 2: ("step 3", 4), 3: ("step 3", 31)}
-    failed = [LOST, causes.Cause("LookupError", "bug", 6, 3)]
+    failed = [LOST, root_cause.Cause("LookupError", "bug", 6, 3)]
     assert hang_report.standing(phases, failed, {0, 1, 2, 4}, 30) == [
         [0, "waited in", "step 3"],
         [1, "stood still in", "step 2"],

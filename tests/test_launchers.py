@@ -417,7 +417,7 @@ BY_ITSELF = ["lost", "usage", "bug", "code75", "kill"]
     + [pytest.param("torchrun", action, marks=LONG) for action in BY_TORCHRUN],
     indirect=["folder"],
 )
-def test_first_cause_is_the_last_line(folder, action):
+def test_root_cause_is_the_last_line(folder, action):
     cause = CAUSES[action]
     folder.plan(action)
     earlier = "[CPU 0] Stopped on SIGTERM, in an earlier run\n"  # which had code 75, not this one

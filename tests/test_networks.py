@@ -214,7 +214,7 @@ def test_interface_that_one_node_lacks_fails_on_both_at_once(folder):
         assert len(errors(run)) == 1
         assert [r["RUN_NAME"] for r in reports(run)] == ["two"]
     log = folder.path / "logs" / "series" / "lacking" / "node0.log"
-    assert text in log.read_text()  # the first cause, where compare_logs.py looks for it
+    assert text in log.read_text()  # the root cause, where compare_logs.py looks for it
 
 
 @LONG

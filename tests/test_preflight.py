@@ -21,7 +21,7 @@ import pytest
 
 import preflight
 import test_networks as networks
-from launcher import rendezvous as meetings
+from launcher import rendezvous
 from support.nodes import NamespacePair
 from support.processes import LONG, ROOT, Run, Started, free_port, long, require
 
@@ -209,10 +209,10 @@ class Quiet:
     say = staticmethod(lambda text: None)
 
 
-def supervisor(rank: int, port: int, last: int = 0) -> meetings.Meeting:
+def supervisor(rank: int, port: int, last: int = 0) -> rendezvous.Rendezvous:
     settings = {"NNODES": 2, "RESTARTS": last, "PROBE": 0}
     node = {"node_rank": rank, "host": f"node{rank}", "settings": settings}
-    return meetings.Meeting("127.0.0.1", port, node, last, Quiet.say)
+    return rendezvous.Rendezvous("127.0.0.1", port, node, last, Quiet.say)
 
 
 def in_background(work) -> threading.Thread:
@@ -233,13 +233,13 @@ def test_launcher_of_node_1_that_is_started_anew_finds_the_supervisor(one_machin
     port = free_port()
     node_0 = supervisor(0, port, last=3)
     plans = []
-    waiting = in_background(lambda: plans.append(node_0.agree(meetings.Plan(start=2), 15)))
+    waiting = in_background(lambda: plans.append(node_0.agree(rendezvous.Plan(start=2), 15)))
     guest = preflight.Preflight(options(1, port, starts=4), [], Quiet)
     with pytest.raises(preflight.NodeZeroIsFurther):
-        guest.agree(meetings.Plan(), 15)
+        guest.agree(rendezvous.Plan(), 15)
     assert not plans  # it has not been taken for node 1's supervisor
     node_1 = supervisor(1, port, last=3)
-    assert node_1.agree(meetings.Plan(), 15).start == 2
+    assert node_1.agree(rendezvous.Plan(), 15).start == 2
     waiting.join(15)
     assert plans[0].start == 2
     node_0.close()
@@ -250,13 +250,13 @@ def test_launcher_of_node_0_that_is_started_anew_lets_the_supervisor_come_again(
     """Node 1's supervisor, at start 2, meets the preflight of node 0 and then its supervisor."""
     port, plans, guest = free_port(), [], supervisor(1, free_port(), last=3)
     guest.port = port
-    waiting = in_background(lambda: plans.append(guest.agree(meetings.Plan(start=2), 30)))
+    waiting = in_background(lambda: plans.append(guest.agree(rendezvous.Plan(start=2), 30)))
     first = preflight.Preflight(options(0, port, starts=4), [], Quiet)
-    first.agree(meetings.Plan(), 15)
+    first.agree(rendezvous.Plan(), 15)
     first.close()
     assert not plans
     node_0 = supervisor(0, port, last=3)
-    node_0.agree(meetings.Plan(), 15)
+    node_0.agree(rendezvous.Plan(), 15)
     waiting.join(15)
     assert plans[0].start == 0
     node_0.close()
@@ -366,7 +366,7 @@ def test_machine_that_tells_nothing_gives_no_line(machine, monkeypatch):
 def test_own_name_that_is_loopback_counts_where_no_interface_was_found(monkeypatch):
     monkeypatch.setattr(preflight.socket, "gethostname", lambda: "localhost")
     (line,) = preflight.check_host_name("")
-    assert line.startswith("the own host name localhost is a loopback address here")
+    assert line.startswith("this node's own name localhost is a loopback address here")
     assert preflight.check_host_name("eth0") == []
 
 

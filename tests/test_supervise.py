@@ -21,8 +21,7 @@ from pathlib import Path
 import pytest
 
 import supervise
-from launcher import rendezvous as meetings
-from launcher import root_cause as causes
+from launcher import rendezvous, root_cause
 from launcher.counters import size
 from launcher.torchrun_command import Command
 from support.processes import LONG, ROOT, free_port, wait_until
@@ -161,7 +160,7 @@ def test_sizes_for_people(count, text):
     assert size(count) == text
 
 
-# --- The first cause -------------------------------------------------------------------------
+# --- The root cause -------------------------------------------------------------------------
 
 
 def write_error(folder: Path, rank: int, message: object) -> Path:
@@ -196,25 +195,27 @@ KINDS = {
 
 
 @pytest.mark.parametrize("first", range(len(KINDS)))
-def test_first_cause_is_the_kind_that_causes_the_others(tmp_path, first):
-    """Whatever their times: each kind here is earlier than those that it causes."""
-    kinds, facts = list(KINDS)[first:], causes.Facts()
+def test_root_cause_is_the_kind_that_causes_the_others(tmp_path, first):
+    """Whatever their times: each kind here is earlier than those that it root_cause."""
+    kinds, facts = list(KINDS)[first:], root_cause.OutputReader()
     for line in ["[CPU 0] some output", *(REPORT.splitlines() if first == 0 else [])]:
         facts.read(line)
     for rank, kind in enumerate(kinds):
         if kind != "killed":
             write_error(tmp_path, rank, KINDS[kind])
-    found = causes.first_cause("torchrun", 1, causes.recorded_causes(tmp_path, 0), facts, False)
+    found = root_cause.find_root_cause(
+        "torchrun", 1, root_cause.recorded_causes(tmp_path, 0), facts, False
+    )
     assert found.kind == kinds[0]
     text = KINDS[found.kind]["message"] if first else "rank 1 was ended by signal 9"
     assert found.text == text
 
 
-def test_first_cause_of_one_kind_is_the_earliest(tmp_path):
+def test_root_cause_of_one_kind_is_the_earliest(tmp_path):
     for rank, when in enumerate((3.5, 3.25, 3.75)):
         write_error(tmp_path, rank, about(f"rank {rank}", kind="lost", timestamp=when))
-    found = causes.first_cause(
-        "torchrun", 1, causes.recorded_causes(tmp_path, 0), causes.Facts(), False
+    found = root_cause.find_root_cause(
+        "torchrun", 1, root_cause.recorded_causes(tmp_path, 0), root_cause.OutputReader(), False
     )
     assert found.text == "rank 1"
 
@@ -228,7 +229,7 @@ def test_error_files_of_others_are_read_or_left_out(tmp_path):
     write_error(tmp_path, 5, '{"message": "a bare text"}')
     old = write_error(tmp_path, 6, about("of an earlier start", kind="user"))
     os.utime(old, (5, 5))
-    found = causes.recorded_causes(tmp_path, 10)
+    found = root_cause.recorded_causes(tmp_path, 10)
     assert {(cause.text, cause.kind) for cause in found} == {
         ("RuntimeError: of @record", "bug"),
         ("a bare text", "bug"),
@@ -238,9 +239,15 @@ def test_error_files_of_others_are_read_or_left_out(tmp_path):
 def test_signal_that_was_passed_on_is_no_failure_whatever_else_failed(tmp_path):
     write_error(tmp_path, 0, KINDS["asked"])
     write_error(tmp_path, 1, KINDS["bug"])
-    recorded = causes.recorded_causes(tmp_path, 0)
-    assert causes.first_cause("torchrun", 1, recorded, causes.Facts(), True).kind == "asked"
-    assert causes.first_cause("torchrun", 1, recorded, causes.Facts(), False).kind == "bug"
+    recorded = root_cause.recorded_causes(tmp_path, 0)
+    assert (
+        root_cause.find_root_cause("torchrun", 1, recorded, root_cause.OutputReader(), True).kind
+        == "asked"
+    )
+    assert (
+        root_cause.find_root_cause("torchrun", 1, recorded, root_cause.OutputReader(), False).kind
+        == "bug"
+    )
 
 
 WATCHDOG = (
@@ -269,11 +276,11 @@ NCCL_SAID = [
 @pytest.mark.parametrize("of_torchrun", [True, False])
 def test_what_nccl_and_cuda_said_before_signal_6(lines, cause, kind, of_torchrun):
     """The last line is torchrun's own here, or of a process that a signal has ended."""
-    facts = causes.Facts()
+    facts = root_cause.OutputReader()
     for line in [*lines, *(REPORT.replace("-9", "-6").splitlines() + ["====="]) * of_torchrun]:
         facts.read(line)
     name, code = ("torchrun", 1) if of_torchrun else ("python", -signal.SIGABRT)
-    found = causes.first_cause(name, code, [], facts, False)
+    found = root_cause.find_root_cause(name, code, [], facts, False)
     assert (found.text, found.kind) == (cause or lines[0], kind)
 
 
@@ -451,8 +458,8 @@ def test_signal_while_the_nodes_wait_for_each_other():
     for node_rank in (0, 1):
         node = Node(place, node_rank, seconds=20)
         time.sleep(0.3)
-        node.meeting.stopped = True
-        assert isinstance(node.end(), meetings.Stopped)
+        node.rendezvous.stopped = True
+        assert isinstance(node.end(), rendezvous.Stopped)
 
 
 # --- What is refused -------------------------------------------------------------------------
@@ -489,12 +496,12 @@ def test_torchruns_options_in_all_their_forms(tmp_path):
     command = Command([*words.split(), "train.py", "--nnodes=7"])
     assert (command.nnodes, command.node_rank, command.host, command.port) == (2, 1, "a", 29500)
     assert (command.script, command.arguments) == (["train.py"], ["--nnodes=7"])
-    at = command.at(meetings.Plan(start=3), None)
+    at = command.at(rendezvous.Plan(start=3), None)
     assert at == [*words.replace("29500", "29503").split(), "train.py", "--nnodes=7"]
     module = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1"]
     command = Command([*module, f"{ROOT}/train.py", "--data", "a b"])
     assert command.is_torchrun and not command.several and command.nnodes == 1
-    shown = command.shown(command.at(meetings.Plan(), None))
+    shown = command.shown(command.at(rendezvous.Plan(), None))
     assert shown.endswith("torchrun --nproc_per_node=1 train.py --data 'a b'")
     c10d = Command(["torchrun", "--nnodes=2", "--rdzv_backend=c10d", "train.py"])
     assert c10d.nnodes == 1 and c10d.several
@@ -512,13 +519,15 @@ class Node:
         self.said: list[str] = []
         settings = {"NNODES": nnodes, "RESTARTS": 3, "PROBE": 0} | more
         node = {"node_rank": node_rank, "host": f"host{node_rank}", "settings": settings}
-        self.meeting = meetings.Meeting(**place, node=node, last=last, say=self.said.append)
-        self.thread = threading.Thread(target=self._run, args=(plan or meetings.Plan(), seconds))
+        self.rendezvous = rendezvous.Rendezvous(
+            **place, node=node, last=last, say=self.said.append
+        )
+        self.thread = threading.Thread(target=self._run, args=(plan or rendezvous.Plan(), seconds))
         self.thread.start()
 
     def _run(self, plan, seconds) -> None:
         try:
-            self.result = self.meeting.agree(plan, seconds)
+            self.result = self.rendezvous.agree(plan, seconds)
         except Exception as error:
             self.result = error
 
@@ -540,7 +549,7 @@ def place():
 
 
 def test_nodes_meet_in_any_order_and_do_what_node_0_says(place):
-    plan = meetings.Plan(start=2, probe=True, restarts=1)
+    plan = rendezvous.Plan(start=2, probe=True, restarts=1)
     others = [Node(place, rank, nnodes=3) for rank in (2, 1)]
     time.sleep(0.3)
     first = Node(place, 0, plan=plan, nnodes=3)
@@ -559,7 +568,7 @@ def test_different_settings_end_all_nodes_in_one_line(place, name, value):
     ]
     lines = {str(node.end()) for node in nodes}
     theirs = f"{value} on node 2 (host2)"
-    assert all(isinstance(node.result, meetings.Refused) for node in nodes)
+    assert all(isinstance(node.result, rendezvous.Refused) for node in nodes)
     (line,) = lines
     assert line.startswith(f"{name} is ") and f" on node 0 (host0) but {theirs}" in line
 
@@ -571,11 +580,13 @@ def test_node_that_comes_after_a_difference_ends_with_the_same_line(place):
     begin = time.monotonic()
     nodes.append(Node(place, 1, nnodes=3))
     lines = {str(node.end()) for node in nodes}
-    assert time.monotonic() - begin < meetings.LATE / 2
+    assert time.monotonic() - begin < rendezvous.LATE / 2
     assert lines == {
         "PROBE is 0 on node 0 (host0) but 1 on node 2 (host2): give it the same value on all nodes"
     }
-    assert nodes[0].said[1] == "the nodes do not go together; up to 10 s more, to tell the others"
+    assert (
+        nodes[0].said[1] == "the nodes cannot start together; up to 10 s more, to tell the others"
+    )
 
 
 def test_node_rank_given_twice_ends_all_nodes_in_one_line(place):
@@ -605,8 +616,8 @@ def test_what_listens_silently_is_no_meeting(place):
     with socket.create_server(("", place["port"])):
         node = Node(place, 1, seconds=20)
         time.sleep(3)
-        first = Node(place, 0, plan=meetings.Plan(start=2))
-        assert node.end() == first.end() == meetings.Plan(start=2)
+        first = Node(place, 0, plan=rendezvous.Plan(start=2))
+        assert node.end() == first.end() == rendezvous.Plan(start=2)
         line = str(Node(place, 1, seconds=1, last=0).end())
     assert f"port {place['port']} is held by another program or an earlier start" in line
 
@@ -614,8 +625,8 @@ def test_what_listens_silently_is_no_meeting(place):
 @pytest.mark.parametrize("anew", [0, 1])
 def test_node_that_was_started_anew_finds_the_others(place, anew):
     """Its own first start, while the other one is at its fourth."""
-    plans = [meetings.Plan(start=3, restarts=3), meetings.Plan(start=3, restarts=3)]
-    plans[anew] = meetings.Plan()
+    plans = [rendezvous.Plan(start=3, restarts=3), rendezvous.Plan(start=3, restarts=3)]
+    plans[anew] = rendezvous.Plan()
     nodes = [Node(place, rank, plan=plans[rank]) for rank in (0, 1)]
     assert [node.end() for node in nodes] == [plans[0]] * 2
 
@@ -628,17 +639,17 @@ def test_strangers_disturb_no_meeting(place):
             stranger.sendall(text)
     silent = socket.create_connection(tuple(place.values()))
     node = Node(place, 1)
-    assert node.end() == first.end() == meetings.Plan()
+    assert node.end() == first.end() == rendezvous.Plan()
     silent.close()
 
 
 def test_node_that_leaves_may_come_again(place):
     first, left = Node(place, 0, nnodes=3), Node(place, 1, nnodes=3)
     time.sleep(0.5)
-    left.meeting.stopped = True
+    left.rendezvous.stopped = True
     left.end()
     others = [Node(place, rank, nnodes=3) for rank in (1, 2)]
-    assert [node.end() for node in (first, *others)] == [meetings.Plan()] * 3
+    assert [node.end() for node in (first, *others)] == [rendezvous.Plan()] * 3
 
 
 def test_port_that_is_taken_is_passed_over_but_for_the_first(place):
@@ -647,5 +658,5 @@ def test_port_that_is_taken_is_passed_over_but_for_the_first(place):
     port = place["port"]
     assert line.startswith(f"port {port} cannot be used on this node (Address already in use)")
     with socket.create_server(("", port + 1)):
-        first, node = Node(place, 0, plan=meetings.Plan(start=1)), Node(place, 1)
-        assert first.end() == node.end() == meetings.Plan(start=2)
+        first, node = Node(place, 0, plan=rendezvous.Plan(start=1)), Node(place, 1)
+        assert first.end() == node.end() == rendezvous.Plan(start=2)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from launcher.output import Output
 from launcher.process_tree import LIBC, PR_SET_PDEATHSIG
-from launcher.rendezvous import CONNECT_TIMEOUT, Meeting, Plan, Refused, Stopped, check_master
+from launcher.rendezvous import CONNECT_TIMEOUT, Plan, Refused, Rendezvous, Stopped, check_master
 
 SYS, PROC, DEV = Path("/sys"), Path("/proc"), Path("/dev")
 SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
@@ -155,7 +155,10 @@ def check_node(several: bool) -> tuple[list[str], list[str]]:
     if os.environ.get("NETWORK") == "infiniband":
         # Without an adapter's name NCCL chooses, and Gloo, over ib0, needs nothing of it.
         by_name = any(ports_of(name) or not (SYS / "class/net" / name).exists() for name in asked)
-        (errors if by_name else warnings).extend(check_infiniband())
+        if by_name:
+            errors += check_infiniband()
+        else:
+            warnings += check_infiniband()
         warnings += check_locked_memory()
     return (errors, warnings) if several else ([], errors + warnings)
 
@@ -176,7 +179,7 @@ def why_closed(address: str, port: int, seconds: float) -> str:
     return ""
 
 
-class Preflight(Meeting):
+class Preflight(Rendezvous):
     """The nodes' first meeting: each tells what it has found, and tries a port of the other's."""
 
     purpose = "preflight"
@@ -192,14 +195,16 @@ class Preflight(Meeting):
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         # Nobody takes what arrives: that the kernel has answered is enough.
-        self.door = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=4096)
+        self.listener = socket.create_server(
+            ("", 0), family=family, dualstack_ipv6=both, backlog=4096
+        )
         address, self.master = route_to(self.host)
         self.interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         if self.interface:
             address = interface_address(self.interface) or address
         else:
             self.interface = interface_of(address)
-        self.facts = {"port": self.door.getsockname()[1], "mtu": self.mtu()}
+        self.facts = {"port": self.listener.getsockname()[1], "mtu": self.mtu()}
         self.facts["address"] = "" if is_loopback(address) else address
         self.error = "; ".join(errors)  # of this node alone
         self.warnings: list[str] = []
@@ -271,7 +276,7 @@ def check_host_name(interface: str) -> list[str]:
     with contextlib.suppress(OSError):
         if all(is_loopback(info[4][0]) for info in socket.getaddrinfo(name, 0)):
             return [
-                f"the own host name {name} is a loopback address here (/etc/hosts), which Gloo "
+                f"this node's own name {name} is a loopback address here (/etc/hosts), which Gloo "
                 "would take: set GLOO_SOCKET_IFNAME to the interface that leads to the others"
             ]
     return []
@@ -310,7 +315,7 @@ def meet(options: argparse.Namespace, errors: list[str], output: Output) -> list
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, stop)
-    with contextlib.suppress(NodeZeroIsFurther), preflight.door:
+    with contextlib.suppress(NodeZeroIsFurther), preflight.listener:
         preflight.agree(Plan(), options.connect_timeout)
     preflight.close()
     if "GLOO_SOCKET_IFNAME" not in os.environ and preflight.interface:

@@ -246,7 +246,9 @@ def check_end(process):
     process.join()
     if code := process.exitcode:
         how = f"by signal {-code}" if code < 0 else f"with code {code}"
-        hint = " (9 is also how a system ends processes when it is out of memory)" * (code == -9)
+        hint = ""
+        if code == -9:
+            hint = " (9 is also how a system ends processes when it is out of memory)"
         raise Failure(f"a worker was ended {how}{hint}; start again: it goes on")
 
 
@@ -452,7 +454,9 @@ def duration(seconds):
     """'1h 2m 3s' for 3723 seconds."""
     minutes, s = divmod(round(seconds), 60)
     h, m = divmod(minutes, 60)
-    return f"{h}h " * (h > 0) + f"{m}m " * (minutes > 0) + f"{s}s"
+    if h:
+        return f"{h}h {m}m {s}s"
+    return f"{m}m {s}s" if m else f"{s}s"
 
 
 class Progress:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""For anyone who starts torchrun by hand: a log, the other nodes, restarts, the first cause.
+"""For anyone who starts torchrun by hand: a log, the other nodes, restarts, the root cause.
 
     python tools/supervise.py --log logs/run/node0.log --restarts 3 -- \\
         torchrun --nnodes=2 --node_rank=0 --rdzv_backend=static --rdzv_endpoint=10.0.0.1:29500 \\

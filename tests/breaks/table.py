@@ -223,8 +223,8 @@ BREAKS = [
         name="data-wait-of-a-whole-step",
         seen="What goes on between two steps counts as waiting for data, and so does a log line.",
         file=SCRIPT,
-        old="pairs = (waits, data), (own, averaged), (begin, end)",
-        new="pairs = (begin, data), (own, averaged), (begin, end)",
+        old='data = self.between(moments["waiting for data"], moments["data"])',
+        new='data = self.between(moments["begin"], moments["data"])',
         tests=("tests/test_demo.py::test_parts_of_a_step_are_told_by_its_moments",),
     ),
     Break(
@@ -246,13 +246,13 @@ BREAKS = [
     # --- What keeps a run alive: supervise.py and its parts --------------------------------------
     Break(
         name="earliest-error-first",
-        seen="The first cause is a rank that lost its peer, not the error that ended the peer.",
+        seen="The root cause is a rank that lost its peer, not the error that ended the peer.",
         file="tools/launcher/root_cause.py",
         old="key=lambda cause: (KINDS.index(cause.kind), cause.time)",
         new="key=lambda cause: (cause.time, KINDS.index(cause.kind))",
         tests=(
-            "tests/test_supervise.py::test_first_cause_is_the_kind_that_causes_the_others",
-            "tests/test_launchers.py::test_first_cause_is_the_last_line",
+            "tests/test_supervise.py::test_root_cause_is_the_kind_that_causes_the_others",
+            "tests/test_launchers.py::test_root_cause_is_the_last_line",
         ),
     ),
     Break(
@@ -316,8 +316,8 @@ BREAKS = [
         name="bond-beside-its-members",
         seen="A bond's bytes stand in the node's record twice: under its name and its members'.",
         file="tools/launcher/counters.py",
-        old='if not any(name in upper.get("members", ()) for upper in links.values())',
-        new='if not any(name in link.get("members", ()) for upper in links.values())',
+        old='if not any(name in upper.get("members", ()) for upper in entries.values())',
+        new='if not any(name in entry.get("members", ()) for upper in entries.values())',
         tests=("tests/test_counters.py::test_bond_stands_for_its_members",),
     ),
     Break(
@@ -347,7 +347,7 @@ BREAKS = [
     Break(
         name="slow-link-passes",
         seen="A link that runs at a tenth of its stated speed is not called slow.",
-        file="tools/analysis/verdict.py",
+        file="tools/common/thresholds.py",
         old="HEALTHY = 0.5 ",
         new="HEALTHY = 0.05 ",
         tests=("tests/test_compare_logs.py::test_bound_by_a_link_slower_than_stated",),

@@ -47,7 +47,7 @@ class Log:
     ours: bool = False  # False: the original demo's format
     torn: int = 0
     stop: str | None = None  # the last reason a rank gave for stopping
-    failed: str | None = None  # the first cause, where a launcher says that it failed
+    failed: str | None = None  # the root cause, where a launcher says that it failed
 
 
 def log_files(path):

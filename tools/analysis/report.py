@@ -34,7 +34,7 @@ def column(run, base, verdict):
     cells = {
         "status": run.status,
         "processes on nodes": run.processes and f"{run.processes} on {run.nodes or '?'}",
-        "wall time": run.wall_s and duration(run.wall_s) + "*" * run.attempted_again,
+        "wall time": run.wall_s and duration(run.wall_s) + ("*" if run.attempted_again else ""),
         f"against {base.name}": ratio and ("base" if run is base else against),
         "steps": run.steps and f"{run.steps:,}",
         "img/s, job": img_per_s and f"{img_per_s:,.1f}",
@@ -104,7 +104,8 @@ def report(result):
         to = f"{r['from']} -> {r['to']} at {rate(r['gbps'])}: predicted {ms(r['predicted_s'])}"
         lines.append(f"  {to}, measured {ms(r['measured_s'])} ({r['error']:+.0%})")
     if chosen := result["projected"]:
-        lines += [""] * bool(result["cross_checks"])
+        if result["cross_checks"]:
+            lines.append("")
         lines += [*projection_lines(chosen, result["projections"][chosen.name])]
     return "\n".join(lines).rstrip()
 

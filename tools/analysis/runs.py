@@ -161,7 +161,7 @@ def find_problems(run):
     """Every reason why this log is not that of a whole run."""
     log, problems = run.log, []
     if log.failed:
-        return [f"failed; first cause: {log.failed}"]
+        return [f"failed; root cause: {log.failed}"]
     if not log.ranks:
         return ["no line of the demo in it"]
     if log.ours and not run.record("Run"):

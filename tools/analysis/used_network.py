@@ -43,7 +43,8 @@ class UsedNetwork:
     @property
     def shown(self):
         """eth0 (ethernet); None where no interface is known to have carried it."""
-        names = ", ".join(self.names[:4]) + ", ..." * (len(self.names) > 4)
+        more = ["..."] if len(self.names) > 4 else []
+        names = ", ".join(self.names[:4] + more)
         kind = " of ".join(filter(None, [self.kind, " + ".join(self.members)]))
         kind += f" over {self.adapter}" if self.adapter else ""
         return f"{names} ({kind})" if kind else names or None

@@ -20,7 +20,7 @@ OURS = re.compile(r"\] (Run|Probe|Summary)(:| \{)|\d img/s")  # not in the origi
 # A launcher's own lines: its record, a start, and how it ended where it did not end well.
 LAUNCHER = re.compile(
     r"(?:^|\s)[\w./-]+\.(?:sh|py): (?:Node (?P<node>\{.*)|(?P<start>\d{4}-\d\d-\d\d [\d:]{8}) "
-    r"|failed\b.*; first cause:\s*(?P<cause>.*)|error: (?P<error>.+))"
+    r"|failed\b.*; root cause:\s*(?P<cause>.*)|error: (?P<error>.+))"
 )
 
 

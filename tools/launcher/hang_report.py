@@ -1,8 +1,8 @@
-"""Who is missing when an attempt fails: where the ranks stand, on this node and on the others.
+"""Who is missing when a start fails: where the ranks stand, on this node and on the others.
 
 Each rank keeps its phase ("step 12") in a file of the folder that DEMO_PHASES names, in memory:
-the script writes it, the supervisor reads it after a failure. The supervisors keep the connections
-of their meeting while the command runs. One whose part fails tells node 0, and node 0 all others;
+the script writes it, the supervisor reads it after a failure. While the command runs, supervisors
+keep the connections of their rendezvous. One whose part fails tells node 0, and node 0 all others;
 each says where its ranks stand, and node 0 makes one line of it, the same for all nodes: who stood
 still, who waited, and which node to look at.
 """
@@ -97,13 +97,16 @@ def describe_standing(ranks: dict[int, list[list]], silent: list[int], names: li
     for how in (*HOW[:2], "did not answer", "ended in"):
         if guilty := sorted(nodes.get(how, ())):
             several = ", ".join(names[node] for node in guilty[:SHOWN])
-            return f"{line}: look at {several}" + " and the link" * (how == "did not answer")
+            link = " and the link" if how == "did not answer" else ""
+            return f"{line}: look at {several}{link}"
     return line
 
 
 def numbers(ranks: list[int]) -> str:
-    shown, more = ", ".join(map(str, sorted(ranks)[:SHOWN])), len(ranks) - SHOWN
-    return f"rank{'s' * (len(ranks) > 1)} {shown}" + f" and {more} more" * (more > 0)
+    text = "rank " if len(ranks) == 1 else "ranks "
+    text += ", ".join(map(str, sorted(ranks)[:SHOWN]))
+    more = len(ranks) - SHOWN
+    return f"{text} and {more} more" if more > 0 else text
 
 
 class Nodes:
@@ -114,31 +117,37 @@ class Nodes:
     """
 
     def __init__(
-        self, links: dict[int, socket.socket], node_rank: int, names: list[str], timeout: float
+        self,
+        connections: dict[int, socket.socket],
+        node_rank: int,
+        names: list[str],
+        timeout: float,
     ) -> None:
-        self.links, self.node_rank, self.names = dict(links), node_rank, names
+        self.connections, self.node_rank, self.names = dict(connections), node_rank, names
         self.failed = False  # a node has said so, or its supervisor is gone
         self.ranks: dict[int, list[list]] = {}  # what nodes have answered
         self.done: set[int] = {node_rank}
         self.line: str | None = None
-        self.rest = dict.fromkeys(links, b"")
+        self.rest = dict.fromkeys(connections, b"")
         self.ready = selectors.DefaultSelector()
-        for node, link in self.links.items():
-            self.ready.register(link, selectors.EVENT_READ, node)
-            lost_after(link, timeout)
+        for node, connection in self.connections.items():
+            self.ready.register(connection, selectors.EVENT_READ, node)
+            lost_after(connection, timeout)
 
     def listen(self, seconds: float) -> None:
         """Takes what the others say within so many seconds."""
-        if not self.links:
+        if not self.connections:
             time.sleep(seconds)
             return
         for key, _ in self.ready.select(seconds):
             self._hear(key.data, key.fileobj)
 
-    def _hear(self, node: int, link: socket.socket) -> None:
+    def _hear(self, node: int, connection: socket.socket) -> None:
         text = b""
-        with contextlib.suppress(OSError):  # a link that is cut, or a supervisor that was killed
-            text = link.recv(65536)
+        with contextlib.suppress(
+            OSError
+        ):  # a connection that is cut, or a supervisor that was killed
+            text = connection.recv(65536)
         *lines, self.rest[node] = (self.rest[node] + text).split(b"\n")
         for line in lines:
             message = json.loads(line)
@@ -149,14 +158,14 @@ class Nodes:
             if "ranks" in message:
                 self.ranks[node] = message["ranks"]
         if not text:
-            self.ready.unregister(link)
-            self.links.pop(node).close()
+            self.ready.unregister(connection)
+            self.connections.pop(node).close()
             self.failed |= node not in self.done
 
     def tell(self, **message: object) -> None:
-        for link in self.links.values():
+        for connection in self.connections.values():
             with contextlib.suppress(OSError):
-                link.sendall(json.dumps(message).encode() + b"\n")
+                connection.sendall(json.dumps(message).encode() + b"\n")
 
     def settle(self, own: Callable[[], list[list]], over: Callable[[], bool]) -> str:
         """After a failure here or elsewhere: the line that says where all ranks stand.
@@ -172,7 +181,7 @@ class Nodes:
 
     def _collect(self) -> str:
         end = time.monotonic() + ANSWER
-        while not self.links.keys() <= self.ranks.keys() and time.monotonic() < end:
+        while not self.connections.keys() <= self.ranks.keys() and time.monotonic() < end:
             self.listen(0.1)
         nodes = range(len(self.names))
         silent = [n for n in nodes if n not in self.ranks and n not in self.done]
@@ -183,7 +192,7 @@ class Nodes:
     def _ask(self) -> str:
         self.tell(ranks=self.ranks[self.node_rank])
         end = time.monotonic() + ANSWER + NOTICE  # node 0 may be waiting for its own ranks
-        while self.links and self.line is None and time.monotonic() < end:
+        while self.connections and self.line is None and time.monotonic() < end:
             self.listen(0.1)
         if self.line is not None:
             return self.line
@@ -194,20 +203,20 @@ class Nodes:
         """Closes the connections; without `done` the others take it for a failure."""
         if done:
             self.tell(done=True)
-        for link in self.links.values():
-            link.close()
-        self.links.clear()
+        for connection in self.connections.values():
+            connection.close()
+        self.connections.clear()
         self.ready.close()
 
 
-def lost_after(link: socket.socket, seconds: float) -> None:
-    """The kernel asks now and then whether the other end is there: a cut link counts as closed.
+def lost_after(connection: socket.socket, seconds: float) -> None:
+    """The kernel asks now and then whether the other end is there; if not, it counts as closed.
 
-    Not before so many seconds: a link that comes back within the ranks' own --timeout is none.
+    Not before so many seconds: the ranks survive a link that comes back within their --timeout.
     """
     quarter = max(1, min(32767, math.ceil(seconds / 4)))  # as long as Linux takes it
-    link.settimeout(2)  # of a sender, if the link is cut
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.settimeout(2)  # of a sender, if the connection is cut
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", quarter), ("TCP_KEEPINTVL", quarter), ("TCP_KEEPCNT", 4)):
         if option := getattr(socket, name, None):  # not every system has them
-            link.setsockopt(socket.IPPROTO_TCP, option, value)
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)

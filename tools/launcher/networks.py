@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher starts this file
 
 from launcher.process_tree import LIBC, PR_SET_PDEATHSIG
-from launcher.rendezvous import Meeting, Plan, Refused, Stopped, check_master
+from launcher.rendezvous import Plan, Refused, Rendezvous, Stopped, check_master
 from launcher.supervisor import STOPPED
 from launcher.torchrun_command import timeout_of
 
@@ -82,15 +82,17 @@ class Series:
         named = " ".join(f"{label}={names}" for label, names in networks.items())
         settings = {"NNODES": int(os.environ["NNODES"]), "NETWORKS": named}
         node = {"node_rank": self.rank, "host": socket.gethostname(), "settings": settings}
-        self.meeting = Meeting(os.environ["MASTER_ADDR"].strip("[]"), self.port, node, 0, say)
+        self.rendezvous = Rendezvous(
+            os.environ["MASTER_ADDR"].strip("[]"), self.port, node, 0, say
+        )
         self.child: subprocess.Popen | None = None
         self.stopped = 0  # the first signal
 
     def run(self) -> int:
         """All networks, then the comparison; returns the exit code."""
-        check_master(self.meeting.host, self.rank)
-        self.meeting.agree(Plan(), self.patience)
-        self.meeting.close()
+        check_master(self.rendezvous.host, self.rank)
+        self.rendezvous.agree(Plan(), self.patience)
+        self.rendezvous.close()
         codes = []
         for n, label in enumerate(self.networks):
             codes.append(self.train(n, label))
@@ -128,7 +130,7 @@ class Series:
 
     def on_signal(self, number: int, _frame: object) -> None:
         self.stopped = self.stopped or number
-        self.meeting.stopped = True
+        self.rendezvous.stopped = True
         if self.child:
             self.child.send_signal(number)
 

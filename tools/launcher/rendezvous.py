@@ -1,6 +1,6 @@
-"""Where the supervisors of all nodes meet before each start: node 0 listens, the others come.
+"""How the supervisors of all nodes find each other before a start: node 0 listens, others come.
 
-Start k of a series is met at the endpoint's port + k, which torchrun then uses. Nobody has to know
+Start k of a series has it at the endpoint's port + k, which torchrun then uses. Nobody has to know
 k but node 0: the others look at all ports of the series, and one at which an earlier start has not
 ended yet does not greet them. So a launcher that was itself started anew finds the others.
 """
@@ -80,16 +80,16 @@ def why_not_own(found: list[tuple]) -> str:
 
 
 def nodes_of(heard: dict[socket.socket, bytes]) -> dict[socket.socket, dict]:
-    """What the nodes among the guests have said; others have found this port by chance."""
+    """What the nodes among those who came have said; others have found this port by chance."""
     nodes = {}
-    for guest, text in heard.items():
+    for peer, text in heard.items():
         with contextlib.suppress(ValueError, TypeError, KeyError):  # or not yet all of it
             node = json.loads(text)
-            nodes[guest] = node | {key: node[key] for key in ("node_rank", "host", "settings")}
+            nodes[peer] = node | {key: node[key] for key in ("node_rank", "host", "settings")}
     return nodes
 
 
-class Meeting:
+class Rendezvous:
     """One node's part in it. `settings` must be the same on all nodes; they end in one line."""
 
     def __init__(
@@ -102,7 +102,9 @@ class Meeting:
     ) -> None:
         self.host, self.port, self.node, self.last, self.say = host, port, node, last, say
         self.nnodes = node["settings"]["NNODES"]
-        self.links: dict[int, socket.socket] = {}  # after agree: node 0's to all, others' to 0
+        self.connections: dict[
+            int, socket.socket
+        ] = {}  # after agree: node 0's to all, others' to 0
         self.hosts = {node["node_rank"]: node["host"]}  # node 0 knows all of them
         self.stopped = False  # set by a signal
         self.began = self.told = 0.0
@@ -110,7 +112,7 @@ class Meeting:
     def agree(self, plan: Plan, seconds: int) -> Plan:
         """Returns node 0's plan when all nodes are there; Refused after so many seconds.
 
-        The connections stay open, for whoever wants them, until the next meeting.
+        The connections stay open, for whoever wants them, until the next rendezvous.
         """
         self.close()
         if self.node["node_rank"] == 0:
@@ -122,11 +124,11 @@ class Meeting:
         return Plan(**answer)
 
     def close(self) -> None:
-        for link in self.links.values():
-            link.close()
-        self.links = {}
+        for connection in self.connections.values():
+            connection.close()
+        self.connections = {}
 
-    # What a meeting for another purpose, such as preflight.py's, has of its own.
+    # What a rendezvous for another purpose, such as preflight.py's, has of its own.
     purpose = "start"
 
     def greeting(self) -> dict:
@@ -171,7 +173,7 @@ class Meeting:
         """Nodes that are just starting shall end with the same line, not wait for nobody."""
         end = time.monotonic() + LATE
         if len(nodes_of(heard)) < self.nnodes - 1:
-            self.say(f"the nodes do not go together; up to {LATE} s more, to tell the others")
+            self.say(f"the nodes cannot start together; up to {LATE} s more, to tell the others")
         while len(nodes_of(heard)) < self.nnodes - 1 and time.monotonic() < end:
             self._serve(server, ready, heard, end)
 
@@ -203,23 +205,23 @@ class Meeting:
 
     def _greet(self, server: socket.socket, ready, heard: dict, end: float) -> None:
         with contextlib.suppress(OSError):
-            guest, _ = server.accept()
+            peer, _ = server.accept()
             # Node 0 speaks first, because a torchrun that still holds a port would not.
             seconds = max(0, end - time.monotonic())
             greeting = {"node_0_waits": seconds} | self.greeting()
-            guest.sendall(json.dumps(greeting).encode() + b"\n")
-            ready.register(guest, selectors.EVENT_READ)
-            heard[guest] = b""
+            peer.sendall(json.dumps(greeting).encode() + b"\n")
+            ready.register(peer, selectors.EVENT_READ)
+            heard[peer] = b""
 
-    def _hear(self, guest: socket.socket, ready, heard: dict[socket.socket, bytes]) -> None:
+    def _hear(self, peer: socket.socket, ready, heard: dict[socket.socket, bytes]) -> None:
         text = b""
         with contextlib.suppress(OSError):
-            text = guest.recv(65536)
-        heard[guest] += text
+            text = peer.recv(65536)
+        heard[peer] += text
         if not text:  # it has left, and may come again
-            ready.unregister(guest)
-            del heard[guest]
-            guest.close()
+            ready.unregister(peer)
+            del heard[peer]
+            peer.close()
 
     def _answer(self, plan: Plan, heard: dict[socket.socket, bytes], waited: int) -> dict | None:
         """The plan once all nodes are there, an error for all of them, or nothing yet."""
@@ -252,17 +254,17 @@ class Meeting:
     def _tell(self, answer: dict, heard: dict[socket.socket, bytes]) -> None:
         if "error" not in answer:
             nodes = nodes_of(heard).items()
-            self.links = {
-                n["node_rank"]: guest for guest, n in nodes if n["node_rank"] in self.hosts
+            self.connections = {
+                n["node_rank"]: peer for peer, n in nodes if n["node_rank"] in self.hosts
             }
-        for guest in heard:
+        for peer in heard:
             with contextlib.suppress(OSError):
-                guest.settimeout(2)
-                guest.sendall(json.dumps(answer).encode() + b"\n")
-        for guest in heard.keys() - set(self.links.values()):
+                peer.settimeout(2)
+                peer.sendall(json.dumps(answer).encode() + b"\n")
+        for peer in heard.keys() - set(self.connections.values()):
             with contextlib.suppress(OSError):  # they close first: nothing lingers on the port
-                guest.recv(1)
-            guest.close()
+                peer.recv(1)
+            peer.close()
 
     # ---- The others
 
@@ -291,15 +293,15 @@ class Meeting:
         try:
             # Without a buffer: what node 0 says later is not taken with the answer.
             with node_0.makefile("rb", buffering=0) as stream:
-                answer = self._talk(port, node_0, stream)
+                answer = self._exchange(port, node_0, stream)
             if "error" not in answer:
-                self.links = {0: node_0}
+                self.connections = {0: node_0}
             return answer
         finally:
-            if not self.links:
+            if not self.connections:
                 node_0.close()
 
-    def _talk(self, port: int, node_0: socket.socket, stream) -> dict:
+    def _exchange(self, port: int, node_0: socket.socket, stream) -> dict:
         try:
             greeting = json.loads(stream.readline(1000))
             end = time.monotonic() + greeting["node_0_waits"] + LATE + 2

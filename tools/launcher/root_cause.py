@@ -49,7 +49,7 @@ def recorded_causes(folder: str | Path, since: float) -> list[Cause]:
     return found
 
 
-class Facts:
+class OutputReader:
     """What the output of one start says, beside the error files."""
 
     # torchrun's report of the ranks that failed, and its own messages.
@@ -127,11 +127,11 @@ def nccl_warnings(pattern: str, since: float) -> list[bytes]:
     return found[:WARNINGS]
 
 
-def first_cause(
+def find_root_cause(
     program: str,
     code: int,
     recorded: list[Cause],
-    facts: Facts,
+    said: OutputReader,
     passed_on: bool,
     given_up: str = "",
 ) -> Cause:
@@ -139,8 +139,8 @@ def first_cause(
 
     `given_up` says why the supervisor has killed it, which then is no cause.
     """
-    causes = [*recorded, *facts.killed, *facts.said]
-    if facts.asked and not recorded:  # as under srun, which gives no error files
+    causes = [*recorded, *said.killed, *said.said]
+    if said.asked and not recorded:  # as under srun, which gives no error files
         causes.append(Cause("", "asked"))
     for cause in causes:
         if passed_on and cause.kind == "asked":
@@ -151,4 +151,4 @@ def first_cause(
         return Cause(f"{program} was ended by signal {-code}", "killed")
     if causes:
         return min(causes, key=lambda cause: (KINDS.index(cause.kind), cause.time))
-    return Cause(f"{program} ended with code {code}; its last line: {facts.last}", "unknown")
+    return Cause(f"{program} ended with code {code}; its last line: {said.last}", "unknown")

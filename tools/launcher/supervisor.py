@@ -19,8 +19,14 @@ from launcher import process_tree
 from launcher.counters import describe_traffic, difference, read_counters
 from launcher.hang_report import Nodes, phases_folder, read_phases, standing
 from launcher.output import Output
-from launcher.rendezvous import Meeting, Plan, Refused, check_master
-from launcher.root_cause import Cause, Facts, first_cause, nccl_warnings, recorded_causes
+from launcher.rendezvous import Plan, Refused, Rendezvous, check_master
+from launcher.root_cause import (
+    Cause,
+    OutputReader,
+    find_root_cause,
+    nccl_warnings,
+    recorded_causes,
+)
 from launcher.torchrun_command import Command, option, timeout_of
 
 STOPPED = 75  # as the script's: the same command goes on later
@@ -34,7 +40,7 @@ class Attempt:
     errors: str  # folder of the ranks' error files
     phases: str  # and of their phases
     began: float = field(default_factory=time.time)
-    facts: Facts = field(default_factory=Facts)
+    facts: OutputReader = field(default_factory=OutputReader)
 
 
 class Supervisor:
@@ -49,7 +55,7 @@ class Supervisor:
         node = {"node_rank": command.node_rank, "host": self.host, "settings": settings}
         last = options.restarts + settings["PROBE"]  # start of the series
         self.timeout = timeout_of(command.arguments)
-        self.meeting = Meeting(command.host.strip("[]"), command.port, node, last, self.say)
+        self.rendezvous = Rendezvous(command.host.strip("[]"), command.port, node, last, self.say)
         self.process: subprocess.Popen | None = None
         self.stopped = ""  # the name of the first signal
         self.starts, self.began, self.before = 0, time.time(), read_counters()
@@ -57,12 +63,12 @@ class Supervisor:
     def run(self) -> int:
         """Starts until there is nothing more to start; returns the exit code."""
         if self.command.nnodes > 1:
-            check_master(self.meeting.host, self.command.node_rank)
+            check_master(self.rendezvous.host, self.command.node_rank)
         self._keep_checkpoint()
         plan, reached = Plan(probe=bool(self.probe)), 0
         while True:
             if self.command.nnodes > 1:
-                plan = self.meeting.agree(plan, self._patience(plan))
+                plan = self.rendezvous.agree(plan, self._patience(plan))
             code, cause, facts = self._start(plan)
             self._say_repeated(plan, facts, reached)
             if code == 0 and plan.probe and not self.stopped:
@@ -93,7 +99,7 @@ class Supervisor:
             why = "is from an earlier run and not asked for with --resume"
             self.say(f"{path} {why}: kept under its name with the time added")
 
-    def _start(self, plan: Plan) -> tuple[int, Cause, Facts]:
+    def _start(self, plan: Plan) -> tuple[int, Cause, OutputReader]:
         """Runs the command to its end and ends what it has left behind."""
         words = self.command.at(plan, self.probe)
         self.say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.command.shown(words)}")
@@ -116,18 +122,18 @@ class Supervisor:
         warnings = nccl_warnings(os.environ.get("NCCL_DEBUG_FILE", ""), attempt.began)
         self.output.copy([line + b"\n" for line in warnings])
         program, passed_on = self.command.program, bool(self.stopped)
-        cause = first_cause(program, code, recorded, attempt.facts, passed_on, given_up)
+        cause = find_root_cause(program, code, recorded, attempt.facts, passed_on, given_up)
         if code and where not in ("", cause.text) and cause.kind not in ("user", "bug", "asked"):
             self.say(where)
         return code, cause, attempt.facts
 
     def _watch(self, attempt: Attempt) -> tuple[str, str]:
-        """Waits until nothing of the attempt is left; after a failure anywhere for GRACE seconds.
+        """Waits until nothing of the attempt is left; once it has failed anywhere, GRACE seconds.
 
         Returns where all ranks stood then, and why it was killed if it was.
         """
         names = [self._name(node) for node in range(self.command.nnodes)]
-        nodes = Nodes(self.meeting.links, self.command.node_rank, names, self.timeout)
+        nodes = Nodes(self.rendezvous.connections, self.command.node_rank, names, self.timeout)
         while self.process.poll() is None and not self._failed(attempt, nodes):
             nodes.listen(0.2)
         end, where, given_up = time.monotonic() + GRACE, "", ""
@@ -147,19 +153,21 @@ class Supervisor:
         return where, given_up
 
     def _name(self, node: int) -> str:
-        host = self.meeting.hosts.get(node, self.meeting.host if node == 0 else "")
+        host = self.rendezvous.hosts.get(node, self.rendezvous.host if node == 0 else "")
         return f"node {node} ({host})" if host else f"node {node}"
 
     def _failed(self, attempt: Attempt, nodes: Nodes) -> bool:
         """Whether it has failed here, or elsewhere; not while a signal makes the ranks stop.
 
         That a rank stands still alone is no failure: reading, compiling and validating take long.
-        Those that wait for it fail by themselves after --timeout, except while they meet: NCCL
+        Those that wait for it fail by themselves after --timeout, except at their rendezvous: NCCL
         has no time limit there.
         """
         phases = read_phases(attempt.phases).values()
-        meeting = [phase == "rendezvous" and seconds > self.timeout for phase, seconds in phases]
-        hang = bool(meeting) and all(meeting)
+        at_rendezvous = [
+            phase == "rendezvous" and seconds > self.timeout for phase, seconds in phases
+        ]
+        hang = bool(at_rendezvous) and all(at_rendezvous)
         return not self.stopped and (attempt.facts.closing or nodes.failed or hang)
 
     def _is_over(self, attempt: Attempt) -> bool:
@@ -195,7 +203,7 @@ class Supervisor:
             raise Refused(f"{words[0]} cannot be started ({error.strerror})") from None
         self.starts += 1
 
-    def _copy(self, pipe, facts: Facts) -> None:
+    def _copy(self, pipe, facts: OutputReader) -> None:
         """The command's output, by whole lines, until the last process that may write is gone."""
         rest, piece = b"", b"."
         while piece:
@@ -207,7 +215,7 @@ class Supervisor:
             for line in lines:
                 facts.read(line.decode(errors="replace"))
 
-    def _say_repeated(self, plan: Plan, facts: Facts, reached: int) -> None:
+    def _say_repeated(self, plan: Plan, facts: OutputReader, reached: int) -> None:
         """What the failure before this start has cost; only rank 0 says where it went on."""
         if plan.restarts and facts.start_step is not None:
             self.say(
@@ -231,7 +239,7 @@ class Supervisor:
         if plan.restarts:
             self.say(f"gave up after {plan.restarts} restarts")
         what = "failed in the probe of the link (PROBE=0: none)" if plan.probe else "failed"
-        self.say(f"{what}, see {self.options.log}; first cause:")
+        self.say(f"{what}, see {self.options.log}; root cause:")
         self.output.line(cause.text)
         return code
 
@@ -263,7 +271,7 @@ class Supervisor:
                 self.say("SIGINT again: killing the run")
             return
         self.stopped = name
-        self.meeting.stopped = True
+        self.rendezvous.stopped = True
         if self.process:
             self._pass_on(name)
             to = self.command.program

@@ -45,8 +45,9 @@ class Command:
         self.is_torchrun = module or Path(words[0]).name == "torchrun"
         self.program = "torchrun" if self.is_torchrun else Path(words[0]).name
         nnodes = option(self.launcher, "nnodes", "1")
-        one = nnodes == option(self.launcher, "nproc_per_node", "1") == "1"
-        self.several = not (self.is_torchrun and one)  # processes
+        per_node = option(self.launcher, "nproc_per_node", "1")
+        one_process = self.is_torchrun and nnodes == "1" and per_node == "1"
+        self.several = not one_process
         static = option(self.launcher, "rdzv_backend", "static") == "static"
         self.nnodes = int(nnodes) if self.is_torchrun and static and nnodes.isdigit() else 1
         self.endpoint = option(self.launcher, "rdzv_endpoint", "")
@@ -73,5 +74,6 @@ class Command:
         if words[1:3] == ["-m", "torch.distributed.run"]:
             words = ["torchrun", *words[3:]]
         words = [word.removeprefix(f"{ROOT}/") if word.endswith(".py") else word for word in words]
-        threads = os.environ.get("OMP_NUM_THREADS")
-        return f"OMP_NUM_THREADS={threads} " * bool(threads) + shlex.join(words)
+        if threads := os.environ.get("OMP_NUM_THREADS"):
+            return f"OMP_NUM_THREADS={threads} {shlex.join(words)}"
+        return shlex.join(words)
