@@ -67,7 +67,7 @@ other_user() {
 closed_home() { own_mounts closed_home env -u XDG_CACHE_HOME -u XDG_CONFIG_HOME HOME="$DEMO_ROW/home" "$@"; }
 cdpath() { env CDPATH="$DEMO_ROW/elsewhere:." "$@"; }
 locale() { env LC_ALL=C "$@"; }
-no_ipv6() { unshare --net bash "$ME" --inside no_ipv6 "$@"; }
+no_ipv6() { unshare --net --mount --propagation private bash "$ME" --inside no_ipv6 "$@"; }
 own_mounts() { unshare --mount --propagation private bash "$ME" --inside "$@"; }
 
 # What is changed first, where a condition has namespaces of its own.
@@ -81,6 +81,12 @@ inside() {
         ;;
     open_ways) open_ways ;;
     no_ipv6)
+        # What /sys shows is the network namespace in which it was mounted; cgroups go with it.
+        mkdir "$DEMO_ROW/cgroup"
+        mount --rbind /sys/fs/cgroup "$DEMO_ROW/cgroup"
+        mount -t sysfs sysfs /sys
+        mount --rbind "$DEMO_ROW/cgroup" /sys/fs/cgroup
+        umount --lazy "$DEMO_ROW/cgroup"
         ip link set lo up
         [ ! -e /proc/sys/net/ipv6 ] || sysctl -q -w net.ipv6.conf.all.disable_ipv6=1
         ;;

@@ -1,4 +1,4 @@
-"""What tools/compare_logs.py is made of, one floor above the other."""
+"""What tools/compare_logs.py is made of."""
 
 
 class UserError(Exception):

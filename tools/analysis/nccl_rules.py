@@ -1,6 +1,6 @@
 """What NCCL prints of networks and failures, what follows from it, and what to do.
 
-tests/support/nccl_formats.py has each message as the sources of NCCL, torch and RCCL have it.
+tests/nccl_formats.txt has each message as the sources of NCCL, torch and RCCL have it.
 """
 
 from __future__ import annotations
