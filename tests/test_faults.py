@@ -38,6 +38,7 @@ from support.processes import (
     LONG,
     ROOT,
     SCRIPT,
+    WITH_STAND_IN,
     Run,
     Started,
     demo_command,
@@ -299,9 +300,6 @@ def torchrun(argv: Sequence[object], nproc: int = 2, **options: Any) -> Started:
 
 
 LAUNCHER = ROOT / "launch_multinode.sh"
-STAND_IN = str(
-    ROOT / "tests" / "support" / "stand_in"
-)  # a PYTHONPATH with a torchrun that starts in no time
 
 
 def launched(
@@ -1214,7 +1212,7 @@ def test_resume_at_the_end_of_an_epoch_has_no_mean_loss_of_it(ranks, data, folde
 def test_restarts_give_up_with_the_root_cause(data, folder):
     """Under the stand-in; test_exception_on_one_rank_is_the_root_cause has a real torchrun."""
     launcher = broken_copy(folder, rank=0, after=1)
-    env = {"RESTARTS": "1", "PYTHONPATH": STAND_IN}
+    env = {"RESTARTS": "1", **WITH_STAND_IN}
     with launched(folder, [*data, "--timeout", 8], 1, launcher, **env) as run:
         ended = run.finish(180, expect=1)
     said(ended.output, r"restart 1 of 1 after: \[CPU 0\] LookupError: broken on purpose")
@@ -1228,7 +1226,7 @@ def test_killed_rank_is_started_again_and_nothing_is_lost(demo, data, folder):
     argv = [*data, "--max_steps", 4, "--checkpoint_every", 2]
     whole = demo.run([*FAST, *argv])
     launcher = broken_copy(folder, 0, 3, "run.args.resume or os.kill(os.getpid(), 9)")
-    env = {"RESTARTS": "1", "PYTHONPATH": STAND_IN}
+    env = {"RESTARTS": "1", **WITH_STAND_IN}
     with launched(folder, argv, 1, launcher, **env) as run:
         ended = run.finish(180)
     said(ended.output, "restart 1 of 1 after: rank 0 was ended by signal 9")

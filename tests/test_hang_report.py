@@ -26,7 +26,7 @@ import supervise
 import test_faults as faults
 from launcher import hang_report, root_cause
 from support.nodes import NamespacePair
-from support.processes import LONG, ROOT, Run, Started, write_program
+from support.processes import LONG, ROOT, WITH_STAND_IN, Run, Started
 
 TOOLS = ROOT / "tools"
 
@@ -41,43 +41,6 @@ import supervise
 from launcher import supervisor
 supervisor.GRACE = {GRACE}
 sys.exit(supervise.main())
-"""
-
-# As torchrun: starts the ranks; when one fails, ends the others, and gives them 30 s for it.
-TORCHRUN = """
-import os, signal, subprocess, sys, time
-from pathlib import Path
-words = dict(word.removeprefix("--").split("=") for word in sys.argv[1:5])
-nnodes, node = int(words["nnodes"]), int(words["node_rank"])
-nproc = int(words["nproc_per_node"])
-host, _, port = words["rdzv_endpoint"].rpartition(":")
-ranks = []
-for local in range(nproc):
-    folder = Path(os.environ["PET_LOG_DIR"], "none_x", "attempt_0", str(local))
-    folder.mkdir(parents=True)
-    env = dict(RANK=node * nproc + local, WORLD_SIZE=nnodes * nproc, MASTER_ADDR=host,
-               MASTER_PORT=port, TORCHELASTIC_ERROR_FILE=folder / "error.json")
-    env = os.environ | {name: str(value) for name, value in env.items()}
-    ranks.append(subprocess.Popen([sys.executable, *sys.argv[5:]], env=env))
-own = "W1122 08:34:31.000000 1 torch/distributed/elastic/multiprocessing/api.py:1]"
-while not any(rank.poll() for rank in ranks) and None in [rank.poll() for rank in ranks]:
-    time.sleep(0.05)
-if any(rank.poll() for rank in ranks):
-    left = [rank for rank in ranks if rank.poll() is None]
-    for rank in left:
-        print(own, "Sending process", rank.pid, "closing signal SIGTERM", flush=True)
-        rank.terminate()
-    end = time.monotonic() + 30
-    for rank in left:
-        try:
-            rank.wait(max(0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.kill()
-    print(own, "failed (exitcode: 1)", flush=True)
-    for number, rank in enumerate(ranks):
-        print(f"  rank      : {node * nproc + number} (local_rank: {number})")
-        print(f"  exitcode  : {rank.wait()} (pid: {rank.pid})", flush=True)
-    sys.exit(1)
 """
 
 # As the script: in each step all ranks wait for all, --timeout seconds at most.
@@ -152,15 +115,15 @@ class Place:
         self.runs: dict[int, Started] = {}
         self.hit_at = 0.0
         folder.mkdir()
-        write_program(folder / "torchrun", TORCHRUN)
         (folder / "train.py").write_text(SCRIPT)
 
     def start(self, node: int, *options: object, nproc=1, steps=ENDLESS, begin=0) -> None:
         line = [sys.executable, "-c", SUPERVISE, "--log", self.folder / f"node{node}.log"]
-        line += [*options, "--", "./torchrun", f"--nnodes={self.nnodes}", f"--node_rank={node}"]
+        line += [*options, "--", sys.executable, "-m", "torch.distributed.run"]
+        line += [f"--nnodes={self.nnodes}", f"--node_rank={node}", "--rdzv_backend=static"]
         line += [f"--rdzv_endpoint={self.nodes.addresses[0]}:29500", f"--nproc_per_node={nproc}"]
         line += ["train.py", "--timeout", TIMEOUT, steps, begin]
-        self.runs[node] = self.nodes.popen(node, line, cwd=self.folder)
+        self.runs[node] = self.nodes.popen(node, line, cwd=self.folder, env=WITH_STAND_IN)
 
     def training(self) -> None:
         for run in self.runs.values():

@@ -21,8 +21,9 @@ from pathlib import Path
 import pytest
 
 from support.cgroups import CGROUPS, make_cgroups
+from support.launcher_folder import LauncherFolder
 from support.nodes import NamespacePair
-from support.processes import LONG, ROOT, free_port, long, require, wait_until
+from support.processes import LONG, ROOT, WITH_STAND_IN, free_port, long, require, wait_until
 
 BOTH = pytest.mark.parametrize("folder", ["stand-in", *long("torchrun")], indirect=True)
 REAL = pytest.mark.parametrize("folder", long("torchrun"), indirect=True)
@@ -33,139 +34,15 @@ LAUNCHER_VARIABLES = re.compile(
     "CUDA_VISIBLE_DEVICES|VIRTUAL_ENV|CONDA_PREFIX|CDPATH|SUDO_(UID|GID)"
 )
 
-STAND_IN = """
-import json, os, signal, statistics, sys, time
-from pathlib import Path
-rank = int(os.environ["RANK"])
-world_size = int(os.environ["WORLD_SIZE"])
-names = [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "OMP_"))]
-report = {"rank": rank, "world_size": world_size, "argv": sys.argv[1:],
-          "port": os.environ["MASTER_PORT"], "node_rank": os.environ["GROUP_RANK"],
-          "script": Path(__file__).name, "env": {name: os.environ[name] for name in names}}
-sys.stdout.write("REPORT " + json.dumps(report) + "\\n")
-sys.stdout.flush()
-folder = Path(__file__).parent
-folder = folder.parent if folder.name == "tools" else folder
-plan = (folder / "plan").read_text().split()   # one word for each attempt
-def attempts(rank):
-    count = folder / f"attempts{rank}"
-    return len(count.read_text()) if count.exists() else 0
-attempt = attempts(rank)
-(folder / f"attempts{rank}").write_text("x" * (attempt + 1))
-action = plan[min(attempt, len(plan) - 1)]
 
-def end(text, kind, code):
-    # As the script does: a line, and the same in torchelastic's error file.
-    print(text + "\\n", end="", flush=True)  # in one piece, as the script does
-    about = {"kind": kind, "rank": rank, "timestamp": time.time()}
-    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(
-        json.dumps({"message": {"message": text, "extraInfo": about | {"py_callstack": text}}}))
-    (folder / "said").touch()
-    sys.exit(code)
-
-def wait_for_all():      # torchrun ends also the ranks that have not come so far when one fails
-    while any(attempts(other) <= attempt for other in range(world_size)):
-        time.sleep(0.02)
-
-def wait_for(name):
-    while not (folder / name).exists():
-        time.sleep(0.02)
-
-if action == "error":
-    if rank:
-        wait_for("said")
-    end(f"[CPU {rank}] ERROR: no such folder: /nowhere{rank}", "user", 1)
-if action == "lost":
-    wait_for_all()
-    end(f"[CPU {rank}] ERROR: in step 3: Connection closed by peer", "lost", 1)
-if action == "usage":
-    end("demo_coco_resnet18.py: error: argument --lr: invalid value; see --help", "user", 2)
-if action in ("bug", "traceback"):  # rank 1 sees rank 0 go, and says so first
-    if rank:
-        wait_for("raising")
-        end("[CPU 1] ERROR: in step 3: Connection closed by peer", "lost", 1)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if action == "traceback":  # takes longer on a busy machine than the launcher waits for ranks
-        from torch.distributed.elastic.multiprocessing.errors import record
-    (folder / "raising").touch()
-    time.sleep(0.3 * (world_size - 1))
-    if action == "bug":        # as the script does
-        end("[CPU 0] ValueError: a bug in the script", "bug", 1)
-    def main():
-        raise ValueError("a bug in the script")
-    record(main)()
-if action == "code75":     # as a rank does whose torchrun, or whose peer's, is gone
-    end(f"[CPU {rank}] Stopped on the end of its parent process | step 9 | exit code 75",
-        "stopped", 75)
-if action == "kill":
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-if action == "silent":
-    wait_for_all()
-    print("the last words", flush=True)
-    sys.exit(3)
-if action == "wait":       # until a signal, as the script does: save, say so, code 75
-    stopped = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: stopped.append(signal.Signals(number).name))
-    sys.stdout.write(f"[CPU {rank}] waiting {os.getpid()}\\n")
-    sys.stdout.flush()
-    while not stopped:
-        time.sleep(0.05)
-    time.sleep(0.5)
-    end(f"[CPU {rank}] Stopped on {stopped[0]} | step 12 | exit code 75", "asked", 75)
-if action == "hang":       # neither torchrun's end nor a signal ends it
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.stdout.write(f"[CPU {rank}] hanging {os.getpid()}\\n")
-    sys.stdout.flush()
-    time.sleep(120)
-if action == "send":       # node 1 sends to node 0 as fast as the link lets it
-    import socket
-    if rank == 0:
-        server = socket.create_server(("10.213.0.1", 29400))
-        connection = server.accept()[0]
-        size, marks = 0, []      # one every 2 MB; at the first of them the queue has filled
-        while data := connection.recv(1 << 20):
-            size += len(data)
-            if size > 2_000_000 * (len(marks) + 1):
-                marks.append((size, time.perf_counter()))
-        parts = zip(marks, marks[1:])    # in one or two of them the machine may do something else
-        rate = statistics.median(8e-6 * (b - a) / (t - s) for (a, s), (b, t) in parts)
-        mtu = Path("/sys/class/net/veth0/mtu").read_text().strip()
-        sys.stdout.write(f"RATE {rate:.2f} MTU {mtu}\\n")
-    else:
-        for _ in range(100):
-            try:
-                connection = socket.create_connection(("10.213.0.1", 29400))
-                break
-            except OSError:
-                time.sleep(0.1)
-        connection.sendall(bytes(30_000_000))
-        connection.close()
-"""
-
-
-class Folder:
-    """A copy of the launchers beside the stand-in, with its own logs."""
+class Folder(LauncherFolder):
+    """With its own logs, and torchrun or the stand-in for it."""
 
     def __init__(self, path, torchrun):
-        self.path = path
+        super().__init__(path)
         self.python = {"PYTHON": sys.executable}
         if torchrun == "stand-in":
-            self.python["PYTHONPATH"] = str(ROOT / "tests" / "support" / "stand_in")
-        shutil.copytree(
-            ROOT / "tools",
-            path / "tools",
-            ignore=shutil.ignore_patterns("__pycache__", "probe_link.py"),
-        )
-        for name in ("launch_single.sh", "launch_multinode.sh", "requirements.txt"):
-            shutil.copy(ROOT / name, path)
-        (path / "demo_coco_resnet18.py").write_text(STAND_IN)
-        self.plan("done")
-
-    def plan(self, *actions):
-        (self.path / "plan").write_text(" ".join(actions))
+            self.python |= WITH_STAND_IN
 
     def start(self, *command, **variables):
         environment = {

@@ -21,43 +21,12 @@ import pytest
 
 from launcher import networks as network_series
 from launcher.rendezvous import Refused
+from support.launcher_folder import LauncherFolder
 from support.nodes import NamespacePair, why_no_namespaces
-from support.processes import LONG, ROOT, Run, Started, require, start
+from support.processes import LONG, ROOT, WITH_STAND_IN, Run, Started, require, start
 
 TOOLS = ROOT / "tools"
 
-# In torch's place: `python -m torch.distributed.run` with static rendezvous, a process a node.
-TORCHRUN = """
-import os, sys
-at = next(n for n, word in enumerate(sys.argv) if n and word.endswith(".py"))
-given = dict(word[2:].split("=", 1) for word in sys.argv[1:at] if "=" in word)
-os.environ.update(RANK=given["node_rank"], MASTER_PORT=given["rdzv_endpoint"].rpartition(":")[2])
-os.execv(sys.executable, [sys.executable, *sys.argv[at:]])
-"""
-# In the script's place: says what it was given, and does what the file `plan` says of the network.
-SCRIPT = """
-import json, os, signal, sys, time
-from pathlib import Path
-names = ("MASTER_PORT", "IFNAME", "NETWORK", "RUN_NAME", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG",
-         "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE", "NETWORKS")
-report = {name: os.environ.get(name) for name in names} | {"argv": sys.argv[1:]}
-rank, file = os.environ["RANK"], Path(__file__)
-report |= {"rank": int(rank), "script": file.name}
-print("REPORT " + json.dumps(report), flush=True)
-plan = dict(word.split("=") for word in (file.parent / "plan").read_text().split())
-action = plan.get(os.environ.get("RUN_NAME"), "") if file.parent.name != "tools" else ""
-if action == "fail":
-    print(f"[CPU {rank}] ERROR: in step 3: Connection closed by peer", flush=True)
-    sys.exit(1)
-if action == "wait":
-    stopped = []
-    signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
-    print(f"[CPU {rank}] waiting", flush=True)
-    while not stopped:
-        time.sleep(0.05)
-    print(f"[CPU {rank}] Stopped on SIGTERM | step 12 | exit code 75", flush=True)
-    sys.exit(75)
-"""
 # In compare_logs.py's place, where the comparison itself is not the point.
 COMPARE = """
 import sys
@@ -67,29 +36,18 @@ print("COMPARED", *sys.argv[1:])
 """
 
 
-class Folder:
-    """A copy of the launchers with stand-ins for what they start."""
+class Folder(LauncherFolder):
+    """With stand-ins for two of the tools."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        ignored = shutil.ignore_patterns("__pycache__", "probe_link.py")
-        shutil.copytree(ROOT / "tools", path / "tools", ignore=ignored)
-        shutil.copy(ROOT / "launch_multinode.sh", path)
-        shutil.copy(ROOT / "requirements.txt", path)
-        (path / "demo_coco_resnet18.py").write_text(SCRIPT)
+        super().__init__(path)
         (path / "tools" / "compare_logs.py").write_text(COMPARE)
         (path / "tools" / "make_sample_coco.py").write_text("import sys; print('MADE', sys.argv)")
-        (path / "plan").touch()
-        package = path / "stand-in" / "torch"
-        (package / "distributed").mkdir(parents=True)
-        (package / "__init__.py").touch()
-        (package / "distributed" / "__init__.py").touch()
-        (package / "distributed" / "run.py").write_text(TORCHRUN)
 
     def env(self, node: int, variables: Mapping[str, object]) -> dict[str, str]:
         env = {"NNODES": 2, "NODE_RANK": node, "MASTER_ADDR": NamespacePair.addresses[0]}
         env |= {"RUN_NAME": "series", "CONNECT_TIMEOUT": 40, "GPUS_PER_NODE": 1}
-        env |= {"PYTHON": sys.executable, "PYTHONPATH": self.path / "stand-in", **variables}
+        env |= {"PYTHON": sys.executable, **WITH_STAND_IN, **variables}
         return {name: str(value) for name, value in env.items()}
 
     def start(self, nodes, *arguments: object, of_node=lambda _: {}, **variables: object) -> list:
@@ -140,7 +98,7 @@ def series(nodes, tmp_path_factory) -> tuple[Folder, list[Run]]:
     """Two networks, with a probe of each; its folder, and what each node has printed."""
     folder = Folder(tmp_path_factory.mktemp("series"))
     shutil.copy(folder.path / "demo_coco_resnet18.py", folder.path / "tools" / "probe_link.py")
-    variables = {"GPUS_PER_NODE": 2, "MASTER_PORT": 29600, "RESTARTS": 3, "DEMO_NOTE": NOTE}
+    variables = {"MASTER_PORT": 29600, "RESTARTS": 3, "DEMO_NOTE": NOTE}
     return folder, folder.run(nodes, "--lr", "0.1", "a b", NETWORKS=BOTH, **variables)
 
 
@@ -148,18 +106,18 @@ def test_each_network_has_its_run_its_ports_and_its_folder(series):
     folder, runs = series
     for node, run in enumerate(runs):
         found = reports(run)
-        assert [(r["RUN_NAME"], r["script"]) for r in found] == [
+        assert [(r["env"]["RUN_NAME"], r["script"]) for r in found] == [
             ("one", "probe_link.py"),
             ("one", "demo_coco_resnet18.py"),
             ("two", "probe_link.py"),
             ("two", "demo_coco_resnet18.py"),
         ]
         # Each start of each network at its own: probe, training, three restarts.
-        assert [int(r["MASTER_PORT"]) for r in found] == [29600, 29601, 29605, 29606]
+        assert [int(r["port"]) for r in found] == [29600, 29601, 29605, 29606]
         for report in found:
-            assert report["rank"] == node and report["NETWORKS"] is None
+            assert report["rank"] == node and "NETWORKS" not in report["env"]
             assert report["argv"][:3] == ["--lr", "0.1", "a b"]
-            assert (report["IFNAME"], report["NETWORK"]) == ("eth0", "ethernet")
+            assert (report["env"]["IFNAME"], report["env"]["NETWORK"]) == ("eth0", "ethernet")
         for label in ("one", "two"):
             log = folder.path / "logs" / "series" / label / f"node{node}.log"
             assert len(re.findall("REPORT", log.read_text())) == 2
@@ -188,10 +146,10 @@ def test_second_series_keeps_the_logs_of_the_first_apart(folder, nodes):
 
 @LONG
 def test_network_that_fails_does_not_end_the_series(folder, nodes):
-    (folder.path / "plan").write_text("one=fail")
+    folder.plan("one=lost")
     runs = folder.run(nodes, "x", NETWORKS=BOTH, expect=1)
     for run in runs:
-        assert [r["RUN_NAME"] for r in reports(run)] == ["one", "two"]
+        assert [r["env"]["RUN_NAME"] for r in reports(run)] == ["one", "two"]
         assert "networks.py: network one failed with code 1\n" in run.out
     assert "COMPARED one=logs/series/one two=logs/series/two" in runs[0].out
 
@@ -212,14 +170,14 @@ def test_interface_that_one_node_lacks_fails_on_both_at_once(folder):
     assert f"error: node 1 (node1): {text}" in errors(runs[0])[0]
     for run in runs:
         assert len(errors(run)) == 1
-        assert [r["RUN_NAME"] for r in reports(run)] == ["two"]
+        assert [r["env"]["RUN_NAME"] for r in reports(run)] == ["two"]
     log = folder.path / "logs" / "series" / "lacking" / "node0.log"
     assert text in log.read_text()  # the root cause, where compare_logs.py looks for it
 
 
 @LONG
 def test_signal_ends_the_series(folder, nodes):
-    (folder.path / "plan").write_text("one=wait")
+    folder.plan("one=wait")
     started = folder.start(nodes, "x", NETWORKS=BOTH)
     for one in started:
         one.wait_for(r"\] waiting")
@@ -227,13 +185,13 @@ def test_signal_ends_the_series(folder, nodes):
         one.signal(signal.SIGTERM)
     for one in started:
         run = one.finish(30, expect=75)
-        assert [r["RUN_NAME"] for r in reports(run)] == ["one"]
+        assert [r["env"]["RUN_NAME"] for r in reports(run)] == ["one"]
         assert "stopped in network one: what comes after is left out" in run.out
         assert "COMPARED" not in run.out
 
 
 def test_run_does_not_outlive_a_series_that_is_killed(folder, nodes):
-    (folder.path / "plan").write_text("one=wait")
+    folder.plan("one=wait")
     started = folder.start(nodes, "x", NETWORKS=BOTH)
     for one in started:
         one.wait_for(r"\] waiting")
@@ -353,23 +311,23 @@ def test_without_arguments_all_nodes_take_the_same_steps_on_a_sample(plain):
 
 def test_nccl_says_in_files_of_the_run_which_network_it_uses(plain):
     for node, run in enumerate(plain[1]):
-        (report,) = reports(run)
-        assert (report["NCCL_DEBUG"], report["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT,NET,ENV")
-        assert report["NCCL_DEBUG_FILE"] == f"logs/series/nccl.node{node}.%h.%p.log"
+        env = reports(run)[0]["env"]
+        assert (env["NCCL_DEBUG"], env["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT,NET,ENV")
+        assert env["NCCL_DEBUG_FILE"] == f"logs/series/nccl.node{node}.%h.%p.log"
 
 
 def test_interface_that_preflight_has_found_is_gloos(plain):
     for run in plain[1]:
-        assert reports(run)[0]["GLOO_SOCKET_IFNAME"] == "eth0"
+        assert reports(run)[0]["env"]["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 @LONG
 def test_users_own_interface_tells_the_kind_of_the_network_and_nccls_own_text_stays(folder, nodes):
     for run in folder.run(nodes, "x", IFNAME="eth0", NCCL_DEBUG_SUBSYS="ALL"):
-        (report,) = reports(run)
-        assert (report["NETWORK"], report["GLOO_SOCKET_IFNAME"]) == ("ethernet", "eth0")
-        assert (report["NCCL_DEBUG"], report["NCCL_DEBUG_FILE"]) == (None, None)
-        assert report["NCCL_DEBUG_SUBSYS"] == "ALL"
+        env = reports(run)[0]["env"]
+        assert (env["NETWORK"], env["GLOO_SOCKET_IFNAME"]) == ("ethernet", "eth0")
+        assert "NCCL_DEBUG" not in env and "NCCL_DEBUG_FILE" not in env
+        assert env["NCCL_DEBUG_SUBSYS"] == "ALL"
 
 
 # --- SLURM -----------------------------------------------------------------------------------
@@ -395,7 +353,7 @@ def test_srun_starts_the_series_on_all_nodes(slurm, folder):
     run = slurm.run(
         "srun", *command, env=env | {"NETWORKS": BOTH, "RUN_NAME": "series"}, cwd=folder.path
     )
-    assert sorted((r["rank"], r["RUN_NAME"]) for r in reports(run)) == [
+    assert sorted((r["rank"], r["env"]["RUN_NAME"]) for r in reports(run)) == [
         (0, "one"),
         (0, "two"),
         (1, "one"),
@@ -412,7 +370,7 @@ def two_nodes(
 ) -> Run:
     """The script of a folder that has tools/, to its end; no namespace of it stays."""
     require(not (why := why_no_namespaces()), why)
-    env = {"PYTHON": sys.executable, "PYTHONPATH": str(root / "stand-in"), **env}
+    env = {"PYTHON": sys.executable, **WITH_STAND_IN, **env}
     command = ["bash", root / "tools" / "two_nodes.sh", "--name", "series", *arguments]
     started = start(command, env=env, cwd=root)
     try:
@@ -432,15 +390,15 @@ def namespaces(started: Started) -> list[str]:
 @LONG
 def test_links_are_networks_of_that_name_on_both_nodes(folder):
     run = two_nodes(folder.path, "--links", "slow=100mbit,fast=unshaped", "--", "--lr", "1")
-    found = sorted(reports(run), key=lambda r: (r["rank"], r["MASTER_PORT"]))
-    assert [(r["rank"], r["RUN_NAME"], r["IFNAME"]) for r in found] == [
+    found = sorted(reports(run), key=lambda r: (r["rank"], int(r["port"])))
+    assert [(r["rank"], r["env"]["RUN_NAME"], r["env"]["IFNAME"]) for r in found] == [
         (0, "slow", "slow"),
         (0, "fast", "fast"),
         (1, "slow", "slow"),
         (1, "fast", "fast"),
     ]
     assert all(r["argv"] == ["--lr", "1"] for r in found)
-    assert all(r["GLOO_SOCKET_IFNAME"] == r["IFNAME"] for r in found)
+    assert all(r["env"]["GLOO_SOCKET_IFNAME"] == r["env"]["IFNAME"] for r in found)
     note = "Emulated: two network namespaces of one machine, joined by slow=100mbit,fast=unshaped"
     assert f"{note}\n\nCOMPARED slow=logs/series/slow fast=logs/series/fast" in run.out
 
@@ -472,7 +430,7 @@ def test_links_compare_two_real_runs(tmp_path, sample, plain):
     given = given.replace(f"{folder.path}/data/sample_coco", str(sample))
     given = re.sub(r"--max_steps \d+", "--max_steps 12", given).split()
     links = ["--links", "slow=1gbit,fast=unshaped", "--", *given]
-    env = {"LOG_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "tests" / "support" / "stand_in")}
+    env = {"LOG_DIR": str(tmp_path), **WITH_STAND_IN}
     run = two_nodes(ROOT, *links, timeout=300, **env)
     series = tmp_path / "series"
     report = (series / "compare.txt").read_text()

@@ -13,6 +13,7 @@ from support.datasets import data_args
 from support.processes import (
     LONG,
     ROOT,
+    WITH_STAND_IN,
     Run,
     assert_none_left,
     demo_command,
@@ -33,9 +34,6 @@ LONG_RUN = shlex.split(
     "--weights none --image_size 40 --batch_size 4 --num_epochs 20 --workers 1 --log_every 1"
 )
 LAUNCHER = ROOT / "launch_multinode.sh"
-STAND_IN = str(
-    ROOT / "tests" / "support" / "stand_in"
-)  # a PYTHONPATH with a torchrun that starts in no time
 
 # The batch script that README shows. Two things may stop the job early: its time limit, of which
 # SLURM warns this script (B:) by SIGUSR1, and preemption, of which it warns the tasks of srun by
@@ -133,13 +131,15 @@ def preempt(slurm, job_id: int) -> None:
 
 # So many steps, of some 0.1 s, that it is stopped in the middle: SLURM takes seconds to preempt.
 @pytest.mark.parametrize(
-    ("interrupt", "steps", "path"),
-    [(warn_of_time_limit, 30, STAND_IN), (preempt, 60, "")],
+    ("interrupt", "steps", "torchrun"),
+    [(warn_of_time_limit, 30, WITH_STAND_IN), (preempt, 60, {})],
     ids=["time limit", "preempted"],
 )
-def test_batch_job_is_requeued_and_finishes(idle_slurm, sample, tmp_path, interrupt, steps, path):
-    """Master, port, node count and node rank all come from SLURM. `path` has torchrun's stand-in
-    for one of the two.
+def test_batch_job_is_requeued_and_finishes(
+    idle_slurm, sample, tmp_path, interrupt, steps, torchrun
+):
+    """Master, port, node count and node rank all come from SLURM. One of the two has the stand-in
+    of torchrun.
     """
     script = tmp_path / "job.sh"
     script.write_text(BATCH_SCRIPT.replace("./launch_multinode.sh", str(LAUNCHER)))
@@ -150,7 +150,7 @@ def test_batch_job_is_requeued_and_finishes(idle_slurm, sample, tmp_path, interr
         return Run(["sbatch", str(script)], 0, out.read_text() if out.exists() else "", 0, test_id)
 
     env = {"SBATCH_OUTPUT": str(out), "GPUS_PER_NODE": "1", "RUN_NAME": f"test-{tmp_path.name}"}
-    env |= {"PYTHONPATH": path}
+    env |= torchrun
     job_id = idle_slurm.submit(
         script,
         *data_args(sample),

@@ -173,6 +173,10 @@ def assert_none_left(test_id: str, within: float = 5.0) -> None:
         time.sleep(0.1)
 
 
+# With these variables `python -m torch.distributed.run` is the stand-in, which starts in no time.
+WITH_STAND_IN = {"PYTHONPATH": str(ROOT / "tests" / "support" / "stand_in")}
+
+
 @dataclasses.dataclass
 class Run:
     """A run that ended. `out` holds stdout and, unless it was asked for in `err`, stderr;

@@ -16,6 +16,10 @@ import time
 from pathlib import Path
 
 GRACE = 30  # seconds from the first signal to SIGKILL, as torchrun has it
+CLOSING = (
+    "W1122 10:00:00.000 {own} torch/distributed/elastic/multiprocessing/api.py:1] "
+    "Sending process {pid} closing signal {name}"
+)
 FAILED = "E1122 10:00:00.000 {pid} torch/distributed/run.py:1] failed (exitcode: {code})"
 REPORT = "  rank      : {rank} (local_rank: {local})\n  exitcode  : {code} (pid: {pid})"
 
@@ -65,6 +69,8 @@ def end(ranks: list[subprocess.Popen], number: int) -> None:
     """Of the ranks that are left."""
     for rank in ranks:
         if rank.poll() is None:
+            name = signal.Signals(number).name
+            print(CLOSING.format(own=os.getpid(), pid=rank.pid, name=name), file=sys.stderr)
             rank.send_signal(number)
     deadline = time.monotonic() + GRACE
     for rank in ranks:
