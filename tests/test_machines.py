@@ -173,7 +173,7 @@ UNLIKE = {
     "old_cpu": lambda f: "avx2" in f["flags"] and f["isa"] == "AVX2",
     "odd_path": lambda f: f["folder"].endswith("/odd_path/a folder é"),
     "quota": lambda f: "cpu:/demo-machines." in f["cgroup"] or "::/demo-machines" in f["cgroup"],
-    "small_shm": lambda f: f["shm"] == 65536,
+    "small_shm": lambda f: f["shm"] == 1 << 20,
     "other_user": lambda f: f["user"] == 61234 and not f["name"] and f["home"],
     "closed_home": lambda f: not f["home"],
     "cdpath": lambda f: (f["cdpath"] or "").endswith("/cdpath/elsewhere:."),
