@@ -1,4 +1,4 @@
-"""The formats of tools/common/records.py, on what the real script, probe and supervisor have written."""
+"""The formats of tools/common/records.py, on what real script, probe and supervisor write."""
 
 from __future__ import annotations
 
