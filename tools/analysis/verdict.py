@@ -149,21 +149,16 @@ def say_carried(run):
     network = run.network
     if not network:
         return []
+    basis = f"by {network.basis}"
     if run.nodes == 1 and network.transport != "local" and network.gbps:
-        return [
-            f"Inside one node, over {network.shown}, by {network.basis}: {rate(network.gbps)}."
-        ]
+        return [f"Inside one node, over {network.shown}, {basis}: {rate(network.gbps)}."]
     if run.nodes == 1 or network.transport == "local":
         where = "Inside one node, through" if run.nodes == 1 else "Between nodes through"
-        basis = (
-            f"by {network.basis}"
-            if network.transport == "local"
-            else "as no counter of bytes moved"
-        )
+        if network.transport != "local":
+            basis = "as no counter of bytes moved"
         return [f"{where} NVLink, PCIe or memory, {basis}: no network is judged."]
     says = [text for text in [say_fallback(network)] if text]
     channels = get(get(network.finding, "channels", dict), "network", int)
-    basis = f"by {network.basis}"
     if channels and network.transport in ADAPTERS:
         direct = get(network.finding, "gpudirect", int)
         basis += f" (GPUDirect on {direct or 0} of {channels} connections)"
@@ -193,10 +188,9 @@ def delivered(run):
 
 def say_trouble(run):
     """What went wrong on the link, by the kernel's counters: sentences, none where nothing did."""
-    says, used = (
-        [],
-        [name for network in run.networks for name in [*network.names, network.adapter]],
-    )
+    says, used = [], []
+    for network in run.networks:
+        used += [*network.names, network.adapter]
     probed = objects(run.record("Probe"), "nodes")
     for when, nodes in (("during the probe", probed), ("during the run", run.log.nodes)):
         tcp = [get(node, "tcp", dict) for node in nodes]

@@ -23,7 +23,6 @@ LAUNCHER = re.compile(
     r"|failed\b.*; root cause:\s*(?P<cause>.*)|error: (?P<error>.+))"
 )
 
-
 # Fields of the records that no tool here reads, and why they are there.
 FOR_PEOPLE = {
     "Run": {
