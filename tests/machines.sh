@@ -82,7 +82,7 @@ inside() {
     open_ways) open_ways ;;
     no_ipv6)
         # What /sys shows is the network namespace in which it was mounted; cgroups go with it.
-        mkdir "$DEMO_ROW/cgroup"
+        mkdir -p "$DEMO_ROW/cgroup"
         mount --rbind /sys/fs/cgroup "$DEMO_ROW/cgroup"
         mount -t sysfs sysfs /sys
         mount --rbind "$DEMO_ROW/cgroup" /sys/fs/cgroup
