@@ -97,7 +97,7 @@ inside() {
 # is closed. What else lies beside them is hidden.
 open_ways() {
     local hold path folder n shut=()
-    hold=$(mktemp -d /tmp/demo-hold.XXXXXX)
+    hold=$(mktemp -d /tmp/demo-hold.XXXXXX) # not in TMPDIR, which may lie in one that is to be hidden
     while IFS= read -r path; do
         [ -z "$(closed_above "$path")" ] || shut+=("$path")
     done <<<"$OPEN"

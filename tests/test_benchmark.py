@@ -198,7 +198,7 @@ def test_losses_by_seed_with_their_spread(tmp_path):
             int((re.findall(r"--seed=(\d)", text) or ["0"])[-1]),
             3 + ("-prepared" in text),
         )
-        line = LINE.replace("Loss: 4.5", f"Loss: {loss + seed / 10}")
+        line = LINE.replace("Loss: 4.5000", f"Loss: {loss + seed / 10:.4f}")
         return "".join(line.format(rank, step, 0, 1) for rank in (0, 1) for step in range(4))
 
     bench = Noted(["loss", "--methods", "none,prepared", "--steps", "4"], tmp_path, answer)
@@ -443,7 +443,7 @@ def test_rounds_take_turns():
 
 
 LINE = (
-    "[CPU {}] Epoch 1 | Step {} | Loss: 4.5 | 9.9 img/s | data {:.1f} ms | step {:.1f} ms"
+    "[CPU {}] Epoch 1 | Step {} | Loss: 4.5000 | 9.9 img/s | data {:.1f} ms | step {:.1f} ms"
     " | ETA 1s\n"
 )
 STEPS = [(0, 1, 900, 1000), (0, 2, 50, 100), (1, 2, 7, 7000), (0, 3, 0, 100), (0, 4, 10, 400)]

@@ -55,6 +55,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from common.records import PREFIX, STEP
 from launcher.process_tree import adopt_orphans, descendants, kill
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,10 +66,6 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 FULL = 118_287  # images of train2017
 MOST_READ = 20000  # pictures: of a larger set not all are held in memory
 PICTURES = 96  # that are drawn; the names of a larger set link to them
-STEP = re.compile(
-    r"\[(?:GPU|CPU) (\d+)\] Epoch \d+ \| Step \d+ \| Loss: (\S+) \| \S+ img/s "
-    r"\| data (\S+) ms \| step (\S+) ms"
-)
 PEER = re.compile(r"Epoch: \[0\]\[ *\d+/\d+\]\s+Time +(\S+) \(")
 FOREIGN = re.compile(  # what a launcher or scheduler around this process says to its own ranks
     "(SLURM|SBATCH|OMPI|PMIX?|TORCHELASTIC|GROUP|ROLE|MASTER|NCCL|GLOO)_|(LOCAL_)?(RANK|WORLD"
@@ -219,7 +216,12 @@ def row(what, unit, demo, reference=None):
 
 def step_times(text, skip, count, rank="0"):
     """[(loss, ms waited for data, ms in all)] of a rank's steps after the first `skip`."""
-    found = [tuple(map(float, m[1:])) for m in STEP.findall(text) if m[0] == rank][skip:]
+    found = []
+    for line in text.splitlines():
+        by = PREFIX.search(line)
+        if by and by[2] == rank and (step := STEP.match(line, by.end())):
+            found.append(tuple(map(float, step.group(3, 5, 6))))
+    found = found[skip:]
     if len(found) < count:
         hint = "give more images, a smaller --batch_size or fewer --steps"
         raise Failure(f"{len(found)} steps after the warm-up, not {count}: {hint}")

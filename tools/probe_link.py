@@ -16,7 +16,7 @@ nccl-tests does, and a record for compare_logs.py, `[CPU 0] Probe {...}`:
     latency_ms        the median of the sizes up to 4 KB
     bandwidth_GBps    the slope between the two largest sizes, as algbw; null where it has none
     sizes             of each {bytes, ms, algbw_GBps, busbw_GBps}, rising
-    nodes             of each {host, interfaces, tcp, nccl}, as counters.py and nccl_log.py have
+    nodes             of each {host, interfaces, tcp, nccl}, as counters.py and nccl_text.py have
                       them; nccl is null without NCCL or its NCCL_DEBUG_FILE. An interface has
                       also wire_Gbps (of the busier direction)
 The bytes of an interface are those of the gradients' rounds, whoever sent them; errors and tcp are

@@ -1,6 +1,6 @@
 """Which network carried the probe's all-reduces on a node, and what to check where it was slow.
 
-From the `nodes` of a Probe record: NCCL's own word first (what tools/nccl_log.py found in its
+From the `nodes` of a Probe record: NCCL's own word first (what nccl_text.py found in its
 debug text), else the bytes that interfaces and adapters carried meanwhile. For compare_logs.py.
 """
 
@@ -26,7 +26,7 @@ class UsedNetwork:
     host: str
     transport: str  # infiniband, roce, efa, plugin, sockets, local (no network), or unknown
     basis: str  # what says so: NCCL's word, or byte counters
-    finding: dict = field(default_factory=dict)  # what tools/nccl_log.py says of NCCL's text
+    finding: dict = field(default_factory=dict)  # what nccl_text.py says of NCCL's text
     names: list = field(default_factory=list)  # of the interfaces or adapters
     kind: str = ""
     members: list = field(default_factory=list)  # of a bond

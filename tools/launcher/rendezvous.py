@@ -19,8 +19,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 LATE = 10  # seconds in which nodes that come after an error are told of it, too
-
-
 CONNECT_TIMEOUT = 300  # seconds to wait for the other nodes: the launcher's default
 
 
