@@ -717,22 +717,57 @@ def test_an_install_killed_at_any_moment_goes_on(checkout, uv_wheel, tool):
     assert len(names) >= 6, f"it was killed when {names} alone"
 
 
+def parts(checkout: Checkout) -> list[int]:
+    """How many files each required package has."""
+    return [len([*(site(checkout) / name).glob("part*.py")]) for name in REQUIRED.values()]
+
+
 @LONG
-def test_what_was_half_linked_is_linked_again(checkout, uv_wheel):
+@pytest.mark.parametrize("begun", ["before the metadata", "after it, as where links keep times"])
+def test_what_was_half_linked_is_linked_again(checkout, uv_wheel, begun):
     """As after a kill while uv links: a package's metadata is there, some of its files are not."""
     checkout.fill_wheels(20)
     shutil.copy(uv_wheel, checkout.wheels)
     assert checkout.run()[0] == 0
     (checkout.venv / "whole").write_text("pillow\n")
     (checkout.venv / "begun").touch()
-    os.utime(checkout.venv / "begun", (0, 0))
+    if begun == "before the metadata":
+        os.utime(checkout.venv / "begun", (0, 0))
     for part in (*(site(checkout) / "torch").glob("part1*.py"), site(checkout) / "PIL/part1.py"):
         part.unlink()
     (site(checkout) / "torchvision-99.dist-info/RECORD").unlink()
     code, _, err = checkout.run()
     assert code == 0, err
-    assert all(len([*(site(checkout) / m).glob("part*.py")]) == 20 for m in REQUIRED.values())
+    assert parts(checkout) == [20] * 5
     assert not (checkout.venv / "begun").exists() and not (checkout.venv / "lock").exists()
+
+
+@LONG
+def test_what_uv_left_half_is_installed_by_pip(checkout):
+    """uv fails amid its links: of one package all metadata is there, of another a part."""
+    checkout.fill_wheels(20)
+    half = """#!/bin/sh
+    [ "$1" = --version ] && exit 0
+    cd "${0%/bin/uv}"/lib/python3*/site-packages
+    for package in torch torchvision; do
+        info=$package-99.dist-info
+        mkdir "$package" "$info"
+        touch "$package/__init__.py"
+        printf 'Metadata-Version: 2.1\\nName: %s\\nVersion: 99\\n' "$package" >"$info/METADATA"
+    done
+    echo torch/__init__.py,, >torch-99.dist-info/RECORD
+    touch -d 2001-01-01 torch-99.dist-info # a link or a clone may keep its time
+    exit 1
+    """
+    uv = checkout.path / "half-uv"
+    uv.write_text(half)
+    uv.chmod(0o755)
+    # what pip would get stands in .venv as soon as there is one
+    checkout.replace("get_uv; then", f"cp '{uv}' \"$venv/bin/uv\" && get_uv; then")
+    code, out, err = checkout.run()
+    assert (code, out) == (0, checkout.own + "\n"), err
+    assert "uv is not used (see above): pip installs" in err
+    assert parts(checkout) == [20] * 5
 
 
 def test_a_signal_ends_what_it_started_and_leaves_no_lock(checkout):
