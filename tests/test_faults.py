@@ -846,10 +846,11 @@ def test_tiny_shared_memory_lowers_the_number_of_workers(ranks, data):
     assert ended.json_line("Run")["workers"] == 0 and len(ended.steps()) == 2
     line = r"^\[CPU 0\] WARNING: /dev/shm has .*: --workers 0 in place of 1; .*--shm-size=1g"
     assert len(re.findall(line, ended.out, re.MULTILINE)) == ended.out.count("WARNING") == 1
-    half = partial(small_shm, size="240k")  # enough for one process, but not for each of two
-    for nproc, warnings in ((1, 0), (2, 1)):
-        ended = ranks.run(argv, nproc, before=[half, end_after_arguments])
-        assert len(re.findall(line, ended.out, re.MULTILINE)) == warnings
+    # Enough for one process, but not for each of two; without a limit; closed to all who write.
+    for size, nproc, warnings in (("240k", 1, 0), ("240k", 2, 1), ("0", 1, 0), ("64m,ro", 1, 1)):
+        before = [partial(small_shm, size=size), end_after_arguments]
+        ended = ranks.run(argv, nproc, before=before)
+        assert len(re.findall(line, ended.out, re.MULTILINE)) == warnings, size
     ended = ranks.run([*argv, "--workers", 3], before=[tiny], expect=1)
     assert re.search("/dev/shm .* --shm-size=1g.* --workers 0", the_error(ended))
     ended = ranks.run([*argv, "--workers", 3], before=[less, end_after_arguments])
