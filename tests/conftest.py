@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,58 @@ def pytest_configure(config: pytest.Config) -> None:
         os.chmod(scratch.name, 0o711)  # tests that become another user go through it
         os.environ["TMPDIR"] = scratch.name
         config.add_cleanup(scratch.cleanup)
+
+
+# --- What a test starts of the real parts, told at the end of the output ----------------------
+
+REAL_PARTS = ("torchrun", "launcher", "namespaces", "SLURM")
+_started: set[str] = set()
+
+
+def _notice(event: str, values: tuple) -> None:
+    """Of each process that this one starts: which real part it is, by its command line."""
+    if event != "subprocess.Popen":
+        return
+    _, arguments, _, environ = values
+    command = " ".join(map(os.fsdecode, arguments))
+    python_path = (os.environ if environ is None else environ).get("PYTHONPATH", "")
+    if "stand_in" not in python_path:
+        if "torch.distributed.run" in command:
+            _started.add("torchrun")
+        elif re.search(r"(launch_single|launch_multinode)\.sh|supervise\.py", command):
+            _started.add("launcher")
+    if re.search(r"\b(netns|nsenter|unshare)\b", command):
+        _started.add("namespaces")
+    if re.search(r"\b(srun|sbatch|slurmctld)\b", command):
+        _started.add("SLURM")
+
+
+sys.addaudithook(_notice)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator:
+    report = yield
+    if call.when == "teardown":
+        report.user_properties += [("real part", part) for part in sorted(_started)]
+        _started.clear()
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Which tests have started torchrun, the launchers, namespaces or SLURM."""
+    found: dict[str, dict[str, list[str]]] = {part: {} for part in REAL_PARTS}
+    for report in terminalreporter.getreports("") + terminalreporter.getreports("passed"):
+        file, _, name = report.nodeid.partition("::")
+        for key, part in report.user_properties:
+            names = found[part].setdefault(Path(file).name, []) if key == "real part" else []
+            if name.partition("[")[0] not in names:
+                names.append(name.partition("[")[0])
+    terminalreporter.section("real parts that tests have started")
+    for part, files in found.items():
+        terminalreporter.write_line(f"{part}: {sum(map(len, files.values()))} tests")
+        for file in sorted(files):
+            terminalreporter.write_line(f"  {file}: {', '.join(sorted(files[file]))}")
 
 
 # These take the longest or wait the most: started last, one of them would run alone at the end.
