@@ -47,7 +47,7 @@ def _notice(event: str, values: tuple) -> None:
     _, arguments, _, environ = values
     command = " ".join(map(os.fsdecode, arguments))
     python_path = (os.environ if environ is None else environ).get("PYTHONPATH", "")
-    if "stand_in" not in python_path:
+    if "stand_in" not in python_path and "--help" not in command:
         if "torch.distributed.run" in command:
             _started.add("torchrun")
         elif re.search(r"(launch_single|launch_multinode)\.sh|supervise\.py", command):

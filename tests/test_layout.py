@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import socket
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+import preflight
 from launcher import rendezvous, supervisor, torchrun_command
+from support.forks import ForkServer, write
 from support.processes import ROOT
 
 TOOLS = ROOT / "tools"
@@ -85,6 +88,25 @@ def test_facts_of_which_the_script_or_the_launcher_has_a_copy():
     texts = script.read_text(), (TOOLS / "launcher/slurm.sh").read_text()
     ports = [re.search(r"\b(20000) \+ .* % \(?(\d+)", text).groups() for text in texts]
     assert ports == [("20000", "12000")] * 2
+
+
+def chosen_interfaces(demo, result, addresses):
+    """What the script takes for Gloo where each of the addresses is MASTER_ADDR."""
+    process, found = demo.Process(world_size=2, backend="gloo"), []
+    for address in addresses:
+        os.environ["MASTER_ADDR"] = address
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        demo.choose_interface(process)
+        found.append(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    write(result, found)
+
+
+def test_script_and_preflight_find_the_same_interface(demo: ForkServer):
+    own = [preflight.interface_address(name) for _, name in socket.if_nameindex()]
+    elsewhere = "203.0.113.1"  # of addresses for examples: by the default route, if there is one
+    addresses = ["127.0.0.1", elsewhere, *(address for address in own if "." in address)]
+    theirs = [preflight.interface_of(preflight.route_to(address)[0]) for address in addresses]
+    assert demo.run(call=chosen_interfaces, addresses=addresses).result() == theirs
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
