@@ -100,6 +100,7 @@ def test_kind_and_stated_speed_of_each_interface(tree):
     tree.adapter("mlx4_0", "InfiniBand", "56 Gb/sec (4X FDR)")
     tree.adapter("mlx4_0", "InfiniBand", "2.5 Gb/sec (1X SDR)", number=2)
     tree.adapter("mlx5_0", "Ethernet", "100 Gb/sec (4X EDR)")
+    tree.port("mlx5_1", rate="100 Gb/sec (4X EDR)")  # says nothing else: no guess
     found = tree.read()["interfaces"]
     assert {name: (link["kind"], link["speed_Gbps"]) for name, link in found.items()} == {
         "eth0": ("ethernet", 1),
@@ -111,34 +112,28 @@ def test_kind_and_stated_speed_of_each_interface(tree):
         "mlx4_0:1": ("infiniband", 56),
         "mlx4_0:2": ("infiniband", 2.5),
         "mlx5_0:1": ("roce", 100),
+        "mlx5_1:1": ("other", 100),
     }
     assert bytes_of(found["eth0"]) == (1000, 2000)
     assert bytes_of(found["mlx4_0:1"]) == (40, 80)  # words
+    assert bytes_of(found["mlx5_1:1"]) == (0, 0)
 
 
-@pytest.mark.parametrize("of_port", [True, False])
-def test_efa_counts_bytes_for_port_or_device(tree, of_port):
+@pytest.mark.parametrize(
+    ("layer", "kind", "of_port"),
+    [("Unknown", "efa", True), ("Unknown", "efa", False), ("Ethernet", "roce", True)],
+)
+def test_adapter_that_counts_bytes_for_port_or_device(tree, layer, kind, of_port):
     """Operations are told as well, and are not to be added."""
-    tree.port("efa_0", link_layer="Unknown", rate="100 Gb/sec (4X EDR)")
-    folder = tree.classes / "infiniband/efa_0"
+    device = "efa_0" if kind == "efa" else "bnxt_re0"
+    tree.port(device, link_layer=layer, rate="100 Gb/sec (4X EDR)")
+    folder = tree.classes / "infiniband" / device
     files = {"hw_counters__tx_bytes": 70, "hw_counters__rx_bytes": 80}
-    files |= {"hw_counters__send_bytes": 60, "hw_counters__rdma_write_bytes": 10}
+    if kind == "efa":
+        files |= {"hw_counters__send_bytes": 60, "hw_counters__rdma_write_bytes": 10}
     tree.write(folder / "ports/1" if of_port else folder, **files)
-    link = tree.read()["interfaces"]["efa_0:1"]
-    assert (link["kind"], link["speed_Gbps"], *bytes_of(link)) == ("efa", 100, 70, 80)
-
-
-def test_roce_that_counts_bytes_itself(tree):
-    files = {"hw_counters__tx_bytes": 70, "hw_counters__rx_bytes": 80}
-    tree.port("bnxt_re0", link_layer="Ethernet", **files)
-    link = tree.read()["interfaces"]["bnxt_re0:1"]
-    assert (link["kind"], *bytes_of(link)) == ("roce", 70, 80)
-
-
-def test_port_that_says_nothing_is_no_guess(tree):
-    tree.port("mlx5_0", rate="100 Gb/sec (4X EDR)")
-    link = tree.read()["interfaces"]["mlx5_0:1"]
-    assert (link["kind"], *bytes_of(link)) == ("other", 0, 0)
+    link = tree.read()["interfaces"][f"{device}:1"]
+    assert (link["kind"], link["speed_Gbps"], *bytes_of(link)) == (kind, 100, 70, 80)
 
 
 def test_counters_of_what_is_no_interface_are_zero(tree):
@@ -218,20 +213,10 @@ def test_difference_has_the_busiest_first_and_leaves_out_what_carried_nothing(tr
     tree.send("lo", 5, 5)
     tree.send("eth0", 3000, 500)
     tree.net("tun0")  # nobody knows what it had counted
-    assert difference(before, tree.read()) == {
-        "interfaces": [
-            {
-                "name": "eth0",
-                "kind": "ethernet",
-                "speed_Gbps": 10,
-                "tx_bytes": 3000,
-                "rx_bytes": 500,
-            },
-            {"name": "lo", "kind": "loopback", "speed_Gbps": None, "tx_bytes": 5, "rx_bytes": 5},
-        ]
-    }
-    (eth0, _) = difference(before, tree.read())["interfaces"]
-    assert type(eth0["tx_bytes"]) is int
+    lo = link("lo", "loopback", 5, 5, speed_Gbps=None)
+    found = difference(before, tree.read())
+    assert found == {"interfaces": [link("eth0", "ethernet", 3000, 500), lo]}
+    assert type(found["interfaces"][0]["tx_bytes"]) is int
 
 
 def test_counter_that_was_reset_counts_nothing(tree):
@@ -250,12 +235,16 @@ def test_ip_over_infiniband_is_known_with_its_adapter_and_counted_once(tree):
     before = tree.read()
     tree.send("ib1", 1_000_000, 1_000_000)
     tree.rdma("mlx4_0", 1_040_000, 1_040_000, number=2)
+    tree.grow("infiniband/mlx4_0/ports/2", counters__link_downed=1)
+    tree.grow("net/ib1", carrier_changes=2)
     (link,) = tree.carried(before).values()
     assert (link["name"], link["kind"], link["carrier"]) == ("ib1", "ipoib", "mlx4_0:2")
     assert bytes_of(link) == (1_000_000, 1_000_000)
     assert link["speed_Gbps"] == 56  # it states none itself
-    assert counters.describe_traffic({"interfaces": [link]}).endswith(
-        "on ib1 (ipoib over mlx4_0:2)"
+    assert link["errors"] == {"link_downed": 1, "carrier_changes": 2}
+    assert counters.describe_traffic({"interfaces": [link]}) == (
+        "sent 1 MB and received 1 MB on ib1 (ipoib over mlx4_0:2); "
+        "ib1: link_downed 1, carrier_changes 2"
     )
 
 
@@ -286,6 +275,14 @@ def test_roce_leaves_its_ethernet_interface_alone(tree):
     assert "carrier" not in found["eth0"]
 
 
+def counted(tree: Tree, sent: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """What counts of interfaces that sent and received so many bytes."""
+    before = tree.read()
+    for name, count in sent.items():
+        tree.send(name, count, count)
+    return {name: bytes_of(link) for name, link in tree.carried(before).items()}
+
+
 def bond(tree: Tree) -> None:
     tree.net("bond0", speed=20_000, bonding__slaves="eth0 eth1")
     tree.net("eth0", speed=10_000)
@@ -311,12 +308,7 @@ def test_vlan_on_a_bond_is_counted_once(tree):
     bond(tree)
     tree.net("bond0.7", speed=20_000)
     tree.above("bond0.7", "bond0")
-    before = tree.read()
-    tree.send("bond0.7", 800, 800)
-    tree.send("bond0", 1000, 1000)
-    tree.send("eth0", 500, 500)
-    tree.send("eth1", 500, 500)
-    found = {name: bytes_of(link) for name, link in tree.carried(before).items()}
+    found = counted(tree, {"bond0.7": 800, "bond0": 1000, "eth0": 500, "eth1": 500})
     assert found == {"bond0.7": (800, 800), "bond0": (200, 200)}
 
 
@@ -326,11 +318,7 @@ def test_bridge_and_its_ports_are_counted_once(tree):
     tree.net("eth0", speed=1000)
     tree.net("veth1", speed=10_000, ifindex=7, iflink=2)  # the other end is in a container
     tree.above("br0", "eth0", "veth1")
-    before = tree.read()
-    tree.send("br0", 900, 900)
-    tree.send("eth0", 1500, 1500)
-    tree.send("veth1", 600, 600)
-    found = {name: bytes_of(link) for name, link in tree.carried(before).items()}
+    found = counted(tree, {"br0": 900, "eth0": 1500, "veth1": 600})
     assert found == {"br0": (900, 900), "eth0": (600, 600)}
 
 
@@ -339,10 +327,7 @@ def test_veth_on_a_bridge_of_its_own_stays(tree):
     tree.net("docker0")
     tree.net("veth1", ifindex=7, iflink=2)
     tree.above("docker0", "veth1")
-    before = tree.read()
-    tree.send("docker0", 900, 900)
-    tree.send("veth1", 1500, 1500)
-    found = {name: bytes_of(link) for name, link in tree.carried(before).items()}
+    found = counted(tree, {"docker0": 900, "veth1": 1500})
     assert found == {"docker0": (900, 900), "veth1": (600, 600)}
 
 
@@ -404,18 +389,6 @@ def test_healthy_link_has_no_errors_and_no_word_of_them(tree):
 def test_tcp_is_left_out_where_the_kernel_does_not_tell(tree, text):
     tree.write(tree.root / "proc/net", snmp=text)
     assert tree.read()["tcp"] is None
-
-
-def test_errors_of_a_port_below_go_with_ip_over_infiniband(tree):
-    tree.adapter("mlx5_0", "InfiniBand", "100 Gb/sec (4X EDR)")
-    tree.ipoib("ib0", "mlx5_0")
-    before = tree.read()
-    tree.send("ib0", 1_000_000, 1_000_000)
-    tree.rdma("mlx5_0", 1_040_000, 1_040_000)
-    tree.grow("infiniband/mlx5_0/ports/1", counters__link_downed=1)
-    tree.grow("net/ib0", carrier_changes=2)
-    found = tree.carried(before)
-    assert found["ib0"]["errors"] == {"link_downed": 1, "carrier_changes": 2}
 
 
 # --- For people --------------------------------------------------------------------------------
