@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -243,13 +242,6 @@ def test_a_complete_sample_is_left_alone(sample):
     assert digests(sample) == before
 
 
-def test_a_damaged_sample_is_refused(tmp_path):
-    make(tmp_path / "coco", *FOUR)
-    next((tmp_path / "coco/train2017").iterdir()).unlink()
-    with pytest.raises(tool.Failure, match="not empty"):
-        make(tmp_path / "coco", *FOUR)
-
-
 def test_sample_that_another_process_makes_meanwhile(tmp_path, monkeypatch):
     """As two nodes that share a disk do."""
     make_sample = tool.make_sample
@@ -264,10 +256,14 @@ def test_sample_that_another_process_makes_meanwhile(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["coco"]
 
 
-def test_an_empty_folder_is_taken_and_other_data_is_not(tmp_path, monkeypatch):
+def test_an_empty_folder_is_taken_and_a_damaged_sample_or_other_data_is_not(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     make(tmp_path / "empty", *FOUR)
-    assert len(os.listdir(tmp_path / "empty/train2017")) == 4
+    pictures = [*(tmp_path / "empty/train2017").iterdir()]
+    assert len(pictures) == 4
+    pictures[0].unlink()
+    with pytest.raises(tool.Failure, match="not empty"):  # damaged
+        make(tmp_path / "empty", *FOUR)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/letter").write_text("mine")
     with pytest.raises(tool.Failure, match=f"{tmp_path / 'full'} is not empty"):
@@ -332,26 +328,18 @@ def test_no_write_permission(tmp_path):
     ],
 )
 def test_an_interrupted_make_leaves_no_out(tmp_path, number):
-    words = [sys.executable, str(TOOL), str(tmp_path / "coco"), "--images", "5000"]
-    words += ["--processes", "2"]  # which keep the pipes open as long as they are there
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True)
-    try:
-        deadline = time.monotonic() + 30
-        while not list(tmp_path.rglob("*.jpg")):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(number)
-        out, error = process.communicate(timeout=30)
-    finally:
-        process.kill()
-        process.wait()
-    assert not (tmp_path / "coco").exists() and out == ""
+    # Two processes keep the pipes open as long as they are there.
+    words = [sys.executable, TOOL, tmp_path / "coco", "--images", 5000, "--processes", 2]
+    with start(words, split=True) as started:
+        wait_until(lambda: list(tmp_path.rglob("*.jpg")), 30, "the first picture")
+        os.kill(started.pid, number)
+        code = -number if number == signal.SIGKILL else 128 + number
+        run = started.finish(30, expect=code)
+    assert not (tmp_path / "coco").exists() and run.out == ""
     if number == signal.SIGKILL:  # nobody can clean up then, but the name says what it is
         assert all(path.name.endswith(".unfinished") for path in tmp_path.iterdir())
     else:
-        assert process.returncode == 128 + number
-        assert len(error.splitlines()) == 1 and "stopped" in error
+        assert len(run.err.splitlines()) == 1 and "stopped" in run.err
         assert not list(tmp_path.iterdir())
 
 
