@@ -428,6 +428,11 @@ def test_cores_are_those_that_a_cgroup_leaves(tmp_path, case):
 
 
 def test_cores_in_a_real_cgroup():
+    def removed():
+        with contextlib.suppress(OSError):  # a process of it is ending
+            made.rmdir()
+        return not made.exists()
+
     command = ["bash", ROOT / "tools/launcher/cores.sh"]
     own = subprocess.run(command, capture_output=True, text=True)
     assert 1 <= int(own.stdout) <= len(os.sched_getaffinity(0))
@@ -448,9 +453,7 @@ def test_cores_in_a_real_cgroup():
     except OSError as error:
         require(False, f"no cgroup can be made here: {error}")
     finally:
-        while made.exists():
-            with contextlib.suppress(OSError):  # a process of it is ending
-                made.rmdir()
+        wait_until(removed, 10, "the end of a cgroup's processes")
 
 
 # Three networks of six starts each: 18 ports a job, and 666 jobs until they repeat.
