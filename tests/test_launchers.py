@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,67 +21,49 @@ import pytest
 
 from support.cgroups import CGROUPS, make_cgroups
 from support.launcher_folder import LauncherFolder
-from support.nodes import NamespacePair
-from support.processes import LONG, ROOT, WITH_STAND_IN, free_port, long, require, wait_until
+from support.nodes import NamespacePair, why_no_namespaces
+from support.processes import LONG, ROOT, WITH_STAND_IN, long, require, start, wait_until
+from test_networks import namespaces
 
 BOTH = pytest.mark.parametrize("folder", ["stand-in", *long("torchrun")], indirect=True)
 REAL = pytest.mark.parametrize("folder", long("torchrun"), indirect=True)
 # Of these a test sets what it needs; what the machine happens to have set must not disturb it.
 LAUNCHER_VARIABLES = re.compile(
     "(SLURM|NCCL|GLOO)_.*|NNODES|WORLD_SIZE|NODE_RANK|MASTER_ADDR|MASTER_PORT|GPUS_PER_NODE|GPUS|"
-    "RESTARTS|PROBE|CONNECT_TIMEOUT|NETWORK|IFNAME|LOG_DIR|RUN_NAME|OMP_NUM_THREADS|"
-    "CUDA_VISIBLE_DEVICES|VIRTUAL_ENV|CONDA_PREFIX|CDPATH|SUDO_(UID|GID)"
+    "RESTARTS|PROBE|CONNECT_TIMEOUT|NETWORK|IFNAME|LOG_DIR|RUN_NAME|"
+    "CONDA_PREFIX|CDPATH|SUDO_(UID|GID)"
 )
 
 
 class Folder(LauncherFolder):
-    """With its own logs, and torchrun or the stand-in for it."""
+    """With its own logs, programs that come first, and torchrun or the stand-in for it."""
 
     def __init__(self, path, torchrun):
         super().__init__(path)
-        self.python = {"PYTHON": sys.executable}
+        self.started = []
+        (path / "programs").mkdir()
+        programs = f"{path}/programs:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.env = {"PATH": programs, "PYTHON": sys.executable}
         if torchrun == "stand-in":
-            self.python |= WITH_STAND_IN
+            self.env |= WITH_STAND_IN
+
+    def program(self, name, text):
+        path = self.path / "programs" / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
 
     def start(self, *command, **variables):
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not LAUNCHER_VARIABLES.fullmatch(name)
-        }
-        environment.update(self.python)
-        environment.update({name: str(value) for name, value in variables.items()})
-        return subprocess.Popen(
-            ["bash", *map(str, command)],
-            cwd=self.path,
-            env=environment,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        unset = [name for name in os.environ if LAUNCHER_VARIABLES.fullmatch(name)]
+        unset += ["CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VIRTUAL_ENV"]
+        given = {name: str(value) for name, value in variables.items()}
+        env = dict.fromkeys(unset) | self.env | given
+        self.started.append(start(["bash", *command], env=env, cwd=self.path))
+        return self.started[-1]
 
-    def run(self, *command, timeout=60, **variables):
+    def run(self, *command, **variables):
         """Exit code and what came to the terminal. A process that outlives it is an error."""
-        process = self.start(*command, **variables)
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-        return process.returncode, output
-
-    def processes(self):
-        """Processes, other than this one, that were started in this folder and are still there."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if (
-                    str(self.path) in (path / "cmdline").read_text()
-                    and int(path.name) != os.getpid()
-                ):
-                    found.append(int(path.name))
-        return found
+        run = self.start(*command, **variables).finish(60, expect=None)
+        return run.returncode, run.out
 
     def log(self, name="*", node=0):
         (path,) = self.path.glob(f"logs/{name}/node{node}.log")
@@ -93,32 +74,22 @@ class Folder(LauncherFolder):
 def folder(tmp_path, request):
     made = Folder(tmp_path, torchrun=getattr(request, "param", "stand-in"))
     yield made
-    for process in made.processes():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+    for started in made.started:
+        started.kill()
 
 
 def reports(output):
     return [json.loads(line) for line in re.findall(r"REPORT (\{.*\})", output)]
 
 
-def read_until(process, pattern, seconds=40):
-    """The output up to the first line in which the pattern is found."""
-    lines = []
-    end = time.monotonic() + seconds
-    for line in process.stdout:
-        lines.append(line)
-        if re.search(pattern, line):
-            return "".join(lines)
-        assert time.monotonic() < end, "".join(lines)
-    raise AssertionError("ended: " + "".join(lines))
+def add_probe(folder):
+    shutil.copy(folder.path / "demo_coco_resnet18.py", folder.path / "tools/probe_link.py")
 
 
-def gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+def hanging(started):
+    """The process id of a rank that hangs, and that of its torchrun."""
+    rank = int(started.wait_for(r"\] hanging.* (\d+)$")[1])
+    return rank, int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 # ---- one machine
@@ -126,22 +97,21 @@ def gone(pid):
 
 @BOTH
 def test_arguments_reach_every_process_and_the_log_has_what_the_terminal_had(folder):
+    add_probe(folder)
     arguments = ["--coco_image_path", "a folder/it's", "", "*", "--lr=0.1"]
-    code, output = folder.run(
-        "launch_single.sh", *arguments, GPUS=2, OMP_NUM_THREADS=3, WORLD_SIZE=7, NODE_RANK=5
-    )
+    variables = {"GPUS": 2, "PROBE": 0, "OMP_NUM_THREADS": 3, "WORLD_SIZE": 7, "NODE_RANK": 5}
+    code, output = folder.run("launch_single.sh", *arguments, **variables)
     assert code == 0, output
     found = reports(output)
     assert sorted(report["rank"] for report in found) == [0, 1]
     for report in found:
-        assert report["argv"] == arguments
+        assert (report["argv"], report["script"]) == (arguments, "demo_coco_resnet18.py")
         assert report["world_size"] == 2
         assert report["env"]["OMP_NUM_THREADS"] == "3"
     assert "torchrun --standalone --nnodes=1 --nproc_per_node=2 demo_coco_resnet18.py --" in output
     assert folder.log() == output
-    assert (
-        "OMP_NUM_THREADS environment variable" not in output
-    )  # torchrun's own choice was not needed
+    # torchrun's own choice was not needed
+    assert "OMP_NUM_THREADS environment variable" not in output
 
 
 def stand_in_for_the_sample(folder, more=""):
@@ -201,7 +171,7 @@ def test_path_with_a_space_and_an_accent(tmp_path):
     """In a locale that knows no accent."""
     (tmp_path / "mein Gerät").mkdir()
     folder = Folder(tmp_path / "mein Gerät", torchrun="stand-in")
-    shutil.copy(folder.path / "demo_coco_resnet18.py", folder.path / "tools/probe_link.py")
+    add_probe(folder)
     variables = {"LOG_DIR": tmp_path / "meine Läufe", "RUN_NAME": "größer 2", "GPUS": 2}
     variables |= {"NETWORK": "ethernet", "IFNAME": "lo", "NCCL_NET": "IB"}  # which it remarks on
     code, output = folder.run("launch_single.sh", "ä b", LC_ALL="C", **variables)
@@ -209,22 +179,17 @@ def test_path_with_a_space_and_an_accent(tmp_path):
     found = reports(output)
     assert [r["script"] for r in found] == ["probe_link.py"] * 2 + ["demo_coco_resnet18.py"] * 2
     assert all(report["argv"] == ["ä b"] for report in found)
+    torchrun = "torchrun --standalone --nnodes=1 --nproc_per_node=2"
+    assert f"{torchrun} tools/probe_link.py 'ä b'\n" in output
     assert "demo_coco_resnet18.py 'ä b'\n" in output and "would set NCCL_NET=Socket" in output
     assert (tmp_path / "meine Läufe/größer 2/node0.log").read_text() == output
 
 
-def without_tools(folder):
-    """Variables for a start without tools/: the Python on the PATH has torch."""
-    shutil.rmtree(folder.path / "tools")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {"PATH": path, "PYTHON": ""}
-
-
 def test_without_tools_the_launchers_still_train(folder):
-    variables = without_tools(folder)
-    code, output = folder.run(
-        "launch_single.sh", "--lr", "1", NETWORK="ethernet", IFNAME="lo", **variables
-    )
+    shutil.rmtree(folder.path / "tools")
+    folder.env["PYTHON"] = ""  # the one on the PATH has torch
+    variables = {"NETWORK": "ethernet", "IFNAME": "lo"}
+    code, output = folder.run("launch_single.sh", "--lr", "1", **variables)
     assert code == 0, output
     (report,) = reports(output)
     assert report["argv"] == ["--lr", "1"] and report["env"]["GLOO_SOCKET_IFNAME"] == "lo"
@@ -233,23 +198,23 @@ def test_without_tools_the_launchers_still_train(folder):
         r"OMP_NUM_THREADS=\d+ torchrun --standalone .*demo_coco_resnet18.py --lr 1\n", output
     )
     assert not (folder.path / "logs").exists()
-    code, output = folder.run("launch_single.sh", **variables)
+    code, output = folder.run("launch_single.sh")
     assert code == 1
     assert "make_sample_coco.py, which is missing" in output
-    for setting in ({"RESTARTS": 1}, {"PROBE": 1}):
-        code, output = folder.run("launch_single.sh", "x", **variables, **setting)
+    for setting in ({"RESTARTS": 1}, {"PROBE": 1}, {"NETWORKS": "one=eth0 two=eth0"}):
+        code, output = folder.run("launch_single.sh", "x", **setting)
         assert code == 1 and not reports(output)
-        assert "error: tools/ is missing, and with it RESTARTS and PROBE=1" in output
+        assert "tools/ is missing, and with it RESTARTS and PROBE=1, and NETWORKS" in output
 
 
 @BOTH
 def test_without_tools_two_nodes_train(folder):
-    variables = without_tools(folder)
+    shutil.rmtree(folder.path / "tools")
     with NamespacePair() as nodes:
         started = []
         for node in (0, 1):
             env = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": nodes.addresses[0]}
-            env |= {"GPUS_PER_NODE": "2", "PATH": variables["PATH"], **folder.python}
+            env |= {"GPUS_PER_NODE": "2", **folder.env}
             command = ["bash", folder.path / "launch_multinode.sh", "x"]
             started.append(nodes.popen(node, command, env=env, cwd=folder.path))
         runs = [run.finish(60) for run in started]
@@ -259,23 +224,9 @@ def test_without_tools_two_nodes_train(folder):
         assert f"torchrun --nnodes=2 --node_rank={node} {address} --nproc_per_node=2" in run.out
 
 
-def test_probe_comes_before_a_training_with_several_processes(folder):
-    shutil.copy(folder.path / "demo_coco_resnet18.py", folder.path / "tools/probe_link.py")
-    code, output = folder.run("launch_single.sh", "x", GPUS=2)
-    assert code == 0, output
-    scripts = [report["script"] for report in reports(output)]
-    assert scripts == ["probe_link.py"] * 2 + ["demo_coco_resnet18.py"] * 2
-    assert "torchrun --standalone --nnodes=1 --nproc_per_node=2 tools/probe_link.py x\n" in output
-    code, output = folder.run("launch_single.sh", "x", GPUS=2, PROBE=0)
-    assert code == 0
-    assert {report["script"] for report in reports(output)} == {"demo_coco_resnet18.py"}
-
-
 CAUSES = {
     "error": r"\[CPU 0\] ERROR: no such folder: /nowhere0",
-    "lost": r"\[CPU \d\] ERROR: in step 3: Connection closed by peer",
     "usage": r"demo_coco_resnet18\.py: error: argument --lr: invalid value; see --help",
-    "bug": r"\[CPU 0\] ValueError: a bug in the script",
     "traceback": "ValueError: a bug in the script",
     "kill": "rank 0 was ended by signal 9",
     "code75": r"\[CPU \d\] Stopped on the end of its parent process .*",
@@ -284,13 +235,12 @@ CAUSES = {
 # By where the cause is found: in an error file, in torch's own of @record, in torchrun's report of
 # a signal, in the output. test_supervise.py has all kinds, without a launcher.
 BY_TORCHRUN = ["error", "traceback", "kill", "silent"]
-BY_ITSELF = ["lost", "usage", "bug", "code75", "kill"]
 
 
 @pytest.mark.parametrize(
     ("folder", "action"),
     [("stand-in", "error"), ("stand-in", "silent")]
-    + [pytest.param("stand-in", action, marks=LONG) for action in BY_ITSELF]
+    + [pytest.param("stand-in", action, marks=LONG) for action in ("usage", "code75")]
     + [pytest.param("torchrun", action, marks=LONG) for action in BY_TORCHRUN],
     indirect=["folder"],
 )
@@ -308,7 +258,6 @@ def test_root_cause_is_the_last_line(folder, action):
     assert re.fullmatch(cause, output.splitlines()[-1]), output
     assert re.fullmatch(cause, folder.log().splitlines()[-1])
     assert "restart 1" not in output
-    assert not folder.processes()
 
 
 # ---- restarts and signals
@@ -346,70 +295,41 @@ def test_restarts_leave_the_users_own_checkpoint_and_resume_alone(folder):
 
 @pytest.mark.parametrize(
     ("folder", "name"),
-    [("stand-in", "SIGTERM"), ("stand-in", "SIGUSR1")]
-    + [pytest.param("torchrun", "SIGUSR1", marks=LONG)],
+    [("stand-in", name) for name in ("SIGTERM", "SIGUSR1", "SIGINT")]
+    + [pytest.param("torchrun", name, marks=LONG) for name in ("SIGUSR1", "SIGINT")],
     indirect=["folder"],
 )
 def test_signal_is_passed_on_and_never_restarted(folder, name):
-    folder.plan("wait")
-    process = folder.start("launch_single.sh", "x", GPUS=2, RESTARTS=2)
-    read_until(process, r"\] waiting")
-    read_until(process, r"\] waiting")
-    process.send_signal(signal.Signals[name])
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 75, output
-    assert output.count(f"] Stopped on {name}") == 2
-    assert "restart 1" not in output
-    assert not folder.processes()
-
-
-@BOTH
-def test_ctrl_c_on_a_terminal_stops_it_once(folder):
     """A terminal sends SIGINT to the whole process group: launcher, tee and all."""
     folder.plan("wait")
-    environment = {**os.environ, **folder.python, "RUN_NAME": "tty"}
-    process = subprocess.Popen(
-        ["bash", "launch_single.sh", "x"],
-        cwd=folder.path,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    read_until(process, r"\] waiting")
-    os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 75, output
-    assert "] Stopped on SIGINT" in output
-    assert "] Stopped on SIGINT" in folder.log("tty")
+    started = folder.start("launch_single.sh", "x", GPUS=2, RESTARTS=2)
+    started.wait_for(r"(?s)\] waiting.*\] waiting")
+    (os.killpg if name == "SIGINT" else os.kill)(started.pid, signal.Signals[name])
+    output = started.finish(30, expect=75).out
+    assert output.count(f"] Stopped on {name}") == folder.log().count(f"] Stopped on {name}") == 2
+    assert "restart 1" not in output
 
 
 @REAL
 def test_orphans_of_a_killed_torchrun_are_ended_before_the_restart(folder):
     folder.plan("hang", "done")
-    process = folder.start("launch_single.sh", "x", RESTARTS=1)
-    orphan = int(read_until(process, r"\] hanging").split()[-1])
-    torchrun = int(Path(f"/proc/{orphan}/stat").read_text().rpartition(")")[2].split()[1])
+    started = folder.start("launch_single.sh", "x", RESTARTS=1)
+    orphan, torchrun = hanging(started)
     os.kill(torchrun, signal.SIGKILL)
-    output = read_until(process, "REPORT")
-    assert gone(orphan)
+    started.wait_for(r"(?s)\] hanging.*REPORT")
+    assert orphan not in started.pids()
+    output = started.finish(30).out
     assert "Killed" not in output  # bash's own report of it, with the whole command line
     assert "restart 1 of 1 after: torchrun was ended by signal 9" in output
-    process.communicate(timeout=30)
-    assert process.returncode == 0
 
 
 @BOTH
 def test_torchrun_does_not_outlive_its_launcher(folder):
     folder.plan("hang")
-    process = folder.start("launch_single.sh", "x")
-    rank = int(read_until(process, r"\] hanging").split()[-1])
-    torchrun = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
-    process.kill()
-    wait_until(lambda: gone(torchrun), 5, "the end of torchrun")
-    process.stdout.close()
-    process.wait()
+    started = folder.start("launch_single.sh", "x")
+    _, torchrun = hanging(started)
+    started.signal(signal.SIGKILL)
+    wait_until(lambda: torchrun not in started.pids(), 5, "the end of torchrun")
 
 
 # ---- several nodes: what is refused, and what it says
@@ -445,63 +365,33 @@ def test_torchrun_does_not_outlive_its_launcher(folder):
             {"NNODES": 2, "NODE_RANK": 0, "MASTER_ADDR": "192.0.2.1"},
             "'192.0.2.1' is not an address of this node",
         ),
-        pytest.param(
-            {"NNODES": 2, "NODE_RANK": 1, "MASTER_ADDR": "no.such.host.invalid"},
-            "'no.such.host.invalid' does not resolve",
-            marks=LONG,
-        ),
-        pytest.param(
-            {"NNODES": 2, "NODE_RANK": 1, "MASTER_ADDR": "127.0.1.1"},
-            "'127.0.1.1' is a loopback address",
-            marks=LONG,
-        ),
         (
             {"SLURM_JOB_ID": 7, "SLURM_PROCID": 0, "SLURM_NNODES": 2},
             "job 7 but not started by srun",
         ),
         (
-            {
-                "SLURM_JOB_ID": 7,
-                "SLURM_PROCID": 0,
-                "SLURM_STEP_ID": 0,
-                "SLURM_NNODES": 2,
-                "SLURM_NTASKS": 4,
-            },
+            dict.fromkeys(["SLURM_PROCID", "SLURM_STEP_ID"], 0)
+            | {"SLURM_JOB_ID": 7, "SLURM_NNODES": 2, "SLURM_NTASKS": 4},
             "srun started 4 tasks on 2 nodes",
         ),
+        ({"GPUS": 0}, "GPUS is '0'"),
+        ({"GPUS": "two"}, "GPUS is 'two'"),
+        ({"GPUS": "all"}, "all GPUs are asked for, but nvidia-smi finds none"),
     ],
 )
 def test_wrong_settings_are_refused_with_one_line(folder, variables, text):
+    folder.program("nvidia-smi", "exit 9")
     start = time.monotonic()
-    code, output = folder.run("launch_multinode.sh", "x", **variables)
+    launcher = "launch_single.sh" if "GPUS" in variables else "launch_multinode.sh"
+    code, output = folder.run(launcher, "x", **variables)
     assert code == 1
     errors = [line for line in output.splitlines() if "error:" in line]
     assert len(errors) == 1, output
     assert re.search(text, errors[0]), output
     assert "Traceback" not in output
     assert not reports(output)
+    assert "GPUS" not in variables or output.count("\n") == 1
     assert time.monotonic() - start < 20
-
-
-@pytest.mark.parametrize(
-    ("variables", "text"),
-    [
-        ({"GPUS": 0}, "GPUS is '0'"),
-        ({"GPUS": "two"}, "GPUS is 'two'"),
-        pytest.param(
-            {"GPUS": "all"},
-            "all GPUs are asked for, but nvidia-smi finds none",
-            marks=pytest.mark.skipif(
-                shutil.which("nvidia-smi") is not None, reason="there may be GPUs"
-            ),
-        ),
-    ],
-)
-def test_wrong_number_of_gpus_is_refused(folder, variables, text):
-    code, output = folder.run("launch_single.sh", "x", **variables)
-    assert code == 1
-    assert text in output
-    assert len(output.splitlines()) == 1
 
 
 # Of a machine with three GPUs: what the user leaves of them, and how many CUDA then shows.
@@ -510,14 +400,10 @@ VISIBLE = {"0,2": 2, " 1, 0,": 2, "1,-1,0": 1, "GPU-8f1c,MIG-a0/1/0": 2, None: 3
 
 @pytest.mark.parametrize(("visible", "wanted"), VISIBLE.items())
 def test_gpus_are_counted_as_cuda_shows_them(folder, visible, wanted):
-    programs = folder.path / "programs"
-    programs.mkdir()
-    smi = '#!/bin/sh\nfor n in 0 1 2; do echo "GPU $n: A100 (UUID: GPU-$n)"; done\n'
-    (programs / "nvidia-smi").write_text(smi)
-    (programs / "nvidia-smi").chmod(0o755)
+    folder.program("nvidia-smi", 'for n in 0 1 2; do echo "GPU $n: A100 (UUID: GPU-$n)"; done')
     # Without tools/ the launcher starts torchrun by itself, and echo says how.
     shutil.rmtree(folder.path / "tools")
-    variables = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": "echo"}
+    variables = {"PYTHON": "echo"}
     if visible is not None:
         variables["CUDA_VISIBLE_DEVICES"] = visible
     code, output = folder.run("launch_single.sh", "x", GPUS="all", **variables)
@@ -541,9 +427,15 @@ def test_cores_are_those_that_a_cgroup_leaves(tmp_path, case):
     assert (done.stdout, done.stderr, done.returncode) == (f"{wanted}\n", "", 0)
 
 
-@contextlib.contextmanager
-def cgroup_of_one_core():
-    """A real one; its file of processes."""
+def test_cores_in_a_real_cgroup():
+    def removed():
+        with contextlib.suppress(OSError):  # a process of it is ending
+            made.rmdir()
+        return not made.exists()
+
+    command = ["bash", ROOT / "tools/launcher/cores.sh"]
+    own = subprocess.run(command, capture_output=True, text=True)
+    assert 1 <= int(own.stdout) <= len(os.sched_getaffinity(0))
     require(os.geteuid() == 0, "only root can make a cgroup")
     first, second = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
     made = (first if first.is_dir() else second) / f"launchers{os.getpid()}"
@@ -555,102 +447,36 @@ def cgroup_of_one_core():
             with contextlib.suppress(OSError):  # it may be so already
                 (second / "cgroup.subtree_control").write_text("+cpu")
             (made / "cpu.max").write_text("100000 100000")
+        entered = ["bash", "-c", 'echo $$ >"$1" && shift && exec "$@"', "bash"]
+        entered += [made / "cgroup.procs", *command]
+        assert subprocess.run(entered, capture_output=True, text=True).stdout == "1\n"
     except OSError as error:
         require(False, f"no cgroup can be made here: {error}")
-
-    def removed() -> bool:
-        with contextlib.suppress(OSError):  # a process of it is ending
-            made.rmdir()
-        return not made.exists()
-
-    try:
-        yield made / "cgroup.procs"
     finally:
         wait_until(removed, 10, "the end of a cgroup's processes")
 
 
-def test_cores_in_a_real_cgroup():
-    script = 'echo $$ >"$1" && exec bash "$2"'
-    with cgroup_of_one_core() as processes:
-        command = ["bash", "-c", script, "bash", processes, ROOT / "tools/launcher/cores.sh"]
-        assert subprocess.run(command, capture_output=True, text=True).stdout == "1\n"
-    own = subprocess.run(
-        ["bash", ROOT / "tools/launcher/cores.sh"], capture_output=True, text=True
+# Three networks of six starts each: 18 ports a job, and 666 jobs until they repeat.
+THREE = {"NETWORKS": "one=eth0 two=eth0 three=eth0", "RESTARTS": 5}
+
+
+@pytest.mark.parametrize(
+    ("variables", "port"),
+    [({}, 20050), pytest.param(THREE, 20000 + 2405 % 666 * 18, marks=LONG)],
+)
+def test_slurm_gives_address_port_and_rank(folder, variables, port):
+    folder.program(
+        "scontrol",
+        '[ "$2" = hostnames ] && echo no-such-node-7.invalid && exit\n'
+        'echo "NodeName=no-such-node-7.invalid Arch=x NodeAddr=192.0.2.7 NodeHostName=n"',
     )
-    assert 1 <= int(own.stdout) <= len(os.sched_getaffinity(0))
-
-
-def own_address():
-    """An address of this machine that is not loopback, or None."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing
-        except OSError:
-            return None
-        return probe.getsockname()[0]
-
-
-def test_port_that_is_taken_and_nodes_that_do_not_come(folder):
-    address = own_address()
-    require(address, "this machine has no address but loopback")
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-        code, output = folder.run(
-            "launch_multinode.sh",
-            "x",
-            NNODES=2,
-            NODE_RANK=0,
-            MASTER_ADDR=address,
-            MASTER_PORT=port,
-            RESTARTS=1,
-        )
+    job = {"SLURM_JOB_ID": 2405, "SLURM_STEP_ID": 0, "SLURM_PROCID": 1, "SLURM_NODEID": 1}
+    job |= {"SLURM_NNODES": 2, "SLURM_NTASKS": 2, "SLURM_JOB_NODELIST": "n[7-8]"}
+    job |= {"SLURM_GPUS_ON_NODE": 4, "CONNECT_TIMEOUT": 1}
+    code, output = folder.run("launch_multinode.sh", "x", **job, **variables)
     assert code == 1
-    assert (
-        f"port {port} cannot be used on this node (Address already in use)"
-        in output.splitlines()[-1]
-    )
-
-    code, output = folder.run(
-        "launch_multinode.sh",
-        "x",
-        NNODES=2,
-        NODE_RANK=0,
-        MASTER_ADDR=address,
-        MASTER_PORT=free_port(),
-        CONNECT_TIMEOUT=2,
-    )
-    assert code == 1
-    assert (
-        "the other nodes did not all come within 2 s (missing: node 1): start the launcher"
-        in output.splitlines()[-1]
-    )
-
-
-def test_slurm_gives_address_port_and_rank(folder):
-    programs = folder.path / "programs"
-    programs.mkdir()
-    (programs / "scontrol").write_text(
-        '#!/bin/sh\n[ "$2" = hostnames ] && echo no-such-node-7.invalid && exit\n'
-        'echo "NodeName=no-such-node-7.invalid Arch=x NodeAddr=192.0.2.7 NodeHostName=n"\n'
-    )
-    (programs / "scontrol").chmod(0o755)
-    code, output = folder.run(
-        "launch_multinode.sh",
-        "x",
-        PATH=f"{programs}:{os.environ['PATH']}",
-        CONNECT_TIMEOUT=1,
-        SLURM_JOB_ID=2405,
-        SLURM_STEP_ID=0,
-        SLURM_PROCID=1,
-        SLURM_NODEID=1,
-        SLURM_NNODES=2,
-        SLURM_NTASKS=2,
-        SLURM_JOB_NODELIST="n[7-8]",
-        SLURM_GPUS_ON_NODE=4,
-    )
-    assert code == 1
-    assert "node 0 did not answer at 192.0.2.7:20050 within 1 s" in output
-    assert "did not answer" in folder.log("job2405", node=1)
+    assert f"node 0 did not answer at 192.0.2.7:{port} within 1 s" in output
+    assert variables or "did not answer" in folder.log("job2405", node=1)
 
 
 NODE_LISTS = {
@@ -664,15 +490,10 @@ NODE_LISTS = {
 
 @pytest.mark.parametrize(("nodes", "first"), NODE_LISTS.items())
 def test_first_node_of_a_slurm_job_without_scontrol(folder, nodes, first):
-    programs = folder.path / "programs"
-    programs.mkdir()
-    known = 1 if first == "n7" else 0  # whether the name resolves
-    for name, code in {"scontrol": 127, "getent": known}.items():
-        (programs / name).write_text(f"#!/bin/sh\nexit {code}\n")
-        (programs / name).chmod(0o755)
+    folder.program("scontrol", "exit 127")
+    folder.program("getent", f"exit {int(first == 'n7')}")  # whether the name resolves
     variables = {"SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_PROCID": 1, "SLURM_NODEID": 1}
     variables |= {"SLURM_NNODES": 2, "SLURM_JOB_NODELIST": nodes, "PYTHON": "echo"}
-    variables["PATH"] = f"{programs}:{os.environ['PATH']}"
     (folder.path / "tools/supervise.py").unlink()  # the launcher starts torchrun by itself
     code, output = folder.run("launch_multinode.sh", "x", PROBE=0, **variables)
     assert code == 0 and f" --rdzv_endpoint={first}:20070 " in output
@@ -682,22 +503,16 @@ def test_first_node_of_a_slurm_job_without_scontrol(folder, nodes, first):
 
 
 def test_network_keeps_the_traffic_on_the_named_interface(folder):
-    code, output = folder.run(
-        "launch_single.sh", "x", NETWORK="ethernet", IFNAME="lo", NCCL_SOCKET_IFNAME="eth9"
-    )
+    variables = {"NETWORK": "ethernet", "IFNAME": "lo", "NCCL_SOCKET_IFNAME": "eth9"}
+    code, output = folder.run("launch_single.sh", "x", **variables)
     assert code == 0, output
-    (report,) = reports(output)
-    env = report["env"]
-    assert (env["NCCL_IB_DISABLE"], env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == (
-        "1",
-        "lo",
-        "eth9",
-    )
+    env = reports(output)[0]["env"]
+    assert (env["NCCL_IB_DISABLE"], env["GLOO_SOCKET_IFNAME"]) == ("1", "lo")
+    assert env["NCCL_SOCKET_IFNAME"] == "eth9"
     assert "would set NCCL_SOCKET_IFNAME==lo, but it is set to 'eth9'" in output
     assert "warning" not in output
     assert folder.log("ethernet")
 
-    folder.plan("done")
     code, output = folder.run("launch_single.sh", "x", NETWORK="infiniband", IFNAME="mlx5_97,ib97")
     env = reports(output)[0]["env"]
     assert env["NCCL_IB_DISABLE"] == "0"
@@ -716,25 +531,14 @@ def test_network_keeps_the_traffic_on_the_named_interface(folder):
 @pytest.fixture
 def two_nodes(folder):
     """The folder, where network namespaces can be made; checks that none of them is left."""
-    require(
-        os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc"),
-        "two_nodes.sh needs root and iproute2",
-    )
-    probe = f"launchers{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode == 0
-    require(made, "this machine does not allow network namespaces")
-    subprocess.run(["ip", "netns", "delete", probe], check=True)
-    return folder
-
-
-def namespaces(output):
-    names = re.search(r"namespaces (\S+) .* and (\S+) ", output).groups()
-    return [name for name in names if Path(f"/run/netns/{name}").exists()]
+    require(not (why := why_no_namespaces()), why)
+    yield folder
+    assert not [name for started in folder.started for name in namespaces(started)]
 
 
 @BOTH
 def test_two_nodes_probe_train_and_restart_on_ports_of_their_own(two_nodes):
-    shutil.copy(two_nodes.path / "demo_coco_resnet18.py", two_nodes.path / "tools/probe_link.py")
+    add_probe(two_nodes)
     two_nodes.plan("done", "lost", "done")
     given = ["--lr", "0.1", "a b"]
     options = ["--gpus-per-node", 2, "--name", "series"]
@@ -763,8 +567,6 @@ def test_two_nodes_probe_train_and_restart_on_ports_of_their_own(two_nodes):
     # torch warns where it finds no host name; that node 0's store has ended first is no fault here
     warnings = [line for line in output.splitlines() if "[W" in line]
     assert all("recvValueWithTimeout failed" in line for line in warnings), warnings
-    assert not namespaces(output)
-    assert not two_nodes.processes()
 
 
 def test_two_nodes_link_has_the_rate_asked_for(two_nodes):
@@ -772,26 +574,20 @@ def test_two_nodes_link_has_the_rate_asked_for(two_nodes):
     code, output = two_nodes.run("tools/two_nodes.sh", "--rate", "100mbit", "--", "x")
     assert code == 0, output
     rate, mtu = map(float, re.search(r"RATE (\S+) MTU (\d+)", output).groups())
-    on_the_wire = (
-        rate * (mtu + 14) / (mtu - 52)
-    )  # Ethernet's header; IP's, TCP's and its time stamp
-    assert on_the_wire == pytest.approx(100, rel=0.02)
+    # Ethernet's header; IP's, TCP's and its time stamp
+    assert rate * (mtu + 14) / (mtu - 52) == pytest.approx(100, rel=0.02)
 
 
 @BOTH
 def test_two_nodes_stops_both_and_cleans_up(two_nodes):
     two_nodes.plan("wait")
     caller = {"SUDO_UID": 65533, "SUDO_GID": 65532}
-    process = two_nodes.start("tools/two_nodes.sh", "--", "x", RESTARTS=3, **caller)
-    output = read_until(process, r"\] waiting")
-    output += read_until(process, r"\] waiting")
-    assert len(namespaces(output)) == 2
-    process.send_signal(signal.SIGTERM)
-    rest, _ = process.communicate(timeout=30)
-    assert process.returncode == 75, rest
-    assert rest.count("] Stopped on SIGTERM") == 2
-    assert not namespaces(output)
-    assert not two_nodes.processes()
+    started = two_nodes.start("tools/two_nodes.sh", "--", "x", RESTARTS=3, **caller)
+    started.wait_for(r"(?s)\] waiting.*\] waiting")
+    assert len(namespaces(started)) == 2
+    started.signal(signal.SIGTERM)
+    assert started.finish(30, expect=75).out.count("] Stopped on SIGTERM") == 2
+    assert not namespaces(started)
     logs = two_nodes.path / "logs"
     assert len([*logs.rglob("node?.log")]) == 2
     assert {owner(path) for path in [logs, *logs.rglob("*")]} == {(65533, 65532)}
@@ -835,39 +631,19 @@ def test_two_nodes_under_sudo_gives_nothing_else_away(two_nodes, folder_of):
 @LONG
 def test_two_nodes_killed_itself_is_cleaned_up_by_the_next(two_nodes):
     two_nodes.plan("wait", "done")
-    process = two_nodes.start("tools/two_nodes.sh", "--", "x")
-    output = read_until(process, r"\] waiting")
-    read_until(process, r"\] waiting")
-    process.kill()
-    process.communicate(timeout=30)  # its launchers stop and close the pipe
-    assert len(namespaces(output)) == 2
+    started = two_nodes.start("tools/two_nodes.sh", "--", "x")
+    started.wait_for(r"(?s)\] waiting.*\] waiting")
+    started.signal(signal.SIGKILL)
+    started.finish(30, expect=-signal.SIGKILL, clean=30)  # its launchers stop
+    assert len(namespaces(started)) == 2
     code, later = two_nodes.run("tools/two_nodes.sh", "--", "x")
     assert code == 0, later
-    assert not namespaces(output)
-    assert not two_nodes.processes()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--rate", "fast", "--", "x"], "tc does not take --rate fast"),
-        (["--gpus_per_node", "0", "--", "x"], "--gpus_per_node is '0'"),
-        (["--lr", "1"], "unknown option --lr"),
-        (["--rate"], "--rate needs a value"),
-    ],
-)
-def test_two_nodes_refuses_with_one_line(two_nodes, arguments, text):
-    code, output = two_nodes.run("tools/two_nodes.sh", *arguments)
-    assert code == 1
-    assert text in output.splitlines()[-1]
-    assert "error:" in output.splitlines()[-1]
+    assert not namespaces(started)
 
 
 def test_two_nodes_elsewhere_than_on_linux_says_so(folder):
-    (folder.path / "uname").write_text("#!/bin/sh\necho Darwin\n")
-    (folder.path / "uname").chmod(0o755)
-    path = f"{folder.path}:{os.environ['PATH']}"
-    code, output = folder.run("tools/two_nodes.sh", "--", "x", PATH=path)
+    folder.program("uname", "echo Darwin")
+    code, output = folder.run("tools/two_nodes.sh", "--", "x")
     assert (code, output.count("\n")) == (1, 1)
     assert "network namespaces are Linux's own" in output
 

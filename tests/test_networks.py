@@ -23,7 +23,7 @@ from launcher import networks as network_series
 from launcher.rendezvous import Refused
 from support.launcher_folder import LauncherFolder
 from support.nodes import NamespacePair, why_no_namespaces
-from support.processes import LONG, ROOT, WITH_STAND_IN, Run, Started, require, start
+from support.processes import LONG, ROOT, WITH_STAND_IN, Run, Started, long, require, start
 
 TOOLS = ROOT / "tools"
 
@@ -106,12 +106,8 @@ def test_each_network_has_its_run_its_ports_and_its_folder(series):
     folder, runs = series
     for node, run in enumerate(runs):
         found = reports(run)
-        assert [(r["env"]["RUN_NAME"], r["script"]) for r in found] == [
-            ("one", "probe_link.py"),
-            ("one", "demo_coco_resnet18.py"),
-            ("two", "probe_link.py"),
-            ("two", "demo_coco_resnet18.py"),
-        ]
+        assert [r["env"]["RUN_NAME"] for r in found] == ["one", "one", "two", "two"]
+        assert [r["script"] for r in found] == ["probe_link.py", "demo_coco_resnet18.py"] * 2
         # Each start of each network at its own: probe, training, three restarts.
         assert [int(r["port"]) for r in found] == [29600, 29601, 29605, 29606]
         for report in found:
@@ -145,23 +141,11 @@ def test_second_series_keeps_the_logs_of_the_first_apart(folder, nodes):
 
 
 @LONG
-def test_network_that_fails_does_not_end_the_series(folder, nodes):
-    folder.plan("one=lost")
-    runs = folder.run(nodes, "x", NETWORKS=BOTH, expect=1)
-    for run in runs:
-        assert [r["env"]["RUN_NAME"] for r in reports(run)] == ["one", "two"]
-        assert "networks.py: network one failed with code 1\n" in run.out
-    assert "COMPARED one=logs/series/one two=logs/series/two" in runs[0].out
-
-
-@LONG
-def test_interface_that_one_node_lacks_fails_on_both_at_once(folder):
+def test_interface_that_one_node_lacks_fails_on_both_and_the_series_goes_on(folder):
     with NamespacePair() as nodes:
-        subprocess.run(
-            f"ip -n {nodes.names[0]} link add here0 type veth peer name other0".split(), check=True
-        )
-        for name in ("here0", "other0"):
-            subprocess.run(f"ip -n {nodes.names[0]} link set {name} up".split(), check=True)
+        add = "add here0 type veth peer name other0"
+        for words in (add, "set here0 up", "set other0 up"):
+            subprocess.run(f"ip -n {nodes.names[0]} link {words}".split(), check=True)
         began = time.monotonic()
         runs = folder.run(nodes, "x", NETWORKS="lacking=here0 two=eth0", expect=1)
     assert time.monotonic() - began < 40  # nobody has waited for CONNECT_TIMEOUT
@@ -170,36 +154,28 @@ def test_interface_that_one_node_lacks_fails_on_both_at_once(folder):
     assert f"error: node 1 (node1): {text}" in errors(runs[0])[0]
     for run in runs:
         assert len(errors(run)) == 1
+        assert "networks.py: network lacking failed with code 1\n" in run.out
         assert [r["env"]["RUN_NAME"] for r in reports(run)] == ["two"]
+    assert "COMPARED lacking=logs/series/lacking two=logs/series/two" in runs[0].out
     log = folder.path / "logs" / "series" / "lacking" / "node0.log"
     assert text in log.read_text()  # the root cause, where compare_logs.py looks for it
 
 
-@LONG
-def test_signal_ends_the_series(folder, nodes):
+@pytest.mark.parametrize("name", ["SIGKILL", *long("SIGTERM")])
+def test_signal_ends_the_series_and_its_run(folder, nodes, name):
     folder.plan("one=wait")
     started = folder.start(nodes, "x", NETWORKS=BOTH)
     for one in started:
         one.wait_for(r"\] waiting")
     for one in started:
-        one.signal(signal.SIGTERM)
+        one.signal(signal.Signals[name])
+    killed = name == "SIGKILL"
     for one in started:
-        run = one.finish(30, expect=75)
-        assert [r["env"]["RUN_NAME"] for r in reports(run)] == ["one"]
-        assert "stopped in network one: what comes after is left out" in run.out
-        assert "COMPARED" not in run.out
-
-
-def test_run_does_not_outlive_a_series_that_is_killed(folder, nodes):
-    folder.plan("one=wait")
-    started = folder.start(nodes, "x", NETWORKS=BOTH)
-    for one in started:
-        one.wait_for(r"\] waiting")
-    for one in started:
-        one.signal(signal.SIGKILL)
-    for one in started:
-        run = one.finish(30, expect=-signal.SIGKILL, clean=15)
+        run = one.finish(30, expect=-signal.SIGKILL if killed else 75, clean=15)
         assert "Stopped on SIGTERM" in run.out
+        assert [r["env"]["RUN_NAME"] for r in reports(run)] == ["one"]
+        assert killed or "stopped in network one: what comes after is left out" in run.out
+        assert "COMPARED" not in run.out
 
 
 # --- What is refused, before anything starts -------------------------------------------------
@@ -234,8 +210,10 @@ WRONG = {
     "no interface": ({"NETWORKS": "one=eth0 two"}, "NETWORKS has 'two': write NAME=INTERFACE"),
     "a folder": ({"NETWORKS": "one=eth0 ../x=eth0"}, "NETWORKS has '../x=eth0': write NAME="),
     "the same name": ({"NETWORKS": "a=eth0 a=eth1"}, "NETWORKS has two networks named a"),
+    "one network": ({"NETWORKS": "one=eth0"}, "name two networks or more to compare"),
     "IFNAME too": ({"IFNAME": "eth0"}, "NETWORKS and IFNAME are both set"),
     "one node": ({"NNODES": "1"}, "and NNODES is 1: unset it"),
+    "no launcher": ({"MASTER_PORT": None}, "starts this, where NETWORKS is set"),
 }
 
 
@@ -244,27 +222,22 @@ def test_wrong_networks(monkeypatch, case):
     variables, text = WRONG[case]
     usual = {"NNODES": "2", "NETWORKS": BOTH, "IFNAME": "", "MASTER_PORT": "29500"}
     for name, value in (usual | variables).items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
     with pytest.raises(Refused, match=re.escape(text)):
         network_series.read_networks(os.environ["NETWORKS"])
         network_series.check(["x"])
 
 
-def test_series_that_no_launcher_has_started(monkeypatch):
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    with pytest.raises(Refused, match="starts this, where NETWORKS is set"):
-        network_series.check([])
-
-
 REFUSED = {
-    "one network": ({"NETWORKS": "one=eth0"}, [], "name two networks or more to compare"),
-    "resume": ({"NETWORKS": BOTH}, ["--resume"], "--resume would go on from the network before"),
+    "resume": ({}, ["--resume"], "--resume would go on from the network before"),
     "last port": (
-        {"NETWORKS": BOTH, "MASTER_PORT": 65535},
+        {"MASTER_PORT": 65535},
         [],
         "MASTER_PORT is 65535: give a number from 1 to 65534",
     ),
-    "loopback": ({"NETWORKS": BOTH, "MASTER_ADDR": "localhost"}, [], "is a loopback address"),
+    "loopback": ({"MASTER_ADDR": "localhost"}, [], "is a loopback address"),
 }
 
 
@@ -272,18 +245,10 @@ REFUSED = {
 def test_wrong_networks_are_refused_with_one_line(folder, case):
     variables, arguments, text = REFUSED[case]
     command = ["bash", folder.path / "launch_multinode.sh", "x", *arguments]
-    started = start(command, env=folder.env(1, variables), cwd=folder.path)
-    run = started.finish(20, expect=1)
+    env = folder.env(1, {"NETWORKS": BOTH} | variables)
+    run = start(command, env=env, cwd=folder.path).finish(20, expect=1)
     (line,) = run.out.splitlines()
     assert "error: " in line and text in line
-
-
-def test_networks_need_tools(folder):
-    (folder.path / "tools" / "supervise.py").unlink()
-    command = ["bash", folder.path / "launch_multinode.sh", "x"]
-    env = folder.env(1, {"NETWORKS": BOTH, "PROBE": 0})
-    run = start(command, env=env, cwd=folder.path).finish(20, expect=1)
-    assert "tools/ is missing, and with it RESTARTS and PROBE=1, and NETWORKS" in run.out
 
 
 # --- One run on several nodes ----------------------------------------------------------------
@@ -309,16 +274,12 @@ def test_without_arguments_all_nodes_take_the_same_steps_on_a_sample(plain):
         assert f"{sample!r}]" in re.search("MADE .*", run.out)[0]
 
 
-def test_nccl_says_in_files_of_the_run_which_network_it_uses(plain):
+def test_nccl_writes_to_files_of_the_run_and_gloo_has_preflights_interface(plain):
     for node, run in enumerate(plain[1]):
         env = reports(run)[0]["env"]
         assert (env["NCCL_DEBUG"], env["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT,NET,ENV")
         assert env["NCCL_DEBUG_FILE"] == f"logs/series/nccl.node{node}.%h.%p.log"
-
-
-def test_interface_that_preflight_has_found_is_gloos(plain):
-    for run in plain[1]:
-        assert reports(run)[0]["env"]["GLOO_SOCKET_IFNAME"] == "eth0"
+        assert env["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 @LONG
@@ -334,31 +295,14 @@ def test_users_own_interface_tells_the_kind_of_the_network_and_nccls_own_text_st
 
 
 @LONG
-def test_slurm_reserves_ports_for_all_networks(folder):
-    env = {"SLURM_JOB_ID": 2405, "SLURM_STEP_ID": 0, "SLURM_PROCID": 1, "SLURM_NODEID": 1}
-    env |= {"SLURM_NNODES": 2, "SLURM_NTASKS": 2, "RESTARTS": 5, "CONNECT_TIMEOUT": 1}
-    env |= {"MASTER_ADDR": "192.0.2.7", "RUN_NAME": ""}
-    env = folder.env(1, env | {"NETWORKS": "one=eth0 two=eth0 three=eth0"})
-    del env["NNODES"], env["NODE_RANK"]
-    command = ["bash", folder.path / "launch_multinode.sh", "x"]
-    run = start(command, env=env, cwd=folder.path).finish(20, expect=1)
-    # Three networks of six starts each: 18 ports a job, and 666 jobs until they repeat.
-    assert f"node 0 did not answer at 192.0.2.7:{20000 + 2405 % 666 * 18} within 1 s" in run.out
-
-
-@LONG
 def test_srun_starts_the_series_on_all_nodes(slurm, folder):
     env = {name: folder.env(0, {})[name] for name in ("PYTHON", "PYTHONPATH", "GPUS_PER_NODE")}
     command = ["-N", 2, "--ntasks-per-node=1", folder.path / "launch_multinode.sh", "x"]
     run = slurm.run(
         "srun", *command, env=env | {"NETWORKS": BOTH, "RUN_NAME": "series"}, cwd=folder.path
     )
-    assert sorted((r["rank"], r["env"]["RUN_NAME"]) for r in reports(run)) == [
-        (0, "one"),
-        (0, "two"),
-        (1, "one"),
-        (1, "two"),
-    ]
+    found = sorted((r["rank"], r["env"]["RUN_NAME"]) for r in reports(run))
+    assert found == [(0, "one"), (0, "two"), (1, "one"), (1, "two")]
     assert run.out.count("COMPARED") == 1
 
 
@@ -391,12 +335,9 @@ def namespaces(started: Started) -> list[str]:
 def test_links_are_networks_of_that_name_on_both_nodes(folder):
     run = two_nodes(folder.path, "--links", "slow=100mbit,fast=unshaped", "--", "--lr", "1")
     found = sorted(reports(run), key=lambda r: (r["rank"], int(r["port"])))
-    assert [(r["rank"], r["env"]["RUN_NAME"], r["env"]["IFNAME"]) for r in found] == [
-        (0, "slow", "slow"),
-        (0, "fast", "fast"),
-        (1, "slow", "slow"),
-        (1, "fast", "fast"),
-    ]
+    names = [(r["rank"], r["env"]["RUN_NAME"]) for r in found]
+    assert names == [(0, "slow"), (0, "fast"), (1, "slow"), (1, "fast")]
+    assert all(r["env"]["RUN_NAME"] == r["env"]["IFNAME"] for r in found)
     assert all(r["argv"] == ["--lr", "1"] for r in found)
     assert all(r["env"]["GLOO_SOCKET_IFNAME"] == r["env"]["IFNAME"] for r in found)
     note = "Emulated: two network namespaces of one machine, joined by slow=100mbit,fast=unshaped"
@@ -412,10 +353,14 @@ def test_links_are_networks_of_that_name_on_both_nodes(folder):
         (["--links", "slow=1gbit"], "--links is 'slow=1gbit': name two or more"),
         (["--links", "a=1gbit,b=2gbit", "--rate", "1gbit"], "--rate and --links"),
         (["--links", "a=fast,b=2gbit"], "tc does not take --links fast"),
+        (["--gpus_per_node", "0"], "--gpus_per_node is '0'"),
+        (["--lr", "1"], "unknown option --lr"),
+        (["--rate"], "--rate needs a value"),
     ],
 )
-def test_wrong_links_are_refused_with_one_line(folder, arguments, text):
-    run = two_nodes(folder.path, *arguments, "--", "x", expect=1)
+def test_two_nodes_refuses_with_one_line(folder, arguments, text):
+    end = ["--", "x"] if len(arguments) > 1 else []
+    run = two_nodes(folder.path, *arguments, *end, expect=1)
     assert text in run.out.splitlines()[-1] and "error:" in run.out.splitlines()[-1]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,6 +11,7 @@ import test_faults as faults
 from support.datasets import make_set
 from support.nodes import NamespacePair
 from support.processes import LONG, SCRIPT
+from test_preflight import usual_hosts
 
 ARGUMENTS = shlex.split("--max_steps 1 --timeout 20")
 
@@ -20,12 +20,6 @@ ARGUMENTS = shlex.split("--max_steps 1 --timeout 20")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options for 16 images."""
     return make_set(tmp_path_factory.mktemp("data"), 16)
-
-
-def usual_hosts(nodes: NamespacePair) -> None:
-    """As Debian and Ubuntu write them: the own name is a loopback address, the other unknown."""
-    for node, name in enumerate(nodes.hostnames):
-        nodes.hosts(node).write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
 
 
 def test_two_nodes_train_where_the_own_name_is_loopback(demo, data):
@@ -51,15 +45,6 @@ def test_bare_torchrun_trains_where_the_own_name_is_loopback(data):
         ended = [run.finish(150) for run in runs]
     env = ended[0].json_line("Run")["env"]
     assert env["GLOO_SOCKET_IFNAME"] == nodes.interface
-    assert ended[0].json_line("Summary")["replicas_identical"] is True
-
-
-@LONG
-def test_launcher_trains_where_the_own_name_is_loopback(data, tmp_path: Path):
-    with NamespacePair() as nodes:
-        usual_hosts(nodes)
-        runs = faults.on_two_nodes(nodes, [*data, *ARGUMENTS], folder=tmp_path)
-        ended = [run.finish(150) for run in runs]
     assert ended[0].json_line("Summary")["replicas_identical"] is True
 
 

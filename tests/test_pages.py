@@ -271,30 +271,17 @@ def test_tool_options_are_accepted(all_calls, monkeypatch):
     assert len(tools) == 8
 
 
-def test_tests_that_a_command_selects_are_there(all_calls):
-    names = " ".join(path.name for path in (ROOT / "tests").glob("test_*.py"))
-    for call in map(program, all_calls):
-        if call[0] == "tests/run.sh" and "-k" in call:
-            assert call[call.index("-k") + 1] in names
-
-
-def test_torchrun_commands_parse(script):
+def test_torchrun_commands_parse_and_readmes_are_those_of_the_script(calls, script):
+    """Typed as they stand: one process, and two nodes by static rendezvous, each with its rank."""
     assert len(script.torchruns) >= 6
     for known in (SimpleNamespace(**facts) for facts in script.torchruns):
         assert known.training_script in (SCRIPT.name, PROBE)
         assert known.standalone or int(known.nnodes) > known.node_rank
         assert known.standalone or (known.rdzv_backend, bool(known.rdzv_endpoint)) == ("static", 1)
-
-
-def test_readme_shows_the_torchrun_commands_of_the_script(calls, script):
-    """Typed as they stand: one process, and two nodes by static rendezvous, each with its rank."""
     found = torchrun_calls(calls[README])
     known = script.torchruns[: len(found)]  # README is the first page
-    assert [(k["standalone"], k["nproc_per_node"], k["node_rank"]) for k in known] == [
-        (True, "1", 0),
-        (False, "2", 0),
-        (False, "2", 1),
-    ]
+    shown = [(k["standalone"], k["nproc_per_node"], k["node_rank"]) for k in known]
+    assert shown == [(True, "1", 0), (False, "2", 0), (False, "2", 1)]
     docstring = " ".join(script.docstring.split())
     for call in found[:2]:
         assert f"torchrun {' '.join(call[: call.index(SCRIPT.name) + 1])} " in docstring
@@ -313,8 +300,11 @@ def test_node_settings_are_complete(calls):
             assert first == second  # only the rank differs
 
 
-def test_files_that_commands_name_exist(all_calls):
+def test_files_and_tests_that_commands_name_exist(all_calls):
+    tests = " ".join(path.name for path in (ROOT / "tests").glob("test_*.py"))
     for call in all_calls:
+        if "tests/run.sh" in call and "-k" in call:
+            assert call[call.index("-k") + 1] in tests
         for part in program(call):
             if re.fullmatch(r"(\./)?[\w/]+\.(sh|py|txt)", part):
                 assert (ROOT / part).is_file(), part
@@ -323,24 +313,18 @@ def test_files_that_commands_name_exist(all_calls):
 
 def test_coco_comes_from_its_own_site(calls):
     urls = [call[-1] for call in calls[README] if call[0] == "curl"]
-    assert [url.rpartition("/")[2] for url in urls] == [
-        "train2017.zip",
-        "val2017.zip",
-        "annotations_trainval2017.zip",
-    ]
+    files = ["train2017.zip", "val2017.zip", "annotations_trainval2017.zip"]
+    assert [url.rpartition("/")[2] for url in urls] == files
     assert {url.partition("org/")[0] for url in urls} == {"http://images.cocodataset."}
     unzipped = [call[2] for call in calls[README] if call[0] == "unzip"]
-    assert unzipped == [f"coco/{url.rpartition('/')[2]}" for url in urls]
+    assert unzipped == [f"coco/{name}" for name in files]
 
 
 def test_batch_script_is_the_tested_one():
     """test_schedulers.py runs it on a SLURM cluster; a page must not show another."""
     tree = ast.parse((ROOT / "tests" / "test_schedulers.py").read_text())
-    (tested,) = (
-        node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and node.targets[0].id == "BATCH_SCRIPT"
-    )
+    assigned = {n.targets[0].id: n.value for n in tree.body if isinstance(n, ast.Assign)}
+    tested = assigned["BATCH_SCRIPT"].value
     assert [text for page in PAGES.values() for text in page.files] == [tested]
 
 
@@ -447,10 +431,9 @@ def test_commands_on_the_small_set_run(tmp_path, real):
     named = [name for row in rows("part of a line") for name in re.findall(r"`([^`]+)`", row[0])]
     begins = [n.removesuffix("...}") for n in named if n.endswith(("{...}", ": "))]
     assert len(begins) == 7
+    logged = [*run.lines(), *(line.partition("] ")[2] for line in run.lines())]
     for begin in begins:
-        assert any(line.partition("] ")[2].startswith(begin) for line in run.lines()) or any(
-            line.startswith(begin) for line in run.lines()
-        ), f"{begin}: in no line of the log"
+        assert any(line.startswith(begin) for line in logged), f"{begin}: in no line of the log"
 
 
 # --- tables ----------------------------------------------------------------------------------
@@ -557,7 +540,9 @@ def test_short_tables_are_part_of_the_long_ones():
 
 
 @every_page
-def test_links_resolve(page):
+def test_links_resolve_and_sections_have_names_of_their_own(page):
+    assert page.text.startswith("# ") and "@@" not in page.text
+    assert len({*page.anchors()}) == len(page.anchors())  # a second one would get another anchor
     assert page.links()
     for link in page.links():
         if link.startswith("https://"):
@@ -568,12 +553,6 @@ def test_links_resolve(page):
         if place:
             name = str(target.relative_to(ROOT))
             assert place in PAGES[name].anchors(), f"{link}: no such section in {name}"
-
-
-@every_page
-def test_sections_have_names_of_their_own(page):
-    assert page.text.startswith("# ") and "@@" not in page.text
-    assert len({*page.anchors()}) == len(page.anchors())  # a second one would get another anchor
 
 
 def test_contents_list_every_section_and_page():
@@ -589,8 +568,6 @@ def test_contents_list_every_section_and_page():
 
 def test_readme_begins_with_the_two_commands_the_picture_and_the_log():
     first_screen = "\n".join(PAGES[README].text.splitlines()[:40])
-    places = [
-        first_screen.find(part)
-        for part in ("./launch_single.sh", "tests/run.sh", "docs/compare.png", "[CPU 0] Epoch 2")
-    ]
+    parts = ("./launch_single.sh", "tests/run.sh", "docs/compare.png", "[CPU 0] Epoch 2")
+    places = [first_screen.find(part) for part in parts]
     assert -1 not in places and places == sorted(places)

@@ -23,7 +23,7 @@ import preflight
 import test_networks as networks
 from launcher import rendezvous
 from support.nodes import NamespacePair
-from support.processes import LONG, ROOT, Run, Started, free_port, long, require
+from support.processes import ROOT, Run, Started, free_port, long, require
 
 TOOLS = ROOT / "tools"
 
@@ -37,11 +37,10 @@ def nodes() -> Iterator[NamespacePair]:
         yield pair
 
 
-def start(nodes, node: int, host: str = "", split: bool = True, **env: str) -> Started:
+def start(nodes, node: int, host: str = "10.77.0.1", split: bool = True, **env: str) -> Started:
     """Preflight on one node; `split` keeps what it says apart from the interface, on stdout."""
-    endpoint = f"{host or nodes.addresses[0]}:{PORT}"
     command = [sys.executable, TOOLS / "preflight.py", "--nnodes=2", f"--node_rank={node}"]
-    command += [f"--rdzv_endpoint={endpoint}", "--connect_timeout", TIMEOUT]
+    command += [f"--rdzv_endpoint={host}:{PORT}", "--connect_timeout", TIMEOUT]
     return nodes.popen(node, command, env=env, split=split)
 
 
@@ -67,9 +66,16 @@ def usual_hosts(nodes) -> None:
 # --- The interface ---------------------------------------------------------------------------
 
 
-def test_interface_of_the_route_is_chosen_where_the_own_name_is_loopback(nodes):
+@pytest.mark.parametrize("master", ["10.77.0.1", "node0"])
+def test_interface_of_the_route_is_chosen_where_the_own_name_is_loopback(nodes, master):
+    """Also of SLURM's node 0, whose own name, the master's, is a loopback address there."""
     usual_hosts(nodes)
-    for ended in run(nodes):
+    name = {}
+    if master == "node0":
+        name = {"SLURMD_NODENAME": "node0"}
+        with nodes.hosts(1).open("a") as hosts:
+            hosts.write(f"{nodes.addresses[0]} node0\n")
+    for ended in run(nodes, host=master, **name):
         assert ended.out == "eth0\n"
         assert "GLOO_SOCKET_IFNAME=eth0: it leads to the other nodes" in ended.err
         assert not lines(ended, "error") and not lines(ended, "warning")
@@ -78,15 +84,6 @@ def test_interface_of_the_route_is_chosen_where_the_own_name_is_loopback(nodes):
 def test_interface_that_is_set_stays(nodes):
     for ended in run(nodes, GLOO_SOCKET_IFNAME="eth0"):
         assert (ended.out, lines(ended, "error")) == ("", [])
-
-
-def test_slurms_node_0_takes_the_interface_by_which_others_reach_it(nodes):
-    """Its own name, by which SLURM gives it as the master, is a loopback address there."""
-    usual_hosts(nodes)
-    with nodes.hosts(1).open("a") as hosts:
-        hosts.write(f"{nodes.addresses[0]} node0\n")
-    for ended in run(nodes, host="node0", SLURMD_NODENAME="node0"):
-        assert ended.out == "eth0\n"
 
 
 @pytest.mark.parametrize(
@@ -140,18 +137,6 @@ def test_firewall_that_opens_the_masters_port_alone_is_one_line_on_both(nodes, c
     assert first.out == second.out == ""
 
 
-@LONG
-def test_launchers_end_behind_a_firewall_with_one_line_each(nodes, tmp_path):
-    close(nodes, 0, "tcp dport 1024-65535 drop")
-    folder = networks.Folder(tmp_path)
-    ended = folder.run(nodes, "x", expect=1, CONNECT_TIMEOUT=TIMEOUT)
-    for one in ended:
-        (line,) = networks.errors(one)
-        assert "launch_multinode.sh: error: node 1 (node1) cannot reach node 0 (node0)" in line
-        assert not networks.reports(one) and one.seconds < TIMEOUT
-    assert line in (tmp_path / "logs" / "series" / "node0.log").read_text()
-
-
 def test_two_networks_without_a_way_between_them(nodes):
     """Each node names an interface of its own, of which the other knows nothing."""
     for node, name in enumerate(nodes.names):
@@ -200,67 +185,62 @@ def test_preflight_does_not_outlive_its_launcher(nodes, tmp_path):
     started.finish(10, expect=-signal.SIGKILL, clean=5)
 
 
-def options(rank: int, port: int, starts: int = 1) -> argparse.Namespace:
+def visitor(rank: int, port: int) -> preflight.Preflight:
     words = ["--nnodes=2", f"--node_rank={rank}", f"--rdzv_endpoint=127.0.0.1:{port}"]
-    return preflight.parse_arguments([*words, f"--starts={starts}", "--connect_timeout=15"])
+    options = preflight.parse_arguments([*words, "--starts=4", "--connect_timeout=15"])
+    return preflight.Preflight(options, [], argparse.Namespace(say=lambda text: None))
 
 
-class Quiet:
-    say = staticmethod(lambda text: None)
-
-
-def supervisor(rank: int, port: int, last: int = 0) -> rendezvous.Rendezvous:
-    settings = {"NNODES": 2, "RESTARTS": last, "PROBE": 0}
+def supervisor(rank: int, port: int) -> rendezvous.Rendezvous:
+    settings = {"NNODES": 2, "RESTARTS": 3, "PROBE": 0}
     node = {"node_rank": rank, "host": f"node{rank}", "settings": settings}
-    return rendezvous.Rendezvous("127.0.0.1", port, node, last, Quiet.say)
-
-
-def in_background(work) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
+    return rendezvous.Rendezvous("127.0.0.1", port, node, 3, lambda text: None)
 
 
 @pytest.fixture
-def one_machine(monkeypatch):
-    """Both nodes here: loopback then is an address that the other one reaches."""
+def waiting(request, monkeypatch):
+    """The supervisor of this node, long past its preflight, waits at start 2 of its series: its
+    thread, its plans when it has met the other, and the port. Both nodes are here.
+    """
+    # Loopback then is an address that the other one reaches.
     monkeypatch.setattr(preflight, "check_master", lambda host, rank: None)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    port, plans = free_port(), []
+    node = supervisor(request.param, port)
+    thread = threading.Thread(
+        target=lambda: plans.append(node.agree(rendezvous.Plan(start=2), 30)), daemon=True
+    )
+    thread.start()
+    yield thread, plans, port
+    node.close()
 
 
-def test_launcher_of_node_1_that_is_started_anew_finds_the_supervisor(one_machine):
-    """Node 0 is at start 2 of its series, long past its preflight, and waits there."""
-    port = free_port()
-    node_0 = supervisor(0, port, last=3)
-    plans = []
-    waiting = in_background(lambda: plans.append(node_0.agree(rendezvous.Plan(start=2), 15)))
-    guest = preflight.Preflight(options(1, port, starts=4), [], Quiet)
+@pytest.mark.parametrize("waiting", [0], indirect=True)
+def test_launcher_of_node_1_that_is_started_anew_finds_the_supervisor(waiting):
+    thread, plans, port = waiting
     with pytest.raises(preflight.NodeZeroIsFurther):
-        guest.agree(rendezvous.Plan(), 15)
+        visitor(1, port).agree(rendezvous.Plan(), 15)
     assert not plans  # it has not been taken for node 1's supervisor
-    node_1 = supervisor(1, port, last=3)
+    node_1 = supervisor(1, port)
     assert node_1.agree(rendezvous.Plan(), 15).start == 2
-    waiting.join(15)
+    thread.join(15)
     assert plans[0].start == 2
-    node_0.close()
     node_1.close()
 
 
-def test_launcher_of_node_0_that_is_started_anew_lets_the_supervisor_come_again(one_machine):
-    """Node 1's supervisor, at start 2, meets the preflight of node 0 and then its supervisor."""
-    port, plans, guest = free_port(), [], supervisor(1, free_port(), last=3)
-    guest.port = port
-    waiting = in_background(lambda: plans.append(guest.agree(rendezvous.Plan(start=2), 30)))
-    first = preflight.Preflight(options(0, port, starts=4), [], Quiet)
+@pytest.mark.parametrize("waiting", [1], indirect=True)
+def test_launcher_of_node_0_that_is_started_anew_lets_the_supervisor_come_again(waiting):
+    """It meets the preflight of node 0 and then its supervisor."""
+    thread, plans, port = waiting
+    first = visitor(0, port)
     first.agree(rendezvous.Plan(), 15)
     first.close()
     assert not plans
-    node_0 = supervisor(0, port, last=3)
+    node_0 = supervisor(0, port)
     node_0.agree(rendezvous.Plan(), 15)
-    waiting.join(15)
+    thread.join(15)
     assert plans[0].start == 0
     node_0.close()
-    guest.close()
 
 
 # --- This node alone: made-up /sys, /dev and /proc -------------------------------------------
@@ -304,10 +284,8 @@ def test_healthy_infiniband_gives_no_line(machine, monkeypatch, names):
 def test_port_that_is_not_active(machine, monkeypatch):
     errors, _ = check(monkeypatch, NETWORK="infiniband", IFNAME="mlx5_0:2")
     (line,) = errors
-    assert line.startswith(
-        "this node has no interface or adapter mlx5_0:2 that is up (1: DOWN); it has eth0, ib0, "
-        "mlx5_0: name one of them"
-    )
+    text = "this node has no interface or adapter mlx5_0:2 that is up (1: DOWN); it has eth0, ib0,"
+    assert line.startswith(f"{text} mlx5_0: name one of them")
 
 
 def lacks_library(name: str) -> None:
@@ -345,9 +323,8 @@ def test_little_memory_that_may_be_locked(machine, monkeypatch, limit, capabilit
     write(machine / "proc/self/status", f"CapEff:\t{capabilities:016x}\n")
     errors, warnings = check(monkeypatch, NETWORK="infiniband", IFNAME="mlx5_0")
     assert not errors
-    assert [line[:43] for line in warnings] == ["only 8192 KiB of memory may be locked, and "] * (
-        warned
-    )
+    wanted = ["only 8192 KiB of memory may be locked, and "] * warned
+    assert [line[:43] for line in warnings] == wanted
 
 
 def test_interface_that_is_down(machine, monkeypatch):
