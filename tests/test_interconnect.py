@@ -1,7 +1,6 @@
 """What the probe says of the link, and the script of a step's parts and of compressed gradients,
 held against arithmetic by hand and against the kernel's counters: real ranks, real network
 namespaces.
-
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -374,12 +373,6 @@ def test_one_process_has_no_link_to_probe(demo, torchrun):
     assert run.out == "[CPU 0] Probe: one process has no link to probe\n" and run.err == ""
 
 
-def interfaces(*found):
-    """Entries of a record, busiest first, from (name, kind, stated Gb/s, wire Gb/s)."""
-    keys = ("name", "kind", "speed_Gbps", "wire_Gbps")
-    return {"interfaces": [dict(zip(keys, values, strict=True)) for values in found]}
-
-
 def test_probe_in_words(demo):
     """Of the slowest node, by the interface that joins the nodes."""
     lo, quick = ("lo", "loopback", None, 40.0), ("eth0", "ethernet", 10, 6.87)
@@ -397,12 +390,16 @@ def test_probe_in_words(demo):
         ([[]], 1, "1 ms: 359 Gb/s inside the node, on no interface"),
         ([[lo], [lo]], 100, "100 ms: 3.59 Gb/s on no interface whose bytes are counted"),
     ]  # fmt: skip
+    keys = ("name", "kind", "speed_Gbps", "wire_Gbps")
     records = [
         {
             "all_reduce_bytes": GRADIENT_BYTES,
             "all_reduce_ms": ms,
             "algbw_GBps": GRADIENT_BYTES / ms / 1e6,
-            "nodes": [interfaces(*node) for node in nodes],
+            "nodes": [
+                {"interfaces": [dict(zip(keys, link, strict=True)) for link in node]}
+                for node in nodes
+            ],
         }
         for nodes, ms, _ in cases
     ]
@@ -465,32 +462,27 @@ def test_one_process_waits_for_nobody(demo, data, kind):
 
 
 @LONG
-def test_slow_rank_is_named_and_the_other_waits_for_it(demo, data):
-    """Rank 1 is stopped three quarters of the time, as if something else had its processor."""
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        # As if something else had its processor three quarters of the time.
+        (in_pulses, {"stopped_ms": 60, "running_ms": 20}),
+        (slow_to_decode, {"ms": 30}),
+    ],
+)
+def test_slow_rank_is_named_and_the_other_waits_for_it(demo, data, call, options):
+    of_rank = [{"options": {}}, {"options": options}]
     argv = [*data, *FAST, "--max_steps", 8]
-    slow = {"stopped_ms": 60, "running_ms": 20}
-    options = [{"options": {}}, {"options": slow}]
-    run = demo.run(argv, 2, call=in_pulses, of_rank=lambda rank: options[rank])
-    summary = check_split(run)
+    summary = check_split(demo.run(argv, 2, call=call, of_rank=lambda rank: of_rank[rank]))
     quick, slow = summary["ranks"]
-    behind = slow["compute_ms"] - quick["compute_ms"]
-    assert behind > quick["compute_ms"], summary
     assert runs.find_straggler(summary) == 1, summary
-    assert quick["exposed_ms"] > 0.6 * behind and quick["exposed_ms"] > 1.5 * slow["exposed_ms"]
-    assert quick["step_ms"] == pytest.approx(slow["step_ms"], rel=0.1)  # all go at one pace
-
-
-@LONG
-def test_slow_input_of_one_rank_is_exposed_time_of_the_other(demo, data):
-    """Rank 1 takes longer to decode its pictures."""
-    options = [{"options": {}}, {"options": {"ms": 30}}]
-    argv = [*data, *FAST, "--max_steps", 8]
-    run = demo.run(argv, 2, call=slow_to_decode, of_rank=lambda rank: options[rank])
-    summary = check_split(run)
-    quick, slow = summary["ranks"]
-    assert slow["data_ms"] > 3 * quick["data_ms"], summary
     assert quick["exposed_ms"] > 1.5 * slow["exposed_ms"], summary
-    assert runs.find_straggler(summary) == 1, summary
+    if call is slow_to_decode:
+        assert slow["data_ms"] > 3 * quick["data_ms"], summary
+    else:
+        behind = slow["compute_ms"] - quick["compute_ms"]
+        assert behind > quick["compute_ms"] and quick["exposed_ms"] > 0.6 * behind, summary
+        assert quick["step_ms"] == pytest.approx(slow["step_ms"], rel=0.1)  # all go at one pace
 
 
 # --- Compressed gradients --------------------------------------------------------------------
@@ -514,7 +506,6 @@ def compressed_bytes(demo) -> Callable[[int], int]:
 KINDS = {kind: ["--grad_compression", kind] for kind in ("none", "fp16", "bf16", "powersgd")}
 KINDS["accumulated"] = ["--accumulate_steps", 2, "--batch_size", 2]
 KINDS["powersgd in bf16"] = [*KINDS["powersgd"], "--precision", "bf16"]
-every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -536,34 +527,38 @@ def by_kind(demo, data) -> Callable[[str], Job]:
 
 
 @LONG
-@pytest.mark.parametrize("kind", ["none", "fp16", "bf16", "powersgd"])
-def test_compressed_gradients_train_alike(by_kind, kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_compressed_gradients_train_alike_and_send_less(by_kind, compressed_bytes, kind):
+    """By arithmetic, and by the counters: with two ranks a ring sends as many bytes each way as
+    are reduced; the rest is headers.
+    """
     run, plain = by_kind(kind), by_kind("none")
     summary = check_split(run)
     assert summary["replicas_identical"] is True
+    alike = kind in ("none", "fp16", "bf16", "powersgd")  # the same images in the same precision
     for rank in (0, 1):
         found, wanted = ([loss for _, _, loss in r.steps(rank)] for r in (run, plain))
         assert len(found) == 6
-        assert found[0] == wanted[0]  # before any gradient was sent
-        assert found[:4] == pytest.approx(wanted[:4], abs=0.05), (found, wanted)
-        assert kind == "none" or found != wanted
-
-
-@LONG
-def test_first_steps_of_powersgd_are_uncompressed(by_kind):
-    """So the fourth loss, too, is that of the run without compression; the fifth is not."""
-    for rank in (0, 1):
-        found, plain = (by_kind(kind).steps(rank) for kind in ("powersgd", "none"))
-        assert found[: WHOLE + 1] == plain[: WHOLE + 1]
-        assert found[WHOLE + 1] != plain[WHOLE + 1]
-
-
-@LONG
-@every_kind
-def test_bytes_of_a_step_by_arithmetic(by_kind, compressed_bytes, kind):
+        if alike:
+            assert found[0] == wanted[0]  # before any gradient was sent
+            assert found[:4] == pytest.approx(wanted[:4], abs=0.05), (found, wanted)
+            assert kind == "none" or found != wanted
+        if kind == "powersgd":  # it leaves the first steps alone
+            assert (
+                found[: WHOLE + 1] == wanted[: WHOLE + 1] and found[WHOLE + 1] != wanted[WHOLE + 1]
+            )
     sent = compressed_bytes(RANK) if "powersgd" in kind else GRADIENT_BYTES
-    sent //= 2 if "16" in kind else 1
-    assert by_kind(kind).json_line("Summary")["wire_bytes_per_step"] == sent
+    reduced = WHOLE * (GRADIENT_BYTES + sent)
+    if "16" in kind:
+        sent, reduced = sent // 2, reduced // 2
+    assert summary["wire_bytes_per_step"] == sent
+    reason = why_no_namespaces()
+    require(not reason, reason)
+    for rank in (0, 1):
+        link = busiest(run.result(rank))
+        assert link["name"] == "eth0"
+        for way in ("tx_bytes", "rx_bytes"):
+            assert 1 < link[way] / reduced < 1.1, link
 
 
 @LONG
@@ -572,35 +567,6 @@ def test_bytes_of_a_step_with_powersgd_of_another_rank(demo, data, compressed_by
     argv += ["--grad_compression", "powersgd", "--powersgd_rank", 3]
     summary = demo.run(argv).json_line("Summary")
     assert summary["wire_bytes_per_step"] == compressed_bytes(3) < compressed_bytes(RANK)
-
-
-@LONG
-@every_kind
-def test_bytes_on_the_wire_are_those_of_the_steps(by_kind, compressed_bytes, kind):
-    """With two ranks a ring sends as many bytes each way as are reduced; the rest is headers."""
-    reason = why_no_namespaces()
-    require(not reason, reason)
-    reduced = 6 * GRADIENT_BYTES
-    if "powersgd" in kind:
-        reduced = WHOLE * GRADIENT_BYTES + 3 * compressed_bytes(RANK)
-    if "16" in kind:
-        reduced //= 2
-    for rank in (0, 1):
-        link = busiest(by_kind(kind).result(rank))
-        assert link["name"] == "eth0"
-        for way in ("tx_bytes", "rx_bytes"):
-            assert 1 < link[way] / reduced < 1.1, (kind, link)
-
-
-@LONG
-def test_accumulated_step_is_sent_once(by_kind):
-    """The same four images a rank in two parts; the test above has counted the bytes."""
-    run = by_kind("accumulated")
-    facts = run.json_line("Run")
-    sizes = [facts[k] for k in ("batch_size", "accumulate_steps", "global_batch_size")]
-    assert sizes == [2, 2, 8]
-    assert [step for _, step, _ in run.steps(1)] == [1, 2, 3, 4, 5, 6]
-    assert check_split(run)["replicas_identical"] is True
 
 
 def test_powersgd_with_fp16_is_refused(demo, data):
@@ -624,26 +590,17 @@ def test_workers_are_forked_before_the_first_backward_pass(demo, sample):
 # --- Interrupted and resumed -----------------------------------------------------------------
 
 
-def resumed(demo, argv, nproc, stops: Sequence[int], checkpoint: Path) -> list[Run]:
-    """A run in parts: each ends at a step of `stops`, the next goes on from its checkpoint."""
-    argv = [*argv, "--checkpoint", checkpoint, "--resume"]
-    return [demo.run([*argv, "--max_steps", stop], nproc) for stop in stops]
-
-
-def assert_same(whole: Run, parts: Sequence[Run], nproc: int) -> None:
-    for rank in range(nproc):
-        assert [step for part in parts for step in part.steps(rank)] == whole.steps(rank)
-    ends = [run.json_line("Summary") for run in (whole, parts[-1])]
-    assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"]
-
-
 @LONG
 def test_resume_with_four_ranks_is_exact(demo, data, checkpoint):
     """Of more than two ranks the sum depends on its order, so on the buckets that DDP makes."""
     argv = [*data, *FAST, "--batch_size", 2]
     whole = demo.run([*argv, "--max_steps", 2], 4)
-    parts = resumed(demo, argv, 4, (1, 2), checkpoint)
-    assert_same(whole, parts, 4)
+    argv += ["--checkpoint", checkpoint, "--resume"]
+    parts = [demo.run([*argv, "--max_steps", stop], 4) for stop in (1, 2)]
+    for rank in range(4):
+        assert [step for part in parts for step in part.steps(rank)] == whole.steps(rank)
+    ends = [run.json_line("Summary")["weights_sha256"] for run in (whole, parts[-1])]
+    assert ends[0] == ends[1]
 
 
 @LONG
@@ -653,8 +610,8 @@ def test_resumed_run_starts_powersgd_anew(demo, data, checkpoint, compressed_byt
     """
     argv = [*data, *FAST, "--bucket_cap_mb", 1024]
     plain = demo.run([*argv, "--max_steps", 7], 2)
-    argv += ["--grad_compression", "powersgd"]
-    parts = resumed(demo, argv, 2, (2, 7), checkpoint)
+    argv += ["--grad_compression", "powersgd", "--checkpoint", checkpoint, "--resume"]
+    parts = [demo.run([*argv, "--max_steps", stop], 2) for stop in (2, 7)]
     for rank in (0, 1):
         steps, wanted = [s for part in parts for s in part.steps(rank)], plain.steps(rank)
         assert [step for _, step, _ in steps] == list(range(1, 8))

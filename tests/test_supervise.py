@@ -103,12 +103,17 @@ SENTENCES = ["[CPU 0] Summary: 3 steps", "Run {} of another program", "[CPU 0] R
 ECHO = "".join(f"echo '{line}'\n" for line in [*RECORDS, *SENTENCES]) + "printf 'no newline'"
 
 
-def test_pipe_and_log_get_every_line(folder):
+def test_pipe_and_log_get_every_line_and_a_record_of_the_node(folder):
     code, output = folder.run(body=ECHO)
     assert code == 0
     for line in [*RECORDS, *SENTENCES, "no newline"]:
         assert f"{line}\n" in output
     assert folder.log() == output
+    record = json.loads(re.search(r"^supervise.py: Node (\{.*\})$", output, re.MULTILINE)[1])
+    assert (record["node"], record["starts"]) == (0, 1)
+    assert record["host"] == socket.gethostname() and 0 < record["seconds"] < 20
+    if record["interfaces"]:
+        assert re.search(r"this node sent \S+ [kMGT]?B and received .* in \d+ s\n", output)
 
 
 def test_terminal_gets_no_records_and_the_log_gets_all(folder):
@@ -140,16 +145,6 @@ def test_terminal_that_is_gone_ends_neither_run_nor_log(folder, terminal):
     (folder.path / "go").touch()
     assert process.wait(20) == 0
     assert "later 1\nlater 2\nlater 3\n" in folder.log()
-
-
-def test_node_record_and_its_sentence(folder):
-    code, output = folder.run(body="exec 3<>/dev/null")
-    assert code == 0
-    record = json.loads(re.search(r"^supervise.py: Node (\{.*\})$", output, re.MULTILINE)[1])
-    assert (record["node"], record["starts"]) == (0, 1)
-    assert record["host"] == socket.gethostname() and 0 < record["seconds"] < 20
-    if record["interfaces"]:
-        assert re.search(r"this node sent \S+ [kMGT]?B and received .* in \d+ s\n", output)
 
 
 @pytest.mark.parametrize(
@@ -194,18 +189,23 @@ KINDS = {
 }
 
 
+def cause(folder: Path, passed_on: bool = False, lines: list | tuple = ()) -> root_cause.Cause:
+    """What has ended a torchrun that left these error files and wrote these lines."""
+    output = root_cause.OutputReader()
+    for line in lines:
+        output.read(line)
+    recorded = root_cause.recorded_causes(folder, 0)
+    return root_cause.find_root_cause("torchrun", 1, recorded, output, passed_on)
+
+
 @pytest.mark.parametrize("first", range(len(KINDS)))
 def test_root_cause_is_the_kind_that_causes_the_others(tmp_path, first):
-    """Whatever their times: each kind here is earlier than those that it root_cause."""
-    kinds, facts = list(KINDS)[first:], root_cause.OutputReader()
-    for line in ["[CPU 0] some output", *(REPORT.splitlines() if first == 0 else [])]:
-        facts.read(line)
+    """Whatever their times: each kind here is earlier than those that it causes."""
+    kinds = list(KINDS)[first:]
     for rank, kind in enumerate(kinds):
         if kind != "killed":
             write_error(tmp_path, rank, KINDS[kind])
-    found = root_cause.find_root_cause(
-        "torchrun", 1, root_cause.recorded_causes(tmp_path, 0), facts, False
-    )
+    found = cause(tmp_path, lines=["[CPU 0] some output", *(REPORT.splitlines() * (first == 0))])
     assert found.kind == kinds[0]
     text = KINDS[found.kind]["message"] if first else "rank 1 was ended by signal 9"
     assert found.text == text
@@ -214,10 +214,7 @@ def test_root_cause_is_the_kind_that_causes_the_others(tmp_path, first):
 def test_root_cause_of_one_kind_is_the_earliest(tmp_path):
     for rank, when in enumerate((3.5, 3.25, 3.75)):
         write_error(tmp_path, rank, about(f"rank {rank}", kind="lost", timestamp=when))
-    found = root_cause.find_root_cause(
-        "torchrun", 1, root_cause.recorded_causes(tmp_path, 0), root_cause.OutputReader(), False
-    )
-    assert found.text == "rank 1"
+    assert cause(tmp_path).text == "rank 1"
 
 
 def test_error_files_of_others_are_read_or_left_out(tmp_path):
@@ -239,15 +236,7 @@ def test_error_files_of_others_are_read_or_left_out(tmp_path):
 def test_signal_that_was_passed_on_is_no_failure_whatever_else_failed(tmp_path):
     write_error(tmp_path, 0, KINDS["asked"])
     write_error(tmp_path, 1, KINDS["bug"])
-    recorded = root_cause.recorded_causes(tmp_path, 0)
-    assert (
-        root_cause.find_root_cause("torchrun", 1, recorded, root_cause.OutputReader(), True).kind
-        == "asked"
-    )
-    assert (
-        root_cause.find_root_cause("torchrun", 1, recorded, root_cause.OutputReader(), False).kind
-        == "bug"
-    )
+    assert [cause(tmp_path, passed_on).kind for passed_on in (True, False)] == ["asked", "bug"]
 
 
 WATCHDOG = (
@@ -298,11 +287,6 @@ def test_what_nccl_and_cuda_said_is_the_last_line(folder, lines, cause, kind):
     assert process.returncode == 134 and output.splitlines()[-1] == cause
 
 
-def test_signal_6_without_such_words(folder):
-    code, output = folder.run(body="kill -ABRT $$")
-    assert (code, output.splitlines()[-1]) == (134, "torchrun was ended by signal 6")
-
-
 def test_warnings_of_nccl_are_copied_from_its_files(folder):
     body = (
         "cat >>nccl.node0.host.$$.log <<'EOF'\n"
@@ -319,18 +303,22 @@ def test_warnings_of_nccl_are_copied_from_its_files(folder):
     assert line in output and "NCCL INFO" not in output
 
 
-def test_without_an_error_file_the_last_line_before_torchruns_report(folder):
-    body = f"echo the last words\ncat <<'EOF'\n{REPORT.replace('-9', '1')}\n=====\nEOF\nexit 3"
-    code, output = folder.run(body=body)
-    assert code == 3
-    assert output.splitlines()[-1] == "torchrun ended with code 3; its last line: the last words"
+LAST_WORDS = f"echo the last words\ncat <<'EOF'\n{REPORT.replace('-9', '1')}\n=====\nEOF\nexit 3"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "line"),
+    [
+        (LAST_WORDS, 3, "torchrun ended with code 3; its last line: the last words"),
+        ("kill -9 $$", 137, "torchrun was ended by signal 9"),
+        ("kill -ABRT $$", 134, "torchrun was ended by signal 6"),
+    ],
+    ids=["code", "killed", "aborted"],
+)
+def test_root_cause_without_an_error_file(folder, body, code, line):
+    found, output = folder.run(body=body)
+    assert (found, output.splitlines()[-1]) == (code, line)
     assert "failed, see" in output.splitlines()[-2]
-
-
-def test_torchrun_that_was_killed(folder):
-    code, output = folder.run(body="kill -9 $$")
-    assert code == 137
-    assert output.splitlines()[-1] == "torchrun was ended by signal 9"
 
 
 def test_other_commands_stop_with_75_by_what_they_print(folder):
@@ -363,12 +351,6 @@ def test_restart_resumes_and_says_what_it_cost(folder):
     assert said in output
 
 
-def test_restarts_end_at_what_a_restart_would_meet_again(folder):
-    code, output = folder.run("--restarts", 2, body="fail '[CPU 0] ERROR: no folder' user")
-    assert (code, len(starts(output))) == (1, 1)
-    assert output.splitlines()[-1] == "[CPU 0] ERROR: no folder"
-
-
 def test_probe_runs_once_and_not_after_a_restart(folder):
     body = f'[ "$count" != x ] || {LOST}\n'  # the second start, which is the training
     code, output = folder.run("--probe", "probe.py", "--restarts", 1, body=body, one=False)
@@ -383,8 +365,7 @@ def test_probe_runs_once_and_not_after_a_restart(folder):
 
 def test_one_process_has_no_link_to_probe(folder):
     code, output = folder.run("--probe", "probe.py")
-    assert code == 0
-    assert [re.search(r"\w+\.py", start)[0] for start in starts(output)] == ["train.py"]
+    assert (code, len(starts(output))) == (0, 1) and "probe.py" not in starts(output)[0]
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
@@ -589,19 +570,23 @@ def test_node_that_comes_after_a_difference_ends_with_the_same_line(place):
     )
 
 
-def test_node_rank_given_twice_ends_all_nodes_in_one_line(place):
-    nodes = [Node(place, rank, nnodes=3) for rank in (0, 1, 1)]
-    lines = {str(node.end()) for node in nodes}
-    assert lines == {"NODE_RANK 1 came twice, from host1 and host1: give each its own"}
-
-
-def test_missing_nodes_are_named_to_all(place):
-    nodes = [Node(place, 0, seconds=1, nnodes=4), Node(place, 2, nnodes=4)]
-    lines = {str(node.end()) for node in nodes}
-    assert lines == {
-        "the other nodes did not all come within 1 s (missing: node 1, 3): start the launcher on "
-        "each node with its NODE_RANK"
-    }
+@pytest.mark.parametrize(
+    ("ranks", "seconds", "line"),
+    [
+        ((0, 1, 1), 8, "NODE_RANK 1 came twice, from host1 and host1: give each its own"),
+        (
+            (0, 2),
+            1,
+            "the other nodes did not all come within 1 s (missing: node 1, 3): start the launcher "
+            "on each node with its NODE_RANK",
+        ),
+    ],
+    ids=["rank twice", "missing"],
+)
+def test_nodes_that_cannot_start_end_in_one_line(place, ranks, seconds, line):
+    nnodes = 3 if seconds == 8 else 4
+    nodes = [Node(place, rank, seconds if rank == 0 else 8, nnodes=nnodes) for rank in ranks]
+    assert {str(node.end()) for node in nodes} == {line}
 
 
 def test_node_0_that_does_not_come(place):
