@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+import preflight
 from support.cgroups import CGROUPS, make_cgroups
 from support.launcher_folder import LauncherFolder
 from support.nodes import NamespacePair, why_no_namespaces
@@ -458,6 +460,23 @@ def test_cores_in_a_real_cgroup():
 
 # Three networks of six starts each: 18 ports a job, and 666 jobs until they repeat.
 THREE = {"NETWORKS": "one=eth0 two=eth0 three=eth0", "RESTARTS": 5}
+
+
+def test_port_that_is_taken_and_nodes_that_do_not_come(folder):
+    address, _ = preflight.route_to("203.0.113.1")
+    require(address, "this machine has no address but loopback")
+    node = {"NNODES": 2, "NODE_RANK": 0, "MASTER_ADDR": address, "CONNECT_TIMEOUT": 2}
+    with socket.create_server(("", 0)) as server:
+        node["MASTER_PORT"] = server.getsockname()[1]
+        code, taken = folder.run("launch_multinode.sh", "x", **node, RESTARTS=1)
+    assert code == 1
+    text = f"port {node['MASTER_PORT']} cannot be used on this node (Address already in use)"
+    assert text in taken.splitlines()[-1]
+
+    code, alone = folder.run("launch_multinode.sh", "x", **node)
+    assert code == 1
+    text = "the other nodes did not all come within 2 s (missing: node 1): start the launcher"
+    assert text in alone.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
