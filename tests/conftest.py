@@ -72,18 +72,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Gener
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Which tests have started torchrun, the launchers, namespaces or SLURM."""
-    found: dict[str, dict[str, list[str]]] = {part: {} for part in REAL_PARTS}
-    for report in terminalreporter.getreports("") + terminalreporter.getreports("passed"):
-        file, _, name = report.nodeid.partition("::")
+    tests: dict[str, set[str]] = {part: set() for part in REAL_PARTS}
+    for report in terminalreporter.getreports(""):  # of set-ups and of ends that went well
         for key, part in report.user_properties:
-            names = found[part].setdefault(Path(file).name, []) if key == "real part" else []
-            if name.partition("[")[0] not in names:
-                names.append(name.partition("[")[0])
+            if key == "real part":
+                tests[part].add(report.nodeid.partition("[")[0])
     terminalreporter.section("real parts that tests have started")
-    for part, files in found.items():
-        terminalreporter.write_line(f"{part}: {sum(map(len, files.values()))} tests")
-        for file in sorted(files):
-            terminalreporter.write_line(f"  {file}: {', '.join(sorted(files[file]))}")
+    for part, names in tests.items():
+        terminalreporter.write_line(f"{part}: {len(names)} tests")
+        for name in sorted(names):
+            terminalreporter.write_line(f"  {name}")
 
 
 # These take the longest or wait the most: started last, one of them would run alone at the end.

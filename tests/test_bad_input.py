@@ -317,6 +317,13 @@ def too_many_categories(data: Data) -> None:
     data.content["categories"].append({"id": 91, "name": "one more"})
 
 
+def captions(data: Data) -> None:
+    data.content = {
+        "images": data.content["images"],
+        "annotations": [{"id": 1, "image_id": 100, "caption": "a picture"}],
+    }
+
+
 def panoptic(data: Data) -> None:
     segments = [{"id": 1, "category_id": 1}]
     data.content["annotations"] = [{"image_id": 100, "segments_info": segments}]
@@ -336,16 +343,27 @@ SPOILT: dict[str, tuple] = {
     "no image folder": (options(coco_image_path="nowhere"), "nowhere"),
     "image folder is a file": (options(coco_image_path="val.json"), "val.json"),
     "no annotation file": (options(annotation_path="none.json"), "annotation", "none.json"),
+    "annotation file is a folder": (options(annotation_path="images"), "annotation", "images"),
+    "empty annotation file": (raw(b" "), "instances.json"),
     "half an annotation file": (raw(b'{"images": ['), "instances.json"),
+    "picture as annotation file": (raw(b"\xff\xd8\xff\xe0\0"), "instances.json"),
     "deeply nested JSON": (raw(b"[" * 200_000), "instances.json"),
     "JSON list": (raw(b"[1, 2]"), "instances.json", "instances file"),
+    "JSON number": (raw(b"1"), "instances.json", "instances file"),
+    "JSON null": (raw(b"null"), "instances.json", "instances file"),
     "JSON without anything": (raw(b"{}"), "instances.json", "instances file"),
+    "captions": (captions, "instances.json", "instances file"),
     "panoptic": (panoptic, "instances.json", "instances file"),
     "no categories": (drop("categories"), "instances.json", "categories"),
+    "no images": (drop("images"), "instances.json", "instances file"),
     "no annotations": (drop("annotations"), "instances.json"),
     "images without names": (drop("images", "file_name"), "instances.json", "file_name"),
+    "images without ids": (drop("images", "id"), "instances.json", "id"),
+    "annotations without images": (drop("annotations", "image_id"), "instances.json"),
     "annotations are null": (put("annotations", None), "instances.json"),
+    "images are numbers": (put("images", [1, 2]), "instances.json"),
     "name is a number": (put("images.0.file_name", 5), "instances.json"),
+    "id is a list": (put("images.0.id", [1]), "instances.json"),
     "id of an image is a decimal": (put("images.0.id", 1.0), "instances.json", "integers"),
     "image of an annotation is a decimal": (
         put("annotations.0.image_id", 1.5),
@@ -358,6 +376,7 @@ SPOILT: dict[str, tuple] = {
         "unknown categories",
     ),
     "id of a category is a decimal": (put("categories.0.id", 1.0), "instances.json"),
+    "category is a list": (put("annotations.0.category_id", [1]), "instances.json"),
     "category ids of two kinds": (put("categories.0.id", "1"), "instances.json"),
     "no labelled image": (put("annotations", []), "instances.json", "annotation"),
     "81 categories": (too_many_categories, "instances.json", "81", "80"),
@@ -374,6 +393,8 @@ SPOILT: dict[str, tuple] = {
     "name draws on the terminal": (rename("a\x1b[31m\n[CPU 0] ERROR: b\x9b2J\x85c"), "a?[31m?"),
     "truncated images": (each(truncate), "damaged"),
     "empty images": (each(lambda path: path.write_bytes(b"")), "damaged"),
+    "text files as images": (each(lambda path: path.write_text("no picture")), "damaged"),
+    "folders as images": (each(lambda path: (path.unlink(), path.mkdir())), "damaged"),
     "no validation folder": (with_val(options(val_image_path="nowhere")), "nowhere"),
     "no validation file": (with_val(options(val_annotation_path="none.json")), "none.json"),
     "missing validation image": (with_val(unlisted), "0003.jpg", "val_images"),
@@ -386,9 +407,12 @@ SPOILT: dict[str, tuple] = {
 
 
 # These take the same way through the script as others do.
-ALIKE = ["image folder is a file", "no annotations", "name leads out later"]
+ALIKE = ["image folder is a file", "annotation file is a folder", "picture as annotation file"]
+ALIKE += ["empty annotation file", "JSON number", "JSON null", "captions", "no images"]
+ALIKE += ["no annotations", "images without ids", "annotations without images"]
+ALIKE += ["images are numbers", "id is a list", "category is a list", "name leads out later"]
 ALIKE += ["missing image among many", "name is half a character", "empty images"]
-ALIKE += ["no validation folder"]
+ALIKE += ["text files as images", "folders as images", "no validation folder"]
 
 
 @pytest.mark.parametrize("name", long_among(SPOILT, ALIKE))
@@ -637,9 +661,7 @@ TAKEN = ["none.json"]  # what is missing ends these a little later
     ("visible", "cuda", "hip", "words"),
     [
         (None, "13.0", None, USELESS_DRIVER),
-        ("", "13.0", None, TAKEN),
         pytest.param("0", "13.0", None, USELESS_DRIVER, marks=LONG),
-        pytest.param("-1", "13.0", None, TAKEN, marks=LONG),
         (None, None, None, NO_CUDA),
         ("0", None, None, NO_CUDA),
         ("", None, None, TAKEN),
@@ -652,6 +674,13 @@ def test_gpu_that_is_of_no_use_is_refused_unless_hidden(data, refused, visible, 
     refused(words, call=driver_without_gpu, visible=visible, cuda=cuda, hip=hip)
 
 
+@pytest.mark.parametrize("visible", ["", *long("-1")])
+def test_node_whose_gpus_are_hidden_trains_on_its_cpu(demo, data, visible):
+    options = {"visible": visible, "cuda": "13.0", "hip": None}
+    job = demo.run([*data.argv(), *FAST], call=driver_without_gpu, **options)
+    assert job.json_line("Run")["devices"], job.tail()
+
+
 @pytest.mark.parametrize(
     ("nproc", "more", "words"),
     [
@@ -661,8 +690,11 @@ def test_gpu_that_is_of_no_use_is_refused_unless_hidden(data, refused, visible, 
     ],
     ids=["two processes", "compression", "sync_bn"],
 )
-def test_what_does_not_go_with_a_macs_gpu_is_one_line(refused, nproc, more, words):
-    refused(words, "--device", "mps", *more, nproc=nproc, call=pretend_mac)
+def test_what_does_not_go_with_a_macs_gpu_is_one_line(demo, data, nproc, more, words):
+    argv = [*data.argv(), *FAST, "--device", "mps", *more]
+    job = demo.run(argv, nproc, expect=None, call=pretend_mac)
+    assert_refused(job, words)
+    assert "One process" not in job.out
 
 
 def test_gpu_that_this_build_was_not_made_for_is_one_line(refused):

@@ -895,6 +895,13 @@ def test_batch_is_shared_by_ranks_and_micro_batches(demo, small, options):
 
 
 @LONG
+def test_learning_rate_warms_up(demo, small):
+    argv = [*small, *FAST, "--batch_size", 8, "--lr", 1e-3, "--warmup_steps", 2]
+    job = demo.run([*argv, "--max_steps", 3], call=train)
+    assert job.result()["rates"] == pytest.approx([5e-4, 1e-3, 1e-3])
+
+
+@LONG
 def test_linear_rule_scales_the_learning_rate(demo, small):
     """Where it is 64 images a step, the rate stays; warm-up rises to what comes out."""
     argv = [*small, *FAST, "--batch_size", 4, "--accumulate_steps", 4, "--max_steps", 3]
@@ -1413,8 +1420,14 @@ def test_plain_python_trains(demo, small):
 
 def test_help_says_what_each_option_is(demo):
     text = demo.run(["--help"]).out
+    options = (
+        "coco_image_path annotation_path val_image_path val_annotation_path image_size workers "
+        "num_epochs batch_size global_batch_size accumulate_steps lr lr_scaling warmup_steps "
+        "weights seed max_steps precision compile sync_bn device backend timeout bucket_cap_mb "
+        "log_every checkpoint checkpoint_every resume"
+    )
     blocks = {m[1]: m[0] for m in re.finditer(r"(?m)^  --(\w+)\b.*(\n {8,}.*)*", text)}
-    assert len(blocks) > 25
+    assert {*options.split()} <= {*blocks}
     for name, block in blocks.items():
         assert len(block.split()) > 4, f"--{name} has no help"
     for name, default in {

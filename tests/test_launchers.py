@@ -23,9 +23,8 @@ import pytest
 import preflight
 from support.cgroups import CGROUPS, make_cgroups
 from support.launcher_folder import LauncherFolder
-from support.nodes import NamespacePair, why_no_namespaces
+from support.nodes import NamespacePair, namespaces, why_no_namespaces
 from support.processes import LONG, ROOT, WITH_STAND_IN, long, require, start, wait_until
-from test_networks import namespaces
 
 BOTH = pytest.mark.parametrize("folder", ["stand-in", *long("torchrun")], indirect=True)
 REAL = pytest.mark.parametrize("folder", long("torchrun"), indirect=True)

@@ -22,8 +22,8 @@ import pytest
 from launcher import networks as network_series
 from launcher.rendezvous import Refused
 from support.launcher_folder import LauncherFolder
-from support.nodes import NamespacePair, why_no_namespaces
-from support.processes import LONG, ROOT, WITH_STAND_IN, Run, Started, long, require, start
+from support.nodes import NamespacePair, namespaces, why_no_namespaces
+from support.processes import LONG, ROOT, WITH_STAND_IN, Run, long, require, start
 
 TOOLS = ROOT / "tools"
 
@@ -222,9 +222,10 @@ def test_wrong_networks(monkeypatch, case):
     variables, text = WRONG[case]
     usual = {"NNODES": "2", "NETWORKS": BOTH, "IFNAME": "", "MASTER_PORT": "29500"}
     for name, value in (usual | variables).items():
-        monkeypatch.setenv(name, value or "")
         if value is None:
-            monkeypatch.delenv(name)
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
     with pytest.raises(Refused, match=re.escape(text)):
         network_series.read_networks(os.environ["NETWORKS"])
         network_series.check(["x"])
@@ -325,10 +326,6 @@ def two_nodes(
         started.kill()
         for name in namespaces(started):
             subprocess.run(["ip", "netns", "delete", name], check=False)
-
-
-def namespaces(started: Started) -> list[str]:
-    return [path.name for path in Path("/run/netns").glob(f"two_nodes{started.pid}-[01]")]
 
 
 @LONG

@@ -11,7 +11,6 @@ import test_faults as faults
 from support.datasets import make_set
 from support.nodes import NamespacePair
 from support.processes import LONG, SCRIPT
-from test_preflight import usual_hosts
 
 ARGUMENTS = shlex.split("--max_steps 1 --timeout 20")
 
@@ -24,7 +23,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_two_nodes_train_where_the_own_name_is_loopback(demo, data):
     with NamespacePair() as nodes:
-        usual_hosts(nodes)
+        nodes.usual_hosts()
         ended = demo.run([*faults.FAST, *data, *ARGUMENTS], 2, nodes=nodes)
     assert ended.json_line("Run")["env"]["GLOO_SOCKET_IFNAME"] == nodes.interface
     assert ended.json_line("Run")["hosts"] == [*nodes.hostnames]
@@ -35,7 +34,7 @@ def test_two_nodes_train_where_the_own_name_is_loopback(demo, data):
 @LONG
 def test_bare_torchrun_trains_where_the_own_name_is_loopback(data):
     with NamespacePair() as nodes:
-        usual_hosts(nodes)
+        nodes.usual_hosts()
         runs = []
         for node in (0, 1):
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
@@ -53,7 +52,7 @@ def test_interface_that_is_set_stays(demo, data):
     env = {"GLOO_SOCKET_IFNAME": "none0"}
     argv = [*faults.FAST, *data, *ARGUMENTS]
     with NamespacePair() as nodes:
-        usual_hosts(nodes)
+        nodes.usual_hosts()
         ended = demo.run(argv, 2, nodes=nodes, env=env, expect=1)
     found = faults.errors(ended)
     assert len(found) == 2 and all("none0" in line for line in found), ended.tail()

@@ -57,19 +57,13 @@ def lines(run: Run, kind: str) -> list[str]:
     return re.findall(rf"^preflight.py: {kind}: (.*)$", run.err, re.MULTILINE)
 
 
-def usual_hosts(nodes) -> None:
-    """As Debian and Ubuntu write them: the own name is a loopback address, the other unknown."""
-    for node, name in enumerate(nodes.hostnames):
-        nodes.hosts(node).write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
-
-
 # --- The interface ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("master", ["10.77.0.1", "node0"])
 def test_interface_of_the_route_is_chosen_where_the_own_name_is_loopback(nodes, master):
     """Also of SLURM's node 0, whose own name, the master's, is a loopback address there."""
-    usual_hosts(nodes)
+    nodes.usual_hosts()
     name = {}
     if master == "node0":
         name = {"SLURMD_NODENAME": "node0"}

@@ -571,11 +571,12 @@ def test_node_that_comes_after_a_difference_ends_with_the_same_line(place):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "seconds", "line"),
+    ("ranks", "nnodes", "seconds", "line"),
     [
-        ((0, 1, 1), 8, "NODE_RANK 1 came twice, from host1 and host1: give each its own"),
+        ((0, 1, 1), 3, 8, "NODE_RANK 1 came twice, from host1 and host1: give each its own"),
         (
             (0, 2),
+            4,
             1,
             "the other nodes did not all come within 1 s (missing: node 1, 3): start the launcher "
             "on each node with its NODE_RANK",
@@ -583,9 +584,11 @@ def test_node_that_comes_after_a_difference_ends_with_the_same_line(place):
     ],
     ids=["rank twice", "missing"],
 )
-def test_nodes_that_cannot_start_end_in_one_line(place, ranks, seconds, line):
-    nnodes = 3 if seconds == 8 else 4
-    nodes = [Node(place, rank, seconds if rank == 0 else 8, nnodes=nnodes) for rank in ranks]
+def test_nodes_that_cannot_start_end_in_one_line(place, ranks, nnodes, seconds, line):
+    """`seconds`: those that node 0 waits for the others."""
+    first, *others = ranks
+    nodes = [Node(place, first, seconds, nnodes=nnodes)]
+    nodes += [Node(place, rank, nnodes=nnodes) for rank in others]
     assert {str(node.end()) for node in nodes} == {line}
 
 

@@ -181,6 +181,11 @@ class NamespacePair:
         """The file that is /etc/hosts on `node`; a test may rewrite it, in place."""
         return self.folder / f"hosts{node}"
 
+    def usual_hosts(self) -> None:
+        """As Debian and Ubuntu write them: the own name is loopback, the other one unknown."""
+        for node, name in enumerate(self.hostnames):
+            self.hosts(node).write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+
     def link_down(self, node: int = 1) -> None:
         """Pull the cable: packets are lost without an error, connections stay open."""
         _ip(f"-n {self.names[node]} link set {self.interface} down")
@@ -215,6 +220,11 @@ class NamespacePair:
         for started in self._started:
             started.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def namespaces(started: Started) -> list[str]:
+    """Those of this start of tools/two_nodes.sh that are there."""
+    return [path.name for path in Path("/run/netns").glob(f"two_nodes{started.pid}-[01]")]
 
 
 @contextlib.contextmanager

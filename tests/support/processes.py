@@ -227,16 +227,6 @@ class Run:
         return f"$ {shlex.join(self.command)[:600]}\n{end}\n{text}"
 
 
-def write_program(path: Path, code: str) -> Path:
-    """Makes `path` a program that runs Python code, wherever this Python lies: the kernel takes no
-    interpreter with a space in its path, nor one of more than 127 characters.
-    """
-    path.with_name(f"{path.name}.py").write_text(code)
-    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$0.py" "$@"\n')
-    path.chmod(0o755)
-    return path
-
-
 class Started:
     """A command that runs in a session of its own and writes to a file, so that no reader can hold
     it up.
