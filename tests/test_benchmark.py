@@ -482,3 +482,8 @@ def test_figures_of_a_link_are_those_of_its_slower_node():
     assert found == pytest.approx(wanted)
     rows = tool.rate_rows("1gbit", {name: [value] for name, value in found.items()})
     assert [row["ratio"] for row in rows] == [pytest.approx(0.97), pytest.approx(0.96), None]
+    without = text.replace('"bandwidth_GBps": 0.12', '"bandwidth_GBps": null')
+    found = tool.link_figures(without, args)
+    assert found == pytest.approx({name: wanted[name] for name in wanted if name != "slope"})
+    (_, slope, _) = tool.rate_rows("1gbit", {name: [value] for name, value in found.items()})
+    assert (slope["demo"], slope["ratio"]) == (None, None)

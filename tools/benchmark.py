@@ -509,7 +509,8 @@ def link_figures(log, args):
     }
     for probe in records(log, "Probe"):
         found["wire"] = min(highest(node, "wire_Gbps") for node in probe["nodes"])
-        found["slope"] = 8 * probe["bandwidth_GBps"]
+        if probe["bandwidth_GBps"]:  # others at work on the machine leave it without one
+            found["slope"] = 8 * probe["bandwidth_GBps"]
         found["latency"] = probe["latency_ms"]
     return found
 
@@ -519,7 +520,7 @@ def rate_rows(rate, found):
     shaped = [gbps(rate)] if gbps(rate) else None
     return [
         row(f"{rate}: rate measured / shaped", "Gb/s", found["wire"], shaped),
-        row(f"{rate}: bandwidth by the slope / shaped", "Gb/s", found["slope"], shaped),
+        row(f"{rate}: bandwidth by the slope / shaped", "Gb/s", found.get("slope"), shaped),
         row(f"{rate}: latency of a small all-reduce", "ms", found["latency"]),
     ]
 
