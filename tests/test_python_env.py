@@ -362,10 +362,10 @@ def locked(checkout: Checkout, text: str | None) -> Path:
 @pytest.fixture
 def installer():
     """A process that a lock can name: a shell that waits, as python_env.sh does."""
-    process = subprocess.Popen(["bash", "-c", "sleep 60; :", "python_env.sh"])
-    yield process
-    process.kill()
-    process.wait()
+    command = ["bash", "-c", "read -r; :", "python_env.sh"]  # a child would outlive it
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
 
 
 @pytest.mark.parametrize("elsewhere", [True, *long(False)])
