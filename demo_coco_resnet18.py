@@ -1,26 +1,47 @@
 #!/usr/bin/env python3
 """ResNet-18 on COCO with DistributedDataParallel (DDP): one script from a laptop to a cluster.
 
-An image's label is the category of its first annotation (80 classes). torchrun starts this script
-several times, usually once for each GPU. Every process trains its own copy of the model on its
-own share of the images; DDP averages the gradients of all processes in each step, so the copies
-stay equal. N processes make a step of N times as many images, and an epoch of N times fewer steps.
-The result is that of one process with so large a batch, but for batch norm, which sees the images
-of its own process alone. The learning rate stays: raise --lr for a much larger batch.
+An image's label is the category of its first annotation. torchrun starts this script several
+times, usually once for each GPU. Every process trains its own copy of the model on its own share
+of the images; DDP averages the gradients of all processes in each step, so the copies stay equal.
 
 One GPU, or the CPU where there is none:
     torchrun --standalone --nnodes=1 --nproc_per_node=1 demo_coco_resnet18.py \
         --coco_image_path DIR --annotation_path FILE
 All GPUs of one machine:
     torchrun --standalone --nnodes=1 --nproc_per_node=gpu demo_coco_resnet18.py ...
-Two nodes (machines) with two GPUs each. They meet at the address of the first one, 10.0.0.1 here,
-on any port that is free; --rdzv_id is any number, the same on both. On the second node the command
-is the same, but for --node_rank=1:
+Two nodes (machines) with two GPUs each. 10.0.0.1 is the address of the first one, 29500 any port
+that is free there, --rdzv_id any number, the same on both. On the second node the command is the
+same, but for --node_rank=1:
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=2 --rdzv_id=123 --rdzv_backend=static \
         --rdzv_endpoint=10.0.0.1:29500 demo_coco_resnet18.py ...
 
-Part one is the lesson: what makes a training script distributed, in six points, 1/6 to 6/6. Part
-two, below the banner, is the safety net: arguments, errors, damaged images, checkpoints, timing.
+The four processes of the last example. The world size, the number of all processes, is 4:
+    node (--node_rank)                      0   0   1   1
+    rank: the process's number among all    0   1   2   3
+    local rank: among those of its node     0   1   0   1    it takes the GPU of this number
+
+N processes make a step of N times as many images, and an epoch of N times fewer steps:
+    images per step (global batch size) = world size x batch size x accumulate steps
+The batch size is that of a process. Accumulate steps is 1, unless a process shall add up the
+gradients of several batches (--accumulate_steps) before each step. Such a step does what one
+process would do with so large a batch, but for batch norm, which sees the images of its own
+process alone. The learning rate stays: raise --lr for a much larger batch.
+
+Part one is the lesson. Six points make a training script distributed:
+    1/6  a process learns its rank from the environment       read_environment
+    2/6  it chooses its GPU and joins the process group       set_up
+    3/6  each rank gets its own share of the images           make_loader
+    4/6  DDP makes the models of all ranks equal              wrap_model
+    5/6  backward averages the gradients over all ranks       train_step
+    6/6  results are put together, and rank 0 writes them     validate, then tear_down
+
+One rule stands behind all of them: ALL RANKS MAKE THE SAME COLLECTIVE CALLS IN THE SAME ORDER. A
+collective call is an exchange between all ranks, such as all-reduce, broadcast, gather or barrier.
+Each rank waits in it for the others; where one leaves it out, the others wait in vain. Comments
+below call this "the rule".
+
+Part two, below the banner, is the safety net: arguments, errors, damaged images, checkpoints.
 """
 
 # Most of these are for part two.
@@ -49,11 +70,6 @@ from time import perf_counter
 
 import numpy as np
 import torch
-
-# Read by the next import: since PyTorch 2.15 "nccl" is another process group, which makes the
-# backward pass wait for each all-reduce. 0: the former one, in which they overlap.
-os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
-
 import torch.distributed as dist
 import torchvision
 from PIL import Image
@@ -76,26 +92,33 @@ TIMEOUT = 300  # seconds: a process that has not answered by then counts as lost
 def main(process):
     """Every process runs all of this.
 
-    `process` tells which one of them it is: at first it says that it is alone, rank 0 of one.
+    `process` says which one of them this is. Before 1/6 it says: rank 0 of one, so alone.
     """
     args = parse_arguments(sys.argv[1:])
     read_environment(process)  # 1/6
     set_up(args, process)  # 2/6
 
-    # Rank 0 reads, every rank receives: only the images have to be on all nodes.
-    index, val_index = from_rank_0(process, "index broadcast", lambda: read_indexes(args))
-    complete_arguments(args, process, len(index.names))
-    facts = compare_ranks(args, process, index, val_index)  # the same run on all of them?
-    loader = make_loader(args, process, index, val_index)  # 3/6
+    # Rank 0 reads, every rank receives: only the images have to be on all nodes. A list has the
+    # names of the image files and their labels.
+    lists = from_rank_0(process, "image list broadcast", lambda: read_image_lists(args))
+    train_list, val_list = lists
+    complete_arguments(args, process, len(train_list.names))
+    settings = compare_ranks(args, process, train_list, val_list)  # is it the same run on all?
+    loader = make_loader(args, process, train_list, val_list)  # 3/6
 
-    model, ddp = build_model(args, process)  # 4/6
+    model = build_model(args, process)
+    ddp = wrap_model(args, process, model)  # 4/6
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    run = Run(args, process, model, ddp, optimizer, loader, facts)
-    prepare(run, index, val_index)  # resumes from a checkpoint, logs what runs
+    run = Run(args, process, model, ddp, optimizer, loader, settings)
+    # With --resume rank 0 reads the checkpoint, and every rank receives it. That waits until now
+    # because a checkpoint has the optimizer's state as well as the weights.
+    start_or_resume(run, train_list, val_list)
 
     for epoch in epochs_left(run):
         train_epoch(run, epoch)  # 5/6
-        save_checkpoint(run, last=run.step == args.max_steps)  # rank 0 writes the file
+        # The weights are equal on all ranks, so rank 0's are enough: it alone writes the file. But
+        # all ranks make the call: the others wait until it is written, or stop where it cannot be.
+        save_checkpoint(run, last=run.step == args.max_steps)
         validate(run, epoch)  # 6/6
     summarize(run)
     # The caller, one_line_errors, then calls tear_down: all leave the process group together.
@@ -105,9 +128,11 @@ def read_environment(process):
     """Which one of the processes is this? Raises UserError where the launcher does not say."""
     # DDP 1/6: torchrun starts the processes and tells each its rank through the environment
     process.launcher = find_launcher()  # renames mpirun's and srun's variables to torchrun's
-    if process.launcher == "python":  # started by none of them: it is alone
+    if process.launcher == "python":  # started by none of them: it is alone, rank 0 of one
         return
-    with explain(f"{process.launcher} should set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"):
+    with as_user_error(
+        f"{process.launcher} should set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
+    ):
         process.rank = int(os.environ["RANK"])  # over all nodes: 0 to world_size - 1
         process.world_size = int(os.environ["WORLD_SIZE"])  # the number of processes, not of nodes
         process.local_rank = int(os.environ["LOCAL_RANK"])  # on its own node, from 0
@@ -119,77 +144,54 @@ def set_up(args, process):
     # DDP 2/6: first a device of its own, then the group of all processes. Its backend moves the
     # tensors between them: NCCL between NVIDIA GPUs, Gloo between CPUs.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    process.backend = args.backend.replace("auto", "nccl" if gpus else "gloo")
+    process.backend = choose_backend(args, gpus)
     check_process(process, gpus)
-    process.enter("rendezvous")
-    if gpus:  # one for each process of the node; with Gloo several may share one
+    process.note_phase("rendezvous")  # what it is doing, for error messages
+    if gpus:
+        # The local rank gives each process of a node a GPU of its own. Otherwise all would take
+        # GPU 0: NCCL refuses that, and the others would be idle. (%: with Gloo they may share.)
         process.device = torch.device("cuda", process.local_rank % gpus)
         torch.cuda.set_device(process.device)
-        with explain(f"this build of PyTorch cannot use {process.device}"):
+        with as_user_error(f"this build of PyTorch cannot use {process.device}"):
             torch.ones(1, device=process.device).item()
     share_cpu(process)
-    choose_interface(process)  # by which Gloo reaches the other nodes
+    choose_interface(process)  # the network interface by which Gloo reaches the other nodes
 
     where = f"rendezvous at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    with explain(f"{where}: did all nodes start, with rank 0's address?", LostConnection):
-        # All processes meet at MASTER_ADDR:MASTER_PORT, an address of rank 0's node. The launcher
-        # has set these two as well (torchrun from --rdzv_endpoint). Each process waits here until
-        # all have come. If one is missing after --timeout seconds, here or in any exchange later,
-        # the others end with an error.
+    with as_user_error(f"{where}: did all nodes start, with rank 0's address?", LostConnection):
+        # First the torchruns of all nodes have met, at --rdzv_endpoint. Now the processes that
+        # they have started meet, at MASTER_ADDR:MASTER_PORT on rank 0's node (torchrun has set
+        # these two as well). Each waits here until all have come. If one is missing after
+        # --timeout seconds, here or in a later collective call, the others end with an error.
         dist.init_process_group(
             process.backend,
             rank=process.rank,
             world_size=process.world_size,
             timeout=timedelta(seconds=args.timeout),
+            # With its device NCCL connects the ranks at once, not in the first collective call.
             device_id=process.device if process.backend == "nccl" else None,
-            store=dist.HashStore() if process.launcher == "python" else None,  # nobody to meet
+            store=store_of_one(process),  # None, unless it is alone and has nobody to meet
         )
 
 
-VALIDATION = -1  # in place of an epoch's number: the validation images
-IGNORED = -100  # label of an image that cannot be decoded: cross_entropy leaves it out
-
-
-class FirstCategory(Dataset):
-    """Images, each with the category of its first annotation as its label.
-
-    A key is (epoch, position in the index). Key and seed alone decide how an image is cropped, so
-    that it looks the same on whichever rank, and in a resumed run. Epochs count from 1.
-    """
-
-    def __init__(self, args, process, index, val_index):
-        self.args, self.process = args, process
-        self.training = args.coco_image_path, index
-        self.validation = args.val_image_path, val_index
-
-    def __getitems__(self, keys):  # a loader asks this for a whole batch
-        """Images uint8 (n, 3, size, size) and labels int64 (n,) of n keys of one epoch."""
-        folder, index = self.validation if keys[0][0] == VALIDATION else self.training
-        positions = np.array(keys)[:, 1]
-        paths = [os.path.join(folder, os.fsdecode(name)) for name in index.names[positions]]
-        images, decoded = load_images(self.args, self.process, keys, paths)
-        return images, np.where(decoded, index.labels[positions], IGNORED)
-
-
-def make_loader(args, process, index, val_index):
+def make_loader(args, process, train_list, val_list):
     """The loader of this rank's share of the images, and of the validation images.
 
-    One loader for both, so that its workers are not there twice: its sampler says which it gives.
+    One loader for both, so that its workers are not there twice. Its sampler says what is next.
     """
-    dataset = FirstCategory(args, process, index, val_index)
-    # DDP 3/6: each rank gets its own share of the images, in each epoch another one (set_epoch, in
-    # train_epoch). In each step every rank waits for all others (5/6), so all must make the same
-    # number of steps: shares are equally long, and a few images come twice for that.
-    # ResumableSampler is a DistributedSampler that can also begin in the middle of an epoch.
+    dataset = FirstCategory(args, process, train_list, val_list)  # decodes and crops the images
+    # DDP 3/6: DistributedSampler gives each rank its own share of the images, in each epoch
+    # another one (set_epoch, in train_epoch). A step has collective calls (5/6): by the rule all
+    # ranks must make the same number of steps. So all shares are equally long, and a few images
+    # come twice for that. ResumableSampler is one that can also begin in the middle of an epoch.
     sampler = ResumableSampler(
-        index.names, process.world_size, process.rank, shuffle=True, seed=args.seed
+        train_list.names, process.world_size, process.rank, shuffle=True, seed=args.seed
     )
-    if val_index:
+    if val_list:
         # Every world_size-th image, none twice: those that DistributedSampler repeats would count
-        # twice. Here one share may have an image more than another: the ranks do not wait for each
-        # other in each batch of validation, only at its end.
-        own = range(process.rank, len(val_index.names), process.world_size)
-        sampler.val_keys = [(VALIDATION, i) for i in own]
+        # twice. Here one share may have an image more than another, because validation has no
+        # collective call in each batch, but only at its end.
+        sampler.val_positions = range(process.rank, len(val_list.names), process.world_size)
     return DataLoader(
         dataset,
         sampler=sampler,
@@ -203,32 +205,37 @@ def make_loader(args, process, index, val_index):
 
 
 def build_model(args, process):
-    """(ResNet-18 on this process's device, the same wrapped in DDP), equal on all ranks."""
+    """ResNet-18 on this process's device. Before 4/6 only rank 0's has the weights asked for."""
     torch.manual_seed(args.seed)  # to repeat a run; what makes the ranks equal is DDP (4/6)
     model = torchvision.models.resnet18(num_classes=CLASSES)
-    with together(process, "weights"):  # an error of one rank in here ends them all
+    with share_errors(process, "weights"):  # an error of one rank in here ends them all
         if process.rank == 0 and args.weights != "none":
-            load_weights(model, args.weights)  # the other ranks get them from DDP, below
+            load_weights(model, args.weights)
     model = model.to(process.device, memory_format=torch.channels_last)
     adapt_model(args, process, model)  # as --sync_bn, --compile and --device ask
-    if process.mps:  # a Mac's GPU, for which DDP has no backend
-        return model, WithoutDDP(model)
+    return model
+
+
+def wrap_model(args, process, model):
+    """The model in DDP. (A Mac's GPU, for which it has no backend, gets a stand-in.)"""
+    if process.mps:
+        return WithoutDDP(model)
     # DDP 4/6: DDP copies rank 0's weights into the model of every rank, here and now, so that all
-    # start equal, even where only rank 0 has read a file. After that it acts in each backward pass
-    # of ddp(images). model is the same network without DDP, and its weights are the same tensors:
-    # the optimizer is given them, and validation, which sends no gradients, calls model(images).
+    # start equal. ddp(images) then computes what model(images) does, and its backward pass also
+    # averages the gradients (5/6). Both have the same weights, in the same memory: the optimizer
+    # is given the model's, and validation, which has no gradients, calls model(images).
     ddp = DistributedDataParallel(
         model, gradient_as_bucket_view=True, bucket_cap_mb=args.bucket_cap_mb
     )
     # DDP would also copy rank 0's batch-norm statistics before each forward pass, where all would
-    # wait for it. Once an epoch is enough: train_epoch does it. (Not as an argument of the
-    # call above, because PyTorch has renamed that one.)
+    # wait for it. Once an epoch is enough: train_epoch does it. (Not as an argument of the call
+    # above, because PyTorch has renamed that one.)
     ddp.broadcast_buffers = False
-    return model, ddp
+    return ddp
 
 
 def forward(run, model, images):
-    """Logits float32 (n, 80) of images uint8 (n, 3, size, size), normalized as ImageNet's."""
+    """Logits float32 (n, classes) of images uint8 (n, 3, size, size), normalized as ImageNet's."""
     device, dtype = run.process.device, REDUCED.get(run.args.precision)
     images, mean, std = (t.to(device, non_blocking=run.process.gpu) for t in (images, MEAN, STD))
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
@@ -239,25 +246,26 @@ def train_step(run, micro_batches):
     """One step of the optimizer; returns the mean loss of this rank's images, as a tensor."""
     total = torch.zeros((), device=run.process.device)
     for number, (images, labels) in enumerate(micro_batches, 1):
-        # Under no_sync, forward and backward, gradients only add up on this rank. The last
-        # micro-batch's backward pass sends what has added up: once a step, not once a micro-batch.
+        # The gradients of a step's micro-batches add up on this rank. The backward pass of the
+        # last one sends them: once a step. no_sync keeps the others from sending. The forward
+        # pass is in it, too: there DDP decides whether the backward pass will send.
         last = number == len(micro_batches)
         with nullcontext() if last else run.ddp.no_sync():
             logits = forward(run, run.ddp, images)
             labels = torch.from_numpy(labels)
-            if (labels != IGNORED).any():
+            if (labels != IGNORED).any():  # IGNORED is the label of a damaged image
                 labels = labels.to(run.process.device, non_blocking=run.process.gpu)
                 loss = cross_entropy(logits, labels, ignore_index=IGNORED)
-            else:  # all images damaged: gradients of zero, because the other ranks wait for some
+            else:  # all images damaged: gradients of zero, because by the rule it must send some
                 loss = 0 * logits.sum()
             loss = loss / len(micro_batches)  # so that what adds up is their mean
             # DDP 5/6: backward works from the last layer to the first. As soon as the gradients of
-            # some layers (a bucket) are there, DDP sends them off to be averaged over all ranks
-            # (all-reduce), while backward computes those of layers nearer to the input. When it
-            # returns, every gradient is the mean over all ranks.
+            # some layers (a bucket) are there, DDP starts to average them over all ranks (an
+            # all-reduce), while backward computes those of layers nearer to the input. At the end
+            # every gradient is the mean over all ranks: the fast ones have waited for the slowest.
             run.scaler.scale(loss).backward()
         total += loss.detach()
-    run.timer.mark("averaged")
+    run.timer.note_moment("averaged")  # for the Summary, which says how long ranks have waited
     # Equal weights and equal gradients on all ranks: the weights stay equal. The scaler is for
     # fp16, whose range is small; otherwise it does nothing.
     run.scaler.step(run.optimizer)
@@ -268,16 +276,16 @@ def train_step(run, micro_batches):
 
 def train_epoch(run, epoch):
     """Trains what is left of an epoch."""
-    # Shares are drawn from seed and epoch: without this call each epoch would repeat the first.
+    # Seed and epoch decide the order of the images, and so the shares: without this call each
+    # epoch repeats the first one.
     run.loader.sampler.set_epoch(epoch)
-    for micro_batches in read_steps(run):  # in a step one, or --accumulate_steps of them
+    for micro_batches in read_steps(run):  # one a step, or --accumulate_steps of them
         set_learning_rate(run)
         loss = train_step(run, micro_batches)
-        finish_step(run, loss, micro_batches)  # logs this rank's own loss; checkpoint; stop signal
+        finish_step(run, loss, micro_batches)  # logs this rank's own loss; may save, or stop all
     if run.process.world_size > 1:
         # Batch norm's statistics come from each rank's own images. All shall validate the same
-        # model: rank 0's statistics are copied to all. All ranks have to make such a call, in the
-        # same order: where one leaves it out, the others wait for it.
+        # model: rank 0's statistics are copied to all. By the rule every rank makes these calls.
         for buffer in run.model.buffers():
             dist.broadcast(buffer, src=0)
     finish_epoch(run)
@@ -285,25 +293,25 @@ def train_epoch(run, epoch):
 
 @torch.inference_mode()
 def validate(run, epoch):
-    """Logs the share of right answers over all validation images, each counted once."""
+    """Logs the share of right answers over all validation images that are not damaged."""
     if not run.args.val_image_path:
         return
     start, hits, images = perf_counter(), 0, 0
     run.model.eval()
-    run.loader.sampler.set_epoch(VALIDATION)  # from now on it gives val_keys
+    run.loader.sampler.give("validation")
     for batch, labels in run.loader:
-        if run.process.stop:  # by a signal: in talk, below, all ranks end the run for it
+        if run.process.stop:  # a stop signal has come to this rank
             break
         guesses = forward(run, run.model, batch).argmax(1).cpu().numpy()
         hits += (guesses == labels).sum()
         images += (labels != IGNORED).sum()
     run.model.train()
-    talk(run)
-    # DDP 6/6: each rank has counted its own share. gather (dist.all_gather_object) gives all ranks
-    # a list for each of the two, with an entry from every rank. Now all know the same result, so
-    # rank 0 alone logs it; as all have the same weights, it alone writes checkpoints, too. At the
-    # very end all leave the process group (tear_down, below).
-    hits, images = map(sum, gather(hits, images))
+    agree_to_continue(run)  # where a stop signal has come to any rank, all end here
+    # DDP 6/6: each rank has counted its own share. gather (dist.all_gather_object) hands the
+    # numbers of every rank to every rank. Their sums are the same everywhere: rank 0 alone logs
+    # them. At the very end all leave the process group (tear_down, below).
+    all_hits, all_images = gather(hits, images)
+    hits, images = sum(all_hits), sum(all_images)
     if run.process.rank == 0:
         result = f"Top-1: {100 * hits / max(1, images):.2f}% | {images} images"
         log(run.process, f"Epoch {epoch} validation | {result} | {perf_counter() - start:.2f}s")
@@ -313,7 +321,9 @@ def tear_down(process, code):
     """Leaves the process group, at the end of a run and after an error that all ranks share."""
     if not dist.is_initialized():
         return
-    # All leave together: torchrun ends the others as soon as one process has ended with an error.
+    # A rank that is done waits here for all others. If it ended first, its connections would
+    # break while others still use them. After an error the first end would also make torchrun
+    # kill those that have not yet said why they end.
     dist.barrier()
     # The group's threads end when the last object that uses it is gone, such as DDP. A thread that
     # still ran when Python ends could abort the process.
@@ -374,7 +384,7 @@ class LostConnection(UserError):
 
 
 @contextmanager
-def explain(what, error_type=UserError):
+def as_user_error(what, error_type=UserError):
     """Makes one error, `what` and the cause, of any other error in the block."""
     try:
         yield
@@ -400,9 +410,9 @@ def report(process, kind, text, to=2):
     """Logs why this process ends, and leaves it where torchrun looks for it, with its phase."""
     if to:
         log(process, text, to)
-    facts = {"kind": kind, "rank": process.rank, "phase": process.phase, "timestamp": time.time()}
+    extra = {"kind": kind, "rank": process.rank, "phase": process.phase, "timestamp": time.time()}
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        message = {"message": {"message": f"{process.name} {text}", "extraInfo": facts}}
+        message = {"message": {"message": f"{process.name} {text}", "extraInfo": extra}}
         with suppress(OSError):
             Path(path).write_text(json.dumps(message))
 
@@ -449,9 +459,9 @@ def gather(*values):
 
 
 @contextmanager
-def together(process, phase):
+def share_errors(process, phase):
     """A block that all ranks run: a UserError of one ends all of them, with one line, no hang."""
-    process.enter(phase)
+    process.note_phase(phase)
     error = None
     try:
         yield
@@ -465,7 +475,7 @@ def together(process, phase):
 
 def from_rank_0(process, phase, make):
     """What make() returns on rank 0, on every rank; or its UserError."""
-    with together(process, phase):
+    with share_errors(process, phase):
         result = [make() if process.rank == 0 else None]
     dist.broadcast_object_list(result)
     return result[0]
@@ -558,14 +568,14 @@ def parse_arguments(argv):
 
 def complete_arguments(args, process, images):
     """Fills in what depends on the machine and on the number of images. Raises UserError."""
-    with together(process, "check of the arguments"):
+    with share_errors(process, "check of the arguments"):
         complete_device(args, process)
         complete_batch(args, process.world_size * args.accumulate_steps, images)
         process.batch_size = args.batch_size
         complete_rate(args, process)
         complete_workers(args, process)
     (fastest,) = gather(fastest_precision(process))
-    with together(process, "check of the arguments"):
+    with share_errors(process, "check of the arguments"):
         complete_precision(args, process, fastest)
 
 
@@ -592,7 +602,7 @@ def complete_workers(args, process):
     if args.workers and sys.platform == "linux":
         fit_workers(args, process, chosen)
     if args.workers:
-        with explain("loader workers need a folder: export TMPDIR=DIR, or give --workers 0"):
+        with as_user_error("loader workers need a folder: export TMPDIR=DIR, or give --workers 0"):
             folder = tempfile.gettempdir()
         if len(folder) > 75:  # of 107 in a socket's name
             raise UserError(f"TMPDIR {folder} is too long for loader workers: export TMPDIR=/tmp")
@@ -629,13 +639,13 @@ def fit_workers(args, process, chosen):
 def free_bytes(folder):
     """Of a file system; none where this user may not write."""
     try:
-        facts = os.statvfs(folder)
+        found = os.statvfs(folder)
     except OSError:  # no such folder
         return 0
     if not os.access(folder, os.W_OK):
         return 0
     # A tmpfs without a limit has no blocks at all.
-    return facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize
+    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
 
 def complete_rate(args, process):
@@ -718,7 +728,7 @@ class Process:
     parent: int = field(default_factory=os.getppid)
     started: float = field(default_factory=perf_counter)
 
-    def enter(self, phase):
+    def note_phase(self, phase):
         """Notes what this process does now, for its errors and for who asks where it stands."""
         self.phase = phase
         if folder := os.environ.get("DEMO_PHASES"):  # in memory, of tools/supervise.py
@@ -771,6 +781,22 @@ def find_launcher():
         raise UserError(f"MASTER_ADDR is not set: {how} MASTER_ADDR=HOST_OF_RANK_0")
     env.setdefault("MASTER_PORT", "29500")
     return launcher
+
+
+def choose_backend(args, gpus):
+    """What --backend asks for."""
+    # Since PyTorch 2.15 "nccl" is another process group, which makes the backward pass wait for
+    # each all-reduce. 0: the former one, in which they overlap. PyTorch reads this variable when
+    # the backend is registered, for the first process group: after its import is soon enough.
+    os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+    if args.backend != "auto":
+        return args.backend
+    return "nccl" if gpus else "gloo"
+
+
+def store_of_one(process):
+    """A store in memory for a process without a launcher, which has nobody to meet."""
+    return dist.HashStore() if process.launcher == "python" else None
 
 
 def check_process(process, gpus):
@@ -872,7 +898,7 @@ def choose_interface(process):
                     os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-# --- Index -------------------------------------------------------------------------------------
+# --- Image lists -------------------------------------------------------------------------------
 
 CLASSES = 80
 PER_NODE = ["coco_image_path", "annotation_path", "val_image_path", "val_annotation_path"]
@@ -880,22 +906,22 @@ PER_NODE += ["checkpoint", "workers"]  # may differ from node to node
 
 # Names (n,) bytes and labels (n,) in 0..79 as arrays (118,287 objects would be copied into each
 # worker), COCO's ids of these labels, and the number of images without annotations.
-Index = namedtuple("Index", "names labels categories unlabelled")
+ImageList = namedtuple("ImageList", "names labels categories unlabelled")
 
 
-def read_indexes(args):
-    """(Index for training, Index for validation or None). Raises UserError."""
+def read_image_lists(args):
+    """(ImageList for training, ImageList for validation or None). Raises UserError."""
     gc.disable()  # it would walk millions of new objects again and again; none of them stays
     try:
-        index, path = read_index(args.annotation_path), args.val_annotation_path
-        return index, read_index(path, index.categories) if path else None
+        train_list, path = read_image_list(args.annotation_path), args.val_annotation_path
+        return train_list, read_image_list(path, train_list.categories) if path else None
     finally:
         gc.enable()
 
 
-def read_index(path, ids=None):
-    """Index of a COCO instances file; ids: categories of the training set. Raises UserError."""
-    with explain(f"annotation file {path} is no usable COCO instances file"):
+def read_image_list(path, ids=None):
+    """ImageList of a COCO instances file; ids: the training set's categories. Raises UserError."""
+    with as_user_error(f"annotation file {path} is no usable COCO instances file"):
         with open(path, "rb") as file, redirect_stdout(None):  # pycocotools prints
             coco = COCO()  # it would make millions of floats, of polygons that nothing here reads
             no_number = {}.get  # None for each, in half the time
@@ -918,7 +944,7 @@ def read_index(path, ids=None):
             if wrong:
                 raise ValueError(what)
         coco.imgToAnns.clear()  # or all would be freed in its order, which takes longer
-        return Index(
+        return ImageList(
             np.array(list(map(os.fsencode, names))),
             np.searchsorted(ids, [firsts[image["id"]] for image in labelled]),
             ids,
@@ -926,9 +952,9 @@ def read_index(path, ids=None):
         )
 
 
-def check_images(folder, index):
+def check_images(folder, image_list):
     """Raises UserError unless all images are there; returns the sizes of some of them."""
-    names = list(map(os.fsdecode, index.names))
+    names = list(map(os.fsdecode, image_list.names))
     present = set(iglob("**", root_dir=folder, recursive=True))  # one by one: 118,287 requests
     if missing := [name for name in names if name not in present]:
         raise UserError(
@@ -942,29 +968,32 @@ def check_images(folder, index):
     return sizes
 
 
-def compare_ranks(args, process, index, val_index):
+def compare_ranks(args, process, train_list, val_list):
     """{name: value} of what is the same on all ranks. Raises UserError where it is not."""
-    facts = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
-    facts["data set"] = digest(index.names.tolist(), index.labels.tolist())
-    facts["PyTorch"], facts["script"] = str(torch.__version__), digest(Path(__file__).read_text())
-    facts["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
-    with together(process, "check of the images"):
-        sizes = check_images(args.coco_image_path, index)
-        if val_index:
-            check_images(args.val_image_path, val_index)
+    settings = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
+    settings["data set"] = digest(train_list.names.tolist(), train_list.labels.tolist())
+    settings["PyTorch"], settings["script"] = (
+        str(torch.__version__),
+        digest(Path(__file__).read_text()),
+    )
+    settings["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
+    with share_errors(process, "check of the images"):
+        sizes = check_images(args.coco_image_path, train_list)
+        if val_list:
+            check_images(args.val_image_path, val_list)
         if args.checkpoint and process.rank == 0:
             lock_checkpoint(args.checkpoint, process)
     if process.rank == 0 and max(map(min, sizes), default=math.inf) < args.image_size:
         log(process, "WARNING: the images are smaller than --image_size: made for another one?")
-    facts["sizes of the images"] = digest(sizes)
-    first = from_rank_0(process, "comparison of the ranks", lambda: facts)
-    with together(process, "comparison of the ranks"):
+    settings["sizes of the images"] = digest(sizes)
+    first = from_rank_0(process, "comparison of the ranks", lambda: settings)
+    with share_errors(process, "comparison of the ranks"):
         for name, value in first.items():
-            if facts.get(name) != value:
+            if settings.get(name) != value:
                 raise UserError(
-                    f"{name}: {facts.get(name)} here, {value} on rank 0: start all alike"
+                    f"{name}: {settings.get(name)} here, {value} on rank 0: start all alike"
                 )
-    return facts
+    return settings
 
 
 def digest(*parts):
@@ -974,9 +1003,32 @@ def digest(*parts):
 
 # --- Images ------------------------------------------------------------------------------------
 
+VALIDATION = -1  # in a key, in place of an epoch's number: a validation image
+IGNORED = -100  # label of an image that cannot be decoded: cross_entropy leaves it out
 MAX_DAMAGED = 0.01  # share of the images; more of them end the run
 Image.MAX_IMAGE_PIXELS = 2**25  # twice as many are refused: decoded, they would fill the memory
 MEAN, STD = 255 * torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 3, 1, 1)
+
+
+class FirstCategory(Dataset):
+    """Images, each with the category of its first annotation as its label.
+
+    A key is (epoch, position in the image list). Key and seed alone decide how an image is
+    cropped, so that it looks the same on whichever rank, and in a resumed run.
+    """
+
+    def __init__(self, args, process, train_list, val_list):
+        self.args, self.process = args, process
+        self.training = args.coco_image_path, train_list
+        self.validation = args.val_image_path, val_list
+
+    def __getitems__(self, keys):  # a loader asks this for a whole batch
+        """Images uint8 (n, 3, size, size) and labels int64 (n,) of n keys of one epoch."""
+        folder, images = self.validation if keys[0][0] == VALIDATION else self.training
+        positions = np.array(keys)[:, 1]
+        paths = [os.path.join(folder, os.fsdecode(name)) for name in images.names[positions]]
+        pixels, decoded = load_images(self.args, self.process, keys, paths)
+        return pixels, np.where(decoded, images.labels[positions], IGNORED)
 
 
 def load_images(args, process, keys, paths):
@@ -1031,17 +1083,26 @@ def decode(data):
 
 
 class ResumableSampler(DistributedSampler):
-    """DistributedSampler of FirstCategory's keys that can leave out what an epoch has seen.
+    """DistributedSampler that can begin in the middle of an epoch, and give validation images.
 
-    The keys carry the epoch, because loader workers are not told of set_epoch.
+    It yields FirstCategory's keys. They carry the epoch: loader workers are not told of set_epoch.
     """
 
-    skip, val_keys = 0, ()
+    gives, skip, val_positions = "training", 0, ()
+
+    def give(self, what, skip=0):
+        """Says what comes from the next iter(loader) on: "training", "validation" or "nothing".
+
+        skip: how many images of this rank's share of the epoch are left out.
+        """
+        self.gives, self.skip = what, skip
 
     def __iter__(self):
-        if self.epoch < 1:  # 0, before the first: workers start, and have nothing to do yet
-            return iter(self.val_keys if self.epoch == VALIDATION else ())
-        return ((self.epoch, i) for i in islice(super().__iter__(), self.skip, None))
+        if self.gives == "training":
+            return ((self.epoch, i) for i in islice(super().__iter__(), self.skip, None))
+        if self.gives == "validation":
+            return ((VALIDATION, i) for i in self.val_positions)
+        return iter(())
 
 
 def set_up_worker(_):
@@ -1055,7 +1116,9 @@ def set_up_worker(_):
 
 def load_file(path, what):
     """What torch.save wrote; code in the file is not run. Raises UserError."""
-    with explain(f"{what} {path} cannot be read, or holds more than tensors and plain values"):
+    with as_user_error(
+        f"{what} {path} cannot be read, or holds more than tensors and plain values"
+    ):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -1066,11 +1129,11 @@ def load_weights(model, source):
         text = f"fetch {weights.url} where internet is, into {torch.hub.get_dir()}/checkpoints"
         text += " (TORCH_HOME moves this folder)"
         socket.setdefaulttimeout(20)  # a network that swallows packets must not hang the run
-        with explain(f"no ImageNet weights: {text}, or use --weights none"):
+        with as_user_error(f"no ImageNet weights: {text}, or use --weights none"):
             state = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
     else:
         state = load_file(source, "weights file")
-    with explain(f"weights file {source} does not fit ResNet-18"):
+    with as_user_error(f"weights file {source} does not fit ResNet-18"):
         state = state.get("model", state)  # of a checkpoint
         if len(state["fc.weight"]) != CLASSES:  # another task's last layer is left out
             state |= {"fc.weight": model.fc.weight, "fc.bias": model.fc.bias}
@@ -1158,7 +1221,7 @@ class StepTimer:
         self.moments = {}  # of the present step, by name
         self.unread, self.steps = [], []
 
-    def mark(self, name):
+    def note_moment(self, name):
         """Notes this moment; of a GPU, which works behind the script, when it gets here."""
         if self.mps:
             torch.mps.synchronize()  # a Mac's GPU is waited for
@@ -1167,17 +1230,17 @@ class StepTimer:
             moment.record()
         self.moments[name] = moment
 
-    def mark_own(self, _):
+    def note_own_gradients(self, _):
         """Called for each gradient of the first layer: the last one of a backward pass."""
-        self.mark("own gradients")
+        self.note_moment("own gradients")
 
     def restart(self):
         """What came before is no part of the next step."""
         self.moments.clear()
-        self.mark("begin")
+        self.note_moment("begin")
 
     def end_step(self, images):
-        self.mark("end")
+        self.note_moment("end")
         self.unread.append((images, self.moments))
         self.moments = {"begin": self.moments["end"]}
 
@@ -1207,12 +1270,13 @@ class Run:
     ddp: torch.nn.Module
     optimizer: torch.optim.Optimizer
     loader: DataLoader
-    facts: dict  # equal on all ranks, by name
+    settings: dict  # options and digests of the data by name, equal on all ranks
 
     def __post_init__(self):
         self.epoch, self.step = 1, 0  # optimizer steps in all
         self.sums = Counter()  # of this epoch: loss, images, damaged
-        self.next_talk, self.unread_losses = 0, []  # a step; (tensor, images) since the last talk
+        self.next_agreement = 0  # the step after which the ranks agree to go on
+        self.unread_losses = []  # (tensor, images) since the last such step
         self.parameters = sum(map(torch.numel, self.model.parameters()))
         self.powersgd = compress_gradients(self.args, self.ddp)
         self.timer = StepTimer(self.process)
@@ -1220,18 +1284,30 @@ class Run:
             self.process.device.type, enabled=self.args.precision == "fp16"
         )
         # NOTE: a hook that knows Run would keep its loader workers alive.
-        next(self.model.parameters()).register_post_accumulate_grad_hook(self.timer.mark_own)
+        next(self.model.parameters()).register_post_accumulate_grad_hook(
+            self.timer.note_own_gradients
+        )
 
 
-def prepare(run, index, val_index):
+def start_or_resume(run, train_list, val_list):
     """All that comes between the model and the first step. Raises UserError."""
     for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # loader workers inherit it
         signal.signal(stop, run.process.ask_to_stop)
-    iter(run.loader)  # NOTE: forks its workers: may hang once a backward pass has threads
+    start_workers(run.loader)
     if run.process.world_size > 1 or run.powersgd:
         fix_bucket_order(run)
     resumed = load_checkpoint(run) if run.args.resume else "Not resumed"
-    log_run(run, index, val_index, resumed)
+    log_run(run, train_list, val_list, resumed)
+
+
+def start_workers(loader):
+    """Forks the loader's workers, with nothing to do yet.
+
+    NOTE: now, because a fork may hang once a backward pass has threads.
+    """
+    loader.sampler.give("nothing")
+    iter(loader)
+    loader.sampler.give("training")
 
 
 def fix_bucket_order(run):
@@ -1239,7 +1315,7 @@ def fix_bucket_order(run):
 
     The order of a sum decides its last bits: else a resumed run would not equal an unbroken one.
     """
-    run.process.enter("warm-up")
+    run.process.note_phase("warm-up")
     weights = {name: value.clone() for name, value in run.model.state_dict().items()}
     n, size = run.args.batch_size, run.args.image_size
     forward(run, run.ddp, torch.zeros(n, 3, size, size, dtype=torch.uint8)).sum().backward()
@@ -1260,15 +1336,15 @@ def read_steps(run):
     """Yields the micro-batches of each step that is left of the epoch, and times the waiting."""
     args, process, timer = run.args, run.process, run.timer
     seen = run.step % args.steps_per_epoch  # of a resumed epoch
-    run.loader.sampler.skip = seen * args.accumulate_steps * args.batch_size
+    run.loader.sampler.give("training", skip=seen * args.accumulate_steps * args.batch_size)
     batches, run.began = iter(run.loader), perf_counter()
     timer.restart()
     while run.step < min(args.max_steps, run.epoch * args.steps_per_epoch):
-        process.enter(f"the data of step {run.step + 1}")
-        timer.mark("waiting for data")
+        process.note_phase(f"the data of step {run.step + 1}")
+        timer.note_moment("waiting for data")
         micro_batches = list(islice(batches, args.accumulate_steps))
-        timer.mark("data")
-        process.enter(f"step {run.step + 1}")
+        timer.note_moment("data")
+        process.note_phase(f"step {run.step + 1}")
         yield micro_batches
 
 
@@ -1279,7 +1355,7 @@ def set_learning_rate(run):
 
 
 def finish_step(run, loss, micro_batches):
-    """Counts and logs a step; talks with the other ranks and saves where it is time to."""
+    """Counts and logs a step; agrees with the other ranks and saves where it is time to."""
     args, timer = run.args, run.timer
     run.step += 1
     labels = np.concatenate([labels for _, labels in micro_batches])
@@ -1294,22 +1370,22 @@ def finish_step(run, loss, micro_batches):
     if line_due:
         log_step(run, shown)
     save_due = args.checkpoint_every and run.step % args.checkpoint_every == 0
-    if save_due or run.step >= run.next_talk:
-        talk(run)
+    if save_due or run.step >= run.next_agreement:
+        agree_to_continue(run)
     if save_due:
         save_checkpoint(run)
         timer.restart()
 
 
-def talk(run):
+def agree_to_continue(run):
     """All ranks go on, or all end. About once a second, because a GPU waits meanwhile."""
     collect_losses(run)
     slowest = stop_where_any_rank_must(run)
-    run.next_talk = run.step + max(1, int(1 / slowest))
+    run.next_agreement = run.step + max(1, int(1 / slowest))
 
 
 def collect_losses(run):
-    """Adds up the losses since the last talk."""
+    """Adds up the losses since the ranks last agreed to go on."""
     for loss, images in run.unread_losses:
         run.sums.update(loss=images * loss.item(), images=images)
     run.unread_losses.clear()
@@ -1343,7 +1419,7 @@ def stop_where_any_rank_must(run):
 
 def finish_epoch(run):
     """Logs this rank's part of an epoch, of a resumed one what is trained here."""
-    talk(run)
+    agree_to_continue(run)
     if images := run.sums["images"]:  # none where a run was resumed at an epoch's end
         seconds = perf_counter() - run.began
         log(
@@ -1364,7 +1440,7 @@ STATEFUL = ["model", "optimizer", "scaler"]
 
 def lock_checkpoint(path, process):
     """Keeps other runs from this file until this process ends. Raises UserError."""
-    with explain(f"checkpoint {path}: in use by another run, or not writable"):
+    with as_user_error(f"checkpoint {path}: in use by another run, or not writable"):
         lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY, 0o666)
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # loader workers do not inherit it
@@ -1382,14 +1458,14 @@ def save_checkpoint(run, last=False):
         raise UserError(f"weights not finite after step {run.step}: lower --lr; checkpoint kept")
     if not path:
         return
-    with together(run.process, "checkpoint"):
+    with share_errors(run.process, "checkpoint"):
         if run.process.rank > 0:
             return
-        state = {"facts": run.facts, "epoch": run.epoch, "step": run.step}
+        state = {"facts": run.settings, "epoch": run.epoch, "step": run.step}
         state |= {name: getattr(run, name).state_dict() for name in STATEFUL}
         what = f"checkpoint {path} not saved at step {run.step}"
         try:
-            with explain(what), open(f"{path}.new", "wb") as file:
+            with as_user_error(what), open(f"{path}.new", "wb") as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -1409,8 +1485,11 @@ def load_checkpoint(run):
         return f"No checkpoint {path} yet: the run starts afresh"
     state = from_rank_0(process, "checkpoint", lambda: load_file(path, "checkpoint"))
     newer = {"--sync_bn": False}  # than some checkpoints
-    with together(process, "checkpoint"), explain(f"checkpoint {path} is not one of this demo"):
-        for name, value in run.facts.items():
+    with (
+        share_errors(process, "checkpoint"),
+        as_user_error(f"checkpoint {path} is not one of this demo"),
+    ):
+        for name, value in run.settings.items():
             then = state["facts"].get(name, newer.get(name))
             if then != value and name in SHARED:
                 do = what_to_give(run.args, name, then)
@@ -1457,14 +1536,14 @@ def counted(number, one, more):
     return f"{number} {one if number == 1 else more}"
 
 
-def log_run(run, index, val_index, resumed):
+def log_run(run, train_list, val_list, resumed):
     """Rank 0 writes what runs, on what, with which settings, and on which data."""
     args, process = run.args, run.process
     device = torch.cuda.get_device_name() if process.gpu else os.uname().machine
     device = f"MPS of {device}" if process.mps else device
     hosts, devices, local = gather(socket.gethostname(), device, process.local_rank)
     nccl = torch.cuda.nccl.version() if process.backend == "nccl" else None
-    facts = {
+    record = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl},
         **vars(args),
@@ -1477,32 +1556,32 @@ def log_run(run, index, val_index, resumed):
         "threads": torch.get_num_threads(),
         "parameters": run.parameters,
         "start_step": run.step,
-        "images": len(index.names),
-        "images_without_annotations": index.unlabelled,
-        "picture_sizes": run.facts["sizes of the images"],
-        "padding": -len(index.names) % process.world_size,
-        "val_images": val_index and len(val_index.names),
+        "images": len(train_list.names),
+        "images_without_annotations": train_list.unlabelled,
+        "picture_sizes": run.settings["sizes of the images"],
+        "padding": -len(train_list.names) % process.world_size,
+        "val_images": val_list and len(val_list.names),
         "env": {k: v for k, v in sorted(os.environ.items()) if LOGGED.match(k)},
     }
     if process.rank == 0:
-        log(process, "Run " + json.dumps(facts))
-        log(process, f"Run: {run_in_words(facts)}. {resumed}")
+        log(process, "Run " + json.dumps(record))
+        log(process, f"Run: {run_in_words(record)}. {resumed}")
         if process.launcher == "environment":
             log_places(process, hosts)
 
 
-def run_in_words(facts):
-    """The main facts of the Run record."""
-    processes = counted(facts["world_size"], "process", "processes")
-    nodes = counted(facts["nodes"], "node", "nodes")
-    steps = counted(facts["max_steps"], "step", "steps")
-    images = counted(facts["global_batch_size"], "image", "images")
-    labelled = counted(facts["images"], "has a label", "have labels")
-    others = counted(facts["images_without_annotations"], "does not", "do not")
-    twice = counted(facts["padding"], "comes", "come")
+def run_in_words(record):
+    """The main record of the Run record."""
+    processes = counted(record["world_size"], "process", "processes")
+    nodes = counted(record["nodes"], "node", "nodes")
+    steps = counted(record["max_steps"], "step", "steps")
+    images = counted(record["global_batch_size"], "image", "images")
+    labelled = counted(record["images"], "has a label", "have labels")
+    others = counted(record["images_without_annotations"], "does not", "do not")
+    twice = counted(record["padding"], "comes", "come")
     return (
-        f"{processes} on {nodes}, {facts['backend']}, {facts['precision']}; {steps} of {images}; "
-        f"{labelled}, {others}, {twice} twice an epoch"
+        f"{processes} on {nodes}, {record['backend']}, {record['precision']}; "
+        f"{steps} of {images}; {labelled}, {others}, {twice} twice an epoch"
     )
 
 

@@ -114,11 +114,11 @@ def test_start_parts_the_time_to_the_first_step(tmp_path, scratch):
         whole = rows["launch to first step: prepared / original"][side]
         assert sum(parts) == pytest.approx(whole)
     assert rows["launch to first step: original / tiny set"]["demo"] == whole
-    index = rows["index: prepared / original"]["reference"]
-    assert rows["index: prepared, first annotations / original"]["reference"] == index
+    index = rows["image list: prepared / original"]["reference"]
+    assert rows["image list: prepared, first annotations / original"]["reference"] == index
     tiny = {rows[f"launch to first step: {name} / tiny set"]["reference"] for name in SETS}
     assert len(tiny) == 1
-    assert rows["index: original / pycocotools' COCO(file)"]["demo"] == index
+    assert rows["image list: original / pycocotools' COCO(file)"]["demo"] == index
     assert rows["peak memory of rank 1: original / tiny set"]["reference"] > 100
 
 

@@ -75,19 +75,20 @@ def digest_of(state: Mapping) -> str:
 
 
 def index_of(demo, result, path, categories=None):
-    index = demo.read_index(path, categories)
-    names = [os.fsdecode(name) for name in index.names]
-    labels = [int(label) for label in index.labels]
-    kinds = [type(index.names).__name__, type(index.labels).__name__]
-    write(result, [names, labels, [int(c) for c in index.categories], index.unlabelled, kinds])
+    image_list = demo.read_image_list(path, categories)
+    names = [os.fsdecode(name) for name in image_list.names]
+    labels = [int(label) for label in image_list.labels]
+    kinds = [type(image_list.names).__name__, type(image_list.labels).__name__]
+    categories = [int(category) for category in image_list.categories]
+    write(result, [names, labels, categories, image_list.unlabelled, kinds])
 
 
 def shards(demo, result, epochs):
     """By epoch, the loader's samples in their order: [position, label, digest of the pixels]."""
     args, process = demo.parse_arguments(sys.argv[1:]), demo.Process()
     demo.read_environment(process)
-    index = demo.read_index(args.annotation_path)
-    loader = demo.make_loader(args, process, index, None)
+    image_list = demo.read_image_list(args.annotation_path)
+    loader = demo.make_loader(args, process, image_list, None)
     found = []
     for epoch in epochs:
         loader.sampler.set_epoch(epoch)
@@ -98,7 +99,7 @@ def shards(demo, result, epochs):
                 for (_, position), (image, label) in zip(loader.sampler, images, strict=True)
             ]
         )
-        assert all(label == index.labels[position] for position, label, _ in found[-1])
+        assert all(label == image_list.labels[position] for position, label, _ in found[-1])
     write(result, found)
 
 
@@ -232,8 +233,8 @@ def ranking(demo, result, weights, folder, annotations):
 
     model = resnet18(num_classes=80).eval()
     model.load_state_dict(torch.load(weights, weights_only=True))
-    index = demo.read_index(annotations)
-    images, _ = validation_batch(demo, folder, index, 40)
+    image_list = demo.read_image_list(annotations)
+    images, _ = validation_batch(demo, folder, image_list, 40)
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in IMAGENET)
     with torch.inference_mode():
         scores = [model(((image / 255 - mean) / std)[None])[0] for image in images]
@@ -252,11 +253,11 @@ def alone(demo, path, size, seed=None):
     import numpy as np
 
     folder, name = os.path.split(path)
-    index = demo.Index(np.array([os.fsencode(name)]), np.array([7]), COCO_IDS, 0)
+    image_list = demo.ImageList(np.array([os.fsencode(name)]), np.array([7]), COCO_IDS, 0)
     if seed is None:
-        return validation_batch(demo, folder, index, size)
+        return validation_batch(demo, folder, image_list, size)
     options = {"coco_image_path": folder, "val_image_path": None, "image_size": size, "seed": seed}
-    data = demo.FirstCategory(argparse.Namespace(**options), demo.Process(), index, None)
+    data = demo.FirstCategory(argparse.Namespace(**options), demo.Process(), image_list, None)
     return data.__getitems__([(3, 0)])
 
 
@@ -406,7 +407,7 @@ def step_times(demo, result, steps):
 def moments(demo, result):
     """The script's main; of each step the number of images and of backward passes it has timed."""
     kept, passes = [], []
-    end_step, mark_own = demo.StepTimer.end_step, demo.StepTimer.mark_own
+    end_step, note_own = demo.StepTimer.end_step, demo.StepTimer.note_own_gradients
 
     def keep(timer, images):
         end_step(timer, images)
@@ -415,10 +416,10 @@ def moments(demo, result):
         passes.clear()
 
     def count(timer, parameter):
-        mark_own(timer, parameter)
+        note_own(timer, parameter)
         passes.append(timer.moments["own gradients"])
 
-    demo.StepTimer.end_step, demo.StepTimer.mark_own = keep, count
+    demo.StepTimer.end_step, demo.StepTimer.note_own_gradients = keep, count
     run_to_the_end(demo)
     write(result, kept)
 
@@ -497,7 +498,7 @@ def on_a_mac(demo, result):
     import torch
 
     name, wrapper, waits, layouts = [], [], [], []
-    complete_device, build_model = demo.complete_device, demo.build_model
+    complete_device, wrap_model = demo.complete_device, demo.wrap_model
     torch.backends.mps.is_available = lambda: True
     torch.mps.synchronize = lambda: waits.append(1)
 
@@ -506,17 +507,17 @@ def on_a_mac(demo, result):
         name.append(process.name)
         process.device = torch.device("cpu")
 
-    def look(args, process):
-        model, ddp = build_model(args, process)
+    def look(args, process, model):
+        ddp = wrap_model(args, process, model)
         wrapper.append(type(ddp).__name__)
         model.conv1.register_forward_pre_hook(
             lambda layer, images: layouts.append(
                 images[0].is_contiguous() and layer.weight.is_contiguous()
             )
         )
-        return model, ddp
+        return ddp
 
-    demo.complete_device, demo.build_model = device_that_is_here, look
+    demo.complete_device, demo.wrap_model = device_that_is_here, look
     demo.Process.mps = property(lambda _: bool(name))
     run_to_the_end(demo)
     write(result, [*name, *wrapper, len(waits), all(layouts)])
@@ -540,8 +541,8 @@ def page_faults(demo, result, steps, give_back):
     for step in range(3 + steps):
         if step == 3:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        run.timer.mark("waiting for data")
-        run.timer.mark("data")
+        run.timer.note_moment("waiting for data")
+        run.timer.note_moment("data")
         demo.finish_step(run, demo.train_step(run, [batch]), [batch])
     write(result, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 

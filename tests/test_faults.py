@@ -564,7 +564,7 @@ def test_rank_0_that_is_too_slow_at_the_start(data, folder):
     with torchrun([*data, f"--annotation_path={fifo}", "--timeout", 6]) as run:
         run.wait_for(r"rank1\]: Traceback|^\[CPU 1\] ERROR")
         ended = run.finish(10, expect=1)
-    assert "index broadcast" in said(ended.output, r"\[CPU 1\] ERROR: .*")
+    assert "image list broadcast" in said(ended.output, r"\[CPU 1\] ERROR: .*")
 
 
 # --- Inside a rank ---------------------------------------------------------------------------
@@ -720,7 +720,7 @@ def error_file(path: Path) -> dict:
             ["--annotation_path", "none.json"],
             1,
             "user",
-            "index broadcast",
+            "image list broadcast",
             r"ERROR: .*none\.json.*",
         ),
         ([], 1, "lost", "step 2", "ERROR: in step 2: .*"),
@@ -1000,7 +1000,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(ranks, folder, nproc, ever
     whole = ranks.run(argv, nproc)
     facts = whole.json_line("Run")
     assert (facts["max_steps"], facts["steps_per_epoch"]) == (5, 2)
-    argv += ["--checkpoint", path, "--resume", "--checkpoint_every", every]  # then they talk, too
+    argv += ["--checkpoint", path, "--resume", "--checkpoint_every", every]  # then they agree, too
     parts = []
     for step in stops:
         before = [partial(stop_signal, rank=nproc - 1, step=step)]

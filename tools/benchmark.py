@@ -74,9 +74,9 @@ FOREIGN = re.compile(  # what a launcher or scheduler around this process says t
 PHASES = {  # by the function of the script that ends each
     "set_up": "launcher and imports",
     "from_rank_0": "rendezvous",
-    "complete_arguments": "index",
+    "complete_arguments": "image list",
     "build_model": "check of images",
-    "prepare": "weights and DDP",
+    "start_or_resume": "weights and DDP",
     "train_epoch": "workers, warm-up pass",
     "finish_step": "first batch and step",
 }
@@ -438,13 +438,13 @@ def measure_start(bench):
     for phase in [*PHASES.values(), "launch to first step"]:
         pair = found["prepared"][phase], found["original"][phase]
         rows.append(row(f"{phase}: prepared / original", "s", *pair))
-    pair = found["first annotations"]["index"], found["original"]["index"]
-    rows.append(row("index: prepared, first annotations / original", "s", *pair))
+    pair = found["first annotations"]["image list"], found["original"]["image list"]
+    rows.append(row("image list: prepared, first annotations / original", "s", *pair))
     for name in ("original", "prepared", "first annotations"):
         pair = found[name]["launch to first step"], found["tiny"]["launch to first step"]
         rows.append(row(f"launch to first step: {name} / tiny set", "s", *pair))
-    pair = found["original"]["index"], found["COCO()"]["index"]
-    rows.append(row("index: original / pycocotools' COCO(file)", "s", *pair))
+    pair = found["original"]["image list"], found["COCO()"]["image list"]
+    rows.append(row("image list: original / pycocotools' COCO(file)", "s", *pair))
     pair = found["original"]["peak"], found["tiny"]["peak"]
     return [*rows, row("peak memory of rank 1: original / tiny set", "MB", *pair)]
 
@@ -886,7 +886,7 @@ def child_pycocotools(_, argv):
 
     begin = time.perf_counter()
     COCO(given_options(argv).annotation_path)
-    show(index=time.perf_counter() - begin)
+    show(**{"image list": time.perf_counter() - begin})
 
 
 def child(how, argv):

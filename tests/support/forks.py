@@ -187,14 +187,14 @@ def prepared(demo):
     """The Run that the script's main has prepared, before any step of it, with the order of its
     first epoch.
     """
-    prepare, kept = demo.prepare, []
+    start_or_resume, kept = demo.start_or_resume, []
 
     def keep(run, *others):
-        prepare(run, *others)
+        start_or_resume(run, *others)
         kept.append(run)
         raise _Prepared
 
-    demo.prepare = keep
+    demo.start_or_resume = keep
     with contextlib.suppress(_Prepared):
         demo.main(demo.Process())
     (run,) = kept
@@ -202,11 +202,12 @@ def prepared(demo):
     return run
 
 
-def validation_batch(demo, folder, index, size):
+def validation_batch(demo, folder, image_list, size):
     """All images of a folder as validation sees them, and their labels."""
     options = {"coco_image_path": None, "val_image_path": folder, "image_size": size, "seed": 0}
-    data = demo.FirstCategory(argparse.Namespace(**options), demo.Process(), None, index)
-    return data.__getitems__([(demo.VALIDATION, position) for position in range(len(index.names))])
+    data = demo.FirstCategory(argparse.Namespace(**options), demo.Process(), None, image_list)
+    positions = range(len(image_list.names))
+    return data.__getitems__([(demo.VALIDATION, position) for position in positions])
 
 
 # --- In a test -------------------------------------------------------------------------------
