@@ -193,10 +193,7 @@ BREAKS = [
         file=SCRIPT,
         old='return "lost" if known or isinstance(error, (OSError, dist.DistError)) else "bug"',
         new='return "lost" if known and isinstance(error, (OSError, dist.DistError)) else "bug"',
-        tests=(
-            "tests/test_faults.py::test_error_file_tells_the_kind",
-            "tests/test_faults.py::test_loader_workers_that_end_while_an_error_is_told",
-        ),
+        tests=("tests/test_faults.py::test_error_file_tells_the_kind",),
     ),
     Break(
         name="stop-with-another-code",
@@ -204,7 +201,7 @@ BREAKS = [
         file=SCRIPT,
         old="code = os.EX_TEMPFAIL",
         new="code = os.EX_UNAVAILABLE",
-        tests=("tests/test_faults.py::test_error_file_tells_a_stop",),
+        tests=("tests/test_faults.py::test_error_file_tells_the_kind[stop]",),
     ),
     # --- The script: times -----------------------------------------------------------------------
     Break(
