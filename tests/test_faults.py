@@ -13,7 +13,6 @@ import json
 import os
 import random
 import re
-import resource
 import shlex
 import shutil
 import signal
@@ -152,26 +151,9 @@ def small_shm(demo, size: str) -> None:
     mount("tmpfs", "/dev/shm", "tmpfs", f"size={size}")
 
 
-def fill_shm_later(demo) -> None:
-    """Something else fills /dev/shm when the workers have been started."""
-    log_run = demo.log_run
-
-    def full(*given):
-        log_run(*given)
-        with contextlib.suppress(OSError), open("/dev/shm/other", "wb", buffering=0) as file:
-            while True:
-                file.write(bytes(2**16))
-
-    demo.log_run = full
-
-
 def end_after_arguments(demo) -> None:
     """All ranks end when the arguments are complete: what comes next is the comparison."""
     demo.compare_ranks = lambda *_: sys.exit(0)
-
-
-def few_files(demo, limit: int) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
 def save_again_and_again(demo, result) -> None:
@@ -389,24 +371,7 @@ def test_stop_signal_before_the_first_step(ranks, data, folder):
         os.close(writer)
 
 
-# --- The link and the start ------------------------------------------------------------------
-
-
-@LONG
-def test_link_down_and_up_again_within_the_timeout(ranks, data):
-    argv = [*data, "--num_epochs", 2, "--timeout", 30]  # 12 steps
-    sha = ranks.run(argv, 2).json_line("Summary")["weights_sha256"]
-    with NamespacePair() as nodes:
-        run = ranks.start(argv, 2, nodes=nodes)
-        run.wait_for(r"^\[CPU 1\] .*Step 3 ")
-        nodes.link_down()
-        time.sleep(2)
-        before = run.text()
-        time.sleep(0.5)
-        assert run.text() == before, "the link was not needed"
-        nodes.link_up()
-        ended = run.finish(60)
-    assert ended.json_line("Summary")["weights_sha256"] == sha
+# --- The start -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -441,8 +406,7 @@ def test_sigkill_of_a_data_loader_worker(ranks, data):
 
 
 # What the script takes for an error from outside, each by what really raises it: Gloo's own path
-# and "pair closure" and the types of a store's errors here; above and below a loader worker that
-# is killed, a tiny /dev/shm and the limit of open files.
+# and "pair closure" and the types of a store's errors here, above a loader worker that is killed.
 
 
 @LONG
@@ -550,23 +514,6 @@ def test_workers_that_the_shared_memory_has_room_for_do_not_fill_it(ranks, data)
     fits = partial(small_shm, size=str(8 * batch + 2**16))  # and what is not of batches
     ended = ranks.run(argv, before=[fits, fault(pause, step=1, seconds=1)])
     assert "/dev/shm" not in ended.out and len(ended.steps()) == 3
-
-
-@LONG
-@pytest.mark.usefixtures("own_shm")
-def test_shared_memory_that_is_filled_by_others_is_one_line(ranks, data):
-    """Later than the check: the kernel ends the worker, and PyTorch says of what it died."""
-    argv = [*data, "--workers", 1, "--image_size", 224, "--batch_size", 12]
-    before = [partial(small_shm, size="16m"), fill_shm_later]
-    said(ranks.run(argv, before=before, expect=1, timeout=40).output, "ERROR: in .*shared memory")
-
-
-@LONG
-def test_few_open_files(ranks, data):
-    argv = [*data, "--workers", 1, "--max_steps", 3]
-    ranks.run(argv, before=[partial(few_files, limit=64)], timeout=40)
-    ended = ranks.run(argv, before=[partial(few_files, limit=16)], expect=1, timeout=40)
-    said(ended.output, "ERROR: in .*[Tt]oo many open files")
 
 
 @pytest.mark.parametrize(
