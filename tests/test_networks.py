@@ -19,13 +19,13 @@ from pathlib import Path
 
 import pytest
 
+from analysis.logs import parse_text
 from launcher import networks as network_series
 from launcher.rendezvous import Refused
+from support.datasets import data_args
 from support.launcher_folder import LauncherFolder
 from support.nodes import NamespacePair, namespaces, why_no_namespaces
 from support.processes import LONG, ROOT, WITH_STAND_IN, Run, long, require, start
-
-TOOLS = ROOT / "tools"
 
 # In compare_logs.py's place, where the comparison itself is not the point.
 COMPARE = """
@@ -52,15 +52,9 @@ class Folder(LauncherFolder):
 
     def start(self, nodes, *arguments: object, of_node=lambda _: {}, **variables: object) -> list:
         """The launcher on both nodes; `of_node(k)` has the variables of one."""
-        return [
-            nodes.popen(
-                node,
-                ["bash", self.path / "launch_multinode.sh", *arguments],
-                env=self.env(node, variables | of_node(node)),
-                cwd=self.path,
-            )
-            for node in (0, 1)
-        ]
+        command = ["bash", self.path / "launch_multinode.sh", *arguments]
+        env = [self.env(node, variables | of_node(node)) for node in (0, 1)]
+        return [nodes.popen(node, command, env=env[node], cwd=self.path) for node in (0, 1)]
 
     def run(self, nodes, *arguments: object, expect: int = 0, **options: object) -> list:
         started = self.start(nodes, *arguments, **options)
@@ -182,27 +176,19 @@ def test_signal_ends_the_series_and_its_run(folder, nodes, name):
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "text"),
+    ("values", "words"),
     [
-        (
-            BOTH,
-            "one=eth0 two=eth1",
-            f"NETWORKS is {BOTH} on node 0 (node0) but one=eth0 two=eth1 on node 1 (node1)",
-        ),
-        pytest.param(
-            BOTH,
-            "",
-            f"NETWORKS is {BOTH} on node 0 (node0) but not set on node 1 (node1)",
-            marks=LONG,
-        ),
-        ("", BOTH, f"NETWORKS is not set on node 0 (node0) but {BOTH} on node 1 (node1)"),
+        ((BOTH, "one=eth0 two=eth1"), (BOTH, "one=eth0 two=eth1")),
+        (("", BOTH), ("not set", BOTH)),
     ],
+    ids=["another", "not set"],
 )
-def test_networks_that_differ_between_nodes(folder, nodes, mine, theirs, text):
-    runs = folder.run(nodes, "x", of_node=lambda n: {"NETWORKS": [mine, theirs][n]}, expect=1)
+def test_networks_that_differ_between_nodes(folder, nodes, values, words):
+    runs = folder.run(nodes, "x", of_node=lambda n: {"NETWORKS": values[n]}, expect=1)
+    text = "error: NETWORKS is {} on node 0 (node0) but {} on node 1 (node1): give it the same"
     for run in runs:
         (line,) = errors(run)
-        assert line.endswith(f"error: {text}: give it the same value on all nodes")
+        assert line.endswith(f"{text.format(*words)} value on all nodes")
         assert not reports(run) and run.seconds < 40
 
 
@@ -213,7 +199,7 @@ WRONG = {
     "one network": ({"NETWORKS": "one=eth0"}, "name two networks or more to compare"),
     "IFNAME too": ({"IFNAME": "eth0"}, "NETWORKS and IFNAME are both set"),
     "one node": ({"NNODES": "1"}, "and NNODES is 1: unset it"),
-    "no launcher": ({"MASTER_PORT": None}, "starts this, where NETWORKS is set"),
+    "resume": ({}, "--resume would go on from the network before"),  # in each case, told last
 }
 
 
@@ -222,33 +208,23 @@ def test_wrong_networks(monkeypatch, case):
     variables, text = WRONG[case]
     usual = {"NNODES": "2", "NETWORKS": BOTH, "IFNAME": "", "MASTER_PORT": "29500"}
     for name, value in (usual | variables).items():
-        if value is None:
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, value)
     with pytest.raises(Refused, match=re.escape(text)):
         network_series.read_networks(os.environ["NETWORKS"])
-        network_series.check(["x"])
+        network_series.check(["x", "--resume"])
 
 
-REFUSED = {
-    "resume": ({}, ["--resume"], "--resume would go on from the network before"),
-    "last port": (
-        {"MASTER_PORT": 65535},
-        [],
-        "MASTER_PORT is 65535: give a number from 1 to 65534",
-    ),
-    "loopback": ({"MASTER_ADDR": "localhost"}, [], "is a loopback address"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_wrong_networks_are_refused_with_one_line(folder, case):
-    variables, arguments, text = REFUSED[case]
-    command = ["bash", folder.path / "launch_multinode.sh", "x", *arguments]
-    env = folder.env(1, {"NETWORKS": BOTH} | variables)
-    run = start(command, env=env, cwd=folder.path).finish(20, expect=1)
-    (line,) = run.out.splitlines()
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("MASTER_PORT", 65535, "MASTER_PORT is 65535: give a number from 1 to 65534"),
+        ("MASTER_ADDR", "localhost", "is a loopback address"),
+    ],
+)
+def test_wrong_networks_are_refused_with_one_line(folder, name, value, text):
+    env = folder.env(1, {"NETWORKS": BOTH, name: value})
+    command = ["bash", folder.path / "launch_multinode.sh", "x"]
+    (line,) = start(command, env=env, cwd=folder.path).finish(20, expect=1).lines()
     assert "error: " in line and text in line
 
 
@@ -310,91 +286,57 @@ def test_srun_starts_the_series_on_all_nodes(slurm, folder):
 # --- two_nodes.sh --links --------------------------------------------------------------------
 
 
-def two_nodes(
-    root: Path, *arguments: object, timeout: float = 90, expect: int = 0, **env: str
-) -> Run:
+def two_nodes(root: Path, *arguments: object, expect: int = 0, **env: str) -> Run:
     """The script of a folder that has tools/, to its end; no namespace of it stays."""
     require(not (why := why_no_namespaces()), why)
-    env = {"PYTHON": sys.executable, **WITH_STAND_IN, **env}
     command = ["bash", root / "tools" / "two_nodes.sh", "--name", "series", *arguments]
-    started = start(command, env=env, cwd=root)
-    try:
-        run = started.finish(timeout, expect=expect)
-        assert not namespaces(started)
-        return run
-    finally:
-        started.kill()
-        for name in namespaces(started):
-            subprocess.run(["ip", "netns", "delete", name], check=False)
-
-
-@LONG
-def test_links_are_networks_of_that_name_on_both_nodes(folder):
-    run = two_nodes(folder.path, "--links", "slow=100mbit,fast=unshaped", "--", "--lr", "1")
-    found = sorted(reports(run), key=lambda r: (r["rank"], int(r["port"])))
-    names = [(r["rank"], r["env"]["RUN_NAME"]) for r in found]
-    assert names == [(0, "slow"), (0, "fast"), (1, "slow"), (1, "fast")]
-    assert all(r["env"]["RUN_NAME"] == r["env"]["IFNAME"] for r in found)
-    assert all(r["argv"] == ["--lr", "1"] for r in found)
-    assert all(r["env"]["GLOO_SOCKET_IFNAME"] == r["env"]["IFNAME"] for r in found)
-    note = "Emulated: two network namespaces of one machine, joined by slow=100mbit,fast=unshaped"
-    assert f"{note}\n\nCOMPARED slow=logs/series/slow fast=logs/series/fast" in run.out
+    env = {"PYTHON": sys.executable, **WITH_STAND_IN, **env}
+    with start(command, env=env, cwd=root) as started:
+        run = started.finish(300, expect=expect)
+    assert not namespaces(started)
+    return run
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--links", "slow"], "--links has 'slow': write NAME=RATE"),
-        (["--links", "lo=1gbit,fast=unshaped"], "--links has 'lo=1gbit': write NAME=RATE"),
-        (["--links", "a=1gbit,a=2gbit"], "--links has two named a"),
-        (["--links", "slow=1gbit"], "--links is 'slow=1gbit': name two or more"),
-        (["--links", "a=1gbit,b=2gbit", "--rate", "1gbit"], "--rate and --links"),
-        (["--links", "a=fast,b=2gbit"], "tc does not take --links fast"),
-        (["--gpus_per_node", "0"], "--gpus_per_node is '0'"),
-        (["--lr", "1"], "unknown option --lr"),
-        (["--rate"], "--rate needs a value"),
+        ("--links slow -- x", "--links has 'slow': write NAME=RATE"),
+        ("--links lo=1gbit,fast=unshaped -- x", "--links has 'lo=1gbit': write NAME=RATE"),
+        ("--links a=1gbit,a=2gbit -- x", "--links has two named a"),
+        ("--links slow=1gbit -- x", "--links is 'slow=1gbit': name two or more"),
+        ("--links a=1gbit,b=2gbit --rate 1gbit -- x", "--rate and --links"),
+        ("--links a=fast,b=2gbit -- x", "tc does not take --links fast"),
+        ("--gpus_per_node 0 -- x", "--gpus_per_node is '0'"),
+        ("--lr 1", "unknown option --lr"),
+        ("--rate", "--rate needs a value"),
     ],
 )
 def test_two_nodes_refuses_with_one_line(folder, arguments, text):
-    end = ["--", "x"] if len(arguments) > 1 else []
-    run = two_nodes(folder.path, *arguments, *end, expect=1)
-    assert text in run.out.splitlines()[-1] and "error:" in run.out.splitlines()[-1]
+    run = two_nodes(folder.path, *arguments.split(), expect=1)
+    assert text in run.lines()[-1] and "error:" in run.lines()[-1]
 
 
 @LONG
-def test_links_compare_two_real_runs(tmp_path, sample, plain):
-    """The real script, probe and comparison: table, verdict and picture.
-
-    With the arguments that the launcher gives where there are none, but fewer steps.
-    """
-    folder, runs = plain
-    given = " ".join(reports(runs[0])[0]["argv"])
-    given = given.replace(f"{folder.path}/data/sample_coco", str(sample))
-    given = re.sub(r"--max_steps \d+", "--max_steps 12", given).split()
-    links = ["--links", "slow=1gbit,fast=unshaped", "--", *given]
-    env = {"LOG_DIR": str(tmp_path), **WITH_STAND_IN}
-    run = two_nodes(ROOT, *links, timeout=300, **env)
+def test_links_compare_two_real_runs(tmp_path, sample):
+    """The real script, probe and comparison: table, verdict and picture."""
+    options = "--weights none --image_size 64 --batch_size 8 --num_epochs 9 --max_steps 12"
+    links = ["--links", "slow=1gbit,fast=unshaped", "--", *data_args(sample), *options.split()]
+    run = two_nodes(ROOT, *links, LOG_DIR=str(tmp_path))
     series = tmp_path / "series"
     report = (series / "compare.txt").read_text()
-    assert report in run.out and report.startswith("Emulated: ")
+    note = "Emulated: two network namespaces of one machine, joined by slow=1gbit,fast=unshaped"
+    assert report in run.out and report.startswith(f"{note}\n\n")
     assert re.search(r"^\| +\| +slow \| +fast \|$", report, re.MULTILINE)
     for row in ("status", "img/s, job", "- exposed communication", "all-reduce alone"):
         assert f"| {row} " in report
     assert re.search(r"^slow: ", report, re.MULTILINE)  # the verdict on it
     assert (series / "compare.png").stat().st_size > 10_000
-    probes = [record(series / label, "Probe") for label in ("slow", "fast")]
-    slow, fast = (max(probe["nodes"][0]["interfaces"], key=rate) for probe in probes)
-    assert (slow["name"], fast["name"]) == ("slow", "fast")
-    assert rate(slow) == pytest.approx(1, rel=0.1) and rate(fast) > rate(slow)
-    summaries = [record(series / label, "Summary") for label in ("slow", "fast")]
-    assert summaries[0]["steps"] == summaries[1]["steps"] == 12
-    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
-
-
-def rate(link: dict) -> float:
-    return link["wire_Gbps"]
-
-
-def record(folder: Path, kind: str) -> dict:
-    text = (folder / "node0.log").read_text()
-    return json.loads(re.findall(rf"^\[CPU 0\] {kind} (\{{.*\}})$", text, re.MULTILINE)[-1])
+    logs = [parse_text((series / label / "node0.log").read_text()) for label in ("slow", "fast")]
+    links = [link for log in logs for link in log.records["Probe"]["nodes"][0]["interfaces"]]
+    rates = {link["name"]: link["wire_Gbps"] for link in links if link["wire_Gbps"] > 0.1}
+    assert rates["slow"] == pytest.approx(1, rel=0.1) and rates["fast"] > rates["slow"]
+    own = [log.records["Run"]["env"]["GLOO_SOCKET_IFNAME"] for log in logs]
+    assert own == ["slow", "fast"]
+    slow, fast = (log.records["Summary"] for log in logs)
+    assert slow["steps"] == fast["steps"] == 12
+    assert slow["weights_sha256"] == fast["weights_sha256"]
