@@ -202,12 +202,13 @@ def told(demo, result, path):
     # but for statistics of images that a diverging network has seen
     weights = {name: v for name, v in state["model"].items() if "running_" not in name}
     bad = [name for name, v in weights.items() if not v.double().isfinite().all()]
-    write(result, {"step": state["step"], "scaler": state.get("scaler"), "not_finite": bad})
+    facts = {name: state.get(name) for name in ("step", "scaler", "facts")}
+    write(result, facts | {"not_finite": bad})
 
 
 def saved_in(path: Path) -> dict:
-    """The step, the state of fp16's scaler and the weights that are not finite of a checkpoint,
-    read in a forked process: pytest's own would import torch for it, which takes seconds.
+    """The step, the facts, the state of fp16's scaler and the weights that are not finite of a
+    checkpoint, read in a forked process: pytest's own would import torch, which takes seconds.
     """
     return shared().run(call=told, path=str(path)).result()
 
@@ -630,7 +631,10 @@ def test_resume_of_a_finished_run_makes_no_step(ranks, four, saved):
     ended = ranks.run([*four, "--checkpoint", saved, "--resume", "--max_steps", 1])
     assert "Resumed from" in ended.out and "Epoch 1 complete" not in ended.out
     assert not ended.steps() and ended.json_line("Summary")["steps"] == 1
-    assert saved_in(saved)["step"] == 1
+    state = saved_in(saved)
+    assert state["step"] == 1
+    # By this compare_logs.py tells runs on pictures of another size apart.
+    assert ended.json_line("Run")["picture_sizes"] == state["facts"]["sizes of the images"]
 
 
 @LONG
