@@ -35,12 +35,9 @@ from support.processes import LONG, ROOT, SCRIPT, free_port, long_among, run_dem
 FAST = [*test_demo.FAST, "--batch_size", "4", "--max_steps", "1"]
 
 
-def as_a_program(demo, result, missing=(), versions=None):
-    """The script from its first line on, as Python starts it, with other libraries around it."""
-    for name in missing:
-        sys.modules[name] = None
-    for name, version in (versions or {}).items():
-        sys.modules[name].__version__ = version
+def without_fcntl(demo, result):
+    """The script from its first line on, as Python starts it on Windows."""
+    sys.modules["fcntl"] = None
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
@@ -60,12 +57,13 @@ def elsewhere(demo, result, values=None, returns=None, raises=None, there=()):
 
 
 def parsed(demo, result, lines):
-    """Of each command line: the exit code, and what is said of it."""
+    """Of what stands in each command line besides the data: the exit code, and what is said."""
     found = {}
     for line in lines:
+        argv = ["--coco_image_path", "a", "--annotation_path", "b", *shlex.split(line)]
         said = io.StringIO()
         with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as end:
-            demo.parse_arguments(shlex.split(line))
+            demo.parse_arguments(argv)
         found[line] = end.value.code, said.getvalue()
     write(result, found)
 
@@ -87,7 +85,7 @@ def save_weights(demo, result, path, kind, marker=""):
 
 @pytest.fixture
 def data(tmp_path) -> list[str]:
-    """The options for a good data set, of eight images and as many for validation."""
+    """The options for a good data set; `refused` takes this list as a test has changed it."""
     return [*make_set(tmp_path, 8, val=8), *FAST]
 
 
@@ -130,29 +128,72 @@ def error_line(text: str) -> str:
 # --- System ----------------------------------------------------------------------------------
 
 
+def with_gpus(count: int) -> dict:
+    return {"torch.cuda.is_available": count > 0, "torch.cuda.device_count": count}
+
+
+def with_driver(visible: str | None, cuda: str | None, hip: str | None = None) -> dict:
+    """The options for a machine with an NVIDIA driver that PyTorch cannot use."""
+    return {
+        "there": ["/dev/nvidiactl"],
+        "returns": with_gpus(0),
+        "values": {"torch.version.cuda": cuda, "torch.version.hip": hip},
+        "env": {"CUDA_VISIBLE_DEVICES": visible},
+    }
+
+
+def library(name: str, version: str) -> dict:
+    return {"values": {f"{name}.__version__": version}}
+
+
+NO_KERNEL = "CUDA error: no kernel image is available for execution on the device"
+HIDE = "or export CUDA_VISIBLE_DEVICES= to train on the CPU"
+UNFIT: dict[str, tuple] = {
+    # Not run on Windows: python demo_coco_resnet18.py --help.
+    "Windows": ({"call": without_fcntl}, "Windows", "WSL2"),
+    "torch 2": (library("torch", "2.10.1+cu128"), "torch 2.10.1", " 2.11: pip install --upgrade"),
+    "torch 1": (library("torch", "1.13.0"), "torch 1.13.0", " 2.11: "),
+    "torchvision": (library("torchvision", "0.25.0"), "torchvision 0.25.0", " 0.26: "),
+    # Else a node with GPUs would train on its CPU, and the others would wait for it.
+    "old driver": (with_driver(None, "13.0"), "driver", "CUDA 13.0", HIDE),
+    "PyTorch without CUDA": (with_driver("0", None), "has no CUDA", "pytorch.org", HIDE),
+    "GPU that this build was not made for": (
+        {
+            "returns": with_gpus(1) | {"torch.cuda.set_device": None},
+            "raises": {"torch.ones": ["torch.AcceleratorError", NO_KERNEL]},
+        },
+        f"this build of PyTorch cannot use cuda:0: AcceleratorError: {NO_KERNEL}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_machine_that_cannot_run_the_script_is_one_line(refused, name):
+    options, *words = UNFIT[name]
+    refused(words, **{"call": elsewhere} | options)
+
+
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        # Windows: its Python has no fcntl. Not run there: python demo_coco_resnet18.py --help.
-        ({"missing": ["fcntl"]}, ["Windows", "WSL2"]),
-        (
-            {"versions": {"torch": "2.10.1+cu128"}},
-            ["torch 2.10.1", " 2.11: ", "pip install --upgrade"],
-        ),
-        ({"versions": {"torch": "1.13.0"}}, ["torch 1.13.0", " 2.11: "]),
-        ({"versions": {"torchvision": "0.25.0"}}, ["torchvision 0.25.0", " 0.26: "]),
-    ],
-    ids=str,
+    ("visible", "hip"),
+    [("", None), pytest.param("-1", None, marks=LONG), (None, "6.4")],
+    ids=["hidden", "hidden by -1", "build for AMD"],
 )
-def test_system_that_lacks_something_is_one_line(refused, options, words):
-    refused(words, call=as_a_program, **options)
+def test_node_whose_gpus_are_hidden_trains_on_its_cpu(demo, data, visible, hip):
+    job = demo.run(data, call=elsewhere, **with_driver(visible, None if hip else "13.0", hip))
+    assert job.json_line("Run")["devices"], job.tail()
+
+
+def test_more_processes_than_gpus(demo, data):
+    job = demo.run(data, 2, expect=[1, 1], call=elsewhere, returns=with_gpus(1))
+    (line,) = {re.sub(r"^\[\w+ \d\] ", "", line) for line in job.err.splitlines()}
+    for word in ("ERROR: ", "2 processes", "1 GPU", "--backend gloo"):
+        assert word in line
 
 
 @pytest.mark.parametrize("version", ["2.11.0a0+git1234", "3.0.0", "unknown"])
 def test_library_that_is_not_too_old_is_taken(demo, version):
-    versions = {"torch": version, "torchvision": "0.26.0+cpu"}
-    job = demo.run(["--help"], call=as_a_program, versions=versions)
-    assert job.out.startswith("usage: ")
+    values = {"torch.__version__": version, "torchvision.__version__": "0.26.0+cpu"}
+    assert demo.run(["--help"], call=elsewhere, values=values).out.startswith("usage: ")
 
 
 def test_least_versions_are_the_same_in_all_places():
@@ -184,6 +225,10 @@ def put(place: str, value: object, name: str = "instances.json") -> Callable[[Pa
     return spoil
 
 
+def remove(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
+
+
 def rename(name: str) -> Callable[[Path], object]:
     return put("images.0.file_name", name)
 
@@ -193,20 +238,19 @@ def truncate_all(folder: Path) -> None:
         truncate(path)
 
 
-FILE = "instances.json is no usable COCO instances file"
+VAL = "val_instances.json"
+FILE = "/instances.json is no usable COCO instances file"
 MANY = ["0000.jpg", "absent.jpg", *["0001.jpg"] * 200]  # more than a sample would find
 DRAWS = "a\x1b[31m\n[CPU 0] ERROR: b\x9b2J\x85c\u2028d\r\0.jpg"
 # How the data are spoilt, and words of the line.
 SPOILT: dict[str, tuple] = {
     "half an annotation file": (wrote(b'{"images": ['), FILE),
-    "picture as annotation file": (wrote(b"\xff\xd8\xff\xe0\0"), FILE),
     "deeply nested JSON": (wrote(b"[" * 200_000), FILE),
     "JSON list": (wrote(b"[1, 2]"), FILE),
     "captions": (put("annotations", [{"id": 1, "image_id": 100, "caption": "a cat"}]), FILE),
     "image without a name": (put("images.0", {"id": 100}), FILE, "file_name"),
     "id of an image is a decimal": (put("images.0.id", 1.0), FILE, "integers"),
     "image of an annotation is a decimal": (put("annotations.0.image_id", 1.5), FILE, "integers"),
-    "category ids of two kinds": (put("categories.0.id", "1"), FILE),
     "no labelled image": (put("annotations", []), FILE, "no image has an annotation"),
     "81 categories": (put("categories", [{"id": i} for i in range(81)]), FILE, "81", "80"),
     "unknown category": (put("annotations.3.category_id", 12), FILE, "unknown categories {12}"),
@@ -217,20 +261,12 @@ SPOILT: dict[str, tuple] = {
     "name is not text": (rename("\udcff.jpg"), "images"),
     "name draws on the terminal": (rename(DRAWS), "a?[31m?[CPU 0] ERROR: b?2J?c?d??.jpg"),
     "truncated images": (truncate_all, "damaged"),
-    "missing validation image": (
-        lambda folder: (folder / "val_images" / "0003.jpg").unlink(),
-        "0003.jpg",
-        "val_images",
-    ),
-    "validation of other categories": (
-        put("annotations.0.category_id", 12, "val_instances.json"),
-        "val_instances.json",
-        "12",
-    ),
+    "missing validation image": (remove("val_images/0003.jpg"), "0003.jpg", "val_images"),
+    "validation of other categories": (put("annotations.0.category_id", 12, VAL), VAL, "12"),
 }
 
 
-@pytest.mark.parametrize("name", long_among(SPOILT, ["picture as annotation file", "captions"]))
+@pytest.mark.parametrize("name", SPOILT)
 def test_spoilt_data_is_refused(tmp_path, refused, name):
     spoil, *words = SPOILT[name]
     spoil(tmp_path)
@@ -243,6 +279,7 @@ def test_spoilt_data_is_refused(tmp_path, refused, name):
         ("--coco_image_path", "folder of images nowhere"),
         ("--annotation_path", "annotation file nowhere"),
         ("--val_annotation_path", "annotation file nowhere"),
+        ("--weights", "weights file nowhere"),
     ],
 )
 def test_path_that_leads_nowhere_is_refused(refused, option, what):
@@ -257,18 +294,12 @@ def test_the_data_set_is_good_unless_spoilt(demo, data):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("images", ["images"]), ("weights.pt", ["weights.pt", "Permission"])],
-)
-def test_what_the_user_may_not_read_is_refused(tmp_path, refused, name, words):
-    path = tmp_path / name
-    path.exists() or path.touch()
-    path.chmod(0)
+def test_images_that_the_user_may_not_read_are_refused(tmp_path, refused):
+    (tmp_path / "images").chmod(0)
     try:
-        refused(words, *(["--weights", path] if path.suffix else []))
+        refused(["images"])
     finally:
-        path.chmod(0o700)
+        (tmp_path / "images").chmod(0o700)
 
 
 # --- Arguments -------------------------------------------------------------------------------
@@ -277,10 +308,7 @@ def test_what_the_user_may_not_read_is_refused(tmp_path, refused, name, words):
 WRONG: dict[str, list[str]] = {
     "--no_such_option": [],
     "--batch_size 0": [],
-    "--batch_size -3": [],
     "--batch_size many": [],
-    "--batch_size": [],
-    "--accumulate_steps 1.5": [],
     "--num_epochs 0": [],
     "--max_steps 0": [],
     "--workers -1": [],
@@ -291,7 +319,6 @@ WRONG: dict[str, list[str]] = {
     "--lr inf": [],
     "--timeout 0": [],
     "--precision fp8": [],
-    "--backend mpi": [],
     "--resume": ["--checkpoint"],
     "--val_image_path x": ["--val_image_path", "--val_annotation_path"],
     "--val_annotation_path x": ["--val_image_path", "--val_annotation_path"],
@@ -302,10 +329,7 @@ WRONG: dict[str, list[str]] = {
 @pytest.fixture(scope="module")
 def said(demo) -> dict[str, list]:
     """What the script says of each of them, all in one process."""
-    data = "--coco_image_path a --annotation_path b"
-    lines = {f"{data} {wrong}": wrong for wrong in WRONG}
-    found = demo.run(call=parsed, lines=[*lines]).result()
-    return {wrong: found[line] for line, wrong in lines.items()}
+    return demo.run(call=parsed, lines=[*WRONG]).result()
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -333,20 +357,12 @@ ON_A_MAC = {"call": elsewhere, "returns": {"torch.backends.mps.is_available": Tr
         ("--sync_bn", {}, ["--sync_bn", "GPUs"]),
         ("--device mps", {}, ["--device mps", "Mac"]),
         ("--device mps", ON_A_MAC | {"nproc": 2}, ["--device mps takes one process, not 2"]),
-        (
-            "--device mps --grad_compression powersgd",
-            ON_A_MAC,
-            ["--grad_compression", "--device mps"],
-        ),
+        ("--device mps --grad_compression fp16", ON_A_MAC, ["--grad_compression", "--device mps"]),
     ],
 )
 def test_arguments_that_do_not_suit_are_refused(refused, text, options, words):
     job = refused(words, *text.split(), **options)
     assert "One process" not in job.out
-
-
-def test_smallest_images_train(demo, data):
-    demo.run([*data, "--batch_size", 1, "--image_size", 33])
 
 
 # --- Weights ---------------------------------------------------------------------------------
@@ -364,14 +380,6 @@ def test_useless_weights_are_refused(demo, tmp_path, refused, kind, words):
     file = tmp_path / "weights.pt"
     demo.run(call=save_weights, path=str(file), kind=kind)
     refused(words, "--weights", file)
-
-
-@pytest.mark.parametrize("content", [None, b"PK\3\4 half a file"])
-def test_weights_file_that_cannot_be_read_is_refused(tmp_path, refused, content):
-    file = tmp_path / "weights.pt"
-    if content:
-        file.write_bytes(content)
-    refused(["weights.pt"], "--weights", file)
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -422,15 +430,14 @@ def views(tmp_path, data) -> list[Path]:
     return folders
 
 
-def another_picture(view: Path) -> None:
-    Image.new("RGB", (40, 48)).save(view / "images" / "0005.jpg")
-
-
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda view: (view / "images" / "0005.jpg").unlink(), ["0005.jpg"]),
-        (another_picture, ["sizes of the images: ", " here, ", "on rank 0"]),
+        (remove("images/0005.jpg"), ["0005.jpg"]),
+        (
+            lambda view: Image.new("RGB", (40, 48)).save(view / "images" / "0005.jpg"),
+            ["sizes of the images: ", " here, ", "on rank 0"],
+        ),
     ],
     ids=["image missing", "another picture"],
 )
@@ -450,89 +457,32 @@ def test_node_of_truncated_images_ends_the_run(demo, data, views):
     assert "[CPU 1] WARNING: image " in job.out and "[CPU 0] WARNING" not in job.out
 
 
-def with_gpus(count: int) -> dict:
-    """The options of `elsewhere` for so many GPUs."""
-    return {"torch.cuda.is_available": count > 0, "torch.cuda.device_count": count}
-
-
-def test_more_processes_than_gpus(demo, data):
-    job = demo.run(data, 2, expect=[1, 1], call=elsewhere, returns=with_gpus(1))
-    (line,) = {re.sub(r"^\[\w+ \d\] ", "", line) for line in job.err.splitlines()}
-    for word in ("ERROR: ", "2 processes", "1 GPU", "--backend gloo"):
-        assert word in line
-
-
-def test_gpu_that_this_build_was_not_made_for_is_one_line(refused):
-    text = "CUDA error: no kernel image is available for execution on the device"
-    refused(
-        ["this build of PyTorch cannot use cuda:0", "no kernel image"],
-        call=elsewhere,
-        returns=with_gpus(1) | {"torch.cuda.set_device": None},
-        raises={"torch.ones": ["torch.AcceleratorError", text]},
-    )
-
-
-def with_driver(visible: str | None, cuda: str | None, hip: str | None = None) -> dict:
-    """The options for a machine with an NVIDIA driver that PyTorch cannot use."""
-    return {
-        "call": elsewhere,
-        "there": ["/dev/nvidiactl"],
-        "returns": with_gpus(0),
-        "values": {"torch.version.cuda": cuda, "torch.version.hip": hip},
-        "env": {"CUDA_VISIBLE_DEVICES": visible},
-    }
+FULL = "CUDA out of memory. Tried to allocate 20.00 MiB."
+NCCL = "NCCL error in: NCCLUtils.cpp:94, unhandled system error\nLast error:\nNo space (28)"
 
 
 @pytest.mark.parametrize(
-    ("visible", "cuda", "words"),
-    [(None, "13.0", ["driver", "CUDA 13.0"]), ("0", None, ["has no CUDA", "pytorch.org"])],
-)
-def test_gpu_that_is_of_no_use_is_refused_unless_hidden(refused, visible, cuda, words):
-    """Else a node with GPUs would train on its CPU, and the others would wait for it."""
-    refused([*words, "export CUDA_VISIBLE_DEVICES= "], **with_driver(visible, cuda))
-
-
-@pytest.mark.parametrize(
-    ("visible", "hip"),
-    [("", None), pytest.param("-1", None, marks=LONG), (None, "6.4")],
-    ids=["hidden", "hidden by -1", "build for AMD"],
-)
-def test_node_whose_gpus_are_hidden_trains_on_its_cpu(demo, data, visible, hip):
-    job = demo.run(data, **with_driver(visible, None if hip else "13.0", hip))
-    assert job.json_line("Run")["devices"], job.tail()
-
-
-FULL = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 15.77 GiB."
-NCCL = "NCCL error in: /pytorch/NCCLUtils.cpp:94, unhandled system error (run with NCCL_DEBUG=INFO"
-NCCL += " for details)\nncclSystemError: System call failed or device error. \nLast error:\n"
-NO_SPACE = "No space in /dev/shm (28)"
-
-
-@pytest.mark.parametrize(
-    ("raises", "kind", "line"),
+    ("place", "error", "kind", "line"),
     [
         (
-            {"demo.train_step": ["torch.OutOfMemoryError", FULL]},
+            "demo.train_step",
+            ["torch.OutOfMemoryError", FULL],
             "user",
             f"in step 1: {FULL} Give less than the present --batch_size 4",
         ),
         (
-            {
-                "demo.dist.init_process_group": [
-                    "torch.distributed.DistBackendError",
-                    NCCL + NO_SPACE,
-                ]
-            },
+            "demo.dist.init_process_group",
+            ["torch.distributed.DistBackendError", NCCL],
             "lost",
-            f"NCCL: {NO_SPACE}",
+            "NCCL: No space (28)",
         ),
     ],
     ids=["full GPU", "NCCL"],
 )
-def test_error_of_pytorch_is_told_in_the_words_that_matter(tmp_path, refused, raises, kind, line):
+def test_error_of_pytorch_is_told_in_few_words(tmp_path, refused, place, error, kind, line):
     file = tmp_path / "error.json"
     env = {"TORCHELASTIC_ERROR_FILE": str(file)}
-    job = refused([], env=env, call=elsewhere, raises=raises)
+    job = refused([], env=env, call=elsewhere, raises={place: error})
     assert error_line(job.output) == f"[CPU 0] ERROR: {line}"
     assert json.loads(file.read_text())["message"]["extraInfo"]["kind"] == kind
 
@@ -548,13 +498,11 @@ PLACES = {
     "no master": ({"MASTER_ADDR": None}, ["export MASTER_ADDR="]),
     "master has no address": ({"MASTER_ADDR": "no-such-host.invalid", "RANK": "1"}, ["no-such"]),
     "port out of range": ({"MASTER_PORT": "99999"}, ["99999"]),
-    "nobody at the master's address": ({"RANK": "1"}, ["127.0.0.1", "rendezvous"]),
     "nobody joins rank 0": ({}, ["127.0.0.1", "rendezvous"]),
 }
-SLOW_PLACES = ["master has no address", "nobody at the master's address"]  # seconds of waiting
 
 
-@pytest.mark.parametrize("name", long_among(PLACES, SLOW_PLACES))
+@pytest.mark.parametrize("name", long_among(PLACES, ["master has no address"]))
 def test_wrong_place_among_the_ranks_is_refused(refused, name):
     change, words = PLACES[name]
     env = FIRST_OF_TWO | {"MASTER_PORT": str(free_port())} | change
