@@ -110,8 +110,8 @@ def test_layout_names_and_sizes(sample, undisturbed):
                 assert (min(new.size), new.format) == (256, "JPEG")
                 assert max(new.size) == round(256 * max(old.size) / min(old.size))
                 assert (old.size[0] > old.size[1]) == (new.size[0] > new.size[1])
-    there = {"annotations", "prepare_coco.json", "train2017", "val2017"}
-    assert {*os.listdir(undisturbed)} == there
+    parts = ["annotations", "prepare_coco.json", "train2017", "val2017"]
+    assert sorted(os.listdir(undisturbed)) == parts
     record = json.loads((undisturbed / "prepare_coco.json").read_text())
     assert (record["shorter_side"], record["quality"]) == (256, 90)
     assert [*record["annotations"]] == ["instances_train2017.json", "instances_val2017.json"]
@@ -175,13 +175,6 @@ def test_started_again_it_makes_what_is_not_whole_alone(sample, undisturbed):
 # --- What the demo sees ------------------------------------------------------------------------
 
 
-def turned(number: int) -> bytes:
-    """A picture with the note that a camera was held upright."""
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    return in_format(picture(number), "JPEG", exif=exif)
-
-
 def deep_colours() -> bytes:
     """A PNG file with 16 bits a colour, which Pillow can read but not write."""
     data = bytearray(in_format(picture(0), "PNG"))
@@ -194,13 +187,15 @@ def odd_pictures() -> dict[str, bytes]:
     """Files of many kinds by name; what is before the dash says what becomes of them."""
     see_through = picture(7).convert("RGBA")
     see_through.putalpha(100)
+    upright = Image.Exif()  # a camera's note that it was held so
+    upright[0x0112] = 6
     several = {"save_all": True, "append_images": [picture(1)]}
     kinds = {
         "shrunk-colour": in_format(picture(1), "JPEG"),
         "shrunk-progressive": in_format(picture(2), "JPEG", progressive=True),
         "shrunk-grey": in_format(picture(3).convert("L"), "JPEG"),
         "shrunk-cmyk": in_format(picture(4).convert("CMYK"), "JPEG"),
-        "shrunk-turned": turned(5),
+        "shrunk-turned": in_format(picture(5), "JPEG", exif=upright),
         "shrunk-large": in_format(picture(6, (1700, 1100)), "JPEG"),  # libjpeg leaves out a part
         "shrunk-alpha": in_format(see_through, "PNG"),
         "shrunk-png": in_format(picture(8), "PNG"),
@@ -263,14 +258,13 @@ def test_the_demo_reads_the_same_labels(seen):
     assert [len(labels) for _, labels, *_ in indexes[:2]] == [95, 19]
 
 
-def test_first_annotations_are_those_of_the_whole_file(undisturbed):
-    for split in ("train2017", "val2017"):
-        whole, first = content(undisturbed, split), content(undisturbed, split, "first_instances")
-        annotations, kept = whole.pop("annotations"), first.pop("annotations")
-        numbers = [a["image_id"] for a in annotations]
-        places = sorted(map(numbers.index, set(numbers)))
-        assert kept == [annotations[place] for place in places]
-        assert first == whole and len(kept) < len(numbers)
+@pytest.mark.parametrize("split", ["train2017", "val2017"])
+def test_first_annotations_are_those_of_the_whole_file(undisturbed, split):
+    whole, first = content(undisturbed, split), content(undisturbed, split, "first_instances")
+    numbers = [annotation["image_id"] for annotation in whole["annotations"]]
+    places = sorted(map(numbers.index, set(numbers)))
+    whole["annotations"] = [whole["annotations"][place] for place in places]
+    assert first == whole and len(places) < len(numbers)
 
 
 def test_the_demo_sees_the_same_pictures_and_names_the_same_damaged_ones(seen):
@@ -312,13 +306,13 @@ def small_set(tmp_path) -> Path:
 
 
 def test_damaged_pictures_are_named_and_counted(odd):
-    run = odd[2]
+    *folders, run = odd
     damaged = sorted(name for name in odd_pictures() if name.startswith("damaged"))
-    lines = [line for line in run.err.splitlines() if "is damaged, copied as it is: " in line]
-    assert sorted(line.split()[2] for line in lines) == [f"train2017/{name}" for name in damaged]
-    assert run.err.splitlines()[-1] == "WARNING: 6 pictures are damaged: see above"
-    assert len(run.err.splitlines()) == 7
-    again = done(*odd[:2], "--shorter_side", SIDE)
+    *lines, last = run.err.splitlines()
+    named = sorted(line.partition(" is damaged, copied as it is: ")[0] for line in lines)
+    assert named == [f"WARNING: picture train2017/{name}" for name in damaged]
+    assert last == "WARNING: 6 pictures are damaged: see above"
+    again = done(*folders, "--shorter_side", SIDE)
     assert sorted(again.err.splitlines()) == sorted(run.err.splitlines())
     counts = "23 pictures: 12 shrunk, 5 copied, 6 damaged, 0 missing; "
     assert counts in run.out.splitlines()[-1] and counts in again.out.splitlines()[-1]
@@ -364,20 +358,16 @@ def test_missing_pictures_are_one_line(small_set, tmp_path):
 
 
 IMAGE = '{"images": [{"id": 1, "file_name": "%s"}], "annotations": []}'
-ANNOTATION = '{"images": [], "annotations": [{"image_id": 1, "bbox": %s}]}'
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "Expecting value"),
         ("[]", "list indices"),
         ('{"images": []}', "'annotations'"),
         ('{"images": [{"id": 1}], "annotations": []}', "'file_name'"),
         ('{"images": [{"id": 1, "file_name": "a", "width": "1"}], "annotations": []}', "str"),
-        (ANNOTATION % "[1, 2]", "four numbers"),
-        (ANNOTATION % '["", 1, 1, 1]', "str"),
-        (IMAGE % "../a.jpg", "leaves the image folder"),
+        ('{"images": [], "annotations": [{"image_id": 1, "bbox": [1, 2]}]}', "four numbers"),
         (IMAGE % "/a.jpg", "leaves the image folder"),
         (IMAGE % "x/../../a.jpg", "leaves the image folder"),
         (IMAGE % "x/", "leaves the image folder"),
@@ -411,21 +401,16 @@ def test_as_much_of_coco_as_there_is(tmp_path):
 # --- Nothing is lost ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind", ["same", "inside", "above", "link inside", "linked pictures", "elsewhere"]
-)
+@pytest.mark.parametrize("kind", ["same", "inside", "above", "linked pictures", "elsewhere"])
 def test_a_target_that_is_the_source(small_set, tmp_path, kind):
     pictures, link = small_set / "train2017", tmp_path / "link"
     target = {
         "same": small_set,
         "inside": small_set / "small" / "256",
         "above": tmp_path,
-        "link inside": link / "new",
         "linked pictures": link,
         "elsewhere": tmp_path / "disk" / "small",
     }[kind]
-    if kind == "link inside":
-        link.symlink_to(pictures)
     if kind == "linked pictures":
         done(small_set, link, "--shorter_side", SIDE)
         shutil.rmtree(link / "train2017")
@@ -473,9 +458,7 @@ def test_two_at_once(small_set, tmp_path, monkeypatch):
     assert "another prepare_coco.py is writing" in error
 
 
-@pytest.mark.parametrize(
-    "argv", ["x y --quality 0", "x y --workers x", "x y --shorter_side=9", "x"]
-)
+@pytest.mark.parametrize("argv", ["x y --quality 0", "x y --workers x", "x"])
 def test_wrong_arguments(capsys, argv):
     with pytest.raises(SystemExit, match="2"):
         tool.parse_arguments(argv.split())
@@ -486,14 +469,10 @@ def test_wrong_arguments(capsys, argv):
 # --- Stopped, killed, out of room --------------------------------------------------------------
 
 
-def unlike(folder: Path, whole: dict[str, str]) -> list[str]:
+def unlike(folder: Path, whole: dict[str, str]) -> set[str]:
     """Files that are not those of an undisturbed run, apart from the ones in the making."""
-    found = digests(folder) if folder.exists() else {}
-    return [
-        name
-        for name, digest in found.items()
-        if not name.startswith(".unfinished") and digest != whole.get(name)
-    ]
+    others = digests(folder).items() - whole.items()
+    return {name for name, _ in others if not name.startswith(".unfinished")}
 
 
 @LONG
@@ -505,7 +484,7 @@ def test_killed_and_started_again(sample, undisturbed, tmp_path):
             first_picture(started, target, made)
             started.signal(signal.SIGKILL)
             wait_until(lambda: not started.pids(), 20, "the worker's end")
-        assert unlike(target, whole) == []
+        assert not unlike(target, whole)
         assert len(os.listdir(target / "train2017")) < made + 40
     done(sample, target)
     assert digests(target) == whole
@@ -517,20 +496,28 @@ def first_picture(started: Started, target: Path, made: int = 0) -> None:
     assert started.process.poll() is None
 
 
+STOPPED = "stopped on a signal; start again: it goes on"
+
+
 @pytest.mark.parametrize(
-    ("number", "whom"),
-    [(15, "process"), pytest.param(2, "all", marks=LONG)],
+    ("whom", "number", "code", "words"),
+    [
+        ("process", 15, 143, STOPPED),
+        pytest.param("all", 2, 130, STOPPED, marks=LONG),  # as Ctrl-C
+        pytest.param("worker", 9, 1, "a worker was ended by signal 9", marks=LONG),
+    ],
 )
-def test_stopped_on_a_signal(sample, undisturbed, tmp_path, number, whom):
-    """Ctrl-C reaches the workers, too."""
+def test_run_that_is_ended_says_why(sample, undisturbed, tmp_path, whom, number, code, words):
     target = tmp_path / "small"
     with start([sys.executable, TOOL, sample, target], split=True) as started:
         first_picture(started, target)
-        (os.killpg if whom == "all" else os.kill)(started.pid, number)
-        run = started.finish(20, expect=128 + number, clean=2)
-    assert run.err == "prepare_coco.py: error: stopped on a signal; start again: it goes on\n"
+        pid = max(started.pids()) if whom == "worker" else started.pid
+        (os.killpg if whom == "all" else os.kill)(pid, number)
+        run = started.finish(20, expect=code, clean=2)
+    (line,) = run.err.splitlines()
+    assert line.startswith(f"prepare_coco.py: error: {words}") and "start again: it goes" in line
     assert not (target / ".unfinished").exists()
-    assert unlike(target, digests(undisturbed)) == []
+    assert not unlike(target, digests(undisturbed))
     assert len(os.listdir(target / "train2017")) < 96
 
 
@@ -544,24 +531,13 @@ def test_what_a_killed_run_left_is_removed(small_set, tmp_path):
     assert os.listdir(target) == ["prepare_coco.json"]
 
 
-@LONG
-def test_a_worker_that_is_killed(sample, tmp_path):
-    target = tmp_path / "small"
-    with start([sys.executable, TOOL, sample, target], split=True) as started:
-        first_picture(started, target)
-        os.kill(next(pid for pid in started.pids() if pid != started.pid), signal.SIGKILL)
-        run = started.finish(20, expect=1, clean=2)
-    (line,) = run.err.splitlines()
-    assert "a worker was ended by signal 9" in line and "start again" in line
-
-
 def test_a_disk_that_fills_up(tmp_path):
     """Every second picture is flat: those are what the space needed is estimated from."""
     noise = np.random.default_rng(0).integers(0, 256, (150, 200, 3), dtype=np.uint8)
     heavy = [Image.new("RGB", (200, 150)), Image.fromarray(noise)]
     pictures = {f"{n:02d}.jpg": in_format(heavy[n % 2], "JPEG") for n in range(60)}
-    source, options = make_set(tmp_path / "coco", pictures), ["--shorter_side", 140]
-    options += ["--quality", 95]
+    source = make_set(tmp_path / "coco", pictures)
+    options = ["--shorter_side", 140, "--quality", 95]
     done(source, tmp_path / "whole", *options)
     whole = digests(tmp_path / "whole")
     with small_disk(tmp_path / "disk", "400k") as disk:
@@ -569,7 +545,7 @@ def test_a_disk_that_fills_up(tmp_path):
         error = refused(source, target, *options)
         assert "No space left on device" in error and "start again: it goes on" in error
         assert 3 < len(os.listdir(target / "train2017")) < 60
-        assert unlike(target, whole) == [] and not (target / ".unfinished").exists()
+        assert not unlike(target, whole) and not (target / ".unfinished").exists()
         subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
         done(source, target, *options)
         assert digests(target) == whole
