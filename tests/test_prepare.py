@@ -239,23 +239,23 @@ def seen(demo, odd, sample, undisturbed) -> dict:
 
 def look(demo, result, files, folders) -> None:
     """In a forked process: what the demo reads."""
-    found = {"indexes": [], "views": []}
+    found = {"lists": [], "views": []}
     for file in files:
-        index = demo.read_index(file)
-        fields = [[str(n) for n in index.names], index.labels.tolist(), index.categories]
-        found["indexes"].append([*fields, index.unlabelled])
+        image_list = demo.read_image_list(file)
+        names, labels = map(str, image_list.names), image_list.labels.tolist()
+        found["lists"].append([[*names], labels, image_list.categories, image_list.unlabelled])
     for folder in folders:
-        index = demo.read_index(f"{folder}/annotations/instances_train2017.json")
-        images, labels = validation_batch(demo, f"{folder}/train2017", index, 33)
-        views = zip(index.names, labels, images, strict=True)
+        image_list = demo.read_image_list(f"{folder}/annotations/instances_train2017.json")
+        images, labels = validation_batch(demo, f"{folder}/train2017", image_list, 33)
+        views = zip(image_list.names, labels, images, strict=True)
         found["views"].append({n.decode(): [int(k), i.tolist()] for n, k, i in views})
     write(result, found)
 
 
 def test_the_demo_reads_the_same_labels(seen):
-    indexes = seen["indexes"]
-    assert indexes[:2] == indexes[2:4] == indexes[4:]
-    assert [len(labels) for _, labels, *_ in indexes[:2]] == [95, 19]
+    lists = seen["lists"]
+    assert lists[:2] == lists[2:4] == lists[4:]
+    assert [len(labels) for _, labels, *_ in lists[:2]] == [95, 19]
 
 
 @pytest.mark.parametrize("split", ["train2017", "val2017"])
