@@ -19,7 +19,7 @@ from support.forks import ForkServer, write
 from support.processes import ROOT
 
 TOOLS = ROOT / "tools"
-COMMANDS = sorted(path for path in TOOLS.glob("*.*"))
+COMMANDS = sorted(TOOLS.glob("*.*"))
 # What the modules of a folder may import of ours; those of tools/ itself are commands.
 ALLOWED = {
     "": {"launcher", "analysis", "common"},
@@ -69,25 +69,18 @@ def test_the_script_imports_nothing_of_ours():
     assert not names & {"tools", *(name.partition(".")[0] for name in modules())}
 
 
-def constant(name: str) -> object:
-    """A constant of the script, which is not imported for it."""
-    for node in ast.parse((ROOT / "demo_coco_resnet18.py").read_text()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
-            return ast.literal_eval(node.value)
-    raise LookupError(name)
-
-
 def test_facts_of_which_the_script_or_the_launcher_has_a_copy():
     """The script imports nothing of ours, and bash no Python."""
-    script, launcher = ROOT / "demo_coco_resnet18.py", ROOT / "launch_multinode.sh"
-    assert constant("TIMEOUT") == torchrun_command.TIMEOUT
-    assert supervisor.STOPPED == os.EX_TEMPFAIL and "os.EX_TEMPFAIL" in script.read_text()
-    patience = re.search(r"^number CONNECT_TIMEOUT .* (\d+)$", launcher.read_text(), re.MULTILINE)
-    assert int(patience[1]) == rendezvous.CONNECT_TIMEOUT
+    files = ("demo_coco_resnet18.py", "launch_multinode.sh", "tools/launcher/slurm.sh")
+    script, launcher, slurm = ((ROOT / name).read_text() for name in files)
+    (timeout,) = re.findall(r"(?m)^TIMEOUT = (\d+)", script)
+    assert int(timeout) == torchrun_command.TIMEOUT
+    assert supervisor.STOPPED == os.EX_TEMPFAIL and "os.EX_TEMPFAIL" in script
+    (patience,) = re.findall(r"(?m)^number CONNECT_TIMEOUT .* (\d+)$", launcher)
+    assert int(patience) == rendezvous.CONNECT_TIMEOUT
     # A job's ports: below those that Linux takes for outgoing connections, 32768 and more.
-    texts = script.read_text(), (TOOLS / "launcher/slurm.sh").read_text()
-    ports = [re.search(r"\b(20000) \+ .* % \(?(\d+)", text).groups() for text in texts]
-    assert ports == [("20000", "12000")] * 2
+    for text in (script, slurm):
+        assert re.findall(r"\b(20000) \+ .* % \(?(\d+)", text)[0] == ("20000", "12000")
 
 
 def chosen_interfaces(demo, result, addresses):
@@ -111,30 +104,25 @@ def test_script_and_preflight_find_the_same_interface(demo: ForkServer):
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
 def test_each_command_says_for_whom_it_is(path):
-    assert os.access(path, os.X_OK) and path.read_text().startswith("#!/usr/bin/env ")
-    if path.suffix == ".sh":
-        done = subprocess.run([path, "--help"], capture_output=True, text=True, check=True)
-        assert done.stdout.startswith("For anyone who ")
-        return
-    first = ast.get_docstring(ast.parse(path.read_text())).partition("\n")[0]
-    assert first.startswith("For anyone who ") and first.endswith(".")
+    text, command = path.read_text(), [path, "--help"]
+    assert os.access(path, os.X_OK) and text.startswith("#!/usr/bin/env ")
+    first = "For anyone who "
+    if path.suffix == ".py":
+        command.insert(0, sys.executable)
+        first = ast.get_docstring(ast.parse(text)).partition("\n")[0]
+        assert first.startswith("For anyone who ") and first.endswith(".")
     if path.name == "probe_link.py":
         return  # imports torch, which takes seconds; its parser has the docstring, too
-    done = subprocess.run(
-        [sys.executable, path, "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"COLUMNS": "200"},
-    )
-    assert first in done.stdout
+    env = os.environ | {"COLUMNS": "200"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    assert first in done.stdout if path.suffix == ".py" else done.stdout.startswith(first)
 
 
 def test_development_page_has_each_file_of_tools():
     page = (ROOT / "docs" / "development.md").read_text()
-    files = [path for path in TOOLS.rglob("*.*") if path.suffix in (".py", ".sh")]
-    assert len(files) > 30
-    for path in files:
-        assert path.name == "__init__.py" or f"`{path.name}`" in page, f"the map lacks {path.name}"
-    for name in re.findall(r"`(\w+\.(?:py|sh))`", page):
+    named = {*re.findall(r"`(\w+\.(?:py|sh))`", page)}
+    there = {path.name for path in TOOLS.rglob("*.*") if path.suffix in (".py", ".sh")}
+    assert len(there) > 30
+    assert there - named <= {"__init__.py"}, "the map lacks them"
+    for name in named:
         assert [*ROOT.glob(name), *TOOLS.rglob(name), *(ROOT / "tests").rglob(name)], name

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -86,3 +89,21 @@ def data_args(folder: Path, val: bool = False) -> list[str]:
         args += ["--val_image_path", folder / "val2017"]
         args += ["--val_annotation_path", notes / "instances_val2017.json"]
     return [str(arg) for arg in args]
+
+
+def read_coco(folder: Path, split: str):
+    """The instances file of a split, as pycocotools reads it."""
+    from pycocotools.coco import COCO
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        return COCO(str(folder / "annotations" / f"instances_{split}.json"))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Of each file, and of each folder its existence."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "folder"
+        for path in sorted(folder.rglob("*"))
+    }
