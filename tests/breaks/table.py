@@ -347,7 +347,7 @@ BREAKS = [
         file="tools/common/thresholds.py",
         old="HEALTHY = 0.5 ",
         new="HEALTHY = 0.05 ",
-        tests=("tests/test_compare_logs.py::test_bound_by_a_link_slower_than_stated",),
+        tests=("tests/test_compare_logs.py::test_bound_by[link slower than stated]",),
     ),
     Break(
         name="wire-blamed-for-waiting",
@@ -355,7 +355,7 @@ BREAKS = [
         file="tools/analysis/verdict.py",
         old="run.probe_s and run.probe_s < run.exposed_s / 2",
         new="run.probe_s and run.exposed_s < run.probe_s / 2",
-        tests=("tests/test_compare_logs.py::test_exposed_beyond_the_wire_is_not_the_links",),
+        tests=("tests/test_compare_logs.py::test_bound_by[overlap]",),
     ),
     # --- Data, benchmark, launchers --------------------------------------------------------------
     Break(
