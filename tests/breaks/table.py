@@ -118,7 +118,7 @@ BREAKS = [
         file=SCRIPT,
         old="            loss = loss / len(micro_batches)",
         new="            loss = loss * 1",
-        tests=("tests/test_demo.py::test_accumulation_equals_the_larger_batch",),
+        tests=("tests/test_demo.py::test_updates_are_those_of_the_larger_batch",),
     ),
     Break(
         name="statistics-not-shared",
