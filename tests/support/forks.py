@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import pytest
 
 from support.nodes import NamespacePair, enter_node
@@ -51,8 +50,7 @@ from support.processes import (
 )
 
 SMALL = not WITH_LONG  # the network of forked ranks
-PARAMETER_TENSORS = 38 if SMALL else 62  # of it
-PARAMETERS = 4_946_832 if SMALL else 11_217_552  # with 80 classes
+PARAMETERS = 4_946_832 if SMALL else 11_217_552  # of it, with 80 classes
 BATCH_NORMS = 12 if SMALL else 20
 STATE_TENSORS = 74 if SMALL else 122  # with batch norm's statistics
 FOR_ONE_CHECKPOINT = "90m" if SMALL else "200m"  # a disk with no room for two
@@ -236,10 +234,6 @@ class Job(Run):
     def result(self, rank: int = 0) -> Any:
         """What `rank` has written for it."""
         return json.loads((self.folder / f"result{rank}.json").read_text())
-
-    def arrays(self, rank: int = 0) -> dict[str, np.ndarray]:
-        with np.load(self.folder / f"result{rank}.npz") as arrays:
-            return dict(arrays)
 
 
 # What torch writes to stderr where no name server can be reached, as on a laptop that is offline.
