@@ -106,10 +106,11 @@ def main(process):
     settings = compare_ranks(args, process, train_list, val_list)  # is it the same run on all?
     loader = make_loader(args, process, train_list, val_list)  # 3/6
 
-    model = build_model(args, process)
+    categories = list(train_list.categories.values())  # names; a label is a place in this list
+    model = build_model(args, process, len(categories))
     ddp = wrap_model(args, process, model)  # 4/6
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    run = Run(args, process, model, ddp, optimizer, loader, settings)
+    run = Run(args, process, model, ddp, optimizer, loader, settings, categories)
     # With --resume rank 0 reads the checkpoint, and every rank receives it. That waits until now
     # because a checkpoint has the optimizer's state as well as the weights.
     start_or_resume(run, train_list, val_list)
@@ -204,13 +205,13 @@ def make_loader(args, process, train_list, val_list):
     )
 
 
-def build_model(args, process):
+def build_model(args, process, classes):
     """ResNet-18 on this process's device. Before 4/6 only rank 0's has the weights asked for."""
     torch.manual_seed(args.seed)  # to repeat a run; what makes the ranks equal is DDP (4/6)
-    model = torchvision.models.resnet18(num_classes=CLASSES)
+    model = torchvision.models.resnet18(num_classes=classes)
     with share_errors(process, "weights"):  # an error of one rank in here ends them all
         if process.rank == 0 and args.weights != "none":
-            load_weights(model, args.weights)
+            load_weights(process, model, args.weights)
     model = model.to(process.device, memory_format=torch.channels_last)
     adapt_model(args, process, model)  # as --sync_bn, --compile and --device ask
     return model
@@ -314,7 +315,8 @@ def validate(run, epoch):
     hits, images = sum(all_hits), sum(all_images)
     if run.process.rank == 0:
         result = f"Top-1: {100 * hits / max(1, images):.2f}% | {images} images"
-        log(run.process, f"Epoch {epoch} validation | {result} | {perf_counter() - start:.2f}s")
+        result += f" | {perf_counter() - start:.2f}s | baseline {baseline(run):.2f}%"
+        log(run.process, f"Epoch {epoch} validation | {result}")
 
 
 def tear_down(process, code):
@@ -900,12 +902,11 @@ def choose_interface(process):
 
 # --- Image lists -------------------------------------------------------------------------------
 
-CLASSES = 80
 PER_NODE = ["coco_image_path", "annotation_path", "val_image_path", "val_annotation_path"]
 PER_NODE += ["checkpoint", "workers"]  # may differ from node to node
 
-# Names (n,) bytes and labels (n,) in 0..79 as arrays (118,287 objects would be copied into each
-# worker), COCO's ids of these labels, and the number of images without annotations.
+# Names (n,) bytes and labels (n,) as arrays (118,287 objects would be copied into each worker);
+# categories {id: name}, whose order the labels count from 0; the number of images without labels.
 ImageList = namedtuple("ImageList", "names labels categories unlabelled")
 
 
@@ -919,15 +920,17 @@ def read_image_lists(args):
         gc.enable()
 
 
-def read_image_list(path, ids=None):
-    """ImageList of a COCO instances file; ids: the training set's categories. Raises UserError."""
+def read_image_list(path, categories=None):
+    """ImageList of a COCO instances file; categories: the training set's. Raises UserError."""
     with as_user_error(f"annotation file {path} is no usable COCO instances file"):
         with open(path, "rb") as file, redirect_stdout(None):  # pycocotools prints
             coco = COCO()  # it would make millions of floats, of polygons that nothing here reads
             no_number = {}.get  # None for each, in half the time
             coco.dataset = json.load(file, parse_float=no_number)
             coco.createIndex()
-        ids, images = ids or sorted(coco.cats), coco.dataset["images"]
+        if categories is None:
+            categories = {i: str(coco.cats[i].get("name", i)) for i in sorted(coco.cats)}
+        ids, images = list(categories), coco.dataset["images"]
         # the label is the category of the first annotation in the file, crowds included
         firsts = {image: found[0]["category_id"] for image, found in coco.imgToAnns.items()}
         labelled = [image for image in images if image["id"] in firsts]
@@ -935,7 +938,7 @@ def read_image_list(path, ids=None):
         unknown = {a["category_id"] for a in coco.dataset["annotations"]}.difference(ids)
         outside = [name for name in names if os.path.isabs(name) or ".." in name.split("/")]
         for wrong, what in (
-            (len(ids) > CLASSES, f"{len(ids)} categories, not {CLASSES}"),
+            (not ids, "it has no categories"),
             (unknown, f"annotations of unknown categories {str(unknown)[:60]}"),
             (None in {*coco.imgs, *coco.imgToAnns}, "ids that are no integers"),
             (not names, "no image has an annotation, nothing to train on"),
@@ -947,7 +950,7 @@ def read_image_list(path, ids=None):
         return ImageList(
             np.array(list(map(os.fsencode, names))),
             np.searchsorted(ids, [firsts[image["id"]] for image in labelled]),
-            ids,
+            categories,
             len(images) - len(names),
         )
 
@@ -970,7 +973,8 @@ def check_images(folder, image_list):
 
 def compare_ranks(args, process, train_list, val_list):
     """{name: value} of what is the same on all ranks. Raises UserError where it is not."""
-    settings = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
+    settings = {"number of classes": len(train_list.categories)}
+    settings |= {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
     settings["data set"] = digest(train_list.names.tolist(), train_list.labels.tolist())
     settings["PyTorch"], settings["script"] = (
         str(torch.__version__),
@@ -1122,8 +1126,11 @@ def load_file(path, what):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def load_weights(model, source):
-    """Copies ImageNet's weights, or those of a file, into the model. Raises UserError."""
+def load_weights(process, model, source):
+    """Copies ImageNet's weights, or those of a file, into the model. Raises UserError.
+
+    The last layer is left out where it tells other classes apart.
+    """
     if source == "imagenet":
         weights = torchvision.models.ResNet18_Weights.DEFAULT
         text = f"fetch {weights.url} where internet is, into {torch.hub.get_dir()}/checkpoints"
@@ -1135,9 +1142,14 @@ def load_weights(model, source):
         state = load_file(source, "weights file")
     with as_user_error(f"weights file {source} does not fit ResNet-18"):
         state = state.get("model", state)  # of a checkpoint
-        if len(state["fc.weight"]) != CLASSES:  # another task's last layer is left out
+        theirs, classes = len(state["fc.weight"]), model.fc.out_features
+        others = source == "imagenet" or theirs != classes
+        if others:
             state |= {"fc.weight": model.fc.weight, "fc.bias": model.fc.bias}
         model.load_state_dict(state)
+    if others:
+        text = f"the last layer, of {theirs} other classes, is left out: here are {classes}"
+        log(process, f"--weights {source}: {text}")
 
 
 def adapt_model(args, process, model):
@@ -1271,6 +1283,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     loader: DataLoader
     settings: dict  # options and digests of the data by name, equal on all ranks
+    categories: list  # their names, in the order of the labels
 
     def __post_init__(self):
         self.epoch, self.step = 1, 0  # optimizer steps in all
@@ -1432,10 +1445,18 @@ def finish_epoch(run):
 # --- Checkpoint --------------------------------------------------------------------------------
 
 # What a run must share with the one it resumes, and what a checkpoint holds.
-SHARED = ["--global_batch_size", "--image_size", "--lr", "--warmup_steps", "--precision"]
+SHARED = [
+    "number of classes",
+    "--global_batch_size",
+    "--image_size",
+    "--lr",
+    "--warmup_steps",
+    "--precision",
+]
 SHARED += ["--grad_compression", "--powersgd_rank", "--sync_bn", "--seed"]
 SHARED += ["data set", "sizes of the images"]
 STATEFUL = ["model", "optimizer", "scaler"]
+COCO_CLASSES = 80  # of checkpoints from before other numbers were possible
 
 
 def lock_checkpoint(path, process):
@@ -1462,6 +1483,7 @@ def save_checkpoint(run, last=False):
         if run.process.rank > 0:
             return
         state = {"facts": run.settings, "epoch": run.epoch, "step": run.step}
+        state["categories"] = run.categories
         state |= {name: getattr(run, name).state_dict() for name in STATEFUL}
         what = f"checkpoint {path} not saved at step {run.step}"
         try:
@@ -1484,7 +1506,7 @@ def load_checkpoint(run):
     if not from_rank_0(process, "checkpoint", lambda: os.path.exists(path)):
         return f"No checkpoint {path} yet: the run starts afresh"
     state = from_rank_0(process, "checkpoint", lambda: load_file(path, "checkpoint"))
-    newer = {"--sync_bn": False}  # than some checkpoints
+    newer = {"--sync_bn": False, "number of classes": COCO_CLASSES}  # than some checkpoints
     with (
         share_errors(process, "checkpoint"),
         as_user_error(f"checkpoint {path} is not one of this demo"),
@@ -1556,6 +1578,7 @@ def log_run(run, train_list, val_list, resumed):
         "threads": torch.get_num_threads(),
         "parameters": run.parameters,
         "start_step": run.step,
+        "classes": len(run.categories),
         "images": len(train_list.names),
         "images_without_annotations": train_list.unlabelled,
         "picture_sizes": run.settings["sizes of the images"],
@@ -1583,6 +1606,12 @@ def run_in_words(record):
         f"{processes} on {nodes}, {record['backend']}, {record['precision']}; "
         f"{steps} of {images}; {labelled}, {others}, {twice} twice an epoch"
     )
+
+
+def baseline(run):
+    """The share of the validation images that always guessing one class would reach, in %."""
+    _, val_list = run.loader.dataset.validation
+    return 100 * np.bincount(val_list.labels).max() / len(val_list.labels)
 
 
 def log_places(process, hosts):

@@ -996,7 +996,8 @@ LINES = {
     "Step": r"Epoch \d+ \| Step \d+ \| Loss: \d+\.\d{4} \| \d+\.\d img/s \| data \d+\.\d ms \| "
     r"step \d+\.\d ms \| ETA (\d+h )?(\d+m )?\d+s",
     "Epoch": rf"Epoch \d+ complete \| Avg loss: \d+\.\d{{4}} \| \d+\.\d img/s \| {SECONDS}",
-    "Validation": rf"Epoch \d+ validation \| Top-1: \d+\.\d\d% \| 19 images \| {SECONDS}",
+    "Validation": rf"Epoch \d+ validation \| Top-1: \d+\.\d\d% \| 19 images \| {SECONDS} \| "
+    r"baseline \d+\.\d\d%",
     "Summary": r"Summary \{.*\}",
     "Summary in words": r"Summary: .*",
     "Cleanup": rf"Cleanup complete\. Total wall time: {SECONDS} \(\d+\.\d{{3}}s\)",

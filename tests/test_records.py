@@ -71,7 +71,8 @@ def test_each_line_of_the_script_is_known(texts):
     assert log.steps.keys() == {(rank, *step) for rank in (0, 1) for step in steps}
     assert all(None not in vars(step).values() for step in log.steps.values())
     assert log.epochs.keys() == {(rank, epoch) for rank in (0, 1) for epoch in (1, 2)}
-    assert log.top1 is not None and log.records.keys() == {"Run", "Probe", "Summary"}
+    assert log.top1 is not None and log.baseline == 25  # 4 images of 4 classes
+    assert log.records.keys() == {"Run", "Probe", "Summary"}
     assert len(log.nodes) == 1
     for line in texts.splitlines():
         is_record = any(f" {word} {{" in line for word in ("Run", "Summary", "Probe", "Node"))

@@ -6,7 +6,8 @@ arguments, of which it takes --backend and --timeout:
     torchrun --nnodes=2 --node_rank=0 ... tools/probe_link.py --coco_image_path DIR ...
 
 All processes add up tensors of rising size (all-reduce), as DDP does with the gradients in each
-step, and nothing else goes on. One of the sizes is that of the gradients. Rank 0 writes a table as
+step, and nothing else goes on. One of the sizes is that of the gradients with COCO's 80 classes:
+the probe reads no annotations, and other classes change it by little. Rank 0 writes a table as
 nccl-tests does, and a record for compare_logs.py, `[CPU 0] Probe {...}`:
     world_size        processes
     all_reduce_bytes  of the gradients: 4 for each parameter
@@ -133,7 +134,7 @@ def probe(process: demo.Process) -> tuple[dict, list[tuple[str, str]]]:
 
 def gradient_bytes() -> int:
     with torch.device("meta"):  # the number of parameters alone
-        model = torchvision.models.resnet18(num_classes=demo.CLASSES)
+        model = torchvision.models.resnet18(num_classes=demo.COCO_CLASSES)
     return 4 * sum(map(torch.numel, model.parameters()))
 
 

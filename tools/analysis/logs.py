@@ -42,6 +42,7 @@ class Log:
     epochs: dict = field(default_factory=dict)  # (rank, epoch) -> mean loss
     ended: dict = field(default_factory=dict)  # rank -> wall time in s, no step line after it
     top1: float | None = None  # percent, of the last validation
+    baseline: float | None = None  # percent: what always guessing one class would reach there
     ranks: set = field(default_factory=set)
     kinds: set = field(default_factory=set)  # GPU, CPU
     ours: bool = False  # False: the original demo's format
@@ -118,7 +119,7 @@ def parse_body(log, rank, body):
     elif found := EPOCH.match(body):
         log.epochs[rank, int(found[1])] = float(found[2])
     elif found := VALIDATION.match(body):
-        log.top1 = float(found[1])
+        log.top1, log.baseline = (None if n is None else float(n) for n in found.groups())
     elif found := END.match(body):
         log.ended[rank] = float(found[1])
     elif found := STOP.match(body):

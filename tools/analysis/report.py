@@ -56,6 +56,7 @@ def column(run, base, verdict):
         "interface": run.interface,
         **{f"loss, epoch {epoch}": f"{loss:.4f}" for epoch, loss in run.losses.items()},
         "top-1 at the end": run.top1 is not None and f"{run.top1:.2f} %",
+        "- by always one class": run.baseline is not None and f"{run.baseline:.2f} %",
     }
 
 

@@ -48,6 +48,7 @@ class Run:
     straggler: int | None = None
     losses: dict = field(default_factory=dict)  # epoch -> mean over ranks
     top1: float | None = None
+    baseline: float | None = None  # of top1
     wire_bytes: float | None = None  # per step and rank, after compression
     link_gbps: float | None = None  # stated, of all the interfaces of a node that carried it
     probe_s: float | None = None  # all-reduce alone, scaled to wire_bytes
@@ -119,7 +120,7 @@ def make_run(name, log, given):
     run.wire_bytes = get(summary, "wire_bytes_per_step")
     if not run.wire_bytes and run.parameters:
         run.wire_bytes = 4 * run.parameters  # fp32 gradients, as in the original demo
-    run.top1 = log.top1
+    run.top1, run.baseline = log.top1, log.baseline
     add_probe(run, run.record("Probe"))
     add_notes(run)
     return run

@@ -12,7 +12,10 @@ STEP = re.compile(
     r"(?: \| data (\d{1,12}\.\d) ms \| step (\d{1,12}\.\d) ms)?"
 )
 EPOCH = re.compile(r"Epoch (\d{1,9}) complete \| Avg loss: " + LOSS)
-VALIDATION = re.compile(r"Epoch \d{1,9} validation \| Top-1: (\d{1,3}\.\d\d)%")
+VALIDATION = re.compile(
+    r"Epoch \d{1,9} validation \| Top-1: (\d{1,3}\.\d\d)%"
+    r"(?: .*\| baseline (\d{1,3}\.\d\d)%)?"
+)
 END = re.compile(r"Cleanup complete\. Total wall time: [\dhms. ]*\((\d{1,12}\.\d{3})s\)")
 STOP = re.compile(r"(Stopped\b.*|ERROR: .*)")
 RECORD = re.compile(r"(Run|Probe|Summary) (\{.*)")
@@ -36,6 +39,7 @@ FOR_PEOPLE = {
         **dict.fromkeys(("versions.torch", "versions.cuda", "versions.nccl"), "compared as one"),
         "started": "when it was",
         "launcher": "who started the processes",
+        "classes": "of the last layer: compared by the number of parameters",
         "images_without_annotations": "which images are left out, and",
         "padding": "which come twice: both change with the data set alone",
     },
