@@ -1445,15 +1445,8 @@ def finish_epoch(run):
 # --- Checkpoint --------------------------------------------------------------------------------
 
 # What a run must share with the one it resumes, and what a checkpoint holds.
-SHARED = [
-    "number of classes",
-    "--global_batch_size",
-    "--image_size",
-    "--lr",
-    "--warmup_steps",
-    "--precision",
-]
-SHARED += ["--grad_compression", "--powersgd_rank", "--sync_bn", "--seed"]
+SHARED = ["number of classes", "--global_batch_size", "--image_size", "--lr", "--warmup_steps"]
+SHARED += ["--precision", "--grad_compression", "--powersgd_rank", "--sync_bn", "--seed"]
 SHARED += ["data set", "sizes of the images"]
 STATEFUL = ["model", "optimizer", "scaler"]
 COCO_CLASSES = 80  # of checkpoints from before other numbers were possible

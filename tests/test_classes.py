@@ -11,7 +11,7 @@ import pytest
 import test_demo
 from support.datasets import COCO_IDS, instances, numbered, write_images
 from support.forks import STATE_TENSORS, run_to_the_end, write
-from support.processes import LONG, long
+from support.processes import LONG
 
 FAST = shlex.split("--weights none --image_size 40 --workers 0 --precision fp32 --timeout 30")
 FAST += ["--batch_size", "4", "--max_steps", "1"]
@@ -77,7 +77,7 @@ def test_classes_are_the_training_files_categories(
     assert "Resumed from" in demo.run([*argv, "--max_steps", 2, "--resume"], 2).out
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [(80, 3), (80, 80), *long((3, 80))])
+@pytest.mark.parametrize(("theirs", "ours"), [(80, 3), (80, 80), pytest.param(3, 80, marks=LONG)])
 def test_checkpoint_of_other_classes_is_refused(demo, tmp_path, theirs, ours):
     """One line names both numbers. A checkpoint that does not say has COCO's 80."""
     data = {}
