@@ -85,7 +85,7 @@ def watched(demo, result, names: str, look: Callable):
 def index_of(demo, result, path, categories=None):
     found = demo.read_image_list(path, categories)
     names = [os.fsdecode(name) for name in found.names.tolist()]
-    write(result, [names, found.labels.tolist(), found.categories, found.unlabelled])
+    write(result, [names, found.labels.tolist(), [*found.categories], found.unlabelled])
 
 
 def shards(demo, result, epochs):
