@@ -2,8 +2,9 @@
 """ResNet-18 on COCO with DistributedDataParallel (DDP): one script from a laptop to a cluster.
 
 An image's label is the category of its first annotation. torchrun starts this script several
-times, usually once for each GPU. Every process trains its own copy of the model on its own share
-of the images; DDP averages the gradients of all processes in each step, so the copies stay equal.
+times, usually once for each GPU. Every process trains its own copy of the model (a replica) on its
+own share of the images. In each step DDP averages the gradients of all processes, so the replicas
+stay equal.
 
 One GPU, or the CPU where there is none:
     torchrun --standalone --nnodes=1 --nproc_per_node=1 demo_coco_resnet18.py \
@@ -38,8 +39,8 @@ Part one is the lesson. Six points make a training script distributed:
 
 One rule stands behind all of them: ALL RANKS MAKE THE SAME COLLECTIVE CALLS IN THE SAME ORDER. A
 collective call is an exchange between all ranks, such as all-reduce, broadcast, gather or barrier.
-Each rank waits in it for the others; where one leaves it out, the others wait in vain. Comments
-below call this "the rule".
+Each rank waits in it for the others; where one leaves it out, the others wait until --timeout ends
+them. Comments below call this "the rule".
 
 Part two, below the banner, is the safety net: arguments, errors, damaged images, checkpoints.
 """
@@ -121,7 +122,7 @@ def main(process):
         # all ranks make the call: the others wait until it is written, or stop where it cannot be.
         save_checkpoint(run, last=run.step == args.max_steps)
         validate(run, epoch)  # 6/6
-    summarize(run)
+    summarize(run)  # speed, and whether the replicas are equal
     # The caller, one_line_errors, then calls tear_down: all leave the process group together.
 
 
