@@ -15,7 +15,8 @@
 #   PROBE             1: measure the link before training with several processes; 0: do not
 #   CONNECT_TIMEOUT   300; seconds to wait for the other nodes
 #   IFNAME, NETWORK   interface or adapter to keep the traffic on (mlx5_0,ib0: both); ethernet or infiniband
-#   LOG_DIR, RUN_NAME logs and a name made from the time or the job; this node's log is LOG_DIR/RUN_NAME/nodeK.log
+#   LOG_DIR, RUN_NAME logs and a name that node 0 makes from the time or the job; this node's log is
+#                     LOG_DIR/RUN_NAME/nodeK.log
 # Exit code: 0 done, 75 stopped by SIGTERM, SIGINT or SIGUSR1 (saved, with --checkpoint), else failed.
 set -euo pipefail
 ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd) # an exported CDPATH makes cd print
@@ -117,8 +118,13 @@ fi
 
 nodes=(--nnodes="$NNODES" --node_rank="$NODE_RANK" --rdzv_backend=static)
 nodes+=(--rdzv_endpoint="${MASTER_ADDR:-}:$MASTER_PORT")
-name=$(date +%Y%m%d)-port$MASTER_PORT # the same on every node, whose clocks differ by seconds
-if [ "$NNODES" -eq 1 ]; then nodes=(--standalone --nnodes=1) name=$(date +%Y%m%d-%H%M%S); fi
+base=${NETWORK:-$(date +%Y%m%d-%H%M%S)-port$MASTER_PORT} # of the name that node 0 makes
+port=$MASTER_PORT
+if [ "$NNODES" -eq 1 ]; then
+    nodes=(--standalone --nnodes=1)
+    base=${NETWORK:-$(date +%Y%m%d-%H%M%S)}
+    port=0
+fi
 command=(torch.distributed.run "${nodes[@]}" --nproc_per_node="$GPUS_PER_NODE" "$ROOT/demo_coco_resnet18.py")
 if [ ! -f "$ROOT/tools/supervise.py" ]; then
     [ "$RESTARTS$PROBE${NETWORKS:-}" = 00 ] ||
@@ -129,20 +135,36 @@ if [ ! -f "$ROOT/tools/supervise.py" ]; then
     exec "${PYTHON:-python3}" -m "${command[@]}" "$@"
 fi
 PYTHON=$(bash "$ROOT/tools/launcher/python_env.sh")
-folder=${LOG_DIR:-logs}/${RUN_NAME:-${NETWORK:-$name}}
+options=(--name "$ME" --log_dir "${LOG_DIR:-logs}")
+# A job that SLURM has put back into the queue, and --resume, go on in the logs that are there.
+if [[ " $* " == *" --resume "* || ${SLURM_RESTART_COUNT:-0} -gt 0 ]]; then options+=(--goes_on); fi
+if [ "$NODE_RANK" -eq 0 ] && [ -z "${DEMO_RUN:-}" ]; then # this again, with the series' lock and name
+    export PYTHON
+    series=("${options[@]}" --port "$port" --run_name "${RUN_NAME:-}" --base "$base")
+    exec "$PYTHON" "$ROOT/tools/launcher/series.py" "${series[@]}" -- bash "$ROOT/launch_multinode.sh" "$@"
+fi
+run=${DEMO_RUN:-${RUN_NAME:-}} # on the other nodes empty, as long as node 0 has not told it
 if [ -n "${NETWORKS:-}" ]; then
     export PYTHON NNODES NODE_RANK MASTER_ADDR MASTER_PORT CONNECT_TIMEOUT GPUS_PER_NODE RESTARTS PROBE
-    exec "$PYTHON" "$ROOT/tools/launcher/networks.py" "$folder" "$@"
+    exec "$PYTHON" "$ROOT/tools/launcher/networks.py" "${LOG_DIR:-logs}" "$run" "$@"
 fi
-mkdir -p "$folder" || die "the log folder $folder cannot be made: set LOG_DIR to one that can"
-log=$folder/node$NODE_RANK.log
+[ "$NODE_RANK" -gt 0 ] || log=${LOG_DIR:-logs}/$run/node0.log
 set_network
+options+=(--run_name "$run" --connect_timeout "$CONNECT_TIMEOUT" --starts "$starts")
+told=$("$PYTHON" "$ROOT/tools/preflight.py" "${options[@]}" "${nodes[@]}")
+{
+    IFS= read -r interface
+    IFS= read -r run
+    IFS= read -r DEMO_SERIES
+} <<<"$told"
+export DEMO_SERIES
+[ -z "$interface" ] || export GLOO_SOCKET_IFNAME=$interface
+folder=${LOG_DIR:-logs}/$run
+log=$folder/node$NODE_RANK.log
 if [ "$NNODES" -gt 1 ] && [ -z "${!NCCL_DEBUG@}" ]; then # what NCCL says of its network, for nccl_log.py
     export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,ENV NCCL_DEBUG_FILE=$folder/nccl.node$NODE_RANK.%h.%p.log
 fi
 options=(--name "$ME" --log "$log" --connect_timeout "$CONNECT_TIMEOUT")
-interface=$("$PYTHON" "$ROOT/tools/preflight.py" "${options[@]}" --starts "$starts" "${nodes[@]}")
-[ -z "$interface" ] || export GLOO_SOCKET_IFNAME=$interface
 if [ "$#" -eq 0 ]; then
     "$PYTHON" "$ROOT/tools/make_sample_coco.py" --processes "$cores" "$sample"
     set -- --coco_image_path "$sample/train2017" --annotation_path "$sample/annotations/instances_train2017.json" \

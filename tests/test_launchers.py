@@ -255,7 +255,8 @@ def test_root_cause_is_the_last_line(folder, action):
     variables = {"GPUS": 2, "RUN_NAME": "same", "RESTARTS": restarts}
     code, output = folder.run("launch_single.sh", "x", **variables)
     assert code == 1
-    assert folder.log().startswith(earlier)
+    (kept,) = folder.path.glob("logs/same/node0.log.*")
+    assert kept.read_text() == earlier and earlier not in folder.log()
     assert re.fullmatch(cause, output.splitlines()[-1]), output
     assert re.fullmatch(cause, folder.log().splitlines()[-1])
     assert "restart 1" not in output

@@ -10,8 +10,11 @@ both ends have the same MTU. What a machine does not tell is left out.
 
 Prints the interface that leads to the other nodes, where GLOO_SOCKET_IFNAME is not set: left alone
 Gloo takes the address of the host name, which many machines have at 127.0.1.1. Messages go to
-stderr and to the log. Exit code: 0, also with warnings; 1 an error on this node or another;
-2 bad usage; 143 stopped by a signal.
+stderr and to the log. With --log_dir, as the launcher calls it, it prints three lines: that
+interface or nothing, the run's name, which node 0 has chosen, and what this node knows of the
+series.
+Exit code: 0, also with warnings; 1 an error on this node or another; 2 bad usage; 143 stopped by a
+signal.
 """
 
 from __future__ import annotations
@@ -21,16 +24,28 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import re
 import resource
 import signal
 import socket
 import struct
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 from launcher.output import Output
 from launcher.process_tree import LIBC, PR_SET_PDEATHSIG
-from launcher.rendezvous import CONNECT_TIMEOUT, Plan, Refused, Rendezvous, Stopped, check_master
+from launcher.rendezvous import (
+    CONNECT_TIMEOUT,
+    Plan,
+    Refused,
+    Rendezvous,
+    Series,
+    Stopped,
+    check_master,
+)
+from launcher.series import keep_earlier, of_this_node, to_environment
+from launcher.wire import is_text, printable
 
 SYS, PROC, DEV = Path("/sys"), Path("/proc"), Path("/dev")
 SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
@@ -166,6 +181,16 @@ def check_node(several: bool) -> tuple[list[str], list[str]]:
 # --- Between the nodes -------------------------------------------------------------------------
 
 
+def is_word(value: object) -> bool:
+    """An address, a number as text, or nothing."""
+    return isinstance(value, str) and bool(re.fullmatch(r"[\w.:%-]{0,100}", value))
+
+
+# What the nodes tell each other.
+FACTS = {"port": lambda n: type(n) is int and 0 < n < 65536, "mtu": is_word, "address": is_word}
+REACHED = FACTS | {"closed": is_text, "tried": is_word, "master": is_word}
+
+
 class NodeZeroIsFurther(Exception):
     """Node 0's supervisor has answered: this launcher was started anew, the nodes have met."""
 
@@ -183,13 +208,21 @@ class Preflight(Rendezvous):
     """The nodes' first meeting: each tells what it has found, and tries a port of the other's."""
 
     purpose = "preflight"
+    shape: ClassVar[dict] = {"preflight": (None, REACHED), "error": (None, is_text)}
+    greeting_shape: ClassVar[dict] = {"preflight": FACTS}
 
-    def __init__(self, options: argparse.Namespace, errors: list[str], output: Output) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        errors: list[str],
+        output: Output,
+        series: Series | None = None,
+    ) -> None:
         # Of a series of runs over several networks the nodes agree before, of none they do here.
         settings = {"NNODES": options.nnodes, "NETWORKS": None}
         node = {"node_rank": options.node_rank, "host": socket.gethostname(), "settings": settings}
         host, last = options.host.strip("[]"), options.starts - 1
-        super().__init__(host, options.port, node, last, output.say)
+        super().__init__(host, options.port, node, last, output.say, series)
         check_master(host, options.node_rank)
         self.seconds = min(SECONDS, options.connect_timeout / 3)
         both = socket.has_dualstack_ipv6()
@@ -216,15 +249,19 @@ class Preflight(Rendezvous):
         return {"purpose": self.purpose, "preflight": self.facts}
 
     def introduction(self, greeting: dict) -> dict:
-        theirs = greeting.get("preflight")
-        if theirs is None:
+        if greeting["purpose"] == "full":  # which says so
+            return self.node
+        if greeting["purpose"] != self.purpose:
+            self.series.run = greeting.get("run") or self.series.run
             raise NodeZeroIsFurther
+        theirs = greeting["preflight"]
         self.compare_mtu("node 0", theirs)
         # On SLURM's node 0 its own name may be loopback: there only the others know its address.
         address = theirs["address"] or self.master
         closed = why_closed(address, theirs["port"], self.seconds)
         reached = {"closed": closed, "tried": address, "master": self.master}
-        return self.node | {"preflight": self.facts | reached, "error": self.error}
+        error = printable(self.error)
+        return self.node | {"preflight": self.facts | reached, "error": error}
 
     def compare_mtu(self, node: str, theirs: dict) -> None:
         mine = self.facts["mtu"]
@@ -240,7 +277,7 @@ class Preflight(Rendezvous):
         if self.error:
             return f"node 0 ({self.node['host']}): {self.error}"
         # A supervisor that has come here says nothing of this: its node was looked at before.
-        found = (self.fault(node) for node in nodes if "preflight" in node)
+        found = (self.fault(node) for node in nodes if node.get("preflight"))
         return next(filter(None, found), "")
 
     def fault(self, node: dict) -> str:
@@ -297,29 +334,86 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--starts", type=int, default=1, metavar="N", help="a port each: probe, restarts; 1")
     add("--connect_timeout", type=int, default=CONNECT_TIMEOUT, metavar="S", help="%(default)s s")
     add("--log", default=os.devnull, metavar="FILE", help="gets every message; none")
+    add("--log_dir", default="", metavar="DIR", help="gets RUN_NAME/nodeK.log instead; none")
+    add("--run_name", default="", metavar="NAME", help="the run's; as node 0 has chosen it")
+    add("--goes_on", action="store_true", help="after what an earlier start left in the log")
     add("--name", default="preflight.py", help="before each message; preflight.py")
     options = parser.parse_args(argv)
     options.host, _, port = options.rdzv_endpoint.rpartition(":")
     if options.nnodes > 1 and not (options.host and port.isdigit()):
         parser.error(f"--rdzv_endpoint is '{options.rdzv_endpoint}': give node 0's ADDRESS:PORT")
     options.port = int(port or 0)
+    options.interface = ""
     return options
 
 
-def meet(options: argparse.Namespace, errors: list[str], output: Output) -> list[str]:
+class EarlyOutput(Output):
+    """Of a node that does not know the run's name yet: its log gets what was said when it does."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, os.devnull)
+        self.said: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.said.append(text)
+        super().line(text)
+
+    def go_on_in(self, log: str) -> None:
+        self.log = Output(self.name, log).log
+        self._write(self.log, "".join(f"{text}\n" for text in self.said).encode())
+
+
+def make_output(options: argparse.Namespace) -> Output:
+    if not options.log_dir:
+        return Output(options.name, options.log)
+    if options.node_rank:
+        return EarlyOutput(options.name)
+    return Output(options.name, f"{options.log_dir}/{options.run_name}/node0.log")
+
+
+def open_log(options: argparse.Namespace, output: Output, run: str, met: bool) -> None:
+    """On the other nodes of a launcher's run, when its name is known. Raises Refused.
+
+    A node that was not admitted writes nothing where a run may have its log.
+    """
+    if not isinstance(output, EarlyOutput) or not (met or run):
+        return
+    foreign = run != options.run_name and ("/.." in f"/{run}" or run.startswith("/"))
+    if not run or foreign:
+        raise Refused(f"node 0 calls the run '{run}', which is no folder: set RUN_NAME here too")
+    folder, node = Path(f"{options.log_dir}/{run}"), options.node_rank
+    log = folder / f"node{node}.log"
+    if not met and log.exists():
+        return
+    if met and folder.exists() and not options.goes_on:
+        pattern = rf"node{node}\.log|nccl\.node{node}\..*\.log"
+        if kept := keep_earlier(folder, re.compile(pattern)):
+            output.say(kept)
+    output.go_on_in(str(log))
+
+
+def meet(
+    options: argparse.Namespace, errors: list[str], output: Output, series: Series
+) -> list[str]:
     """Checks between the nodes; warnings. Raises Refused, on all nodes together, and Stopped."""
-    preflight = Preflight(options, errors, output)
+    preflight = Preflight(options, errors, output, series)
 
     def stop(*_: object) -> None:
         preflight.stopped = True
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, stop)
-    with contextlib.suppress(NodeZeroIsFurther), preflight.listener:
-        preflight.agree(Plan(), options.connect_timeout)
+    anew = False
+    with preflight.listener:
+        try:
+            preflight.agree(Plan(), options.connect_timeout)
+        except NodeZeroIsFurther:
+            anew = True  # what this node has in its log is of this run
     preflight.close()
+    options.goes_on |= anew
+    open_log(options, output, series.run, met=True)
     if "GLOO_SOCKET_IFNAME" not in os.environ and preflight.interface:
-        print(preflight.interface)
+        options.interface = preflight.interface
         output.say(f"GLOO_SOCKET_IFNAME={preflight.interface}: it leads to the other nodes")
     return [*preflight.warnings, *check_host_name(preflight.interface)]
 
@@ -328,23 +422,45 @@ def main() -> int:
     if LIBC:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # a launcher that is killed leaves nothing
     options = parse_arguments(sys.argv[1:])
-    output = Output(options.name, options.log)
     several = options.nnodes > 1
+    try:  # before anything is written
+        log = "" if options.log == os.devnull else options.log
+        series = of_this_node(options.node_rank, options.nnodes, options.port, log)
+        series.run = options.run_name or series.run
+        output = make_output(options)
+    except Refused as error:
+        sys.exit(f"{options.name}: error: {error}")
     errors, warnings = check_node(several)
     for error in errors:
         output.say(f"error: {error}")
+    code = 0
     try:
-        warnings += meet(options, errors, output) if several else []
+        warnings += meet(options, errors, output, series) if several else []
     except Stopped:
         output.say("stopped by a signal before the start")
-        return 143
+        code = 143
     except (Refused, OSError) as error:
         if not errors:
             output.say(f"error: {error}")
-        return 1
+        code = 1
+    if code:
+        with contextlib.suppress(Refused):
+            open_log(options, output, series.run, met=False)
+        return code
     for warning in warnings:
         output.say(f"warning: {warning}")
+    print_facts(options, series)
     return 1 if errors else 0
+
+
+def print_facts(options: argparse.Namespace, series: Series) -> None:
+    """For the launcher, or the interface for a person."""
+    if options.log_dir:
+        # Node 0's is what it was given: this process holds the lock no longer than it lives.
+        known = os.environ.get("DEMO_SERIES") or to_environment(series)
+        print(options.interface, series.run, known, sep="\n")
+    elif options.interface:
+        print(options.interface)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pathlib import Path
 from launcher import process_tree
 from launcher.output import Output
 from launcher.rendezvous import CONNECT_TIMEOUT, Refused, Stopped
+from launcher.series import of_this_node
 from launcher.supervisor import Supervisor
 from launcher.torchrun_command import Command
 
@@ -53,10 +54,15 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Command]:
 def main() -> int:
     try:
         options, command = parse_arguments(sys.argv[1:])
+        # Before anything is written: the log may be that of a run that goes on.
+        place = command.node_rank, command.nnodes, command.port
+        series = of_this_node(*place, options.log, command.rdzv_id)
+        for name in ("DEMO_SERIES", "DEMO_RUN"):  # not for a launcher that a rank may call
+            os.environ.pop(name, None)
         output = Output(options.name, options.log)
     except Refused as error:
         sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")
-    supervisor = Supervisor(options, command, output)
+    supervisor = Supervisor(options, command, output, series)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, supervisor.on_signal)
     process_tree.adopt_orphans()

@@ -287,8 +287,8 @@ BREAKS = [
     Break(
         name="link-given-up-too-soon",
         seen="A link that is away for less than --timeout ends the run on all nodes.",
-        file="tools/launcher/hang_report.py",
-        old='("TCP_KEEPCNT", 4)',
+        file="tools/launcher/wire.py",
+        old='("TCP_KEEPCNT", count)',
         new='("TCP_KEEPCNT", 1)',
         tests=("tests/test_hang_report.py::test_link_is_not_lost_before_the_ranks_give_it_up",),
     ),

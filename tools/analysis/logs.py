@@ -36,7 +36,8 @@ class Log:
 
     records: dict = field(default_factory=dict)  # Run, Summary of the last attempt, last Probe
     nodes: list = field(default_factory=list)  # the launchers' Node records
-    attempts: int = 0
+    attempts: int = 0  # of the last run in it
+    earlier: int = 0  # runs before that
     steps: dict = field(default_factory=dict)  # (rank, epoch, step) -> Step
     last_step: dict = field(default_factory=dict)  # rank -> step of its last step line
     epochs: dict = field(default_factory=dict)  # (rank, epoch) -> mean loss
@@ -133,12 +134,24 @@ def add_record(log, word, text):
 
     The Probe stays: it comes before the first attempt and is not repeated for the others.
     """
+    found = whole(log, text)
     if word == "Run":  # even a torn one: what came before it is not this attempt's end
+        # Not by the step alone: a restart begins at 0, too, where no checkpoint was saved yet.
+        if log.attempts and found.get("resume") is False and not found.get("start_step"):
+            forget_run(log)
         log.attempts += 1
         log.records.pop("Summary", None)
         log.ended.clear()
         log.stop = None
-    log.records[word] = whole(log, text)
+    log.records[word] = found
+
+
+def forget_run(log):
+    """What a run of its own, before the one that begins now, has left in the same log."""
+    log.earlier += 1
+    log.attempts, log.top1 = 0, None
+    for gone in (log.steps, log.last_step, log.epochs):
+        gone.clear()
 
 
 def whole(log, text):

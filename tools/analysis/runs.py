@@ -225,6 +225,8 @@ def add_notes(run):
     log = run.log
     if log.torn:
         run.notes.append(f"{log.torn} torn line(s) left out")
+    if log.earlier:
+        run.notes.append(f"{log.earlier} other run(s) before it in the same log, left out")
     if log.attempts > 1:
         run.notes.append(
             f"restarted {log.attempts - 1} time(s), the last time from step {run.start_step:,}: "

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import selectors
 import shutil
 import socket
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from launcher.root_cause import Cause
+from launcher.wire import lost_after
 
 NOTICE = 2  # seconds in which the ranks that wait notice that another one has failed
 ANSWER = 3  # seconds after that for the answers of all nodes
@@ -207,16 +207,3 @@ class Nodes:
             connection.close()
         self.connections.clear()
         self.ready.close()
-
-
-def lost_after(connection: socket.socket, seconds: float) -> None:
-    """The kernel asks now and then whether the other end is there; if not, it counts as closed.
-
-    Not before so many seconds: the ranks survive a link that comes back within their --timeout.
-    """
-    quarter = max(1, min(32767, math.ceil(seconds / 4)))  # as long as Linux takes it
-    connection.settimeout(2)  # of a sender, if the connection is cut
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", quarter), ("TCP_KEEPINTVL", quarter), ("TCP_KEEPCNT", 4)):
-        if option := getattr(socket, name, None):  # not every system has them
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -3,9 +3,10 @@
     NETWORKS="ethernet=eth0 infiniband=mlx5_0" NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 \\
         ./launch_multinode.sh --coco_image_path ...
 
-launch_multinode.sh calls this with its settings in the environment and the folder for the logs,
-and is called by it in turn, for one network after the other. A network is NAME=INTERFACE, where
-NAME is a label and becomes the run's folder; INTERFACE is what IFNAME takes, eth0 or mlx5_0,ib0.
+launch_multinode.sh calls this with its settings in the environment, LOG_DIR and the run's name,
+which node 0 tells the others, and is called by it in turn, for one network after the other. A
+network is NAME=INTERFACE, where NAME is a label and becomes the folder of its run; INTERFACE is
+what IFNAME takes, eth0 or mlx5_0,ib0.
 A network that fails does not end the series. On node 0 the comparison comes at the end, after what
 DEMO_NOTE says: it is printed, and stands as compare.txt and compare.png beside the logs.
 Exit code: 0 all done; 75 stopped by a signal, 143 before a checkpoint; else that of the first
@@ -21,13 +22,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher starts this file
 
+from launcher import rendezvous
 from launcher.process_tree import LIBC, PR_SET_PDEATHSIG
 from launcher.rendezvous import Plan, Refused, Rendezvous, Stopped, check_master
+from launcher.series import of_this_node, to_environment
 from launcher.supervisor import STOPPED
 from launcher.torchrun_command import timeout_of
 
@@ -73,8 +75,8 @@ def check(arguments: list[str]) -> None:
 class Series:
     """This node's part: the launcher, for each network in turn."""
 
-    def __init__(self, networks: dict[str, str], folder: Path, arguments: list[str]) -> None:
-        self.networks, self.folder, self.arguments = networks, folder, arguments
+    def __init__(self, networks: dict[str, str], log_dir: str, arguments: list[str]) -> None:
+        self.networks, self.log_dir, self.arguments = networks, log_dir, arguments
         self.rank, self.port = int(os.environ["NODE_RANK"]), int(os.environ["MASTER_PORT"])
         self.patience = int(os.environ["CONNECT_TIMEOUT"])
         # Ports of one network: each of its starts has its own.
@@ -82,9 +84,10 @@ class Series:
         named = " ".join(f"{label}={names}" for label, names in networks.items())
         settings = {"NNODES": int(os.environ["NNODES"]), "NETWORKS": named}
         node = {"node_rank": self.rank, "host": socket.gethostname(), "settings": settings}
-        self.rendezvous = Rendezvous(
-            os.environ["MASTER_ADDR"].strip("[]"), self.port, node, 0, say
-        )
+        self.series = of_this_node(self.rank, settings["NNODES"], self.port, "")
+        host = os.environ["MASTER_ADDR"].strip("[]")
+        self.rendezvous = Rendezvous(host, self.port, node, 0, say, self.series)
+        self.folder = Path(log_dir)
         self.child: subprocess.Popen | None = None
         self.stopped = 0  # the first signal
 
@@ -93,6 +96,8 @@ class Series:
         check_master(self.rendezvous.host, self.rank)
         self.rendezvous.agree(Plan(), self.patience)
         self.rendezvous.close()
+        self.rendezvous.guard(Plan())
+        self.folder = Path(self.log_dir, self.series.run)
         codes = []
         for n, label in enumerate(self.networks):
             codes.append(self.train(n, label))
@@ -107,10 +112,11 @@ class Series:
     def train(self, n: int, label: str) -> int:
         """One network's run; its exit code as a shell has it."""
         say(f"network {n + 1} of {len(self.networks)}: {label}, over {self.networks[label]}")
-        log = self.folder / label / f"node{self.rank}.log"
-        if log.exists():  # of an earlier series: a log is one run's
-            log.rename(f"{log}.{time.strftime('%Y%m%d-%H%M%S')}")
-        env = {name: value for name, value in os.environ.items() if name != "NETWORKS"}
+        # Each network's run has its own name, and begins anew where the job was put back.
+        own = ("NETWORKS", "DEMO_RUN", "SLURM_RESTART_COUNT")
+        env = {name: value for name, value in os.environ.items() if name not in own}
+        known = rendezvous.Series(self.series.token, label, self.series.about)
+        env |= {"DEMO_SERIES": to_environment(known)}
         env |= {"IFNAME": self.networks[label], "RUN_NAME": label, "LOG_DIR": str(self.folder)}
         env["MASTER_PORT"] = str(self.port + n * self.ports)
         if n:  # another node may need --timeout to notice that the run before has failed
@@ -154,11 +160,11 @@ class Series:
 
 
 def main() -> int:
-    arguments = sys.argv[2:]
+    arguments = sys.argv[3:]
     try:
         check(arguments)
-        networks, folder = read_networks(os.environ["NETWORKS"]), Path(sys.argv[1])
-        series = Series(networks, folder, arguments)
+        series = Series(read_networks(os.environ["NETWORKS"]), sys.argv[1], arguments)
+        series.series.run = sys.argv[2]
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, series.on_signal)
         return series.run()

@@ -3,21 +3,35 @@
 Start k of a series has it at the endpoint's port + k, which torchrun then uses. Nobody has to know
 k but node 0: the others look at all ports of the series, and one at which an earlier start has not
 ended yet does not greet them. So a launcher that was itself started anew finds the others.
+
+A node of another job is turned away alone; nodes of this one whose settings differ end together.
+While the command runs node 0 tells those who come then (Rendezvous.guard).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
-import select
-import selectors
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import ClassVar
 
+from launcher.guests import Door, Guest, Guests
+from launcher.wire import (
+    fits,
+    host_name,
+    is_text,
+    lost_after,
+    pack,
+    printable,
+    read_line,
+    unpack,
+)
+
+PROTOCOL = 2  # of what the launchers of all nodes tell each other; another number: another version
 LATE = 10  # seconds in which nodes that come after an error are told of it, too
 CONNECT_TIMEOUT = 300  # seconds to wait for the other nodes: the launcher's default
 
@@ -37,6 +51,35 @@ class Plan:
     start: int = 0  # its number in the series, and so the port
     probe: bool = False
     restarts: int = 0  # so many of them so far
+
+
+@dataclass
+class Series:
+    """What a node knows of the series that it belongs to; see series.py."""
+
+    token: str = ""  # node 0's own; the others learn it when they are admitted
+    run: str = ""  # its name, which node 0 has chosen, a folder under LOG_DIR
+    about: str = ""  # node 0's: who runs it, for those who come too late
+    lock: socket.socket | None = None  # node 0's: it listens as long as the series lives
+    job: dict[str, str] = field(default_factory=dict)  # what tells it from another job
+
+
+def stranger(ours: dict[str, str], theirs: dict[str, str]) -> str:
+    """Why a node with these facts belongs to another job than ours; empty if it may be of ours.
+
+    What both have been given decides: if it differs they are two jobs, if it is the same they are
+    one. Only where they have nothing of that in common the user counts.
+    """
+    given = ("SLURM_JOB_ID", "--rdzv_id", "RUN_NAME")
+    both = [name for name in given if ours.get(name) and theirs.get(name)]
+    for name in both:
+        if ours[name] != theirs[name]:
+            return f"{name} is {ours[name]} on node 0 but {theirs[name]} there"
+    # On two machines one person may have two names, or two numbers.
+    same = [name for name in ("user", "uid") if ours.get(name) == theirs.get(name)]
+    if not both and not same and ours.get("user") and theirs.get("user"):
+        return f"node 0 is of user {ours['user']}, that node of {theirs['user']}"
+    return ""
 
 
 def check_master(host: str, node_rank: int) -> None:
@@ -77,16 +120,6 @@ def why_not_own(found: list[tuple]) -> str:
     return why
 
 
-def nodes_of(heard: dict[socket.socket, bytes]) -> dict[socket.socket, dict]:
-    """What the nodes among those who came have said; others have found this port by chance."""
-    nodes = {}
-    for peer, text in heard.items():
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # or not yet all of it
-            node = json.loads(text)
-            nodes[peer] = node | {key: node[key] for key in ("node_rank", "host", "settings")}
-    return nodes
-
-
 class Rendezvous:
     """One node's part in it. `settings` must be the same on all nodes; they end in one line."""
 
@@ -97,9 +130,14 @@ class Rendezvous:
         node: dict,  # {"node_rank": 1, "host": "node1", "settings": {"NNODES": 2, ...}}
         last: int,  # start of the series
         say: Callable[[str], None],
+        series: Series | None = None,
     ) -> None:
-        self.host, self.port, self.node, self.last, self.say = host, port, node, last, say
+        self.host, self.port, self.last, self.say = host, port, last, say
+        self.node = node | {"host": host_name(node["host"])}
+        self.series = series or Series()
         self.nnodes = node["settings"]["NNODES"]
+        self.door: Door | None = None
+        self.turned_away: set[str] = set()
         self.connections: dict[
             int, socket.socket
         ] = {}  # after agree: node 0's to all, others' to 0
@@ -119,9 +157,14 @@ class Rendezvous:
             answer = self._join(plan.start, seconds)
         if "error" in answer:
             raise Refused(answer["error"])
-        return Plan(**answer)
+        self.series.token = answer["token"]
+        self.series.run = answer["run"] or self.series.run
+        return Plan(**{name: answer["plan"][name] for name in asdict(plan)})
 
     def close(self) -> None:
+        if self.door:
+            self.door.close()
+            self.door = None
         for connection in self.connections.values():
             connection.close()
         self.connections = {}
@@ -129,12 +172,16 @@ class Rendezvous:
     # What a rendezvous for another purpose, such as preflight.py's, has of its own.
     purpose = "start"
 
+    # What an introduction and a greeting for that purpose must have, beside what all have.
+    shape: ClassVar[dict] = {}
+    greeting_shape: ClassVar[dict] = {}
+
     def greeting(self) -> dict:
-        """What node 0 says first, beside how long it waits."""
+        """What node 0 says first, beside what all greetings have."""
         return {"purpose": self.purpose}
 
     def introduction(self, greeting: dict) -> dict:
-        """What another node answers."""
+        """What another node answers, beside what all introductions have."""
         return self.node
 
     def objection(self, nodes: list[dict]) -> str:
@@ -152,45 +199,122 @@ class Rendezvous:
     # ---- Node 0
 
     def _hold(self, plan: Plan, seconds: int) -> dict:
-        with self._listen(plan) as server, selectors.DefaultSelector() as ready:
+        with self._listen(plan) as server:
             place = f"{self.host}:{self.port + plan.start}"
             self.say(f"node 0 waits up to {seconds} s at {place} for {self.nnodes - 1} more")
-            ready.register(server, selectors.EVENT_READ)
-            heard: dict[socket.socket, bytes] = {}
             answer, end = None, time.monotonic() + seconds
+            guests = self._guests([server], lambda: max(0, end - time.monotonic()), self.greeting)
             while answer is None:
                 late = time.monotonic() > end
-                self._serve(server, ready, heard, end)
-                answer = self._answer(plan, heard, seconds if late else 0)
+                self._serve(guests)
+                answer = self._answer(plan, guests, seconds if late else 0)
             if "error" in answer and not late:
-                self._wait_for_the_late(server, ready, heard)
-            self._tell(answer, heard)
+                self._wait_for_the_late(guests)
+            self._tell(answer, guests)
         return answer
 
-    def _wait_for_the_late(self, server: socket.socket, ready, heard: dict) -> None:
+    def _guests(self, servers: list[socket.socket], left: Callable[[], float], more) -> Guests:
+        """Those who come to these sockets, or to the lock; `left`: seconds that node 0 waits."""
+
+        def greet() -> dict:
+            return {
+                "protocol": PROTOCOL,
+                "node_0_waits": left(),
+                "about": self.series.about,
+                "run": self.series.run,
+            } | more()
+
+        servers = [*servers, *filter(None, [self.series.lock])]
+        seconds = max(60, left())
+        return Guests(servers, greet, self.shape, self.nnodes, seconds)
+
+    def _wait_for_the_late(self, guests: Guests) -> None:
         """Nodes that are just starting shall end with the same line, not wait for nobody."""
         end = time.monotonic() + LATE
-        if len(nodes_of(heard)) < self.nnodes - 1:
+        if len(guests.nodes()) < self.nnodes - 1:
             self.say(f"the nodes cannot start together; up to {LATE} s more, to tell the others")
-        while len(nodes_of(heard)) < self.nnodes - 1 and time.monotonic() < end:
-            self._serve(server, ready, heard, end)
+        while len(guests.nodes()) < self.nnodes - 1 and time.monotonic() < end:
+            self._serve(guests)
 
-    def _serve(self, server: socket.socket, ready, heard: dict, end: float) -> None:
+    def _serve(self, guests: Guests) -> None:
         """Takes what the other nodes send in the next moment, and new ones among them."""
         self._check()
-        for key, _ in ready.select(0.2):
-            if key.fileobj is server:
-                self._greet(server, ready, heard, end)
-            else:
-                self._hear(key.fileobj, ready, heard)
+        for guest in guests.serve(0.2):
+            self._admit(guest, guests)
+
+    def _admit(self, guest: Guest, guests: Guests) -> None:
+        """Turns one away that belongs elsewhere, or whose place a node of this series has."""
+        if why := self._foreign(guest.node):
+            guests.dismiss(guest, {"error": why})
+            return
+        rank = guest.node["node_rank"]
+        for other in guests.nodes():
+            if other is guest or other.node["node_rank"] != rank:
+                continue
+            known = [one for one in (guest, other) if self._is_known(one.node)]
+            if len(known) == 1:  # the other one of the two was started a second time
+                second = other if known[0] is guest else guest
+                guests.dismiss(second, {"error": self._full(rank)})
+                return
+
+    def _is_known(self, node: dict) -> bool:
+        return bool(self.series.token) and node.get("token") == self.series.token
+
+    def _foreign(self, node: dict) -> str:
+        """What to tell a node of another job; empty for one of ours, or that may be."""
+        why = stranger(self.series.job, node["job"])
+        if not why:
+            return ""
+        name = f"node {node['node_rank']} ({node['host']})"
+        if name not in self.turned_away and len(self.turned_away) < 20:
+            self.say(f"turned away {name}, which belongs to another job: {why}")
+        self.turned_away.add(name)
+        return printable(
+            f"node 0 at {self.host}:{self.port} ({self.node['host']}) is of another job: {why}: "
+            "give each job its own MASTER_ADDR or MASTER_PORT"
+        )
+
+    def _full(self, rank: int) -> str:
+        has = f"its node {rank} already" if rank < self.nnodes else f"no node {rank}"
+        about = f" ({self.series.about})" if self.series.about else ""
+        return printable(
+            f"the series of node 0 at {self.host}:{self.port} ({self.node['host']}) has {has} and "
+            f"goes on{about}: end it first, or give another MASTER_PORT"
+        )
+
+    def guard(self, plan: Plan) -> None:
+        """On node 0, while the command runs: tells those who come that the series is full.
+
+        At a port of the series that the command does not use, and at the lock.
+        """
+        if self.node["node_rank"] or self.nnodes == 1:
+            return
+        # A port that is used already rather than one that is still to come.
+        ports = [*range(plan.start), *range(self.last, plan.start, -1)]
+        servers = []
+        for n in ports:
+            with contextlib.suppress(OSError):
+                servers.append(create_server(self.port + n))
+                break
+        guests = self._guests(servers, lambda: 0, lambda: {"purpose": "full"})
+        self.door = Door(guests, self._at_the_door)
+
+    def _at_the_door(self, node: dict) -> dict:
+        if why := self._foreign(node):
+            return {"error": why}
+        if node.get("protocol") != PROTOCOL:
+            return {"error": other_version(node, self.node["host"])}
+        connection = self.connections.get(node["node_rank"])
+        gone = connection is None or connection.fileno() == -1
+        if self._is_known(node) or (gone and node["node_rank"] < self.nnodes):
+            return {"wait": "node 0's start has not ended yet"}
+        return {"error": self._full(node["node_rank"])}
 
     def _listen(self, plan: Plan) -> socket.socket:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
         while True:
             port = self.port + plan.start
             try:
-                return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+                return create_server(port)
             except OSError as error:
                 # What is left of an earlier start may hold its port for a while.
                 if error.errno != errno.EADDRINUSE or not 0 < plan.start < self.last:
@@ -201,31 +325,14 @@ class Rendezvous:
                     ) from None
                 plan.start += 1
 
-    def _greet(self, server: socket.socket, ready, heard: dict, end: float) -> None:
-        with contextlib.suppress(OSError):
-            peer, _ = server.accept()
-            # Node 0 speaks first, because a torchrun that still holds a port would not.
-            seconds = max(0, end - time.monotonic())
-            greeting = {"node_0_waits": seconds} | self.greeting()
-            peer.sendall(json.dumps(greeting).encode() + b"\n")
-            ready.register(peer, selectors.EVENT_READ)
-            heard[peer] = b""
-
-    def _hear(self, peer: socket.socket, ready, heard: dict[socket.socket, bytes]) -> None:
-        text = b""
-        with contextlib.suppress(OSError):
-            text = peer.recv(65536)
-        heard[peer] += text
-        if not text:  # it has left, and may come again
-            ready.unregister(peer)
-            del heard[peer]
-            peer.close()
-
-    def _answer(self, plan: Plan, heard: dict[socket.socket, bytes], waited: int) -> dict | None:
+    def _answer(self, plan: Plan, guests: Guests, waited: int) -> dict | None:
         """The plan once all nodes are there, an error for all of them, or nothing yet."""
         hosts, mine = {0: self.node["host"]}, self.node["settings"]
-        for node in nodes_of(heard).values():
+        nodes = [guest.node for guest in guests.nodes()]
+        for node in nodes:
             rank, host, settings = node["node_rank"], node["host"], node["settings"]
+            if node.get("protocol") != PROTOCOL:
+                return {"error": other_version(node, hosts[0])}
             for name in [name for name in mine if settings.get(name) != mine[name]]:
                 ours, theirs = (
                     "not set" if value is None else value
@@ -242,27 +349,23 @@ class Rendezvous:
         if missing and waited:
             return {
                 "error": f"the other nodes did not all come within {waited} s (missing: node "
-                f"{', '.join(missing)}): start the launcher on each node with its NODE_RANK"
+                f"{', '.join(missing[:20])}): start the launcher on each node with its NODE_RANK"
             }
         if missing:
             return None
-        why = self.objection(list(nodes_of(heard).values()))
-        return {"error": why} if why else asdict(plan)
+        why = self.objection(nodes)
+        if why:
+            return {"error": printable(why)}
+        return {"plan": asdict(plan), "token": self.series.token, "run": self.series.run}
 
-    def _tell(self, answer: dict, heard: dict[socket.socket, bytes]) -> None:
-        if "error" not in answer:
-            nodes = nodes_of(heard).items()
-            self.connections = {
-                n["node_rank"]: peer for peer, n in nodes if n["node_rank"] in self.hosts
-            }
-        for peer in heard:
-            with contextlib.suppress(OSError):
-                peer.settimeout(2)
-                peer.sendall(json.dumps(answer).encode() + b"\n")
-        for peer in heard.keys() - set(self.connections.values()):
-            with contextlib.suppress(OSError):  # they close first: nothing lingers on the port
-                peer.recv(1)
-            peer.close()
+    def _tell(self, answer: dict, guests: Guests) -> None:
+        admitted = [guest for guest in guests.nodes() if "error" not in answer]
+        self.connections = {guest.node["node_rank"]: guest.peer for guest in admitted}
+        for guest in admitted:
+            guests.tell(guest, answer)
+        for guest in [guest for guest in guests.all if guest not in admitted]:
+            guests.dismiss(guest, answer)
+        guests.release()
 
     # ---- The others
 
@@ -289,9 +392,7 @@ class Rendezvous:
     def _ask(self, port: int) -> dict:
         node_0 = socket.create_connection((self.host, port), timeout=2)
         try:
-            # Without a buffer: what node 0 says later is not taken with the answer.
-            with node_0.makefile("rb", buffering=0) as stream:
-                answer = self._exchange(port, node_0, stream)
+            answer = self._exchange(port, node_0)
             if "error" not in answer:
                 self.connections = {0: node_0}
             return answer
@@ -299,21 +400,75 @@ class Rendezvous:
             if not self.connections:
                 node_0.close()
 
-    def _exchange(self, port: int, node_0: socket.socket, stream) -> dict:
+    def _exchange(self, port: int, node_0: socket.socket) -> dict:
         try:
-            greeting = json.loads(stream.readline(1000))
-            end = time.monotonic() + greeting["node_0_waits"] + LATE + 2
-        except (TimeoutError, ValueError, TypeError, KeyError):
-            why = f"port {port} is held by another program or an earlier start"
-            raise OSError(why) from None
-        node_0.sendall(json.dumps(self.introduction(greeting)).encode() + b"\n")
-        while not select.select([node_0], [], [], 0.2)[0]:
+            # Node 0 speaks first; a torchrun that still holds a port would not.
+            greeting = unpack(read_line(node_0, time.monotonic() + 2, self._check))
+        except (TimeoutError, ValueError, RecursionError):
+            greeting = {}
+        ours = greeting.get("protocol") == PROTOCOL and greeting.get("purpose") == self.purpose
+        if not fits(greeting, GREETING | (self.greeting_shape if ours else {})):
+            raise OSError(f"port {port} is held by another program or an earlier start")
+        end = time.monotonic() + greeting["node_0_waits"] + LATE + 2
+        lost_after(node_0, max(60, greeting["node_0_waits"]))
+        about = {"protocol": PROTOCOL, "token": self.series.token, "job": self.series.job}
+        node = self.introduction(greeting) if greeting.get("protocol") == PROTOCOL else self.node
+        node_0.sendall(pack(node | about))
+        if greeting.get("protocol") != PROTOCOL:
+            raise Refused(
+                f"node 0 at {self.host}:{port} runs another version of this demo (its launcher "
+                f"speaks protocol {greeting.get('protocol', 1)}, this one {PROTOCOL}): use the "
+                "same version on all nodes"
+            )
+        return self._answer_of(node_0, greeting, end)
+
+    def _answer_of(self, node_0: socket.socket, greeting: dict, end: float) -> dict:
+        """What node 0 says to all when all have come, or to this node alone."""
+
+        def check() -> None:
             self._check("node 0 is there, other nodes are missing")
-            if time.monotonic() > end:
-                raise OSError("node 0 does not answer any more")
-        answer = stream.readline()
-        if not answer:
-            raise OSError("node 0 has left")
-        if greeting.get("purpose") != self.purpose and b'"error"' not in answer:
+
+        try:
+            # Only the answer: what node 0 says later is for others to read.
+            answer = unpack(read_line(node_0, end, check))
+        except TimeoutError:
+            raise OSError("node 0 does not answer any more") from None
+        except (ValueError, RecursionError):
+            raise OSError("node 0's answer is damaged") from None
+        if fits(answer, {"error": is_text}):
+            return answer
+        if fits(answer, {"wait": is_text}):
+            raise OSError(answer["wait"])
+        if greeting["purpose"] != self.purpose:
             raise OSError("node 0 was started anew, and is not yet so far")
-        return json.loads(answer)
+        if not fits(answer, ANSWER):
+            raise OSError("node 0's answer is damaged")
+        return answer
+
+
+GREETING = {
+    "protocol": (None, int),
+    "node_0_waits": float,
+    "purpose": is_text,
+    "about": (None, is_text),
+    "run": (None, is_text),
+}
+ANSWER = {
+    "plan": {"start": int, "probe": bool, "restarts": int},
+    "token": lambda value: is_text(value, 64),
+    "run": lambda value: is_text(value, 255),
+}
+
+
+def other_version(node: dict, host_0: str) -> str:
+    return (
+        f"node {node['node_rank']} ({node['host']}) runs another version of this demo than node 0 "
+        f"({host_0}): its launcher speaks protocol {node.get('protocol') or 1}, that of node 0 "
+        f"{PROTOCOL}: use the same version on all nodes"
+    )
+
+
+def create_server(port: int) -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both)

@@ -11,7 +11,11 @@ tasks=${SLURM_STEP_NUM_TASKS:-${SLURM_NTASKS:-$NNODES}}
     die "srun started $tasks tasks on $NNODES nodes, but one on each starts all its processes: --ntasks-per-node=1"
 NODE_RANK=${NODE_RANK:-$SLURM_NODEID}
 GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
-RUN_NAME=${RUN_NAME:-${NETWORK:-job$SLURM_JOB_ID}}
+# The same name where the job is put back into the queue, and another one for each of its steps.
+if [ -z "${RUN_NAME:-}" ]; then
+    RUN_NAME=${NETWORK:+$NETWORK-}job$SLURM_JOB_ID
+    [ "$SLURM_STEP_ID" = 0 ] || RUN_NAME+=-step$SLURM_STEP_ID
+fi
 # Ports for each start of a job, below the range from which Linux takes ports for outgoing connections.
 ports=$(($1 < 10 ? 10 : $1))
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % (12000 / ports) * ports))}

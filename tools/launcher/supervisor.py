@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from launcher import process_tree
 from launcher.counters import describe_traffic, difference, read_counters
 from launcher.hang_report import Nodes, phases_folder, read_phases, standing
 from launcher.output import Output
-from launcher.rendezvous import Plan, Refused, Rendezvous, check_master
+from launcher.rendezvous import Plan, Refused, Rendezvous, Series, check_master
 from launcher.root_cause import (
     Cause,
     OutputReader,
@@ -46,7 +48,13 @@ class Attempt:
 class Supervisor:
     """One node's run: starts the command until it is done, stopped, or has failed for good."""
 
-    def __init__(self, options: argparse.Namespace, command: Command, output: Output) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        command: Command,
+        output: Output,
+        series: Series | None = None,
+    ) -> None:
         self.options, self.command, self.output = options, command, output
         self.say, self.host = output.say, socket.gethostname()
         self.probe = options.probe if command.several else ""
@@ -55,7 +63,8 @@ class Supervisor:
         node = {"node_rank": command.node_rank, "host": self.host, "settings": settings}
         last = options.restarts + settings["PROBE"]  # start of the series
         self.timeout = timeout_of(command.arguments)
-        self.rendezvous = Rendezvous(command.host.strip("[]"), command.port, node, last, self.say)
+        place = command.host.strip("[]"), command.port
+        self.rendezvous = Rendezvous(*place, node, last, self.say, series)
         self.process: subprocess.Popen | None = None
         self.stopped = ""  # the name of the first signal
         self.starts, self.began, self.before = 0, time.time(), read_counters()
@@ -64,11 +73,14 @@ class Supervisor:
         """Starts until there is nothing more to start; returns the exit code."""
         if self.command.nnodes > 1:
             check_master(self.rendezvous.host, self.command.node_rank)
-        self._keep_checkpoint()
+        self._name_checkpoint()
         plan, reached = Plan(probe=bool(self.probe)), 0
         while True:
             if self.command.nnodes > 1:
                 plan = self.rendezvous.agree(plan, self._patience(plan))
+                self.rendezvous.guard(plan)
+            if not self.starts:  # what is renamed belongs to no live run: the nodes have met
+                self._keep_checkpoint()
             code, cause, facts = self._start(plan)
             self._say_repeated(plan, facts, reached)
             if code == 0 and plan.probe and not self.stopped:
@@ -85,16 +97,21 @@ class Supervisor:
         """Seconds to wait for the other nodes: some may take --timeout to notice a failure."""
         return self.options.connect_timeout + (self.timeout if plan.restarts else 0)
 
+    def _name_checkpoint(self) -> None:
+        """Restarts need one."""
+        arguments = self.command.arguments
+        if self.options.restarts and not option(arguments, "checkpoint", ""):
+            arguments += ["--checkpoint", str(Path(self.options.log).parent / "checkpoint.pt")]
+
     def _keep_checkpoint(self) -> None:
-        """Restarts need a checkpoint, and none of an earlier run."""
-        if not self.options.restarts:
-            return
+        """Restarts need none of an earlier run; one that a live run writes is left alone."""
         arguments = self.command.arguments
         path = option(arguments, "checkpoint", "")
-        if not path:
-            path = str(Path(self.options.log).parent / "checkpoint.pt")
-            arguments += ["--checkpoint", path]
-        if "--resume" not in arguments and self.command.node_rank == 0 and os.path.exists(path):
+        if not self.options.restarts or "--resume" in arguments or self.command.node_rank:
+            return
+        if not os.path.exists(path):
+            return
+        with not_in_use(path):
             os.rename(path, f"{path}.{time.strftime('%Y%m%d-%H%M%S')}")
             why = "is from an earlier run and not asked for with --resume"
             self.say(f"{path} {why}: kept under its name with the time added")
@@ -280,3 +297,27 @@ class Supervisor:
     def _pass_on(self, name: str) -> None:
         # The script does not handle a hang-up.
         self.process.send_signal(signal.SIGTERM if name == "SIGHUP" else signal.Signals[name])
+
+
+@contextlib.contextmanager
+def not_in_use(path: str) -> Iterator[None]:
+    """No other run writes this checkpoint meanwhile. Raises Refused where one does.
+
+    The lock is that of the script's rank 0, which holds it as long as it lives.
+    """
+    lock = None
+    with contextlib.suppress(OSError):
+        lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY, 0o666)
+    try:
+        if lock is not None:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise Refused(
+            f"checkpoint {path} is in use by another run: give this one its own --checkpoint, or "
+            "end the other"
+        ) from None
+    except OSError:  # some file systems of networks and clusters know no locks
+        pass
+    yield
+    if lock is not None:
+        os.close(lock)

@@ -50,6 +50,7 @@ class Command:
         self.several = not one_process
         static = option(self.launcher, "rdzv_backend", "static") == "static"
         self.nnodes = int(nnodes) if self.is_torchrun and static and nnodes.isdigit() else 1
+        self.rdzv_id = option(self.launcher, "rdzv_id", "")
         self.endpoint = option(self.launcher, "rdzv_endpoint", "")
         self.host, _, port = self.endpoint.rpartition(":")
         node_rank = option(self.launcher, "node_rank", "0")

@@ -1,0 +1,164 @@
+"""Those who come to node 0's ports: nodes of this series, of other jobs, and anybody else.
+
+Node 0 speaks first, with one line; a node introduces itself with one; the rest is told or turned
+away. However many come, and whatever they send, it costs a bounded amount of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from launcher.wire import LINE, fits, is_host, is_text, lost_after, pack, unpack
+
+SILENT = 256  # guests at most who have not introduced themselves, beside the nodes
+SETTING = (None, int, lambda value: is_text(value))
+NODE = {
+    "node_rank": int,
+    "host": is_host,
+    "settings": lambda value: (
+        isinstance(value, dict)
+        and len(value) < 20
+        and all(fits(setting, SETTING) for setting in value.values())
+    ),
+    # What a launcher of another version may lack.
+    "protocol": (None, int),
+    "token": (None, lambda value: is_text(value, 64)),
+    "job": (None, lambda value: isinstance(value, dict)),
+}
+
+
+def is_job(job: object) -> bool:
+    """{"RUN_NAME": "ethernet", ...}"""
+    return (
+        isinstance(job, dict)
+        and len(job) < 10
+        and all(is_text(word, 300) for pair in job.items() for word in pair)
+    )
+
+
+@dataclass(eq=False)
+class Guest:
+    """One connection; a node once it has introduced itself."""
+
+    peer: socket.socket
+    heard: bytes = b""
+    node: dict | None = None
+    came: float = field(default_factory=time.monotonic)
+
+
+class Guests:
+    """Takes what comes to some listening sockets. `greet()` is what node 0 says first."""
+
+    def __init__(
+        self,
+        servers: list[socket.socket],
+        greet: Callable[[], dict],
+        shape: dict,  # of an introduction, beside NODE
+        nnodes: int,
+        seconds: float,  # keep-alives: a node may wait so long for the others
+    ) -> None:
+        self.servers, self.greet, self.shape, self.seconds = servers, greet, NODE | shape, seconds
+        self.most = nnodes + SILENT
+        self.all: list[Guest] = []
+        self.ready = selectors.DefaultSelector()
+        for server in servers:
+            self.ready.register(server, selectors.EVENT_READ)
+
+    def nodes(self) -> list[Guest]:
+        return [guest for guest in self.all if guest.node]
+
+    def serve(self, seconds: float) -> list[Guest]:
+        """Those who have introduced themselves within so many seconds."""
+        came = []
+        for key, _ in self.ready.select(seconds):
+            if key.fileobj in self.servers:
+                self._accept(key.fileobj)
+            elif key.data in self.all and self._hear(key.data):
+                came.append(key.data)
+        return [guest for guest in came if guest in self.all]
+
+    def _accept(self, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            peer, _ = server.accept()
+            guest = Guest(peer)
+            self.ready.register(peer, selectors.EVENT_READ, guest)
+            self.all.append(guest)
+            if peer.family != socket.AF_UNIX:
+                lost_after(peer, self.seconds)
+            # Node 0 speaks first, because a torchrun that still holds a port would not.
+            self.tell(guest, self.greet())
+        silent = [guest for guest in self.all if not guest.node]
+        if len(silent) > self.most:
+            self.dismiss(silent[0])
+
+    def _hear(self, guest: Guest) -> bool:
+        """Takes what one of them sends; True where that completes its introduction."""
+        text = b""
+        with contextlib.suppress(OSError):
+            text = guest.peer.recv(LINE)
+        if not text:  # it has left, and may come again
+            self.dismiss(guest)
+            return False
+        if guest.node:  # nothing more is to come from it
+            return False
+        guest.heard += text
+        line, newline, _ = guest.heard.partition(b"\n")
+        if newline:
+            guest.node, guest.heard = self._read(line), b""
+        if len(guest.heard) > LINE or (newline and not guest.node):
+            self.dismiss(guest)  # others have found this port by chance
+        return bool(guest.node)
+
+    def _read(self, line: bytes) -> dict | None:
+        with contextlib.suppress(ValueError, RecursionError):
+            node = unpack(line)
+            if fits(node, self.shape):
+                return node | {"job": node["job"] if is_job(node.get("job")) else {}}
+        return None
+
+    def tell(self, guest: Guest, message: dict) -> None:
+        with contextlib.suppress(OSError):
+            guest.peer.sendall(pack(message))
+
+    def dismiss(self, guest: Guest, message: dict | None = None) -> None:
+        """The last word to one of them."""
+        self.all.remove(guest)
+        self.ready.unregister(guest.peer)
+        if message:
+            self.tell(guest, message)
+        if message and guest.node:
+            with contextlib.suppress(OSError):  # it closes first: nothing lingers on the port
+                guest.peer.settimeout(0.5)
+                guest.peer.recv(1)
+        guest.peer.close()
+
+    def release(self) -> None:
+        """Closes what is left but those whose connections somebody else has taken over."""
+        self.ready.close()
+
+
+class Door(threading.Thread):
+    """Node 0's, while its command runs: `decide` answers those who come then."""
+
+    def __init__(self, guests: Guests, decide: Callable[[dict], dict]) -> None:
+        super().__init__(daemon=True)
+        self.guests, self.decide, self.closed = guests, decide, False
+        self.start()
+
+    def run(self) -> None:
+        while not self.closed:
+            for guest in self.guests.serve(0.2):
+                self.guests.dismiss(guest, self.decide(guest.node))
+
+    def close(self) -> None:
+        self.closed = True
+        self.join(10)
+        for guest in [*self.guests.all]:
+            self.guests.dismiss(guest)
+        self.guests.release()
