@@ -306,8 +306,8 @@ def not_in_use(path: str) -> Iterator[None]:
     The lock is that of the script's rank 0, which holds it as long as it lives.
     """
     lock = None
-    with contextlib.suppress(OSError):
-        lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY, 0o666)
+    with contextlib.suppress(OSError):  # without the file nobody has ever locked it
+        lock = os.open(f"{path}.lock", os.O_WRONLY)
     try:
         if lock is not None:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
