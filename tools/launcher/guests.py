@@ -116,7 +116,7 @@ class Guests:
         return bool(guest.node)
 
     def _read(self, line: bytes) -> dict | None:
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError):
             node = unpack(line)
             if fits(node, self.shape):
                 return node | {"job": node["job"] if is_job(node.get("job")) else {}}

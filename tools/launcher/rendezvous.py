@@ -404,7 +404,7 @@ class Rendezvous:
         try:
             # Node 0 speaks first; a torchrun that still holds a port would not.
             greeting = unpack(read_line(node_0, time.monotonic() + 2, self._check))
-        except (TimeoutError, ValueError, RecursionError):
+        except (TimeoutError, ValueError):
             greeting = {}
         ours = greeting.get("protocol") == PROTOCOL and greeting.get("purpose") == self.purpose
         if not fits(greeting, GREETING | (self.greeting_shape if ours else {})):
@@ -433,7 +433,7 @@ class Rendezvous:
             answer = unpack(read_line(node_0, end, check))
         except TimeoutError:
             raise OSError("node 0 does not answer any more") from None
-        except (ValueError, RecursionError):
+        except ValueError:
             raise OSError("node 0's answer is damaged") from None
         if fits(answer, {"error": is_text}):
             return answer

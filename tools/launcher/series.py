@@ -69,14 +69,14 @@ def lock_port(port: int) -> socket.socket | None:
 
 def who_holds(mine: socket.socket, port: int) -> str:
     """What the holder of a port says of itself; its process alone while it does not listen."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+    with contextlib.suppress(OSError, ValueError):
         mine.settimeout(2)
         mine.connect(f"\0demo_coco_resnet18 series at port {port}")
         size = struct.calcsize("3i")
         pid, _, _ = struct.unpack(
             "3i", mine.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
         )
-        with contextlib.suppress(OSError, ValueError, RecursionError):
+        with contextlib.suppress(OSError, ValueError):
             greeting = unpack(read_line(mine, time.monotonic() + 1, lambda: None))
             if fits(greeting, {"about": is_text}) and greeting["about"]:
                 return greeting["about"]

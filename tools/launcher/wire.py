@@ -19,7 +19,7 @@ from collections.abc import Callable
 from common.records import LAUNCHER, PREFIX
 
 LINE = 1 << 15  # bytes of a message at most
-DEPTH = 100  # brackets that open in a message at most; ours have ten
+DEPTH = 100  # brackets that open in a message at most: ours have ten, json fails at a thousand
 TEXT = 4000  # characters of a text for people at most
 KEEPALIVE = 60  # seconds: some firewalls forget a connection that is silent for 350
 COUNT = 127  # unanswered keep-alives at most, as Linux takes it
