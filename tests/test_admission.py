@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher import hang_report, rendezvous
+from launcher import rendezvous, wire
 from support.launcher_folder import LauncherFolder
 from support.nodes import NamespacePair
 from support.processes import ROOT, WITH_STAND_IN, Run, free_port, wait_until
@@ -388,7 +388,7 @@ def test_launcher_of_another_version_ends_all_nodes_in_one_line():
 def test_connection_is_used_each_minute_and_given_up_when_the_ranks_do(seconds):
     """Some firewalls forget one that is silent for 350 s. Beyond two hours Linux cannot."""
     with socket.socket() as link:
-        hang_report.lost_after(link, seconds)
+        wire.lost_after(link, seconds)
         names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
         values = [link.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
         assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

@@ -171,7 +171,6 @@ class Rendezvous:
 
     # What a rendezvous for another purpose, such as preflight.py's, has of its own.
     purpose = "start"
-
     # What an introduction and a greeting for that purpose must have, beside what all have.
     shape: ClassVar[dict] = {}
     greeting_shape: ClassVar[dict] = {}
@@ -213,8 +212,13 @@ class Rendezvous:
             self._tell(answer, guests)
         return answer
 
-    def _guests(self, servers: list[socket.socket], left: Callable[[], float], more) -> Guests:
-        """Those who come to these sockets, or to the lock; `left`: seconds that node 0 waits."""
+    def _guests(
+        self,
+        servers: list[socket.socket],
+        left: Callable[[], float],  # seconds that node 0 still waits
+        more: Callable[[], dict],  # of the greeting
+    ) -> Guests:
+        """Those who come to these sockets, or to the lock."""
 
         def greet() -> dict:
             return {
