@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import re
 import signal
@@ -21,7 +22,7 @@ import pytest
 from launcher import rendezvous, wire
 from support.launcher_folder import LauncherFolder
 from support.nodes import NamespacePair
-from support.processes import ROOT, WITH_STAND_IN, Run, free_port, wait_until
+from support.processes import ROOT, WITH_STAND_IN, Run, free_port, require, wait_until
 
 TOOLS = ROOT / "tools"
 
@@ -206,6 +207,26 @@ def test_of_two_nodes_of_one_rank_the_one_that_was_admitted_before_stays(first):
     assert [one.end() for one in (node_0, known, last)] == [rendezvous.Plan()] * 3
     assert isinstance(unknown.end(), rendezvous.Refused)
     assert "has its node 1 already" in str(unknown.result)
+
+
+TCP_REPAIR = 19  # linux/tcp.h: its socket is closed without a word to the other end
+
+
+@pytest.mark.parametrize("how", ["alive", "left", "rebooted"])
+def test_place_of_a_node_is_free_when_its_machine_is_gone(how):
+    """One that has lost its power does not say so; the connection seems to be there."""
+    require(os.geteuid() == 0 and sys.platform == "linux", "only root closes without a word")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        node = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    if how == "rebooted":
+        node.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
+    if how != "alive":
+        node.close()
+    if how == "left":  # and the supervisor has noticed
+        ours.close()
+    with ours, node:
+        assert rendezvous.is_gone(ours) == (how != "alive")
 
 
 # --- What comes over the network ----------------------------------------------------------------

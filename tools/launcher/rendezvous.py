@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from launcher.wire import (
 
 PROTOCOL = 2  # of what the launchers of all nodes tell each other; another number: another version
 LATE = 10  # seconds in which nodes that come after an error are told of it, too
+ECHO = 1  # seconds for the answer of a machine that knows nothing of a connection
 CONNECT_TIMEOUT = 300  # seconds to wait for the other nodes: the launcher's default
 
 
@@ -308,11 +310,14 @@ class Rendezvous:
             return {"error": why}
         if node.get("protocol") != PROTOCOL:
             return {"error": other_version(node, self.node["host"])}
-        connection = self.connections.get(node["node_rank"])
-        gone = connection is None or connection.fileno() == -1
-        if self._is_known(node) or (gone and node["node_rank"] < self.nnodes):
+        if self._is_known(node) or self._is_free(node["node_rank"]):
             return {"wait": "node 0's start has not ended yet"}
         return {"error": self._full(node["node_rank"])}
+
+    def _is_free(self, rank: int) -> bool:
+        """Whether the node of this rank is gone, and its place waits for it at the next start."""
+        connection = self.connections.get(rank)
+        return rank < self.nnodes and (connection is None or is_gone(connection))
 
     def _listen(self, plan: Plan) -> socket.socket:
         while True:
@@ -470,6 +475,19 @@ def other_version(node: dict, host_0: str) -> str:
         f"({host_0}): its launcher speaks protocol {node.get('protocol') or 1}, that of node 0 "
         f"{PROTOCOL}: use the same version on all nodes"
     )
+
+
+def is_gone(connection: socket.socket) -> bool:
+    """Whether the other end is; also that of a machine that has been started anew since.
+
+    Such a one says so only when it is sent something: here a message that tells nothing.
+    """
+    events = select.poll()
+    with contextlib.suppress(OSError, ValueError):  # it is closed, here too
+        events.register(connection, 0)  # its end alone
+        connection.sendall(pack({}))
+        return bool(events.poll(1000 * ECHO))
+    return True
 
 
 def create_server(port: int) -> socket.socket:
