@@ -387,10 +387,10 @@ def fork_for(server: ForkServer, listener: socket.socket, over: threading.Event)
                 options = {"code": argv.pop()}
             request |= {"argv": argv, "out": f"{streams}/1", "err": f"{streams}/2", "node": None}
             asking[server.fork(request | {"calls": [[module, function, options]]})] = connection
-        server.listen()
-        for pid in {*asking} & {*server.ended}:
-            with asking.pop(pid) as connection:
-                connection.sendall(f"{server.ended[pid].returncode}\n".encode())
+        for pid, end in [(pid, server.end_of(pid)) for pid in asking]:
+            if end:
+                with asking.pop(pid) as connection:
+                    connection.sendall(f"{end[0]}\n".encode())
 
 
 @pytest.mark.parametrize("real", [False, *long(True)], ids=["forked", "torchrun"])

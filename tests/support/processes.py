@@ -143,34 +143,34 @@ def processes(test_id: str) -> list[Process]:
     return found
 
 
-def leftover(test_id: str, kill: bool = False) -> list[str]:
-    """`PID command` of each process still alive that was started under `test_id`."""
-    found = processes(test_id)
-    if kill:
+def kill_leftover(test_id: str, but: int | None = None) -> list[str]:
+    """Kill what is left of `test_id`, except process `but`, until nothing is; returns
+    `PID command` of what the first look found.
+    """
+    first: list[str] | None = None
+    deadline = time.monotonic() + 10
+    while True:
+        found = [process for process in processes(test_id) if process.pid != but]
+        if first is None:
+            first = [f"{process.pid} {process.command[:200]}" for process in found]
+        if not found or time.monotonic() > deadline:
+            return first
         for process in found:
             with contextlib.suppress(OSError):
                 os.kill(process.pid, signal.SIGKILL)
-    return [f"{process.pid} {process.command[:200]}" for process in found]
-
-
-def kill_leftover(test_id: str) -> list[str]:
-    """Kill what is left of `test_id` until nothing is; returns what the first look found."""
-    first = leftover(test_id, kill=True)
-    deadline = time.monotonic() + 10
-    while leftover(test_id, kill=True) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return first
 
 
-def assert_none_left(test_id: str, within: float = 5.0) -> None:
-    """Fails, after having killed it, when a process of `test_id` is still alive `within` seconds
-    from now.
+def assert_none_left(test_id: str, within: float = 5.0, but: int | None = None) -> None:
+    """Fails, after having killed it, when a process of `test_id`, except `but`, is still alive
+    `within` seconds from now.
     """
     deadline = time.monotonic() + within
-    while leftover(test_id):
+    while any(process.pid != but for process in processes(test_id)):
         if time.monotonic() > deadline:
-            pytest.fail(f"still alive {within:g} s after the run: {kill_leftover(test_id)}")
-        time.sleep(0.1)
+            left = kill_leftover(test_id, but)
+            pytest.fail(f"still alive {within:g} s after the run: {left}")
+        time.sleep(0.05)
 
 
 # With these variables `python -m torch.distributed.run` is the stand-in, which starts in no time.
@@ -227,7 +227,35 @@ class Run:
         return f"$ {shlex.join(self.command)[:600]}\n{end}\n{text}"
 
 
-class Started:
+class Watched:
+    """What runs and writes; Started is one, forks.Ranks the other."""
+
+    def text(self) -> str:
+        """What has been written so far."""
+        raise NotImplementedError
+
+    def running(self) -> bool:
+        raise NotImplementedError
+
+    def fail(self, why: str) -> NoReturn:
+        """Ends it, and the test, with what it wrote."""
+        raise NotImplementedError
+
+    def wait_for(self, pattern: str, timeout: float = 120) -> re.Match:
+        """The first match of `pattern` (multi-line mode) in the text; fails at once when it ends
+        without.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            over = not self.running() or time.monotonic() > deadline
+            if match := re.search(pattern, self.text(), re.MULTILINE):
+                return match
+            if over:
+                self.fail(f"no {pattern!r} in the output")
+            time.sleep(0.02)
+
+
+class Started(Watched):
     """A command that runs in a session of its own and writes to a file, so that no reader can hold
     it up.
     """
@@ -273,23 +301,10 @@ class Started:
         return self.process.pid
 
     def text(self) -> str:
-        """What the command has written so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def wait_for(self, pattern: str, timeout: float = 60) -> re.Match:
-        """The first match of `pattern` (multi-line mode); fails at once when the command ends
-        without it.
-        """
-        deadline = time.monotonic() + timeout
-        while True:
-            ended = self.process.poll() is not None
-            match = re.search(pattern, self.text(), re.MULTILINE)
-            if match:
-                return match
-            if ended or time.monotonic() > deadline:
-                why = "ended" if ended else f"waited {timeout:g} s"
-                self._fail(f"{why} without {pattern!r} in the output")
-            time.sleep(0.05)
+    def running(self) -> bool:
+        return self.process.poll() is None
 
     def pids(self, pattern: str = "") -> list[int]:
         """Process ids of this run whose command line contains `pattern`."""
@@ -302,7 +317,7 @@ class Started:
         ranks = {p.pid for p in found}
         chosen = [p.pid for p in found if p.parent not in ranks]
         if not chosen:
-            self._fail(f"no process of rank {rank}")
+            self.fail(f"no process of rank {rank}")
         return chosen[0]
 
     def signal(self, number: int) -> None:
@@ -322,9 +337,9 @@ class Started:
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self._fail(f"still running after {timeout:g} s")
+            self.fail(f"still running after {timeout:g} s")
         if expect is not None and code != expect:
-            self._fail(f"exit code {code}, expected {expect}")
+            self.fail(f"exit code {code}, expected {expect}")
         try:
             if clean is not None:
                 assert_none_left(self.test_id, clean)
@@ -361,7 +376,7 @@ class Started:
         code = self.process.returncode
         return Run(self.command, code, self.text(), seconds, self.test_id, err)
 
-    def _fail(self, why: str) -> NoReturn:
+    def fail(self, why: str) -> NoReturn:
         self._stop()
         run = self._result()
         self._forget()
