@@ -228,18 +228,9 @@ class Run:
 
 
 class Watched:
-    """What runs and writes; Started is one, forks.Ranks the other."""
-
-    def text(self) -> str:
-        """What has been written so far."""
-        raise NotImplementedError
-
-    def running(self) -> bool:
-        raise NotImplementedError
-
-    def fail(self, why: str) -> NoReturn:
-        """Ends it, and the test, with what it wrote."""
-        raise NotImplementedError
+    """What runs, or has ended: it has a `text` that it wrote, is `running`, and can `fail` the
+    test. Started is one, forks.Ranks the other.
+    """
 
     def wait_for(self, pattern: str, timeout: float = 120) -> re.Match:
         """The first match of `pattern` (multi-line mode) in the text; fails at once when it ends
@@ -301,6 +292,7 @@ class Started(Watched):
         return self.process.pid
 
     def text(self) -> str:
+        """What the command has written so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def running(self) -> bool:
