@@ -26,7 +26,7 @@ import pytest
 
 from launcher.supervisor import STOPPED
 from support.forks import shared, write
-from support.processes import ROOT, SCRIPT, Run, base_env, long, new_test_id, start
+from support.processes import ROOT, SCRIPT, base_env, long, new_test_id, start
 from test_probe import SMALL
 
 README, PROBE = "README.md", "tools/probe_link.py"
@@ -113,9 +113,9 @@ PRELUDE += "\n".join(f'function {name} {{ note {name} "$@"; }}' for name in NOTE
 ARRAYS = re.findall(r"^\w+=\(.*?\)$", "".join(PAGES[README].commands), re.MULTILINE | re.DOTALL)
 
 
-def environment(folder: Path, really: bool = False) -> dict[str, str]:
+def environment(folder: Path, **variables: str) -> dict[str, str]:
     env = {"CALLS": str(folder / "calls"), "VARIABLES": " ".join(VARIABLES)}
-    return base_env(new_test_id(), env | {"REALLY": "yes" if really else "no", "STAND_IN": ""})
+    return base_env(new_test_id(), env | {"REALLY": "no", "STAND_IN": ""} | variables)
 
 
 @pytest.fixture(scope="module")
@@ -264,10 +264,11 @@ def test_tool_options_are_accepted(all_calls, monkeypatch):
 def test_torchrun_commands_parse_and_readmes_are_those_of_the_script(calls, script):
     """Typed as they stand: one process, and two nodes by static rendezvous, each with its rank."""
     assert len(script.torchruns) >= 6
-    for known in (SimpleNamespace(**facts) for facts in script.torchruns):
-        assert known.training_script in (SCRIPT.name, PROBE)
-        assert known.standalone or int(known.nnodes) > known.node_rank
-        assert known.standalone or (known.rdzv_backend, bool(known.rdzv_endpoint)) == ("static", 1)
+    for known in script.torchruns:
+        assert known["training_script"] in (SCRIPT.name, PROBE)
+        if not known["standalone"]:
+            assert int(known["nnodes"]) > known["node_rank"]
+            assert known["rdzv_backend"] == "static" and known["rdzv_endpoint"]
     found = torchrun_calls(calls[README])
     known = script.torchruns[: len(found)]  # README is the first page
     shown = [(k["standalone"], k["nproc_per_node"], k["node_rank"]) for k in known]
@@ -372,7 +373,7 @@ def test_commands_on_the_small_set_run(tmp_path, real):
     ignored = shutil.ignore_patterns(".*", "data", "logs", "tests", "__pycache__", "coco", "*.pt")
     project = shutil.copytree(ROOT, tmp_path / "project", ignore=ignored)
     script = "\n".join([PRELUDE, *(text for page in PAGES.values() for text in page.commands)])
-    env, shown = environment(tmp_path, True), ["the commands of all pages"]
+    env, shown = environment(tmp_path, REALLY="yes"), ["the commands of all pages"]
     if not real:
         for name in (SCRIPT.name, PROBE, "inline.py"):
             shutil.copy(STAND_IN / "program.py", project / name)
@@ -386,17 +387,16 @@ def test_commands_on_the_small_set_run(tmp_path, real):
                     started.fail("still running after 400 s")
                 fork_what_is_asked(project, asking)
                 time.sleep(0.02)
-            output = started.finish().out
+            run = started.finish()
         finally:
             if asking:
                 shared().clear()  # what is left of a run that failed
-    run = Run(shown, 0, output, 0, "")
     assert [step for _, step, _ in run.steps(0)] == [1, 2, 3, 4, 5, 6]
     assert [step for _, step, _ in run.steps(1)] == [1, 2, 3, 4]
     assert run.json_line("Run")["start_step"] == 4
     assert run.json_line("Summary")["replicas_identical"] is True
     assert len([line for line in run.lines(0) if line.startswith("Cleanup complete.")]) == 2
-    assert "<All keys matched successfully>" in output
+    assert "<All keys matched successfully>" in run.out
     assert len(list(tmp_path.glob("project/logs/*/node0.log"))) == 1
 
     # The excerpt on the first screen has the form of what was printed just now.

@@ -166,13 +166,15 @@ def checkout(tmp_path):
 
 
 def test_an_active_environment_is_used_as_it_is(checkout):
-    active = checkout.environment("active", *WITHOUT_PLOTS)
-    for info in site(active).glob("*.dist-info"):  # some builds have none
-        shutil.rmtree(info)
+    versions = {"torch": "2.11rc1+cu130", "torchvision": "0.26.0"}
+    active = checkout.environment("active", *WITHOUT_PLOTS, **versions)
     python, before = active / "bin/python", checkout.picture()
     for variable in ({"VIRTUAL_ENV": active}, {"CONDA_PREFIX": active}, {"PYTHON": python}):
         assert checkout.ends(0, python, **variable) == ""
     assert checkout.picture() == before
+    for info in site(active).glob("*.dist-info"):  # some builds have none
+        shutil.rmtree(info)
+    assert checkout.ends(0, python, PYTHON=python) == ""
     (site(active) / "torch/__init__.py").unlink()  # an empty folder named torch is not torch
     (checkout.path / "torch").mkdir()  # nor is one in the working directory
     (checkout.path / "torch/__init__.py").touch()
@@ -199,20 +201,12 @@ def test_an_active_environment_that_lacks_something_is_named_before_anything_is_
 
 
 def test_torch_that_is_too_old_is_named_with_both_versions(checkout):
+    """Compared as numbers: 2.8 comes before 2.11."""
     versions = {"torch": "2.8.0a0+5228986c39.nv25.06", "torchvision": "0.25.1"}
     active = checkout.environment("active", *WITHOUT_PLOTS, **versions)
     line = checkout.only_line(VIRTUAL_ENV=active)
     assert f"torch {versions['torch']}, and 2.11 or newer is needed; torchvision 0.25.1" in line
     assert "pip install 'torch>=2.11' 'torchvision>=0.26')" in line
-
-
-def test_versions_are_compared_as_numbers():
-    release = python_check.release
-    assert release("2.11.0+cu130") == release("2.11rc1") == (2, 11)
-    assert release("2.8.0a0+5228986c39.nv25.06") < release("2.11") < release("3.0")
-    required = python_check.read_requirements(ROOT / "requirements.txt")
-    assert list(required) == list(REQUIRED)
-    assert required["torch"] == "2.11" and required["torchvision"] == "0.26"
 
 
 @LONG
@@ -577,12 +571,9 @@ def test_what_does_not_work_is_said_before_it_is_used(checkout, uv_wheel):
 # Moments of an install in their order, each by what is there from then on.
 MOMENTS = {
     "the lock has no name": lambda c: c.lock.exists(),
-    "the lock has a name": lambda c: (c.lock / "owner").exists(),
     "the environment is begun": lambda c: (c.venv / "begun").exists(),
-    "pip is half there": lambda c: (site(c.venv) / "pip").exists(),
     "the environment is made": lambda c: c.whole.exists(),
     "uv is half there": lambda c: (c.venv / "bin/uv").exists(),
-    "uv has begun": lambda c: (c.venv / "uv-cache").exists(),
     "the first package is half there": lambda c: any(
         (site(c.venv) / module).exists() for module in REQUIRED.values()
     ),

@@ -379,11 +379,15 @@ class ForkServer:
             own = dict(of_rank(rank))
             places: dict[str, str] = {}
             if nproc > 1 or torchrun:
-                local = (0, 1) if nodes else (rank, nproc)
-                master = nodes.addresses[0] if nodes else "127.0.0.1"
-                places.update(RANK=str(rank), WORLD_SIZE=str(nproc), MASTER_PORT=port)
-                places.update(LOCAL_RANK=str(local[0]), LOCAL_WORLD_SIZE=str(local[1]))
-                places.update(MASTER_ADDR=master)
+                local_rank, local_size = (0, 1) if nodes else (rank, nproc)
+                places = {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(nproc),
+                    "LOCAL_RANK": str(local_rank),
+                    "LOCAL_WORLD_SIZE": str(local_size),
+                    "MASTER_ADDR": nodes.addresses[0] if nodes else "127.0.0.1",
+                    "MASTER_PORT": port,
+                }
             places |= {**(env or {}), **own.get("env", {})}
             last = functools.partial(call, **options, **own.get("options", {}))
             requests.append(
