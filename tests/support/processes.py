@@ -98,18 +98,14 @@ def base_env(test_id: str, extra: Mapping[str, str | None] | None = None) -> dic
     return {name: value for name, value in env.items() if value is not None}
 
 
-def wait_until(
-    condition: Callable[[], object], timeout: float, what: str, interval: float = 0.05
-) -> object:
+def wait_until(condition: Callable[[], object], timeout: float, what: str) -> object:
     """The first true value of `condition()`; fails after `timeout` seconds, naming `what`."""
     deadline = time.monotonic() + timeout
-    while True:
-        value = condition()
-        if value:
-            return value
+    while not (value := condition()):
         if time.monotonic() > deadline:
             pytest.fail(f"waited {timeout:g} s for {what}")
-        time.sleep(interval)
+        time.sleep(0.05)
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +116,9 @@ class Process:
     env: dict[str, str]
 
 
-def processes(test_id: str) -> list[Process]:
-    """Each process still alive that was started under `test_id`, wherever it has moved.
+def processes(test_id: str, but: int | None = None) -> list[Process]:
+    """Each process still alive that was started under `test_id`, except `but`, wherever it has
+    moved.
 
     torchrun gives each rank a session of its own and SLURM runs tasks under its daemons, so
     neither process group nor parent finds them all; the environment is inherited by every one. A
@@ -132,7 +129,7 @@ def processes(test_id: str) -> list[Process]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
             env = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            if mark not in env:
+            if mark not in env or folder.name == str(but):
                 continue
             command = (folder / "cmdline").read_bytes().decode(errors="replace")
             # The name, in parentheses, may itself hold spaces: state and parent follow the last.
@@ -143,19 +140,11 @@ def processes(test_id: str) -> list[Process]:
     return found
 
 
-def kill_leftover(test_id: str, but: int | None = None) -> list[str]:
-    """Kill what is left of `test_id`, except process `but`, until nothing is; returns
-    `PID command` of what the first look found.
-    """
-    first: list[str] | None = None
+def kill_leftover(test_id: str, but: int | None = None) -> None:
+    """Kill what is left of `test_id`, except process `but`, until nothing is."""
     deadline = time.monotonic() + 10
-    while True:
-        found = [process for process in processes(test_id) if process.pid != but]
-        if first is None:
-            first = [f"{process.pid} {process.command[:200]}" for process in found]
-        if not found or time.monotonic() > deadline:
-            return first
-        for process in found:
+    while (left := processes(test_id, but)) and time.monotonic() < deadline:
+        for process in left:
             with contextlib.suppress(OSError):
                 os.kill(process.pid, signal.SIGKILL)
         time.sleep(0.05)
@@ -166,10 +155,11 @@ def assert_none_left(test_id: str, within: float = 5.0, but: int | None = None) 
     `within` seconds from now.
     """
     deadline = time.monotonic() + within
-    while any(process.pid != but for process in processes(test_id)):
+    while left := processes(test_id, but):
         if time.monotonic() > deadline:
-            left = kill_leftover(test_id, but)
-            pytest.fail(f"still alive {within:g} s after the run: {left}")
+            kill_leftover(test_id, but)
+            found = [f"{process.pid} {process.command[:200]}" for process in left]
+            pytest.fail(f"still alive {within:g} s after the run: {found}")
         time.sleep(0.05)
 
 
@@ -375,11 +365,7 @@ class Started(Watched):
         pytest.fail(f"{why}\n{run.tail()}")
 
 
-def start(command: Sequence[object], **options: Any) -> Started:
-    """Start a command in the background, with the options of `Started`. Use it as a context
-    manager, or call `finish` or `kill`.
-    """
-    return Started(command, **options)
+start = Started  # as a context manager, or with a call of `finish` or `kill`
 
 
 def demo_command(
@@ -403,16 +389,13 @@ def run_demo(
     args: Iterable[object],
     nproc: int = 1,
     timeout: float = 120,
-    env: Mapping[str, str] | None = None,
     launcher: str = "torchrun",
     expect: int | None = 0,
-    cwd: Path | str | None = None,
-    split: bool = False,
     script: Path | str = SCRIPT,
+    **options: Any,
 ) -> Run:
-    """Run the real script to its end. Fails on a timeout, on another exit code, and on a process
-    that is left.
+    """Run the real script to its end, with the options of `Started`. Fails on a timeout, on
+    another exit code, and on a process that is left.
     """
-    command = demo_command(args, nproc, launcher, script)
-    with start(command, env=env, cwd=cwd, split=split) as started:
+    with start(demo_command(args, nproc, launcher, script), **options) as started:
         return started.finish(timeout, expect)
