@@ -314,6 +314,9 @@ def test_coco_comes_from_its_own_site(calls):
 def test_batch_script_is_the_tested_one():
     """test_schedulers.py runs docs/slurm.md's on a SLURM cluster; no page shows another."""
     assert [name for name, page in PAGES.items() for _ in page.files] == ["docs/slurm.md"]
+    (text,) = PAGES["docs/slurm.md"].files
+    done = subprocess.run(["bash", "-n", "-c", text], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # Of a log's sentences, what follows a 1 and any other number.
