@@ -48,30 +48,25 @@ VARIABLES = ["NNODES", "NODE_RANK", "MASTER_ADDR", "GPUS_PER_NODE", "GPUS", "RES
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+def anchor(title: str) -> str:
+    """GitHub's: lower case, spaces to dashes, without punctuation."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
 class Page:
     """One of them, by its path under the repository's root."""
 
     def __init__(self, name: str) -> None:
         self.name, self.text = name, (ROOT / name).read_text()
         blocks = [(m[1], m[2]) for m in FENCED.finditer(self.text)]
-        self.shell = [text for kind, text in blocks if kind == "bash"]
-        self.files = [text for text in self.shell if text.startswith("#!")]
-        self.commands = [text for text in self.shell if text not in self.files]
+        shell = [text for kind, text in blocks if kind == "bash"]
+        self.files = [text for text in shell if text.startswith("#!")]
+        self.commands = [text for text in shell if text not in self.files]
         self.printed = [text for kind, text in blocks if kind == "text"]
         self.kinds = {kind for kind, _ in blocks}
         self.prose = FENCED.sub("", self.text)
-        self.titles = re.findall(r"^#+ (.*)$", self.prose, re.MULTILINE)
-
-    def anchors(self) -> list[str]:
-        return [anchor(title) for title in self.titles]
-
-    def links(self) -> list[str]:
-        return re.findall(r"\]\(([^)]+)\)", self.prose)
-
-
-def anchor(title: str) -> str:
-    """GitHub's: lower case, spaces to dashes, without punctuation."""
-    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        self.anchors = [*map(anchor, re.findall(r"^#+ (.*)$", self.prose, re.MULTILINE))]
+        self.links = re.findall(r"\]\(([^)]+)\)", self.prose)
 
 
 DOCS = [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
@@ -524,9 +519,9 @@ def test_short_tables_are_part_of_the_long_ones():
 @every_page
 def test_links_resolve_and_sections_have_names_of_their_own(page):
     assert page.text.startswith("# ") and "@@" not in page.text
-    assert len({*page.anchors()}) == len(page.anchors())  # a second one would get another anchor
-    assert page.links()
-    for link in page.links():
+    assert len({*page.anchors}) == len(page.anchors)  # a second one would get another anchor
+    assert page.links
+    for link in page.links:
         if link.startswith("https://"):
             continue
         path, _, place = link.partition("#")
@@ -534,7 +529,7 @@ def test_links_resolve_and_sections_have_names_of_their_own(page):
         assert target.is_file() and target.is_relative_to(ROOT), link
         if place:
             name = str(target.relative_to(ROOT))
-            assert place in PAGES[name].anchors(), f"{link}: no such section in {name}"
+            assert place in PAGES[name].anchors, f"{link}: no such section in {name}"
 
 
 def test_contents_list_every_section_and_page():
@@ -545,7 +540,7 @@ def test_contents_list_every_section_and_page():
     pages = re.findall(r"\]\((docs/\w+\.md)\) ?(?:·|$)", readme.prose, re.MULTILINE)
     assert sorted(pages) == DOCS
     for name in DOCS:
-        assert any(link.startswith("../README.md") for link in PAGES[name].links()), name
+        assert any(link.startswith("../README.md") for link in PAGES[name].links), name
 
 
 def test_readme_begins_with_the_two_commands_the_picture_and_the_log():
