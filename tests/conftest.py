@@ -36,26 +36,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # --- What a test starts of the real parts, told at the end of the output ----------------------
 
-REAL_PARTS = ("torchrun", "launcher", "namespaces", "SLURM")
+# By what stands in a command line; not with the stand-in of torchrun, nor to read a --help.
+REAL_PARTS = {
+    "torchrun": r"^(?!.*--help).*torch\.distributed\.run",
+    "launcher": r"^(?!.*--help).*(launch_single\.sh|launch_multinode\.sh|supervise\.py)",
+    "namespaces": r"\b(netns|nsenter|unshare)\b",
+    "SLURM": r"\b(srun|sbatch|slurmctld)\b",
+}
 _started: set[str] = set()
 
 
 def _notice(event: str, values: tuple) -> None:
-    """Of each process that this one starts: which real part it is, by its command line."""
+    """Of each process that this one starts: which real part it is."""
     if event != "subprocess.Popen":
         return
     _, arguments, _, environ = values
-    command = " ".join(map(os.fsdecode, arguments))
+    command = " ".join(map(os.fsdecode, arguments)).replace("\n", " ")
     python_path = (os.environ if environ is None else environ).get("PYTHONPATH", "")
-    if "stand_in" not in python_path and "--help" not in command:
-        if "torch.distributed.run" in command:
-            _started.add("torchrun")
-        elif re.search(r"(launch_single|launch_multinode)\.sh|supervise\.py", command):
-            _started.add("launcher")
-    if re.search(r"\b(netns|nsenter|unshare)\b", command):
-        _started.add("namespaces")
-    if re.search(r"\b(srun|sbatch|slurmctld)\b", command):
-        _started.add("SLURM")
+    parts = {part for part, pattern in REAL_PARTS.items() if re.search(pattern, command)}
+    _started.update(parts - ({"torchrun", "launcher"} if "stand_in" in python_path else set()))
 
 
 sys.addaudithook(_notice)
@@ -85,7 +84,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 # These take the longest or wait the most: started last, one of them would run alone at the end.
-FIRST = (
+FIRST = [
     "demo",
     "launchers",
     "faults",
@@ -94,7 +93,7 @@ FIRST = (
     "hang_report",
     "python_env",
     "probe",
-)
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -120,21 +119,9 @@ def sample(shared_tmp: Path) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the first worker makes it, the others wait
         done = folder / "done"
         if not done.exists():
-            subprocess.run(
-                [
-                    sys.executable,
-                    ROOT / "tools" / "make_sample_coco.py",
-                    folder,
-                    "--images",
-                    "96",
-                    "--val_images",
-                    "20",
-                    "--seed",
-                    "0",
-                ],
-                check=True,
-                timeout=120,
-            )
+            command = [sys.executable, ROOT / "tools" / "make_sample_coco.py", folder]
+            command += ["--images", "96", "--val_images", "20", "--seed", "0"]
+            subprocess.run(command, check=True, timeout=120)
             done.touch()
     return folder
 

@@ -15,24 +15,22 @@ import importlib
 import json
 import os
 import re
-import select
 import shutil
-import socket
 import subprocess
-import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from launcher.supervisor import STOPPED
-from support.forks import ForkServer, shared, write
-from support.processes import ROOT, SCRIPT, Run, base_env, long, new_test_id, start
+from support.forks import shared, write
+from support.processes import ROOT, SCRIPT, base_env, long, new_test_id, start
 from test_probe import SMALL
 
 README, PROBE = "README.md", "tools/probe_link.py"
+STAND_IN = ROOT / "tests" / "support" / "stand_in"
 LAUNCHERS = ["launch_single.sh", "launch_multinode.sh"]
 # Options of programs that are not in this repository. torchrun's are asked of torchrun itself.
 FOREIGN = {
@@ -50,30 +48,25 @@ VARIABLES = ["NNODES", "NODE_RANK", "MASTER_ADDR", "GPUS_PER_NODE", "GPUS", "RES
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+def anchor(title: str) -> str:
+    """GitHub's: lower case, spaces to dashes, without punctuation."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
 class Page:
     """One of them, by its path under the repository's root."""
 
     def __init__(self, name: str) -> None:
         self.name, self.text = name, (ROOT / name).read_text()
         blocks = [(m[1], m[2]) for m in FENCED.finditer(self.text)]
-        self.shell = [text for kind, text in blocks if kind == "bash"]
-        self.files = [text for text in self.shell if text.startswith("#!")]
-        self.commands = [text for text in self.shell if text not in self.files]
+        shell = [text for kind, text in blocks if kind == "bash"]
+        self.files = [text for text in shell if text.startswith("#!")]
+        self.commands = [text for text in shell if text not in self.files]
         self.printed = [text for kind, text in blocks if kind == "text"]
         self.kinds = {kind for kind, _ in blocks}
         self.prose = FENCED.sub("", self.text)
-        self.titles = re.findall(r"^#+ (.*)$", self.prose, re.MULTILINE)
-
-    def anchors(self) -> list[str]:
-        return [anchor(title) for title in self.titles]
-
-    def links(self) -> list[str]:
-        return re.findall(r"\]\(([^)]+)\)", self.prose)
-
-
-def anchor(title: str) -> str:
-    """GitHub's: lower case, spaces to dashes, without punctuation."""
-    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        self.anchors = [*map(anchor, re.findall(r"^#+ (.*)$", self.prose, re.MULTILINE))]
+        self.links = re.findall(r"\]\(([^)]+)\)", self.prose)
 
 
 DOCS = [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
@@ -115,26 +108,27 @@ PRELUDE += "\n".join(f'function {name} {{ note {name} "$@"; }}' for name in NOTE
 ARRAYS = re.findall(r"^\w+=\(.*?\)$", "".join(PAGES[README].commands), re.MULTILINE | re.DOTALL)
 
 
-def environment(folder: Path, really: bool = False) -> dict[str, str]:
+def environment(folder: Path, **variables: str) -> dict[str, str]:
     env = {"CALLS": str(folder / "calls"), "VARIABLES": " ".join(VARIABLES)}
-    return base_env(new_test_id(), env | {"REALLY": "yes" if really else "no", "STAND_IN": ""})
+    return base_env(new_test_id(), env | {"REALLY": "no", "STAND_IN": ""} | variables)
 
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory) -> dict[str, list[list[str]]]:
     """The calls that the commands of each page make; nothing runs.
 
-    A command that none of the functions knows, or one that fails, fails the test.
+    What is no sound bash, a command that none of the functions knows, or one that fails, fails the
+    test.
     """
     found = {}
     for page in PAGES.values():
         folder = tmp_path_factory.mktemp("calls")
         (folder / "calls").touch()
         script = "\n".join([PRELUDE, *(ARRAYS if page.name != README else []), *page.commands])
-        env = environment(folder)
-        how = dict(env=env, cwd=folder, capture_output=True, text=True, timeout=20)
+        how = dict(env=environment(folder), cwd=folder, capture_output=True, text=True, timeout=20)
         done = subprocess.run(["bash", "-c", script], **how)
-        assert done.returncode == 0, f"{page.name}: {done.stderr}"
+        assert (done.returncode, done.stderr) == (0, ""), page.name
+        assert page.kinds <= {"bash", "text"}, "a block of another kind would not be checked"
         noted = (folder / "calls").read_text().split("\0\0")
         found[page.name] = [call.split("\0") for call in noted if call]
     return found
@@ -227,15 +221,6 @@ def rows(head: str) -> list[list[str]]:
 # --- commands --------------------------------------------------------------------------------
 
 
-@every_page
-def test_blocks_are_sound_bash(page):
-    assert page.kinds <= {"bash", "text"}, "a block of another kind would not be checked"
-    for block in page.shell:
-        how = dict(text=True, capture_output=True, timeout=20)
-        done = subprocess.run(["bash", "-n"], input=block, **how)
-        assert (done.returncode, done.stderr) == (0, ""), block
-
-
 def test_every_use_is_shown(calls, all_calls):
     """Guards the tests below: a command that is no longer found would no longer be checked."""
     found = Counter(program(call)[0] for call in all_calls)
@@ -274,10 +259,11 @@ def test_tool_options_are_accepted(all_calls, monkeypatch):
 def test_torchrun_commands_parse_and_readmes_are_those_of_the_script(calls, script):
     """Typed as they stand: one process, and two nodes by static rendezvous, each with its rank."""
     assert len(script.torchruns) >= 6
-    for known in (SimpleNamespace(**facts) for facts in script.torchruns):
-        assert known.training_script in (SCRIPT.name, PROBE)
-        assert known.standalone or int(known.nnodes) > known.node_rank
-        assert known.standalone or (known.rdzv_backend, bool(known.rdzv_endpoint)) == ("static", 1)
+    for known in script.torchruns:
+        assert known["training_script"] in (SCRIPT.name, PROBE)
+        if not known["standalone"]:
+            assert int(known["nnodes"]) > known["node_rank"]
+            assert known["rdzv_backend"] == "static" and known["rdzv_endpoint"]
     found = torchrun_calls(calls[README])
     known = script.torchruns[: len(found)]  # README is the first page
     shown = [(k["standalone"], k["nproc_per_node"], k["node_rank"]) for k in known]
@@ -312,17 +298,20 @@ def test_files_and_tests_that_commands_name_exist(all_calls):
 
 
 def test_coco_comes_from_its_own_site(calls):
+    site = "http://images.cocodataset.org"
+    names = ["zips/train2017", "zips/val2017", "annotations/annotations_trainval2017"]
     urls = [call[-1] for call in calls[README] if call[0] == "curl"]
-    files = ["train2017.zip", "val2017.zip", "annotations_trainval2017.zip"]
-    assert [url.rpartition("/")[2] for url in urls] == files
-    assert {url.partition("org/")[0] for url in urls} == {"http://images.cocodataset."}
+    assert urls == [f"{site}/{name}.zip" for name in names]
     unzipped = [call[2] for call in calls[README] if call[0] == "unzip"]
-    assert unzipped == [f"coco/{name}" for name in files]
+    assert unzipped == [f"coco/{Path(name).name}.zip" for name in names]
 
 
 def test_batch_script_is_the_tested_one():
     """test_schedulers.py runs docs/slurm.md's on a SLURM cluster; no page shows another."""
     assert [name for name, page in PAGES.items() for _ in page.files] == ["docs/slurm.md"]
+    (text,) = PAGES["docs/slurm.md"].files
+    done = subprocess.run(["bash", "-n", "-c", text], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # Of a log's sentences, what follows a 1 and any other number.
@@ -354,43 +343,23 @@ FORKED = {
 }
 
 
-@contextlib.contextmanager
-def forked(server: ForkServer, project: Path) -> Iterator[dict[str, str]]:
-    """Puts the stand-in program.py in the place of each program that imports torch, and does what
-    these ask for; the variables with which the commands take them.
+def fork_what_is_asked(project: Path, asking: dict[Path, int]) -> None:
+    """Does what the stand-in program.py asks for, in forked processes, and tells how they ended;
+    `asking` holds their process ids by the file of the question.
     """
-    stand_in, over = ROOT / "tests" / "support" / "stand_in", threading.Event()
-    for name in (SCRIPT.name, PROBE, "inline.py"):
-        shutil.copy(stand_in / "program.py", project / name)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=fork_for, args=(server, listener, over))
-        thread.start()
-        try:
-            port = str(listener.getsockname()[1])
-            yield {"STAND_IN": str(stand_in), "INLINE": "inline.py", "FORKS": port}
-        finally:
-            over.set()
-            thread.join()
-            server.clear()  # what is left of a run that failed
-
-
-def fork_for(server: ForkServer, listener: socket.socket, over: threading.Event) -> None:
-    """Forks for each who asks, and answers with the exit code, until it is over."""
-    asking: dict[int, socket.socket] = {}
-    while not over.is_set():
-        if select.select([listener], [], [], 0.02)[0]:
-            connection, _ = listener.accept()
-            request = json.loads(connection.makefile().readline())
-            (path, *argv), streams = request.pop("argv"), f"/proc/{request.pop('pid')}/fd"
-            module, function, options = FORKED[Path(path).name]
-            if function == "run_code":
-                options = {"code": argv.pop()}
-            request |= {"argv": argv, "out": f"{streams}/1", "err": f"{streams}/2", "node": None}
-            asking[server.fork(request | {"calls": [[module, function, options]]})] = connection
-        server.listen()
-        for pid in {*asking} & {*server.ended}:
-            with asking.pop(pid) as connection:
-                connection.sendall(f"{server.ended[pid].returncode}\n".encode())
+    for file in project.glob("*.asked"):
+        request = json.loads(file.read_text())
+        file.unlink()
+        (path, *argv), streams = request.pop("argv"), f"/proc/{file.stem}/fd"
+        module, function, options = FORKED[Path(path).name]
+        if function == "run_code":
+            options = {"code": argv.pop()}
+        request |= {"argv": argv, "out": f"{streams}/1", "err": f"{streams}/2", "node": None}
+        asking[file] = shared().fork(request | {"calls": [[module, function, options]]})
+    for file, end in [(file, shared().end_of(pid)) for file, pid in asking.items()]:
+        if end:
+            file.with_suffix(".code").write_text(f"{end[0]}\n")
+            del asking[file]
 
 
 @pytest.mark.parametrize("real", [False, *long(True)], ids=["forked", "torchrun"])
@@ -402,19 +371,30 @@ def test_commands_on_the_small_set_run(tmp_path, real):
     ignored = shutil.ignore_patterns(".*", "data", "logs", "tests", "__pycache__", "coco", "*.pt")
     project = shutil.copytree(ROOT, tmp_path / "project", ignore=ignored)
     script = "\n".join([PRELUDE, *(text for page in PAGES.values() for text in page.commands)])
-    env, shown = environment(tmp_path, True), ["the commands of all pages"]
-    with contextlib.ExitStack() as stack:
-        env |= {} if real else stack.enter_context(forked(shared(), project))
-        command = ["bash", "-c", script]
-        started = stack.enter_context(start(command, env=env, cwd=project, shown=shown))
-        output = started.finish(timeout=400).out
-    run = Run(shown, 0, output, 0, "")
+    env, shown = environment(tmp_path, REALLY="yes"), ["the commands of all pages"]
+    if not real:
+        for name in (SCRIPT.name, PROBE, "inline.py"):
+            shutil.copy(STAND_IN / "program.py", project / name)
+        env |= {"STAND_IN": str(STAND_IN), "INLINE": "inline.py", "FORKS": str(project)}
+    asking: dict[Path, int] = {}
+    with start(["bash", "-c", script], env=env, cwd=project, shown=shown) as started:
+        try:
+            deadline = time.monotonic() + 400
+            while started.running():
+                if time.monotonic() > deadline:
+                    started.fail("still running after 400 s")
+                fork_what_is_asked(project, asking)
+                time.sleep(0.02)
+            run = started.finish()
+        finally:
+            if asking:
+                shared().clear()  # what is left of a run that failed
     assert [step for _, step, _ in run.steps(0)] == [1, 2, 3, 4, 5, 6]
     assert [step for _, step, _ in run.steps(1)] == [1, 2, 3, 4]
     assert run.json_line("Run")["start_step"] == 4
     assert run.json_line("Summary")["replicas_identical"] is True
     assert len([line for line in run.lines(0) if line.startswith("Cleanup complete.")]) == 2
-    assert "<All keys matched successfully>" in output
+    assert "<All keys matched successfully>" in run.out
     assert len(list(tmp_path.glob("project/logs/*/node0.log"))) == 1
 
     # The excerpt on the first screen has the form of what was printed just now.
@@ -539,9 +519,9 @@ def test_short_tables_are_part_of_the_long_ones():
 @every_page
 def test_links_resolve_and_sections_have_names_of_their_own(page):
     assert page.text.startswith("# ") and "@@" not in page.text
-    assert len({*page.anchors()}) == len(page.anchors())  # a second one would get another anchor
-    assert page.links()
-    for link in page.links():
+    assert len({*page.anchors}) == len(page.anchors)  # a second one would get another anchor
+    assert page.links
+    for link in page.links:
         if link.startswith("https://"):
             continue
         path, _, place = link.partition("#")
@@ -549,7 +529,7 @@ def test_links_resolve_and_sections_have_names_of_their_own(page):
         assert target.is_file() and target.is_relative_to(ROOT), link
         if place:
             name = str(target.relative_to(ROOT))
-            assert place in PAGES[name].anchors(), f"{link}: no such section in {name}"
+            assert place in PAGES[name].anchors, f"{link}: no such section in {name}"
 
 
 def test_contents_list_every_section_and_page():
@@ -560,7 +540,7 @@ def test_contents_list_every_section_and_page():
     pages = re.findall(r"\]\((docs/\w+\.md)\) ?(?:·|$)", readme.prose, re.MULTILINE)
     assert sorted(pages) == DOCS
     for name in DOCS:
-        assert any(link.startswith("../README.md") for link in PAGES[name].links()), name
+        assert any(link.startswith("../README.md") for link in PAGES[name].links), name
 
 
 def test_readme_begins_with_the_two_commands_the_picture_and_the_log():

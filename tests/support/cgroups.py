@@ -8,8 +8,6 @@ from pathlib import Path
 # is CPU time; None: no limit.
 CGROUPS = {
     "no limit": ("0::/job\n", {"job/cpu.max": "max 100000"}, None),
-    "own group": ("0::/job\n", {"job/cpu.max": "400000 100000"}, 4),
-    "part of a core": ("0::/job\n", {"job/cpu.max": "20000 100000"}, 1),
     "two and a half": ("0::/job\n", {"job/cpu.max": "250000 100000"}, 3),
     "group above": (
         "0::/slice/my job/step\n",

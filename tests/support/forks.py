@@ -22,7 +22,6 @@ import os
 import re
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -40,13 +39,13 @@ from support.processes import (
     ROOT,
     SCRIPT,
     WITH_LONG,
-    Process,
     Run,
+    Watched,
+    assert_none_left,
     base_env,
     free_port,
     kill_leftover,
     new_test_id,
-    processes,
 )
 
 SMALL = not WITH_LONG  # the network of forked ranks
@@ -67,9 +66,8 @@ serve(script)
 
 
 def serve(script: str) -> None:
-    """Forks a rank for each JSON line on stdin.
-
-    Writes [process id, None] for each start and [process id, [code, seconds, bytes]] for each end.
+    """Forks a rank for each JSON line on stdin, which says its process id on stdout. The exit code
+    and the time of its end come into the file ended<process id> in this folder.
     """
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -84,27 +82,34 @@ def serve(script: str) -> None:
         finalizer.atexit = False  # of the libraries: a third of what a short process would cost
     facts = {"printed": printed.getvalue(), "threads": threading.active_count()}
     print(json.dumps(facts | {"group": demo.dist.is_initialized()}), flush=True)
-    began, unread = {}, b""
+    waiting = None
     while True:
-        if select.select([0], [], [], 0.01 if began else None)[0]:
-            piece = os.read(0, 65536)
-            if not piece:
+        if select.select([0], [], [], waiting)[0]:
+            line = sys.stdin.readline()  # there is no other one: each is answered before the next
+            if not line:
                 return
-            *lines, unread = (unread + piece).split(b"\n")
-            for request in map(json.loads, lines):
-                for module, *_ in request["calls"]:
-                    importlib.import_module(module)
-                gc.freeze()  # a collection in a forked process would copy every page
-                pid = os.fork()
-                if pid == 0:
-                    become(demo, script, **request)
-                began[pid] = time.monotonic()
-                print(json.dumps([pid, None]), flush=True)
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.wait4(-1, os.WNOHANG))[0]:
-                pid, status, used = ended
-                facts = [os.waitstatus_to_exitcode(status), time.monotonic() - began.pop(pid)]
-                print(json.dumps([pid, [*facts, used.ru_maxrss * 1024]]), flush=True)
+            request = json.loads(line)
+            for module, *_ in request["calls"]:
+                importlib.import_module(module)
+            gc.freeze()  # a collection in a forked process would copy every page
+            if os.fork() == 0:
+                become(demo, script, **request)
+        waiting = 0.01 if note_ends() else None
+
+
+def ended_file(pid: int) -> Path:
+    return Path(f"ended{pid}")
+
+
+def note_ends() -> bool:
+    """Writes what became of those that ended; True while others go on."""
+    try:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            facts = [os.waitstatus_to_exitcode(ended[1]), time.monotonic()]
+            ended_file(ended[0]).write_text(json.dumps(facts))
+    except ChildProcessError:
+        return False
+    return True
 
 
 def use_small_network() -> None:
@@ -128,6 +133,8 @@ def become(demo, script, argv, env, cwd, out, err, node, calls) -> NoReturn:
     Python's own clearing away at its exit takes seconds after a fork, and is left out.
     """
     os.setsid()
+    ended_file(os.getpid()).unlink(missing_ok=True)  # of an earlier process with this number
+    print(os.getpid(), flush=True)
     for descriptor, path in enumerate((os.devnull, out, err)):
         flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
         os.dup2(os.open(path, flags, 0o644), descriptor)
@@ -211,25 +218,12 @@ def validation_batch(demo, folder, image_list, size):
 # --- In a test -------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Ended:
-    """A rank that ended; `memory` is its largest, in bytes."""
-
-    returncode: int
-    seconds: float
-    memory: int
-
-
 @dataclasses.dataclass(kw_only=True)
 class Job(Run):
     """Ranks that ended."""
 
-    ranks: list[Ended]
+    codes: list[int]  # of each rank
     folder: Path
-
-    @property
-    def codes(self) -> list[int]:
-        return [rank.returncode for rank in self.ranks]
 
     def result(self, rank: int = 0) -> Any:
         """What `rank` has written for it."""
@@ -242,11 +236,12 @@ NO_NAME_SERVER = re.compile(
 )
 
 
-class Ranks:
+class Ranks(Watched):
     """Forked ranks at work."""
 
     def __init__(self, server: ForkServer, requests: list[dict], folder: Path) -> None:
         self._server, self.folder = server, folder
+        self._began = time.monotonic()
         self.pids = [server.fork(request) for request in requests]
         self.command = [str(SCRIPT), *requests[0]["argv"]]
 
@@ -258,40 +253,26 @@ class Ranks:
         """What they have written so far, to stdout and then to stderr."""
         return self.read("out") + self.read("err")
 
-    def ended(self) -> list[Ended | None]:
-        """Of each rank, None while it runs."""
-        self._server.listen()
-        return [self._server.ended.get(pid) for pid in self.pids]
-
     def running(self) -> bool:
-        return None in self.ended()
-
-    def wait_for(self, pattern: str, timeout: float = 120) -> re.Match:
-        """The first match of `pattern` (multi-line mode) in the output."""
-        deadline = time.monotonic() + timeout
-        while True:
-            over = not self.running() or time.monotonic() > deadline
-            if match := re.search(pattern, self.text(), re.MULTILINE):
-                return match
-            if over:
-                self.fail(f"no {pattern!r} in the output")
-            time.sleep(0.02)
+        return not all(map(self._server.end_of, self.pids))
 
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.pids[rank], number)
 
     def job(self) -> Job:
-        ended = [rank for rank in self.ended() if rank]
-        code = max((rank.returncode for rank in ended), key=abs, default=0)
-        seconds = max((rank.seconds for rank in ended), default=0)
+        """Of those that have ended so far."""
+        ended = [*filter(None, map(self._server.end_of, self.pids))]
+        codes = [code for code, _ in ended]
+        seconds = max((end for _, end in ended), default=self._began) - self._began
         texts = {"out": self.read("out"), "err": NO_NAME_SERVER.sub("", self.read("err"))}
-        facts = {"ranks": ended, "folder": self.folder, "test_id": self._server.test_id}
+        facts = {"codes": codes, "folder": self.folder, "test_id": self._server.test_id}
+        code = max(codes, key=abs, default=0)
         return Job(self.command, code, seconds=seconds, **texts, **facts)
 
     def fail(self, why: str) -> NoReturn:
-        codes = [rank and rank.returncode for rank in self.ended()]
+        job = self.job()
         self._server.clear()
-        pytest.fail(f"{why}; exit codes {codes}\n{self.job().tail(100)}")
+        pytest.fail(f"{why}; exit codes {job.codes} of {len(self.pids)}\n{job.tail(100)}")
 
     def finish(self, timeout: float = 120, expect: int | list[int] | None = 0) -> Job:
         """Wait until all have ended; fails after `timeout` seconds, on other exit codes than
@@ -301,7 +282,7 @@ class Ranks:
         while self.running():
             if time.monotonic() > deadline:
                 self.fail(f"still running after {timeout:g} s")
-            self._server.listen(0.1)
+            time.sleep(0.01)
         wanted = [expect] * len(self.pids) if isinstance(expect, int) else expect
         job = self.job()
         if wanted is not None and job.codes != wanted:
@@ -322,8 +303,7 @@ class ForkServer:
     def __enter__(self) -> ForkServer:
         self.test_id = new_test_id()
         self.folder = Path(tempfile.mkdtemp(prefix="demo-fork-"))
-        self.ended: dict[int, Ended] = {}
-        self._jobs, self._unread, self._started = 0, b"", []
+        self._jobs = 0
         server = [sys.executable, "-c", SERVER, ROOT / "tests", ROOT / "tools", SCRIPT]
         with (self.folder / "server").open("wb") as err:
             self._server = subprocess.Popen(
@@ -336,10 +316,7 @@ class ForkServer:
                 start_new_session=True,
             )
         try:
-            answers = select.select([self._server.stdout], [], [], 120)[0]
-            line = self._server.stdout.readline() if answers else b""
-            assert line, self._why()
-            self.imported = json.loads(line)
+            self.imported = self._answer()
         except BaseException:
             self.__exit__()
             raise
@@ -356,30 +333,23 @@ class ForkServer:
         """What the server has said on stderr, for one that ended."""
         return (self.folder / "server").read_text()[-3000:]
 
-    def listen(self, timeout: float = 0) -> None:
-        """Takes in what the server says within so many seconds."""
-        out = self._server.stdout.fileno()
-        while select.select([out], [], [], timeout)[0]:
-            piece = os.read(out, 65536)
-            if not piece:
-                raise RuntimeError(self._why())
-            *lines, self._unread = (self._unread + piece).split(b"\n")
-            for pid, facts in map(json.loads, lines):
-                if facts:
-                    self.ended[pid] = Ended(*facts)
-                else:
-                    self.ended.pop(pid, None)  # of an earlier process with this number
-                    self._started.append(pid)
-            timeout = 0
+    def _answer(self) -> Any:
+        ready = select.select([self._server.stdout], [], [], 120)[0]
+        line = self._server.stdout.readline() if ready else b""
+        assert line, f"the process that forks does not answer: {self._why()}"
+        return json.loads(line)
 
     def fork(self, request: dict) -> int:
         self._server.stdin.write(json.dumps(request).encode() + b"\n")
         self._server.stdin.flush()
-        deadline = time.monotonic() + 60
-        while not self._started:
-            self.listen(0.1)
-            assert time.monotonic() < deadline, "the process that forks does not answer"
-        return self._started.pop(0)
+        return self._answer()
+
+    def end_of(self, pid: int) -> tuple[int, float] | None:
+        """Of a forked process the exit code and time.monotonic() at its end; None before."""
+        assert self._server.poll() is None, self._why()
+        path = self.folder / ended_file(pid)
+        text = path.read_text() if path.exists() else ""
+        return tuple(json.loads(text)) if text else None
 
     def start(
         self,
@@ -409,11 +379,15 @@ class ForkServer:
             own = dict(of_rank(rank))
             places: dict[str, str] = {}
             if nproc > 1 or torchrun:
-                local = (0, 1) if nodes else (rank, nproc)
-                master = nodes.addresses[0] if nodes else "127.0.0.1"
-                places.update(RANK=str(rank), WORLD_SIZE=str(nproc), MASTER_PORT=port)
-                places.update(LOCAL_RANK=str(local[0]), LOCAL_WORLD_SIZE=str(local[1]))
-                places.update(MASTER_ADDR=master)
+                local_rank, local_size = (0, 1) if nodes else (rank, nproc)
+                places = {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(nproc),
+                    "LOCAL_RANK": str(local_rank),
+                    "LOCAL_WORLD_SIZE": str(local_size),
+                    "MASTER_ADDR": nodes.addresses[0] if nodes else "127.0.0.1",
+                    "MASTER_PORT": port,
+                }
             places |= {**(env or {}), **own.get("env", {})}
             last = functools.partial(call, **options, **own.get("options", {}))
             requests.append(
@@ -448,26 +422,13 @@ class ForkServer:
             assert job.err == "", job.tail(100)
         return job
 
-    def others(self) -> list[Process]:
-        """What has been forked, and what that has started, as far as it is alive."""
-        return [p for p in processes(self.test_id) if p.pid != self._server.pid]
-
     def clear(self) -> None:
-        deadline = time.monotonic() + 10
-        while (left := self.others()) and time.monotonic() < deadline:
-            for process in left:
-                with contextlib.suppress(OSError):
-                    os.kill(process.pid, signal.SIGKILL)
-            time.sleep(0.05)
+        """Kills what has been forked, and what that has started."""
+        kill_leftover(self.test_id, but=self._server.pid)
 
-    def none_left(self, within: float = 5) -> None:
-        """Fails the test if the others do not end by themselves."""
-        deadline = time.monotonic() + within
-        while left := self.others():
-            if time.monotonic() > deadline:
-                self.clear()
-                pytest.fail(f"still alive {within:g} s after the run: {[p.pid for p in left]}")
-            time.sleep(0.05)
+    def none_left(self) -> None:
+        """Fails the test if these do not end by themselves."""
+        assert_none_left(self.test_id, but=self._server.pid)
 
 
 @functools.cache

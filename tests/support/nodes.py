@@ -141,10 +141,8 @@ class NamespacePair:
     def __enter__(self) -> NamespacePair:
         reason = why_no_namespaces()
         require(not reason, reason)
-        if self.rate:
-            require(
-                shutil.which("tc"), "a link with a rate needs the command tc (package iproute2)"
-            )
+        tc = shutil.which("tc") or not self.rate
+        require(tc, "a link with a rate needs the command tc (package iproute2)")
         _sweep()
         self.folder = Path(tempfile.mkdtemp(prefix="demo-nodes-"))
         try:
@@ -168,14 +166,10 @@ class NamespacePair:
             (self.folder / f"sys{node}").mkdir()
             lines = [f"{self.addresses[n]} {self.hostnames[n]}\n" for n in (0, 1)]
             self.hosts(node).write_text("127.0.0.1 localhost\n" + "".join(lines))
-        if self.rate:
-            self.set_rate(self.rate)
-
-    def set_rate(self, rate: str) -> None:
-        """Shape the link, in both directions, to a rate such as "100mbit"."""
-        for name in self.names:
-            command = f"tc -n {name} qdisc replace dev {self.interface} root tbf rate {rate}"
-            subprocess.run([*command.split(), *SHAPE.split()], check=True)
+            if self.rate:
+                shaped = f"root tbf rate {self.rate} {SHAPE}"
+                command = f"tc -n {name} qdisc replace dev {link} {shaped}"
+                subprocess.run(command.split(), check=True)
 
     def hosts(self, node: int) -> Path:
         """The file that is /etc/hosts on `node`; a test may rewrite it, in place."""

@@ -98,18 +98,14 @@ def base_env(test_id: str, extra: Mapping[str, str | None] | None = None) -> dic
     return {name: value for name, value in env.items() if value is not None}
 
 
-def wait_until(
-    condition: Callable[[], object], timeout: float, what: str, interval: float = 0.05
-) -> object:
+def wait_until(condition: Callable[[], object], timeout: float, what: str) -> object:
     """The first true value of `condition()`; fails after `timeout` seconds, naming `what`."""
     deadline = time.monotonic() + timeout
-    while True:
-        value = condition()
-        if value:
-            return value
+    while not (value := condition()):
         if time.monotonic() > deadline:
             pytest.fail(f"waited {timeout:g} s for {what}")
-        time.sleep(interval)
+        time.sleep(0.05)
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +116,9 @@ class Process:
     env: dict[str, str]
 
 
-def processes(test_id: str) -> list[Process]:
-    """Each process still alive that was started under `test_id`, wherever it has moved.
+def processes(test_id: str, but: int | None = None) -> list[Process]:
+    """Each process still alive that was started under `test_id`, except `but`, wherever it has
+    moved.
 
     torchrun gives each rank a session of its own and SLURM runs tasks under its daemons, so
     neither process group nor parent finds them all; the environment is inherited by every one. A
@@ -132,7 +129,7 @@ def processes(test_id: str) -> list[Process]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
             env = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            if mark not in env:
+            if mark not in env or folder.name == str(but):
                 continue
             command = (folder / "cmdline").read_bytes().decode(errors="replace")
             # The name, in parentheses, may itself hold spaces: state and parent follow the last.
@@ -143,34 +140,27 @@ def processes(test_id: str) -> list[Process]:
     return found
 
 
-def leftover(test_id: str, kill: bool = False) -> list[str]:
-    """`PID command` of each process still alive that was started under `test_id`."""
-    found = processes(test_id)
-    if kill:
-        for process in found:
+def kill_leftover(test_id: str, but: int | None = None) -> None:
+    """Kill what is left of `test_id`, except process `but`, until nothing is."""
+    deadline = time.monotonic() + 10
+    while (left := processes(test_id, but)) and time.monotonic() < deadline:
+        for process in left:
             with contextlib.suppress(OSError):
                 os.kill(process.pid, signal.SIGKILL)
-    return [f"{process.pid} {process.command[:200]}" for process in found]
-
-
-def kill_leftover(test_id: str) -> list[str]:
-    """Kill what is left of `test_id` until nothing is; returns what the first look found."""
-    first = leftover(test_id, kill=True)
-    deadline = time.monotonic() + 10
-    while leftover(test_id, kill=True) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return first
 
 
-def assert_none_left(test_id: str, within: float = 5.0) -> None:
-    """Fails, after having killed it, when a process of `test_id` is still alive `within` seconds
-    from now.
+def assert_none_left(test_id: str, within: float = 5.0, but: int | None = None) -> None:
+    """Fails, after having killed it, when a process of `test_id`, except `but`, is still alive
+    `within` seconds from now.
     """
     deadline = time.monotonic() + within
-    while leftover(test_id):
+    while left := processes(test_id, but):
         if time.monotonic() > deadline:
-            pytest.fail(f"still alive {within:g} s after the run: {kill_leftover(test_id)}")
-        time.sleep(0.1)
+            kill_leftover(test_id, but)
+            found = [f"{process.pid} {process.command[:200]}" for process in left]
+            pytest.fail(f"still alive {within:g} s after the run: {found}")
+        time.sleep(0.05)
 
 
 # With these variables `python -m torch.distributed.run` is the stand-in, which starts in no time.
@@ -227,7 +217,26 @@ class Run:
         return f"$ {shlex.join(self.command)[:600]}\n{end}\n{text}"
 
 
-class Started:
+class Watched:
+    """What runs, or has ended: it has a `text` that it wrote, is `running`, and can `fail` the
+    test. Started is one, forks.Ranks the other.
+    """
+
+    def wait_for(self, pattern: str, timeout: float = 120) -> re.Match:
+        """The first match of `pattern` (multi-line mode) in the text; fails at once when it ends
+        without.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            over = not self.running() or time.monotonic() > deadline
+            if match := re.search(pattern, self.text(), re.MULTILINE):
+                return match
+            if over:
+                self.fail(f"no {pattern!r} in the output")
+            time.sleep(0.02)
+
+
+class Started(Watched):
     """A command that runs in a session of its own and writes to a file, so that no reader can hold
     it up.
     """
@@ -276,20 +285,8 @@ class Started:
         """What the command has written so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def wait_for(self, pattern: str, timeout: float = 60) -> re.Match:
-        """The first match of `pattern` (multi-line mode); fails at once when the command ends
-        without it.
-        """
-        deadline = time.monotonic() + timeout
-        while True:
-            ended = self.process.poll() is not None
-            match = re.search(pattern, self.text(), re.MULTILINE)
-            if match:
-                return match
-            if ended or time.monotonic() > deadline:
-                why = "ended" if ended else f"waited {timeout:g} s"
-                self._fail(f"{why} without {pattern!r} in the output")
-            time.sleep(0.05)
+    def running(self) -> bool:
+        return self.process.poll() is None
 
     def pids(self, pattern: str = "") -> list[int]:
         """Process ids of this run whose command line contains `pattern`."""
@@ -302,7 +299,7 @@ class Started:
         ranks = {p.pid for p in found}
         chosen = [p.pid for p in found if p.parent not in ranks]
         if not chosen:
-            self._fail(f"no process of rank {rank}")
+            self.fail(f"no process of rank {rank}")
         return chosen[0]
 
     def signal(self, number: int) -> None:
@@ -322,9 +319,9 @@ class Started:
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self._fail(f"still running after {timeout:g} s")
+            self.fail(f"still running after {timeout:g} s")
         if expect is not None and code != expect:
-            self._fail(f"exit code {code}, expected {expect}")
+            self.fail(f"exit code {code}, expected {expect}")
         try:
             if clean is not None:
                 assert_none_left(self.test_id, clean)
@@ -361,18 +358,14 @@ class Started:
         code = self.process.returncode
         return Run(self.command, code, self.text(), seconds, self.test_id, err)
 
-    def _fail(self, why: str) -> NoReturn:
+    def fail(self, why: str) -> NoReturn:
         self._stop()
         run = self._result()
         self._forget()
         pytest.fail(f"{why}\n{run.tail()}")
 
 
-def start(command: Sequence[object], **options: Any) -> Started:
-    """Start a command in the background, with the options of `Started`. Use it as a context
-    manager, or call `finish` or `kill`.
-    """
-    return Started(command, **options)
+start = Started  # as a context manager, or with a call of `finish` or `kill`
 
 
 def demo_command(
@@ -396,16 +389,13 @@ def run_demo(
     args: Iterable[object],
     nproc: int = 1,
     timeout: float = 120,
-    env: Mapping[str, str] | None = None,
     launcher: str = "torchrun",
     expect: int | None = 0,
-    cwd: Path | str | None = None,
-    split: bool = False,
     script: Path | str = SCRIPT,
+    **options: Any,
 ) -> Run:
-    """Run the real script to its end. Fails on a timeout, on another exit code, and on a process
-    that is left.
+    """Run the real script to its end, with the options of `Started`. Fails on a timeout, on
+    another exit code, and on a process that is left.
     """
-    command = demo_command(args, nproc, launcher, script)
-    with start(command, env=env, cwd=cwd, split=split) as started:
+    with start(demo_command(args, nproc, launcher, script), **options) as started:
         return started.finish(timeout, expect)

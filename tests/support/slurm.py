@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -18,11 +19,9 @@ from support.processes import MARK, Run, Started, base_env, require
 
 def why_no_slurm() -> str:
     """Empty where a SLURM cluster can be started here, else the reason."""
-    for tool in ("slurmctld", "slurmd", "munged", "srun"):
-        if not shutil.which(tool, path=_SBIN):
-            return (
-                f"a SLURM cluster needs the command {tool} (Debian packages slurm-wlm and munge)"
-            )
+    tools = ("slurmctld", "slurmd", "munged", "srun")
+    if missing := [tool for tool in tools if not shutil.which(tool, path=_SBIN)]:
+        return f"SLURM needs {missing[0]} (Debian packages slurm-wlm and munge)"
     return why_no_namespaces()
 
 
@@ -150,11 +149,10 @@ class SlurmCluster:
 
     def logs(self, lines: int = 15) -> str:
         """The end of each daemon's log, to be shown when something fails."""
-        text = ""
+        text = []
         for file in sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")]):
-            end = file.read_text(errors="replace").splitlines()[-lines:]
-            text += "\n".join([f"--- {file.name}", *end, ""])
-        return text
+            text += [f"--- {file.name}", *file.read_text(errors="replace").splitlines()[-lines:]]
+        return "\n".join(text)
 
     def start(
         self, *command: object, env: Mapping[str, str] | None = None, **options: Any
@@ -196,11 +194,9 @@ class SlurmCluster:
             for _, daemon in reversed(self._daemons):
                 daemon.terminate()
             deadline = time.monotonic() + 5
-            while (
-                any(daemon.poll() is None for _, daemon in self._daemons)
-                and time.monotonic() < deadline
-            ):
-                time.sleep(0.05)
+            for _, daemon in self._daemons:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    daemon.wait(max(0, deadline - time.monotonic()))
         finally:
             self.pair.__exit__()  # kills what is left, jobs included
             for _, daemon in self._daemons:

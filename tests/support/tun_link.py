@@ -11,7 +11,6 @@ Python moves some 100 MB/s: for latency and losses, not for bandwidth.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import os
@@ -35,11 +34,11 @@ class TunLink:
     addresses = ("10.78.0.1", "10.78.0.2")
 
     def __init__(self, names: Sequence[str], delay_ms: float = 0, loss: float = 0) -> None:
-        self.names, self.options = names, [f"--delay_ms={delay_ms}", f"--loss={loss}"]
+        self.options = [str(delay_ms / 1e3), str(loss), *names]
 
     def __enter__(self) -> TunLink:
         self._forwarder = subprocess.Popen(
-            [sys.executable, __file__, *self.options, *self.names],
+            [sys.executable, __file__, *self.options],
             stdin=subprocess.PIPE,  # its end, when this process is gone, ends the forwarder too
             stdout=subprocess.PIPE,
             text=True,
@@ -92,18 +91,10 @@ def forward(devices: Sequence[int], delay: float, loss: float) -> None:
                 waiting[other].append((time.monotonic() + delay, packet))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("namespaces", nargs=2)
-    parser.add_argument("--delay_ms", type=float, default=0)
-    parser.add_argument("--loss", type=float, default=0)
-    args = parser.parse_args()
-    devices = [tun_device(end, name) for end, name in enumerate(args.namespaces)]
+if __name__ == "__main__":
+    delay, loss, *namespaces = sys.argv[1:]
+    devices = [tun_device(end, name) for end, name in enumerate(namespaces)]
     with contextlib.suppress(OSError):  # a link's delay does not depend on who else computes
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     print("ready", flush=True)
-    forward(devices, args.delay_ms / 1e3, args.loss)
-
-
-if __name__ == "__main__":
-    main()
+    forward(devices, float(delay), float(loss))

@@ -25,8 +25,13 @@ report = {
     "script": Path(__file__).name,
     "env": {name: value for name, value in os.environ.items() if name.startswith(NAMES)},
 }
-sys.stdout.write(f"REPORT {json.dumps(report)}\n")
-sys.stdout.flush()
+
+
+def say(text):
+    print(text + "\n", end="", flush=True)  # in one piece
+
+
+say(f"REPORT {json.dumps(report)}")
 folder = Path(__file__).parent
 is_probe = folder.name == "tools"
 folder = folder.parent if is_probe else folder
@@ -49,7 +54,7 @@ else:
 
 def end(text, kind, code):
     """As the script does: a line, and the same in torchelastic's error file."""
-    print(text + "\n", end="", flush=True)  # in one piece
+    say(text)
     about = {"kind": kind, "rank": rank, "timestamp": time.time(), "py_callstack": text}
     Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(
         json.dumps({"message": {"message": text, "extraInfo": about}})
@@ -93,8 +98,7 @@ def wait_for_a_signal():
     stopped = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: stopped.append(signal.Signals(number).name))
-    sys.stdout.write(f"[CPU {rank}] waiting {os.getpid()}\n")
-    sys.stdout.flush()
+    say(f"[CPU {rank}] waiting {os.getpid()}")
     while not stopped:
         time.sleep(0.05)
     time.sleep(0.5)
@@ -115,7 +119,7 @@ def send():
         parts = itertools.pairwise(marks)
         rate = statistics.median(8e-6 * (b - a) / (t - s) for (a, s), (b, t) in parts)
         mtu = Path("/sys/class/net/veth0/mtu").read_text().strip()
-        sys.stdout.write(f"RATE {rate:.2f} MTU {mtu}\n")
+        say(f"RATE {rate:.2f} MTU {mtu}")
         return
     for _ in range(100):
         try:
@@ -147,14 +151,13 @@ elif action == "kill":
     time.sleep(60)
 elif action == "silent":
     wait_for_all()
-    print("the last words", flush=True)
+    say("the last words")
     sys.exit(3)
 elif action == "wait":
     wait_for_a_signal()
 elif action == "hang":  # neither torchrun's end nor a signal ends it
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.stdout.write(f"[CPU {rank}] hanging {os.getpid()}\n")
-    sys.stdout.flush()
+    say(f"[CPU {rank}] hanging {os.getpid()}")
     time.sleep(120)
 elif action == "send":
     send()
