@@ -195,7 +195,8 @@ def cause(folder: Path, passed_on: bool = False, lines: list | tuple = ()) -> ro
     for line in lines:
         output.read(line)
     recorded = root_cause.recorded_causes(folder, 0)
-    return root_cause.find_root_cause("torchrun", 1, recorded, output, passed_on)
+    causes = root_cause.find_causes("torchrun", 1, recorded, output)
+    return root_cause.first_cause({0: causes}, stopped=passed_on)[1]
 
 
 @pytest.mark.parametrize("first", range(len(KINDS)))
@@ -269,7 +270,8 @@ def test_what_nccl_and_cuda_said_before_signal_6(lines, cause, kind, of_torchrun
     for line in [*lines, *(REPORT.replace("-9", "-6").splitlines() + ["====="]) * of_torchrun]:
         facts.read(line)
     name, code = ("torchrun", 1) if of_torchrun else ("python", -signal.SIGABRT)
-    found = root_cause.find_root_cause(name, code, [], facts, False)
+    causes = root_cause.find_causes(name, code, [], facts)
+    _, found = root_cause.first_cause({0: causes})
     assert (found.text, found.kind) == (cause or lines[0], kind)
 
 

@@ -245,8 +245,8 @@ BREAKS = [
         name="earliest-error-first",
         seen="The root cause is a rank that lost its peer, not the error that ended the peer.",
         file="tools/launcher/root_cause.py",
-        old="key=lambda cause: (KINDS.index(cause.kind), cause.time)",
-        new="key=lambda cause: (cause.time, KINDS.index(cause.kind))",
+        old="(*order(node, cause), cause.time, rank(cause))",
+        new="(cause.time, *order(node, cause), rank(cause))",
         tests=(
             "tests/test_supervise.py::test_root_cause_is_the_kind_that_causes_the_others",
             "tests/test_launchers.py::test_root_cause_is_the_last_line",

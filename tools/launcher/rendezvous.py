@@ -145,6 +145,9 @@ class Rendezvous:
         ] = {}  # after agree: node 0's to all, others' to 0
         self.hosts = {node["node_rank"]: node["host"]}  # node 0 knows all of them
         self.stopped = False  # set by a signal
+        self.watch: Callable[[], None] = lambda: (
+            None
+        )  # called while waiting; may end it by raising
         self.began = self.told = 0.0
 
     def agree(self, plan: Plan, seconds: int) -> Plan:
@@ -191,6 +194,7 @@ class Rendezvous:
 
     def _check(self, why: str = "") -> None:
         """Now and then while waiting: ends on a signal, and says from time to time what for."""
+        self.watch()
         if self.stopped:
             raise Stopped
         if why and time.monotonic() - self.told > 10:

@@ -2,7 +2,8 @@
 
 The script writes a file for each rank that fails, with what it said, the kind of error and the
 moment; those of torch's own @record have no kind. Where a rank could write none, torchrun's report
-says which signal ended it, and the output what NCCL and CUDA said before.
+says which signal ended it, and the output what NCCL and CUDA said before. `first_cause` chooses
+among all that the nodes have found in this way.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
+import math
 import os
 import re
 import signal
@@ -24,13 +26,15 @@ from common.records import PREFIX, RECORD, STEP, STOP, decode, get
 class Cause:
     text: str
     kind: str
-    time: float = 0
+    time: float = 0  # by its node's clock, or since the start there: only for order on that node
     rank: int | None = None  # where it is known
 
 
 # Each may be the cause of those after it. "asked": stopped on a signal, which is no failure;
-# "stopped": because the torchrun of some node is gone.
-KINDS = ("killed", "user", "bug", "asked", "lost", "stopped")
+# "unknown": ended without a word; "stopped": its torchrun is gone, or that of another node.
+KINDS = ("killed", "user", "bug", "asked", "unknown", "lost", "stopped")
+# Where a rank stands after a failure; each may have let those after it wait.
+HOW = ("stood still in", "had not begun", "was in", "ended in", "waited in")
 
 
 def recorded_causes(folder: str | Path, since: float) -> list[Cause]:
@@ -80,7 +84,8 @@ class OutputReader:
         elif (match := self.SIGNAL.match(line)) and match[1] not in ("6", "15"):
             # These two follow from an error that is told elsewhere; others come from outside.
             text = f"rank {self.rank} was ended by signal {match[1]}"
-            self.killed.append(Cause(text, "killed"))
+            rank = int(self.rank) if self.rank else None
+            self.killed.append(Cause(text, "killed", time.time(), rank))
         own = self.OF_TORCHRUN.match(line)
         self.failed |= bool(own and "failed (exitcode:" in line)
         # Torchrun ends its ranks and gives them 30 s: after a failure, unless it was told to stop.
@@ -127,28 +132,71 @@ def nccl_warnings(pattern: str, since: float) -> list[bytes]:
     return found[:WARNINGS]
 
 
-def find_root_cause(
+def find_causes(
     program: str,
     code: int,
     recorded: list[Cause],
     said: OutputReader,
-    passed_on: bool,
+    stopped: bool = False,
     given_up: str = "",
-) -> Cause:
-    """Of the command's end with an exit code that is not 0, or by the signal -code.
+) -> list[Cause]:
+    """On this node, of the command's end with an exit code, or by the signal -code.
 
-    `given_up` says why the supervisor has killed it, which then is no cause.
+    That signal is no cause where it is the supervisor's own: one that was passed on (`stopped`),
+    or the last of an attempt that did not end (`given_up` says why).
     """
+    if code == 0:
+        return []
     causes = [*recorded, *said.killed, *said.said]
     if said.asked and not recorded:  # as under srun, which gives no error files
         causes.append(Cause("", "asked"))
-    for cause in causes:
-        if passed_on and cause.kind == "asked":
-            return cause
     if given_up:
         causes.append(Cause(given_up, "lost", time.time()))
     elif code < 0 and not (code == -signal.SIGABRT and causes):
-        return Cause(f"{program} was ended by signal {-code}", "killed")
-    if causes:
-        return min(causes, key=lambda cause: (KINDS.index(cause.kind), cause.time))
-    return Cause(f"{program} ended with code {code}; its last line: {said.last}", "unknown")
+        kind = "stopped" if stopped else "killed"
+        causes.append(Cause(f"{program} was ended by signal {-code}", kind))
+    if not causes:
+        text = f"{program} ended with code {code}; its last line: {said.last}"
+        causes.append(Cause(text, "unknown", time.time()))
+    return causes
+
+
+def first_cause(
+    causes: dict[int, list[Cause]],
+    standing: dict[int, list[list]] | None = None,
+    stopped: bool = False,
+) -> tuple[int, Cause] | None:
+    """Of what all nodes have found, {node: causes}: the node where it began, and what it was.
+
+    By kind; among ranks that have lost others, one that stood still comes before one that waited
+    for it, as `standing` has it: {node: [[rank, how, phase], ...]}. Then on one node the earliest,
+    of several nodes that with the lowest rank: their clocks are not compared. `stopped`: a signal
+    was passed on to the ranks, and what failed after they had saved and stopped is no failure.
+    None where no node has found anything.
+    """
+
+    def order(node: int, cause: Cause) -> tuple:
+        asked = stopped and cause.kind == "asked"
+        waiting = waited(cause, (standing or {}).get(node, []))
+        return (not asked, KINDS.index(cause.kind), waiting)
+
+    def on_one_node(node: int) -> Cause:
+        return min(causes[node], key=lambda cause: (*order(node, cause), cause.time, rank(cause)))
+
+    def rank(cause: Cause) -> float:
+        return math.inf if cause.rank is None else cause.rank
+
+    firsts = {node: on_one_node(node) for node, found in causes.items() if found}
+    if not firsts:
+        return None
+    return min(firsts.items(), key=lambda item: (*order(*item), rank(item[1]), item[0]))
+
+
+def waited(cause: Cause, ranks: list[list]) -> int:
+    """The place in HOW of a rank that has lost others; of a whole node: that of its first rank."""
+    if cause.kind != "lost":  # a rank that failed by itself need not have been late
+        return 0
+    places = {rank: HOW.index(how) for rank, how, _ in ranks}
+    if cause.rank in places:
+        return places[cause.rank]
+    return min(places.values(), default=len(HOW)) if cause.rank is None else len(HOW)

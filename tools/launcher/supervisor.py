@@ -19,20 +19,20 @@ from pathlib import Path
 
 from launcher import process_tree
 from launcher.counters import describe_traffic, difference, read_counters
-from launcher.hang_report import Nodes, phases_folder, read_phases, standing
+from launcher.ending import STOPPED, End, Ending, make_ending
+from launcher.hang_report import phases_folder, read_phases, standing
+from launcher.nodes import GRACE, SAVING, Nodes
 from launcher.output import Output
 from launcher.rendezvous import Plan, Refused, Rendezvous, Series, check_master
 from launcher.root_cause import (
-    Cause,
     OutputReader,
-    find_root_cause,
+    find_causes,
     nccl_warnings,
     recorded_causes,
 )
 from launcher.torchrun_command import Command, option, timeout_of
 
-STOPPED = 75  # as the script's: the same command goes on later
-GRACE = 10  # seconds to end for an attempt that has failed; torchrun alone would give them 30
+BY_SIGNAL = 143  # stopped with nothing saved: as a shell has SIGTERM
 
 
 @dataclass
@@ -43,6 +43,14 @@ class Attempt:
     phases: str  # and of their phases
     began: float = field(default_factory=time.time)
     facts: OutputReader = field(default_factory=OutputReader)
+    end: End = field(default_factory=End)
+
+
+class Ended(Exception):
+    """Another start was agreed, but a signal has come before it."""
+
+    def __init__(self, ending: Ending) -> None:
+        self.ending = ending
 
 
 class Supervisor:
@@ -66,6 +74,8 @@ class Supervisor:
         place = command.host.strip("[]"), command.port
         self.rendezvous = Rendezvous(*place, node, last, self.say, series)
         self.process: subprocess.Popen | None = None
+        self.attempt: Attempt | None = None
+        self.nodes: Nodes | None = None
         self.stopped = ""  # the name of the first signal
         self.starts, self.began, self.before = 0, time.time(), read_counters()
 
@@ -77,21 +87,36 @@ class Supervisor:
         plan, reached = Plan(probe=bool(self.probe)), 0
         while True:
             if self.command.nnodes > 1:
-                plan = self.rendezvous.agree(plan, self._patience(plan))
+                try:
+                    plan = self._agree(plan)
+                except Ended as end:
+                    return self._end(plan, end.ending)
                 self.rendezvous.guard(plan)
             if not self.starts:  # what is renamed belongs to no live run: the nodes have met
                 self._keep_checkpoint()
-            code, cause, facts = self._start(plan)
+            ending, facts = self._start(plan)
             self._say_repeated(plan, facts, reached)
-            if code == 0 and plan.probe and not self.stopped:
+            if ending.kind == "done" and plan.probe and not ending.stopped:
                 plan = Plan(plan.start + 1, restarts=plan.restarts)
                 continue
-            final = code == 0 or self.stopped or cause.kind in ("asked", "user")
-            if final or plan.restarts >= self.options.restarts:
-                return self._end(plan, code, cause)
+            if ending.final or plan.restarts >= self.options.restarts:
+                return self._end(plan, ending)
             reached = max(reached, facts.step)
             plan = Plan(plan.start + 1, restarts=plan.restarts + 1)
-            self.say(f"restart {plan.restarts} of {self.options.restarts} after: {cause.text}")
+            self.say(f"restart {plan.restarts} of {self.options.restarts} after: {ending.text}")
+
+    def _agree(self, plan: Plan) -> Plan:
+        """On the next start. Raises Ended where a signal to any node says that there is none."""
+        self.rendezvous.connections = {}  # those of the start before stay open until the next
+        self.rendezvous.watch = self._hear_of_a_stop
+        plan = self.rendezvous.agree(plan, self._patience(plan))
+        if self.nodes:
+            self.nodes.close()
+        return plan
+
+    def _hear_of_a_stop(self) -> None:
+        if self.nodes and (ending := self.nodes.stop(self.stopped, self._farewell)):
+            raise Ended(ending)
 
     def _patience(self, plan: Plan) -> int:
         """Seconds to wait for the other nodes: some may take --timeout to notice a failure."""
@@ -116,56 +141,80 @@ class Supervisor:
             why = "is from an earlier run and not asked for with --resume"
             self.say(f"{path} {why}: kept under its name with the time added")
 
-    def _start(self, plan: Plan) -> tuple[int, Cause, OutputReader]:
-        """Runs the command to its end and ends what it has left behind."""
+    def _start(self, plan: Plan) -> tuple[Ending, OutputReader]:
+        """Runs the command to its end, ends what it has left behind, and hears from the others."""
         words = self.command.at(plan, self.probe)
         self.say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.command.shown(words)}")
+        names = [self._name(node) for node in range(self.command.nnodes)]
+        node_rank, connections = self.command.node_rank, self.rendezvous.connections
+        nodes = self.nodes = Nodes(connections, node_rank, names, self.timeout)
         with (
             tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
             phases_folder() as phases,
         ):
-            attempt = Attempt(option(self.command.launcher, "log_dir", folder), phases)
+            log_dir = option(self.command.launcher, "log_dir", folder)
+            attempt = self.attempt = Attempt(log_dir, phases)
             self._spawn(words, folder, phases, plan)
             from_child = (self.process.stdout, attempt.facts)
             copier = threading.Thread(target=self._copy, args=from_child, daemon=True)
             copier.start()
             if self.stopped:  # before there was a child to take it
                 self._pass_on(self.stopped)
-            where, given_up = self._watch(attempt)
+            where, given_up = self._watch(attempt, nodes)
             code = 1 if given_up else self.process.returncode
             copier.join(30)
             recorded = recorded_causes(attempt.errors, attempt.began)
         self.process = None
         warnings = nccl_warnings(os.environ.get("NCCL_DEBUG_FILE", ""), attempt.began)
         self.output.copy([line + b"\n" for line in warnings])
-        program, passed_on = self.command.program, bool(self.stopped)
-        cause = find_root_cause(program, code, recorded, attempt.facts, passed_on, given_up)
-        if code and where not in ("", cause.text) and cause.kind not in ("user", "bug", "asked"):
+        own = attempt.end
+        own.code, own.stopped = code, self.stopped
+        own.causes = find_causes(
+            self.command.program, code, recorded, attempt.facts, bool(self.stopped), given_up
+        )
+        ending = self._conclude(attempt, nodes, where, plan)
+        said = ending.kind not in ("done", "user", "bug", "asked") and not ending.stopped
+        if said and where not in ("", ending.text):
             self.say(where)
-        return code, cause, attempt.facts
+        return ending, attempt.facts
 
-    def _watch(self, attempt: Attempt) -> tuple[str, str]:
+    def _conclude(self, attempt: Attempt, nodes: Nodes, where: str, plan: Plan) -> Ending:
+        """How the start ended on all nodes, by node 0's word; by the own view where that fails."""
+
+        def make() -> Ending:
+            ending = make_ending(nodes.ends, nodes.ranks, nodes.names, where)
+            confirmed = ending.kind == "asked" or (ending.kind == "done" and not plan.probe)
+            if ending.stopped and not confirmed:
+                ending.text, ending.code = self.stop(ending)
+            return ending
+
+        if ending := nodes.conclude(attempt.end, attempt.began, make):
+            return ending
+        if attempt.end.code:
+            self.say("node 0 did not say what came first on all nodes: its log has the whole")
+        nodes.ends = {self.command.node_rank: attempt.end}
+        return make()
+
+    def _watch(self, attempt: Attempt, nodes: Nodes) -> tuple[str, str]:
         """Waits until nothing of the attempt is left; once it has failed anywhere, GRACE seconds.
 
         Returns where all ranks stood then, and why it was killed if it was.
         """
-        names = [self._name(node) for node in range(self.command.nnodes)]
-        nodes = Nodes(self.rendezvous.connections, self.command.node_rank, names, self.timeout)
         while self.process.poll() is None and not self._failed(attempt, nodes):
             nodes.listen(0.2)
         end, where, given_up = time.monotonic() + GRACE, "", ""
         if self.stopped:
-            end += 20  # as torchrun gives the ranks 30 s to save
-        elif self.process.poll() != 0:
+            end += SAVING
+        elif self.process.poll() != 0 and not self._has_saved(attempt):
             where = nodes.settle(lambda: self._standing(attempt), lambda: self._is_over(attempt))
+        if not self.stopped:
             while self.process.poll() is None and time.monotonic() < end:
                 time.sleep(0.1)
         if self.process.poll() is None and not self.stopped:
             given_up = where or f"given up: it had not ended {GRACE} s after a failure"
             self.say(f"killing this attempt: it has not ended {GRACE} s after a failure")
             process_tree.kill([self.process.pid, *process_tree.descendants()])
-        code = self.process.wait()
-        nodes.leave(done=code == 0)
+        self.process.wait()
         process_tree.end_the_rest(max(0, end - time.monotonic()), self.say)
         return where, given_up
 
@@ -185,7 +234,13 @@ class Supervisor:
             phase == "rendezvous" and seconds > self.timeout for phase, seconds in phases
         ]
         hang = bool(at_rendezvous) and all(at_rendezvous)
-        return not self.stopped and (attempt.facts.closing or nodes.failed or hang)
+        failed = attempt.facts.closing or nodes.failed_at or hang
+        return bool(failed) and not self.stopped
+
+    def _has_saved(self, attempt: Attempt) -> bool:
+        """Whether its ranks have stopped on a signal, which somebody has sent to one of them."""
+        causes = recorded_causes(attempt.errors, attempt.began)
+        return any(cause.kind == "asked" for cause in causes)
 
     def _is_over(self, attempt: Attempt) -> bool:
         return self.process.poll() is not None and not process_tree.descendants()
@@ -240,33 +295,52 @@ class Supervisor:
                 f"to step {reached}: {max(0, reached - facts.start_step)} steps repeated"
             )
 
-    def _end(self, plan: Plan, code: int, cause: Cause) -> int:
+    def _end(self, plan: Plan, ending: Ending) -> int:
         """Says how it ended; returns the exit code."""
         self.report()
-        if code == 0 and not (self.stopped and plan.probe):
+        if ending.kind == "done" and not (ending.stopped and plan.probe):
             return 0
-        code = code if code >= 0 else 128 - code  # as a shell has it
-        if cause.kind == "asked":
+        if ending.kind == "asked":
             more = "with --checkpoint FILE --resume the same command goes on"
             self.say(f"stopped on a signal, exit code {STOPPED}; {more}")
             return STOPPED
-        if self.stopped:
-            self.say(self.stopped_by())
-            return code or 143
+        if ending.stopped:
+            self.say(ending.text)
+            return ending.code
         if plan.restarts:
             self.say(f"gave up after {plan.restarts} restarts")
         what = "failed in the probe of the link (PROBE=0: none)" if plan.probe else "failed"
         self.say(f"{what}, see {self.options.log}; root cause:")
-        self.output.line(cause.text)
-        return code
+        self.output.line(ending.text)
+        return ending.code
 
-    def stopped_by(self) -> str:
-        """After a signal that the ranks did not answer with a checkpoint."""
-        path, by = option(self.command.arguments, "checkpoint", ""), f"stopped by {self.stopped}"
+    # ---- A stop that the ranks did not answer with a checkpoint
+
+    def stop(self, ending: Ending) -> tuple[str, int]:
+        """What is said of it, and the exit code. Only node 0 need see the checkpoint."""
+        text, code = self.stopped_by(ending.stopped), ending.code or BY_SIGNAL
+        # What a user has to mend, a full disk say, the same command would meet again.
+        return text, STOPPED if self._saved() and ending.kind != "user" else code
+
+    def _farewell(self, by: str) -> Ending:
+        """Of a stop between two starts."""
+        ending = Ending("stopped", "", 0, by)
+        ending.text, ending.code = self.stop(ending)
+        return ending
+
+    def _saved(self) -> float:
+        """When a checkpoint of this run was saved last; 0: never."""
         with contextlib.suppress(OSError):
-            if (saved := os.stat(path).st_mtime) >= self.began:
-                moment = time.strftime("%H:%M:%S", time.localtime(saved))
-                return f"{by}; the checkpoint {path} is of {moment}: --resume goes on from there"
+            saved = os.stat(option(self.command.arguments, "checkpoint", "")).st_mtime
+            return saved if saved >= self.began else 0
+        return 0
+
+    def stopped_by(self, by: str = "") -> str:
+        path, by = option(self.command.arguments, "checkpoint", ""), by or self.stopped
+        by = f"stopped by {by}"
+        if saved := self._saved():
+            moment = time.strftime("%H:%M:%S", time.localtime(saved))
+            return f"{by}; the checkpoint {path} is of {moment}: --resume goes on from there"
         if path and self.command.node_rank:
             return f"{by}; whether a checkpoint was saved is known to node 0, which writes it"
         return f"{by}, with no checkpoint saved"
@@ -289,6 +363,8 @@ class Supervisor:
             return
         self.stopped = name
         self.rendezvous.stopped = True
+        if self.attempt:  # which may have ended, and wait for the other nodes
+            self.attempt.end.stopped = name
         if self.process:
             self._pass_on(name)
             to = self.command.program
