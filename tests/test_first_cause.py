@@ -6,6 +6,8 @@ Real supervisors, with the stand-ins of torchrun and of the script, all on this 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
 import re
 import signal
@@ -13,11 +15,19 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from support.processes import ROOT, WITH_STAND_IN, Started, free_port
+import test_faults as faults
+from analysis.logs import read_log
+from launcher import nodes
+from launcher.ending import End, Ending, make_ending, printable, tell_end
+from launcher.root_cause import Cause, OutputReader, find_causes, first_cause
+from support.datasets import make_set
+from support.nodes import NamespacePair
+from support.processes import LONG, ROOT, SCRIPT, WITH_STAND_IN, Started, free_port
 
 TIMEOUT = 4  # the script's --timeout, seconds
 IN_TIME = 20  # seconds from a failure to the end on all nodes, as docs/faults.md has it
@@ -35,6 +45,229 @@ sys.exit(supervise.main())
 """
 
 
+# --- The choice --------------------------------------------------------------------------------
+
+# Each may have caused those after it.
+ORDER = ["killed", "user", "bug", "asked", "unknown", "lost", "stopped"]
+WAITING = ["stood still in", "had not begun", "was in", "ended in", "waited in"]
+CASES = [*itertools.product([None, *ORDER], repeat=3)]  # of three nodes; None: nothing is told
+
+
+def told_by(kinds: tuple) -> dict[int, list[Cause]]:
+    """Two ranks a node, of which the second failed first; the clocks of the nodes disagree."""
+    return {
+        node: [
+            Cause(f"rank {rank}", kind, 1000 * (3 - node) - rank, rank)
+            for rank in (2 * node, 2 * node + 1)
+            if kind
+        ]
+        for node, kind in enumerate(kinds)
+    }
+
+
+def test_first_cause_is_that_of_the_first_kind_then_of_the_lowest_rank():
+    assert len(CASES) == 512
+    for kinds in CASES:
+        found = first_cause(told_by(kinds))
+        if not any(kinds):
+            assert found is None
+            continue
+        kind = next(kind for kind in ORDER if kind in kinds)
+        node, cause = found
+        assert (node, cause.kind) == (kinds.index(kind), kind), kinds
+        assert cause.rank == 2 * node + 1, "on one node the earliest"
+
+
+def test_first_cause_knows_no_order_of_answers_and_no_clock_of_another_node():
+    for kinds in CASES:
+        causes, found = told_by(kinds), first_cause(told_by(kinds))
+        for order in itertools.permutations(causes):
+            assert first_cause({node: causes[node] for node in order}) == found, kinds
+        for node in causes:
+            later = [replace(cause, time=cause.time + 5000) for cause in causes[node]]
+            moved = first_cause(causes | {node: later})
+            assert (moved and (moved[0], moved[1].text)) == (found and (found[0], found[1].text))
+
+
+def test_missing_answer_makes_no_other_cause_appear():
+    """Only where the answer with the cause itself is missing another one of those told counts."""
+    for kinds in CASES:
+        causes, found = told_by(kinds), first_cause(told_by(kinds))
+        for missing in causes:
+            rest = {node: causes[node] for node in causes if node != missing}
+            without = first_cause(rest)
+            if found is None or found[0] != missing:
+                assert without == found, (kinds, missing)
+            else:
+                assert without is None or without[1] in rest[without[0]], (kinds, missing)
+
+
+def test_of_lost_connections_who_was_waited_for_comes_first():
+    for hows in itertools.product(WAITING, repeat=3):
+        causes = {node: [Cause(f"rank {node}", "lost", -node, node)] for node in range(3)}
+        standing = {node: [[node, how, "step 3"]] for node, how in enumerate(hows)}
+        first = min(range(3), key=lambda node: WAITING.index(hows[node]))
+        assert first_cause(causes, standing)[0] == first, hows
+        # One that has failed by itself need not have been late.
+        bugs = {node: [Cause("", "bug", -node, node)] for node in range(3)}
+        assert first_cause(bugs, standing)[0] == 0, hows
+
+
+def test_rank_that_did_not_end_comes_before_those_that_waited_for_it():
+    waits = {node: [Cause("timed out", "lost", 1, node)] for node in (0, 1)}
+    standing = {0: [[0, "waited in", "step 3"]], 1: [[1, "waited in", "step 3"]]}
+    standing[2] = [[2, "stood still in", "step 3"], [3, "waited in", "step 3"]]
+    killed = [Cause("timed out", "lost", 1, 3), Cause("rank 2 stood still", "lost", 9)]
+    assert first_cause(waits | {2: killed}, standing) == (2, killed[1])
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_what_fails_after_a_stop_that_was_asked_for_is_no_cause(stopped):
+    for kinds in CASES:
+        if "asked" in kinds:
+            _, found = first_cause(told_by(kinds), stopped=stopped)
+            first = "asked" if stopped else next(kind for kind in ORDER if kind in kinds)
+            assert found.kind == first, kinds
+
+
+REPORT = """\
+E1122 08:34:31 10583 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: {0})
+  rank      : 1 (local_rank: 1)
+  exitcode  : {0} (pid: 10596)"""
+
+
+@pytest.mark.parametrize(
+    ("code", "signal_of_rank", "how", "kind"),
+    [
+        (1, -9, {}, "killed"),  # from outside
+        (-9, 0, {}, "killed"),
+        (1, -15, {}, "unknown"),  # by torchrun
+        (-9, 0, {"given_up": "rank 1 stood still"}, "lost"),  # by the launcher
+        (-15, 0, {"stopped": True}, "stopped"),
+    ],
+)
+def test_kill_by_launcher_or_torchrun_is_no_cause(code, signal_of_rank, how, kind):
+    said = OutputReader()
+    for line in REPORT.format(signal_of_rank).splitlines() if signal_of_rank else ():
+        said.read(line)
+    assert [cause.kind for cause in find_causes("torchrun", code, [], said, **how)] == [kind]
+
+
+NAMES = ["node 0 (a)", "node 1 (b)"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind", "text", "code", "stopped"),
+    [
+        (End(), End(), "done", "", 0, ""),
+        (
+            End(1, [Cause("x", "lost", 1, 0)]),
+            End(-9, [Cause("y", "killed")]),
+            "killed",
+            "Y",
+            137,
+            "",
+        ),
+        (End(1, [Cause("x", "lost", 1, 0)]), End(0), "lost", "node 0 (a): x", 1, ""),
+        (End(1, [Cause("x", "asked")]), End(1, [Cause("y", "lost")]), "asked", "X", 75, ""),
+        (End(1, [Cause("x", "bug")]), End(1, [], "SIGINT"), "bug", "X", 1, "SIGINT on node 1 (b)"),
+    ],
+)
+def test_ending_of_two_nodes(first, second, kind, text, code, stopped):
+    text = {"X": "node 0 (a): x", "Y": "node 1 (b): y"}.get(text, text)
+    ending = make_ending({0: first, 1: second}, {}, NAMES)
+    assert ending == Ending(kind, text, code, stopped)
+    assert ending.final == (kind in ("done", "asked") or bool(stopped))
+
+
+def test_one_node_is_not_named_and_a_line_that_names_nodes_stays_as_it_is():
+    end = End(1, [Cause("x" * 400, "user")])
+    assert make_ending({0: end}, {}, ["node 0 (a)"]).text == "x" * 400
+    line = "rank 1 stood still in step 3: look at node 1 (b)" + 400 * "."
+    for text in (line, printable(line)):
+        end = End(1, [Cause(text, "lost")])
+        assert make_ending({0: end}, {}, NAMES, line).text == line
+
+
+# --- The messages ------------------------------------------------------------------------------
+
+
+def of_a_pair(stack: contextlib.ExitStack) -> tuple[nodes.Nodes, socket.socket]:
+    """Node 0's side of a run on two nodes, and a socket that speaks for node 1."""
+    ours, theirs = socket.socketpair()
+    stack.enter_context(theirs)
+    node_0 = nodes.Nodes({1: ours}, 0, NAMES, 30)
+    stack.callback(node_0.close)
+    return node_0, theirs
+
+
+def test_end_is_told_with_its_moment_and_at_most_300_characters(monkeypatch):
+    monkeypatch.setattr(nodes, "lost_after", lambda *_: None)  # these are no TCP sockets
+    text = "\x1b[31m[CPU 0] Summary {}\n" + 400 * "x"
+    sent = tell_end(End(1, [Cause(text, "bug", 1005.5, 3)] * 20, "SIGTERM"), began=1000)
+    with contextlib.ExitStack() as stack:
+        node_0, node_1 = of_a_pair(stack)
+        node_1.sendall(json.dumps({"end": sent}).encode() + b"\n")
+        node_0.listen(5)
+        end = node_0.ends[1]
+    assert (end.code, end.stopped, len(end.causes)) == (1, "SIGTERM", 8)
+    cause = end.causes[0]
+    assert (cause.kind, cause.time, cause.rank) == ("bug", 5.5, 3)
+    assert len(cause.text) == 300 and cause.text.startswith("?[31m[CPU 0] Summary {}?xx")
+
+
+GOOD = {"code": 1, "causes": [], "stopped": ""}
+CAUSE = {"kind": "bug", "text": "x", "rank": 0, "time": 1}
+BAD = [
+    *(None, 3, "end", [], {}, {"end": None}, {"end": []}, {"end": {"code": 1}}),
+    *({"end": GOOD | {"code": code}} for code in (None, "1", True, 1e9, 10**30)),
+    *({"end": GOOD | {"causes": [bad]}} for bad in (None, 1, {}, CAUSE | {"kind": "x"})),
+    *({"end": GOOD | {"causes": [CAUSE | {"rank": rank}]}} for rank in ("0", 1.5, [])),
+    *({"end": GOOD | {"causes": [CAUSE | {"time": moment}]}} for moment in (None, "x", "nan", {})),
+    *({"ranks": ranks} for ranks in (1, [1], [[0, "flew in", "x"]], [["0", "was in", "x"]])),
+    *({"line": 3}, {"ending": 3}, {"ending": {}}, {"stopped": 7}),
+]
+
+
+@pytest.mark.parametrize(
+    "text", [*map(json.dumps, BAD), "[" * 100_000, "\xff\xfe", "{" * 9], ids=range(len(BAD) + 3)
+)
+def test_message_of_another_form_says_nothing(monkeypatch, text):
+    monkeypatch.setattr(nodes, "lost_after", lambda *_: None)
+    with contextlib.ExitStack() as stack:
+        node_0, node_1 = of_a_pair(stack)
+        node_1.sendall(text.encode("latin1") + b"\n" + b'{"failed": true}\n')
+        deadline = time.monotonic() + 5
+        while not node_0.failed_at and time.monotonic() < deadline:
+            node_0.listen(0.1)
+        assert node_0.failed_at, "what comes after it is read"
+        assert not (node_0.ends or node_0.ranks or node_0.stops or node_0.line or node_0.ending)
+
+
+def test_message_without_an_end_loses_the_connection_not_the_memory(monkeypatch):
+    monkeypatch.setattr(nodes, "lost_after", lambda *_: None)
+    monkeypatch.setattr(nodes, "LONGEST", 10_000)
+    with contextlib.ExitStack() as stack:
+        node_0, node_1 = of_a_pair(stack)
+        node_1.sendall(b"x" * 20_000)
+        node_0.listen(1)
+        assert not node_0.connections and node_0.failed_at
+
+
+def test_node_that_is_cut_off_has_its_own_view(monkeypatch):
+    monkeypatch.setattr(nodes, "lost_after", lambda *_: None)
+    ours, theirs = socket.socketpair()
+    node_1 = nodes.Nodes({0: ours}, 1, NAMES, 30)
+    theirs.close()
+    assert (
+        node_1.conclude(End(1, [Cause("x", "lost")]), 0, lambda: pytest.fail("not here")) is None
+    )
+    node_1.close()
+
+
+# --- Real supervisors --------------------------------------------------------------------------
+
+
 def free_ports(count: int) -> int:
     """The first of so many ports in a row that are free."""
     while True:
@@ -45,7 +278,7 @@ def free_ports(count: int) -> int:
             return port
 
 
-class Nodes:
+class Place:
     """So many nodes with one rank each; how each has ended is told by its log."""
 
     def __init__(self, folder: Path, nnodes: int = 3) -> None:
@@ -100,7 +333,7 @@ class Nodes:
         return max(self.ends.values()) - self.hit_at
 
 
-def wait_for(places: list[Nodes], seconds: float) -> None:
+def wait_for(places: list[Place], seconds: float) -> None:
     """Until all have ended; after so many seconds the others are ended, and have no code."""
     deadline = time.monotonic() + seconds
     while not all([place.all_ended() for place in places]) and time.monotonic() < deadline:
@@ -111,10 +344,10 @@ FAULTS = {"memory": "2:3:user", "killed": "1:3:kill", "hang": "1:3:hang"}
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Nodes]]:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Place]]:
     """All scenarios at once: what takes the time is waiting."""
     folder = tmp_path_factory.mktemp("first cause")
-    places = {name: Nodes(folder / name) for name in (*FAULTS, "stop")}
+    places = {name: Place(folder / name) for name in (*FAULTS, "stop")}
     try:
         for name, fault in FAULTS.items():
             options = ("--restarts", 1) if name == "memory" else ()
@@ -127,7 +360,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Nodes]
             place.kill()
 
 
-def stop_between_restarts(place: Nodes) -> None:
+def stop_between_restarts(place: Place) -> None:
     """Node 1's launcher is killed, so that the others wait for it; node 2 gets a signal then."""
     place.start(options=("--restarts", 1))
     place.training()
@@ -142,6 +375,15 @@ def test_out_of_memory_on_the_last_node_is_the_last_line_of_all(ended):
     """On the others it was "Connection closed by peer"."""
     (line,) = ended["memory"].last_lines()
     assert re.fullmatch(r"node 2 \(\S+\): \[CPU 2\] ERROR: in step 3: CUDA out of memory.*", line)
+
+
+def test_log_of_node_0_alone_has_the_cause_for_compare_logs(ended):
+    folder = ended["memory"].folder
+    (line,) = ended["memory"].last_lines()
+    for files in ([folder / "node0.log"], [folder]):
+        log = read_log(files)
+        assert log.failed == line
+        assert log.ranks == {0, 1, 2}, "a rank that two logs name is one rank"
 
 
 def test_cause_that_a_restart_would_meet_again_ends_all_nodes_in_time(ended):
@@ -176,3 +418,101 @@ def test_stop_between_two_restarts_ends_all_nodes_which_have_a_checkpoint(ended)
     stop = r"stopped by SIGTERM on node 2 \(\S+\); the checkpoint .+/checkpoint.pt is of [\d:]+"
     assert re.fullmatch(rf"supervise.py: {stop}: --resume goes on from there", line)
     assert place.ends[0] - place.hit_at < 5 and place.ends[2] - place.hit_at < 5
+
+
+# --- With torchrun and the script ----------------------------------------------------------------
+
+# The script, whose rank $FAULT_RANK meets a fault in step 4.
+FAULTY = f"""
+import importlib.util, os, signal, sys
+spec = importlib.util.spec_from_file_location("demo", {str(SCRIPT)!r})
+demo = sys.modules["demo"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(demo)
+step, what = demo.train_step, os.environ["FAULT"]
+def faulty(run, micro_batches):
+    if (run.process.rank, run.step) == (int(os.environ["FAULT_RANK"]), 3):
+        if what == "memory":
+            raise demo.torch.OutOfMemoryError("CUDA out of memory.")
+        if what == "bug":
+            raise LookupError("broken on purpose")
+        if what in ("kill", "hang"):
+            os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+    return step(run, micro_batches)
+demo.train_step = faulty
+demo.one_line_errors(demo.main)
+"""
+LAST_LINES = {
+    "memory": r"node {0} \(node{0}\): \[CPU {0}\] ERROR: in step 4: CUDA out of memory.*",
+    "bug": r"node {0} \(node{0}\): \[CPU {0}\] LookupError: broken on purpose",
+    "kill": r"node {0} \(node{0}\): rank {0} was ended by signal 9",
+    "hang": r"rank {0} stood still in .*: look at node {0} \(node{0}\)",
+    "torchrun": r"node {0} \(node{0}\): torchrun was ended by signal 9",
+    "stop": r"supervise.py: stopped on a signal, exit code 75; .*",
+}
+
+
+@LONG
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("what", LAST_LINES)
+def test_real_torchrun_and_script_end_with_one_line_on_both_nodes(tmp_path, what, node):
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    argv = [*faults.FAST, *make_set(tmp_path / "set", 48), "--num_epochs", 99, "--timeout", 8]
+    argv += ["--checkpoint", tmp_path / "c.pt"]
+    env = {"FAULT": what, "FAULT_RANK": str(node)}
+    restarts = int(what == "memory")  # which a restart would meet again
+    with NamespacePair() as pair:
+        runs = []
+        for rank in (0, 1):
+            line = [sys.executable, ROOT / "tools" / "supervise.py", "--restarts", restarts]
+            line += ["--log", tmp_path / f"node{rank}.log", "--", sys.executable, "-m"]
+            line += ["torch.distributed.run", "--nnodes=2", f"--node_rank={rank}"]
+            line += ["--rdzv_backend=static", f"--rdzv_endpoint={pair.addresses[0]}:29500"]
+            line += ["--nproc_per_node=1", tmp_path / "faulty.py", *argv]
+            runs.append(pair.popen(rank, line, env=env))
+        runs[node].wait_for(rf"^\[CPU {node}\] .*Step 3 ", 240)
+        if what == "torchrun":
+            os.kill(faults.main_pid(runs[node]), signal.SIGKILL)
+        if what == "stop":
+            os.kill(runs[node].pid, signal.SIGTERM)
+        ended = [run.finish(8 + 15 + 2 if what == "hang" else IN_TIME + 2, None) for run in runs]
+    lines = {run.out.splitlines()[-1] for run in ended}
+    assert len(lines) == 1, [run.tail(20) for run in ended]
+    assert re.fullmatch(LAST_LINES[what].format(node), lines.pop())
+    code = {"stop": 75, "torchrun": 137}.get(what, 1)
+    assert {run.returncode for run in ended} == {code}
+    assert not any("restart 1 of" in run.out for run in ended)
+
+
+# --- Many nodes ----------------------------------------------------------------------------------
+
+
+def peak_memory(pid: int) -> int:
+    """Bytes of a process, at most so far; 0 when it has ended."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        return 1024 * int(found[1]) if found else 0
+    return 0
+
+
+@LONG
+@pytest.mark.parametrize("count", [8, 16, 32, 64])
+def test_many_supervisors_meet_and_end_with_the_same_line(tmp_path, count):
+    """Its figures are shown by pytest -rP."""
+    place, memory = Place(tmp_path / "many", count), 0
+    begin = time.monotonic()
+    try:
+        place.start("--fault", f"{count - 1}:3:user", options=("--restarts", 1), timeout=120)
+        place.runs[-1].wait_for(r"^FAULT ", 300)
+        met = time.monotonic() - begin
+        deadline = time.monotonic() + 120
+        while not place.all_ended() and time.monotonic() < deadline:
+            memory = max(memory, peak_memory(place.runs[0].pid))
+            time.sleep(0.1)
+        (line,) = place.last_lines()
+        assert line.startswith(f"node {count - 1} (") and "out of memory" in line
+        assert place.codes() == {1}
+        assert memory < 100e6, "it grows with the number of nodes"
+        seconds = f"{met:.1f} s to step 3, {place.seconds():.1f} s from the fault to the last end"
+        print(f"{count} supervisors: {seconds}, node 0: {memory / 1e6:.1f} MB")
+    finally:
+        place.kill()

@@ -209,6 +209,7 @@ def test_link_that_is_cut_ends_both_nodes_which_name_each_other(ended):
         other = r"node 0 \(10\.77\.0\.1\)" if node else r"node 1 \(node1\)"
         said = rf"rank {node} waited in step \d+; {other} did not answer: look at {other} and "
         assert re.fullmatch(said + "the link", where), where
+        assert ("on all nodes: its log has the whole" in run.out) == (node == 1), run.out
 
 
 def test_rank_that_is_killed_is_named_on_the_other_node(ended):

@@ -80,8 +80,15 @@ def printable(text: object, length: int = LENGTH) -> str:
 
 
 def whole(value: object) -> int:
+    """A number of a rank, or an exit code."""
     if type(value) is not int or abs(value) > 10**6:
-        raise TypeError("not a number of a rank, or an exit code")
+        raise TypeError("not such a number")
+    return value
+
+
+def finite(value: object) -> float:
+    if type(value) not in (int, float) or not abs(value) < 1e12:  # nor "not a number"
+        raise TypeError("no moment")
     return value
 
 
@@ -97,7 +104,7 @@ def tell_end(end: End, began: float) -> dict:
 def read_end(message: dict) -> End:
     causes = []
     for told in message["causes"][:TOLD]:
-        kind, rank, moment = KINDS[KINDS.index(told["kind"])], told["rank"], float(told["time"])
+        kind, rank, moment = KINDS[KINDS.index(told["kind"])], told["rank"], finite(told["time"])
         rank = None if rank is None else whole(rank)
         causes.append(Cause(printable(told["text"]), kind, moment, rank))
     return End(whole(message["code"]), causes, printable(message["stopped"], 20))
