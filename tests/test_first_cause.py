@@ -223,7 +223,10 @@ BAD = [
     *({"end": GOOD | {"code": code}} for code in (None, "1", True, 1e9, 10**30)),
     *({"end": GOOD | {"causes": [bad]}} for bad in (None, 1, {}, CAUSE | {"kind": "x"})),
     *({"end": GOOD | {"causes": [CAUSE | {"rank": rank}]}} for rank in ("0", 1.5, [])),
-    *({"end": GOOD | {"causes": [CAUSE | {"time": moment}]}} for moment in (None, "x", "nan", {})),
+    *(
+        {"end": GOOD | {"causes": [CAUSE | {"time": moment}]}}
+        for moment in (None, "x", float("nan"), {})
+    ),
     *({"ranks": ranks} for ranks in (1, [1], [[0, "flew in", "x"]], [["0", "was in", "x"]])),
     *({"line": 3}, {"ending": 3}, {"ending": {}}, {"stopped": 7}),
 ]
@@ -380,10 +383,10 @@ def test_out_of_memory_on_the_last_node_is_the_last_line_of_all(ended):
 def test_log_of_node_0_alone_has_the_cause_for_compare_logs(ended):
     folder = ended["memory"].folder
     (line,) = ended["memory"].last_lines()
-    for files in ([folder / "node0.log"], [folder]):
-        log = read_log(files)
-        assert log.failed == line
-        assert log.ranks == {0, 1, 2}, "a rank that two logs name is one rank"
+    alone, together = read_log([folder / "node0.log"]), read_log([folder])
+    assert alone.failed == together.failed == line
+    assert alone.ranks == {0, 2}
+    assert together.ranks == {0, 1, 2}, "a rank that two logs name is one rank"
 
 
 def test_cause_that_a_restart_would_meet_again_ends_all_nodes_in_time(ended):
@@ -511,7 +514,7 @@ def test_many_supervisors_meet_and_end_with_the_same_line(tmp_path, count):
         (line,) = place.last_lines()
         assert line.startswith(f"node {count - 1} (") and "out of memory" in line
         assert place.codes() == {1}
-        assert memory < 100e6, "it grows with the number of nodes"
+        assert memory < 40e6, "it grows with the number of nodes"
         seconds = f"{met:.1f} s to step 3, {place.seconds():.1f} s from the fault to the last end"
         print(f"{count} supervisors: {seconds}, node 0: {memory / 1e6:.1f} MB")
     finally:
