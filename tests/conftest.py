@@ -91,6 +91,7 @@ FIRST = [
     "bad_input",
     "supervise",
     "hang_report",
+    "first_cause",
     "python_env",
     "probe",
 ]

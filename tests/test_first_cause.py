@@ -13,9 +13,10 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -265,6 +266,25 @@ def test_node_that_is_cut_off_has_its_own_view(monkeypatch):
     assert (
         node_1.conclude(End(1, [Cause("x", "lost")]), 0, lambda: pytest.fail("not here")) is None
     )
+    node_1.close()
+
+
+def test_signal_to_a_node_that_waits_for_the_ending_is_told(monkeypatch):
+    monkeypatch.setattr(nodes, "lost_after", lambda *_: None)
+    ours, node_0 = socket.socketpair()
+    node_0.settimeout(10)
+    node_1, own = nodes.Nodes({0: ours}, 1, NAMES, 30), End()
+    found: list[Ending | None] = []
+    waiting = threading.Thread(target=lambda: found.append(node_1.conclude(own, 0, Ending)))
+    waiting.start()
+    with node_0, node_0.makefile("rb") as told:
+        assert json.loads(told.readline())["end"]["stopped"] == ""
+        own.stopped = "SIGTERM"
+        assert json.loads(told.readline())["end"]["stopped"] == "SIGTERM"
+        ending = Ending("done", "", 0, "SIGTERM on node 1 (b)")
+        node_0.sendall(json.dumps({"ending": asdict(ending)}).encode() + b"\n")
+        waiting.join(10)
+    assert found == [ending]
     node_1.close()
 
 
