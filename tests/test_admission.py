@@ -352,12 +352,13 @@ def line(**message: object) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-HELLO = line(protocol=2, node_0_waits=5, purpose="start")
+START = {"protocol": rendezvous.PROTOCOL, "purpose": "start"}
+HELLO = line(**START, node_0_waits=5)
 HELD, NO_END = "is held by another program or an earlier start", "what it says has no end"
 DAMAGED = "node 0's answer is damaged"
 FALSE_NODE_0 = {
-    "waits for ever": (line(protocol=2, node_0_waits=1e300, purpose="start"), b"", HELD),
-    "waits for a text": (line(protocol=2, node_0_waits="x", purpose="start"), b"", HELD),
+    "waits for ever": (line(**START, node_0_waits=1e300), b"", HELD),
+    "waits for a text": (line(**START, node_0_waits="x"), b"", HELD),
     "deep greeting": (b"[" * DEEP + b"\n", b"", HELD),
     "no object": (b"[1]\n", b"", HELD),
     "endless greeting": (b"x" * 200_000, b"", NO_END),

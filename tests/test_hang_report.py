@@ -25,7 +25,7 @@ from types import SimpleNamespace
 import pytest
 
 import test_faults as faults
-from launcher import hang_report, root_cause, torchrun_command
+from launcher import hang_report, root_cause, torchrun_command, wire
 from support.datasets import make_set
 from support.nodes import NamespacePair
 from support.processes import LONG, ROOT, WITH_STAND_IN, Run, Started
@@ -330,7 +330,7 @@ def test_ranks_are_judged_by_the_scripts_own_timeout(words, seconds):
 @pytest.mark.parametrize("seconds", [1, 300, 10**6])
 def test_link_is_not_lost_before_the_ranks_give_it_up(seconds):
     with socket.socket() as link:
-        hang_report.lost_after(link, seconds)
+        wire.lost_after(link, seconds)
         names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
         values = [link.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
         assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and link.gettimeout() == 2
