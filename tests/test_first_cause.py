@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -335,11 +336,14 @@ class Place:
         return len(self.ends) == self.nnodes
 
     def kill(self) -> None:
-        for run in self.runs:
+        for node, run in enumerate(self.runs):
             run.kill()
+            for folder in re.findall(r"^PHASES (/.+)$", self.log(node), re.MULTILINE):
+                shutil.rmtree(folder, ignore_errors=True)  # of a supervisor that was killed
 
     def log(self, node: int) -> str:
-        return (self.folder / f"node{node}.log").read_text()
+        path = self.folder / f"node{node}.log"
+        return path.read_text() if path.exists() else ""
 
     def last_lines(self, *nodes: int) -> set[str]:
         return {self.log(node).splitlines()[-1] for node in nodes or range(self.nnodes)}

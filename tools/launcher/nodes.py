@@ -152,13 +152,13 @@ class Nodes:
         `own` may get a signal's name meanwhile, which others then hear of, too.
         """
         self.ends[self.node_rank] = own
+        since, stopped, hurry = time.monotonic(), own.stopped, math.inf  # before it is told
         if own.code and not is_stop(own):
             self.fail()
         if self.node_rank:
             self.tell(end=tell_end(own, began))
         elif self.line is None:
             self.tell(line="")  # to those who ask where the ranks stand
-        since, stopped, hurry = time.monotonic(), own.stopped, math.inf
         while not self._is_concluded() and time.monotonic() < min(hurry, self._until(own, since)):
             self.listen(0.1)
             if own.stopped and not stopped:

@@ -104,6 +104,7 @@ def meet_fault(step):
 
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, stop)
+say(f"PHASES {phases}")
 phase("rendezvous")
 try:
     peers = meet()
