@@ -709,7 +709,7 @@ LAUNCHERS = {
     "srun": ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"],
 }
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
-SIOCGIFADDR = 0x8915  # of linux/sockios.h: an interface's address
+SIOCGIFCONF = 0x8912  # of linux/sockios.h: IPv4 addresses, of 40 bytes each with its interface
 NVIDIA = "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"  # one is there with NVIDIA's driver
 
 
@@ -735,10 +735,11 @@ class Process:
         """Notes what this process does now, for its errors and for who asks where it stands."""
         self.phase = phase
         if folder := os.environ.get("DEMO_PHASES"):  # in memory, of tools/supervise.py
+            # In one step: who reads it finds the old phase or the new one, never none.
+            new = Path(folder, f".{self.rank}")
             with suppress(OSError):
-                # In one step: who reads it finds the old phase or the new one, never none.
-                new = Path(folder, f".{self.rank}")
-                new.write_text(phase)
+                with suppress(OSError):  # no room: the file is empty then, which says so
+                    new.write_text(phase)
                 new.replace(Path(folder, str(self.rank)))
 
     def ask_to_stop(self, number, _):
@@ -889,16 +890,38 @@ def choose_interface(process):
     one_node = process.world_size == process.local_world_size
     if one_node or process.backend != "gloo" or "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        address = socket.gethostbyname(os.environ["MASTER_ADDR"])
-        if address.startswith("127."):  # so it is on rank 0's node, whose own name that is
-            address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", address)
-        probe.connect((address, 9))  # a datagram socket: nothing is sent
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, name.encode().ljust(256, b"\0"))
-                if socket.inet_ntoa(answer[20:24]) == probe.getsockname()[0] and name != "lo":
-                    os.environ["GLOO_SOCKET_IFNAME"] = name
+    with suppress(OSError):
+        own = own_address(os.environ["MASTER_ADDR"])
+        if own == "::1" or own.startswith(
+            "127."
+        ):  # so it is on rank 0's node, whose own name that is
+            own = own_address(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", own))
+        for name, address in interface_addresses():
+            if address == own and name != "lo":
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+                return
+
+
+def own_address(host):
+    """This node's on the way to a host. Raises OSError."""
+    family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # a datagram socket: nothing is sent
+        return probe.getsockname()[0]
+
+
+def interface_addresses():
+    """Yields (interface, address) of all that this node has, IPv4 first. Raises OSError."""
+    room = np.zeros(2**16, np.uint8)
+    asked = np.array([room.nbytes, room.ctypes.data], np.uintp).tobytes()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_one:
+        used = np.frombuffer(fcntl.ioctl(any_one, SIOCGIFCONF, asked), np.uintp)[0]
+    for entry in room[: int(used)].reshape(-1, 40):
+        name = entry[:16].tobytes().partition(b"\0")[0].decode()  # eth0, also as eth0:1
+        yield name.partition(":")[0], socket.inet_ntoa(entry[20:24].tobytes())
+    for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        digits, _, _, _, _, name = line.split()
+        yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
 
 
 # --- Image lists -------------------------------------------------------------------------------

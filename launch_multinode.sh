@@ -22,7 +22,7 @@ set -euo pipefail
 ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd) # an exported CDPATH makes cd print
 ME=launch_multinode.sh
 log=/dev/null
-say() { printf '%s: %s\n' "$ME" "$*" | tee -a "$log" >&2; }
+say() { printf '%s: %s\n' "$ME" "$*" | tee -a "$log" >&2 2>/dev/null || true; } # a disk may be full, a terminal gone
 die() { say "error: $*"; exit 1; }
 number() { # NAME LOWEST HIGHEST DEFAULT [WHY]: the variable NAME, or DEFAULT, must be such a whole number
     local value=${!1:-$4}
@@ -33,6 +33,46 @@ number() { # NAME LOWEST HIGHEST DEFAULT [WHY]: the variable NAME, or DEFAULT, m
 prefer() { # NAME VALUE: exports it unless the user has set NAME
     [ -n "${!1+set}" ] || export "$1=$2"
     [ "${!1}" = "$2" ] || say "NETWORK=$NETWORK would set $1=$2, but it is set to '${!1}' and stays so"
+}
+# attend COMMAND...: runs what may wait long. A signal to bash alone counts only when the command that it waits for has
+# ended, but at once in `wait`. What it starts with & ignores Ctrl-C, which is therefore passed on as SIGTERM.
+attend() {
+    local code=0 name number
+    for name in HUP=129 INT=130 USR1=138 TERM=143; do
+        number=${name#*=} name=${name%=*}
+        # shellcheck disable=SC2064
+        trap "stop_attending $name $number" "$name"
+    done
+    if [ -z "$answers" ]; then
+        "$@" &
+    else
+        "$@" >"$answers/pipe" &
+        IFS= read -r -d '' answer <"$answers/pipe" || true # to its end
+    fi
+    wait "$!" || code=$?
+    trap - HUP INT USR1 TERM
+    return "$code"
+}
+# shellcheck disable=SC2329  # called by the traps
+stop_attending() {
+    trap '' HUP INT USR1 TERM
+    kill -TERM "$!" 2>/dev/null || true
+    wait "$!" || true
+    [ -z "$answers" ] || rm -r "$answers"
+    say "stopped by SIG$1 before the start"
+    exit "$2"
+}
+# answer_of COMMAND...: the same; sets `answer` to what it prints. Through a pipe, which needs no room on a disk.
+answers= # its folder
+answer_of() {
+    local code=0
+    if ! answers=$(mktemp -d 2>/dev/null) || ! mkfifo "$answers/pipe"; then
+        die "no folder for temporary files can be made: export TMPDIR=DIR"
+    fi
+    attend "$@" || code=$?
+    rm -r "$answers"
+    answers='' answer=${answer%$'\n'}
+    return "$code"
 }
 # is_adapter NAME: not an interface but InfiniBand's, also where this node has none and only the name tells.
 is_adapter() {
@@ -51,9 +91,11 @@ set_network() {
     if [ -n "$adapters" ]; then name=infiniband; else name=ethernet; fi
     export NETWORK=${NETWORK:-$name}
     if [ "$NETWORK" = infiniband ]; then
-        prefer NCCL_IB_DISABLE 0 && prefer NCCL_NET IB # without it NCCL falls back to sockets, silently
+        prefer NCCL_IB_DISABLE 0
+        prefer NCCL_NET IB # without it NCCL falls back to sockets, silently
     elif [ -z "$adapters" ]; then
-        prefer NCCL_IB_DISABLE 1 && prefer NCCL_NET Socket
+        prefer NCCL_IB_DISABLE 1
+        prefer NCCL_NET Socket
     else
         die "NETWORK=ethernet: ${adapters#,} is an InfiniBand adapter; give an interface of 'ip -br link'"
     fi
@@ -134,7 +176,8 @@ if [ ! -f "$ROOT/tools/supervise.py" ]; then
     say "OMP_NUM_THREADS=$OMP_NUM_THREADS torchrun$(printf ' %q' "${command[@]:1}" "$@")"
     exec "${PYTHON:-python3}" -m "${command[@]}" "$@"
 fi
-PYTHON=$(bash "$ROOT/tools/launcher/python_env.sh")
+answer_of bash "$ROOT/tools/launcher/python_env.sh"
+PYTHON=$answer
 options=(--name "$ME" --log_dir "${LOG_DIR:-logs}")
 # A job that SLURM has put back into the queue, and --resume, go on in the logs that are there.
 if [[ " $* " == *" --resume "* || ${SLURM_RESTART_COUNT:-0} -gt 0 ]]; then options+=(--goes_on); fi
@@ -151,12 +194,12 @@ fi
 [ "$NODE_RANK" -gt 0 ] || log=${LOG_DIR:-logs}/$run/node0.log
 set_network
 options+=(--run_name "$run" --connect_timeout "$CONNECT_TIMEOUT" --starts "$starts")
-told=$("$PYTHON" "$ROOT/tools/preflight.py" "${options[@]}" "${nodes[@]}")
+answer_of "$PYTHON" "$ROOT/tools/preflight.py" --parent "$$" "${options[@]}" "${nodes[@]}"
 {
     IFS= read -r interface
     IFS= read -r run
     IFS= read -r DEMO_SERIES
-} <<<"$told"
+} <<<"$answer"
 export DEMO_SERIES
 [ -z "$interface" ] || export GLOO_SOCKET_IFNAME=$interface
 folder=${LOG_DIR:-logs}/$run
@@ -166,7 +209,7 @@ if [ "$NNODES" -gt 1 ] && [ -z "${!NCCL_DEBUG@}" ]; then # what NCCL says of its
 fi
 options=(--name "$ME" --log "$log" --connect_timeout "$CONNECT_TIMEOUT")
 if [ "$#" -eq 0 ]; then
-    "$PYTHON" "$ROOT/tools/make_sample_coco.py" --processes "$cores" "$sample"
+    attend "$PYTHON" "$ROOT/tools/make_sample_coco.py" --processes "$cores" "$sample"
     set -- --coco_image_path "$sample/train2017" --annotation_path "$sample/annotations/instances_train2017.json" \
         --weights none --batch_size 16
     if [ "$NNODES" -eq 1 ]; then # a minute on two cores

@@ -164,8 +164,9 @@ def test_different_mtu_is_a_warning_on_both(nodes):
 def test_signal_ends_the_wait_for_others(nodes, name):
     started = start(nodes, 0, split=False)
     started.wait_for("waits up to")
-    started.signal(signal.Signals[name])
-    ended = started.finish(5, expect=143)
+    number = signal.Signals[name]
+    started.signal(number)
+    ended = started.finish(5, expect=128 + number)
     assert "stopped by a signal before the start" in ended.out
 
 
@@ -254,7 +255,9 @@ def machine(tmp_path, monkeypatch):
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: name)
-    for name in ("NETWORK", "IFNAME", "GLOO_SOCKET_IFNAME"):
+    have = [("lo", "127.0.0.1"), ("ib0", "10.0.0.1"), ("eth0", "10.1.0.1")]
+    monkeypatch.setattr(preflight, "addresses", lambda: have)
+    for name in ("NETWORK", "IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -319,6 +322,34 @@ def test_little_memory_that_may_be_locked(machine, monkeypatch, limit, capabilit
     assert not errors
     wanted = ["only 8192 KiB of memory may be locked, and "] * warned
     assert [line[:43] for line in warnings] == wanted
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, ["ib0"]),
+        ({"GLOO_SOCKET_IFNAME": "eth0,ib0"}, ["ib0"]),  # Gloo makes a device of each
+        ({"NCCL_SOCKET_IFNAME": "=ib0", "GLOO_SOCKET_IFNAME": "ib0"}, ["ib0"]),
+        ({"NCCL_SOCKET_IFNAME": "=ib0"}, ["ib0"]),
+        ({"NCCL_SOCKET_IFNAME": "ib"}, ["ib0", "ib1"]),  # what begins so
+        ({"NCCL_SOCKET_IFNAME": "=ib"}, []),
+        ({"NCCL_SOCKET_IFNAME": "=ib0,eth0"}, []),  # it takes what has an address
+        ({"NCCL_SOCKET_IFNAME": "^docker,lo"}, []),
+        ({"IFNAME": "mlx5_0,ib0", "NETWORK": "infiniband"}, ["ib0"]),
+        # As the launcher sets them: an adapter alone needs no address beside it.
+        ({"IFNAME": "mlx5_0", "NETWORK": "infiniband"}, []),
+        ({"IFNAME": "mlx5_0,ib0", "GLOO_SOCKET_IFNAME": "eth0"}, []),  # the user's own choice
+        ({}, []),
+    ],
+)
+def test_interface_for_sockets_that_has_no_address(machine, monkeypatch, variables, named):
+    """As ib0 is before anybody has set it up."""
+    write(machine / "sys/class/net/ib1/carrier", "1")
+    monkeypatch.setattr(preflight, "addresses", lambda: [("eth0", "10.1.0.1")])
+    errors, _ = check(monkeypatch, **variables)
+    text = "{} is up but has no address, which sockets need: give it one"
+    assert [line.partition(" (")[0] for line in errors] == [text.format(name) for name in named]
+    assert check(monkeypatch, several=False) == ([], [])  # nothing leaves this node
 
 
 def test_interface_that_is_down(machine, monkeypatch):

@@ -460,7 +460,7 @@ STATIC = "torchrun --nnodes=2 --node_rank={} --rdzv_backend=static --rdzv_endpoi
         ("--log /proc/none/log", "true", "the log /proc/none/log cannot be written (No such file"),
         ("", "./none train.py", "./none cannot be started (No such file or directory)"),
         ("", STATIC.format(1, "10.0.0.1"), "--rdzv_endpoint is '10.0.0.1'"),
-        ("", STATIC.format(1, "10.0.0.1:65535"), "goes beyond 65535"),
+        ("--restarts 1", STATIC.format(1, "10.0.0.1:65535"), "give one from 1 to 65534"),
         ("", STATIC.format(0, "localhost:5000"), "'localhost' is a loopback address"),
         ("", STATIC.format(0, "192.0.2.1:5000"), "'192.0.2.1' is not an address of this node"),
         ("", STATIC.format(1, "no.such.invalid:5000"), "'no.such.invalid' does not resolve"),

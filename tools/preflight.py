@@ -13,13 +13,14 @@ Gloo takes the address of the host name, which many machines have at 127.0.1.1. 
 stderr and to the log. With --log_dir, as the launcher calls it, it prints three lines: that
 interface or nothing, the run's name, which node 0 has chosen, and what this node knows of the
 series.
-Exit code: 0, also with warnings; 1 an error on this node or another; 2 bad usage; 143 stopped by a
-signal.
+Exit code: 0, also with warnings; 1 an error on this node or another; 2 bad usage; 128 + its number
+where a signal stops it (143, Ctrl-C 130).
 """
 
 from __future__ import annotations
 
 import argparse
+import array
 import contextlib
 import ctypes
 import fcntl
@@ -30,11 +31,12 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
 from launcher.output import Output
-from launcher.process_tree import LIBC, PR_SET_PDEATHSIG
+from launcher.process_tree import tied_to
 from launcher.rendezvous import (
     CONNECT_TIMEOUT,
     Plan,
@@ -43,12 +45,16 @@ from launcher.rendezvous import (
     Series,
     Stopped,
     check_master,
+    connect,
+    why_no_port,
 )
 from launcher.series import keep_earlier, of_this_node, to_environment
+from launcher.signals import exit_code, handle_stop_signals
 from launcher.wire import is_text, printable
 
 SYS, PROC, DEV = Path("/sys"), Path("/proc"), Path("/dev")
-SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
+# linux/sockios.h: all IPv4 addresses, each in an entry of that many bytes with its interface.
+SIOCGIFCONF, ENTRY = 0x8912, 24 + 2 * struct.calcsize("P")
 CAP_IPC_LOCK = 1 << 14  # linux/capability.h: may lock any amount of memory
 PINNED = 1 << 30  # bytes; NCCL's buffers, 4 MiB a channel and connection, add up to some 100 MiB
 SECONDS = 4  # to reach a port: TCP sends its first packet again after 1 s and after 3 s
@@ -64,24 +70,32 @@ def text_of(path: Path) -> str:
 # --- Interfaces and their addresses ------------------------------------------------------------
 
 
-def interface_address(name: str) -> str:
-    """The interface's first address, IPv4 if it has one; empty without any."""
+def addresses() -> list[tuple[str, str]]:
+    """(interface, address) of all that this node has, IPv4 first, as the script finds them."""
+    found, room = [], array.array("B", bytes(1 << 16))
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_one:
-        answer = fcntl.ioctl(any_one, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
+        asked = struct.pack("iP", len(room), room.buffer_info()[0])
+        used, _ = struct.unpack("iP", fcntl.ioctl(any_one, SIOCGIFCONF, asked))
+        for n in range(0, used, ENTRY):
+            name = room[n : n + 16].tobytes().partition(b"\0")[0].decode().partition(":")[0]
+            found.append((name, socket.inet_ntoa(room[n + 20 : n + 24].tobytes())))
     for line in text_of(PROC / "net/if_inet6").splitlines():
-        digits, _, _, scope, _, owner = line.split()
-        if owner == name and scope == "00":  # global: a link's own would need its name, too
-            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
-    return ""
+        digits, _, _, scope, _, name = line.split()
+        if scope == "00":  # global: a link's own would need its name, too
+            found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
+    return found
+
+
+def interface_address(name: str) -> str:
+    """The interface's first address, which Gloo and NCCL take; empty without any."""
+    return next((address for owner, address in addresses() if owner == name), "")
 
 
 def interface_of(address: str) -> str:
     """The interface that has this address; never loopback, which leads to no other node."""
     if not address or is_loopback(address):
         return ""
-    names = (name for _, name in socket.if_nameindex() if name != "lo")
-    return next((name for name in names if interface_address(name) == address), "")
+    return next((name for name, own in addresses() if own == address and name != "lo"), "")
 
 
 def is_loopback(address: str) -> bool:
@@ -127,6 +141,30 @@ def check_names(names: list[str]) -> list[str]:
     return found
 
 
+def check_addresses() -> list[str]:
+    """Errors of interfaces that are named for sockets, are up, and have no address.
+
+    Of those that NCCL may take one will do. An adapter needs no interface with an address: only
+    the interfaces that are named count.
+    """
+    have, net = {name for name, _ in addresses()}, SYS / "class/net"
+    up = [path.name for path in sorted(net.glob("*")) if text_of(path / "carrier") == "1"]
+    gloo, nccl = (os.environ.get(f"{name}_SOCKET_IFNAME", "") for name in ("GLOO", "NCCL"))
+    if not gloo and not nccl:  # by hand, without the launcher
+        gloo = os.environ.get("IFNAME", "")
+    lacking = [name for name in gloo.split(",") if name in up and name not in have]
+    exact, named = nccl.startswith("="), nccl.removeprefix("=").split(",")
+    if nccl and not nccl.startswith("^"):  # that names those that it does not take
+        able = [n for n in up if any(n == p if exact else n.startswith(p) for p in named)]
+        lacking += able if not have.intersection(able) else []
+    return [
+        f"{name} is up but has no address, which sockets need: give it one (ip address add ... "
+        f"dev {name}), or name another interface in IFNAME, GLOO_SOCKET_IFNAME and "
+        "NCCL_SOCKET_IFNAME"
+        for name in dict.fromkeys(lacking)
+    ]
+
+
 def check_infiniband() -> list[str]:
     """Errors of what InfiniBand needs beside an adapter that was named."""
     found = []
@@ -165,6 +203,7 @@ def check_node(several: bool) -> tuple[list[str], list[str]]:
     gloo = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if several else []
     asked = [name for name in os.environ.get("IFNAME", "").split(",") if name]
     errors, warnings = check_names([*dict.fromkeys([*asked, *filter(None, gloo)])]), []
+    errors += check_addresses() if several else []
     if "lo" in gloo:
         errors.append("GLOO_SOCKET_IFNAME is lo, which reaches no other node: see `ip -br addr`")
     if os.environ.get("NETWORK") == "infiniband":
@@ -195,10 +234,12 @@ class NodeZeroIsFurther(Exception):
     """Node 0's supervisor has answered: this launcher was started anew, the nodes have met."""
 
 
-def why_closed(address: str, port: int, seconds: float) -> str:
-    """Empty if a connection to it can be made, else the reason."""
+def why_closed(address: str, port: int, seconds: float, look: Callable[[], None]) -> str:
+    """Empty if a connection to it can be made, else the reason; look() may end the wait."""
     try:
-        socket.create_connection((address, port), timeout=seconds).close()
+        connect(address, port, seconds, look).close()
+    except TimeoutError:
+        return "no answer"
     except OSError as error:
         return error.strerror or "no answer"
     return ""
@@ -233,10 +274,9 @@ class Preflight(Rendezvous):
         )
         address, self.master = route_to(self.host)
         self.interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        if self.interface:
-            address = interface_address(self.interface) or address
-        else:
+        if not self.interface:
             self.interface = interface_of(address)
+        address = interface_address(self.interface) or address
         self.facts = {"port": self.listener.getsockname()[1], "mtu": self.mtu()}
         self.facts["address"] = "" if is_loopback(address) else address
         self.error = "; ".join(errors)  # of this node alone
@@ -258,7 +298,7 @@ class Preflight(Rendezvous):
         self.compare_mtu("node 0", theirs)
         # On SLURM's node 0 its own name may be loopback: there only the others know its address.
         address = theirs["address"] or self.master
-        closed = why_closed(address, theirs["port"], self.seconds)
+        closed = why_closed(address, theirs["port"], self.seconds, self._check)
         reached = {"closed": closed, "tried": address, "master": self.master}
         error = printable(self.error)
         return self.node | {"preflight": self.facts | reached, "error": error}
@@ -290,7 +330,7 @@ class Preflight(Rendezvous):
         own = f"node 0 ({self.node['host']})"
         if theirs["closed"]:
             return closed_port(name, own, theirs["tried"], self.facts["port"], theirs["closed"])
-        closed = why_closed(theirs["address"], theirs["port"], self.seconds)
+        closed = why_closed(theirs["address"], theirs["port"], self.seconds, self._check)
         if closed:
             return closed_port(own, name, theirs["address"], theirs["port"], closed)
         return ""
@@ -337,12 +377,15 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--log_dir", default="", metavar="DIR", help="gets RUN_NAME/nodeK.log instead; none")
     add("--run_name", default="", metavar="NAME", help="the run's; as node 0 has chosen it")
     add("--goes_on", action="store_true", help="after what an earlier start left in the log")
+    add("--parent", type=int, default=0, metavar="PID", help="of the launcher, to end with it")
     add("--name", default="preflight.py", help="before each message; preflight.py")
     options = parser.parse_args(argv)
     options.host, _, port = options.rdzv_endpoint.rpartition(":")
     if options.nnodes > 1 and not (options.host and port.isdigit()):
         parser.error(f"--rdzv_endpoint is '{options.rdzv_endpoint}': give node 0's ADDRESS:PORT")
     options.port = int(port or 0)
+    if options.nnodes > 1 and (why := why_no_port(options.port, options.starts)):
+        parser.error(why)
     options.interface = ""
     return options
 
@@ -398,11 +441,10 @@ def meet(
     """Checks between the nodes; warnings. Raises Refused, on all nodes together, and Stopped."""
     preflight = Preflight(options, errors, output, series)
 
-    def stop(*_: object) -> None:
-        preflight.stopped = True
+    def stop(number: int, _frame: object) -> None:
+        preflight.stopped = preflight.stopped or number
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, stop)
+    handle_stop_signals(stop)
     anew = False
     with preflight.listener:
         try:
@@ -419,9 +461,9 @@ def meet(
 
 
 def main() -> int:
-    if LIBC:
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # a launcher that is killed leaves nothing
     options = parse_arguments(sys.argv[1:])
+    if options.parent:
+        tied_to(options.parent, signal.SIGTERM)  # a launcher that is killed leaves nothing
     several = options.nnodes > 1
     try:  # before anything is written
         log = "" if options.log == os.devnull else options.log
@@ -436,9 +478,9 @@ def main() -> int:
     code = 0
     try:
         warnings += meet(options, errors, output, series) if several else []
-    except Stopped:
+    except Stopped as stopped:
         output.say("stopped by a signal before the start")
-        code = 143
+        code = exit_code(stopped.args[0])
     except (Refused, OSError) as error:
         if not errors:
             output.say(f"error: {error}")

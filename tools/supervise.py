@@ -21,8 +21,10 @@ from pathlib import Path
 
 from launcher import process_tree
 from launcher.output import Output
-from launcher.rendezvous import CONNECT_TIMEOUT, Refused, Stopped
+from launcher.rendezvous import CONNECT_TIMEOUT, Refused, Stopped, why_no_port
+from launcher.root_cause import not_to_be_read
 from launcher.series import of_this_node
+from launcher.signals import exit_code, handle_stop_signals
 from launcher.supervisor import Supervisor
 from launcher.torchrun_command import Command
 
@@ -46,8 +48,9 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, Command]:
     command = Command(words)
     if not command.script and (options.probe or options.restarts):
         parser.error("--probe and --restarts need a command with a script that ends in .py")
-    if command.port + options.restarts + 1 > 65535:
-        parser.error(f"port {command.port}: with the restarts' own it goes beyond 65535")
+    starts = 1 + options.restarts + bool(options.probe)
+    if command.nnodes > 1 and (why := why_no_port(command.port, starts)):
+        parser.error(why)
     return options, command
 
 
@@ -63,13 +66,14 @@ def main() -> int:
     except Refused as error:
         sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")
     supervisor = Supervisor(options, command, output, series)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, supervisor.on_signal)
+    handle_stop_signals(supervisor.on_signal)
     process_tree.adopt_orphans()
+    if why := not_to_be_read(os.environ.get("NCCL_DEBUG_FILE", "")):
+        output.say(why)
     try:
         return supervisor.run()
     except Stopped:
-        code, why = 143, supervisor.stopped_by()
+        code, why = exit_code(signal.Signals[supervisor.stopped]), supervisor.stopped_by()
     except (Refused, OSError) as error:
         code, why = 1, f"error: {error}"
     if supervisor.starts:

@@ -12,7 +12,7 @@
 set -euo pipefail
 
 ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
-say() { echo "two_nodes.sh: $*" >&2; }
+say() { echo "two_nodes.sh: $*" >&2 || true; } # a terminal may be gone, a disk full
 die() {
     say "error: $*"
     exit 1
@@ -121,13 +121,34 @@ clean_up() {
 }
 # shellcheck disable=SC2329
 forward() {
-    stopped=yes
+    stopped=$1
     [ "${#launchers[@]}" -eq 0 ] || kill "-$1" "${launchers[@]}" 2>/dev/null || true
 }
+# attend COMMAND...: runs what may take long while this prepares. bash takes a signal only when a command that it waits
+# for has ended, but at once in `wait`; what it starts with & ignores Ctrl-C, so that SIGTERM ends it.
+attended=
+attend() {
+    local code=0
+    "$@" &
+    attended=$!
+    wait "$attended" || code=$?
+    attended=
+    return "$code"
+}
+# shellcheck disable=SC2329
+stop_preparing() {
+    trap '' INT TERM HUP USR1
+    if [ -n "$attended" ]; then
+        kill -TERM "$attended" 2>/dev/null || true
+        wait "$attended" || true
+    fi
+    say "stopped by SIG$1 while it prepared the nodes"
+    exit "$2"
+}
 trap clean_up EXIT
-for name in TERM INT USR1 HUP; do
+for name in HUP=129 INT=130 USR1=138 TERM=143; do
     # shellcheck disable=SC2064
-    trap "forward $name" "$name"
+    trap "stop_preparing ${name/=/ }" "${name%=*}"
 done
 
 # What a run that was killed with SIGKILL left behind: namespaces whose script is gone.
@@ -139,10 +160,11 @@ done
 cores=$(bash "$ROOT/tools/launcher/cores.sh")
 # The nodes have no way to the internet: whatever must be installed is installed before.
 if [ -f "$ROOT/tools/launcher/python_env.sh" ]; then
-    PYTHON=$(bash "$ROOT/tools/launcher/python_env.sh") || exit 1
+    attend bash "$ROOT/tools/launcher/python_env.sh" >"$scratch/python" || exit 1
+    PYTHON=$(<"$scratch/python")
     export PYTHON
     # Not by both nodes at a time.
-    [ "$#" -gt 0 ] || "$PYTHON" "$ROOT/tools/make_sample_coco.py" --processes "$cores" "$ROOT/data/sample_coco"
+    [ "$#" -gt 0 ] || attend "$PYTHON" "$ROOT/tools/make_sample_coco.py" --processes "$cores" "$ROOT/data/sample_coco"
 fi
 
 ip netns add "${spaces[0]}" || die "no network namespaces are allowed here: run it on a virtual machine or two real ones"
@@ -179,17 +201,23 @@ if [ -n "$links" ]; then
 fi
 
 # Each node has its own host name, by which the log tells them apart, and finds the other's without a name server.
+for name in HUP INT USR1 TERM; do
+    # shellcheck disable=SC2064
+    trap "forward $name" "$name"
+done
 set -m  # a process group each: Ctrl-C reaches them once, through forward
 for k in 0 1; do
     # shellcheck disable=SC2016  # for the inner shell to expand
     NODE_RANK=$k setpriv --pdeathsig TERM ip netns exec "${spaces[k]}" unshare --uts bash -c '
+            [ "$PPID" -eq "$3" ] || exit 1 # it was gone before setpriv had tied this to it
             echo "node$1" >/proc/sys/kernel/hostname
             mount --bind "$2" /etc/hosts
-            shift 2
-            exec "$@"' bash "$k" "$scratch/hosts" bash "$ROOT/launch_multinode.sh" "$@" &
+            shift 3
+            exec "$@"' bash "$k" "$scratch/hosts" "$$" bash "$ROOT/launch_multinode.sh" "$@" &
     launchers+=("$!")
 done
 set +m
+[ -z "$stopped" ] || forward "$stopped" # it has come before there were both
 
 code=0
 for launcher in "${launchers[@]}"; do

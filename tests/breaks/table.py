@@ -394,8 +394,8 @@ BREAKS = [
         name="ethernet-with-infiniband",
         seen="NETWORK=ethernet runs over InfiniBand where there is one: both runs are the same.",
         file=LAUNCHER,
-        old="prefer NCCL_IB_DISABLE 1 && prefer NCCL_NET Socket",
-        new="prefer NCCL_IB_DISABLE 0 && prefer NCCL_NET Socket",
+        old="prefer NCCL_IB_DISABLE 1",
+        new="prefer NCCL_IB_DISABLE 0",
         tests=("tests/test_launchers.py::test_network_keeps_the_traffic_on_the_named_interface",),
     ),
     Break(

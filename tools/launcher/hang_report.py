@@ -17,6 +17,7 @@ from launcher.root_cause import HOW, Cause
 
 ROOM = 2**20  # bytes that memory must have for phases: a page for each rank
 SHOWN = 8  # ranks of a kind that the line names, and nodes
+UNNOTED = "a phase that could not be noted (no room in memory)"
 
 
 def phases_folder() -> tempfile.TemporaryDirectory:
@@ -35,7 +36,8 @@ def read_phases(folder: str) -> dict[int, tuple[str, float]]:
     found = {}
     for path in Path(folder).glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):  # it is just being written anew
-            phase = path.read_text(errors="replace").strip()[:80]
+            # Empty: its memory is full.
+            phase = path.read_text(errors="replace").strip()[:80] or UNNOTED
             found[int(path.name)] = (phase, time.time() - path.stat().st_mtime)
     return found
 

@@ -9,12 +9,13 @@ network is NAME=INTERFACE, where NAME is a label and becomes the folder of its r
 what IFNAME takes, eth0 or mlx5_0,ib0.
 A network that fails does not end the series. On node 0 the comparison comes at the end, after what
 DEMO_NOTE says: it is printed, and stands as compare.txt and compare.png beside the logs.
-Exit code: 0 all done; 75 stopped by a signal, 143 before a checkpoint; else that of the first
-network that failed, or of the comparison.
+Exit code: 0 all done; 75 stopped by a signal, before a checkpoint 128 + its number (143, Ctrl-C
+130); else that of the first network that failed, or of the comparison.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -22,14 +23,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher starts this file
 
 from launcher import rendezvous
-from launcher.process_tree import LIBC, PR_SET_PDEATHSIG
+from launcher.process_tree import tied_to
 from launcher.rendezvous import Plan, Refused, Rendezvous, Stopped, check_master
 from launcher.series import of_this_node, to_environment
+from launcher.signals import exit_code, handle_stop_signals
 from launcher.supervisor import STOPPED
 from launcher.torchrun_command import timeout_of
 
@@ -38,7 +41,8 @@ LAUNCHER = TOOLS.parent / "launch_multinode.sh"
 
 
 def say(text: str) -> None:
-    print(f"networks.py: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a terminal may be gone, a disk full
+        print(f"networks.py: {text}", file=sys.stderr, flush=True)
 
 
 def read_networks(text: str) -> dict[str, str]:
@@ -103,7 +107,7 @@ class Series:
             codes.append(self.train(n, label))
             if self.stopped or codes[-1] == STOPPED:
                 say(f"stopped in network {label}: what comes after is left out")
-                return codes[-1] or 128 + self.stopped
+                return codes[-1] or exit_code(self.stopped)
             if codes[-1]:
                 say(f"network {label} failed with code {codes[-1]}")
         codes.append(self.compare() if self.rank == 0 else 0)
@@ -121,12 +125,13 @@ class Series:
         env["MASTER_PORT"] = str(self.port + n * self.ports)
         if n:  # another node may need --timeout to notice that the run before has failed
             env["CONNECT_TIMEOUT"] = str(self.patience + timeout_of(self.arguments))
+        own = os.getpid()
         self.child = subprocess.Popen(
             ["bash", LAUNCHER, *self.arguments],
             env=env,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C reaches it once, through this process
-            preexec_fn=(lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)) if LIBC else None,
+            preexec_fn=lambda: tied_to(own, signal.SIGTERM),
         )
         if self.stopped:
             self.child.send_signal(self.stopped)
@@ -145,6 +150,8 @@ class Series:
         command = [sys.executable, TOOLS / "compare_logs.py"]
         command += [f"{label}={self.folder / label}" for label in self.networks]
         picture = self.folder / "compare.png"
+        with contextlib.suppress(OSError):
+            keep_earlier(picture)
         if importlib.util.find_spec("matplotlib"):
             command += ["--plot", picture]
         else:
@@ -152,11 +159,25 @@ class Series:
                 "no picture without matplotlib: pip install matplotlib, and compare_logs.py --plot"
             )
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        text = os.environ.get("DEMO_NOTE", "") + done.stdout
+        with contextlib.suppress(OSError):
+            print(text, end="", flush=True)
         report = self.folder / "compare.txt"
-        report.write_text(os.environ.get("DEMO_NOTE", "") + done.stdout)
-        print(report.read_text(), end="", flush=True)
-        say(f"this is {report}" + (f"; its picture: {picture}" if picture.exists() else ""))
+        try:
+            report.write_text(text)
+        except OSError as error:
+            why = f"{report} cannot be written ({error.strerror})"
+            say(f"error: {why}: make room there, and call compare_logs.py for it again")
+            return done.returncode or 1
+        drawn = done.returncode in (0, 1) and picture.exists()  # 2: it says why there is none
+        say(f"this is {report}" + (f"; its picture: {picture}" if drawn else ""))
         return done.returncode
+
+
+def keep_earlier(path: Path) -> None:
+    """A file of an earlier series gets another name; it is none of this one's."""
+    if path.exists():
+        path.rename(f"{path}.{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def main() -> int:
@@ -165,12 +186,11 @@ def main() -> int:
         check(arguments)
         series = Series(read_networks(os.environ["NETWORKS"]), sys.argv[1], arguments)
         series.series.run = sys.argv[2]
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(number, series.on_signal)
+        handle_stop_signals(series.on_signal)
         return series.run()
     except Stopped:
         say("stopped by a signal before the start")
-        return 143
+        return exit_code(series.stopped)
     except (Refused, OSError) as error:
         say(f"error: {error}")
         return 1

@@ -43,7 +43,7 @@ class Refused(Exception):
 
 
 class Stopped(Exception):
-    """A signal has come while the nodes wait for each other."""
+    """A signal has come while the nodes wait for each other; of which `stopped` tells."""
 
 
 @dataclass
@@ -122,6 +122,40 @@ def why_not_own(found: list[tuple]) -> str:
     return why
 
 
+def why_no_port(port: int, starts: int) -> str:
+    """Empty if a series of so many starts has a port for each, from this one on."""
+    last = 65536 - starts
+    if 0 < port <= last:
+        return ""
+    return f"port {port}: give one from 1 to {last} (each start needs its own, up to 65535)"
+
+
+def connect(host: str, port: int, seconds: float, look: Callable[[], None]) -> socket.socket:
+    """As socket.create_connection; look() is called now and then, and may end the wait."""
+    failed: OSError | None = None
+    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        trial = socket.socket(family, kind)
+        try:
+            trial.setblocking(False)
+            code, end = trial.connect_ex(address), time.monotonic() + seconds
+            while code == errno.EINPROGRESS:
+                look()
+                if select.select([], [trial], [], 0.2)[1]:
+                    code = trial.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                elif time.monotonic() > end:
+                    code = errno.ETIMEDOUT
+            if code:
+                raise OSError(code, os.strerror(code))
+            trial.settimeout(seconds)
+            return trial
+        except BaseException as error:
+            trial.close()
+            if not isinstance(error, OSError):
+                raise
+            failed = error
+    raise failed or OSError("no address")
+
+
 class Rendezvous:
     """One node's part in it. `settings` must be the same on all nodes; they end in one line."""
 
@@ -196,7 +230,7 @@ class Rendezvous:
         """Now and then while waiting: ends on a signal, and says from time to time what for."""
         self.watch()
         if self.stopped:
-            raise Stopped
+            raise Stopped(self.stopped)
         if why and time.monotonic() - self.told > 10:
             self.told = time.monotonic()
             self.say(f"still waiting for node 0, {self.told - self.began:.0f} s: {why}")
@@ -403,7 +437,7 @@ class Rendezvous:
             time.sleep(0.5)
 
     def _ask(self, port: int) -> dict:
-        node_0 = socket.create_connection((self.host, port), timeout=2)
+        node_0 = connect(self.host, port, 2, self._check)
         try:
             answer = self._exchange(port, node_0)
             if "error" not in answer:

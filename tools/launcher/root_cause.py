@@ -16,7 +16,9 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from common.records import PREFIX, RECORD, STEP, STOP, decode, get
@@ -119,17 +121,39 @@ class OutputReader:
 
 WARNINGS = 50  # of NCCL that are copied after a start, and the characters of one
 WARNING_LENGTH = 500
+PIECE = 1 << 16  # bytes that are read at once of a line without an end
+OF_A_PROCESS = re.compile(r"/dev/(stdout|stderr|fd/.*)|/proc/.*")  # another file for each one
+
+
+def not_to_be_read(pattern: str) -> str:
+    """What to say where NCCL_DEBUG_FILE names none that can be read after a start; else empty."""
+    regular = not os.path.exists(pattern) or os.path.isfile(pattern)
+    if regular and not OF_A_PROCESS.fullmatch(pattern):
+        return ""
+    return (
+        f"NCCL_DEBUG_FILE={pattern} is no file that can be read afterwards: what NCCL warns of is "
+        "not copied here from there"
+    )
 
 
 def nccl_warnings(pattern: str, since: float) -> list[bytes]:
     """NCCL's first warnings in the files that NCCL_DEBUG_FILE names, if written to since then."""
-    found = []
+    found: list[bytes] = []
+    if OF_A_PROCESS.fullmatch(pattern):
+        return found
     for path in sorted(glob.glob(re.sub("%[hp]", "*", glob.escape(pattern)))):
         with contextlib.suppress(OSError):
-            if os.stat(path).st_mtime >= since:
-                lines = Path(path).read_bytes().splitlines()
-                found += [line[:WARNING_LENGTH] for line in lines if b"NCCL WARN" in line]
-    return found[:WARNINGS]
+            if os.path.isfile(path) and os.stat(path).st_mtime >= since:
+                found += islice(warnings_in(path), WARNINGS - len(found))
+    return found
+
+
+def warnings_in(path: str) -> Iterator[bytes]:
+    """Line by line: such a file can have any size."""
+    with open(path, "rb") as file:
+        while line := file.readline(PIECE):
+            if b"NCCL WARN" in line:
+                yield line.rstrip(b"\r\n")[:WARNING_LENGTH]
 
 
 def find_causes(

@@ -213,7 +213,7 @@ class Supervisor:
         if self.process.poll() is None and not self.stopped:
             given_up = where or f"given up: it had not ended {GRACE} s after a failure"
             self.say(f"killing this attempt: it has not ended {GRACE} s after a failure")
-            process_tree.kill([self.process.pid, *process_tree.descendants()])
+            process_tree.kill([self.process.pid, *process_tree.own_descendants()])
         self.process.wait()
         process_tree.end_the_rest(max(0, end - time.monotonic()), self.say)
         return where, given_up
@@ -243,7 +243,7 @@ class Supervisor:
         return any(cause.kind == "asked" for cause in causes)
 
     def _is_over(self, attempt: Attempt) -> bool:
-        return self.process.poll() is not None and not process_tree.descendants()
+        return self.process.poll() is not None and not process_tree.own_descendants()
 
     def _standing(self, attempt: Attempt) -> list[list]:
         """Of each rank of this node: what it is at."""
@@ -254,7 +254,7 @@ class Supervisor:
         return standing(read_phases(attempt.phases), recorded, alive, self.timeout)
 
     def _spawn(self, words: list[str], folder: str, phases: str, plan: Plan) -> None:
-        env = dict(os.environ, DEMO_PHASES=phases)
+        env = os.environ | process_tree.OWN | {"DEMO_PHASES": phases}
         if self.command.is_torchrun:  # which takes its options from PET_ variables, too
             env["PET_LOG_DIR"] = folder
             env["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
@@ -269,7 +269,7 @@ class Supervisor:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=(lambda: process_tree.tied_to(parent)) if process_tree.LIBC else None,
+                preexec_fn=lambda: process_tree.tied_to(parent),
             )
         except OSError as error:
             raise Refused(f"{words[0]} cannot be started ({error.strerror})") from None
@@ -358,7 +358,7 @@ class Supervisor:
         name = signal.Signals(number).name
         if self.stopped:
             if name == "SIGINT":
-                process_tree.kill(process_tree.descendants())
+                process_tree.kill(process_tree.own_descendants())
                 self.say("SIGINT again: killing the run")
             return
         self.stopped = name
