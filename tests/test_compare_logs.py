@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -1150,6 +1151,28 @@ def test_unwritable_outputs_are_one_line(save, tmp_path):
     _, err = run_tool(*pair, "--json", tmp_path, code=2)
     assert f"--json {tmp_path}: cannot be written: " in err
     assert "no such run" in error_of(*pair, "--project", "c")
+
+
+def test_output_that_cannot_be_written_loses_no_other(save, tmp_path, monkeypatch):
+    """First the JSON, then the report; the picture comes all the same, drawn by a stand-in."""
+    picture, figures = tmp_path / "x.png", tmp_path / "x.json"
+    drawn = SimpleNamespace(draw=lambda result, file: Path(file).touch())
+    monkeypatch.setitem(sys.modules, "analysis.plot", drawn)
+    options = ["--json", tmp_path, "--plot", picture]
+    out, err = run_tool(save("a"), save("b"), *options, code=2)
+    assert out.count("img/s, job") == 1 and picture.exists()
+    assert f"--json {tmp_path}: cannot be written: " in err
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, TOOL, save("a"), save("b"), "--json", figures],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert (done.returncode, len(json.loads(figures.read_text())["runs"])) == (2, 2)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("compare_logs.py: error: the report cannot be printed: ")
 
 
 def test_closed_pipe_is_quiet(save):

@@ -868,3 +868,13 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path):
     command = f"set -o pipefail; {shlex.join([sys.executable, str(TOOL), str(path)])} | :"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    path = write(tmp_path / "log", ib_job(0))
+    command = [sys.executable, TOOL, path]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line.startswith("nccl_log.py: error: its output cannot be written: ")

@@ -16,12 +16,10 @@ like.
 """
 
 import argparse
-import contextlib
-import os
 import sys
 from pathlib import Path
 
-from analysis import UserError
+from analysis import UserError, forget_output
 from analysis.comparable import differences, losses_apart, other_settings, same_wire, set_losses
 from analysis.cost_model import LATENCY_US
 from analysis.logs import read_log
@@ -34,14 +32,9 @@ from analysis.verdict import judge
 def main(argv=None):
     try:
         code = run_command(parse_arguments(argv))
-        sys.stdout.flush()
     except UserError as error:
         print(f"compare_logs.py: error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `| head` has read enough
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     return code
 
 
@@ -59,14 +52,28 @@ def run_command(args):
     given = given_figures(args, paths)
     runs = [make_run(name, read_log(files), given[name]) for name, files in paths.items()]
     result = compare(runs, args.latency_us * 1e-6, args.force, args.project)
-    print(report(result))
+    failed = print_report(result)
     for option, file, write in (("json", args.json, write_json), ("plot", args.plot, draw)):
         try:
             if file:
                 write(result, file)
-        except (OSError, ValueError) as error:
-            raise UserError(f"--{option} {file}: cannot be written: {error}") from None
+        except (OSError, ValueError) as error:  # no reason to lose the other one
+            failed.append(f"--{option} {file}: cannot be written: {error}")
+    if failed:
+        raise UserError("; ".join(failed))
     return 0 if all(run.complete for run in runs) else 1
+
+
+def print_report(result):
+    """Returns why it could not, in a list, so that what was asked for beside it is not lost."""
+    try:
+        print(report(result), flush=True)
+    except BrokenPipeError:  # `| head` has read enough
+        forget_output()
+    except OSError as error:
+        forget_output()
+        return [f"the report cannot be printed: {error}"]
+    return []
 
 
 def compare(runs, latency_s, force=False, project_from=None):

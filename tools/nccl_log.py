@@ -13,12 +13,10 @@ Exit code: 0 decided; 1 NCCL's text decides nothing; 2 no such file, or no text 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import sys
 
-from analysis import UserError
+from analysis import UserError, forget_output
 from analysis.nccl_text import HOW_TO_ASK, Finding, describe, find_in_files
 
 
@@ -50,8 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
         tell(found, args.json)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has read enough
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        forget_output()
+    except OSError as error:
+        forget_output()
+        print(f"nccl_log.py: error: its output cannot be written: {error}", file=sys.stderr)
+        return 2
     return 0 if found.decided else 1
 
 
