@@ -17,7 +17,8 @@
 #   IFNAME, NETWORK   interface or adapter to keep the traffic on (mlx5_0,ib0: both); ethernet or infiniband
 #   LOG_DIR, RUN_NAME logs and a name that node 0 makes from the time or the job; this node's log is
 #                     LOG_DIR/RUN_NAME/nodeK.log
-# Exit code: 0 done, 75 stopped by SIGTERM, SIGINT or SIGUSR1 (saved, with --checkpoint), else failed.
+# Exit code: 0 done, 75 stopped by SIGTERM, SIGINT or SIGUSR1 (saved, with --checkpoint), before the start 128 + the
+# signal's number, else failed.
 set -euo pipefail
 ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd) # an exported CDPATH makes cd print
 ME=launch_multinode.sh
@@ -56,8 +57,9 @@ attend() {
 # shellcheck disable=SC2329  # called by the traps
 stop_attending() {
     trap '' HUP INT USR1 TERM
-    kill -TERM "$!" 2>/dev/null || true
-    wait "$!" || true
+    # shellcheck disable=SC2046  # each is a word
+    kill -TERM $(jobs -p) 2>/dev/null || true
+    wait
     [ -z "$answers" ] || rm -r "$answers"
     say "stopped by SIG$1 before the start"
     exit "$2"

@@ -871,7 +871,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path):
 
 
 def test_a_full_disk_is_one_line(tmp_path):
-    path = write(tmp_path / "log", ib_job(0))
+    path = write(tmp_path / "log", *job(0, *JOBS["efa"]))
     command = [sys.executable, TOOL, path]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ import test_preflight
 from launcher import hang_report, process_tree, rendezvous, root_cause
 from launcher import networks as network_series
 from support.forks import ForkServer, write
-from support.nodes import NamespacePair, _ip, small_disk, why_no_namespaces
+from support.nodes import NamespacePair, _ip, namespaces, small_disk, why_no_namespaces
 from support.processes import ROOT, Run, Started, require, start, wait_until
 
 TOOLS = ROOT / "tools"
@@ -262,6 +263,16 @@ def test_sweep_leaves_alone_what_the_run_did_not_start(tmp_path):
     assert "killing what is left of this attempt: 1 processes" in run.out
 
 
+def test_process_is_told_by_its_environment():
+    """One that shows none, as under a title that it gave itself, may be a rank."""
+    require(process_tree.LIBC, "only Linux tells which processes there are")
+    for env, own in (({}, True), ({"PATH": "/"}, False), (process_tree.OWN, True)):
+        with subprocess.Popen(["/bin/sleep", "60"], env=env) as child:
+            found = process_tree.has_own_mark(child.pid)
+            child.kill()
+        assert found == own, env
+
+
 # --- Interfaces ------------------------------------------------------------------------------
 
 MORE = ("10.77.0.{}1/24", "10.78.0.{}/24", "fd77::{}/64")
@@ -448,6 +459,26 @@ def test_launcher_of_a_network_is_no_orphan(tmp_path):
     command = [sys.executable, "-c", TOO_LATE + OF_NETWORKS, tmp_path / "launcher.sh"]
     start(command, cwd=tmp_path).finish(20, expect=-signal.SIGKILL)
     assert not (tmp_path / "orphan").exists()
+
+
+def test_nodes_of_a_two_nodes_that_is_gone_do_not_start(folder):
+    """Killed in the moment before setpriv ties a launcher to it."""
+    require(not (why := why_no_namespaces()), why)
+    (folder.path / "setpriv").write_text(
+        '#!/bin/sh\nof_parent() { grep -qs two_nodes.sh "/proc/$PPID/cmdline"; }\n'
+        'if of_parent; then kill -KILL "$PPID"; fi\nwhile of_parent; do sleep 0.05; done\n'
+        'shift 2\nexec "$@"\n'
+    )
+    (folder.path / "setpriv").chmod(0o755)
+    env = {"PATH": f"{folder.path}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    command = ["bash", folder.path / "tools/two_nodes.sh", "--", "x"]
+    started = start(command, env={**networks.WITH_STAND_IN, **env}, cwd=folder.path)
+    try:
+        started.finish(20, expect=-signal.SIGKILL)
+    finally:
+        for name in namespaces(started):
+            _ip(f"netns del {name}")
+    assert not (folder.path / "logs").exists()
 
 
 def test_preflight_of_a_launcher_that_is_gone_ends():

@@ -8,7 +8,8 @@
 The launchers call it; by hand it goes before any torchrun, srun or python line. With static
 rendezvous the supervisors of all nodes meet for a moment before each start: start k of a series
 (probe, training, restarts) uses the endpoint's port + k, and node 0 says k by listening there.
-Exit code: 0 done; 75 stopped by SIGTERM, SIGINT, SIGUSR1, with --checkpoint saved; else failed.
+Exit code: 0 done; 75 stopped by SIGTERM, SIGINT, SIGUSR1, with --checkpoint saved; 128 + the
+signal's number before the first start; else failed.
 """
 
 from __future__ import annotations

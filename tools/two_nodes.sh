@@ -126,22 +126,16 @@ forward() {
 }
 # attend COMMAND...: runs what may take long while this prepares. bash takes a signal only when a command that it waits
 # for has ended, but at once in `wait`; what it starts with & ignores Ctrl-C, so that SIGTERM ends it.
-attended=
 attend() {
-    local code=0
     "$@" &
-    attended=$!
-    wait "$attended" || code=$?
-    attended=
-    return "$code"
+    wait "$!"
 }
 # shellcheck disable=SC2329
 stop_preparing() {
     trap '' INT TERM HUP USR1
-    if [ -n "$attended" ]; then
-        kill -TERM "$attended" 2>/dev/null || true
-        wait "$attended" || true
-    fi
+    # shellcheck disable=SC2046  # each is a word
+    kill -TERM $(jobs -p) 2>/dev/null || true
+    wait
     say "stopped by SIG$1 while it prepared the nodes"
     exit "$2"
 }
