@@ -140,6 +140,8 @@ def test_interface_that_one_node_lacks_fails_on_both_and_the_series_goes_on(fold
         add = "add here0 type veth peer name other0"
         for words in (add, "set here0 up", "set other0 up"):
             subprocess.run(f"ip -n {nodes.names[0]} link {words}".split(), check=True)
+        address = f"ip -n {nodes.names[0]} addr add 10.79.0.1/24 dev here0"
+        subprocess.run(address.split(), check=True)
         began = time.monotonic()
         runs = folder.run(nodes, "x", NETWORKS="lacking=here0 two=eth0", expect=1)
     assert time.monotonic() - began < 40  # nobody has waited for CONNECT_TIMEOUT
