@@ -185,7 +185,7 @@ def test_nccl_file_that_is_none_is_not_read(tmp_path, kind):
     path = "/dev/stdout" if kind == "stdout" else str(tmp_path / "fifo")
     if kind == "FIFO":
         os.mkfifo(path)
-    # A reader for a FIFO would keep this program waiting, and a writer the supervisor.
+    # To open either for reading would wait for somebody who writes.
     with supervise_it(tmp_path, "echo done", NCCL_DEBUG_FILE=path) as started:
         began = time.monotonic()
         wait_until(lambda: started.process.poll() is not None, 20, "the end")
@@ -194,8 +194,8 @@ def test_nccl_file_that_is_none_is_not_read(tmp_path, kind):
     assert time.monotonic() - began < 20
 
 
-def test_nccl_file_of_a_link_to_a_terminal_is_not_read(tmp_path):
-    """Which only the warnings' reader meets: the pattern names files."""
+def test_fifo_among_nccls_files_is_not_read(tmp_path):
+    """One that only the pattern's own files show, when the run is over."""
     os.mkfifo(tmp_path / "nccl.1.log")
     found: list = []
     pattern = str(tmp_path / "nccl.%p.log")
