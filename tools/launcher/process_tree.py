@@ -72,8 +72,12 @@ def own_descendants() -> dict[int, int]:
 
 def has_own_mark(process: int) -> bool:
     """By its environment; one that shows none, as under a title that it gave itself, counts."""
+    environment = Path(f"/proc/{process}/environ")
     try:
-        variables = Path(f"/proc/{process}/environ").read_bytes()
+        variables = environment.read_bytes()
+        if not variables:  # as for a moment amid its exec; or it is ending, but not gone
+            time.sleep(0.05)
+            variables = environment.read_bytes()
     except OSError:  # it is gone, or another user's
         return False
     ((name, value),) = OWN.items()
