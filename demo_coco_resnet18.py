@@ -24,10 +24,10 @@ The four processes of the last example. The world size, the number of all proces
 
 N processes make a step of N times as many images, and an epoch of N times fewer steps:
     images per step (global batch size) = world size x batch size x accumulate steps
-The batch size is that of a process. Accumulate steps is 1, unless a process shall add up the
-gradients of several batches (--accumulate_steps) before each step. Such a step does what one
+The batch size is that of a process. Accumulate steps is 1, unless --accumulate_steps has each
+process add up the gradients of several batches before a step. A step of N processes does what one
 process would do with so large a batch, but for batch norm, which sees the images of its own
-process alone. The learning rate stays: raise --lr for a much larger batch.
+process alone. The learning rate is not adapted to N: raise --lr for a much larger batch.
 
 Part one is the lesson. Six points make a training script distributed:
     1/6  a process learns its rank from the environment       read_environment
@@ -38,9 +38,10 @@ Part one is the lesson. Six points make a training script distributed:
     6/6  results are put together, and rank 0 writes them     validate, then tear_down
 
 One rule stands behind all of them: ALL RANKS MAKE THE SAME COLLECTIVE CALLS IN THE SAME ORDER. A
-collective call is an exchange between all ranks, such as all-reduce, broadcast, gather or barrier.
-Each rank waits in it for the others; where one leaves it out, the others wait until --timeout ends
-them. Comments below call this "the rule".
+collective call is an exchange between all ranks: all-reduce (every rank gets the sum or mean of
+what all have), broadcast (what one rank has), gather (a list of what each has) or barrier (they
+only wait). Each rank waits in it for the others; where one leaves it out, the others end with an
+error after --timeout seconds. Comments below call this "the rule".
 
 Part two, below the banner, is the safety net: arguments, errors, damaged images, checkpoints.
 """
@@ -93,7 +94,7 @@ TIMEOUT = 300  # seconds: a process that has not answered by then counts as lost
 def main(process):
     """Every process runs all of this.
 
-    `process` says which one of them this is. Before 1/6 it says: rank 0 of one, so alone.
+    `process` tells which one of them this is: its rank, the world size, later its device.
     """
     args = parse_arguments(sys.argv[1:])
     read_environment(process)  # 1/6
@@ -112,7 +113,7 @@ def main(process):
     ddp = wrap_model(args, process, model)  # 4/6
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
     run = Run(args, process, model, ddp, optimizer, loader, settings, categories)
-    # With --resume rank 0 reads the checkpoint, and every rank receives it. That waits until now
+    # With --resume rank 0 reads the checkpoint, and every rank receives it. Not before this line,
     # because a checkpoint has the optimizer's state as well as the weights.
     start_or_resume(run, train_list, val_list)
 
@@ -143,15 +144,16 @@ def read_environment(process):
 
 def set_up(args, process):
     """Chooses the device and the backend, and joins the process group. Raises UserError."""
-    # DDP 2/6: first a device of its own, then the group of all processes. Its backend moves the
-    # tensors between them: NCCL between NVIDIA GPUs, Gloo between CPUs.
+    # DDP 2/6: first a device of its own, then the group of all processes, whose connections start
+    # from that device. The group's backend moves tensors between them: NCCL between NVIDIA GPUs,
+    # one for each process; Gloo between CPUs, or where processes share a GPU.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     process.backend = choose_backend(args, gpus)
     check_process(process, gpus)
     process.note_phase("rendezvous")  # what it is doing, for error messages
     if gpus:
         # The local rank gives each process of a node a GPU of its own. Otherwise all would take
-        # GPU 0: NCCL refuses that, and the others would be idle. (%: with Gloo they may share.)
+        # GPU 0: NCCL refuses that, and the other GPUs would be idle.
         process.device = torch.device("cuda", process.local_rank % gpus)
         torch.cuda.set_device(process.device)
         with as_user_error(f"this build of PyTorch cannot use {process.device}"):
@@ -161,16 +163,16 @@ def set_up(args, process):
 
     where = f"rendezvous at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     with as_user_error(f"{where}: did all nodes start, with rank 0's address?", LostConnection):
-        # First the torchruns of all nodes have met, at --rdzv_endpoint. Now the processes that
-        # they have started meet, at MASTER_ADDR:MASTER_PORT on rank 0's node (torchrun has set
-        # these two as well). Each waits here until all have come. If one is missing after
-        # --timeout seconds, here or in a later collective call, the others end with an error.
+        # The torchruns of all nodes have met before, at --rdzv_endpoint. Now the processes that
+        # they have started meet, at MASTER_ADDR:MASTER_PORT on rank 0's node. torchrun has set
+        # both; with the static rendezvous it is the same address and port. Each process waits here
+        # until all have come, at most --timeout seconds.
         dist.init_process_group(
             process.backend,
             rank=process.rank,
             world_size=process.world_size,
             timeout=timedelta(seconds=args.timeout),
-            # With its device NCCL connects the ranks at once, not in the first collective call.
+            # NCCL is told the device, and so connects the ranks now, not in their first exchange.
             device_id=process.device if process.backend == "nccl" else None,
             store=store_of_one(process),  # None, unless it is alone and has nobody to meet
         )
@@ -185,7 +187,8 @@ def make_loader(args, process, train_list, val_list):
     # DDP 3/6: DistributedSampler gives each rank its own share of the images, in each epoch
     # another one (set_epoch, in train_epoch). A step has collective calls (5/6): by the rule all
     # ranks must make the same number of steps. So all shares are equally long, and a few images
-    # come twice for that. ResumableSampler is one that can also begin in the middle of an epoch.
+    # come twice for that. ResumableSampler is a DistributedSampler that can also begin in the
+    # middle of an epoch.
     sampler = ResumableSampler(
         train_list.names, process.world_size, process.rank, shuffle=True, seed=args.seed
     )
@@ -210,7 +213,7 @@ def build_model(args, process, classes):
     """ResNet-18 on this process's device. Before 4/6 only rank 0's has the weights asked for."""
     torch.manual_seed(args.seed)  # to repeat a run; what makes the ranks equal is DDP (4/6)
     model = torchvision.models.resnet18(num_classes=classes)
-    with share_errors(process, "weights"):  # an error of one rank in here ends them all
+    with share_errors(process, "weights"):  # a collective call: one rank's error in here ends all
         if process.rank == 0 and args.weights != "none":
             load_weights(process, model, args.weights)
     model = model.to(process.device, memory_format=torch.channels_last)
@@ -219,8 +222,8 @@ def build_model(args, process, classes):
 
 
 def wrap_model(args, process, model):
-    """The model in DDP. (A Mac's GPU, for which it has no backend, gets a stand-in.)"""
-    if process.mps:
+    """The model in DDP."""
+    if process.mps:  # a Mac's GPU: one process, and no backend
         return WithoutDDP(model)
     # DDP 4/6: DDP copies rank 0's weights into the model of every rank, here and now, so that all
     # start equal. ddp(images) then computes what model(images) does, and its backward pass also
@@ -248,8 +251,8 @@ def train_step(run, micro_batches):
     """One step of the optimizer; returns the mean loss of this rank's images, as a tensor."""
     total = torch.zeros((), device=run.process.device)
     for number, (images, labels) in enumerate(micro_batches, 1):
-        # The gradients of a step's micro-batches add up on this rank. The backward pass of the
-        # last one sends them: once a step. no_sync keeps the others from sending. The forward
+        # The gradients of a step's micro-batches add up on this rank. Only the backward pass of
+        # the last micro-batch sends them: no_sync keeps the earlier ones from sending. The forward
         # pass is in it, too: there DDP decides whether the backward pass will send.
         last = number == len(micro_batches)
         with nullcontext() if last else run.ddp.no_sync():
@@ -281,10 +284,12 @@ def train_epoch(run, epoch):
     # Seed and epoch decide the order of the images, and so the shares: without this call each
     # epoch repeats the first one.
     run.loader.sampler.set_epoch(epoch)
-    for micro_batches in read_steps(run):  # one a step, or --accumulate_steps of them
+    # The batches of one step: --accumulate_steps of them, in an epoch's last step maybe fewer.
+    for micro_batches in read_steps(run):
         set_learning_rate(run)
         loss = train_step(run, micro_batches)
-        finish_step(run, loss, micro_batches)  # logs this rank's own loss; may save, or stop all
+        # Logs this rank's own loss. About once a second all ranks also agree to go on, or to end.
+        finish_step(run, loss, micro_batches)
     if run.process.world_size > 1:
         # Batch norm's statistics come from each rank's own images. All shall validate the same
         # model: rank 0's statistics are copied to all. By the rule every rank makes these calls.
@@ -309,7 +314,7 @@ def validate(run, epoch):
         images += (labels != IGNORED).sum()
     run.model.train()
     agree_to_continue(run)  # where a stop signal has come to any rank, all end here
-    # DDP 6/6: each rank has counted its own share. gather (dist.all_gather_object) hands the
+    # DDP 6/6: each rank has counted its own share. gather (here dist.all_gather_object) hands the
     # numbers of every rank to every rank. Their sums are the same everywhere: rank 0 alone logs
     # them. At the very end all leave the process group (tear_down, below).
     all_hits, all_images = gather(hits, images)
@@ -325,12 +330,10 @@ def tear_down(process, code):
     if not dist.is_initialized():
         return
     # A rank that is done waits here for all others. If it ended first, its connections would
-    # break while others still use them. After an error the first end would also make torchrun
-    # kill those that have not yet said why they end.
+    # break while others still use them; and after an error torchrun, which kills all processes as
+    # soon as one has failed, could kill some before they have said why.
     dist.barrier()
-    # The group's threads end when the last object that uses it is gone, such as DDP. A thread that
-    # still ran when Python ends could abort the process.
-    gc.collect()
+    gc.collect()  # frees DDP: threads of the group that still run could abort Python at its end
     dist.destroy_process_group()
     if code == 0:
         seconds = perf_counter() - process.started
