@@ -4,7 +4,6 @@ logs hold, against NCCL's own library where it is installed, and from its comman
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import itertools
 import json
 import mmap
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 
 import nccl_log
 from analysis import nccl_rules, nccl_text
@@ -39,6 +39,7 @@ class Format(NamedTuple):
     """A message of nccl_formats.txt; `last` is empty where the newest release looked at has it."""
 
     rule: nccl_rules.Rule
+    problem: str
     first: str
     last: str
     by: str
@@ -49,53 +50,48 @@ def read_formats() -> list[Format]:
     rules, found = {rule.name: rule for rule in nccl_rules.RULES}, []
     for line in (Path(__file__).parent / "nccl_formats.txt").read_text().splitlines():
         if line.startswith("["):
-            rule = rules.pop(line.strip("[]"))
+            name, problem = line[1:].split("]")
+            rule = rules.pop(name)
         elif line and not line.startswith("#"):
             first, last, text = line.split(maxsplit=2)
             by = "NCCL" if first[0].isdigit() else first
-            found.append(Format(rule, first, last.strip("-"), by, text))
+            found.append(Format(rule, problem.strip(), first, last.strip("-"), by, text))
     assert not rules, f"rules without a message: {[*rules]}"
     return found
 
 
 FORMATS = read_formats()
-# What the strings of a message are; without an entry "x".
+# What the strings of a message are, by its format or else its rule; those that are left are "x".
 STRINGS = {
     "network_channel": ("IB", "/GDRDMA", "(PCI)", "/Shared"),
     "adapters": (" [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE", "[RO]", "ib0", "10.0.0.1<0>"),
     "adapter": ("mlx5_0", "uverbs0", "IB", "mlx5", "/sys/devices/pci"),
+    "NET/IB: [%d] %s:%d/%s": ("mlx5_0", "RoCE"),
     "sockets": (" [0]eth0:10.0.0.1<0> [1]eth1:fe80::1%eth1<0>",),
     "wish": ("NCCL_IB_DISABLE",),
     "plugin_not_loaded": ("libfabric.so.1: cannot open shared object file",),
-    "verbs_library": ("libibverbs.so.1",),
-    "memlock": ("Cannot allocate memory",),
-    "receive_failed": ("send to", "10.0.0.1<4000>", "Connection reset by peer"),
-    "port_event": ("port error",),
-}
-FORMAT_STRINGS = {
-    "NET/IB: [%d] %s:%d/%s": ("mlx5_0", "RoCE"),
     "%s/Plugin: %s": ("NET", "libfabric.so.1: cannot open shared object file"),
     "%s/Plugin: %s: %s": ("NET", "libnccl-net.so", "libc.so.6: version `GLIBC_2.38' not found"),
     "NET/Plugin : Plugin load (%s) returned %d : %s": ("libnccl-net.so", "/a.so: bad ELF"),
-    "%s/Plugin: Could not find:%s. %s": ("NET", " libnccl-net.so", ""),
-    "%s/Plugin: Could not find:%s%s%s": ("NET", " libnccl-net.so", "", ""),
-    "NET/%s : GPU Direct RDMA %s for HCA %d '%s'": ("IB", "Disabled", "mlx5_0"),
+    "plugin_not_found": ("NET",),
+    "verbs_library": ("libibverbs.so.1",),
+    "memlock": ("Cannot allocate memory",),
+    "gpudirect_of_adapter": ("IB", "Disabled", "mlx5_0"),
     "GPU Direct RDMA Disabled for %s": ("GPU/0-1 - NET/0-2",),
-    "NET/IB : %s:%d Got async event : %s": ("mlx5_0", "port error"),
-    "NET/IB : %s:%d Got async error event: %s": ("mlx5_0", "port active"),
-    "NET/IB : %s:%d async fatal event: %s": ("mlx5_0", "port error"),
-    "NET/IB : %s:%d Got non-fatal async event: %s(%d)": ("mlx5_0", "port active"),
-    "socketProgressOpt: Call to recv from %s failed : %s": ("10.0.0.1<4000>", "Broken pipe"),
-    "Net : Call to recv from %s failed : %s": ("10.0.0.1<4000>", "Broken pipe"),
-    "comm %p rank %d nranks %d cudaDev %d busId %lx - %s COMPLETE": ("Abort",),
+    "receive_failed": ("send to", "10.0.0.1<4000>", "Connection reset by peer"),
+    "socketProgressOpt: Call to recv from %s failed : %s": (),
+    "Net : Call to recv from %s failed : %s": (),
+    "port_event": ("mlx5_0", "port active"),
+    "NET/IB : Got async event : %s": ("port error",),
+    "aborted": ("Abort",),
 }
 
 
-def filled(form: Format, number=0) -> str:
+def filled(form: Format) -> str:
     """A line as NCCL writes it from a format; 12 is what a completion's error has to be."""
     name = form.rule.name
-    strings = iter(FORMAT_STRINGS.get(form.text, STRINGS.get(name, ())))
-    number = 12 if name == "peer" else number
+    strings = iter(STRINGS.get(form.text, STRINGS.get(name, ())))
+    number = 12 if name == "peer" else 31
 
     def value(match: re.Match) -> str:
         kind = match[0][-1]
@@ -179,8 +175,6 @@ PREFIXES = {
     "NCCL": "node{rank}:10{rank}:115 [0] NCCL INFO {text}",
     "WARN": "[2026-01-31 12:00:00] node{rank}:10{rank}:1 [0] a.cc:7 (f) NCCL WARN {text}",
     "torchrun": "[default{rank}]:node{rank}:10{rank}:115 [0] NCCL INFO {text}",
-    "torch": "[rank{rank}]:[W1031 12:00:00.1 a.cpp:7] node:10{rank}:115 [0] NCCL INFO {text}",
-    "mpirun": "[1,{rank}]<stdout>:node{rank}:10{rank}:115 [0] NCCL INFO {text}",
     "Ray": "\x1b[36m(Worker pid=7{rank})\x1b[0m node:10{rank}:115 [0] NCCL INFO {text}",
     "collector": "2026-01-31T12:00:00.123Z | node{rank}:10{rank}:115 [0] NCCL INFO {text}",
     "colour": "\x1b[36mnode{rank}:10{rank}:115 [0] NCCL INFO {text}\x1b[0m",
@@ -198,10 +192,9 @@ def text_of(kind: str, ranks: int, prefix: str = "{text}") -> list[list[str]]:
 # --- each message of the tables ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [0, 31])
-def test_each_format_filled_in_is_found_by_its_pattern(number):
+def test_each_format_filled_in_is_found_by_its_pattern():
     for form in FORMATS:
-        rule, text = form.rule, filled(form, number)
+        rule, text = form.rule, filled(form)
         assert rule.literal in text and rule.pattern.search(text), (rule.name, text)
         # Whose plugin was asked for is said by the text before it.
         found = rule.name == "plugin_asked" or rule.pattern.search(INFO + text)
@@ -230,34 +223,21 @@ def test_version(lines, version):
 
 
 @pytest.mark.parametrize(
-    ("end", "network", "gpudirect"),
+    ("end", "kind", "network", "gpudirect"),
     [
-        ("Socket/0", "Socket", 0),
-        ("IBext_v10/7/GDRDMA/Shared", "IBext_v10", 1),
-        ("NCCL RDMA Plugin v9/0", "NCCL RDMA Plugin v9", 0),
-        ("IB/0/GDRDMA/flush=None", "IB", 1),
-        ("IB/0 comm 0x7f nRanks 04", "IB", 0),
+        ("NET/Socket/0", "network", "Socket", 0),
+        ("NET/IBext_v10/7/GDRDMA/Shared", "network", "IBext_v10", 1),
+        ("NET/NCCL RDMA Plugin v9/0", "network", "NCCL RDMA Plugin v9", 0),
+        ("NET/IB/0 comm 0x7f nRanks 04", "network", "IB", 0),
+        ("direct shared memory", "shm", None, None),
+        ("SHM/direct", "shm", None, None),
+        ("P2P/MNNVL", "mnnvl", None, None),
     ],
 )
-def test_one_connection_over_a_network_tells_network_and_gpudirect(end, network, gpudirect):
-    found = find(channel("NET/" + end))
-    assert (found.network, found.gpudirect) == (network, gpudirect)
-    assert found.channels == {"network": 1}
-
-
-@pytest.mark.parametrize(
-    ("end", "kind"),
-    [
-        ("Ring 00 : 0[0] -> 1[1] via P2P/direct pointer", "p2p"),
-        ("Ring 00 : 0[0] -> 1[1] via direct shared memory", "shm"),
-        ("Channel 00/0 : 0[0] -> 1[1] via P2P/MNNVL", "mnnvl"),
-        ("Channel 00/0 : 0[0] -> 1[1] via P2P/indirect/2[2]/read", "p2p"),
-        ("Channel 00 : 0[0] -> 1[1] via SHM/direct", "shm"),
-    ],
-)
-def test_a_connection_without_network_is_local(end, kind):
-    found = find(INFO + end)
-    assert (found.transport, found.channels, found.gpudirect) == ("local", {kind: 1}, None)
+def test_one_connection_tells_its_kind_network_and_gpudirect(end, kind, network, gpudirect):
+    found = find(channel(end))
+    assert (found.channels, found.network, found.gpudirect) == ({kind: 1}, network, gpudirect)
+    assert (found.transport == "local") == (network is None)
 
 
 TWO = ["mlx5_0:1", "mlx5_1:1"]
@@ -266,16 +246,12 @@ TWO = ["mlx5_0:1", "mlx5_1:1"]
 @pytest.mark.parametrize(
     ("listed", "transport", "names"),
     [
-        ("NET/IB : Using [0]mlx5_0:1/IB ; OOB ib0:10.0.0.1<0>", "infiniband", TWO[:1]),
-        ("NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB a:b<0>", "infiniband", TWO),
         ("NET/IB : Using [0]={[0] mlx5_0:1/IB, [1] mlx5_1:1/IB} [RO]; OOB", "infiniband", TWO),
         ("NET/IB : Using [0]mlx5_0:1:2:0/IB [1]mlx5_1:1::1/IB ; OOB a:b<0>", "infiniband", TWO),
         ("NET/IB : Using [0]mlx5_0:1/IB/SHARP [1]mlx5_1:1/IB ; OOB a:b<0>", "infiniband", TWO),
         ("NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/I", "infiniband", TWO[:1]),
         ("NET/IB : Using [0]mlx5_0:1/IB [1]={[1] mlx5_1:1/IB, [2] mlx5_", "infiniband", TWO),
-        ("NET/IB: [0] mlx5_0:1/RoCE ", "unknown", TWO[:1]),  # alone it is no proof
-        ("NET/IB: [0] mlx5_0:uverbs0:1/RoCE provider=mlx5 speed=1", "unknown", TWO[:1]),
-        ("NET/Socket : Using [0]eth0:10.0.0.1<0>", "sockets", ["eth0"]),
+        ("NET/IB: [0] mlx5_0:uverbs0:1/RoCE provider=mlx5", "unknown", TWO[:1]),  # no proof
         ("NET/Socket : Using [0]eth0:fe80::1%eth0<0> [1]ib0:10.<0>", "sockets", ["eth0", "ib0"]),
         ("NET/Socket : Using [0]br-1a2b:172.17.0.1<0> [1]et", "sockets", ["br-1a2b"]),
         ("NET : Using interface eth0:10.0.0.1<0>", "sockets", ["eth0"]),  # to 2.3
@@ -304,7 +280,6 @@ PIECES = {
     "channel 1": channel("NET/IB/1"),
     "P2P": channel("P2P/CUMEM"),
     "MNNVL": channel("P2P/MNNVL"),
-    "1 node": TWO_NODES.replace("nNodes 2", "nNodes 1"),
     "2 nodes": TWO_NODES,
 }
 
@@ -312,23 +287,17 @@ PIECES = {
 @pytest.mark.parametrize(
     ("said", "network", "transport"),
     [
-        ("IB list|Using network IB", "IB", "infiniband"),
         ("RoCE list|Using network IB", "IB", "roce"),
         ("NET/IB: [0] mlx5_0:1/RoCE |Using network IB", "IB", "roce"),
         ("Using network IB", "IB", "unknown"),
-        ("Using network Socket", "Socket", "sockets"),
         ("RoCE list|Using network IBext_v10", "IBext_v10", "roce"),
         ("Using network IBext", "IBext", "plugin"),
         ("IB list|Using network NCCL RDMA Plugin v9", "NCCL RDMA Plugin v9", "infiniband"),
-        ("Using network FasTrak", "FasTrak", "plugin"),
-        ("EFA|Using network AWS Libfabric", "AWS Libfabric", "efa"),
         ("EFA|Using network Libfabric", "Libfabric", "efa"),
         ("CXI|Using network Libfabric", "Libfabric", "plugin"),
-        ("Using internal Network Socket", "Socket", "sockets"),
         ("Using external Network FooNet", "FooNet", "plugin"),
-        ("Assigned NET plugin Socket to comm", None, "sockets"),
         ("IB list|Assigned NET plugin IB to comm", None, "infiniband"),
-        ("RoCE list|Initialized NET plugin IB", None, "roce"),
+        ("RoCE list|Initialized NET plugin FooNet", None, "plugin"),
         # An announced network outranks plugins and lists.
         ("Initialized NET plugin IB|IB list|Using network Socket", "Socket", "sockets"),
         # Sockets that are always started first say nothing before adapters or a plugin.
@@ -338,12 +307,10 @@ PIECES = {
         # Adapters of both kinds are told apart by the connections; nodes that differ are not.
         ("both list|Using network IB", "IB", "unknown"),
         ("both list|channel 1", "IB", "roce"),
-        ("both list|channel 0", "IB", "infiniband"),
         ("both list|channel 0|channel 1", "IB", "unknown"),
         ("IB list|RoCE list|Using network IB", "IB", "unknown"),
         # One node is local though a network is announced; a rank amid its node is not all of it.
         ("IB list|Using network IB|P2P", "IB", "local"),
-        ("1 node|Using network IB|P2P", "IB", "local"),
         ("2 nodes|Using network IB|IB list|P2P", "IB", "infiniband"),
         ("2 nodes|P2P", None, "unknown"),
         ("2 nodes|Using network IB|MNNVL", "IB", "local"),
@@ -377,93 +344,59 @@ def test_nvlink_between_nodes_is_said():
 # --- problems ----------------------------------------------------------------------------------
 
 
-# Rules with a problem; the formats of each are the lines that tell it.
-# Rules with a problem, whose formats are the lines that tell it, and what those, filled in as
-# above, leave open.
-RULES_OF = {
-    "no_ib_device": "no_ib_device no_devices",
-    "verbs_library_missing": "verbs_library",
-    "memlock": "memlock",
-    "plugin_failed": "plugin_not_loaded plugin_not_initialized plugin_unsupported plugin_symbol "
-    "plugin_ofi",
-    "network_not_found": "no_such_network no_network",
-    "gpudirect_off": "gpudirect_of_adapter gpudirect_of_pair",
-    "peer_unreachable": "peer",
-    "connection_failed": "connect_failed connection_lost receive_failed retries_exceeded",
-    "no_interface": "no_interface no_start_up_device",
-    "suspect_interface": "",
-    "link_renegotiated": "speed_change port_event",
-    "rank_twice": "rank_twice",
-    "timeout": "timeout watchdog",
-    "aborted": "aborted",
-}
-OTHER_LINES = {
-    "verbs_library_missing": ["Could not open libibverbs.so.1"],
-    "peer_unreachable": [
-        "Got completion from peer A<4> with status=IBV_WC_RETRY_EXC_ERR(12) o",
-        "Connect to 10.0.0.2<40000> failed : No route to host",
-        "connect to A<4> returned Connection timed out, exceeded error retry count",
-    ],
-    "suspect_interface": ["NET/Socket : Using [0]eth0:10.0.0.1<0> [1]docker0:172.17.0.1<0>"],
-    "link_renegotiated": ["NET/IB : mlx5_0:1 async fatal event: port active"],
-}
+PROBLEMS = {form.problem for form in FORMATS} - {""}
 
 
-@pytest.mark.parametrize("problem", RULES_OF)
+@pytest.mark.parametrize("problem", sorted(PROBLEMS))
 def test_a_problem_is_told_with_its_line(problem):
-    texts = [filled(form) for form in FORMATS if form.rule.name in RULES_OF[problem].split()]
-    for text in (*texts, *OTHER_LINES.get(problem, ())):
+    for text in [filled(form) for form in FORMATS if form.problem == problem]:
         line = "node1:101:115 [0] misc/socket.cc:7 NCCL WARN " + text
         assert told(line).get(problem) == line.strip(), text
         assert problem in told(text), text
 
 
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        ("Could not open libibverbs.so.1", ["verbs_library_missing"]),
+        ("Connect to A<4> failed : No route to host", ["peer_unreachable", "connection_failed"]),
+        (
+            "connect to A<4> returned Connection timed out, exceeded error retry count",
+            ["peer_unreachable", "connection_failed"],
+        ),
+    ],
+)
+def test_what_the_values_of_a_message_tell(text, problems):
+    assert list(told(text)) == problems
+
+
 def test_every_problem_has_its_advice_and_a_test():
-    assert set(nccl_rules.ADVICE) == {*RULES_OF, "fell_back_to_sockets"}
-    noted = [rule for rule in nccl_rules.RULES if rule.problem]
-    assert {rule.problem for rule in noted} <= set(nccl_rules.ADVICE)
-    assert {rule.name for rule in noted} <= set(" ".join(RULES_OF.values()).split())
+    assert set(nccl_rules.ADVICE) == PROBLEMS | {"suspect_interface", "fell_back_to_sockets"}
+    assert all(form.rule.problem in ("", form.problem) for form in FORMATS)
     assert all(len(advice) > 30 and "\n" not in advice for advice in nccl_rules.ADVICE.values())
 
 
-@pytest.mark.parametrize(
-    ("names", "suspect"),
-    [
-        ("lo docker0 veth12ab br-12ab virbr0 tailscale0", True),
-        ("eth0 ib0 ens5 bond0 br0 lan0 enp129s0 hsn0", False),
-    ],
-)
-def test_interfaces_that_seldom_join_nodes_are_suspect(names, suspect):
-    for name in names.split():
+def test_interfaces_that_seldom_join_nodes_are_suspect():
+    suspects = ["lo", "docker0", "veth12ab", "br-12ab", "virbr0", "tailscale0"]
+    for name in (*suspects, "eth0", "ib0", "ens5", "bond0", "br0", "lan0", "enp129s0", "hsn0"):
         line = INFO + f"NET/Socket : Using [0]{name}:10.0.0.1<0>"
-        assert told(line) == ({"suspect_interface": line} if suspect else {}), name
+        assert told(line) == ({"suspect_interface": line} if name in suspects else {}), name
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "NET/Plugin : No plugin found (libnccl-net.so), using internal implementation",
-        "No network plugin found.",
         "NET/Plugin: Could not find: libnccl-net.so. Using internal network plugin.",
-        "NET/Plugin: Plugin load returned 2 : libnccl-net.so: cannot open shared object file: No "
-        "such file or directory : when loading libnccl-net.so",
-        "NET/Plugin : dlerror=libnccl-net.so: cannot open shared object file: No such file or "
-        "directory No plugin found (libnccl-net.so), using internal implementation",
-        "ncclOsDlopen(libnccl-net.so) failed: libnccl-net.so: cannot open shared object file: No",
+        "NET/Plugin : dlerror=libnccl-net.so: cannot open shared object file",
         "NET/Plugin: Failed to find ncclCollNetPlugin_v9 symbol.",
         "TUNER/Plugin: libfoo.so: cannot open shared object file: No such file or directory",
-        "PROFILER/Plugin: Could not find: libnccl-profiler.so.",
-        "Failed to initialize any GIN plugin",
         "Failed to initialize NET plugin IB",
-        "Count not open libibverbs.so",
         "Could not open libibverbs.so",
         "Call to ibv_reg_mr failed with error Bad address",
-        "Got completion from peer A<4> with status=5 opcode=0 len=0 vendor err 249",
         "Got completion from peer A<4> with error 5, opcode 0, len 12, vendor err 12",
         "Got completion from peer A<4> with status=129 opcode=12",
         "socketConnect: connect to A<4> returned Connection timed out, retrying (3/34) after",
         "comm 0x5 rank 0 nranks 2 cudaDev 0 busId 1000 - Destroy COMPLETE",
-        "Call to connect failed: Software caused connection abort",
         "NET/IB : mlx5_0:1 async fatal event: GID table change",
         "NET/Socket : GPU Direct RDMA Disabled for HCA 0 'eth0'",
     ],
@@ -536,20 +469,11 @@ def test_channels_over_rdma_without_gpudirect_are_a_problem_told_by_the_first():
 
 START_UP = [
     "Bootstrap : Using [0]ib7:10.0.0.1<0>",
-    "Bootstrap: Using ib7:10.0.0.1<0>",
     "NET/IB : Using interface ib7 for sideband communication",
-    "NET/IB : Using [RO]; OOB ib7:10.0.0.1<0>",
-    "NET/IB : No device found.",
-    "Connected all rings, use ring PXN 0 GDR 1",
     "NET/IB : GPU Direct RDMA Enabled for HCA 0 'mlx5_0'",
-    "DMA-BUF is available on GPU device 0",
-    "GPU Direct RDMA Enabled for GPU 0 / HCA 1 (distance 3 <= 4), read 1 mode Default",
     "NCCL_NET set by environment to IB",
-    "NCCL_SOCKET_IFNAME set by environment to ib7",
     "NCCL_IB_HCA set to mlx5_7",
     "NET/Plugin: Loaded net plugin IBext_v10 (v10)",
-    "P2P plugin v9 IBext_v9",
-    "NET/OFI Selected Provider is efa (found 4 nics)",
     "Channel 00/02 :    0   1",
     "CollNet 00/0 : 0 [send] via COLLNET/IB/0",
     "Using non-device net plugin version 0",
@@ -604,7 +528,7 @@ def test_a_text_cut_anywhere_says_what_the_whole_says_or_nothing(kind, share):
 @QUICK
 @given(
     kind=st.sampled_from(sorted(JOBS)),
-    prefix=st.sampled_from(["NCCL", "torchrun", "mpirun", "Ray", "colour"]),
+    prefix=st.sampled_from(["NCCL", "torchrun", "Ray", "colour"]),
     share=st.floats(0, 1),
 )
 def test_a_text_that_breaks_into_another_changes_nothing_but_counts(kind, prefix, share):
@@ -682,39 +606,25 @@ def test_any_mixture_of_pieces_ends_in_a_finding(data):
 # --- against the installed library -------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def library():
-    """NCCL's library of the distribution that torch brings, and its version."""
+def test_each_format_of_the_installed_version_is_in_its_library():
+    """Of the distribution that torch brings."""
     try:
-        files = importlib.metadata.files("nvidia-nccl-cu13") or []
+        nccl = importlib.metadata.distribution("nvidia-nccl-cu13")
     except importlib.metadata.PackageNotFoundError:
-        files = []
-    path = next((file.locate() for file in files if file.name == "libnccl.so.2"), None)
-    if not path or not path.is_file():
-        pytest.skip("the distribution nvidia-nccl-cu13, with libnccl.so.2, is not installed")
+        pytest.skip("the distribution nvidia-nccl-cu13 is not installed")
+    (path,) = (file.locate() for file in nccl.files if file.name == "libnccl.so.2")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as image:
-        version = re.search(rb"NCCL version (\d+\.\d+\.\d+)\+cuda", image)
-        assert version, "a library that does not say its version"
-        yield image, number_of(version[1].decode())
-
-
-def number_of(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
-
-
-def test_each_format_of_the_installed_version_is_in_its_library(library):
-    image, version = library
-    # Texts lie close together: to search among them takes a hundredth of the whole file's time.
-    middle = image.find(b"Using network %s\0")
-    near = image[max(0, middle - (1 << 21)) : middle + (1 << 21)] if middle >= 0 else b""
+        # Texts lie close together: to search among them takes a hundredth of the whole file's
+        # time.
+        middle = image.find(b"Using network %s\0")
+        texts = image[max(0, middle - (1 << 21)) : middle + (1 << 21)]
     missing = [
         form.text
         for form in FORMATS
         if form.by == "NCCL"
         and form.rule.name != "version"  # that one the compiler puts together
-        and number_of(form.first) <= version <= number_of(form.last or "9.9.9")
-        and form.text.encode() + b"\0" not in near
-        and image.find(form.text.encode() + b"\0") < 0
+        and Version(form.first) <= Version(nccl.version) <= Version(form.last or "9.9.9")
+        and form.text.encode() + b"\0" not in texts
     ]
     assert missing == []
 
@@ -743,10 +653,12 @@ def write(path: Path, *lines: str) -> Path:
 
 
 def test_the_command_says_in_sentences_what_was_used_and_why_not_another(tmp_path):
-    """-S hides the installed packages: the tool needs none of them, so not torch either."""
-    path = write(tmp_path / "node0.log", HCA, *job(0, *JOBS["sockets"]))
-    command = [sys.executable, "-S", TOOL, path]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    """-S hides the installed packages: the tool needs none of them, so not torch either. The
+    terminal lacks a character of the log.
+    """
+    path = write(tmp_path / "node0.log", HCA + "\u2713", *job(0, *JOBS["sockets"]))
+    command, env = [sys.executable, "-S", TOOL, path], {"PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.splitlines() == [
         "NCCL 2.30.7+cuda13.3 used TCP sockets (network Socket) over eth0, 2 nodes.",
@@ -754,13 +666,21 @@ def test_the_command_says_in_sentences_what_was_used_and_why_not_another(tmp_pat
         'Why not another network: NCCL says "NET/IB : No device found.".',
         "no_ib_device: NET/IB : No device found.",
         f"    -> {nccl_rules.ADVICE['no_ib_device']}",
-        f"fell_back_to_sockets: {HCA}",
+        f"fell_back_to_sockets: {HCA}?",
         f"    -> {nccl_rules.ADVICE['fell_back_to_sockets']}",
     ]
 
 
-def test_the_command_prints_one_json_object(tmp_path, call):
-    code, out, err = call("--json", write(tmp_path / "log", *job(0, *JOBS["infiniband"])))
+def test_files_and_folders_are_read_as_one_text_and_told_as_one_json_object(tmp_path, call):
+    (tmp_path / "run/rank1").mkdir(parents=True)
+    for rank, name in enumerate(("run/nccl.a.101", "run/rank1/nccl.b.102")):
+        lines = "\n".join(job(rank, *JOBS["infiniband"]))
+        # Neither bytes that are no text nor a last line without its end stop the reading.
+        (tmp_path / name).write_bytes(b"\xff\xfe tqdm\r" + lines.encode() + b"\n\xc3")
+    (tmp_path / "run/checkpoint.pt").write_bytes(b"\0" * 100 + b"\nvia NET/Socket/0\n")
+    (tmp_path / "other.log").write_text("first line\n" + NO_DEVICE)
+    code, out, err = call(tmp_path / "other.log", tmp_path / "run", "--json")
+    advice = nccl_rules.ADVICE["no_ib_device"]
     assert (code, err) == (0, "")
     assert json.loads(out) == {
         "version": "2.30.7+cuda13.3",
@@ -769,26 +689,12 @@ def test_the_command_prints_one_json_object(tmp_path, call):
         "transport": "infiniband",
         "devices": TWO,
         "interfaces": [],
-        "gpudirect": 2,
-        "channels": {"p2p": 1, "network": 2},
+        "gpudirect": 4,
+        "channels": {"p2p": 2, "network": 4},
         "nodes": 2,
         "reason": None,
-        "problems": [],
+        "problems": [{"id": "no_ib_device", "line": NO_DEVICE, "advice": advice}],
     }
-
-
-def test_files_and_folders_are_read_as_one_text(tmp_path, call):
-    (tmp_path / "run/rank1").mkdir(parents=True)
-    for rank, name in enumerate(("run/nccl.a.101", "run/rank1/nccl.b.102")):
-        lines = "\n".join(job(rank, *JOBS["infiniband"]))
-        # Neither bytes that are no text nor a last line without its end stop the reading.
-        (tmp_path / name).write_bytes(b"\xff\xfe tqdm\r" + lines.encode() + b"\n\xc3")
-    (tmp_path / "run/checkpoint.pt").write_bytes(b"\0" * 100 + b"\nvia NET/Socket/0\n")
-    (tmp_path / "other.log").write_text("first line\n" + NO_DEVICE)
-    code, out, _ = call(tmp_path / "other.log", tmp_path / "run", "--json")
-    found = json.loads(out)
-    assert (code, found["networks"], found["channels"]) == (0, ["IB"], {"p2p": 2, "network": 4})
-    assert [problem["id"] for problem in found["problems"]] == ["no_ib_device"]
 
 
 def test_a_line_without_end_is_read_in_parts(tmp_path, call, monkeypatch):
@@ -813,20 +719,15 @@ def test_a_text_that_decides_nothing_ends_in_one_line_and_code_1(tmp_path, call)
     ("arguments", "message"),
     [
         (["log", "gone"], "no such file or folder: "),
-        (["link"], "no such file or folder: "),
         (["empty"], "no text of NCCL in "),
-        (["binary"], "no text of NCCL in "),
         (["folder"], "no text of NCCL in "),
-        ([], "the following arguments are required: FILE_OR_FOLDER"),
         (["--xml", "folder"], "unrecognized arguments: --xml"),
     ],
 )
 def test_wrong_usage_ends_in_one_line_and_code_2(arguments, message, tmp_path, call, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(Path("log"), *job(0, *JOBS["efa"]))
-    Path("link").symlink_to("gone")
     Path("empty").touch()
-    Path("binary").write_bytes(bytes(range(256)) * 40)
     Path("folder").mkdir()
     code, out, err = call(*arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -834,33 +735,13 @@ def test_wrong_usage_ends_in_one_line_and_code_2(arguments, message, tmp_path, c
     assert ("NCCL_DEBUG=INFO" in err) == ("no text of NCCL" in message)
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "error"),
-    [
-        (nccl_text, "lines_of", OSError(5, "Input/output error")),  # a read: without the name
-        (Path, "open", PermissionError(13, "Permission denied", "log")),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named(tmp_path, call, monkeypatch, where, name, error):
-    def fail(*_, **__):
-        raise error
+def test_a_file_that_cannot_be_read_is_named(tmp_path, call, monkeypatch):
+    def fail(path):  # a read: without the name
+        raise OSError(5, "Input/output error")
 
-    monkeypatch.chdir(tmp_path)
-    write(Path("log"), using("IB"))
-    monkeypatch.setattr(where, name, fail)
-    code, _, err = call("log")
-    assert (code, err) == (2, f"nccl_log.py: error: cannot read log: {error.strerror}\n")
-
-
-def test_characters_that_the_terminal_lacks_are_no_error(tmp_path):
-    path = write(tmp_path / "log", using("Soc\u2713ket"), using("Socket"))
-    result = subprocess.run(
-        [sys.executable, TOOL, path],
-        env={"PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        timeout=60,
-    )
-    assert (result.returncode, result.stderr) == (0, b"")
+    monkeypatch.setattr(nccl_text, "lines_of", fail)
+    path = write(tmp_path / "log", using("IB"))
+    assert call(path) == (2, "", f"nccl_log.py: error: cannot read {path}: Input/output error\n")
 
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path):
