@@ -17,44 +17,39 @@ from support.processes import ROOT, require
 
 
 class Tree:
-    """Kernel files under a folder."""
+    """Kernel files under a folder; in the names of files / is written as __."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.classes = root / "sys/class"
 
     def write(self, path: Path | str, **files: object) -> None:
-        """Files of a folder of /sys/class; in their names / is written as __."""
+        """Files of a folder of /sys/class."""
         for name, text in files.items():
             file = self.classes / path / name.replace("__", "/")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"{text}\n")
 
-    def net(self, name: str, folders: tuple[str, ...] = (), **files: object) -> None:
-        """folders: lower_eth0 is what it lies on, device/infiniband/mlx5_0 its adapter."""
-        facts = {"type": 1, "statistics__tx_bytes": 1000, "statistics__rx_bytes": 2000}
-        self.write(f"net/{name}", **facts | files)
-        for folder in folders:
-            (self.classes / "net" / name / folder).mkdir(parents=True)
+    def net(self, name: str, **files: object) -> None:
+        """A file under lower_eth0/ makes that what it lies on, one under device/infiniband/mlx5_0/
+        its adapter.
+        """
+        self.send(name, 0, 0)
+        self.write(f"net/{name}", **{"type": 1} | files)
 
     def adapter(self, port: str, layer: str = "InfiniBand", gbps: float = 100) -> None:
         """A port that counts as most do, in words of 4 bytes."""
-        words = {"counters__port_xmit_data": 10, "counters__port_rcv_data": 20}
-        self.write(f"infiniband/{port}", link_layer=layer, rate=f"{gbps} Gb/sec (4X)", **words)
+        self.rdma(port, 0, link_layer=layer, rate=f"{gbps} Gb/sec (4X)")
 
-    def grow(self, where: str, **counts: int) -> None:
-        for name, count in counts.items():
-            file = self.classes / where / name.replace("__", "/")
-            before = int(file.read_text()) if file.exists() else 0
-            self.write(file.parent, **{file.name: before + count})
+    def send(self, name: str, tx: int, rx: int, **more: object) -> None:
+        counts = {"statistics__tx_bytes": 1000 + tx, "statistics__rx_bytes": 2000 + rx}
+        self.write(f"net/{name}", **counts, **more)
 
-    def send(self, name: str, tx: int, rx: int, **more: int) -> None:
-        self.grow(f"net/{name}", statistics__tx_bytes=tx, statistics__rx_bytes=rx, **more)
-
-    def rdma(self, port: str, count: int, **more: int) -> None:
+    def rdma(self, port: str, count: int, **more: object) -> None:
         """So many bytes, a multiple of 4, each way."""
-        words = {"counters__port_xmit_data": count // 4, "counters__port_rcv_data": count // 4}
-        self.grow(f"infiniband/{port}", **words, **more)
+        words = {"port_xmit_data": 10 + count // 4, "port_rcv_data": 20 + count // 4}
+        self.write(f"infiniband/{port}/counters", **words)
+        self.write(f"infiniband/{port}", **more)
 
     def tcp(self, segments: int, retransmits: int) -> None:
         text = "Ip: Forwarding\nIp: 1\nTcp: RtoMin OutSegs RetransSegs\nTcp: 200 {} {}\nUdp: 5"
@@ -80,6 +75,7 @@ def bytes_of(link: dict) -> tuple[int, int]:
 
 
 PORT, PORT_2 = "mlx4_0/ports/1", "mlx4_0/ports/2"
+ON_ADAPTER = {"device__infiniband__mlx4_0__node_type": 1}
 
 
 def test_kind_and_stated_speed_of_each_interface(tree):
@@ -205,7 +201,7 @@ def test_ip_over_infiniband_is_known_with_its_adapter_and_counted_once(tree):
     """The second port of an adapter, as dev_port says; it counts its headers too."""
     tree.adapter(PORT)
     tree.adapter(PORT_2, gbps=56)
-    tree.net("ib1", ("device/infiniband/mlx4_0",), type=32, dev_port=1)
+    tree.net("ib1", type=32, dev_port=1, **ON_ADAPTER)
     before = tree.read()
     tree.send("ib1", 1_000_000, 1_000_000, carrier_changes=2)
     tree.rdma(PORT_2, 1_040_000, counters__link_downed=1)
@@ -229,7 +225,7 @@ def test_ip_over_infiniband_is_known_with_its_adapter_and_counted_once(tree):
 )
 def test_rdma_beside_ip_is_what_the_port_has_left(tree, layer, type, left):
     tree.adapter(PORT, layer)
-    tree.net("net0", ("device/infiniband/mlx4_0",), type=type)
+    tree.net("net0", type=type, **ON_ADAPTER)
     before = tree.read()
     tree.send("net0", 4000, 4000)
     tree.rdma(PORT, 1_004_000)
@@ -238,25 +234,25 @@ def test_rdma_beside_ip_is_what_the_port_has_left(tree, layer, type, left):
     assert ("carrier" in net) == (type == 32)
 
 
-# Of each interface: what it sent and received, what of that counts, and its files and folders.
-BOND = {"bonding__slaves": "eth0 eth1", "folders": ("lower_eth0", "lower_eth1")}
+# Of each interface: what it sent and received, what of that counts, and its files.
+BOND = {"bonding__slaves": "eth0 eth1", "lower_eth0__mtu": 1500, "lower_eth1__mtu": 1500}
 IN_CONTAINER = {"ifindex": 7, "iflink": 2}  # a veth whose other end is there
 STACKS = {
     "VLAN on a bond": {
-        "bond0.7": (800, 800, {"folders": ("lower_bond0",)}),
+        "bond0.7": (800, 800, {"lower_bond0__mtu": 1500}),
         "bond0": (1000, 200, BOND),
         "eth0": (500, 0, {}),
         "eth1": (500, 0, {}),
     },
     # The host's own traffic is on br0 and eth0, a container's on veth1 and eth0.
     "bridge": {
-        "br0": (900, 900, {"folders": ("lower_eth0", "lower_veth1")}),
+        "br0": (900, 900, {"lower_eth0__mtu": 1500, "lower_veth1__mtu": 1500}),
         "eth0": (1500, 600, {}),
         "veth1": (600, 0, IN_CONTAINER),
     },
     # As Docker has it.
     "bridge to the host alone": {
-        "docker0": (900, 900, {"folders": ("lower_veth1",)}),
+        "docker0": (900, 900, {"lower_veth1__mtu": 1500}),
         "veth1": (1500, 600, IN_CONTAINER),
     },
 }
@@ -317,8 +313,8 @@ def test_errors_are_differences_and_only_those_that_came(tree):
     healthy = difference(before, tree.read())
     assert healthy["interfaces"] == [link("eth0", "ethernet", 5000, 5000, speed_Gbps=None)]
     assert healthy["tcp"]["retransmits"] == 10 and counters.went_wrong(healthy) == []
-    tree.send("eth0", 0, 0, carrier_changes=2, statistics__rx_dropped=5)
-    tree.rdma(PORT, 4000, hw_counters__packet_seq_err=11, counters__port_xmit_wait=10**9)
+    tree.write("net/eth0", carrier_changes=10, statistics__rx_dropped=105)
+    tree.rdma(PORT, 4000, hw_counters__packet_seq_err=18, counters__port_xmit_wait=10**9)
     tree.tcp(7000, 120)
     carried = difference(before, tree.read())
     assert [link["errors"] for link in carried["interfaces"]] == [
