@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ sys.exit(supervise.main())
 
 # As the script: in each step all ranks wait for all, --timeout seconds at most.
 SCRIPT = """
-import json, os, signal, socket, sys, time
+import contextlib, json, os, signal, socket, sys, time
 from pathlib import Path
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the ranks decide between two steps
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -70,12 +70,10 @@ try:
         server.settimeout(timeout)
         peers += [server.accept()[0] for _ in range(world_size - 1)]
     else:
-        for _ in range(100):
-            try:
+        while not peers:
+            time.sleep(0.1)
+            with contextlib.suppress(ConnectionRefusedError):
                 peers.append(socket.create_connection(place, timeout))
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.1)
     for peer in peers:
         peer.settimeout(timeout)
     for step in range(1, 20 if "--resume" in sys.argv else int(steps)):
@@ -114,20 +112,19 @@ class Place:
         self.nodes: NamespacePair = stack.enter_context(NamespacePair())
         self.runs: list[Started] = []
         self.hit_at = time.monotonic()
+        words = " ".join(map(str, options))
         for node in range(nnodes):
-            line = [sys.executable, "-c", SUPERVISE, "--log", folder / f"node{node}.log"]
-            line += [*options, "--", sys.executable, "-m", "torch.distributed.run"]
-            line += [f"--nnodes={nnodes}", f"--node_rank={node}", "--rdzv_backend=static"]
-            line += [f"--rdzv_endpoint={self.nodes.addresses[0]}:29500"]
-            line += [f"--nproc_per_node={nproc}", "train.py", "--timeout", TIMEOUT, steps, begin]
-            self.runs.append(self.nodes.popen(node, line, cwd=folder, env=WITH_STAND_IN))
+            line = (
+                f"--log node{node}.log {words} -- python -m torch.distributed.run "
+                f"--nnodes={nnodes} --node_rank={node} --nproc_per_node={nproc} "
+                f"--rdzv_backend=static --rdzv_endpoint={self.nodes.addresses[0]}:29500 "
+                f"train.py --timeout {TIMEOUT} {steps} {begin}"
+            )
+            command = [sys.executable, "-c", SUPERVISE, *line.split()]
+            self.runs.append(self.nodes.popen(node, command, cwd=folder, env=WITH_STAND_IN))
 
-    def hit(self, pid: int, number: int = signal.SIGSTOP) -> None:
-        os.kill(pid, number)
-        self.hit_at = time.monotonic()
-
-    def cut_link(self) -> None:
-        self.nodes.link_down()
+    def hit(self, how: Callable, *arguments: int) -> None:
+        how(*arguments)
         self.hit_at = time.monotonic()
 
     def finish(self, run: Started) -> Run:
@@ -154,11 +151,11 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[R
         for run in (run for name in hit for run in places[name].runs):
             run.wait_for(r"Step 3 ", 30)
         for name, rank in (("rank", 2), ("again", 1), ("alone", 1)):
-            places[name].hit(places[name].runs[1].rank_pid(rank))
-        places["killed"].hit(places["killed"].runs[1].rank_pid(1), signal.SIGKILL)
-        places["launcher"].hit(places["launcher"].runs[1].pid, signal.SIGKILL)
+            places[name].hit(os.kill, places[name].runs[1].rank_pid(rank), signal.SIGSTOP)
+        places["killed"].hit(os.kill, places["killed"].runs[1].rank_pid(1), signal.SIGKILL)
+        places["launcher"].hit(os.kill, places["launcher"].runs[1].pid, signal.SIGKILL)
         for name in ("link", "alone"):
-            places[name].cut_link()
+            places[name].hit(places[name].nodes.link_down)
         found = {name: pool.map(place.finish, place.runs) for name, place in places.items()}
         found = {name: [*runs] for name, runs in found.items()}
         yield found
@@ -254,11 +251,10 @@ def test_node_behind_a_cut_link_whose_own_rank_hangs_ends_too(ended):
 def test_phases_leave_nothing_in_memory(ended):
     for name, nodes in ended.items():
         for node, run in enumerate(nodes):
-            folders = set(PHASES.findall(run.out))
-            there = [folder for folder in folders if os.path.exists(folder)]
+            folders = {*PHASES.findall(run.out)}
             killed = (name, node) == ("launcher", 1)  # by SIGKILL: it could not
-            assert len(there) == killed, (name, node, there)
             assert folders, run.out
+            assert sum(map(os.path.exists, folders)) == killed, (name, node, folders)
 
 
 def test_phases_lie_on_the_disk_where_memory_has_no_room(monkeypatch):

@@ -9,7 +9,6 @@ only what they were given is checked, by the parser of the program that it is fo
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
 import json
@@ -19,6 +18,7 @@ import shutil
 import subprocess
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -224,8 +224,7 @@ def rows(head: str) -> list[list[str]]:
 def test_every_use_is_shown(calls, all_calls):
     """Guards the tests below: a command that is no longer found would no longer be checked."""
     found = Counter(program(call)[0] for call in all_calls)
-    for name in ("torchrun", "srun", "sbatch", "mpirun", "sudo", "tests/run.sh", "python"):
-        assert found[name], name
+    assert {"torchrun", "srun", "sbatch", "mpirun", "sudo", "tests/run.sh", "python"} <= {*found}
     assert found["./launch_single.sh"] >= 3 and found["./launch_multinode.sh"] >= 5
     first = calls[README][0]
     assert program(first) == ["./launch_single.sh"] and not settings(first)
@@ -248,11 +247,10 @@ def test_tool_options_are_accepted(all_calls, monkeypatch):
             except SystemExit:
                 pytest.fail(f"{call[1]} refuses what a page gives it: {call}")
         elif "tools/two_nodes.sh" in call:
-            own = [*call, "--"][call.index("tools/two_nodes.sh") + 1 :]
-            own = own[: own.index("--")]
-            for name in own[::2]:
-                assert f"__{name[2:]})" in shell, f"two_nodes.sh has no {name}"
             tools.add("two_nodes.sh")
+            own = " ".join(call).partition("tools/two_nodes.sh")[2].partition(" -- ")[0]
+            for name in own.split()[::2]:
+                assert f"__{name[2:]})" in shell, f"two_nodes.sh has no {name}"
     assert len(tools) == 8
 
 
@@ -371,21 +369,19 @@ def test_commands_on_the_small_set_run(tmp_path, real):
     ignored = shutil.ignore_patterns(".*", "data", "logs", "tests", "__pycache__", "coco", "*.pt")
     project = shutil.copytree(ROOT, tmp_path / "project", ignore=ignored)
     script = "\n".join([PRELUDE, *(text for page in PAGES.values() for text in page.commands)])
-    env, shown = environment(tmp_path, REALLY="yes"), ["the commands of all pages"]
+    env = environment(tmp_path, REALLY="yes")
     if not real:
         for name in (SCRIPT.name, PROBE, "inline.py"):
             shutil.copy(STAND_IN / "program.py", project / name)
         env |= {"STAND_IN": str(STAND_IN), "INLINE": "inline.py", "FORKS": str(project)}
     asking: dict[Path, int] = {}
-    with start(["bash", "-c", script], env=env, cwd=project, shown=shown) as started:
+    with ThreadPoolExecutor() as pool, start(["bash", "-c", script], env, project) as started:
         try:
-            deadline = time.monotonic() + 400
-            while started.running():
-                if time.monotonic() > deadline:
-                    started.fail("still running after 400 s")
+            ended = pool.submit(started.finish, timeout=400)
+            while not ended.done():
                 fork_what_is_asked(project, asking)
                 time.sleep(0.02)
-            run = started.finish()
+            run = ended.result()
         finally:
             if asking:
                 shared().clear()  # what is left of a run that failed
@@ -471,18 +467,13 @@ def test_variables_that_a_network_sets():
 
 
 def test_step_table_names_the_marked_functions():
-    source = SCRIPT.read_text()
-    functions = {
-        node.name: range(node.lineno, node.end_lineno + 1)
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef)
-    }
-    lines = source.splitlines()
+    functions, marked = [], {}
+    for name, number in re.findall(r"^ *def (\w+)|# DDP (\d)/6", SCRIPT.read_text(), re.MULTILINE):
+        functions += [name] * bool(name)
+        marked |= {number: f"`{functions[-1]}`"} if number else {}
     table = rows("step")
-    assert [row[0] for row in table] == ["1", "2", "3", "4", "5", "6"]
-    for number, name, what, without in table:
-        (mark,) = (i for i, line in enumerate(lines, 1) if f"# DDP {number}/6" in line)
-        assert mark in functions[name.strip("`")], f"step {number} is not in {name}"
+    assert {row[0]: row[1] for row in table} == marked and len(marked) == 6
+    for number, _, what, without in table:
         assert what and without
         for other in re.findall(r"`(\w+)`", what):
             assert other in functions, f"step {number} names {other}"
