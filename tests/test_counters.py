@@ -144,6 +144,13 @@ def test_counters_of_this_machine():
     assert carried["tcp"]["segments"] >= carried["tcp"]["retransmits"] >= 0
 
 
+BRIDGE = """
+link add br0 type bridge
+link set eth0 master br0
+addr flush dev eth0
+addr add 10.77.0.1/24 dev br0
+link set br0 mtu 9000 up
+"""
 # On a node, with tools/ on its path: sends 4 MB; prints what was carried meanwhile.
 SENDER = """
 import json, socket, time
@@ -160,15 +167,9 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagram:
 
 def test_bridge_of_this_machine_is_counted_once():
     with NamespacePair() as nodes:
-        for command in (
-            "link add br0 type bridge",
-            "link set eth0 master br0",
-            "addr flush dev eth0",
-            "addr add 10.77.0.1/24 dev br0",
-            "link set br0 mtu 9000 up",
-        ):
-            done = subprocess.run(["ip", "-n", nodes.names[0], *command.split()], check=False)
-            require(done.returncode == 0, f"no bridge can be made here: ip {command}")
+        command = ["ip", "-n", nodes.names[0], "-batch", "-"]
+        made = subprocess.run(command, input=BRIDGE, text=True, check=False)
+        require(made.returncode == 0, "no bridge can be made here")
         sender = [sys.executable, "-c", SENDER]
         run = nodes.popen(0, sender, env={"PYTHONPATH": str(ROOT / "tools")}).finish(30)
     (link,) = json.loads(run.out)["interfaces"]
