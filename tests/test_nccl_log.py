@@ -403,22 +403,20 @@ def test_what_is_normal_is_no_problem(text):
 
 
 @pytest.mark.parametrize(
-    "missing",
-    [
-        "NET/Plugin: Could not find: libnccl-net.so",
-        "NET/Plugin : Plugin load returned 2 : libnccl-net.so: cannot open shared object file: No",
-    ],
+    "text", ["Could not find: {}", "Plugin load returned 2 : {}: cannot open shared object file"]
 )
-def test_a_missing_plugin_is_a_problem_only_where_it_was_asked_for(missing):
+@pytest.mark.parametrize("name", ["libnccl-net.so", "foo"])
+def test_a_missing_plugin_is_a_problem_only_where_it_was_asked_for(text, name):
+    line = INFO + "NET/Plugin: " + text.format(name)
     for asked in ("NCCL_NET_PLUGIN set by environment to foo", "Plugin name set by env to foo"):
-        for line in (INFO + missing, INFO + missing.replace("libnccl-net.so", "foo")):
-            assert told(INFO + asked, line)["plugin_failed"] == line
-            assert "plugin_failed" not in told(INFO + asked, line, using("AWS Libfabric"))
+        assert told(INFO + asked, line)["plugin_failed"] == line
+        assert "plugin_failed" not in told(INFO + asked, line, using("AWS Libfabric"))
+    line = INFO + "NET/Plugin: " + text.format("libnccl-net.so")
     for other in (
         "NCCL_NET_PLUGIN set by environment to none",
         "TUNER/Plugin: Plugin name set by env to foo",
     ):
-        assert told(INFO + other, INFO + missing) == {}
+        assert told(INFO + other, line) == {}
 
 
 @pytest.mark.parametrize(
