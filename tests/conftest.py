@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from support.forks import ForkServer, shared
-from support.processes import ROOT, require
+from support.processes import ROOT, counter, require, wait_until
 from support.slurm import SlurmCluster
 
 
@@ -148,3 +148,24 @@ def slurm() -> Iterator[SlurmCluster]:
     """A running SLURM cluster of two nodes."""
     with SlurmCluster() as running:
         yield running
+
+
+@pytest.fixture
+def cgroup_of_one_core() -> Iterator[Path]:
+    """A cgroup of this machine that has a quota of one core."""
+    require(os.geteuid() == 0, "a cgroup of its own needs root")
+    one, two = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+    top, name, quota = one, "cpu.cfs_quota_us", "100000"
+    if not one.is_dir():
+        top, name, quota = two, "cpu.max", "100000 100000"
+    own = top / f"demo-{os.getpid()}-{next(counter)}"
+    try:
+        own.mkdir()
+        (own / name).write_text(quota)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            own.rmdir()
+        require(False, f"a cgroup with a quota cannot be made here: {error}")
+    yield own
+    wait_until(lambda: not (own / "cgroup.procs").read_text(), 10, "the end of its processes")
+    own.rmdir()

@@ -50,12 +50,10 @@ from support.processes import (
     MALLOC,
     SCRIPT,
     Run,
-    counter,
     long,
     long_among,
     require,
     run_demo,
-    wait_until,
 )
 
 FAST = shlex.split("--weights none --image_size 40 --workers 0 --precision fp32 --timeout 30")
@@ -695,27 +693,6 @@ def test_cores_are_counted_by_the_least_quota(demo, tmp_path):
     folders = {case: tmp_path / str(n) for n, case in enumerate(CGROUPS)}
     wanted = [make_cgroups(folder, case) or math.inf for case, folder in folders.items()]
     assert demo.run(call=quotas, folders=[*map(str, folders.values())]).result() == wanted
-
-
-@pytest.fixture
-def cgroup_of_one_core() -> Iterator[Path]:
-    """A cgroup of this machine that has a quota of one core."""
-    require(os.geteuid() == 0, "a cgroup of its own needs root")
-    one, two = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
-    top, name, quota = one, "cpu.cfs_quota_us", "100000"
-    if not one.is_dir():
-        top, name, quota = two, "cpu.max", "100000 100000"
-    own = top / f"demo-{os.getpid()}-{next(counter)}"
-    try:
-        own.mkdir()
-        (own / name).write_text(quota)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            own.rmdir()
-        require(False, f"a cgroup with a quota cannot be made here: {error}")
-    yield own
-    wait_until(lambda: not (own / "cgroup.procs").read_text(), 10, "the end of its processes")
-    own.rmdir()
 
 
 def test_quota_of_a_real_cgroup_bounds_cores(demo, cgroup_of_one_core):

@@ -51,9 +51,10 @@ def long_among(values: Collection, slow: Collection) -> list:
 # A surrounding scheduler or launcher would tell the script a rank of its own, and a GPU would
 # change what the tests compare: both stay outside.
 _FOREIGN = re.compile(
-    r"^(SLURM|SBATCH|OMPI|PMIX?|PRTE|TORCHELASTIC|GROUP|ROLE)_|"
+    r"^(SLURM|SBATCH|OMPI|PMIX?|PRTE|TORCHELASTIC|GROUP|ROLE|NCCL|GLOO)_|"
     r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|NNODES|NODE_RANK|GPUS|GPUS_PER_NODE)$|"
-    r"^(MASTER_ADDR|MASTER_PORT|RUN_NAME|RESTARTS)$"
+    r"^(MASTER_ADDR|MASTER_PORT|RUN_NAME|RESTARTS|PROBE|CONNECT_TIMEOUT|NETWORKS?|IFNAME)$|"
+    r"^(LOG_DIR|CONDA_PREFIX|CDPATH|SUDO_UID|SUDO_GID)$"
 )
 
 

@@ -138,13 +138,8 @@ if action == "error":
 elif action == "lost":
     wait_for_all()
     end(f"[CPU {rank}] ERROR: in step 3: Connection closed by peer", "lost", 1)
-elif action == "usage":
-    end("demo_coco_resnet18.py: error: argument --lr: invalid value; see --help", "user", 2)
 elif action in ("bug", "traceback"):
     fail_with_a_bug()
-elif action == "code75":  # as a rank does whose torchrun, or whose peer's, is gone
-    reason = "Stopped on the end of its parent process"
-    end(f"[CPU {rank}] {reason} | step 9 | exit code 75", "stopped", 75)
 elif action == "kill":
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
