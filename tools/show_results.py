@@ -257,7 +257,7 @@ def printable(text):
 
 
 def write_picture(plot, results, output):
-    title = in_words(results)
+    title = plot.short(in_words(results), 90)  # a name can be as long as it likes
     if damaged := int((~results.whole).sum()):
         title += f" | {damaged} damaged, left out"
     try:

@@ -18,14 +18,14 @@ plt.close("all")
 
 COLUMNS = 4  # of images
 MOST_CLASSES = 18  # each with a row of its own
-LONGEST = 16  # characters of a name that have room
+LONGEST = 15  # characters of a name that have room
 RIGHT = {"color": "#111111", "linestyle": "-", "linewidth": 1}
 WRONG = {"color": "#c1440e", "linestyle": (0, (1.5, 1.5)), "linewidth": 3}
 # Inches. In README, at 800 pixels, an inch has 80, and the smallest letters are 10 pixels high.
 WIDTH, TOP = 10, 0.5  # of the picture, and of its title
-CELL_WIDTH, CELL_HEIGHT, SIDE = 1.29, 1.74, 1.08  # an image's place, with its words; the image
+CELL_WIDTH, CELL_HEIGHT, SIDE = 1.29, 1.8, 1.08  # an image's place, with its words; the image
 BARS, BAR_WIDTH, ROW_HEIGHT = 6.7, 0.8, 0.31  # where a class's bar begins, its place
-COUNTS, MISTAKES = 7.6, 8.45  # where the words beside it begin
+COUNTS, MISTAKES = 7.6, 8.55  # where the words beside it begin
 
 # A class: its images, how many of them are right, what the others are mistaken for most, how often
 ClassRow = namedtuple("ClassRow", "name images right mistaken_for times")
@@ -39,7 +39,7 @@ def draw(results, title, file, dpi=160):
     rows = class_rows(results)
     lines = -(-len(results.chosen) // COLUMNS)
     of_classes = ROW_HEIGHT * (min(len(rows), MOST_CLASSES + 1) + 3)
-    height = TOP + max(CELL_HEIGHT * lines + 0.2, of_classes)
+    height = TOP + max(CELL_HEIGHT * lines + 0.35, of_classes)
     fonts = {"font.size": 9, "text.parse_math": False}  # a name may have a $
     with plt.rc_context(fonts), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of letters that the font lacks: it draws a box
@@ -62,7 +62,8 @@ def add_axes(figure, left, top, width, height):
 def class_rows(results):
     """A ClassRow for each class that has an image, the one with the most images first."""
     found = {}
-    for label, guess in zip(results.labels[results.whole], results.guesses[results.whole]):
+    pairs = results.labels[results.whole], results.guesses[results.whole]
+    for label, guess in zip(*pairs, strict=True):
         found.setdefault(int(label), Counter())[int(guess)] += 1
     rows = []
     for label, guesses in sorted(found.items()):
@@ -74,8 +75,8 @@ def class_rows(results):
     return sorted(rows, key=lambda row: -row.images)  # stable: else in the order of the labels
 
 
-def short(name):
-    return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
+def short(name, longest=LONGEST):
+    return name if len(name) <= longest else name[: longest - 1] + "…"
 
 
 def draw_images(figure, results):
@@ -94,11 +95,11 @@ def draw_images(figure, results):
             spine.set(**(RIGHT if label == guess else WRONG))
             spine.set_position(("outward", 1 if label == guess else 3))
         sign = "✓" if label == guess else "✗"
-        axis.set_title(f"{sign} {results.confidence[position]:.0%}", fontsize=9, pad=5)
-        text = short(results.names[guess])
+        axis.set_title(f"{sign} {results.confidence[position]:.0%}", fontsize=9, pad=7)
+        words = [results.names[guess]]
         if label != guess:
-            text += f"\nis {short(results.names[label])}"
-        axis.set_xlabel(text, labelpad=5)
+            words.append(f"is {results.names[label]}")
+        axis.set_xlabel("\n".join(map(short, words)), labelpad=6)
 
 
 def draw_classes(figure, rows, classes):
@@ -125,7 +126,7 @@ def draw_classes(figure, rows, classes):
     for place, row in enumerate(shown):
         write(axis, COUNTS, place, f"{row.right} of {row.images}")
         if row.times:
-            write(axis, MISTAKES, place, f"{short(row.mistaken_for)} ({row.times})")
+            write(axis, MISTAKES, place, f"{row.times} × {short(row.mistaken_for)}")
 
 
 def write(axis, inches, place, text, **look):
