@@ -39,6 +39,8 @@ def show_all(demo, result, calls):
                 code = tool.main(argv)
             except SystemExit as end:
                 code = end.code
+            except Exception as error:  # fails the test of this row alone
+                code = repr(error)
         found.append([code, out.getvalue(), err.getvalue()])
     write(result, found)
 
