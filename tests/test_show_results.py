@@ -116,7 +116,7 @@ def test_top_1_and_baseline_are_those_of_the_scripts_validation(demo, trained, t
     assert where == f"Picture: {picture}"
     assert job.out.count("WARNING: image ") == job.out.count("0007.jpg is damaged") == 1
     with Image.open(picture) as image:
-        assert image.format == "PNG" and image.width == 1600
+        assert image.format == "PNG" and image.width == 1200
 
 
 def test_each_answer_stands_once_among_the_classes(demo, trained):

@@ -31,7 +31,7 @@ COUNTS, MISTAKES = 7.6, 8.55  # where the words beside it begin
 ClassRow = namedtuple("ClassRow", "name images right mistaken_for times")
 
 
-def draw(results, title, file, dpi=160):
+def draw(results, title, file, dpi=120):
     """Images on the left, classes on the right. Raises OSError.
 
     `results` is what results_of in show_results.py returns.
