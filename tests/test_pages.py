@@ -30,6 +30,7 @@ from support.processes import ROOT, SCRIPT, base_env, long, new_test_id, start
 from test_probe import SMALL
 
 README, PROBE = "README.md", "tools/probe_link.py"
+OWN, RESULTS = "docs/your_own.md", "tools/show_results.py"
 STAND_IN = ROOT / "tests" / "support" / "stand_in"
 LAUNCHERS = ["launch_single.sh", "launch_multinode.sh"]
 # Options of programs that are not in this repository. torchrun's are asked of torchrun itself.
@@ -42,6 +43,7 @@ FOREIGN = {
     "--gpus-per-node",
     "--time",
     "--shm-size",  # docker
+    "--network",
     "--nv",  # apptainer
 }
 VARIABLES = ["NNODES", "NODE_RANK", "MASTER_ADDR", "GPUS_PER_NODE", "GPUS", "RESTARTS"]
@@ -102,9 +104,10 @@ function ./launch_single.sh {
 # These alone are noted, by a function of bash in the place of each.
 NOTED = """
 ./launch_multinode.sh tests/run.sh tests/breaks/run.py tools/launcher/python_env.sh source curl
-unzip torchrun sudo srun sbatch mpirun python3 pip conda module apptainer
+unzip torchrun sudo srun sbatch mpirun python3 pip conda module apptainer sed docker
 """
 PRELUDE += "\n".join(f'function {name} {{ note {name} "$@"; }}' for name in NOTED.split())
+OWN_FILES = ["make_coco.py", "demo_resnet50.py"]  # that docs/your_own.md makes
 ARRAYS = re.findall(r"^\w+=\(.*?\)$", "".join(PAGES[README].commands), re.MULTILINE | re.DOTALL)
 
 
@@ -128,7 +131,8 @@ def calls(tmp_path_factory) -> dict[str, list[list[str]]]:
         how = dict(env=environment(folder), cwd=folder, capture_output=True, text=True, timeout=20)
         done = subprocess.run(["bash", "-c", script], **how)
         assert (done.returncode, done.stderr) == (0, ""), page.name
-        assert page.kinds <= {"bash", "text"}, "a block of another kind would not be checked"
+        more = {"python"} if page.name == OWN else set()  # test_your_own.py runs it
+        assert page.kinds <= {"bash", "text"} | more, "a block of another kind is not checked"
         noted = (folder / "calls").read_text().split("\0\0")
         found[page.name] = [call.split("\0") for call in noted if call]
     return found
@@ -188,7 +192,8 @@ def script_calls(calls: list[list[str]]) -> list[list[str]]:
         at = [i for i, part in enumerate(call) if part in targets]
         if "tools/two_nodes.sh" in call:
             at = [call.index("--")] if "--" in call else []
-        if not at or len(call) == 1:  # the launchers take none, too: a sample set
+        # The launchers take none, too: a sample set. sed only reads the script.
+        if not at or len(call) == 1 or call[0] == "sed":
             continue
         if call[1:2] == ["tools/supervise.py"]:  # its own --probe may name a target
             at = [i for i in at if i > call.index("--")]
@@ -251,7 +256,7 @@ def test_tool_options_are_accepted(all_calls, monkeypatch):
             own = " ".join(call).partition("tools/two_nodes.sh")[2].partition(" -- ")[0]
             for name in own.split()[::2]:
                 assert f"__{name[2:]})" in shell, f"two_nodes.sh has no {name}"
-    assert len(tools) == 8
+    assert len(tools) == 9
 
 
 def test_torchrun_commands_parse_and_readmes_are_those_of_the_script(calls, script):
@@ -290,7 +295,7 @@ def test_files_and_tests_that_commands_name_exist(all_calls):
         if "tests/run.sh" in call and "-k" in call:
             assert call[call.index("-k") + 1] in tests
         for part in program(call):
-            if re.fullmatch(r"(\./)?[\w/]+\.(sh|py|txt)", part):
+            if re.fullmatch(r"(\./)?[\w/]+\.(sh|py|txt)", part) and part not in OWN_FILES:
                 assert (ROOT / part).is_file(), part
                 assert not part.endswith(".sh") or os.access(ROOT / part, os.X_OK), part
 
@@ -338,6 +343,7 @@ FORKED = {
     SCRIPT.name: ("support.forks", "start", {}),
     "probe_link.py": ("test_probe", "probe", {"result": None, "settings": SMALL}),
     "inline.py": ("test_pages", "run_code", {}),
+    "show_results.py": ("test_show_results", "show", {"result": None}),
 }
 
 
@@ -362,7 +368,7 @@ def fork_what_is_asked(project: Path, asking: dict[Path, int]) -> None:
 
 @pytest.mark.parametrize("real", [False, *long(True)], ids=["forked", "torchrun"])
 def test_commands_on_the_small_set_run(tmp_path, real):
-    """Makes the set, trains on two processes, resumes on one, loads the checkpoint.
+    """Makes the set, trains on two processes, resumes on one, draws and loads the checkpoint.
 
     By default with torchrun's stand-in and in forked processes: nothing here imports torch.
     """
@@ -371,7 +377,7 @@ def test_commands_on_the_small_set_run(tmp_path, real):
     script = "\n".join([PRELUDE, *(text for page in PAGES.values() for text in page.commands)])
     env = environment(tmp_path, REALLY="yes")
     if not real:
-        for name in (SCRIPT.name, PROBE, "inline.py"):
+        for name in (SCRIPT.name, PROBE, RESULTS, "inline.py"):
             shutil.copy(STAND_IN / "program.py", project / name)
         env |= {"STAND_IN": str(STAND_IN), "INLINE": "inline.py", "FORKS": str(project)}
     asking: dict[Path, int] = {}
@@ -391,6 +397,8 @@ def test_commands_on_the_small_set_run(tmp_path, real):
     assert run.json_line("Summary")["replicas_identical"] is True
     assert len([line for line in run.lines(0) if line.startswith("Cleanup complete.")]) == 2
     assert "<All keys matched successfully>" in run.out
+    assert re.search(r"^Top-1: .* images \| baseline .*\nPicture: results.png$", run.out, re.M)
+    assert (project / "results.png").is_file()
     assert len(list(tmp_path.glob("project/logs/*/node0.log"))) == 1
 
     # The excerpt on the first screen has the form of what was printed just now.
