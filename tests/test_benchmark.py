@@ -195,7 +195,7 @@ def test_losses_by_seed_with_their_spread(tmp_path):
         seed = int((re.findall(r"--seed=(\d)", text) or ["0"])[-1])
         loss = 3 + ("-prepared" in text)
         line = LINE.replace("Loss: 4.5000", f"Loss: {loss + seed / 10:.4f}")
-        return "".join(line.format(rank, step, 0, 1) for rank in (0, 1) for step in range(4))
+        return "".join(line.format(rank, step, 0, 1) for rank in (0, 1) for step in range(1, 5))
 
     bench = Noted(["loss", "--methods", "none,prepared", "--steps", "4"], tmp_path, answer)
     rows = tool.measure_loss(bench)
@@ -312,7 +312,7 @@ def test_wrong_arguments_end_in_one_line(capsys, args, part):
 def test_defaults_fit_together(name):
     args = tool.parse_arguments([name])
     assert (args.command, args.script) == (name, SCRIPT)
-    assert args.limit == (480 if name == "gpu" else 1800)
+    assert args.limit == (240 if name == "gpu" else 1800)
 
 
 # --- What only a GPU can show ----------------------------------------------------------------
@@ -345,7 +345,7 @@ def gpu_bench(*more):
 
 
 def test_parts_for_gpus_go_on_after_one_that_fails(monkeypatch, capsys):
-    """Each figure is written as soon as it is known, and each part has its own 8 minutes."""
+    """Each figure is written as soon as it is known, and each part has its own 4 minutes."""
     clock, seen = [1000.0], []
 
     def part(name, fails=False):
@@ -367,15 +367,16 @@ def test_parts_for_gpus_go_on_after_one_that_fails(monkeypatch, capsys):
     bench = gpu_bench()
     assert [row["what"][0] for row in tool.measure_gpu(bench)] == ["a", "a", "b", "c", "c"]
     assert bench.failed == ["part b: it broke"]
-    assert seen == [("a", 1480.0), ("b", 1580.0), ("c", 1680.0)]
+    assert seen == [("a", 1240.0), ("b", 1340.0), ("c", 1440.0)]
     bench.args.part = "c"
     assert [row["ratio"] for row in tool.measure_gpu(bench)] == [None, 1.5]
 
 
 def test_plan_for_gpus_covers_what_only_they_show():
     args = tool.parse_arguments(["gpu"])
-    assert args.batch_sizes == [64, 128, 256, 512] and args.images == tool.FULL
-    assert list(tool.PARTS) == ["train", "step", "compile", "input", "split", "job"]
+    assert args.batch_sizes == [256, 64, 512, 128] and args.images == tool.FULL
+    first = ["train", "step", "input", "split", "job", "compile", "candidates"]
+    assert list(tool.PARTS) == first  # the most valuable
     for name in tool.PARTS:
         assert f"\n  {name} " in tool.__doc__
 
