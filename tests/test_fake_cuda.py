@@ -155,8 +155,8 @@ def test_settings_of_torch(demo, ranks):
 
 
 SIZES = {  # bytes of each bucket of the whole network, and of the one with half of its layers
-    "unset": ([9_612_608, 26_544_128, 8_713_472], [10_133_824, 9_653_504]),
-    "25": ([29_027_968, 15_842_240], [19_787_328]),
+    "unset": ([9_605_440, 26_494_976, 8_769_792], [10_133_824, 9_653_504]),
+    "25": ([29_016_384, 15_853_824], [19_787_328]),
 }
 
 

@@ -342,3 +342,27 @@ def test_each_figure_is_in_the_file_at_once(on_a_gpu, monkeypatch, tmp_path):
     args = tool.parse_arguments(["gpu", "--cpu", "--json", str(file)])
     tool.measure_gpu(types.SimpleNamespace(args=args, deadline=math.inf, failed=[]))
     assert seen == [["first"]]
+
+
+# --- By the cost model ------------------------------------------------------------------------
+
+
+def test_modelled_step_sends_buckets_one_after_another():
+    """By hand: 4 ms forward, 8 backward, and buckets that take 2, 3 and 10 ms to send."""
+    args = types.SimpleNamespace(forward_ms=4, backward_ms=8)
+    byte_ms = 1e3 / tool.cost_model.payload_rate(1)
+    early, late = (2 / byte_ms, 0.25), (3 / byte_ms, 1.0)  # 2 ms from 2 on, 3 ms from 8 on
+    assert tool.modelled_step(args, [early, late], 1) == pytest.approx(4 + 8 + 3)
+    assert tool.modelled_step(args, [early], 1) == pytest.approx(4 + 8)  # hidden
+    slow = (10 / byte_ms, 0.25)  # from 2 to 12, and the next one after it
+    assert tool.modelled_step(args, [slow, late], 1) == pytest.approx(4 + 12 + 3)
+    assert tool.modelled_step(args, [early, late], 10) == pytest.approx(4 + 8 + 0.3)
+
+
+def test_buckets_of_the_model_are_those_that_ddp_makes():
+    """The sizes that test_fake_cuda.py has seen DDP send."""
+    own = tool.resnet_buckets([tool.MIB, 25 * tool.MIB])
+    assert [size for size, _ in own] == [9_605_440, 26_494_976, 8_769_792]
+    assert [size for size, _ in tool.resnet_buckets([25 * tool.MIB])] == [29_016_384, 15_853_824]
+    shares = [share for _, share in own]
+    assert shares == sorted(shares) and shares[0] > 0 and shares[-1] == 1

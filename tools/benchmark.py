@@ -8,6 +8,7 @@
     sudo python tools/benchmark.py links   links of known rate: what arrives, gradient compression
     python tools/benchmark.py loss         what compression does to the loss, and preparing
     python tools/benchmark.py gpu [--part NAME]       all that only a GPU can show
+    python tools/benchmark.py overlap      by the cost model: what DDP's own bucket sizes gain
 
 Each prints one table: what (unit), demo, reference, ratio = demo / reference. Figures are medians
 over `--repeats` rounds; a round runs every case once, side by side, and every second round in
@@ -62,6 +63,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from analysis import cost_model
 from common.records import PREFIX, STEP
 from launcher.process_tree import adopt_orphans, descendants, kill
 
@@ -649,6 +651,55 @@ def measure_loss(bench):
     return rows
 
 
+# --- By the cost model -------------------------------------------------------------------------
+
+PIXELS = {"conv1": 112**2, "layer1": 56**2, "layer2": 28**2, "layer3": 14**2, "layer4": 7**2}
+RATES = 10, 25, 100  # Gb/s
+MIB = 2**20
+
+
+def measure_overlap(bench):
+    """by the cost model: a step with DDP's own bucket sizes against buckets of 25 MiB
+
+    Two nodes with a GPU each. Nothing runs: forward and backward pass take what is given, and the
+    backward pass of a layer its share, by the multiplications in it.
+    """
+    args, kinds = bench.args, {"own": [MIB, 25 * MIB], "given": [25 * MIB]}
+    buckets = {kind: resnet_buckets(caps) for kind, caps in kinds.items()}
+    for kind, found in buckets.items():
+        say(f"{kind}: buckets of {', '.join(f'{size / 1e6:.1f}' for size, _ in found)} MB")
+    rows = []
+    for gbps in RATES:
+        pair = [[modelled_step(args, found, gbps)] for found in buckets.values()]
+        rows.append(row(f"step at {gbps} Gb/s: DDP's own buckets / of 25 MiB", "ms", *pair))
+    return rows
+
+
+def resnet_buckets(caps):
+    """[(bytes, share of the backward pass after which they are there)] of ResNet-18's buckets.
+
+    DDP makes them in the order in which gradients come: from the last layer to the first.
+    """
+    import torch.distributed
+    import torchvision
+
+    named = [*torchvision.models.resnet18(num_classes=80).named_parameters()][::-1]
+    places, _ = torch.distributed._compute_bucket_assignment_by_size([p for _, p in named], caps)
+    work = [p.numel() * PIXELS.get(name.split(".")[0], 1) * (p.dim() == 4) for name, p in named]
+    done = [*itertools.accumulate(work)]
+    sizes = [4 * sum(named[place][1].numel() for place in bucket) for bucket in places]
+    return [(size, done[max(b)] / done[-1]) for size, b in zip(sizes, places, strict=True)]
+
+
+def modelled_step(args, buckets, gbps):
+    """ms of a step in which each bucket is sent when it is there and the one before is sent."""
+    sent = 0.0
+    for size, share in buckets:
+        begin = max(sent, share * args.backward_ms)
+        sent = begin + 1e3 * cost_model.ring_seconds(size, 2, 2, cost_model.payload_rate(gbps))
+    return args.forward_ms + max(sent, args.backward_ms)
+
+
 # --- What only a GPU can show ------------------------------------------------------------------
 
 
@@ -1098,6 +1149,7 @@ MEASURE = {
     "links": measure_links,
     "loss": measure_loss,
     "gpu": measure_gpu,
+    "overlap": measure_overlap,
 }
 SMALL = {"batch_size": 16, "image_size": 64}  # what two processes of one thread do quickly
 DEFAULTS = {
@@ -1118,9 +1170,16 @@ NUMBERS = [  # name, default, subcommands, meaning
         "step input start links loss gpu",
         "loader workers; unset: the script's own",
     ),
-    ("limit", 1800, "step input start links loss gpu", "seconds of a run, or of a part of gpu"),
+    (
+        "limit",
+        1800,
+        "step input start links loss gpu overlap",
+        "seconds of a run, or of a part of gpu",
+    ),
     ("images", FULL, "start gpu", "of the full-size set"),
     ("seeds", 3, "loss", "runs of each kind"),
+    ("forward_ms", 4, "overlap", "of a step's forward pass"),
+    ("backward_ms", 8, "overlap", "of its backward pass"),
 ]
 
 
@@ -1238,7 +1297,7 @@ def table(result):
     lines = [("what", "demo", "reference", "ratio"), *map(cells, result["rows"])]
     wide = [max(len(line[k]) for line in lines) for k in range(4)]
     args = result["settings"]
-    how = "one run each"
+    how = "by the model" if args["command"] == "overlap" else "one run each"
     if repeats := args.get("repeats"):
         how = f"median of {repeats}" + ", a trial" * (repeats < 5)
     shown = [f"{args['command']}, {how}: {result['machine']}"]
