@@ -887,8 +887,9 @@ def gpu_cores(bench, data):
         rate, _ = once(bench, "demo+emptied", data, few, 1)
         what = f"fed by {workers - fewer} workers / by {workers}, as shipped"
         yield row(what, "img/s", rate, shipped)
-    rate, _ = once(bench, "demo+emptied", data, args, 1, ["--numa-binding=node"])
-    yield row("fed, torchrun --numa-binding=node / without", "img/s", rate, shipped)
+    if not args.cpu:  # it asks for the cores beside a GPU
+        rate, _ = once(bench, "demo+emptied", data, args, 1, ["--numa-binding=node"])
+        yield row("fed, torchrun --numa-binding=node / without", "img/s", rate, shipped)
 
 
 PARTS = {  # each yields rows; the top of this file says of what
