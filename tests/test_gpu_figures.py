@@ -112,7 +112,9 @@ class Bench:
         loader = Loader(self.clock, args.workers, seconds * max(1, processes))
         if "loader" in changes:
             return self.loader_alone(loader, args)
-        return self.run(changes, loader, args, max(1, processes), int(env["BENCHMARK_WARM"]))
+        return self.run(
+            changes, loader, args, max(1, processes), int(env.get("BENCHMARK_WARM", 1))
+        )
 
     def loader_alone(self, loader: Loader, args) -> str:
         """By the tool's own clock readings, on the clock of this simulation."""
@@ -218,6 +220,19 @@ def test_resident_rows_tell_the_devices_rate(on_a_gpu, part, factor):
         compiled = part is tool.gpu_compile
         assert row["demo"] == pytest.approx(bench.device_rate(size, compiled=compiled), rel=CLOSE)
         assert row["ratio"] == pytest.approx(factor, rel=CLOSE)
+
+
+def test_step_on_a_gpu_tells_the_rates_as_well(on_a_gpu):
+    """The subcommand for every machine, whose lines are one for each step only on a CPU."""
+    bench = on_a_gpu(15, 12_700, 7_800, 3_000, line_s=0.001)
+    bench.args, bench.peak = tool.parse_arguments(["step", "--repeats", "1"]), 1.0
+    bench.args.batch_size = 256
+    rows = {row["what"]: row for row in tool.measure_step(bench)}
+    device, fed = bench.device_rate(256), rows["as shipped / resident batch"]
+    assert fed["demo"] == pytest.approx(bench.loaders["original"], rel=CLOSE)
+    assert fed["reference"] == pytest.approx(device, rel=CLOSE)
+    waiting = rows["as shipped: share of a step that waits for data"]["demo"]
+    assert waiting == pytest.approx(100 * (1 - fed["demo"] / device), rel=CLOSE)
 
 
 def test_split_is_told_after_the_buffers_are_empty(on_a_gpu):
