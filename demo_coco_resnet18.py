@@ -51,6 +51,7 @@ import argparse
 import ctypes
 import gc
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -155,8 +156,8 @@ def set_up(args, process):
         # The local rank gives each process of a node a GPU of its own. Otherwise all would take
         # GPU 0: NCCL refuses that, and the other GPUs would be idle.
         process.device = torch.device("cuda", process.local_rank % gpus)
-        torch.cuda.set_device(process.device)
         with as_user_error(f"this build of PyTorch cannot use {process.device}"):
+            torch.cuda.set_device(process.device)
             torch.ones(1, device=process.device).item()
     share_cpu(process)
     choose_interface(process)  # the network interface by which Gloo reaches the other nodes
@@ -229,9 +230,7 @@ def wrap_model(args, process, model):
     # start equal. ddp(images) then computes what model(images) does, and its backward pass also
     # averages the gradients (5/6). Both have the same weights, in the same memory: the optimizer
     # is given the model's, and validation, which has no gradients, calls model(images).
-    ddp = DistributedDataParallel(
-        model, gradient_as_bucket_view=True, bucket_cap_mb=args.bucket_cap_mb
-    )
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **ddp_options(args))
     # DDP would also copy rank 0's batch-norm statistics before each forward pass, where all would
     # wait for it. Once an epoch is enough: train_epoch does it. (Not as an argument of the call
     # above, because PyTorch has renamed that one.)
@@ -492,6 +491,7 @@ def from_rank_0(process, phase, make):
 REDUCED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what --precision computes in
 PRECISIONS = ["fp32", "fp16", "bf16"]  # a GPU that is fast in one is so in those before it
 LR_BATCH = 64  # images a step for which --lr is meant, by --lr_scaling linear
+LOG_EVERY_CPU, LOG_EVERY_GPU = 5, 20  # steps: each line makes a GPU wait
 SHARED_MEMORY = "/dev/shm"  # of Linux: here PyTorch's loader workers hand their batches over
 # Each option's name; its type and default (! for one that must be given), or its choices, the
 # default first; the least that a number may be; its meaning.
@@ -518,10 +518,10 @@ sync_bn             flag                      -     batch norm over the images o
 device              auto|mps                  -     auto: NVIDIA GPU, else CPU; mps: a Mac's GPU
 backend             auto|nccl|gloo            -     auto: nccl on NVIDIA GPUs, else gloo
 timeout             float={TIMEOUT}           0.1   seconds until a silent peer counts as lost
-bucket_cap_mb       float=25                  0.1   MiB of gradients in one all-reduce
+bucket_cap_mb       float                     0.1   MiB in one all-reduce; unset: as DDP has it
 grad_compression    none|fp16|bf16|powersgd   -     what gradients are sent as
 powersgd_rank       int=8                     1     of the matrices that PowerSGD sends
-log_every           int=5                     1     optimizer steps from log line to log line
+log_every           int                       1     steps from line to line; unset: 5, on GPUs 20
 checkpoint          text                      -     FILE, saved at each epoch's end and at a stop
 checkpoint_every    int=0                     0     and every N optimizer steps; 0: not
 resume              flag                      -     go on from --checkpoint if that file exists
@@ -580,7 +580,8 @@ def complete_arguments(args, process, images):
         process.batch_size = args.batch_size
         complete_rate(args, process)
         complete_workers(args, process)
-    (fastest,) = gather(fastest_precision(process))
+    fastest, gpus = gather(fastest_precision(process), process.gpu)
+    complete_lines(args, gpus)
     with share_errors(process, "check of the arguments"):
         complete_precision(args, process, fastest)
 
@@ -672,6 +673,12 @@ def complete_batch(args, parts, images):
     args.max_steps = min(args.num_epochs * args.steps_per_epoch, args.max_steps or sys.maxsize)
 
 
+def complete_lines(args, gpus):
+    """Steps from log line to log line; `gpus` says of each rank whether it has one."""
+    if args.log_every is None:
+        args.log_every = LOG_EVERY_GPU if all(gpus) else LOG_EVERY_CPU
+
+
 def complete_precision(args, process, fastest):
     """What to compute in, and to send gradients as; `fastest` is a list with each rank's."""
     if args.precision == "auto":
@@ -680,7 +687,9 @@ def complete_precision(args, process, fastest):
         if others and process.rank == 0:
             text = ", ".join(f"{number} could do {name}" for name, number in others.items())
             log(process, f"--precision auto is {args.precision}, which all ranks do ({text})")
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # fp32 means fp32: no TF32
+    # fp32 means fp32: no TF32. NOTE: conv.fp32_precision = "ieee" does the same, but then
+    # PyTorch raises an error where its compiler reads allow_tf32.
+    torch.backends.cudnn.allow_tf32 = False
     if args.grad_compression == "powersgd":
         args.bucket_cap_mb = 1024  # NOTE: over Gloo PowerSGD hangs with two buckets
         if args.precision == "fp16":
@@ -1184,10 +1193,24 @@ def adapt_model(args, process, model):
     if args.sync_bn:
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.compile:
+        if process.world_size == 1:  # there is nothing to overlap: it need not part the graph
+            torch._dynamo.config.optimize_ddp = False
         compile_training(model, args.batch_size)
     if process.mps:  # NOTE: batch norm's backward pass has failed there on channels_last
         model.to(memory_format=torch.contiguous_format)
         model.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
+
+
+def ddp_options(args):
+    """What else DDP is given: a size of buckets that was asked for, and fewer, larger copies.
+
+    Left alone, DDP makes the first bucket a small one, so that the last is smaller as well: the
+    one that nothing is left to hide. NOTE: with its own default given as a number it does not.
+    """
+    options = {"bucket_cap_mb": args.bucket_cap_mb}
+    if "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters:
+        options["batched_grad_copy"] = True  # which PyTorch 2.11 has not
+    return options
 
 
 class WithoutDDP(torch.nn.Module):

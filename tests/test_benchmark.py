@@ -147,7 +147,7 @@ def test_losses_by_seed_with_their_spread(tmp_path):
     def answer(text):
         seed = int((re.findall(r"--seed=(\d)", text) or ["0"])[-1])
         line = LINE.replace("4.5000", f"{3 + ('-prepared' in text) + seed / 10:.4f}")
-        return "".join(line.format(rank, step, 0, 1) for rank in (0, 1) for step in range(4))
+        return "".join(line.format(rank, step, 0, 1) for rank in (0, 1) for step in range(1, 5))
 
     bench = Noted(["loss", "--methods", "none,prepared", "--steps", "4"], tmp_path, answer)
     rows = tool.measure_loss(bench)  # of three seeds, then their mean and their spread
@@ -231,7 +231,7 @@ def test_wrong_arguments_end_in_one_line(capsys, monkeypatch, words, text):
 def test_defaults_fit_together():
     for name in tool.MEASURE:
         args = tool.parse_arguments([name])
-        assert args.script == SCRIPT and args.limit == (480 if name == "gpu" else 1800), name
+        assert args.script == SCRIPT and args.limit == (240 if name == "gpu" else 1800), name
 
 
 @pytest.mark.skipif(tool.GPU, reason="there is a GPU")
@@ -266,7 +266,16 @@ def test_parts_for_gpus_go_on_after_one_that_fails(monkeypatch, capsys, tmp_path
     assert said.splitlines()[-1] == "benchmark.py: error: part b: it broke"
     result = json.loads(file.read_text())
     assert [row["what"][0] for row in result["rows"]] == ["a", "a", "b", "c", "c"]
-    assert tool.table(result) in printed and deadlines == [1480.0, 1580.0, 1680.0]
+    assert tool.table(result) in printed and deadlines == [1240.0, 1340.0, 1440.0]
+
+
+def test_plan_for_gpus_covers_what_only_they_show():
+    args = tool.parse_arguments(["gpu"])
+    assert args.batch_sizes == [256, 64, 512, 128] and args.images == tool.FULL
+    first = ["train", "step", "input", "split", "job", "compile", "candidates"]
+    assert list(tool.PARTS) == first  # the most valuable
+    for name in tool.PARTS:
+        assert f"\n  {name} " in tool.__doc__
 
 
 def test_union_of_kernels_counts_no_moment_twice():

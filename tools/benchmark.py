@@ -8,28 +8,35 @@
     sudo python tools/benchmark.py links   links of known rate: what arrives, gradient compression
     python tools/benchmark.py loss         what compression does to the loss, and preparing
     python tools/benchmark.py gpu [--part NAME]       all that only a GPU can show
+    python tools/benchmark.py overlap      by the cost model: what DDP's own bucket sizes gain
 
 Each prints one table: what (unit), demo, reference, ratio = demo / reference. Figures are medians
 over `--repeats` rounds; a round runs every case once, side by side, and every second round in
 reverse order, so that a machine that warms up or is shared favours none. What `gpu` measures is
-run once; a line is printed as soon as its figures are known, and no part takes over 8 minutes:
+run once, the most valuable part first; each figure is written at once, to --json too, and no part
+takes over 4 minutes:
   train      NCCL with one process, Gloo with two on one GPU, in the precision that auto chooses
   step       a resident batch of 64 to 512: as shipped, bf16 channels_last, against strict fp32
-  compile    the same with --compile against without
-  input      fed from original and prepared JPEG, against loader and resident batch
+  input      fed from prepared and original JPEG, against loader and resident batch
   split      the split of a step against PyTorch's profiler
   job        the talk's whole job: two epochs of 118,287 prepared pictures, launch to end
+  compile    a resident batch with --compile against without
+  candidates what may gain and is not in the script: built when a GPU has shown that it does
 
 The demo is the real script in processes of its own, and its figures come from its log: a step's
-time and its wait for data from the lines of `--log_every 1` after the warm-up, within one epoch.
-img/s are images over the sum of these times. Nothing probes, but in `links`. Pictures are
+time and its wait for data from the step lines after the warm-up, within one epoch. There is one
+for each step, but on a GPU, which each of them makes wait: there they are 20 steps apart or more.
+img/s are images over the sum of these times, of all processes. Nothing probes, but in `links`.
+How many steps count on a GPU where a loader feeds them: `fed` says it. Pictures are
 generated (make_sample_coco.py) unless --data names COCO's folder; names of larger sets are links
 to some of them. Prepared is what prepare_coco.py makes. All are in the page cache. Where a case
 needs more than the log, main() of the script runs with one change:
   resident   the loader gives its first batch for ever
+  emptied    what the loader has ready after the first steps, which are slow, is thrown away
   loader     the loader alone; a third of the batches, before those that count, are the warm-up
   phases     notes the clock where a phase of the start ends, and the memory at the first step
   profile    PyTorch's profiler tells how long at least one kernel ran, after the warm-up
+  the others are of `candidates`: CHANGES says what they are
 and peak memory is the kernel's figure (ru_maxrss) of the largest process.
 
 Needs Linux and what the demo needs. Exit codes: 0 done; 2 wrong arguments, or a run that failed,
@@ -37,6 +44,7 @@ in one line; 128 + signal when stopped. Whatever it started ends with it.
 """
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import json
@@ -55,6 +63,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from analysis import cost_model
 from common.records import PREFIX, STEP
 from launcher.process_tree import adopt_orphans, descendants, kill
 
@@ -79,6 +88,13 @@ PHASES = {  # by the function of the script that ends each
     "start_or_resume": "weights and DDP",
     "train_epoch": "workers, warm-up pass",
     "finish_step": "first batch and step",
+}
+LINE_EVERY = 20  # steps from line to line on a GPU, as the script has it
+FOR_EVER = 100_000  # epochs, of a batch that never ends
+CHANGES = {  # of `candidates`: name of a change in the child, what it is
+    "ahead": "a batch copied to the GPU a step ahead, on a stream of its own",
+    "cudnn": "torch.backends.cudnn.benchmark",
+    "unbatched": "DDP without batched_grad_copy",
 }
 TWO = {"backend": "gloo"}  # two processes that may have one GPU
 METHODS = {
@@ -174,15 +190,16 @@ class Bench:
         kill(descendants())
         process.wait()
 
-    def script(self, how, options, processes=0, **env):
+    def script(self, how, options, processes=0, launch=(), **env):
         """Output of a script, of one with changes ("demo+loader"), or of another child below.
 
-        With `processes` torchrun starts them; else it is alone, without a launcher.
+        With `processes` torchrun starts them, with the options `launch`; else it is alone,
+        without a launcher.
         """
         command = [sys.executable]
         if processes:
             command += ["-m", "torch.distributed.run", "--standalone"]
-            command += [f"--nproc_per_node={processes}"]
+            command += [f"--nproc_per_node={processes}", *launch]
         file = self.scripts.get(how.partition("+")[0], SCRIPT)
         command += [file] if how in self.scripts else [Path(__file__).resolve(), "_child", how]
         return self.run([*command, *options], BENCHMARK_SCRIPT=str(file), **env)
@@ -215,27 +232,35 @@ def row(what, unit, demo, reference=None):
 
 
 def step_times(text, skip, count, rank="0"):
-    """[(loss, ms waited for data, ms in all)] of a rank's steps after the first `skip`."""
-    found = []
+    """[(loss, ms waited for data, ms in all, steps)] of a rank's lines after step `skip`.
+
+    The times of a line are the means of the steps since the line before.
+    """
+    found, before = [], 0
     for line in text.splitlines():
         by = PREFIX.search(line)
         if by and by[2] == rank and (step := STEP.match(line, by.end())):
-            found.append(tuple(map(float, step.group(3, 5, 6))))
-    found = found[skip:]
-    if len(found) < count:
+            loss, data, ms = map(float, step.group(3, 5, 6))
+            number = int(step[2])
+            if number > skip:
+                found.append((loss, data, ms, number - before))
+            before = number
+    if (steps := sum(steps for *_, steps in found)) < count:
         hint = "give more images, a smaller --batch_size or fewer --steps"
-        raise Failure(f"{len(found)} steps after the warm-up, not {count}: {hint}")
+        raise Failure(f"{steps} steps after the warm-up, not {count}: {hint}")
     return found
 
 
-def speed(text, args, batch_size=0):
-    """Figures of rank 0 over the steps after the warm-up, of so many images each."""
-    found = step_times(text, args.warm_steps, args.steps)
-    total = sum(step for _, _, step in found)
+def speed(text, args, batch_size=0, rank="0"):
+    """Figures of a rank over the steps after the warm-up, of so many images each."""
+    found = step_times(text, args.warm_steps, args.steps, rank)
+    total = sum(steps * ms for _, _, ms, steps in found)
+    waited = sum(steps * data for _, data, _, steps in found)
+    images = (batch_size or args.batch_size) * sum(steps for *_, steps in found)
     return {
-        "img_per_s": 1e3 * (batch_size or args.batch_size) * len(found) / total,
-        "step_ms": statistics.median(step for _, _, step in found),
-        "waiting": 100 * sum(data for _, data, _ in found) / total,
+        "img_per_s": 1e3 * images / total,
+        "step_ms": statistics.median(ms for _, _, ms, _ in found),
+        "waiting": 100 * waited / total,
     }
 
 
@@ -299,7 +324,7 @@ def options(args, data, **more):
         "annotation_path": data / "annotations" / "instances_train2017.json",
         "weights": "none",
         "num_epochs": 1,
-        "log_every": 1,
+        "log_every": args.log_every,
         "image_size": args.image_size,
         "batch_size": args.batch_size,
         "workers": args.workers,
@@ -311,12 +336,22 @@ def options(args, data, **more):
 
 def worker_count(args):
     """What --workers says, or the script does without."""
-    return args.workers or (CORES if GPU else 1)
+    return args.workers or (max(1, own_cores() - 1) if GPU else 1)
+
+
+@functools.cache
+def own_cores():
+    """As many as the script takes itself to have: no more than a quota leaves."""
+    quota = getattr(load_script(), "cores_by_quota", lambda: math.inf)
+    return int(min(CORES, quota()))
 
 
 def needed(args):
-    """Images that keep all workers busy until the last measured step has ended."""
-    return args.batch_size * (args.warm_steps + args.steps + 2 * worker_count(args) + 1)
+    """Images that keep all workers busy until the last measured step has ended.
+
+    Two batches for each worker lie ready then, and three may have been thrown away.
+    """
+    return args.batch_size * (args.warm_steps + args.steps + 5 * worker_count(args) + 1)
 
 
 # --- Subcommands -------------------------------------------------------------------------------
@@ -324,7 +359,8 @@ def needed(args):
 
 def measure_step(bench):
     """training from JPEG files against a resident batch, and against another script"""
-    args, cases = bench.args, {}
+    # On a GPU what the loader has ready would feign a rate; see `fed`.
+    args, change, cases = (fed(bench.args), "+emptied", {}) if GPU else (bench.args, "", {})
     data = pictures(bench, needed(args))
 
     def case(how, precision, **more):
@@ -336,9 +372,9 @@ def measure_step(bench):
 
     kinds, rows = {"as shipped": "auto", "fp32": "fp32"}, []
     for kind, precision in kinds.items():
-        cases[kind] = case("demo", precision)
+        cases[kind] = case(f"demo{change}", precision)
         if args.against:
-            cases[f"{kind}, the other"] = case("other", precision)
+            cases[f"{kind}, the other"] = case(f"other{change}", precision)
         else:
             cases[f"{kind}, resident batch"] = case("demo+resident", precision, workers=0)
     if args.peer:
@@ -602,7 +638,7 @@ def measure_loss(bench):
         given = options(args, data.get(method, original), **more)
         text = bench.script("demo", given, 2, OMP_NUM_THREADS="1")
         skip = steps - math.ceil(steps / 4)
-        losses = [loss for rank in "01" for loss, _, _ in step_times(text, skip, 1, rank)]
+        losses = [loss for rank in "01" for loss, *_ in step_times(text, skip, 1, rank)]
         found.setdefault(method, []).append(statistics.mean(losses))
         say(f"{method}, seed {seed}: loss {found[method][-1]:.4f}")
     for method in args.methods[1:]:
@@ -616,11 +652,60 @@ def measure_loss(bench):
     return rows
 
 
+# --- By the cost model -------------------------------------------------------------------------
+
+PIXELS = {"conv1": 112**2, "layer1": 56**2, "layer2": 28**2, "layer3": 14**2, "layer4": 7**2}
+RATES = 10, 25, 100  # Gb/s
+MIB = 2**20
+
+
+def measure_overlap(bench):
+    """by the cost model: a step with DDP's own bucket sizes against buckets of 25 MiB
+
+    Two nodes with a GPU each. Nothing runs: forward and backward pass take what is given, and the
+    backward pass of a layer its share, by the multiplications in it.
+    """
+    args, kinds = bench.args, {"own": [MIB, 25 * MIB], "given": [25 * MIB]}
+    buckets = {kind: resnet_buckets(caps) for kind, caps in kinds.items()}
+    for kind, found in buckets.items():
+        say(f"{kind}: buckets of {', '.join(f'{size / 1e6:.1f}' for size, _ in found)} MB")
+    rows = []
+    for gbps in RATES:
+        pair = [[modelled_step(args, found, gbps)] for found in buckets.values()]
+        rows.append(row(f"step at {gbps} Gb/s: DDP's own buckets / of 25 MiB", "ms", *pair))
+    return rows
+
+
+def resnet_buckets(caps):
+    """[(bytes, share of the backward pass after which they are there)] of ResNet-18's buckets.
+
+    DDP makes them in the order in which gradients come: from the last layer to the first.
+    """
+    import torch.distributed
+    import torchvision
+
+    named = [*torchvision.models.resnet18(num_classes=80).named_parameters()][::-1]
+    places, _ = torch.distributed._compute_bucket_assignment_by_size([p for _, p in named], caps)
+    work = [p.numel() * PIXELS.get(name.split(".")[0], 1) * (p.dim() == 4) for name, p in named]
+    done = [*itertools.accumulate(work)]
+    sizes = [4 * sum(named[place][1].numel() for place in bucket) for bucket in places]
+    return [(size, done[max(b)] / done[-1]) for size, b in zip(sizes, places, strict=True)]
+
+
+def modelled_step(args, buckets, gbps):
+    """ms of a step in which each bucket is sent when it is there and the one before is sent."""
+    sent = 0.0
+    for size, share in buckets:
+        begin = max(sent, share * args.backward_ms)
+        sent = begin + 1e3 * cost_model.ring_seconds(size, 2, 2, cost_model.payload_rate(gbps))
+    return args.forward_ms + max(sent, args.backward_ms)
+
+
 # --- What only a GPU can show ------------------------------------------------------------------
 
 
 def measure_gpu(bench):
-    """all that only a GPU can show, in parts of 8 minutes at most; figures as soon as known"""
+    """all that only a GPU can show, in parts of 4 minutes at most; figures as soon as known"""
     args, rows = bench.args, []
     if not args.cpu and not gpu_there():
         raise Failure("gpu: torch finds no NVIDIA GPU here; start it where nvidia-smi lists one")
@@ -631,6 +716,7 @@ def measure_gpu(bench):
             for entry in PARTS[name](bench):
                 print("  ".join(cells(entry)), flush=True)
                 rows.append(entry)
+                write_json(args, rows)
         except Failure as error:
             bench.failed.append(f"part {name}: {error}")
     return rows
@@ -644,17 +730,61 @@ def gpu_there():
     return torch.cuda.is_available()
 
 
-def once(bench, how, data, processes=0, **more):
-    """(img/s, output) of one run whose steps wait for nothing, or for what the case says."""
-    given = {"batch_size": bench.args.batch_size} | more
-    text = bench.script(how, options(bench.args, data, **given), processes)
-    return [speed(text, bench.args, given["batch_size"])["img_per_s"]], text
+def counted(args, every, warm, steps, **more):
+    """`args` with at least so many steps to count after at least `warm`, and `every` a line.
+
+    A line has the means of the steps since the one before; the first is of step 1. So both
+    numbers are rounded up to where a line is.
+    """
+    warm, steps = (every * math.ceil(number / every) for number in (warm, steps))
+    counts = {"log_every": every, "warm_steps": 1 + warm, "steps": steps}
+    return argparse.Namespace(**vars(args) | counts | more)
+
+
+def fed(args, **more):
+    """`args` for a run that a loader feeds: its figure depends on what the loader has ready.
+
+    Workers that began together end their batches together, so batches come in waves of as many
+    as there are workers, and each has two ready where training is slower. "emptied" throws these
+    away after the first steps; four waves later none of it is left. Ten waves are counted, to a
+    whole one: less would count a wave that began before, or leave out one that has.
+    """
+    args = argparse.Namespace(**vars(args) | more)
+    workers, least = worker_count(args), 1 if args.cpu else LINE_EVERY
+    every = workers * math.ceil(least / workers)
+    steps = max(10 * workers, args.steps)
+    return counted(args, every, max(4 * workers, args.warm_steps), steps)
+
+
+def unfed(args, size):
+    """`args` for a run with a resident batch of this size: as many images of each size."""
+    steps = args.steps * max(1, max(args.batch_sizes) // size)
+    every = 1 if args.cpu else LINE_EVERY
+    return counted(args, every, args.warm_steps, steps, batch_size=size, workers=0)
+
+
+def once(bench, how, data, args, processes=0, launch=(), **more):
+    """([img/s of all processes], output) of one run, with the step counts of `args`."""
+    given = options(args, data, **more)
+    env = {"BENCHMARK_WARM": str(args.warm_steps)}
+    text = bench.script(how, given, processes, launch, **env)
+    ranks = map(str, range(record(text, "Run")["world_size"]))
+    rate = sum(speed(text, args, rank=rank)["img_per_s"] for rank in ranks)
+    what = "".join(f", {name} {value}" for name, value in more.items())
+    say(f"{how}, batch of {args.batch_size}{what}: {rate:.4g} img/s")
+    return [rate], text
+
+
+def resident(bench, data, size, how="demo+resident", **more):
+    """[img/s] of one run with a batch of this size that stays in memory."""
+    return once(bench, how, data, unfed(bench.args, size), num_epochs=FOR_EVER, **more)[0]
 
 
 def gpu_train(bench):
-    data = pictures(bench, 2 * needed(bench.args))
+    args = fed(bench.args)
+    data = pictures(bench, 2 * needed(args))
     for processes, more in ((1, {}), (2, TWO)):
-        found, text = once(bench, "demo", data, processes, **more)
+        found, text = once(bench, "demo+emptied", data, args, processes, **more)
         run = "{world_size} process(es) on {devices}, {backend}, {precision} by auto"
         yield row(run.format(**record(text, "Run")), "img/s", found)
 
@@ -663,8 +793,7 @@ def gpu_resident(bench, what, one, other):
     """Resident batches of each size with the options of `one` against those of `other`."""
     data = pictures(bench, max(bench.args.batch_sizes))
     for size in bench.args.batch_sizes:
-        given = {"batch_size": size, "workers": 0, "num_epochs": 1000}
-        pair = (once(bench, "demo+resident", data, **given, **kind)[0] for kind in (one, other))
+        pair = [resident(bench, data, size, **kind) for kind in (one, other)]
         yield row(f"resident batch of {size}: {what}", "img/s", *pair)
 
 
@@ -677,36 +806,40 @@ def gpu_compile(bench):
 
 
 def gpu_input(bench):
-    args = bench.args
+    args = fed(bench.args)
     original = pictures(bench, needed(args))
-    resident, _ = once(bench, "demo+resident", original, workers=0)
-    yield row(f"resident batch of {args.batch_size}", "img/s", resident)
-    for name, data in (("original", original), ("prepared", prepared(bench, original))):
+    device = resident(bench, original, args.batch_size)
+    yield row(f"resident batch of {args.batch_size}", "img/s", device)
+    for name in ("prepared", "original"):
+        data = prepared(bench, original) if name == "prepared" else original
         loader = [loader_case(bench, "demo+loader", data, args.steps)()["img_per_s"]]
-        fed, text = once(bench, "demo", data)
+        rate, text = once(bench, "demo+emptied", data, args)
         workers = record(text, "Run")["workers"]
-        yield row(
-            f"{name}: loader of {workers} workers / resident batch", "img/s", loader, resident
-        )
-        yield row(f"{name}: fed / the lower of both", "img/s", fed, min(loader, resident))
+        yield row(f"{name}: loader of {workers} workers / resident batch", "img/s", loader, device)
+        yield row(f"{name}: fed / the lower of both", "img/s", rate, min(loader, device))
 
 
 def gpu_split(bench):
-    data = pictures(bench, needed(bench.args))
-    for name, how, more in (("fed", "demo", {}), ("resident", "demo+resident", {"workers": 0})):
-        _, text = once(bench, f"{how}+profile", data, **more)
+    args, size = fed(bench.args), bench.args.batch_size
+    data = pictures(bench, needed(args))
+    cases = {
+        "fed": ("demo+emptied+profile", args, {}),
+        "resident": ("demo+resident+profile", unfed(bench.args, size), {"num_epochs": FOR_EVER}),
+    }
+    for name, (how, counts, more) in cases.items():
+        _, text = once(bench, how, data, counts, **more)
         split, busy = record(text, "Summary"), record(text, "FIGURES")
         compute = [split["compute_ms"] + split["exposed_ms"]]
         yield row(f"{name}: compute and exposed / kernels running", "ms", compute, [busy["ms"]])
         step = split["step_ms"]
         yield row(f"{name}: waiting for data", "%", [100 * split["data_ms"] / step])
-        # the profile is of fewer steps, which may have been the slower ones
+        # the profile is of one step more, which may have been a slower one
         yield row(f"{name}: no kernel running", "%", [max(0, 100 * (1 - busy["ms"] / step))])
 
 
 def gpu_job(bench):
     data = prepared(bench, pictures(bench, bench.args.images))
-    more = {"num_epochs": 2, "max_steps": None, "log_every": 50}
+    more = {"num_epochs": 2, "max_steps": None, "log_every": None}
     more["annotation_path"] = first_annotations(data)
     begin = time.monotonic()
     text = bench.script("demo", options(bench.args, data, **more), 1)
@@ -719,13 +852,55 @@ def gpu_job(bench):
     yield row("the same: whole job", "img/s", [summary["img_per_s"]])
 
 
+def gpu_candidates(bench):
+    """What may gain and is not in the script, each against as shipped."""
+    size = bench.args.batch_size
+    data = pictures(bench, needed(fed(bench.args)))
+    for change, what in CHANGES.items():
+        base = "demo+host" if change == "ahead" else "demo+resident"
+        pair = [resident(bench, data, size, how) for how in (f"{base}+{change}", base)]
+        yield row(f"{what} / as shipped", "img/s", *pair)
+    yield from gpu_lines(bench, data)
+    yield from gpu_cores(bench, prepared(bench, data))
+
+
+def gpu_lines(bench, data):
+    """Step lines nearer together and farther apart: each makes the GPU wait."""
+    args = counted(bench.args, 1, bench.args.warm_steps, bench.args.steps, workers=0)
+    given = {"num_epochs": FOR_EVER}
+    shipped, _ = once(bench, "demo+resident", data, in_lines(args, LINE_EVERY), **given)
+    for every in (1, 5, 50):
+        rate, _ = once(bench, "demo+resident", data, in_lines(args, every), **given)
+        yield row(f"--log_every {every} / {LINE_EVERY}", "img/s", rate, shipped)
+
+
+def in_lines(args, every):
+    return counted(args, every, args.warm_steps, max(args.steps, every))
+
+
+def gpu_cores(bench, data):
+    """Cores left free of workers, and workers bound to the cores beside the GPU: fed runs."""
+    args = fed(bench.args)
+    shipped, text = once(bench, "demo+emptied", data, args, 1)
+    workers = record(text, "Run")["workers"]
+    for fewer in range(1, min(3, workers)):
+        few = fed(bench.args, workers=workers - fewer)
+        rate, _ = once(bench, "demo+emptied", data, few, 1)
+        what = f"fed by {workers - fewer} workers / by {workers}, as shipped"
+        yield row(what, "img/s", rate, shipped)
+    if not args.cpu:  # it asks for the cores beside a GPU
+        rate, _ = once(bench, "demo+emptied", data, args, 1, ["--numa-binding=node"])
+        yield row("fed, torchrun --numa-binding=node / without", "img/s", rate, shipped)
+
+
 PARTS = {  # each yields rows; the top of this file says of what
     "train": gpu_train,
     "step": gpu_step,
-    "compile": gpu_compile,
     "input": gpu_input,
     "split": gpu_split,
     "job": gpu_job,
+    "compile": gpu_compile,
+    "candidates": gpu_candidates,
 }
 
 
@@ -743,6 +918,53 @@ class Resident:
 
     def __iter__(self):
         return itertools.repeat(self.batch)
+
+
+class Emptied:
+    """Stands for a loader, and throws away what it has ready after the first, slow steps.
+
+    Meanwhile all buffers have filled: of two batches for each worker. Where the device is quicker
+    than the workers, training would be too fast until these are used up, after 2 workers / (1 -
+    rate of the workers / rate of the device) steps: the nearer the rates, the longer.
+    """
+
+    FIRST = 3  # steps
+
+    def __init__(self, loader):
+        self.sampler, self.dataset, self.loader = loader.sampler, loader.dataset, loader
+
+    def __iter__(self):
+        return self.emptied(iter(self.loader))  # now, and not at the first batch: it forks
+
+    def emptied(self, batches):
+        yield from itertools.islice(batches, self.FIRST)
+        # two ready for each worker, and the one at which it is meanwhile
+        for _ in itertools.islice(batches, 3 * self.loader.num_workers):
+            pass
+        yield from batches
+
+
+class Ahead:
+    """Stands for a loader, and copies each batch to the GPU while the one before is computed."""
+
+    def __init__(self, loader):
+        self.sampler, self.dataset, self.loader = loader.sampler, loader.dataset, loader
+
+    def __iter__(self):
+        return self.copied(iter(self.loader))
+
+    def copied(self, batches):
+        import torch
+
+        stream, ready = torch.cuda.Stream(), []
+        for images, *rest in batches:
+            with torch.cuda.stream(stream):
+                ready.append((images.to("cuda", non_blocking=True), stream.record_event(), *rest))
+            if len(ready) == 2:
+                images, copied, *rest = ready.pop(0)
+                torch.cuda.current_stream().wait_event(copied)
+                images.record_stream(torch.cuda.current_stream())
+                yield images, *rest
 
 
 def load_script():
@@ -764,10 +986,17 @@ def child_demo(changes, argv):
     sys.argv[1:] = argv
     demo = load_script()
     if "resident" in changes:
-        make = demo.make_loader
-        demo.make_loader = lambda args, process, *rest: Resident(
-            make(args, process, *rest), process.device
-        )
+        change_loader(demo, lambda loader, process: Resident(loader, process.device))
+    if "host" in changes:  # its images are copied to the device in each step, as a loader's are
+        change_loader(demo, lambda loader, process: Resident(loader, "cpu"))
+    if "emptied" in changes:
+        change_loader(demo, lambda loader, process: Emptied(loader))
+    if "ahead" in changes:
+        change_loader(demo, lambda loader, process: Ahead(loader) if process.gpu else loader)
+    if "cudnn" in changes:
+        demo.torch.backends.cudnn.benchmark = True
+    if "unbatched" in changes:
+        demo.ddp_options = lambda args: {"bucket_cap_mb": args.bucket_cap_mb}
     if "loader" in changes:
         read_all(given_options(argv).coco_image_path)
         demo.train_epoch = lambda run, epoch: time_loader(demo, run.loader, run.args.max_steps)
@@ -776,6 +1005,16 @@ def child_demo(changes, argv):
     if "profile" in changes:
         profile(demo)
     demo.one_line_errors(demo.main)
+
+
+def change_loader(demo, change):
+    """Has the script train from change(loader, process) in place of its loader."""
+    make = demo.make_loader
+
+    def changed(args, process, *rest):
+        return change(make(args, process, *rest), process)
+
+    demo.make_loader = changed
 
 
 def read_all(folder):
@@ -819,15 +1058,20 @@ def note_phases(demo):
 
 
 def profile(demo):
-    """Shows the ms of a step in which a kernel ran, over the steps that the Summary counts."""
+    """Shows the ms of a step in which a kernel ran; has the Summary count from the same step on.
+
+    The profiler starts in the last step before those: that takes long, and is none of their time.
+    """
     import torch
     from torch.profiler import ProfilerActivity
 
     step, end, kind = demo.train_step, demo.summarize, "CUDA" if GPU else "CPU"
     profiler = torch.profiler.profile(activities=[getattr(ProfilerActivity, kind)])
+    demo.WARM_UP = int(os.environ["BENCHMARK_WARM"])  # steps that the Summary leaves out
+    first = demo.WARM_UP - 1
 
     def profiled_step(run, micro_batches):
-        if run.step == demo.WARM_UP:
+        if run.step == first:
             profiler.start()
         return step(run, micro_batches)
 
@@ -837,7 +1081,7 @@ def profile(demo):
         kernels = [e for e in profiler.events() if not e.is_user_annotation]
         spans = [e.time_range for e in kernels if e.device_type.name == kind]
         busy = union((span.start, span.end) for span in spans)
-        show(ms=busy / 1e3 / (run.args.max_steps - demo.WARM_UP))
+        show(ms=busy / 1e3 / (run.args.max_steps - first))
         end(run)
 
     demo.train_step, demo.summarize = profiled_step, profiled_end
@@ -907,13 +1151,14 @@ MEASURE = {
     "links": measure_links,
     "loss": measure_loss,
     "gpu": measure_gpu,
+    "overlap": measure_overlap,
 }
 SMALL = {"batch_size": 16, "image_size": 64}  # what two processes of one thread do quickly
 DEFAULTS = {
     "input": {"repeats": 15},  # a run is over in a second or two: lest that second's luck decides
     "links": SMALL | {"warm_steps": 6},  # PowerSGD has to have started by then
     "loss": SMALL | {"steps": 200},
-    "gpu": {"steps": 40, "warm_steps": 10, "batch_size": 256, "limit": 480},
+    "gpu": {"steps": 40, "warm_steps": 10, "batch_size": 256, "limit": 240},
 }
 NUMBERS = [  # name, default, subcommands, meaning
     ("repeats", 5, "step input start links", "rounds; fewer than 5 are a trial"),
@@ -927,9 +1172,16 @@ NUMBERS = [  # name, default, subcommands, meaning
         "step input start links loss gpu",
         "loader workers; unset: the script's own",
     ),
-    ("limit", 1800, "step input start links loss gpu", "seconds of a run, or of a part of gpu"),
+    (
+        "limit",
+        1800,
+        "step input start links loss gpu overlap",
+        "seconds of a run, or of a part of gpu",
+    ),
     ("images", FULL, "start gpu", "of the full-size set"),
     ("seeds", 3, "loss", "runs of each kind"),
+    ("forward_ms", 4, "overlap", "of a step's forward pass"),
+    ("backward_ms", 8, "overlap", "of its backward pass"),
 ]
 
 
@@ -964,7 +1216,7 @@ def add_options(add, name):
         add("--methods", type=listed(str), default=methods, metavar="M,M", help="none is first")
     if name == "gpu":
         add("--part", choices=PARTS, help="one of them; unset: all, one after another")
-        sizes = [64, 128, 256, 512]
+        sizes = [256, 64, 512, 128]
         add("--batch_sizes", type=listed(int), default=sizes, metavar="N,N", help="to try")
         add("--cpu", action="store_true", help="on the CPU: tries the parts, measures no GPU")
 
@@ -979,7 +1231,9 @@ def parse_arguments(argv):
         add_options(sub.add_argument, name)
         sub.error = lambda text: parser.error(text)
     parser.error = lambda text: parser.exit(2, f"benchmark.py: error: {text}; see --help\n")
-    args = parser.parse_args(argv, argparse.Namespace(against=None, peer=None))
+    args = parser.parse_args(
+        argv, argparse.Namespace(against=None, peer=None, log_every=1, cpu=False)
+    )
     check(args, parser.error)
     return args
 
@@ -1030,12 +1284,24 @@ def cells(entry):
     return f"{entry['what']} ({entry['unit']})", *figures, ratio
 
 
+def result_of(args, rows):
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    return {"machine": machine(), "settings": settings, "rows": rows}
+
+
+def write_json(args, rows):
+    """Writes what --json asks for."""
+    if args.json:
+        text = json.dumps(result_of(args, rows), indent=1) + "\n"
+        Path(args.json).write_text(text, encoding="ascii")
+
+
 def table(result):
     """The result as text: a line on the machine, then one line for each row."""
     lines = [("what", "demo", "reference", "ratio"), *map(cells, result["rows"])]
     wide = [max(len(line[k]) for line in lines) for k in range(4)]
     args = result["settings"]
-    how = "one run each"
+    how = "by the model" if args["command"] == "overlap" else "one run each"
     if repeats := args.get("repeats"):
         how = f"median of {repeats}" + ", a trial" * (repeats < 5)
     shown = [f"{args['command']}, {how}: {result['machine']}"]
@@ -1059,11 +1325,8 @@ def main(argv=None):
     try:
         bench = Bench(args, folder)
         rows = MEASURE[args.command](bench)
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-        result = {"machine": machine(), "settings": settings, "rows": rows}
-        print(table(result))
-        if args.json:
-            Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="ascii")
+        print(table(result_of(args, rows)))
+        write_json(args, rows)
         if bench.failed:
             raise Failure("; ".join(bench.failed)[:300])
     except (Failure, OSError) as error:
