@@ -856,19 +856,19 @@ def gpu_candidates(bench):
     """What may gain and is not in the script, each against as shipped."""
     size = bench.args.batch_size
     data = pictures(bench, needed(fed(bench.args)))
+    shipped = {how: resident(bench, data, size, how) for how in ("demo+resident", "demo+host")}
     for change, what in CHANGES.items():
         base = "demo+host" if change == "ahead" else "demo+resident"
-        pair = [resident(bench, data, size, how) for how in (f"{base}+{change}", base)]
-        yield row(f"{what} / as shipped", "img/s", *pair)
-    yield from gpu_lines(bench, data)
+        changed = resident(bench, data, size, f"{base}+{change}")
+        yield row(f"{what} / as shipped", "img/s", changed, shipped[base])
+    yield from gpu_lines(bench, data, shipped["demo+resident"])
     yield from gpu_cores(bench, prepared(bench, data))
 
 
-def gpu_lines(bench, data):
+def gpu_lines(bench, data, shipped):
     """Step lines nearer together and farther apart: each makes the GPU wait."""
     args = counted(bench.args, 1, bench.args.warm_steps, bench.args.steps, workers=0)
     given = {"num_epochs": FOR_EVER}
-    shipped, _ = once(bench, "demo+resident", data, in_lines(args, LINE_EVERY), **given)
     for every in (1, 5, 50):
         rate, _ = once(bench, "demo+resident", data, in_lines(args, every), **given)
         yield row(f"--log_every {every} / {LINE_EVERY}", "img/s", rate, shipped)
