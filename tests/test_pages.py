@@ -29,7 +29,7 @@ from support.forks import shared, write
 from support.processes import ROOT, SCRIPT, base_env, long, new_test_id, start
 from test_probe import SMALL
 
-README, PROBE = "README.md", "tools/probe_link.py"
+README, LESSON, PROBE = "README.md", "docs/lesson.md", "tools/probe_link.py"
 OWN, RESULTS = "docs/your_own.md", "tools/show_results.py"
 STAND_IN = ROOT / "tests" / "support" / "stand_in"
 LAUNCHERS = ["launch_single.sh", "launch_multinode.sh"]
@@ -104,10 +104,14 @@ function ./launch_single.sh {
 # These alone are noted, by a function of bash in the place of each.
 NOTED = """
 ./launch_multinode.sh tests/run.sh tests/breaks/run.py tools/launcher/python_env.sh source curl
-unzip torchrun sudo srun sbatch mpirun python3 pip conda module apptainer sed docker
+unzip torchrun sudo srun sbatch mpirun python3 pip conda module apptainer sed docker grep patch
+nvidia-smi
 """
 PRELUDE += "\n".join(f'function {name} {{ note {name} "$@"; }}' for name in NOTED.split())
-OWN_FILES = ["make_coco.py", "demo_resnet50.py"]  # that docs/your_own.md makes
+# What the lesson makes of the script; all files that pages make.
+COPIES = re.findall(r"\.py > (data/small/\w+\.py)$", PAGES[LESSON].text, re.MULTILINE)
+MADE = [*COPIES, *(f"data/small/{name}.py" for name in ("plain", "ddp", "gradients"))]
+MADE += ["make_coco.py", "demo_resnet50.py"]  # by docs/your_own.md
 ARRAYS = re.findall(r"^\w+=\(.*?\)$", "".join(PAGES[README].commands), re.MULTILINE | re.DOTALL)
 
 
@@ -126,12 +130,14 @@ def calls(tmp_path_factory) -> dict[str, list[list[str]]]:
     found = {}
     for page in PAGES.values():
         folder = tmp_path_factory.mktemp("calls")
+        (folder / "data" / "small").mkdir(parents=True)  # README's first steps make it
         (folder / "calls").touch()
         script = "\n".join([PRELUDE, *(ARRAYS if page.name != README else []), *page.commands])
         how = dict(env=environment(folder), cwd=folder, capture_output=True, text=True, timeout=20)
         done = subprocess.run(["bash", "-c", script], **how)
         assert (done.returncode, done.stderr) == (0, ""), page.name
-        more = {"python"} if page.name == OWN else set()  # test_your_own.py runs it
+        # test_your_own.py and test_lesson.py run these
+        more = {OWN: {"python"}, LESSON: {"python", "diff"}}.get(page.name, set())
         assert page.kinds <= {"bash", "text"} | more, "a block of another kind is not checked"
         noted = (folder / "calls").read_text().split("\0\0")
         found[page.name] = [call.split("\0") for call in noted if call]
@@ -187,7 +193,8 @@ def settings(call: list[str]) -> dict[str, str]:
 
 def script_calls(calls: list[list[str]]) -> list[list[str]]:
     """What each command hands to the script, through whatever launcher."""
-    targets, found = {SCRIPT.name, PROBE, "coco.sbatch", *(f"./{name}" for name in LAUNCHERS)}, []
+    targets = {SCRIPT.name, PROBE, "coco.sbatch", *COPIES, *(f"./{name}" for name in LAUNCHERS)}
+    found = []
     for call in map(program, calls):
         at = [i for i, part in enumerate(call) if part in targets]
         if "tools/two_nodes.sh" in call:
@@ -263,7 +270,7 @@ def test_torchrun_commands_parse_and_readmes_are_those_of_the_script(calls, scri
     """Typed as they stand: one process, and two nodes by static rendezvous, each with its rank."""
     assert len(script.torchruns) >= 6
     for known in script.torchruns:
-        assert known["training_script"] in (SCRIPT.name, PROBE)
+        assert known["training_script"] in (SCRIPT.name, PROBE, *MADE)
         if not known["standalone"]:
             assert int(known["nnodes"]) > known["node_rank"]
             assert known["rdzv_backend"] == "static" and known["rdzv_endpoint"]
@@ -295,7 +302,7 @@ def test_files_and_tests_that_commands_name_exist(all_calls):
         if "tests/run.sh" in call and "-k" in call:
             assert call[call.index("-k") + 1] in tests
         for part in program(call):
-            if re.fullmatch(r"(\./)?[\w/]+\.(sh|py|txt)", part) and part not in OWN_FILES:
+            if re.fullmatch(r"(\./)?[\w/]+\.(sh|py|txt)", part) and part not in MADE:
                 assert (ROOT / part).is_file(), part
                 assert not part.endswith(".sh") or os.access(ROOT / part, os.X_OK), part
 
@@ -370,11 +377,13 @@ def fork_what_is_asked(project: Path, asking: dict[Path, int]) -> None:
 def test_commands_on_the_small_set_run(tmp_path, real):
     """Makes the set, trains on two processes, resumes on one, draws and loads the checkpoint.
 
+    test_lesson.py runs the lesson's commands, which come to no good end.
     By default with torchrun's stand-in and in forked processes: nothing here imports torch.
     """
     ignored = shutil.ignore_patterns(".*", "data", "logs", "tests", "__pycache__", "coco", "*.pt")
     project = shutil.copytree(ROOT, tmp_path / "project", ignore=ignored)
-    script = "\n".join([PRELUDE, *(text for page in PAGES.values() for text in page.commands)])
+    pages = [page for page in PAGES.values() if page.name != LESSON]
+    script = "\n".join([PRELUDE, *(text for page in pages for text in page.commands)])
     env = environment(tmp_path, REALLY="yes")
     if not real:
         for name in (SCRIPT.name, PROBE, RESULTS, "inline.py"):
@@ -517,7 +526,8 @@ def test_short_tables_are_part_of_the_long_ones():
 
 @every_page
 def test_links_resolve_and_sections_have_names_of_their_own(page):
-    assert page.text.startswith("# ") and "@@" not in page.text
+    text = re.sub(r"(?s)^```diff\n.*?^```$", "", page.text, flags=re.MULTILINE)
+    assert text.startswith("# ") and "@@" not in text
     assert len({*page.anchors}) == len(page.anchors)  # a second one would get another anchor
     assert page.links
     for link in page.links:
