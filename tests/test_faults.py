@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 from support.datasets import Payload, make_set, truncate
-from support.forks import FOR_ONE_CHECKPOINT, ForkServer, prepared, shared, write
+from support.forks import FOR_ONE_CHECKPOINT, ForkServer, shared, write
 from support.nodes import NEW_MOUNTS, NamespacePair, mount, own_namespaces, small_disk
 from support.processes import (
     LONG,
@@ -156,16 +156,6 @@ def end_after_arguments(demo) -> None:
     demo.compare_ranks = lambda *_: sys.exit(0)
 
 
-def save_again_and_again(demo, result) -> None:
-    """In the place of a run: saves without end, and says which step has been saved."""
-    run = prepared(demo)
-    demo.train_step(run, [next(iter(run.loader))])  # Adam has its state from now on
-    while True:
-        run.step += 1
-        demo.save_checkpoint(run)
-        os.write(1, f"saved {run.step}\n".encode())
-
-
 # --- Fixtures and helpers --------------------------------------------------------------------
 
 
@@ -266,39 +256,6 @@ def test_sigkill_of_a_rank_on_two_nodes(ranks, data):
         run.signal(1, signal.SIGKILL)
         ended = run.finish(NOTICED, expect=[1, -9])
     assert re.search(r"ERROR: in (the data of )?step \d+: .*/gloo/", the_error(ended))
-
-
-@LONG
-def test_sigkill_of_one_nodes_torchrun(data, folder):
-    argv = [*data, "--num_epochs", 99, "--timeout", 8, "--checkpoint", folder / "c.pt"]
-    with NamespacePair() as nodes:
-        runs = on_two_nodes(nodes, argv, folder)
-        runs[1].wait_for(r"^\[CPU 1\] .*Step 3 ")
-        os.kill(torchrun_pid(runs[1]), signal.SIGKILL)
-        second, first = (run.finish(40, expect=None) for run in reversed(runs))
-    for run in (first, second):
-        assert run.returncode > 0 and run.returncode != STOPPED, run.tail()
-    said(second.output, "torchrun was ended by signal 9")
-    said(first.output, rf"\] Stopped.* step {saved_in(folder / 'c.pt')['step']} ")
-
-
-@LONG
-def test_sigkill_while_a_checkpoint_is_written(ranks, data, folder):
-    rng, path, unfinished = random.Random(1), folder / "c.pt", 0
-    for _ in range(10):
-        run = ranks.start([*data, "--checkpoint", path], call=save_again_and_again)
-        run.wait_for("^saved 2$")
-        time.sleep(rng.uniform(0, 0.7))
-        run.signal(0, signal.SIGKILL)
-        run.finish(expect=-9)
-        unfinished += Path(f"{path}.new").exists()
-        state, last = (
-            saved_in(path),
-            int(re.findall(r"^saved (\d+)$", run.text(), re.MULTILINE)[-1]),
-        )
-        assert state["step"] in (last, last + 1)
-        assert state["not_finite"] == []
-    assert unfinished >= 3, f"{unfinished} of 10 were hit while they wrote: too few to tell"
 
 
 # --- Stop signals ----------------------------------------------------------------------------
@@ -574,7 +531,6 @@ def refused(ranks, path: Path, argv: Sequence[object], nproc: int = 1) -> str:
 
 
 def change(demo, result, path, kind, payload=None) -> None:
-    """Of a checkpoint; "older": as it was before there was the option --sync_bn."""
     state = load(path)
     if kind == "truncated":
         truncate(Path(path))
@@ -583,8 +539,6 @@ def change(demo, result, path, kind, payload=None) -> None:
         del state["optimizer"]
     elif kind == "malicious":
         state["epoch"] = Payload(Path(payload))
-    elif kind == "older":
-        del state["facts"]["--sync_bn"]
     demo.torch.save(state, path)
 
 
@@ -594,13 +548,6 @@ def test_bad_checkpoint(ranks, four, folder, saved, kind):
     ranks.run(call=change, path=str(path), kind=kind, payload=str(payload))
     assert str(path) in refused(ranks, path, four, 2 if kind == "truncated" else 1)
     assert not payload.exists(), "code in the file was run"
-
-
-def test_checkpoint_from_before_an_option_was_made_without_it(ranks, four, folder, saved):
-    path = shutil.copy(saved, folder / "c.pt")
-    ranks.run(call=change, path=str(path), kind="older")
-    argv = [*four, "--checkpoint", path, "--resume", "--max_steps", 1]
-    assert "Resumed from" in ranks.run(argv).out
 
 
 CHANGED = {  # what is given now: the end of the line
@@ -738,10 +685,8 @@ def hit(nodes: NamespacePair, run: Started, what: str, node: int) -> None:
 @LONG
 def test_endurance(demo, data, folder):
     """A run on two nodes that is hit at random steps, and at random moments after these."""
-    rng, rounds = (
-        random.Random(os.environ.get("DEMO_SEED", "1")),
-        int(os.environ.get("DEMO_ROUNDS", "1")),
-    )
+    rng = random.Random(os.environ.get("DEMO_SEED", "1"))
+    rounds = int(os.environ.get("DEMO_ROUNDS", "1"))
     hits, epochs = ["rank", "torchrun", "link"] * rounds, 6 * rounds + 1
     argv = [*data, "--num_epochs", epochs]
     whole = demo.run([*argv, "--timeout", 30], 2, timeout=10 * epochs + 100)
