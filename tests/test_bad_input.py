@@ -175,11 +175,7 @@ def test_machine_that_cannot_run_the_script_is_one_line(refused, name):
     refused(words, **{"call": elsewhere} | options)
 
 
-@pytest.mark.parametrize(
-    ("visible", "hip"),
-    [("", None), pytest.param("-1", None, marks=LONG), (None, "6.4")],
-    ids=["hidden", "hidden by -1", "build for AMD"],
-)
+@pytest.mark.parametrize(("visible", "hip"), [("", None), ("-1", None), (None, "6.4")])
 def test_node_whose_gpus_are_hidden_trains_on_its_cpu(demo, data, visible, hip):
     job = demo.run(data, call=elsewhere, **with_driver(visible, None if hip else "13.0", hip))
     assert job.json_line("Run")["devices"], job.tail()
@@ -308,7 +304,6 @@ WRONG: dict[str, list[str]] = {
     "--image_size 32": [],  # its last stage would be one pixel, too little for batch norm
     "--lr 0": [],
     "--lr nan": [],
-    "--lr inf": [],
     "--timeout 0": [],
     "--precision fp8": [],
     "--resume": ["--checkpoint"],
@@ -489,7 +484,6 @@ PLACES = {
     "no local rank": ({"LOCAL_RANK": None}, ["torchrun", "LOCAL_RANK"]),
     "no master": ({"MASTER_ADDR": None}, ["export MASTER_ADDR="]),
     "master has no address": ({"MASTER_ADDR": "no-such-host.invalid", "RANK": "1"}, ["no-such"]),
-    "port out of range": ({"MASTER_PORT": "99999"}, ["99999"]),
     "nobody joins rank 0": ({}, ["127.0.0.1", "rendezvous"]),
 }
 
