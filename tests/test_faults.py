@@ -390,9 +390,8 @@ def test_error_file_tells_the_kind(ranks, data, folder, case):
     ended = ranks.run([*data, *more], before=before, env=env, expect=code, timeout=NOTICED)
     found = error_file(folder / "error.json")
     assert (found["kind"], found["rank"]) == (kind, 0)
-    assert re.fullmatch(phase, found["phase"]) and re.fullmatch(
-        rf"\[CPU 0\] {text}", found["text"]
-    )
+    assert re.fullmatch(phase, found["phase"])
+    assert re.fullmatch(rf"\[CPU 0\] {text}", found["text"])
     assert len(re.findall(f"{text}$", ended.output, re.MULTILINE)) == 1, ended.tail()
     assert ("Traceback (most recent call last)" in ended.output) == (kind == "bug"), ended.tail()
 
@@ -600,9 +599,8 @@ def test_interrupted_and_resumed_equals_uninterrupted(ranks, folder, nproc, stop
         assert [line for part in parts for line in part.steps(rank)] == whole.steps(rank)
     last = parts[-1].json_line("Summary")
     assert last["weights_sha256"] == whole.json_line("Summary")["weights_sha256"]
-    means = re.findall(
-        r"^\[CPU 0\] Epoch (\d) complete \| Avg loss: ([\d.]+)", parts[-1].out, re.M
-    )
+    complete = r"^\[CPU 0\] Epoch (\d) complete \| Avg loss: ([\d.]+)"
+    means = re.findall(complete, parts[-1].out, re.M)
     assert means
     for epoch, mean in means:  # of a resumed epoch, that of the steps since
         own = [loss for number, _, loss in parts[-1].steps() if number == int(epoch)]
