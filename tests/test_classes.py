@@ -48,9 +48,9 @@ def checkpoint_of(demo, result, path):
 
 
 def as_before_other_classes(demo, result, path):
-    """Makes a checkpoint one of a script that knew COCO's 80 classes alone."""
+    """Makes a checkpoint one of a script that knew COCO's 80 classes alone, and no --sync_bn."""
     state = demo.torch.load(path, weights_only=True)
-    del state["categories"], state["facts"]["number of classes"]
+    del state["categories"], state["facts"]["number of classes"], state["facts"]["--sync_bn"]
     demo.torch.save(state, path)
 
 

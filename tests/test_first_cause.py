@@ -498,7 +498,7 @@ def test_real_torchrun_and_script_end_with_one_line_on_both_nodes(tmp_path, what
             runs.append(pair.popen(rank, line, env=env))
         runs[node].wait_for(rf"^\[CPU {node}\] .*Step 3 ", 240)
         if what == "torchrun":
-            os.kill(faults.main_pid(runs[node]), signal.SIGKILL)
+            os.kill(faults.torchrun_pid(runs[node]), signal.SIGKILL)
         if what == "stop":
             os.kill(runs[node].pid, signal.SIGTERM)
         ended = [run.finish(8 + 15 + 2 if what == "hang" else IN_TIME + 2, None) for run in runs]

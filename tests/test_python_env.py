@@ -402,24 +402,10 @@ def test_lock_whose_maker_is_slow_to_name_itself_has_one_owner_at_a_time(checkou
     held_by_one_at_a_time(checkout, [maker, checkout.start(GRACE=0, **other)])
 
 
-# A file system that cannot be written, for this command alone.
-READ_ONLY = 'mount --bind . "$0" && mount -o remount,bind,ro "$0" && cd "$0" && exec "$@"'
-
-
-def test_a_checkout_that_cannot_be_written(checkout):
-    python = checkout.environment("active", *WITHOUT_PLOTS) / "bin/python"
-    before = ()
-    if os.geteuid() == 0:  # root may write where no other may
-        before = ("unshare", "--mount", "bash", "-c", READ_ONLY, checkout.path)
-        allowed = subprocess.run([*before, "true"], cwd=checkout.path, capture_output=True)
-        require(allowed.returncode == 0, "needs mount namespaces, as root")
-    checkout.path.chmod(0o555)
-    try:
-        assert checkout.ends(0, python, before=before, PYTHON=python) == ""
-        line = checkout.only_line(before=before)
-        assert f"cannot write to {checkout.venv}" in line and "set PYTHON" in line
-    finally:
-        checkout.path.chmod(0o755)
+def test_a_dot_venv_that_cannot_be_made_is_one_line(checkout):
+    checkout.venv.touch()
+    line = checkout.only_line()
+    assert f"cannot write to {checkout.venv}" in line and "set PYTHON" in line
 
 
 # ---- uv with pip's settings
