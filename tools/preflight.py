@@ -39,6 +39,7 @@ from launcher.output import Output
 from launcher.process_tree import tied_to
 from launcher.rendezvous import (
     CONNECT_TIMEOUT,
+    LABELS,
     Plan,
     Refused,
     Rendezvous,
@@ -260,7 +261,7 @@ class Preflight(Rendezvous):
         series: Series | None = None,
     ) -> None:
         # Of a series of runs over several networks the nodes agree before, of none they do here.
-        settings = {"NNODES": options.nnodes, "NETWORKS": None}
+        settings = {"NNODES": options.nnodes, LABELS: None}
         node = {"node_rank": options.node_rank, "host": socket.gethostname(), "settings": settings}
         host, last = options.host.strip("[]"), options.starts - 1
         super().__init__(host, options.port, node, last, output.say, series)
