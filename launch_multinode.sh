@@ -227,12 +227,13 @@ options=(--name "$ME" --log "$log" --connect_timeout "$CONNECT_TIMEOUT")
 if [ "$#" -eq 0 ]; then
     attend "$PYTHON" "$ROOT/tools/make_sample_coco.py" --processes "$cores" "$sample"
     set -- --coco_image_path "$sample/train2017" --annotation_path "$sample/annotations/instances_train2017.json" \
-        --weights none --batch_size 16
+        --weights none
     if [ "$NNODES" -eq 1 ]; then # a minute on two cores
         set -- "$@" --val_image_path "$sample/val2017" \
-            --val_annotation_path "$sample/annotations/instances_val2017.json" --image_size 128 --num_epochs 2
-    else # small images, of which a step sends much, and the same steps on all nodes
-        set -- "$@" --image_size 64 --num_epochs 100 --max_steps 40
+            --val_annotation_path "$sample/annotations/instances_val2017.json" --batch_size 16 --image_size 128 \
+            --num_epochs 2
+    else # so few and small images that on a slow CPU, too, a step computes for a shorter time than it sends at 1 Gb/s
+        set -- "$@" --batch_size 4 --image_size 64 --num_epochs 100 --max_steps 40
     fi
 fi
 [ "$PROBE" = 0 ] || options+=(--probe "$ROOT/tools/probe_link.py")
