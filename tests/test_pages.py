@@ -31,6 +31,7 @@ from test_probe import SMALL
 
 README, LESSON, PROBE = "README.md", "docs/lesson.md", "tools/probe_link.py"
 OWN, RESULTS = "docs/your_own.md", "tools/show_results.py"
+OWN_SCRIPT = "docs/your_script.md"  # test_your_script.py runs what it shows
 STAND_IN = ROOT / "tests" / "support" / "stand_in"
 LAUNCHERS = ["launch_single.sh", "launch_multinode.sh"]
 # Options of programs that are not in this repository. torchrun's are asked of torchrun itself.
@@ -136,8 +137,8 @@ def calls(tmp_path_factory) -> dict[str, list[list[str]]]:
         how = dict(env=environment(folder), cwd=folder, capture_output=True, text=True, timeout=20)
         done = subprocess.run(["bash", "-c", script], **how)
         assert (done.returncode, done.stderr) == (0, ""), page.name
-        # test_your_own.py and test_lesson.py run these
-        more = {OWN: {"python"}, LESSON: {"python", "diff"}}.get(page.name, set())
+        # test_your_own.py, test_your_script.py and test_lesson.py run these
+        more = {OWN: {"python"}, OWN_SCRIPT: {"python"}, LESSON: {"python", "diff"}}.get(page.name, set())
         assert page.kinds <= {"bash", "text"} | more, "a block of another kind is not checked"
         noted = (folder / "calls").read_text().split("\0\0")
         found[page.name] = [call.split("\0") for call in noted if call]
