@@ -110,8 +110,8 @@ def as_typed(lines: list[str], node: int, label: str, data: list[str], folder) -
 @LONG
 def test_lines_of_readme_over_two_links(tmp_path, sample, monkeypatch, capsys):
     """The one-GPU line, then probe and training with two ranks on each of two nodes."""
-    options = "--weights none --image_size 32 --batch_size 2 --num_epochs 9 --workers 0"
-    data = [*data_args(sample), *options.split(), "--max_steps", "8"]
+    options = "--weights none --image_size 64 --batch_size 2 --num_epochs 1 --workers 0"
+    data = [*data_args(sample), *options.split(), "--max_steps", "6"]
     (alone,) = [line for line in readme_block("--standalone") if line.startswith("torchrun")]
     for label, rate in LINKS.items():
         with NamespacePair(rate) as nodes:

@@ -205,6 +205,9 @@ def script_calls(calls: list[list[str]]) -> list[list[str]]:
             continue
         if call[1:2] == ["tools/supervise.py"]:  # its own --probe may name a target
             at = [i for i in at if i > call.index("--")]
+        if not at:  # a script of the reader's own
+            assert call[-1] == "mine.py"
+            continue
         found.append(call[at[-1] + 1 :])
     return found
 
