@@ -112,7 +112,7 @@ PRELUDE += "\n".join(f'function {name} {{ note {name} "$@"; }}' for name in NOTE
 # What the lesson makes of the script; all files that pages make.
 COPIES = re.findall(r"\.py > (data/small/\w+\.py)$", PAGES[LESSON].text, re.MULTILINE)
 MADE = [*COPIES, *(f"data/small/{name}.py" for name in ("plain", "ddp", "gradients"))]
-MADE += ["make_coco.py", "demo_resnet50.py"]  # by docs/your_own.md
+MADE += ["make_coco.py", "demo_resnet50.py", "mine.py"]  # by docs/your_own.md, your_script.md
 ARRAYS = re.findall(r"^\w+=\(.*?\)$", "".join(PAGES[README].commands), re.MULTILINE | re.DOTALL)
 
 
@@ -138,7 +138,8 @@ def calls(tmp_path_factory) -> dict[str, list[list[str]]]:
         done = subprocess.run(["bash", "-c", script], **how)
         assert (done.returncode, done.stderr) == (0, ""), page.name
         # test_your_own.py, test_your_script.py and test_lesson.py run these
-        more = {OWN: {"python"}, OWN_SCRIPT: {"python"}, LESSON: {"python", "diff"}}.get(page.name, set())
+        more = {OWN: {"python"}, OWN_SCRIPT: {"python"}, LESSON: {"python", "diff"}}
+        more = more.get(page.name, set())
         assert page.kinds <= {"bash", "text"} | more, "a block of another kind is not checked"
         noted = (folder / "calls").read_text().split("\0\0")
         found[page.name] = [call.split("\0") for call in noted if call]
