@@ -264,6 +264,8 @@ def test_without_arguments_all_nodes_take_the_same_steps_on_a_sample(plain):
     assert options["--coco_image_path"] == f"{sample}/train2017"
     assert options["--annotation_path"] == f"{sample}/annotations/instances_train2017.json"
     assert int(options["--max_steps"]) > 0 and options["--weights"] == "none"
+    # 16 images hid a link of 1 Gb/s on a CPU without bf16: docs/networks.md says four.
+    assert (options["--batch_size"], options["--image_size"]) == ("4", "64")
     for run in runs:
         assert f"{sample!r}]" in re.search("MADE .*", run.out)[0]
 
