@@ -1577,7 +1577,7 @@ def what_to_give(args, name, then):
 
 # --- Log ---------------------------------------------------------------------------------------
 
-LOGGED = re.compile("NCCL_|GLOO_|OMP_|TORCH_NCCL_|TORCH_DIST_")  # of the environment
+LOGGED = re.compile("NCCL_|GLOO_|OMP_|TORCH_NCCL_|TORCH_DIST_|DEMO_SET_")  # of the environment
 
 
 def log(process, text, to=1):

@@ -31,8 +31,13 @@ number() { # NAME LOWEST HIGHEST DEFAULT [WHY]: the variable NAME, or DEFAULT, m
     printf -v "$1" '%d' "$((10#$value))"
     ((${!1} >= $2 && ${!1} <= $3)) || die "$1 is ${!1}: give a number from $2 to $3${5:+ ($5)}"
 }
+export DEMO_SET_BY_LAUNCHER="" # names, for the Run record
+set_ours() { # NAME VALUE
+    export "$1=$2"
+    DEMO_SET_BY_LAUNCHER+="${DEMO_SET_BY_LAUNCHER:+ }$1"
+}
 prefer() { # NAME VALUE: exports it unless the user has set NAME
-    [ -n "${!1+set}" ] || export "$1=$2"
+    [ -n "${!1+set}" ] || set_ours "$1" "$2"
     [ "${!1}" = "$2" ] || say "NETWORK=$NETWORK would set $1=$2, but it is set to '${!1}' and stays so"
 }
 # attend COMMAND...: runs what may wait long. A signal to bash alone counts only when the command that it waits for has
@@ -82,17 +87,24 @@ is_adapter() {
     [ ! -e "/sys/class/net/$1" ] && [[ $1 =~ _[0-9]+(:[0-9]+)?$ ]]
 }
 
+# is_efa NAME: an adapter of EC2, whose network is a plugin's.
+is_efa() { [[ $(readlink "/sys/class/infiniband/${1%%:*}/device/driver") == */efa || $1 == efa_* ]]; }
+
 set_network() {
-    local name sockets="" adapters=""
+    local name sockets="" adapters="" efa=""
     [[ ${NETWORK:-} =~ ^(ethernet|infiniband)?$ ]] || die "NETWORK is '$NETWORK': give ethernet or infiniband"
     [ -n "${NETWORK:-}${IFNAME:-}" ] || return 0
     [ -n "${IFNAME:-}" ] || die "NETWORK=$NETWORK needs IFNAME: the interface (eth0, ib0) or adapter (mlx5_0) to use"
     for name in ${IFNAME//,/ }; do
         if is_adapter "$name"; then adapters+=,$name; else sockets+=,$name; fi
+        ! is_efa "$name" || efa=$name
     done
     if [ -n "$adapters" ]; then name=infiniband; else name=ethernet; fi
     export NETWORK=${NETWORK:-$name}
-    if [ "$NETWORK" = infiniband ]; then
+    if [ "$NETWORK" = infiniband ] && [ -n "$efa" ]; then
+        say "$efa is of EFA: NCCL's plugin for it chooses among the adapters, NCCL_NET and NCCL_IB_HCA are left alone"
+        adapters=
+    elif [ "$NETWORK" = infiniband ]; then
         prefer NCCL_IB_DISABLE 0
         prefer NCCL_NET IB # without it NCCL falls back to sockets, silently
     elif [ -z "$adapters" ]; then
@@ -200,10 +212,12 @@ answer_of "$PYTHON" "$ROOT/tools/preflight.py" --parent "$$" "${options[@]}" "${
 {
     IFS= read -r interface
     IFS= read -r run
+    IFS= read -r leave_out
     IFS= read -r DEMO_SERIES
 } <<<"$answer"
 export DEMO_SERIES
-[ -z "$interface" ] || export GLOO_SOCKET_IFNAME=$interface
+[ -z "$interface" ] || set_ours GLOO_SOCKET_IFNAME "$interface"
+[ -z "$leave_out" ] || set_ours NCCL_SOCKET_IFNAME "$leave_out"
 folder=${LOG_DIR:-logs}/$run
 log=$folder/node$NODE_RANK.log
 if [ "$NNODES" -gt 1 ] && [ -z "${!NCCL_DEBUG@}" ]; then # what NCCL says of its network, for nccl_log.py
@@ -213,12 +227,13 @@ options=(--name "$ME" --log "$log" --connect_timeout "$CONNECT_TIMEOUT")
 if [ "$#" -eq 0 ]; then
     attend "$PYTHON" "$ROOT/tools/make_sample_coco.py" --processes "$cores" "$sample"
     set -- --coco_image_path "$sample/train2017" --annotation_path "$sample/annotations/instances_train2017.json" \
-        --weights none --batch_size 16
+        --weights none
     if [ "$NNODES" -eq 1 ]; then # a minute on two cores
         set -- "$@" --val_image_path "$sample/val2017" \
-            --val_annotation_path "$sample/annotations/instances_val2017.json" --image_size 128 --num_epochs 2
-    else # small images, of which a step sends much, and the same steps on all nodes
-        set -- "$@" --image_size 64 --num_epochs 100 --max_steps 40
+            --val_annotation_path "$sample/annotations/instances_val2017.json" --batch_size 16 --image_size 128 \
+            --num_epochs 2
+    else # so few and small images that on a slow CPU, too, a step computes for a shorter time than it sends at 1 Gb/s
+        set -- "$@" --batch_size 4 --image_size 64 --num_epochs 100 --max_steps 40
     fi
 fi
 [ "$PROBE" = 0 ] || options+=(--probe "$ROOT/tools/probe_link.py")

@@ -174,20 +174,35 @@ def test_signal_ends_the_series_and_its_run(folder, nodes, name):
         assert "COMPARED" not in run.out
 
 
+def test_each_node_names_its_own_interface_under_the_same_label(folder):
+    """eth0 on node 0 is enp5s0 on node 1."""
+    with NamespacePair() as nodes:
+        for words in ("eth0 down", "eth0 name enp5s0", "enp5s0 up"):
+            subprocess.run(f"ip -n {nodes.names[1]} link set {words}".split(), check=True)
+        own = ("one=eth0 two=eth0", "one=enp5s0 two=enp5s0")
+        runs = folder.run(nodes, "x", of_node=lambda node: {"NETWORKS": own[node]}, PROBE=0)
+    for run, name in zip(runs, ("eth0", "enp5s0"), strict=True):
+        found = [(r["env"]["RUN_NAME"], r["env"]["GLOO_SOCKET_IFNAME"]) for r in reports(run)]
+        assert found == [("one", name), ("two", name)]
+    assert "COMPARED one=logs/series/one two=logs/series/two" in runs[0].out
+
+
 # --- What is refused, before anything starts -------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ((BOTH, "one=eth0 two=eth1"), (BOTH, "one=eth0 two=eth1")),
-        (("", BOTH), ("not set", BOTH)),
+        ((BOTH, "one=eth0 three=eth0"), ("one two", "one three")),
+        ((BOTH, "two=eth0 one=eth0"), ("one two", "two one")),
+        (("", BOTH), ("not set", "one two")),
     ],
-    ids=["another", "not set"],
+    ids=["another", "another order", "not set"],
 )
 def test_networks_that_differ_between_nodes(folder, nodes, values, words):
     runs = folder.run(nodes, "x", of_node=lambda n: {"NETWORKS": values[n]}, expect=1)
-    text = "error: NETWORKS is {} on node 0 (node0) but {} on node 1 (node1): give it the same"
+    text = "error: NETWORKS (its labels, in their order) is {} on node 0 (node0) but {} on node 1 "
+    text += "(node1): give it the same"
     for run in runs:
         (line,) = errors(run)
         assert line.endswith(f"{text.format(*words)} value on all nodes")
@@ -249,6 +264,8 @@ def test_without_arguments_all_nodes_take_the_same_steps_on_a_sample(plain):
     assert options["--coco_image_path"] == f"{sample}/train2017"
     assert options["--annotation_path"] == f"{sample}/annotations/instances_train2017.json"
     assert int(options["--max_steps"]) > 0 and options["--weights"] == "none"
+    # 16 images hid a link of 1 Gb/s on a CPU without bf16: docs/networks.md says four.
+    assert (options["--batch_size"], options["--image_size"]) == ("4", "64")
     for run in runs:
         assert f"{sample!r}]" in re.search("MADE .*", run.out)[0]
 

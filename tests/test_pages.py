@@ -31,6 +31,7 @@ from test_probe import SMALL
 
 README, LESSON, PROBE = "README.md", "docs/lesson.md", "tools/probe_link.py"
 OWN, RESULTS = "docs/your_own.md", "tools/show_results.py"
+OWN_SCRIPT = "docs/your_script.md"  # test_your_script.py runs what it shows
 STAND_IN = ROOT / "tests" / "support" / "stand_in"
 LAUNCHERS = ["launch_single.sh", "launch_multinode.sh"]
 # Options of programs that are not in this repository. torchrun's are asked of torchrun itself.
@@ -111,7 +112,7 @@ PRELUDE += "\n".join(f'function {name} {{ note {name} "$@"; }}' for name in NOTE
 # What the lesson makes of the script; all files that pages make.
 COPIES = re.findall(r"\.py > (data/small/\w+\.py)$", PAGES[LESSON].text, re.MULTILINE)
 MADE = [*COPIES, *(f"data/small/{name}.py" for name in ("plain", "ddp", "gradients"))]
-MADE += ["make_coco.py", "demo_resnet50.py"]  # by docs/your_own.md
+MADE += ["make_coco.py", "demo_resnet50.py", "mine.py"]  # by docs/your_own.md, your_script.md
 ARRAYS = re.findall(r"^\w+=\(.*?\)$", "".join(PAGES[README].commands), re.MULTILINE | re.DOTALL)
 
 
@@ -136,8 +137,9 @@ def calls(tmp_path_factory) -> dict[str, list[list[str]]]:
         how = dict(env=environment(folder), cwd=folder, capture_output=True, text=True, timeout=20)
         done = subprocess.run(["bash", "-c", script], **how)
         assert (done.returncode, done.stderr) == (0, ""), page.name
-        # test_your_own.py and test_lesson.py run these
-        more = {OWN: {"python"}, LESSON: {"python", "diff"}}.get(page.name, set())
+        # test_your_own.py, test_your_script.py and test_lesson.py run these
+        more = {OWN: {"python"}, OWN_SCRIPT: {"python"}, LESSON: {"python", "diff"}}
+        more = more.get(page.name, set())
         assert page.kinds <= {"bash", "text"} | more, "a block of another kind is not checked"
         noted = (folder / "calls").read_text().split("\0\0")
         found[page.name] = [call.split("\0") for call in noted if call]
@@ -204,6 +206,9 @@ def script_calls(calls: list[list[str]]) -> list[list[str]]:
             continue
         if call[1:2] == ["tools/supervise.py"]:  # its own --probe may name a target
             at = [i for i in at if i > call.index("--")]
+        if not at:  # a script of the reader's own
+            assert call[-1] == "mine.py"
+            continue
         found.append(call[at[-1] + 1 :])
     return found
 
@@ -277,7 +282,8 @@ def test_torchrun_commands_parse_and_readmes_are_those_of_the_script(calls, scri
     found = torchrun_calls(calls[README])
     known = script.torchruns[: len(found)]  # README is the first page
     shown = [(k["standalone"], k["nproc_per_node"], k["node_rank"]) for k in known]
-    assert shown == [(True, "1", 0), (False, "2", 0), (False, "2", 1)]
+    # The last two, probe and training, are the comparison by hand.
+    assert shown == [(True, "1", 0), *[(False, "2", rank) for rank in (0, 1, 0, 0)]]
     docstring = " ".join(script.docstring.split())
     for call in found[:2]:
         assert f"torchrun {' '.join(call[: call.index(SCRIPT.name) + 1])} " in docstring

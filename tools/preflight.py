@@ -10,9 +10,9 @@ both ends have the same MTU. What a machine does not tell is left out.
 
 Prints the interface that leads to the other nodes, where GLOO_SOCKET_IFNAME is not set: left alone
 Gloo takes the address of the host name, which many machines have at 127.0.1.1. Messages go to
-stderr and to the log. With --log_dir, as the launcher calls it, it prints three lines: that
-interface or nothing, the run's name, which node 0 has chosen, and what this node knows of the
-series.
+stderr and to the log. With --log_dir, as the launcher calls it, it prints four lines: that
+interface or nothing, the run's name, which node 0 has chosen, what NCCL_SOCKET_IFNAME should be or
+nothing, and what this node knows of the series.
 Exit code: 0, also with warnings; 1 an error on this node or another; 2 bad usage; 128 + its number
 where a signal stops it (143, Ctrl-C 130).
 """
@@ -35,10 +35,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
+from launcher import nccl_choice
 from launcher.output import Output
 from launcher.process_tree import tied_to
 from launcher.rendezvous import (
     CONNECT_TIMEOUT,
+    LABELS,
     Plan,
     Refused,
     Rendezvous,
@@ -110,6 +112,14 @@ def route_to(host: str) -> tuple[str, str]:
             trial.connect(place)  # a datagram socket: nothing is sent
             return trial.getsockname()[0], trial.getpeername()[0]
     return "", ""
+
+
+def usable_interfaces() -> list[str]:
+    """Those that are up and have an address, as NCCL counts them: a link's own is one."""
+    net = SYS / "class/net"
+    ipv6 = [line.split()[-1] for line in text_of(PROC / "net/if_inet6").splitlines()]
+    up = [path.name for path in sorted(net.glob("*")) if text_of(path / "carrier") == "1"]
+    return [name for name in up if name in ipv6 or interface_address(name)]
 
 
 # --- This node alone ---------------------------------------------------------------------------
@@ -260,7 +270,7 @@ class Preflight(Rendezvous):
         series: Series | None = None,
     ) -> None:
         # Of a series of runs over several networks the nodes agree before, of none they do here.
-        settings = {"NNODES": options.nnodes, "NETWORKS": None}
+        settings = {"NNODES": options.nnodes, LABELS: None}
         node = {"node_rank": options.node_rank, "host": socket.gethostname(), "settings": settings}
         host, last = options.host.strip("[]"), options.starts - 1
         super().__init__(host, options.port, node, last, output.say, series)
@@ -359,6 +369,22 @@ def check_host_name(interface: str) -> list[str]:
     return []
 
 
+def look_at_nccls_choice(options: argparse.Namespace, leads: str, output: Output) -> list[str]:
+    """Where nobody has named a network: what NCCL should leave out; a warning."""
+    if nccl_choice.has_chosen(os.environ):
+        return []
+    interfaces = usable_interfaces()
+    adapters = [path.name for path in sorted((SYS / "class/infiniband").glob("*"))]
+    adapters = [name for name in adapters if any("ACTIVE" in state for state in ports_of(name))]
+    options.nccl, out = nccl_choice.to_leave_out(leads, interfaces, adapters)
+    if options.nccl:
+        output.say(
+            f"NCCL_SOCKET_IFNAME={options.nccl}: so that NCCL leaves out {', '.join(out)}, "
+            "virtual interfaces of this node; set it yourself, or IFNAME, to choose"
+        )
+    return nccl_choice.several(interfaces, adapters, out)
+
+
 # --- The command line --------------------------------------------------------------------------
 
 
@@ -386,7 +412,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     options.port = int(port or 0)
     if options.nnodes > 1 and (why := why_no_port(options.port, options.starts)):
         parser.error(why)
-    options.interface = ""
+    options.interface = options.nccl = ""
     return options
 
 
@@ -457,7 +483,8 @@ def meet(
     if "GLOO_SOCKET_IFNAME" not in os.environ and preflight.interface:
         options.interface = preflight.interface
         output.say(f"GLOO_SOCKET_IFNAME={preflight.interface}: it leads to the other nodes")
-    return [*preflight.warnings, *check_host_name(preflight.interface)]
+    found = [*preflight.warnings, *check_host_name(preflight.interface)]
+    return found + look_at_nccls_choice(options, preflight.interface, output)
 
 
 def main() -> int:
@@ -500,7 +527,7 @@ def print_facts(options: argparse.Namespace, series: Series) -> None:
     if options.log_dir:
         # Node 0's is what it was given: this process holds the lock no longer than it lives.
         known = os.environ.get("DEMO_SERIES") or to_environment(series)
-        print(options.interface, series.run, known, sep="\n")
+        print(options.interface, series.run, options.nccl, known, sep="\n")
     elif options.interface:
         print(options.interface)
 

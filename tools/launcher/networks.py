@@ -6,7 +6,8 @@
 launch_multinode.sh calls this with its settings in the environment, LOG_DIR and the run's name,
 which node 0 tells the others, and is called by it in turn, for one network after the other. A
 network is NAME=INTERFACE, where NAME is a label and becomes the folder of its run; INTERFACE is
-what IFNAME takes, eth0 or mlx5_0,ib0.
+what IFNAME takes, eth0 or mlx5_0,ib0. Labels and their order are the same on all nodes; each node
+names its own interfaces.
 A network that fails does not end the series. On node 0 the comparison comes at the end, after what
 DEMO_NOTE says: it is printed, and stands as compare.txt and compare.png beside the logs.
 Exit code: 0 all done; 75 stopped by a signal, before a checkpoint 128 + its number (143, Ctrl-C
@@ -85,8 +86,8 @@ class Series:
         self.patience = int(os.environ["CONNECT_TIMEOUT"])
         # Ports of one network: each of its starts has its own.
         self.ports = 1 + int(os.environ["PROBE"]) + int(os.environ["RESTARTS"])
-        named = " ".join(f"{label}={names}" for label, names in networks.items())
-        settings = {"NNODES": int(os.environ["NNODES"]), "NETWORKS": named}
+        # Labels alone have to match: an interface may be eno1 on one node and enp5s0 on another.
+        settings = {"NNODES": int(os.environ["NNODES"]), rendezvous.LABELS: " ".join(networks)}
         node = {"node_rank": self.rank, "host": socket.gethostname(), "settings": settings}
         self.series = of_this_node(self.rank, settings["NNODES"], self.port, "")
         host = os.environ["MASTER_ADDR"].strip("[]")

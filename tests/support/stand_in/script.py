@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-NAMES = ("NCCL_", "GLOO_", "OMP_", "IFNAME", "NETWORK", "RUN_NAME")
+NAMES = ("NCCL_", "GLOO_", "OMP_", "IFNAME", "NETWORK", "RUN_NAME", "DEMO_SET")
 report = {
     "rank": rank,
     "world_size": world_size,
