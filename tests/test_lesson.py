@@ -127,7 +127,7 @@ def test_plain_loop_knows_nothing_of_the_others_and_each_step_is_in_the_diff(pro
     code = files(project)
     ast.parse(code["ddp"])
     assert not re.search(r"\bdist\b|rank|Distributed", code["plain"])
-    added = [line for line in of_kind("The diff", "diff")[0].splitlines() if line[0] == "+"]
+    added = [line for line in of_kind("The diff", "diff")[0].splitlines() if line.startswith("+")]
     assert re.findall(r"# (\d)/6", "\n".join(added)) == ["1", "2", "2", "3", "4", "5", "6", "6"]
     for name in ("launch", "device", "process group", "data", "model", "checkpoint"):
         assert any(re.search(rf"# \d/6 {name}\b", line) for line in added), name
