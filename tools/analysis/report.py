@@ -1,5 +1,6 @@
-"""The comparison as text and as JSON."""
+"""What is found, as text and as JSON; the step lines as CSV."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -65,6 +66,8 @@ def main_table(runs, base, verdicts):
     columns = [column(run, base, verdicts[run.name]) for run in runs]
     epochs = sorted({epoch for run in runs for epoch in run.losses})
     hidden = {f"loss, epoch {epoch}" for epoch in epochs[1:-3] if len(epochs) > 6}
+    if len(runs) == 1:
+        hidden.add(f"against {base.name}")
     titles = dict.fromkeys(title for cells in columns for title in cells if title not in hidden)
     rows = [[title, *(cells.get(title) or "-" for cells in columns)] for title in titles]
     return table(["", *(run.name for run in runs)], [r for r in rows if set(r[1:]) != {"-"}])
@@ -89,8 +92,9 @@ def report(result):
     if any(run.attempted_again for run in runs):
         lines += ["* a part of the run only (restarted or resumed): compare the step times", ""]
     ratios = [ratio_sentence(base, run) for run in runs if run is not base]
-    lines += [text for text in ratios if text]
-    lines += [*result["losses"], "", "Verdict", ""]
+    sentences = [text for text in ratios if text] + result["losses"]
+    lines += [*sentences, ""] if sentences else []
+    lines += ["Verdict", ""]
     lines += [text for run in runs if run.log.failed for text in verdict_lines(run, verdicts)]
     lines += [line for text in result["same_wire"] for line in (text, "")]
     lines += [text for run in runs if not run.log.failed for text in verdict_lines(run, verdicts)]
@@ -163,3 +167,21 @@ def as_json(result):
 
 def write_json(result, file):
     Path(file).write_text(json.dumps(as_json(result), indent=1) + "\n")
+
+
+COLUMNS = ("run", "rank", "epoch", "step", "loss", "img_per_s", "data_ms", "step_ms")
+
+
+def write_csv(result, file):
+    """The step lines of all runs in the order of time; what a line does not say stays empty."""
+    with open(file, "w", newline="", encoding="utf-8") as target:
+        writer = csv.writer(target, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for run in result["runs"]:
+            for (epoch, step, rank), line in steps_in_time(run):
+                measured = line.loss, line.img_per_s, line.data_ms, line.step_ms
+                writer.writerow([run.name, rank, epoch, step, *measured])
+
+
+def steps_in_time(run):
+    return sorted(((e, s, rank), line) for (rank, e, s), line in run.log.steps.items())

@@ -44,6 +44,7 @@ class Run:
     data_s: float | None = None
     compute_s: float | None = None
     exposed_s: float | None = None
+    ranks: dict = field(default_factory=dict)  # rank -> its part of data_s, compute_s, exposed_s
     img_per_s: float | None = None  # whole job
     straggler: int | None = None
     losses: dict = field(default_factory=dict)  # epoch -> mean over ranks
@@ -140,19 +141,27 @@ def add_times(run, summary):
     run.img_per_s = get(summary, "img_per_s")
     if run.img_per_s is None and run.step_s and run.global_batch:
         run.img_per_s = run.global_batch / run.step_s
-    run.straggler = find_straggler(summary)
+    run.ranks = split_of_ranks(summary)
+    run.straggler = find_straggler(run.ranks)
 
 
-def find_straggler(summary):
+def split_of_ranks(summary):
+    """{rank: [data_s, compute_s, exposed_s]} of the ranks of which all is known."""
+    found = {}
+    for entry in objects(summary, "ranks"):
+        rank = get(entry, "rank", int)
+        parts = [get(entry, f"{name}_ms") for name in ("data", "compute", "exposed")]
+        if None not in (rank, *parts):
+            found[rank] = [part / 1000 for part in parts]
+    return found
+
+
+def find_straggler(ranks):
     """The rank whose data wait and compute take over STRAGGLER times the usual, or None.
 
     The usual is the lower median of all ranks, so that of two the quicker one counts as usual.
     """
-    busy = {}
-    for entry in objects(summary, "ranks"):
-        rank, *parts = get(entry, "rank", int), get(entry, "data_ms"), get(entry, "compute_ms")
-        if None not in (rank, *parts):
-            busy[rank] = sum(parts)
+    busy = {rank: data + compute for rank, (data, compute, _) in ranks.items()}
     slowest = max(busy, key=busy.get, default=None)
     usual = statistics.median_low(busy.values()) if busy else 0
     return slowest if busy and busy[slowest] > STRAGGLER * usual else None
