@@ -31,7 +31,7 @@ def test_one_run_has_table_split_and_verdict(log):
     assert re.search(r"^\| +\| +a log \|$", out, re.MULTILINE)
     for row in (r"processes on nodes +\| +4 on 2", r"- data wait +\| +1.0 ms", "loss, epoch 2"):
         assert re.search(rf"^\| {row}", out, re.MULTILINE), row
-    assert "\n\nVerdict\n\na log: Over TCP on veth0" in out and "Bound by compute" in out
+    assert "\n\nVerdict\n-------\n\na log: Over TCP on veth0" in out and "Bound by compute" in out
     # nothing that takes a second run
     assert not re.search("against|times as long|The model against|Scaling", out)
 

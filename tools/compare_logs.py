@@ -2,6 +2,7 @@
 """For anyone who compares networks: runs of the demo side by side, or one, from their logs alone.
 
     python tools/compare_logs.py ethernet=logs/eth infiniband=logs/ib --plot compare.png
+    python tools/compare_logs.py ethernet=logs/eth infiniband=logs/ib --project
     python tools/compare_logs.py slow=a.log fast=b.log --link_gbps slow=1 --link_gbps fast=56
     python tools/compare_logs.py logs/eth --plot run.png --csv steps.csv
 
@@ -17,6 +18,7 @@ Exit code: 0 done; 1 done, but a run failed or is incomplete; 2 bad usage, or no
 """
 
 import argparse
+import functools
 import os
 import re
 import sys
@@ -27,7 +29,7 @@ from analysis.comparable import differences, losses_apart, other_settings, same_
 from analysis.cost_model import LATENCY_US
 from analysis.logs import NODE_LOG, read_log
 from analysis.projection import cross_checks, project, projected, scaling
-from analysis.report import report, write_csv, write_json
+from analysis.report import report, write_csv, write_json, write_report
 from analysis.runs import LACKING, make_run, set_floor
 from analysis.verdict import judge
 
@@ -62,12 +64,13 @@ def run_command(args):
 
 def asked_outputs(args):
     """{option: (file, what writes it)}; refused before anything is done, so that none is half."""
-    files = {option: getattr(args, option) for option in ("json", "csv", "plot")}
+    files = {option: getattr(args, option) for option in ("json", "csv", "plot", "report")}
     files = {option: file for option, file in files.items() if file}
     for option, file in files.items():
         if not Path(file).absolute().parent.is_dir():
             raise UserError(f"--{option} {file}: no such folder")
     writers = {"json": write_json, "csv": write_csv}
+    writers["report"] = functools.partial(write_report, picture=args.plot)
     if args.plot:
         try:
             from analysis.plot import draw
@@ -128,11 +131,14 @@ def parse_arguments(argv):
     add = parser.add_argument
     add("runs", nargs="+", metavar="[NAME=]PATH", help="log or folder of a run")
     add("--plot", metavar="FILE", help="write a picture (PNG, or by the suffix)")
+    add(
+        "--report", metavar="FILE", help="write the report as Markdown, with the picture of --plot"
+    )
     add("--csv", metavar="FILE", help="write the step lines: a row for each rank and step")
     add("--json", metavar="FILE", help="write all figures as JSON")
     add("--force", action="store_true", help="compare unlike runs, and mark it")
-    best = "run to project from (default: a probed or split one, else the fastest)"
-    add("--project", metavar="NAME", help=best)
+    text = "other links and numbers of processes, from this run (default: what is known best)"
+    add("--project", metavar="NAME", nargs="?", const="", help=text)
     latency = "latency of a message in microseconds, where no probe has it (%(default)s)"
     add("--latency_us", "--latency-us", type=float, default=LATENCY_US, help=latency)
     for option, (_, _, text) in LACKING.items():

@@ -36,12 +36,20 @@ def scaling(runs):
 
 
 def projected(runs, name):
-    """The run whose projection is printed: the named one, else what is known best."""
-    able = [run for run in runs if run.can_project and name in (None, run.name)]
-    if name is not None and not able:
-        raise UserError(f"--project {name}: no such run, or it lacks figures")
+    """The run to project from: the named one, with "" the one that is known best, with None none.
+
+    Raises UserError where there is no such run.
+    """
+    if name is None:
+        return None
+    if name and name not in [run.name for run in runs]:
+        raise UserError(f"--project {name}: no such run; without a name, put --project at the end")
+    able = [run for run in runs if run.can_project and name in ("", run.name)]
+    if not able:
+        which = name or "the logs"
+        raise UserError(f"--project: {which} lack step time, bytes a step, processes or nodes")
     # Then what the link has disturbed least.
-    return min(able, key=lambda r: (not r.probe_s, not r.has_split, r.step_s), default=None)
+    return min(able, key=lambda r: (not r.probe_s, not r.has_split, r.step_s))
 
 
 def project(run):

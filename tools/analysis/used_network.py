@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 
 from analysis.nccl_rules import REASONS
-from analysis.units import rate
+from analysis.units import digits, rate
 from common.records import get, objects
 from common.thresholds import FAST_SOCKETS_GBPS
 
@@ -190,7 +190,7 @@ def slow_link_checks(network, implied, stated, tcp, backend):
     facts = {
         "name": network.names[0],
         "device": network.names[0].partition(":")[0],
-        "gbps": f"{stated / len(network.names):.3g}",
+        "gbps": digits(stated / len(network.names)),
         "tcp": rate(tcp),
         "fallen": FALLEN if implied <= 0.1 < stated else "",
     }

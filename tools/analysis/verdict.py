@@ -203,7 +203,7 @@ def say_trouble(run):
                 f"{sent:,.0f}, counted): the link loses packets."
             )
         found = [
-            f"{key} {count:g} on {interface['name']} of {get(node, 'host', str)}"
+            f"{key} {count:,.0f} on {interface['name']} of {get(node, 'host', str)}"
             for node in nodes
             for interface in objects(node, "interfaces")
             if interface.get("name") in used
@@ -219,7 +219,7 @@ CHECKS = {
     "link": [
         "send less: --grad_compression bf16 (half the bytes) or powersgd (a small part)",
         "send less often: --accumulate_steps, or a larger --batch_size",
-        "a faster link: see the projection",
+        "a faster link: --project shows what to expect of it",
     ],
     "overlap": [
         "a slow rank: compare compute times by rank in the Summary line",
@@ -234,7 +234,7 @@ CHECKS = {
     "compute": [
         "lower precision: --precision bf16 or fp16 where the hardware has it; --compile",
         "a larger --batch_size, if the device is not full",
-        "more processes: see the projection",
+        "more processes: --project shows what to expect",
     ],
     "not the link": [
         "a run of this demo over the same link: its Summary splits the step",
