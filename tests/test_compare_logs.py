@@ -411,7 +411,11 @@ BOUNDS = {
     ),
     "input": ({"data_ms": 300, "exposed_ms": 20}, "data wait 300 ms (65%)", "--workers"),
     # 141 + 38.1 ms is less than 242: the wire is not to blame, and the text says so
-    "compute": (FREE, "compute is 140 ms (58%)|above, though the probe found no fault", "lower"),
+    "compute": (
+        FREE,
+        "compute is 140 ms (58%)|above, though the probe found no fault",
+        "--compile",
+    ),
     "overlap": ({"exposed_ms": 300.0}, "not by the wire", "a slow rank"),
     "unknown": ({"summary": {"compute_ms": None}}, "The log does not split a step", ""),
 }
