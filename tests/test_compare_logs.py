@@ -401,7 +401,7 @@ BOUNDS = {
         "step's 44.9 MB) ran at 998 Mb/s, 100% of the stated 1 Gb/s: the link delivers."
         "|Bound by its link: of a step of 542 ms, compute"
         # floor 141 + 381.3 = 522 ms a step, 20 steps: 10.4 s; 542 ms * 20 = 10.8 s: within 10 %
-        "|allows 7.2 to 10 s|inside.",
+        "|allows 7.2 to 10 s|within 10% of that.",
         "send less: --grad_compression",
     ),
     "link slower than stated": (

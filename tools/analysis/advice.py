@@ -1,17 +1,18 @@
 """What to check or change next, most likely first: it fits the run, and what that has already."""
 
+import statistics
+
 from analysis.cost_model import TCP_SHARE
+from analysis.runs import busy_of_ranks
+from analysis.units import ms
 from analysis.used_network import ADAPTERS, slow_link_checks
 from common.records import get, objects
-from common.thresholds import HEALTHY, SLOW_GPU_IMG_PER_S
+from common.thresholds import FALLEN_PORT_GBPS, HEALTHY, SLOW_GPU_IMG_PER_S
 
 
 def next_checks(run, bound, implied_gbps, in_trouble):
     """Texts. `bound` as in Verdict; in_trouble: the link has lost data or shown errors."""
-    first = [f"rank {run.straggler}: it takes longer than the others"] * (
-        run.straggler is not None
-    )
-    first += nccl_advice(run) + adapter_advice(run)
+    first = straggler_advice(run) + nccl_advice(run) + adapter_advice(run)
     if in_trouble and run.network and run.network.names:
         first.append(f"what loses data: cable, transceiver, switch port (`{counters_of(run)}`)")
     stated = run.link_gbps or 0
@@ -27,13 +28,23 @@ def next_checks(run, bound, implied_gbps, in_trouble):
         "not the link": for_what_is_not_split,
     }
     checks = by_bound[bound](run) if bound in by_bound else []
-    if bound in ("compute", "input") and (run.exposed_s or 0) > 0.2 * run.step_s:
+    # Where a rank is waited for, the exposed time is that.
+    waits = run.straggler is not None
+    if bound in ("compute", "input") and not waits and (run.exposed_s or 0) > 0.2 * run.step_s:
         checks += [f"the exposed communication: {text}" for text in send_less(run)]
     return first + checks
 
 
 def on_cpu(run):
     return run.log.kinds == {"CPU"}
+
+
+def straggler_advice(run):
+    if run.straggler is None:
+        return []
+    busy = busy_of_ranks(run.ranks)
+    slow, usual = ms(busy[run.straggler]), ms(statistics.median_low(busy.values()))
+    return [f"rank {run.straggler}: its own work takes {slow} a step, the others' {usual}"]
 
 
 # --- What the network says of itself -------------------------------------------------------------
@@ -68,11 +79,34 @@ def counters_of(run):
 def for_link(run):
     checks = [f"send less: {text}" for text in send_less(run)] + [send_less_often(run)]
     if run.nodes != 1:
-        return [*checks, "a faster link: --project shows what to expect of it"]
+        return [*fallen_port(run), *checks, faster_link(run)]
     if on_cpu(run):
         return [*checks, "fewer processes: on one machine without GPUs they share its cores"]
     way = "the way between the GPUs: NVLink rather than PCIe (`nvidia-smi topo -m`)"
     return [*checks, way]
+
+
+def fallen_port(run):
+    """A port that itself states 100 Mb/s: it may have been meant for more."""
+    network = run.network
+    over_sockets = network and network.names and network.transport == "sockets"
+    if (
+        not over_sockets
+        or not run.link_gbps
+        or run.link_gbps > FALLEN_PORT_GBPS * len(network.names)
+    ):
+        return []
+    text = "the port: 100 Mb/s is what it falls back to with a bad cable or a fixed setting"
+    return [f"{text} (`ethtool {network.names[0]}`, on the switch, too)"]
+
+
+def faster_link(run):
+    env = get(run.record("Run"), "env", dict)
+    if env.get("NCCL_IB_DISABLE") == "1":
+        return (
+            "a faster link: NCCL_IB_DISABLE=1 keeps NCCL from InfiniBand and RoCE, if there is any"
+        )
+    return "a faster link: --project shows what to expect of it"
 
 
 def send_less(run):
@@ -92,9 +126,9 @@ def send_less_often(run):
 
 
 def for_overlap(run):
-    checks = []
-    if run.straggler is None:
-        checks.append("a slow rank: compare compute times by rank in the Summary line")
+    if run.straggler is not None:
+        return []
+    checks = ["a slow rank: compare compute times by rank in the Summary line"]
     if on_cpu(run):
         checks.append("cores shared by compute and network: fewer OMP_NUM_THREADS than cores")
     return checks + [f"send less: {text}" for text in send_less(run)]

@@ -156,12 +156,17 @@ def split_of_ranks(summary):
     return found
 
 
+def busy_of_ranks(ranks):
+    """{rank: seconds of a step that are its own: data wait and compute}"""
+    return {rank: data + compute for rank, (data, compute, _) in ranks.items()}
+
+
 def find_straggler(ranks):
     """The rank whose data wait and compute take over STRAGGLER times the usual, or None.
 
     The usual is the lower median of all ranks, so that of two the quicker one counts as usual.
     """
-    busy = {rank: data + compute for rank, (data, compute, _) in ranks.items()}
+    busy = busy_of_ranks(ranks)
     slowest = max(busy, key=busy.get, default=None)
     usual = statistics.median_low(busy.values()) if busy else 0
     return slowest if busy and busy[slowest] > STRAGGLER * usual else None

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from analysis.advice import nccl_advice, next_checks
+from analysis.advice import nccl_advice, next_checks, on_cpu
 from analysis.cost_model import (
     algorithm,
     all_reduce_seconds,
@@ -16,6 +16,7 @@ from analysis.used_network import ADAPTERS, say_fallback
 from common.records import get, objects
 from common.thresholds import (
     DELIVERS,
+    FALLEN_PORT_GBPS,
     HARMLESS,
     HEALTHY,
     LINK_FREE_SHARE,
@@ -134,11 +135,16 @@ def say_range(verdict, run):
     text = f"{stated} allows {span(low, high)} by the model ({by}; all hidden to none); "
     text += f"measured {in_unit(took, high)}"
     if verdict.inside:
-        return f"{text}: inside."
+        near = f"within {RANGE_TOLERANCE:.0%} of that"
+        return f"{text}: {'inside' if low <= took <= high else near}."
     if took < low:
         return f"{text}: faster than {stated} can be; the traffic went another way."
     if run.wire_gbps and run.wire_gbps >= HEALTHY * run.link_gbps:
-        why = "all-reduce and backward pass share cores, or ranks wait for each other"
+        why = "ranks wait for each other"
+        if run.straggler is not None:
+            why = f"ranks wait for rank {run.straggler}"
+        elif on_cpu(run):
+            why = f"all-reduce and backward pass share cores, or {why}"
         return f"{text}: above, though the probe found no fault in the link; {why}."
     result = "" if run.wire_gbps else f": this is not a {stated} result"
     return f"{text}, {took / high:.1f} times the slowest{result}."
@@ -183,7 +189,11 @@ def delivered(run):
     text += f", {reached:.0%} of the stated {rate(run.link_gbps)}"
     if reached < HEALTHY:
         return f"{text}: this is not a {rate(run.link_gbps)} result."
-    return f"{text}: the link delivers." if reached >= DELIVERS else f"{text}."
+    if reached < DELIVERS:
+        return f"{text}."
+    fallen = run.link_gbps <= FALLEN_PORT_GBPS and run.network.transport == "sockets"
+    but = ", at a speed to which a port falls back" if fallen else ""
+    return f"{text}: the link delivers{but}."
 
 
 def say_trouble(run):
