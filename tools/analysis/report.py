@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from urllib.parse import quote
 
+from analysis.cost_model import algorithm, waited_seconds
 from analysis.projection import RATES_GBPS
 from analysis.units import digits, duration, megabytes, ms, part, rate, short, span
 
@@ -150,6 +151,11 @@ def projection_lines(run, cells):
     latency = f"{short(run.message_s)} a message, {'probed' if run.small_s else 'assumed'}"
     text = f"From {run.name}, by the model (not measured): from full to no overlap of "
     text += f"{megabytes(run.wire_bytes)} a step with {ms(run.floor_s)} ({of}); {latency}."
+    if run.can_predict and waited_seconds(run):
+        text += (
+            f" It waited {ms(waited_seconds(run))} more than buckets and probe account for, which "
+        )
+        text += "stays."
     rows = [
         [
             *(rate(c["gbps"]), ms(c["ring_s"]), ms(c["tree_s"]), span(*c["step_s"])),
@@ -167,7 +173,8 @@ def projection_lines(run, cells):
             if cell[key]:
                 grid.setdefault(cell["processes"], []).append(span(*cell[key]))
         if grid:
-            lines += [f"By processes, {title}, the quicker of ring and tree:", ""]
+            by = algorithm(run) or "the quicker of ring and tree"
+            lines += [f"By processes, {title}, {by}:", ""]
             rows = [[f"{processes:,}", *spans] for processes, spans in grid.items()]
             lines += [*table(["processes", *map(rate, RATES_GBPS)], rows), ""]
     return lines

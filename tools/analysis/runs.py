@@ -57,6 +57,7 @@ class Run:
     message_s: float | None = None  # one message: the model's latency
     bandwidth: float | None = None  # bytes/s of ever larger all-reduces
     networks: list = field(default_factory=list)  # a UsedNetwork of each probed node
+    buckets: list = field(default_factory=list)  # of DDP: (share of the bytes, ready_s), in order
     floor_s: float | None = None  # data wait and compute of a step
     floor_from: str | None = None  # the run that they are of
 
@@ -80,6 +81,11 @@ class Run:
     @property
     def can_project(self):
         return self.complete and all((self.step_s, self.wire_bytes, self.processes, self.nodes))
+
+    @property
+    def can_predict(self):
+        """Whether its step over another link can be told, not only a range for it."""
+        return bool(self.can_project and self.has_split and self.probe_s and self.buckets)
 
     @property
     def has_split(self):
@@ -142,7 +148,17 @@ def add_times(run, summary):
     if run.img_per_s is None and run.step_s and run.global_batch:
         run.img_per_s = run.global_batch / run.step_s
     run.ranks = split_of_ranks(summary)
+    run.buckets = read_buckets(summary)
     run.straggler = find_straggler(run.ranks)
+
+
+def read_buckets(summary):
+    """[(share of the bytes, seconds from its last gradient to the last of all)], or nothing."""
+    found = [(get(b, "bytes"), get(b, "ready_ms")) for b in objects(summary, "buckets")]
+    total = sum(size or 0 for size, _ in found)
+    if not total or any(None in bucket for bucket in found):
+        return []
+    return [(size / total, milliseconds / 1000) for size, milliseconds in found]
 
 
 def split_of_ranks(summary):
