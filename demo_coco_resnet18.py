@@ -1282,6 +1282,8 @@ class StepTimer:
         self.gpu, self.mps = process.gpu, process.mps
         self.moments = {}  # of the present step, by name
         self.unread, self.steps = [], []
+        self.bucket_bytes = []  # of DDP's buckets, in the order in which they are sent
+        self.ready = []  # of a step: seconds from each bucket's last gradient to the last of all
 
     def note_moment(self, name):
         """Notes this moment; of a GPU, which works behind the script, when it gets here."""
@@ -1316,6 +1318,10 @@ class StepTimer:
             exposed = self.between(moments["own gradients"], moments["averaged"])
             step = self.between(moments["begin"], moments["end"])
             self.steps.append(StepTime(data, exposed, step, images))
+            if 0 in moments:  # the first bucket's number
+                complete = [moments[n] for n in range(len(self.bucket_bytes))]
+                own = moments["own gradients"]
+                self.ready.append([max(0, self.between(moment, own)) for moment in complete])
         self.unread.clear()
 
     def between(self, first, second):
@@ -1428,6 +1434,8 @@ def finish_step(run, loss, micro_batches):
     line_due = (run.step - 1) % args.log_every == 0 or run.step == args.max_steps
     shown = loss.item() if line_due else 0  # waits for a GPU: not in each step
     timer.end_step(len(labels))
+    if not timer.bucket_bytes and len(timer.steps) < WARM_UP:
+        watch_buckets(run)
     if len(timer.steps) == 1:  # this is the second: all is there that lives longer than a step
         keep_memory()
     if line_due:
@@ -1438,6 +1446,25 @@ def finish_step(run, loss, micro_batches):
     if save_due:
         save_checkpoint(run)
         timer.restart()
+
+
+def watch_buckets(run):
+    """Has the timer note when each of DDP's buckets is complete, once DDP has arranged them.
+
+    Its all-reduce can hide behind what is then left of the backward pass: by this
+    compare_logs.py tells what a step would take over another network.
+    """
+    if run.process.world_size == 1:
+        return
+    found = run.ddp._get_ddp_logging_data()  # numbers of parameters, parted by spaces and commas
+    buckets = found.get("rebuilt_per_bucket_param_indices")
+    if not buckets:
+        return
+    timer, parameters = run.timer, [p for p in run.model.parameters() if p.requires_grad]
+    timer.bucket_bytes = [int(size) for size in found["rebuilt_bucket_sizes"].split(", ")]
+    for number, bucket in enumerate(buckets.split(", ")):
+        last = parameters[int(bucket.split()[-1])]
+        last.register_post_accumulate_grad_hook(lambda _, name=number: timer.note_moment(name))
 
 
 def agree_to_continue(run):
@@ -1687,7 +1714,9 @@ def summarize(run):
     compute = step - data - exposed
     own = {"data_ms": data, "compute_ms": compute, "exposed_ms": exposed, "step_ms": step}
     _, _, seconds, images = np.sum(steps, axis=0).tolist()
-    digests, ranks, images = gather(weights.hexdigest(), {"rank": process.rank} | own, images)
+    mine = {"rank": process.rank} | own
+    ready = np.mean(run.timer.ready or [[]], axis=0).tolist()
+    digests, ranks, images, ready = gather(weights.hexdigest(), mine, images, ready)
     summary = {
         "epochs": run.step // run.args.steps_per_epoch,
         "steps": run.step,
@@ -1696,6 +1725,10 @@ def summarize(run):
         **{name: np.mean([times[name] for times in ranks]) for name in own},
         "ranks": ranks,
         "wire_bytes_per_step": bytes_per_step(run),
+        "buckets": [
+            {"bytes": size, "ready_ms": 1e3 * np.mean(seconds)}
+            for size, *seconds in zip(run.timer.bucket_bytes, *ready, strict=False)
+        ],
         "weights_sha256": digests[0],
         "replicas_identical": len(set(digests)) == 1,
     }

@@ -116,12 +116,14 @@ def test_each_network_has_its_run_its_ports_and_its_folder(series):
 def test_node_0_alone_compares_and_keeps_it_beside_the_logs(series):
     folder, (first, second) = series
     names = "one=logs/series/one two=logs/series/two --plot logs/series/compare.png"
-    assert f"{NOTE}COMPARED {names}\n" in first.out
+    text = f"{NOTE}COMPARED {names}\n"
+    assert text in first.out
     assert "COMPARED" not in second.out
     kept = folder.path / "logs" / "series"
-    assert (kept / "compare.txt").read_text() == f"{NOTE}COMPARED {names}\n"
+    shown = "![Parts of a step, throughput and loss](compare.png)"
+    assert (kept / "compare.md").read_text() == f"{text}\n{shown}\n"
     assert (kept / "compare.png").exists()
-    assert "this is logs/series/compare.txt; its picture: logs/series/compare.png" in first.out
+    assert "this is logs/series/compare.md; its picture: logs/series/compare.png" in first.out
 
 
 @LONG
@@ -342,9 +344,11 @@ def test_links_compare_two_real_runs(tmp_path, sample):
     links = ["--links", "slow=1gbit,fast=unshaped", "--", *data_args(sample), *options.split()]
     run = two_nodes(ROOT, *links, LOG_DIR=str(tmp_path))
     series = tmp_path / "series"
-    report = (series / "compare.txt").read_text()
+    report = (series / "compare.md").read_text()
     note = "Emulated: two network namespaces of one machine, joined by slow=1gbit,fast=unshaped"
-    assert report in run.out and report.startswith(f"{note}\n\n")
+    picture = "\n![Parts of a step, throughput and loss](compare.png)\n"
+    assert report.replace(picture, "") in run.out and report.startswith(f"{note}\n\n")
+    assert picture in report
     assert re.search(r"^\| +\| +slow \| +fast \|$", report, re.MULTILINE)
     for row in ("status", "img/s, job", "- exposed communication", "all-reduce alone"):
         assert f"| {row} " in report

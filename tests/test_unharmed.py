@@ -383,10 +383,10 @@ def comparison(tmp_path, monkeypatch, capfd):
 
 
 def test_report_that_cannot_be_written_is_printed(comparison):
-    (comparison.folder / "compare.txt").symlink_to("/dev/full")
+    (comparison.folder / "compare.md").symlink_to("/dev/full")
     code, out, err = comparison("")
     assert (code, out) == (1, "Emulated: here\nTHE TABLE\n")
-    text = f"error: {comparison.folder}/compare.txt cannot be written (No space left on device)"
+    text = f"error: {comparison.folder}/compare.md cannot be written (No space left on device)"
     assert err.splitlines()[-1].startswith(f"networks.py: {text}")
 
 
@@ -394,7 +394,7 @@ def test_earlier_picture_is_not_shown_as_this_ones(comparison):
     (comparison.folder / "compare.png").write_text("of yesterday")
     code, out, err = comparison("sys.exit('compare_logs.py: error: no picture')")
     assert (code, out) == (1, "Emulated: here\nTHE TABLE\n")
-    assert f"this is {comparison.folder}/compare.txt\n" in err and "its picture" not in err
+    assert f"this is {comparison.folder}/compare.md\n" in err and "its picture" not in err
     (kept,) = comparison.folder.glob("compare.png*")
     assert kept.name != "compare.png" and kept.read_text() == "of yesterday"
 

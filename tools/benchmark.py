@@ -6,6 +6,7 @@
     python tools/benchmark.py start        launch to first step at train2017's size, both sets
     python tools/benchmark.py step --against OLD.py   two versions of the script (input, too)
     sudo python tools/benchmark.py links   links of known rate: what arrives, gradient compression
+    sudo python tools/benchmark.py predictions   compare_logs.py's predictions against measurements
     python tools/benchmark.py loss         what compression does to the loss, and preparing
     python tools/benchmark.py gpu [--part NAME]       all that only a GPU can show
     python tools/benchmark.py overlap      by the cost model: what DDP's own bucket sizes gain
@@ -97,6 +98,14 @@ CHANGES = {  # of `candidates`: name of a change in the child, what it is
     "unbatched": "DDP without batched_grad_copy",
 }
 TWO = {"backend": "gloo"}  # two processes that may have one GPU
+# Options and environment: of this CPU, and of one without bf16, as tests/machines.sh has it.
+OLD_CPU = {
+    False: ({}, {}),
+    True: (
+        {"precision": "fp32"},
+        {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    ),
+}
 METHODS = {
     "none": {"grad_compression": "none"},
     "fp16": {"grad_compression": "fp16"},
@@ -494,11 +503,16 @@ def gbps(rate):
     return float(found[1]) * {"k": 1e-6, "m": 1e-3, "g": 1}[found[2]] if found else None
 
 
+def need_root(args):
+    if os.geteuid():
+        why = "needs root for its network namespaces: start it with sudo"
+        raise Failure(f"{args.command} {why}")
+
+
 def measure_links(bench):
     """links of known rates: what the probe says, projections, and compressed gradients"""
     args, turn = bench.args, itertools.count()
-    if os.geteuid():
-        raise Failure("links needs root for its network namespaces: start it with sudo")
+    need_root(args)
     data, logs = pictures(bench, 480), bench.folder / "logs"
 
     def case(rate, method):
@@ -604,14 +618,12 @@ def delayed_latency(bench, delay_ms):
 
 def projection_rows(bench, folders):
     """A step at one rate as compare_logs.py tells it from another rate's log, both ways."""
-    pairs, file = {}, bench.folder / "compared.json"
+    pairs = {}
     by_turn = sorted(folders, key=lambda folder: int(folder.name.partition("-")[0]))
     count = len(bench.args.rates)
     for at in range(0, len(by_turn), count):
         runs = {folder.name.split("-")[1]: folder for folder in by_turn[at : at + count]}
-        command = [sys.executable, TOOLS / "compare_logs.py", "--json", file]
-        bench.run([*command, *(f"{rate}={folder}" for rate, folder in runs.items())])
-        for check in json.loads(file.read_text())["cross_checks"]:
+        for check in cross_checks(bench, runs):
             found = pairs.setdefault((check["from"], check["to"]), ([], []))
             found[0].append(1e3 * check["predicted_s"])
             found[1].append(1e3 * check["measured_s"])
@@ -619,6 +631,64 @@ def projection_rows(bench, folders):
         row(f"step at {to}, projected from {of}'s log / measured", "ms", *found)
         for (of, to), found in pairs.items()
     ]
+
+
+def cross_checks(bench, runs):
+    """What compare_logs.py tells of each run from each other one's log; runs: {name: folder}."""
+    file = bench.folder / "compared.json"
+    command = [sys.executable, TOOLS / "compare_logs.py", "--json", file]
+    bench.run([*command, *(f"{name}={folder}" for name, folder in runs.items())])
+    return json.loads(file.read_text())["cross_checks"]
+
+
+def measure_predictions(bench):
+    """a step over one link as told from another link's log, against the step measured there
+
+    Both ways, with one rank a node and with two. A round takes all links one after the other.
+    """
+    args, turn = bench.args, itertools.count()
+    need_root(args)
+    data = pictures(bench, 480)
+    given = options(args, data, num_epochs=1000, **TWO, **OLD_CPU[args.old_cpu][0])
+
+    def case(ranks):
+        def run():
+            runs, name = {}, f"{ranks}-{next(turn)}"
+            for rate in args.rates:
+                shape = ["--rate", rate] if gbps(rate) else []
+                command = ["bash", TOOLS / "two_nodes.sh", *shape, "--gpus_per_node", ranks]
+                command += ["--name", f"{name}-{rate}", "--", *given]
+                bench.run(command, OMP_NUM_THREADS="1", PROBE="1", **OLD_CPU[args.old_cpu][1])
+                runs[rate] = bench.folder / "logs" / f"{name}-{rate}"
+            return prediction_figures(cross_checks(bench, runs))
+
+        return run
+
+    return prediction_rows(rounds(bench, {ranks: case(ranks) for ranks in args.ranks_a_node}))
+
+
+def prediction_figures(checks):
+    """{(from, to, which): ms} of one round."""
+    found = {}
+    for check in checks:
+        for which in ("predicted", "measured"):
+            found[check["from"], check["to"], which] = 1e3 * check[f"{which}_s"]
+    return found
+
+
+def prediction_rows(found):
+    """Medians of the rounds, and between which errors a round's prediction lay."""
+    rows = []
+    for ranks, figures in found.items():
+        for of, to in dict.fromkeys(key[:2] for key in figures):
+            pair = [figures[of, to, which] for which in ("predicted", "measured")]
+            name = f"{ranks} a node: step at {to}, from {of}'s log"
+            rows.append(row(f"{name}: predicted / measured", "ms", *pair))
+            errors = [100 * (a / b - 1) for a, b in zip(*pair, strict=True)]
+            ends = {"demo": min(errors), "reference": max(errors), "ratio": None}
+            rows.append({"what": f"{name}: least, largest error", "unit": "%"} | ends)
+            rows[-1] |= {"demo_all": errors, "reference_all": None}
+    return rows
 
 
 def measure_loss(bench):
@@ -1149,6 +1219,7 @@ MEASURE = {
     "input": measure_input,
     "start": measure_start,
     "links": measure_links,
+    "predictions": measure_predictions,
     "loss": measure_loss,
     "gpu": measure_gpu,
     "overlap": measure_overlap,
@@ -1157,6 +1228,7 @@ SMALL = {"batch_size": 16, "image_size": 64}  # what two processes of one thread
 DEFAULTS = {
     "input": {"repeats": 15},  # a run is over in a second or two: lest that second's luck decides
     "links": SMALL | {"warm_steps": 6},  # PowerSGD has to have started by then
+    "predictions": SMALL | {"steps": 20},
     "loss": SMALL | {"steps": 200},
     "gpu": {"steps": 40, "warm_steps": 10, "batch_size": 256, "limit": 240},
 }
@@ -1195,8 +1267,9 @@ def path(text):
 
 
 def add_options(add, name):
+    kind = "links" if name == "predictions" else name  # which takes the same numbers
     for option, default, commands, text in NUMBERS:
-        if name in commands.split():
+        if kind in commands.split():
             default = DEFAULTS.get(name, {}).get(option, default)
             add(f"--{option}", type=int, default=default, metavar="N", help=text)
     add("--json", metavar="FILE", help="write the table as JSON, too")
@@ -1211,6 +1284,12 @@ def add_options(add, name):
         rates = ["unshaped", "1gbit", "100mbit"]
         add("--rates", type=listed(str), default=rates, metavar="R,R", help="as tc writes them")
         add("--delays", type=listed(int), default=[2, 10], metavar="N,N", help="ms one way")
+    if name == "predictions":
+        rates, text = ["unshaped", "1gbit"], "as tc writes them"
+        add("--rates", type=listed(str), default=rates, metavar="R,R", help=text)
+        text = "on each of the two nodes"
+        add("--ranks_a_node", type=listed(int), default=[1, 2], metavar="N,N", help=text)
+        add("--old_cpu", action="store_true", help="as on a CPU without bf16")
     if name in ("links", "loss"):
         methods = list(KINDS[name])
         add("--methods", type=listed(str), default=methods, metavar="M,M", help="none is first")
@@ -1256,6 +1335,8 @@ def check(args, error):
         rate for rate in getattr(args, "rates", ()) if not gbps(rate) and rate != "unshaped"
     ]:
         error(f"--rates {wrong[0]}: write unshaped, 100mbit or 1gbit")
+    if args.command == "predictions" and len({*args.rates}) < 1:
+        error(f"--rates {','.join(args.rates)}: give two or more, to tell one from another")
     methods = getattr(args, "methods", ["none"])
     known = KINDS.get(args.command, METHODS)
     if methods[0] != "none" or not {*methods} <= {*known}:

@@ -1,30 +1,35 @@
 #!/usr/bin/env python3
-"""For anyone who compares networks: runs of the demo side by side, from their logs alone.
+"""For anyone who compares networks: runs of the demo side by side, or one, from their logs alone.
 
     python tools/compare_logs.py ethernet=logs/eth infiniband=logs/ib --plot compare.png
+    python tools/compare_logs.py ethernet=logs/eth infiniband=logs/ib --project
     python tools/compare_logs.py slow=a.log fast=b.log --link_gbps slow=1 --link_gbps fast=56
+    python tools/compare_logs.py logs/eth --plot run.png --csv steps.csv
 
 A run is NAME=PATH: a log file, or a run's folder with node0.log, node1.log, ...; node 0's alone
-will do. A name that is given again adds a file to its run, such as the probe's (`slow=probe.log
-slow=train.log`). The base of every ratio is the first run that has not failed. The logs are those
-of demo_coco_resnet18.py, or of the original demo of the talk, which have no Run and no Summary
-line: what they lack is given as an option, for all runs (`--steps 1850`) or for one (`--steps
-slow=1850`). A log's own figure wins, but `--link_gbps` replaces the stated speed.
+will do. Without NAME= it is called as its folder or file. A name that is given again adds a file
+to its run, such as the probe's (`slow=probe.log slow=train.log`). The base of every ratio is the
+first run that has not failed. The logs are those of demo_coco_resnet18.py, or of the original demo
+of the talk, which have no Run and no Summary line: what they lack is given as an option, for all
+runs (`--steps 1850`) or for one (`--steps slow=1850`). A log's own figure wins, but `--link_gbps`
+replaces the stated speed.
 
-Exit code: 0 compared; 1 compared, but a run failed or is incomplete; 2 bad usage, or not like with
-like.
+Exit code: 0 done; 1 done, but a run failed or is incomplete; 2 bad usage, or not like with like.
 """
 
 import argparse
+import functools
+import os
+import re
 import sys
 from pathlib import Path
 
 from analysis import UserError, forget_output
 from analysis.comparable import differences, losses_apart, other_settings, same_wire, set_losses
 from analysis.cost_model import LATENCY_US
-from analysis.logs import read_log
+from analysis.logs import NODE_LOG, read_log
 from analysis.projection import cross_checks, project, projected, scaling
-from analysis.report import report, write_json
+from analysis.report import report, write_csv, write_json, write_report
 from analysis.runs import LACKING, make_run, set_floor
 from analysis.verdict import judge
 
@@ -39,29 +44,40 @@ def main(argv=None):
 
 
 def run_command(args):
-    for option, file in (("json", args.json), ("plot", args.plot)):
-        if file and not Path(file).absolute().parent.is_dir():
-            raise UserError(f"--{option} {file}: no such folder")
-    draw = None
-    if args.plot:  # before anything else, so that nothing is half done
-        try:
-            from analysis.plot import draw
-        except ImportError:
-            raise UserError("--plot needs matplotlib: pip install matplotlib") from None
+    outputs = asked_outputs(args)
     paths = named_paths(args.runs)
     given = given_figures(args, paths)
     runs = [make_run(name, read_log(files), given[name]) for name, files in paths.items()]
+    if args.csv and not any(run.log.steps for run in runs):
+        raise UserError(f"--csv {args.csv}: no step line in any of the logs: give whole logs")
     result = compare(runs, args.latency_us * 1e-6, args.force, args.project)
     failed = print_report(result)
-    for option, file, write in (("json", args.json, write_json), ("plot", args.plot, draw)):
+    for option, (file, write) in outputs.items():
         try:
-            if file:
-                write(result, file)
-        except (OSError, ValueError) as error:  # no reason to lose the other one
+            write(result, file)
+        except (OSError, ValueError) as error:  # no reason to lose the others
             failed.append(f"--{option} {file}: cannot be written: {error}")
     if failed:
         raise UserError("; ".join(failed))
     return 0 if all(run.complete for run in runs) else 1
+
+
+def asked_outputs(args):
+    """{option: (file, what writes it)}; refused before anything is done, so that none is half."""
+    files = {option: getattr(args, option) for option in ("json", "csv", "plot", "report")}
+    files = {option: file for option, file in files.items() if file}
+    for option, file in files.items():
+        if not Path(file).absolute().parent.is_dir():
+            raise UserError(f"--{option} {file}: no such folder")
+    writers = {"json": write_json, "csv": write_csv}
+    writers["report"] = functools.partial(write_report, picture=args.plot)
+    if args.plot:
+        try:
+            from analysis.plot import draw
+        except ImportError:
+            raise UserError("--plot needs matplotlib: pip install matplotlib") from None
+        writers["plot"] = draw
+    return {option: (file, writers[option]) for option, file in files.items()}
 
 
 def print_report(result):
@@ -113,12 +129,16 @@ def parse_arguments(argv):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("runs", nargs="+", metavar="NAME=PATH", help="log or folder of a run")
+    add("runs", nargs="+", metavar="[NAME=]PATH", help="log or folder of a run")
     add("--plot", metavar="FILE", help="write a picture (PNG, or by the suffix)")
+    add(
+        "--report", metavar="FILE", help="write the report as Markdown, with the picture of --plot"
+    )
+    add("--csv", metavar="FILE", help="write the step lines: a row for each rank and step")
     add("--json", metavar="FILE", help="write all figures as JSON")
     add("--force", action="store_true", help="compare unlike runs, and mark it")
-    best = "run to project from (default: a probed or split one, else the fastest)"
-    add("--project", metavar="NAME", help=best)
+    text = "other links and numbers of processes, from this run (default: what is known best)"
+    add("--project", metavar="NAME", nargs="?", const="", help=text)
     latency = "latency of a message in microseconds, where no probe has it (%(default)s)"
     add("--latency_us", "--latency-us", type=float, default=LATENCY_US, help=latency)
     for option, (_, _, text) in LACKING.items():
@@ -131,16 +151,27 @@ def parse_arguments(argv):
 
 
 def named_paths(items):
-    """NAME=PATH texts -> {name: [path, ...]} in the order given."""
+    """NAME=PATH or PATH texts -> {name: [path, ...]} in the order given."""
     paths = {}
     for item in items:
         name, equals, path = item.partition("=")
-        if not (name and equals and path):
+        if not equals or os.path.exists(item):  # a path may have a = in it
+            name, path = own_name(item), item
+            if name in paths:
+                raise UserError(f"{item}: a run is named {name} already: write NAME=PATH")
+        elif not (name and path):
             raise UserError(f"{item}: write NAME=PATH, for example ethernet=logs/eth")
         paths.setdefault(name, []).append(path)
-    if len(paths) < 2:
-        raise UserError("two runs or more are needed: NAME=PATH NAME=PATH")
     return paths
+
+
+def own_name(path):
+    """What a run without a name is called: its folder, or its file."""
+    path = Path(path).absolute()
+    if path.is_dir() or re.fullmatch(NODE_LOG, path.name):
+        folder = path if path.is_dir() else path.parent
+        return folder.resolve().name or "run"
+    return path.stem
 
 
 def given_figures(args, names):

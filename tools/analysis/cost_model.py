@@ -12,10 +12,14 @@ that carry it, a = latency of one message: the probe's small all-reduces over th
   step   from full overlap, max(floor, T), to none, floor + T; floor = data wait + compute. Where
          the log does not tell the algorithm, T is the quicker one's, but for a run that is judged
          in floor + T the ring's, which sends the most
-  best   with a probe of P: the mean of max(floor, measured step + T - P), where the same time of
-         an all-reduce stays hidden, and floor + T min(1, (step - floor)/P), where the same share,
-         though no more than a backward pass, 2/3 floor
-Traffic inside a node counts as free, and all gradients as one message (buckets repeat a).
+  best   with a probe of P and DDP's buckets: one bucket's all-reduce after another, each from when
+         its last gradient is there and the one before is done. What is left after the backward
+         pass is exposed: E(T). The last bucket always is, as it is complete when the pass ends,
+         and a faster link hides no more than the others. What was exposed beyond E(P), waiting
+         for other ranks and for cores, stays as it is; of less than that the same part does:
+         floor + E(T) + (exposed - E(P)), or floor + E(T) exposed/E(P)
+Traffic inside a node counts as free. A range has all gradients as one message, and what a run
+has waited beyond E(P) in its upper end.
 Sources: latency-bandwidth cost: Thakur, Rabenseifner, Gropp, Int. J. High Perf. Comp. Appl. 19(1),
 2005. Ring: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2), 2009. Two trees: Sanders, Speck,
 Traeff, Parallel Computing 35(12), 2009. Algorithm and bus bandwidth: PERFORMANCE.md of nccl-tests.
@@ -32,8 +36,6 @@ TCP_SHARE = (1500 - 20 - 20 - 12) / (1500 + 14 + 4 + 8 + 12)
 # Where no probe timed small all-reduces: NCCL's own estimate for one hop over a network with its
 # Simple protocol, rings and trees alike (hwLat in NCCL's src/graph/tuning.cc).
 LATENCY_US = 14.0
-# A backward pass, which all-reduces hide behind, computes two products for the forward pass's one.
-BACKWARD_SHARE = 2 / 3
 
 
 def ring_bytes(nbytes, processes, nodes):
@@ -82,13 +84,30 @@ def implied_gbps(nbytes, processes, nodes, seconds):
     return ring_bytes(nbytes, processes, nodes) * 8 / seconds / 1e9
 
 
-def estimate_step(floor_s, step_s, modelled_s, probed_s):
-    """Seconds of a step after its all-reduce has changed from `probed_s` to `modelled_s`.
+def exposed_seconds(total_s, small_s, buckets):
+    """Seconds from a rank's last gradient until all buckets are averaged.
 
-    What the backward pass hides of an all-reduce is a time where a window of it overlaps, and a
-    share where its parts queue behind the computing; real steps lie between: the mean of both.
+    total_s, small_s: an all-reduce of all gradients, of next to nothing. buckets: (share of the
+    bytes, seconds from its last gradient to the last of all), in the order in which they are sent.
     """
-    same_time_hidden = max(floor_s, step_s + modelled_s - probed_s)
-    share_hidden = 1.0 - min(1.0, max(0.0, step_s - floor_s) / probed_s)
-    hidden_s = min(share_hidden * modelled_s, BACKWARD_SHARE * floor_s)
-    return (same_time_hidden + floor_s + modelled_s - hidden_s) / 2
+    end = -math.inf
+    for share, ready_s in buckets:
+        begin = max(end, -ready_s)
+        end = begin + small_s + share * max(0.0, total_s - small_s)
+    return end
+
+
+def waited_seconds(run):
+    """What was exposed beyond what the probe and the buckets account for."""
+    expected = exposed_seconds(run.probe_s, run.small_s or 0.0, run.buckets)
+    return max(0.0, run.step_s - run.floor_s - expected)
+
+
+def estimate_step(run, total_s, small_s):
+    """Seconds of this run's step where an all-reduce takes total_s, and a small one small_s."""
+    expected = exposed_seconds(run.probe_s, run.small_s or 0.0, run.buckets)
+    exposed = run.step_s - run.floor_s
+    after = exposed_seconds(total_s, small_s, run.buckets)
+    if exposed >= expected:
+        return run.floor_s + after + waited_seconds(run)
+    return run.floor_s + after * max(0.0, exposed) / expected

@@ -52,13 +52,17 @@ class Log:
     failed: str | None = None  # the root cause, where a launcher says that it failed
 
 
+NODE_LOG = r"node\d+\.log"  # a file of a run's folder
+
+
 def log_files(path):
     """The files of a run: `path` itself, or its node0.log, node1.log, ... in order."""
     if not path.is_dir():
         if not path.is_file():
-            raise UserError(f"{path}: no such file or folder; give a log or a run's folder")
+            what = "give a log, a run's folder, or NAME=PATH"
+            raise UserError(f"{path}: no such file or folder; {what}")
         return [path]
-    files = [f for f in path.glob("node*.log") if re.fullmatch(r"node\d+\.log", f.name)]
+    files = [f for f in path.glob("node*.log") if re.fullmatch(NODE_LOG, f.name)]
     if not files:
         raise UserError(f"{path}: no node0.log, node1.log, ... in this folder")
     return sorted(files, key=lambda f: int(re.sub(r"\D", "", f.name)))

@@ -12,6 +12,7 @@ from analysis.cost_model import (
     payload_rate,
     ring_seconds,
     tree_seconds,
+    waited_seconds,
 )
 
 RATES_GBPS = (1, 10, 25, 56, 100, 200, 400)
@@ -36,12 +37,20 @@ def scaling(runs):
 
 
 def projected(runs, name):
-    """The run whose projection is printed: the named one, else what is known best."""
-    able = [run for run in runs if run.can_project and name in (None, run.name)]
-    if name is not None and not able:
-        raise UserError(f"--project {name}: no such run, or it lacks figures")
+    """The run to project from: the named one, with "" the one that is known best, with None none.
+
+    Raises UserError where there is no such run.
+    """
+    if name is None:
+        return None
+    if name and name not in [run.name for run in runs]:
+        raise UserError(f"--project {name}: no such run; without a name, put --project at the end")
+    able = [run for run in runs if run.can_project and name in ("", run.name)]
+    if not able:
+        which = name or "the logs"
+        raise UserError(f"--project: {which} lack step time, bytes a step, processes or nodes")
     # Then what the link has disturbed least.
-    return min(able, key=lambda r: (not r.probe_s, not r.has_split, r.step_s), default=None)
+    return min(able, key=lambda r: (not r.probe_s, not r.has_split, r.step_s))
 
 
 def project(run):
@@ -56,11 +65,15 @@ def project(run):
         wire = payload_rate(gbps), run.message_s
         ring = ring_seconds(run.wire_bytes, n, nodes, *wire)
         tree = tree_seconds(run.wire_bytes, nodes, *wire)
-        step = max(run.floor_s, min(ring, tree)), run.floor_s + min(ring, tree)
+        quick = all_reduce_seconds(run, run.wire_bytes, n, nodes, *wire)
+        step = max(run.floor_s, quick), run.floor_s + quick
         best = epoch = None
-        if run.probe_s and n == run.processes:  # another size has another all-reduce
-            own = all_reduce_seconds(run, run.wire_bytes, n, nodes, *wire)
-            best = estimate_step(run.floor_s, run.step_s, own, run.probe_s)
+        if quick and run.can_predict:
+            small = all_reduce_seconds(run, 0, n, nodes, 1, run.message_s)
+            repeated = (len(run.buckets) - 1) * small  # by the buckets after the first
+            step = step[0], step[1] + repeated + waited_seconds(run)
+            if n == run.processes:  # another size has another all-reduce
+                best = min(max(step[0], estimate_step(run, quick, small)), step[1])
         if run.images and run.global_batch:  # the same batch per process
             steps = math.ceil(run.images / (run.global_batch / run.processes * n))
             epoch = tuple(seconds * steps for seconds in step)
@@ -72,18 +85,18 @@ def project(run):
 def predict(run, other):
     """Best estimate of this run's step in s over the other's link; both need a probe."""
     if other.small_s and other.bandwidth:
-        modelled = other.small_s + run.wire_bytes / other.bandwidth
+        total = other.small_s + run.wire_bytes / other.bandwidth
     else:
         size = (run.wire_bytes, run.processes, run.nodes)
         # the packets, and so their headers' share of what an interface counts, are the probe's
         share = min(1.0, implied_gbps(*size, run.probe_s) / run.wire_gbps)
-        modelled = ring_seconds(*size, share * other.wire_gbps * 1e9 / 8, run.message_s)
-    return estimate_step(run.floor_s, run.step_s, modelled, run.probe_s)
+        total = ring_seconds(*size, share * other.wire_gbps * 1e9 / 8, run.message_s)
+    return estimate_step(run, total, other.small_s or 0.0)
 
 
 def cross_checks(runs):
     """Each probed run's step predicted from each other one's log, at its measured rate."""
-    probed = [r for r in runs if r.can_project and r.probe_s and r.wire_gbps and r.nodes > 1]
+    probed = [r for r in runs if r.can_predict and r.wire_gbps and r.nodes > 1]
     rows = []
     for a, b in itertools.permutations(probed, 2):
         if a.shape == b.shape and abs(a.wire_bytes - b.wire_bytes) < 0.01 * a.wire_bytes:

@@ -1,16 +1,21 @@
-"""The comparison as text and as JSON."""
+"""What is found, as text and as JSON; the step lines as CSV."""
 
+import csv
 import json
+import os
 from pathlib import Path
+from urllib.parse import quote
 
+from analysis.cost_model import algorithm, waited_seconds
 from analysis.projection import RATES_GBPS
-from analysis.units import duration, megabytes, ms, part, rate, span
+from analysis.units import digits, duration, megabytes, ms, part, rate, short, span
 
 
 def table(head, rows):
     """Lines of a Markdown table whose columns also line up in a terminal."""
     widths = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = []
+    head, *rows = ([cell.replace("|", r"\|") for cell in row] for row in [head, *rows])
     for first, *others in [head, *rows]:
         cells = [c.rjust(width) for c, width in zip(others, widths[1:], strict=True)]
         lines.append("| " + " | ".join([first.ljust(widths[0]), *cells]) + " |")
@@ -34,7 +39,8 @@ def column(run, base, verdict):
     cells = {
         "status": run.status,
         "processes on nodes": run.processes and f"{run.processes} on {run.nodes or '?'}",
-        "wall time": run.wall_s and duration(run.wall_s) + ("*" if run.attempted_again else ""),
+        "wall time": run.wall_s
+        and duration(run.wall_s) + (" (part)" if run.attempted_again else ""),
         f"against {base.name}": ratio and ("base" if run is base else against),
         "steps": run.steps and f"{run.steps:,}",
         "img/s, job": img_per_s and f"{img_per_s:,.1f}",
@@ -47,8 +53,8 @@ def column(run, base, verdict):
         cells[f"- {title}"] = shown
     return cells | {
         "all-reduce alone": run.probe_s and ms(run.probe_s),
-        "- of up to 4 KB": run.small_s and f"{run.small_s * 1000:.3g} ms",
-        "- of ever more bytes": run.bandwidth and f"{run.bandwidth / 1e9:.3g} GB/s",
+        "- of up to 4 KB": run.small_s and short(run.small_s),
+        "- of ever more bytes": run.bandwidth and f"{digits(run.bandwidth / 1e9)} GB/s",
         "bytes per step and rank": run.wire_bytes and megabytes(run.wire_bytes),
         "link, stated": run.link_gbps and rate(run.link_gbps),
         "wire rate": gbps and rate(gbps) + of + ("" if run.wire_gbps else " (implied)"),
@@ -65,6 +71,8 @@ def main_table(runs, base, verdicts):
     columns = [column(run, base, verdicts[run.name]) for run in runs]
     epochs = sorted({epoch for run in runs for epoch in run.losses})
     hidden = {f"loss, epoch {epoch}" for epoch in epochs[1:-3] if len(epochs) > 6}
+    if len(runs) == 1:
+        hidden.add(f"against {base.name}")
     titles = dict.fromkeys(title for cells in columns for title in cells if title not in hidden)
     rows = [[title, *(cells.get(title) or "-" for cells in columns)] for title in titles]
     return table(["", *(run.name for run in runs)], [r for r in rows if set(r[1:]) != {"-"}])
@@ -81,16 +89,23 @@ def ratio_sentence(base, run):
     )
 
 
-def report(result):
-    """The whole report as text."""
+PART = "(part): a part of the run only (restarted or resumed); compare the step times."
+
+
+def report(result, picture=None):
+    """The whole report: Markdown that reads well in a terminal, too. `picture`: its address."""
     runs, base, verdicts = result["runs"], result["base"], result["verdicts"]
-    lines = [f"FORCED, not like with like: {text}" for text in result["differences"]]
+    lines = []
+    for text in result["differences"]:
+        lines += [f"FORCED, not like with like: {text}", ""]
     lines += [*main_table(runs, base, verdicts), ""]
     if any(run.attempted_again for run in runs):
-        lines += ["* a part of the run only (restarted or resumed): compare the step times", ""]
+        lines += [PART, ""]
     ratios = [ratio_sentence(base, run) for run in runs if run is not base]
-    lines += [text for text in ratios if text]
-    lines += [*result["losses"], "", "Verdict", ""]
+    sentences = [text for text in ratios if text] + result["losses"]
+    lines += [*sentences, ""] if sentences else []
+    lines += [f"![Parts of a step, throughput and loss]({picture})", ""] if picture else []
+    lines += heading("Verdict")
     lines += [text for run in runs if run.log.failed for text in verdict_lines(run, verdicts)]
     lines += [line for text in result["same_wire"] for line in (text, "")]
     lines += [text for run in runs if not run.log.failed for text in verdict_lines(run, verdicts)]
@@ -98,32 +113,49 @@ def report(result):
         numbers = [[f"{r['speedup']:.2f}", f"{r['efficiency']:.0%}"] for r in rows]
         texts = [[r["run"], str(r["processes"]), r["kind"]] for r in rows]
         cells = [a + b for a, b in zip(texts, numbers, strict=True)]
-        lines += [*table(["Scaling", "processes", "kind", "speed-up", "efficiency"], cells), ""]
-    if result["cross_checks"]:
-        lines.append("The model against these logs (a step predicted from another run's log):")
-    for r in result["cross_checks"]:
-        to = f"{r['from']} -> {r['to']} at {rate(r['gbps'])}: predicted {ms(r['predicted_s'])}"
-        lines.append(f"  {to}, measured {ms(r['measured_s'])} ({r['error']:+.0%})")
+        lines += heading("Scaling")
+        lines += [*table(["run", "processes", "kind", "speed-up", "efficiency"], cells), ""]
+    lines += prediction_lines(result["cross_checks"])
     if chosen := result["projected"]:
-        if result["cross_checks"]:
-            lines.append("")
-        lines += [*projection_lines(chosen, result["projections"][chosen.name])]
+        lines += heading("Projection")
+        lines += projection_lines(chosen, result["projections"][chosen.name])
     return "\n".join(lines).rstrip()
 
 
+def heading(text):
+    return [text, "-" * len(text), ""]
+
+
+def prediction_lines(rows):
+    if not rows:
+        return []
+    lines = ["The model against these logs (a step predicted from another run's log):", ""]
+    for r in rows:
+        to = f"{r['from']} -> {r['to']} at {rate(r['gbps'])}: predicted {ms(r['predicted_s'])}"
+        lines.append(f"- {to}, measured {ms(r['measured_s'])} ({r['error']:+.0%})")
+    return [*lines, ""]
+
+
 def verdict_lines(run, verdicts):
-    lines = [f"{run.name}: " + " ".join(verdicts[run.name].says)]
-    if verdicts[run.name].checks:
-        lines.append("  Check or change next, most likely first:")
-        lines += [f"  {i}. {text}" for i, text in enumerate(verdicts[run.name].checks, 1)]
-    return [*lines, *(f"  Note: {note}" for note in run.notes), ""]
+    lines = [f"{run.name}: " + " ".join(verdicts[run.name].says), ""]
+    for note in run.notes:
+        lines += [f"Note: {note}.", ""]
+    if checks := verdicts[run.name].checks:
+        lines += ["Check or change next, most likely first:", ""]
+        lines += [*(f"{i}. {text}" for i, text in enumerate(checks, 1)), ""]
+    return lines
 
 
 def projection_lines(run, cells):
     of = "data wait and compute" if run.has_split else f"{run.floor_from}'s whole step"
-    latency = f"{run.message_s * 1e6:.3g} us a message, {'probed' if run.small_s else 'assumed'}"
-    text = f"Projection from {run.name}, by the model (not measured): from full to no overlap of "
-    text += f"{megabytes(run.wire_bytes)} a step with {ms(run.floor_s)} ({of}); {latency}"
+    latency = f"{short(run.message_s)} a message, {'probed' if run.small_s else 'assumed'}"
+    text = f"From {run.name}, by the model (not measured): from full to no overlap of "
+    text += f"{megabytes(run.wire_bytes)} a step with {ms(run.floor_s)} ({of}); {latency}."
+    if run.can_predict and waited_seconds(run):
+        text += (
+            f" It waited {ms(waited_seconds(run))} more than buckets and probe account for, which "
+        )
+        text += "stays."
     rows = [
         [
             *(rate(c["gbps"]), ms(c["ring_s"]), ms(c["tree_s"]), span(*c["step_s"])),
@@ -141,7 +173,8 @@ def projection_lines(run, cells):
             if cell[key]:
                 grid.setdefault(cell["processes"], []).append(span(*cell[key]))
         if grid:
-            lines += [f"By processes, {title}, the quicker of ring and tree:", ""]
+            by = algorithm(run) or "the quicker of ring and tree"
+            lines += [f"By processes, {title}, {by}:", ""]
             rows = [[f"{processes:,}", *spans] for processes, spans in grid.items()]
             lines += [*table(["processes", *map(rate, RATES_GBPS)], rows), ""]
     return lines
@@ -161,5 +194,32 @@ def as_json(result):
     return json.loads(json.dumps(every, default=vars), parse_constant=lambda name: None)
 
 
+def write_report(result, file, picture=None):
+    """The report in a file, which names the picture from where it lies."""
+    if picture:
+        picture = quote(os.path.relpath(picture, Path(file).absolute().parent))
+    # What other programs have said may look like HTML, which a viewer of Markdown would hide.
+    text = report(result, picture).replace("<", "&lt;")
+    Path(file).write_text(text + "\n", encoding="utf-8")
+
+
 def write_json(result, file):
     Path(file).write_text(json.dumps(as_json(result), indent=1) + "\n")
+
+
+COLUMNS = ("run", "rank", "epoch", "step", "loss", "img_per_s", "data_ms", "step_ms")
+
+
+def write_csv(result, file):
+    """The step lines of all runs in the order of time; what a line does not say stays empty."""
+    with open(file, "w", newline="", encoding="utf-8") as target:
+        writer = csv.writer(target, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for run in result["runs"]:
+            for (epoch, step, rank), line in steps_in_time(run):
+                measured = line.loss, line.img_per_s, line.data_ms, line.step_ms
+                writer.writerow([run.name, rank, epoch, step, *measured])
+
+
+def steps_in_time(run):
+    return sorted(((e, s, rank), line) for (rank, e, s), line in run.log.steps.items())

@@ -44,6 +44,7 @@ class Run:
     data_s: float | None = None
     compute_s: float | None = None
     exposed_s: float | None = None
+    ranks: dict = field(default_factory=dict)  # rank -> its part of data_s, compute_s, exposed_s
     img_per_s: float | None = None  # whole job
     straggler: int | None = None
     losses: dict = field(default_factory=dict)  # epoch -> mean over ranks
@@ -56,6 +57,7 @@ class Run:
     message_s: float | None = None  # one message: the model's latency
     bandwidth: float | None = None  # bytes/s of ever larger all-reduces
     networks: list = field(default_factory=list)  # a UsedNetwork of each probed node
+    buckets: list = field(default_factory=list)  # of DDP: (share of the bytes, ready_s), in order
     floor_s: float | None = None  # data wait and compute of a step
     floor_from: str | None = None  # the run that they are of
 
@@ -79,6 +81,11 @@ class Run:
     @property
     def can_project(self):
         return self.complete and all((self.step_s, self.wire_bytes, self.processes, self.nodes))
+
+    @property
+    def can_predict(self):
+        """Whether its step over another link can be told, not only a range for it."""
+        return bool(self.can_project and self.has_split and self.probe_s and self.buckets)
 
     @property
     def has_split(self):
@@ -140,19 +147,42 @@ def add_times(run, summary):
     run.img_per_s = get(summary, "img_per_s")
     if run.img_per_s is None and run.step_s and run.global_batch:
         run.img_per_s = run.global_batch / run.step_s
-    run.straggler = find_straggler(summary)
+    run.ranks = split_of_ranks(summary)
+    run.buckets = read_buckets(summary)
+    run.straggler = find_straggler(run.ranks)
 
 
-def find_straggler(summary):
+def read_buckets(summary):
+    """[(share of the bytes, seconds from its last gradient to the last of all)], or nothing."""
+    found = [(get(b, "bytes"), get(b, "ready_ms")) for b in objects(summary, "buckets")]
+    total = sum(size or 0 for size, _ in found)
+    if not total or any(None in bucket for bucket in found):
+        return []
+    return [(size / total, milliseconds / 1000) for size, milliseconds in found]
+
+
+def split_of_ranks(summary):
+    """{rank: [data_s, compute_s, exposed_s]} of the ranks of which all is known."""
+    found = {}
+    for entry in objects(summary, "ranks"):
+        rank = get(entry, "rank", int)
+        parts = [get(entry, f"{name}_ms") for name in ("data", "compute", "exposed")]
+        if None not in (rank, *parts):
+            found[rank] = [part / 1000 for part in parts]
+    return found
+
+
+def busy_of_ranks(ranks):
+    """{rank: seconds of a step that are its own: data wait and compute}"""
+    return {rank: data + compute for rank, (data, compute, _) in ranks.items()}
+
+
+def find_straggler(ranks):
     """The rank whose data wait and compute take over STRAGGLER times the usual, or None.
 
     The usual is the lower median of all ranks, so that of two the quicker one counts as usual.
     """
-    busy = {}
-    for entry in objects(summary, "ranks"):
-        rank, *parts = get(entry, "rank", int), get(entry, "data_ms"), get(entry, "compute_ms")
-        if None not in (rank, *parts):
-            busy[rank] = sum(parts)
+    busy = busy_of_ranks(ranks)
     slowest = max(busy, key=busy.get, default=None)
     usual = statistics.median_low(busy.values()) if busy else 0
     return slowest if busy and busy[slowest] > STRAGGLER * usual else None

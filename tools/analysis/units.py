@@ -1,15 +1,27 @@
 """Figures in words: seconds, bytes and rates as a person reads them."""
 
 
+def digits(value):
+    """With three digits that count, and never as a power of ten: 0.123, 12.3, 1,234."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}" if value >= 1e-3 else "0"
+
+
 def rate(gbps):
     """Gb/s as text, in Mb/s below 1 Gb/s."""
     if gbps >= 0.9995:
-        return f"{gbps:.3g} Gb/s"
-    return f"{gbps * 1000:.0f} Mb/s" if gbps >= 0.01 else f"{gbps * 1000:.2g} Mb/s"
+        return f"{digits(gbps)} Gb/s"
+    return f"{gbps * 1000:.0f} Mb/s" if gbps >= 0.01 else f"{digits(gbps * 1000)} Mb/s"
 
 
 def ms(seconds):
     return f"{seconds * 1000:,.1f} ms" if seconds < 0.1 else f"{seconds * 1000:,.0f} ms"
+
+
+def short(seconds):
+    """What may be microseconds or seconds, such as a message's latency."""
+    if seconds < 1e-3:
+        return f"{digits(seconds * 1e6)} us"
+    return f"{digits(seconds * 1e3)} ms"
 
 
 def part(value, total):
@@ -17,7 +29,7 @@ def part(value, total):
 
 
 def megabytes(nbytes):
-    return f"{nbytes / 1e6:.3g} MB"
+    return f"{digits(nbytes / 1e6)} MB"
 
 
 def duration(seconds):
@@ -29,6 +41,7 @@ def duration(seconds):
 
 
 def in_unit(seconds, like):
+    """Seconds in the unit that fits `like`: minutes, seconds or milliseconds."""
     divisor, unit = (60, "min") if like >= 120 else (1, "s") if like >= 2 else (1e-3, "ms")
     value = seconds / divisor
     return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"

@@ -9,9 +9,9 @@ import re
 from dataclasses import dataclass, field
 
 from analysis.nccl_rules import REASONS
-from analysis.units import rate
+from analysis.units import digits, rate
 from common.records import get, objects
-from common.thresholds import FAST_SOCKETS_GBPS
+from common.thresholds import FALLEN_PORT_GBPS, FAST_SOCKETS_GBPS
 
 # --- what carried it ---------------------------------------------------------------------------
 
@@ -140,10 +140,11 @@ def say_fallback(network):
 
 # Of a link well below its stated speed, by what carried the bytes.
 PORT = "the port: `ibstat {device}` should show State Active, Rate {gbps}; one bad lane lowers it"
-MEMORY = [
-    "GPUDirect: nvidia-peermem loaded, or DMA-BUF; adapters near their GPU (`nvidia-smi topo -m`)",
-    "locked memory: `ulimit -l` in the job itself should say unlimited",
-]
+GPUDIRECT = (
+    "GPUDirect: nvidia-peermem loaded, or DMA-BUF; adapters near their GPU (`nvidia-smi topo -m`)"
+)
+LOCKED = "locked memory: `ulimit -l` in the job itself should say unlimited"
+MEMORY = [GPUDIRECT, LOCKED]
 SLOW_LINK = {
     "infiniband": [
         PORT,
@@ -168,6 +169,10 @@ SLOW_LINK = {
         "an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev {name}`",
         "the link without training: `iperf3 -c PEER` should show {tcp}",
     ],
+    "ipoib": [
+        "IPoIB's mode: `cat /sys/class/net/{name}/mode`; connected takes an MTU of 65520",
+        "the link without training: `iperf3 -P 8 -c PEER`",
+    ],
 }
 FALLEN = "; up to 94 Mb/s is what a port that fell back to 100 Mb/s gives"
 MORE_CONNECTIONS = {
@@ -177,12 +182,24 @@ MORE_CONNECTIONS = {
 BOND = "a bond sends a connection over one member: more connections, hashed by layer3+4"
 
 
+def what_nccl_shows(network):
+    """The checks that NCCL's own text has answered: it used the adapters, and how."""
+    found = network.finding
+    problems = [problem.get("id") for problem in objects(found, "problems")]
+    channels = get(get(found, "channels", dict), "network", int)
+    all_direct = channels and get(found, "gpudirect", int) == channels
+    shown = [LOCKED] if channels else []
+    return shown + ([GPUDIRECT] if all_direct or "gpudirect_off" in problems else [])
+
+
 def slow_link_checks(network, implied, stated, tcp, backend):
     """For a link that ran at `implied` Gb/s, well below what it states; TCP could have `tcp`."""
     if not network or not network.names:
         network = UsedNetwork("", "sockets", "", names=["IFNAME"])
     sockets = network.transport not in ADAPTERS
-    checks = list(SLOW_LINK["sockets" if sockets else network.transport])
+    kind = network.transport if not sockets else "ipoib" if network.adapter else "sockets"
+    known = what_nccl_shows(network)
+    checks = [text for text in SLOW_LINK[kind] if text not in known]
     if sockets and stated >= FAST_SOCKETS_GBPS and backend in MORE_CONNECTIONS:
         checks.insert(0, MORE_CONNECTIONS[backend])
     if network.members:
@@ -190,8 +207,8 @@ def slow_link_checks(network, implied, stated, tcp, backend):
     facts = {
         "name": network.names[0],
         "device": network.names[0].partition(":")[0],
-        "gbps": f"{stated / len(network.names):.3g}",
+        "gbps": digits(stated / len(network.names)),
         "tcp": rate(tcp),
-        "fallen": FALLEN if implied <= 0.1 < stated else "",
+        "fallen": FALLEN if implied <= FALLEN_PORT_GBPS < stated else "",
     }
     return [text.format(**facts) for text in checks]

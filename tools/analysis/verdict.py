@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass, field
 
+from analysis.advice import nccl_advice, next_checks, on_cpu
 from analysis.cost_model import (
-    TCP_SHARE,
     algorithm,
     all_reduce_seconds,
     implied_gbps,
@@ -12,16 +12,16 @@ from analysis.cost_model import (
     ring_seconds,
 )
 from analysis.units import in_unit, megabytes, ms, part, rate, span
-from analysis.used_network import ADAPTERS, say_fallback, slow_link_checks
+from analysis.used_network import ADAPTERS, say_fallback
 from common.records import get, objects
 from common.thresholds import (
     DELIVERS,
+    FALLEN_PORT_GBPS,
     HARMLESS,
     HEALTHY,
     LINK_FREE_SHARE,
     LOSSY,
     RANGE_TOLERANCE,
-    SLOW_GPU_IMG_PER_S,
 )
 
 
@@ -42,7 +42,8 @@ def judge(run):
     if not run.complete:
         start = "" if run.log.failed else "incomplete, not scored: "
         return Verdict(says=[f"{start}{'; '.join(run.problems)}."], checks=nccl_advice(run))
-    verdict = Verdict(says=say_carried(run) + say_trouble(run))
+    trouble = say_trouble(run)
+    verdict = Verdict(says=say_carried(run) + trouble)
     if run.step_s is None:
         verdict.says.append("No step time: give --steps (or images, epochs, batch).")
         return verdict
@@ -57,7 +58,7 @@ def judge(run):
     (judge_split if run.has_split else judge_whole)(verdict, run)
     if verdict.range_s:
         verdict.says.append(say_range(verdict, run))
-    verdict.checks = next_checks(verdict, run)
+    verdict.checks = next_checks(run, verdict.bound, verdict.implied_gbps, bool(trouble))
     return verdict
 
 
@@ -134,11 +135,16 @@ def say_range(verdict, run):
     text = f"{stated} allows {span(low, high)} by the model ({by}; all hidden to none); "
     text += f"measured {in_unit(took, high)}"
     if verdict.inside:
-        return f"{text}: inside."
+        near = f"within {RANGE_TOLERANCE:.0%} of that"
+        return f"{text}: {'inside' if low <= took <= high else near}."
     if took < low:
         return f"{text}: faster than {stated} can be; the traffic went another way."
     if run.wire_gbps and run.wire_gbps >= HEALTHY * run.link_gbps:
-        why = "all-reduce and backward pass share cores, or ranks wait for each other"
+        why = "ranks wait for each other"
+        if run.straggler is not None:
+            why = f"ranks wait for rank {run.straggler}"
+        elif on_cpu(run):
+            why = f"all-reduce and backward pass share cores, or {why}"
         return f"{text}: above, though the probe found no fault in the link; {why}."
     result = "" if run.wire_gbps else f": this is not a {stated} result"
     return f"{text}, {took / high:.1f} times the slowest{result}."
@@ -183,7 +189,11 @@ def delivered(run):
     text += f", {reached:.0%} of the stated {rate(run.link_gbps)}"
     if reached < HEALTHY:
         return f"{text}: this is not a {rate(run.link_gbps)} result."
-    return f"{text}: the link delivers." if reached >= DELIVERS else f"{text}."
+    if reached < DELIVERS:
+        return f"{text}."
+    fallen = run.link_gbps <= FALLEN_PORT_GBPS and run.network.transport == "sockets"
+    but = ", at a speed to which a port falls back" if fallen else ""
+    return f"{text}: the link delivers{but}."
 
 
 def say_trouble(run):
@@ -203,7 +213,7 @@ def say_trouble(run):
                 f"{sent:,.0f}, counted): the link loses packets."
             )
         found = [
-            f"{key} {count:g} on {interface['name']} of {get(node, 'host', str)}"
+            f"{key} {count:,.0f} on {interface['name']} of {get(node, 'host', str)}"
             for node in nodes
             for interface in objects(node, "interfaces")
             if interface.get("name") in used
@@ -213,71 +223,3 @@ def say_trouble(run):
         if found:
             says.append(f"Errors of the link {when} (counted): {', '.join(found)}.")
     return says
-
-
-CHECKS = {
-    "link": [
-        "send less: --grad_compression bf16 (half the bytes) or powersgd (a small part)",
-        "send less often: --accumulate_steps, or a larger --batch_size",
-        "a faster link: see the projection",
-    ],
-    "overlap": [
-        "a slow rank: compare compute times by rank in the Summary line",
-        "cores shared by compute and network: fewer OMP_NUM_THREADS than cores",
-        "send less: --grad_compression bf16 or powersgd",
-    ],
-    "input": [
-        "more loader processes: --workers, up to the cores of a node / its processes",
-        "storage: copy the images to a local disk, or run a second time with a warm cache",
-        "smaller images on disk: decoding is most of the loader's work",
-    ],
-    "compute": [
-        "lower precision: --precision bf16 or fp16 where the hardware has it; --compile",
-        "a larger --batch_size, if the device is not full",
-        "more processes: see the projection",
-    ],
-    "not the link": [
-        "a run of this demo over the same link: its Summary splits the step",
-        "the loader: --workers, disk, processor load (`top`, `iostat -x 5`)",
-        "the device: `nvidia-smi dmon` shows whether it waits",
-    ],
-}
-
-
-def next_checks(verdict, run):
-    """What to check or change next, most likely first."""
-    implied, network, first = verdict.implied_gbps, run.network, []
-    backend = get(run.record("Run"), "backend", str)
-    checks = list(CHECKS.get(verdict.bound, []))
-    if verdict.bound == "link" and implied and implied < HEALTHY * (run.link_gbps or 0):
-        tcp = run.link_gbps * TCP_SHARE
-        checks = slow_link_checks(network, implied, run.link_gbps, tcp, backend)
-    elif verdict.bound == "link" and run.nodes == 1:
-        checks[2] = "the way between the GPUs: NVLink rather than PCIe (`nvidia-smi topo -m`)"
-    if verdict.bound in ("compute", "input") and (run.exposed_s or 0) > 0.2 * run.step_s:
-        checks.append("the exposed communication: --grad_compression bf16, --accumulate_steps")
-    if run.straggler is not None:
-        first.append(f"rank {run.straggler}: it takes longer than the others")
-    first += nccl_advice(run)
-    if network and network.adapter and backend == "nccl":
-        port = network.adapter.partition(":")[0]
-        first.append(f"the adapter itself: NETWORK=infiniband IFNAME={port}")
-    if network and network.names and say_trouble(run):
-        tool = f"ethtool -S {network.names[0]}"
-        if network.transport in ADAPTERS:
-            tool = f"rdma statistic show link {network.names[0].replace(':', '/')}"
-        first.append(f"what loses data: cable, transceiver, switch port (`{tool}`)")
-    if verdict.bound == "not the link" and run.img_per_s and "GPU" in run.log.kinds:
-        each = run.img_per_s / (run.processes or 1)
-        if each < SLOW_GPU_IMG_PER_S:
-            first.append(
-                f"the input pipeline: {each:.0f} img/s per GPU is far below what ResNet-18 "
-                "reaches on any recent one (an RTX 2080 Ti: 750 to 920 in fp32)"
-            )
-    return first + checks
-
-
-def nccl_advice(run):
-    """What tools/nccl_log.py advises for each problem that NCCL's text shows on any node."""
-    problems = [p for network in run.networks for p in objects(network.finding, "problems")]
-    return list(dict.fromkeys(text for p in problems if (text := get(p, "advice", str))))

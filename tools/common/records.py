@@ -48,7 +48,7 @@ FOR_PEOPLE = {
     },
     "Summary": {
         **dict.fromkeys(("epochs", "steps", "train_s"), "what the rate is of; for benchmark.py"),
-        **dict.fromkeys(("ranks.exposed_ms", "ranks.step_ms"), "to look for a rank that differs"),
+        "ranks.step_ms": "the sum of a rank's parts",
         "weights_sha256": "whether two runs have learnt the same, bit for bit",
     },
     "Probe": {

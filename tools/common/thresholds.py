@@ -13,6 +13,8 @@ HARMLESS = ("rx_dropped", "port_xmit_wait")
 STRAY = 0.01
 HEALTHY = 0.5  # a link below this part of its stated speed is not the link that was meant
 DELIVERS = 0.8  # above it, headers and start-up account for the rest
+# Gb/s: to this an Ethernet port falls back where only two pairs of its cable are good.
+FALLEN_PORT_GBPS = 0.1
 SAME_RATE = 1.2  # rates within this factor can be those of one wire
 # One TCP connection is bound by one core, which from here on (Gb/s) may not fill the link.
 FAST_SOCKETS_GBPS = 25

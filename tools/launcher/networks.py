@@ -9,7 +9,7 @@ network is NAME=INTERFACE, where NAME is a label and becomes the folder of its r
 what IFNAME takes, eth0 or mlx5_0,ib0. Labels and their order are the same on all nodes; each node
 names its own interfaces.
 A network that fails does not end the series. On node 0 the comparison comes at the end, after what
-DEMO_NOTE says: it is printed, and stands as compare.txt and compare.png beside the logs.
+DEMO_NOTE says: it is printed, and stands as compare.md and compare.png beside the logs.
 Exit code: 0 all done; 75 stopped by a signal, before a checkpoint 128 + its number (143, Ctrl-C
 130); else that of the first network that failed, or of the comparison.
 """
@@ -147,7 +147,7 @@ class Series:
             self.child.send_signal(number)
 
     def compare(self) -> int:
-        """Prints compare_logs.py's report and keeps it; its exit code."""
+        """Prints compare_logs.py's report and keeps it with its picture; its exit code."""
         command = [sys.executable, TOOLS / "compare_logs.py"]
         command += [f"{label}={self.folder / label}" for label in self.networks]
         picture = self.folder / "compare.png"
@@ -163,14 +163,16 @@ class Series:
         text = os.environ.get("DEMO_NOTE", "") + done.stdout
         with contextlib.suppress(OSError):
             print(text, end="", flush=True)
-        report = self.folder / "compare.txt"
+        report = self.folder / "compare.md"
+        drawn = done.returncode in (0, 1) and picture.exists()  # 2: it says why there is none
+        if drawn:
+            text += f"\n![Parts of a step, throughput and loss]({picture.name})\n"
         try:
             report.write_text(text)
         except OSError as error:
             why = f"{report} cannot be written ({error.strerror})"
             say(f"error: {why}: make room there, and call compare_logs.py for it again")
             return done.returncode or 1
-        drawn = done.returncode in (0, 1) and picture.exists()  # 2: it says why there is none
         say(f"this is {report}" + (f"; its picture: {picture}" if drawn else ""))
         return done.returncode
 
