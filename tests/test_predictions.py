@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -15,9 +16,8 @@ from analysis.cost_model import estimate_step, exposed_seconds, waited_seconds
 from analysis.runs import read_buckets
 from support.datasets import make_set
 from support.nodes import why_no_namespaces
-from support.processes import LONG, require
+from support.processes import LONG, require, start
 from test_benchmark import Noted
-from test_benchmark import run_tool as run_benchmark
 from test_compare_logs import (
     FREE,
     GIGABIT,
@@ -290,7 +290,9 @@ def test_predictions_over_real_links(sample):
     words = "--repeats 1 --steps 4 --batch_size 2 --ranks_a_node 1 --rates unshaped,200mbit"
     with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as folder:
         words = ["predictions", *words.split(), "--old_cpu", "--data", sample]
-        run = run_benchmark(words, {"TMPDIR": folder})
+        command = [sys.executable, benchmark.__file__, *words]
+        with start(command, split=True, env={"TMPDIR": folder}) as started:
+            run = started.finish(timeout=900)
     for of, to in (("unshaped", "200mbit"), ("200mbit", "unshaped")):
         name = f"1 a node: step at {to}, from {of}'s log"
         assert re.search(

@@ -1335,7 +1335,7 @@ def check(args, error):
         rate for rate in getattr(args, "rates", ()) if not gbps(rate) and rate != "unshaped"
     ]:
         error(f"--rates {wrong[0]}: write unshaped, 100mbit or 1gbit")
-    if args.command == "predictions" and len({*args.rates}) < 1:
+    if args.command == "predictions" and len({*args.rates}) < 2:
         error(f"--rates {','.join(args.rates)}: give two or more, to tell one from another")
     methods = getattr(args, "methods", ["none"])
     known = KINDS.get(args.command, METHODS)

@@ -113,8 +113,7 @@ def report(result, picture=None):
         numbers = [[f"{r['speedup']:.2f}", f"{r['efficiency']:.0%}"] for r in rows]
         texts = [[r["run"], str(r["processes"]), r["kind"]] for r in rows]
         cells = [a + b for a, b in zip(texts, numbers, strict=True)]
-        lines += heading("Scaling")
-        lines += [*table(["run", "processes", "kind", "speed-up", "efficiency"], cells), ""]
+        lines += [*table(["Scaling", "processes", "kind", "speed-up", "efficiency"], cells), ""]
     lines += prediction_lines(result["cross_checks"])
     if chosen := result["projected"]:
         lines += heading("Projection")
@@ -196,6 +195,8 @@ def as_json(result):
 
 def write_report(result, file, picture=None):
     """The report in a file, which names the picture from where it lies."""
+    if picture and not os.path.exists(picture):  # it could not be drawn
+        picture = None
     if picture:
         picture = quote(os.path.relpath(picture, Path(file).absolute().parent))
     # What other programs have said may look like HTML, which a viewer of Markdown would hide.
