@@ -372,15 +372,24 @@ FALSE_NODE_0 = {
 }
 
 
+@pytest.fixture(scope="module")
+def deceived():
+    """{case: (port, node)} of nodes that wait for each false node 0, all at the same time."""
+    nodes = {}
+    for case, (greeting, answer, _) in FALSE_NODE_0.items():
+        port = free_port()
+        greeted(port, greeting, answer)
+        nodes[case] = port, Node(port, 1, seconds=2)
+    return nodes
+
+
 @pytest.mark.parametrize("case", FALSE_NODE_0)
-def test_false_node_0_ends_a_node_in_its_own_line(case):
-    port, (greeting, answer, why) = free_port(), FALSE_NODE_0[case]
-    greeted(port, greeting, answer)
-    node = Node(port, 1, seconds=2)
+def test_false_node_0_ends_a_node_in_its_own_line(deceived, case):
+    port, node = deceived[case]
     assert isinstance(node.end(), rendezvous.Refused), repr(node.result)
     text = f"node 0 did not answer at 127.0.0.1:{port} within 2 s ("
     assert str(node.result).startswith(text) and str(node.result).isprintable()
-    assert why in str(node.result)
+    assert FALSE_NODE_0[case][2] in str(node.result)
     assert "GPU 0" not in "".join([str(node.result), *node.said])
 
 

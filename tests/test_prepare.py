@@ -471,7 +471,7 @@ def test_killed_and_started_again(sample, undisturbed, tmp_path):
 
 
 def first_picture(started: Started, target: Path) -> None:
-    wait_until(lambda: [*target.glob("train2017/*")], 30, "a picture", 0.001)
+    wait_until(lambda: [*target.glob("train2017/*")], 30, "a picture")
     assert started.process.poll() is None
 
 
