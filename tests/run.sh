@@ -42,6 +42,6 @@ shellcheck=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts")
 
 # More workers than cores, as some tests wait. A file's tests stay together, and with them what they share; the longest
 # tests, which --ci adds, differ too much for that: there a worker that has nothing left to do takes from another.
-share=(--dist loadfile --no-loadscope-reorder)
-[ "${DEMO_LONG:-}" != 1 ] || share=(--dist worksteal)
-exec "$PYTHON" -m pytest -n 3 "${share[@]}" --durations 10 "$@"
+share=(-n 4 --dist loadfile --no-loadscope-reorder)
+[ "${DEMO_LONG:-}" != 1 ] || share=(-n 3 --dist worksteal)
+exec "$PYTHON" -m pytest "${share[@]}" --durations 10 "$@"

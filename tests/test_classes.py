@@ -59,7 +59,13 @@ def as_before_other_classes(demo, result, path):
     [
         (ODD, ["four", "6", "7", "\ud800"], [9, 4, 9], "66.67"),
         ({5: "only one"}, ["only one"], [5, 5], "100.00"),
-        (numbered_categories(100), [*numbered_categories(100).values()], [9, 8], "50.00"),
+        pytest.param(
+            numbered_categories(100),
+            [*numbered_categories(100).values()],
+            [9, 8],
+            "50.00",
+            marks=LONG,
+        ),
     ],
     ids=["4", "1", "100"],
 )

@@ -145,6 +145,7 @@ def test_gpu_that_cannot_be_chosen_is_one_line(demo, data):
 # --- What is set -----------------------------------------------------------------------------
 
 
+@LONG
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_settings_of_torch(demo, ranks):
     """TF32 is off and may be asked for: PyTorch's compiler does so. One process has nothing to

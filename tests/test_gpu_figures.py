@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import benchmark as tool
+from support.processes import LONG
 
 CLOSE = 0.02
 LINE = (
@@ -374,6 +375,7 @@ def test_modelled_step_sends_buckets_one_after_another():
     assert tool.modelled_step(args, [early, late], 10) == pytest.approx(4 + 8 + 0.3)
 
 
+@LONG
 def test_buckets_of_the_model_are_those_that_ddp_makes():
     """The sizes that test_fake_cuda.py has seen DDP send."""
     own = tool.resnet_buckets([tool.MIB, 25 * tool.MIB])

@@ -138,7 +138,9 @@ def test_signal_ends_the_wait_for_others(nodes, name):
 
 
 def test_preflight_does_not_outlive_its_launcher(nodes, tmp_path):
-    started, _ = networks.Folder(tmp_path).start(nodes, "x", of_node=lambda n: {"NODE_RANK": 0})
+    started, _ = networks.Folder(tmp_path).start(
+        nodes, "x", of_node=lambda n: {"NODE_RANK": 0, "RUN_NAME": f"of_node_{n}"}
+    )
     started.wait_for("node 0 waits up to")
     assert started.pids("preflight.py")
     started.signal(signal.SIGKILL)

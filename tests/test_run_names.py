@@ -14,7 +14,7 @@ from analysis.runs import make_run
 from launcher import series, supervisor
 from launcher.rendezvous import Refused
 from support.launcher_folder import LauncherFolder
-from support.processes import WITH_STAND_IN, Run, start
+from support.processes import LONG, WITH_STAND_IN, Run, start
 
 
 class Single(LauncherFolder):
@@ -70,8 +70,10 @@ def test_name_that_was_given_is_kept_and_what_an_earlier_run_left_gets_another(f
 
 @pytest.mark.parametrize(
     ("arguments", "variables"),
-    [(["--resume"], {}), ([], {"SLURM_JOB_ID": 7, "SLURM_RESTART_COUNT": 1})],
-    ids=["resume", "requeued"],
+    [
+        pytest.param(["--resume"], {}, id="resume"),
+        pytest.param([], {"SLURM_JOB_ID": 7, "SLURM_RESTART_COUNT": 1}, id="requeued", marks=LONG),
+    ],
 )
 def test_start_that_goes_on_has_the_same_log(folder, arguments, variables):
     for more, env in (([], {}), (arguments, variables)):

@@ -8,6 +8,7 @@ import pytest
 
 from support.datasets import make_set
 from support.forks import run_to_the_end, write
+from support.processes import long
 
 FAST = shlex.split("--weights none --image_size 40 --precision fp32 --timeout 30 --batch_size 4")
 
@@ -37,7 +38,7 @@ def positions(keys):
     return [position for _, position in keys]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [1, *long(0)])
 @pytest.mark.parametrize("set_epoch", [True, False])
 def test_without_set_epoch_each_epoch_repeats_the_first(demo, tmp_path, workers, set_epoch):
     """Then, too, each rank has its own share, and validation all of its images, each once."""
