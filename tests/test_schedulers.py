@@ -113,7 +113,7 @@ def test_batch_job_is_requeued_and_finishes(
             assert there or going_on, f"{state} without {what}\n{log().tail()}"
             return there
 
-        wait_until(reached, timeout, what, interval=0.2)
+        wait_until(reached, timeout, what)
 
     try:
         wait_for(lambda: len(log().steps()) >= 3, 120, "step 3 of the first start")
