@@ -322,7 +322,7 @@ def locked(checkout: Checkout, pid: int | None, host: str = "") -> None:
     checkout.environment()
     checkout.lock.mkdir()
     if pid is not None:
-        user = subprocess.getoutput("id -un 2>/dev/null || id -u")
+        user = subprocess.getoutput('user=$(id -un 2>/dev/null) || user=$(id -u); echo "$user"')
         space = subprocess.getoutput("readlink /proc/self/ns/pid 2>/dev/null")
         host = host or f"{os.uname().nodename} {space}"
         text = f"{user}\n{host}\n{pid}\n2026-01-01 00:00:00\n"

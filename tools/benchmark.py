@@ -605,7 +605,7 @@ def delayed_latency(bench, delay_ms):
             *(([f"netns add {x}", f"-n {x} link set lo up"]) for x in spaces)
         ):
             subprocess.run(["ip", *words.split()], check=True)
-        link = [sys.executable, TUN_LINK, f"--delay_ms={delay_ms}", *spaces]
+        link = [sys.executable, TUN_LINK, str(delay_ms / 1e3), "0", *spaces]  # seconds, losses
         with subprocess.Popen(link, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as forwarder:
             forwarder.stdout.readline()  # it is ready
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
