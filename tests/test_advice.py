@@ -55,10 +55,24 @@ def test_communication_inside_a_node(kind, said, not_said):
     assert said in found and not_said not in found and "a faster link" not in found
 
 
-def test_a_rank_that_is_waited_for_is_all_that_is_advised():
-    found = advice({"exposed_ms": 300.0, "busy": [1.4, 1]}, "CPU")
-    # 140 * 1.4 + 1 and 140 + 1 ms
-    assert found == "rank 0: its own work takes 197 ms a step, the others' 141 ms"
+def test_a_rank_that_is_waited_for_comes_first():
+    """140 * 1.4 + 1 and 140 + 1 ms; what is exposed beyond the wait has causes of its own."""
+    options = {"exposed_ms": 300.0, "busy": [1.4, 1]}
+    found = advice(options, "CPU")
+    assert found.startswith("rank 0 on n0: what else runs on its cores")
+    assert "cores shared" in found and "compare compute times by rank" not in found
+    assert advice(options, "GPU").startswith("rank 0 on n0: heat, clock and other load of its GPU")
+
+
+def test_a_rank_that_waits_for_images_is_sent_to_its_disk():
+    ranks = [
+        {"rank": rank, "data_ms": data, "compute_ms": 60.0, "exposed_ms": 1.0}
+        for rank, data in enumerate((200.0, 1.0))
+    ]
+    summary = {"ranks": ranks, "data_ms": 100, "compute_ms": 60, "exposed_ms": 100, "step_ms": 260}
+    assert advice({"summary": summary}, "GPU") == (
+        "rank 0 on n0: it waits for images; its disk and load (`iostat -x 5`, `top`)"
+    )
 
 
 def test_exposed_communication_of_a_run_that_something_else_bounds():

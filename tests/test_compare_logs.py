@@ -302,11 +302,11 @@ def test_talk(tmp_path, made):
     assert infiniband.startswith("Not bound by its link: even with no overlap, all-reduces")
     for said in (
         # 1165 s / 1850 = 0.6297 s hides 0.538 s; not hidden 0.6297 + 0.5719 = 1.2016 s: 37 min
-        "1 Gb/s allows 19 to 37 min",
-        "measured 249 min, 6.7 times the slowest: this is not a 1 Gb/s result.",
+        "By the model, 1 Gb/s gives a run of 19 to 37 min",
+        "measured 249 min, 6.7 times the longer of these: this is not a 1 Gb/s result.",
         "a wire that ran at 72 Mb/s (1,850 steps",
         "538 ms at line rate and 572 ms",
-        "fell back to 100 Mb/s",
+        ", which a port on the way that fell back to 100 Mb/s, or a limit there, would explain.",
     ):
         assert said in ethernet, said
     # 1.5 * 44.87 MB * 8 / 56 Gb/s = 9.6 ms, * 1850 = 17.8 s, / 0.94148 = 18.9 s
@@ -362,19 +362,19 @@ BOUNDS = {
         "step's 44.9 MB) ran at 998 Mb/s, 100% of the stated 1 Gb/s: the link delivers."
         "|Bound by its link: of a step of 542 ms, compute"
         # floor 141 + 381.3 = 522 ms a step, 20 steps: 10.4 s; 542 ms * 20 = 10.8 s: within 10 %
-        "|allows 7.2 to 10 s|within 10% of that.",
+        "|gives a run of 7.2 to 10 s|: just above, and the model is good to 10%.",
         "send less: --grad_compression",
     ),
     "link slower than stated": (
         GIGABIT,
-        "10% of the stated 10 Gb/s: this is not a 10 Gb/s result|times the slowest",
+        "10% of the stated 10 Gb/s: this is not a 10 Gb/s result|times the longer of these",
         "`ethtool veth0 | grep Speed`",
     ),
     "input": ({"data_ms": 300, "exposed_ms": 20}, "data wait 300 ms (65%)", "--workers"),
-    # 141 + 38.1 ms is less than 242: the wire is not to blame, and the text says so
+    # 141 + 38.1 ms is less than 251: the wire is not to blame, and the text says so
     "compute": (
-        FREE,
-        "compute is 140 ms (58%)|above, though the probe found no fault",
+        FREE | {"exposed_ms": 110.0},
+        "compute is 140 ms (56%)|in part by communication, but not by the wire|above, though the probe found no fault",
         "--compile",
     ),
     "overlap": ({"exposed_ms": 300.0}, "not by the wire", "a slow rank"),
@@ -396,8 +396,8 @@ def test_bound_by(case):
     ("busy", "slow"),
     [
         # of 141 ms a step: 140 * 1.3 + 1 = 183 is over 1.2 times as much, 140 * 1.1 + 1 = 155 not
-        ([1.3, 1], "rank 0:"),
-        ([1, 1, 1.3, 1.4], "rank 3:"),
+        ([1.3, 1], "rank 0 on n0:"),
+        ([1, 1, 1.3, 1.4], "rank 3 on n1:"),
         ([1, 1.1], "a slow rank:"),
         ([1, 1.4, 1.4, 1.4], "a slow rank:"),  # three of four are the usual
     ],
@@ -492,7 +492,7 @@ FIRST = {
     ),
     "NVLink on one node": (
         probed_run([STRAY], finding(CHANNEL[1:], "P2P/CUMEM"), nodes=1),
-        "Inside one node, through NVLink, PCIe or memory, by NCCL's word: no network is",
+        "Inside one node, from GPU to GPU over NVLink or PCIe, by NCCL's word: no network is",
     ),
     "NVLink on one node without NCCL's text": (
         probed_run([carried("eth0", "ethernet", 10, 9.0)], nodes=1),
@@ -501,7 +501,7 @@ FIRST = {
     "NVLink between nodes": (
         probed_run([carried("eth0", "ethernet", 10, 9.0)],
                    finding(CHANNEL[1:], "P2P/MNNVL")),
-        "Between nodes through NVLink, PCIe or memory, by NCCL's word: no network is judged.",
+        "Between nodes, through NVLink, by NCCL's word: no network is judged.",
     ),
     "stray bytes alone": (probed_run([STRAY]), "Bound by its link: of a step of"),
     "interface under a bridge": (
@@ -535,11 +535,17 @@ def test_first_sentence(run, first):
     ("name", "kind", "stated", "backend", "checks"),
     [
         ("mlx5_0:1", "infiniband", 100, "nccl", "ibstat mlx5_0`.*ib_write_bw .*peermem.*ulimit"),
-        ("mlx5_0:1", "roce", 100, "nccl", "ibstat mlx5_0`.*NCCL_IB_GID_INDEX.*ib_write_bw .* -x"),
+        (
+            "mlx5_0:1",
+            "roce",
+            100,
+            "nccl",
+            "lossless path.*ib_write_bw .*ibstat mlx5_0`.*NCCL_IB_GID_INDEX",
+        ),
         ("efa0:1", "efa", 100, "nccl", "fi_info -p efa.*security group.*nvidia-peermem"),
         # NCCL's threads before the cable; on 10 Gb/s the cable; Gloo has no such threads
         ("eth0", "ethernet", 50, "nccl", "^NCCL's threads: NCCL_SOCKET_NTHREADS.*ethtool eth0"),
-        ("eth0", "ethernet", 10, "nccl", "^the negotiated speed on both ends.*ethtool eth0"),
+        ("eth0", "ethernet", 10, "nccl", "^the negotiated speed: `ethtool eth0"),
         ("eth0", "ethernet", 50, "gloo", "^Gloo has one connection a pair of ranks"),
     ],
 )
@@ -547,22 +553,28 @@ def test_advice_for_a_slow_link_is_of_its_kind(name, kind, stated, backend, chec
     run = probed_run([carried(name, kind, stated, 4.5)], backend=backend, gbps=4.5)
     found = "\n".join(judged(run, run)[0][0].checks)
     assert re.search(checks, found, re.DOTALL), found
-    foreign = "ibstat|peermem" if kind == "ethernet" else "ethtool|iperf3|NETWORK="
+    foreign = "ibstat|peermem" if kind == "ethernet" else "ethtool mlx|iperf3|NETWORK="
     assert not re.search(foreign + r"|\{", found), found
 
 
 def test_advice_of_nccls_own_text_comes_first():
     (verdict, _), _ = judged(*[probed_run(IPOIB, NO_DEVICE)] * 2)
-    own = [ADVICE["no_ib_device"], ADVICE["fell_back_to_sockets"]]
-    assert verdict.checks[:3] == [*own, "the adapter itself: NETWORK=infiniband IFNAME=mlx5_0"]
+    assert verdict.checks[0] == ADVICE["no_ib_device"]
+    # That it fell back says less than why; and the adapter has been asked for.
+    assert ADVICE["fell_back_to_sockets"] not in verdict.checks
+    assert "the adapter itself" not in "".join(verdict.checks)
 
 
 @pytest.mark.parametrize(
     ("told", "by", "where"),
     [
-        ("", "the quicker of ring and tree, to the ring", "inside."),
-        ("Tree", "tree", "inside."),
-        ("Ring", "ring", "faster than 10 Gb/s can be; the traffic went another way."),
+        ("", "By the model, ", "within that."),
+        ("Tree", "By the model of a tree, ", "within that."),
+        (
+            "Ring",
+            "By the model of a ring, ",
+            "faster than 10 Gb/s can be; the traffic went another way.",
+        ),
     ],
 )
 def test_tree_on_two_nodes_is_not_faster_than_the_link(told, by, where):
@@ -571,7 +583,7 @@ def test_tree_on_two_nodes_is_not_faster_than_the_link(told, by, where):
     env = {"env": {"NCCL_ALGO": told}}
     run = probed_run([carried("eth0", "ethernet", 10, 9.4)], facts=env, **options)
     says = judged(run, run)[0][0].says[-1]
-    assert f"by the model ({by}; all hidden to none)" in says and says.endswith(where), says
+    assert says.startswith(by) and says.endswith(where), says
 
 
 def test_both_runs_over_the_same_wire():
@@ -613,13 +625,13 @@ def test_what_went_wrong_on_the_link_is_said():
     adapter = probed_run([carried("mlx5_0:1", "infiniband", 100, 90.0, errors=bad)], tcp=lossy)
     (tcp, rdma), out = judged(sockets, adapter + node)
     lost = "TCP sent 2.30% of its segments again during the probe (2,300 of 100,000, counted): "
-    assert lost + "the link loses packets." in tcp.says
+    assert lost + "packets are lost on the way." in tcp.says
     assert "`ethtool -S eth0`" in "".join(tcp.checks)
     assert out.count("TCP sent") == 1  # what TCP does matters where it carries the gradients
     counted = "packet_seq_err 120 on mlx5_0:1 of n0, packet_seq_err 120 on mlx5_0:1 of n1"
     assert f"Errors of the link during the probe (counted): {counted}." in rdma.says
     assert "Errors of the link during the run (counted): link_downed 1 on mlx5_0:1 of n0." in out
-    assert "`rdma statistic show link mlx5_0/1`" in "".join(rdma.checks)
+    assert "`mlxlink -d mlx5_0 -c -m`" in "".join(rdma.checks)
     # a few are usual on a busy link, and stray interfaces are not the link
     fine = {"segments": 50_000, "retransmits": 150}
     quiet = [carried("eth0", "ethernet", 10, 9.4), carried("eth1", "ethernet", 1, 0.1, errors=bad)]

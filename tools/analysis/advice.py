@@ -3,23 +3,27 @@
 import statistics
 
 from analysis.cost_model import TCP_SHARE
-from analysis.runs import busy_of_ranks
-from analysis.units import ms
-from analysis.used_network import ADAPTERS, slow_link_checks
+from analysis.nccl_rules import REASONS
+from analysis.used_network import ADAPTERS, ROCE_LOSSES, slow_link_checks
 from common.records import get, objects
-from common.thresholds import FALLEN_PORT_GBPS, HEALTHY, SLOW_GPU_IMG_PER_S
+from common.thresholds import (
+    EXPOSED_IN_PART,
+    FALLEN_PORT_GBPS,
+    HEALTHY,
+    SLOW_GPU_IMG_PER_S,
+)
 
 
 def next_checks(run, bound, implied_gbps, in_trouble):
     """Texts. `bound` as in Verdict; in_trouble: the link has lost data or shown errors."""
     first = straggler_advice(run) + nccl_advice(run) + adapter_advice(run)
     if in_trouble and run.network and run.network.names:
-        first.append(f"what loses data: cable, transceiver, switch port (`{counters_of(run)}`)")
+        first.append(losses(run.network))
     stated = run.link_gbps or 0
     if bound == "link" and implied_gbps and implied_gbps < HEALTHY * stated:
         backend = get(run.record("Run"), "backend", str)
         tcp = stated * TCP_SHARE
-        return first + slow_link_checks(run.network, implied_gbps, stated, tcp, backend)
+        return unique(first + slow_link_checks(run.network, stated, tcp, backend))
     by_bound = {
         "link": for_link,
         "overlap": for_overlap,
@@ -28,11 +32,21 @@ def next_checks(run, bound, implied_gbps, in_trouble):
         "not the link": for_what_is_not_split,
     }
     checks = by_bound[bound](run) if bound in by_bound else []
-    # Where a rank is waited for, the exposed time is that.
-    waits = run.straggler is not None
-    if bound in ("compute", "input") and not waits and (run.exposed_s or 0) > 0.2 * run.step_s:
-        checks += [f"the exposed communication: {text}" for text in send_less(run)]
+    if bound in ("compute", "input") and exposed_in_part(run):
+        less = [f"the exposed communication: {text}" for text in send_less(run)]
+        if run.probe_s and run.probe_s < run.exposed_s / 2:  # most of it is not the wire's
+            return first + checks + less
+        return first + told_algorithm(run) + less + checks
     return first + checks
+
+
+def exposed_in_part(run):
+    """Whether much of a step is exposed; where a rank is waited for, the exposed time is that."""
+    return run.straggler is None and (run.exposed_s or 0) > EXPOSED_IN_PART * run.step_s
+
+
+def unique(texts):
+    return list(dict.fromkeys(texts))
 
 
 def on_cpu(run):
@@ -40,20 +54,35 @@ def on_cpu(run):
 
 
 def straggler_advice(run):
+    """Where to look on the node of a slow rank: its loader, if that is what is slow, or itself."""
     if run.straggler is None:
         return []
-    busy = busy_of_ranks(run.ranks)
-    slow, usual = ms(busy[run.straggler]), ms(statistics.median_low(busy.values()))
-    return [f"rank {run.straggler}: its own work takes {slow} a step, the others' {usual}"]
+    hosts = get(run.record("Run"), "hosts", list)
+    where = f"rank {run.straggler}"
+    if run.straggler < len(hosts):
+        where += f" on {hosts[run.straggler]}"
+    data, compute, _ = run.ranks[run.straggler]
+    usual_data, usual_compute = (
+        statistics.median_low(times[part] for times in run.ranks.values()) for part in (0, 1)
+    )
+    if data - usual_data > compute - usual_compute:
+        return [f"{where}: it waits for images; its disk and load (`iostat -x 5`, `top`)"]
+    if on_cpu(run):
+        return [f"{where}: what else runs on its cores, and their clock (`top`, `lscpu -e`)"]
+    look = "nvidia-smi -q -d TEMPERATURE,CLOCK,POWER,PERFORMANCE"
+    return [f"{where}: heat, clock and other load of its GPU (`{look}`, `nvidia-smi`)"]
 
 
 # --- What the network says of itself -------------------------------------------------------------
 
 
 def nccl_advice(run):
-    """What tools/nccl_log.py advises for each problem that NCCL's text shows on any node."""
+    """What is advised for each problem that NCCL's text shows on any node."""
     problems = [p for network in run.networks for p in objects(network.finding, "problems")]
-    return list(dict.fromkeys(text for p in problems if (text := get(p, "advice", str))))
+    known = {str(problem.get("id")) for problem in problems}
+    if known & set(REASONS):  # why it fell back says more than that it did
+        problems = [p for p in problems if p.get("id") != "fell_back_to_sockets"]
+    return unique(text for p in problems if (text := get(p, "advice", str)))
 
 
 def adapter_advice(run):
@@ -61,29 +90,66 @@ def adapter_advice(run):
     network = run.network
     if not network or not network.adapter or run.record("Run").get("backend") != "nccl":
         return []
+    if any(p.get("id") == "fell_back_to_sockets" for p in objects(network.finding, "problems")):
+        return []  # it was asked for
     port = network.adapter.partition(":")[0]
-    return [f"the adapter itself: NETWORK=infiniband IFNAME={port}"]
+    why = "if NCCL still takes sockets, NCCL_DEBUG=INFO says why (/dev/infiniband in a container?)"
+    return [f"the adapter itself: NETWORK=infiniband IFNAME={port}, its name; {why}"]
 
 
-def counters_of(run):
-    """The command that shows the error counters of what carried the traffic."""
-    name = run.network.names[0]
-    if run.network.transport in ADAPTERS:
-        return f"rdma statistic show link {name.replace(':', '/')}"
-    return f"ethtool -S {name}"
+def only_sockets(run):
+    """The setting that keeps NCCL from adapters, as text, where it used sockets; else empty."""
+    if not run.network or run.network.transport != "sockets":
+        return ""
+    env = get(run.record("Run"), "env", dict)
+    settings = {"NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
+    return next((f"{k}={v}" for k, v in settings.items() if env.get(k) == v), "")
+
+
+def told_algorithm(run):
+    env, backend = get(run.record("Run"), "env", dict), run.record("Run").get("backend")
+    if backend != "nccl" or not (told := get(env, "NCCL_ALGO", str)):
+        return []
+    return [f"unset NCCL_ALGO (now {told}): NCCL then chooses by bytes and nodes"]
+
+
+def losses(network):
+    """Where to look for what loses data, with the command that shows its error counters."""
+    name = network.names[0]
+    if network.transport == "roce":
+        return ROCE_LOSSES.format(link=name.replace(":", "/"))
+    counters = f"`ethtool -S {name}`, optics by `ethtool -m {name}`"
+    if network.transport == "infiniband":
+        counters = f"`ibqueryerrors`, `mlxlink -d {name.partition(':')[0]} -c -m`"
+    elif network.transport in ADAPTERS:
+        counters = f"`rdma statistic show link {name.replace(':', '/')}`"
+    return f"what loses data: cable, transceiver, switch port ({counters})"
 
 
 # --- By what bounds the run ----------------------------------------------------------------------
 
+WAY_INSIDE = (
+    "the way between the GPUs: `nvidia-smi topo -m` (NV is NVLink; PIX, PXB, PHB, NODE, SYS are "
+    "ever farther over PCIe), `nvidia-smi topo -p2p r` (not OK: the driver, an IOMMU, or "
+    "NCCL_P2P_DISABLE)"
+)
+
 
 def for_link(run):
     checks = [f"send less: {text}" for text in send_less(run)] + [send_less_often(run)]
+    first = told_algorithm(run)
     if run.nodes != 1:
-        return [*fallen_port(run), *checks, faster_link(run)]
+        first += fallen_port(run)
+        if only_sockets(run):
+            return [*first, faster_link(run), *checks]
+        return [*first, *checks, faster_link(run)]
     if on_cpu(run):
-        return [*checks, "fewer processes: on one machine without GPUs they share its cores"]
-    way = "the way between the GPUs: NVLink rather than PCIe (`nvidia-smi topo -m`)"
-    return [*checks, way]
+        return [
+            *first,
+            *checks,
+            "fewer processes: on one machine without GPUs they share its cores",
+        ]
+    return [*first, WAY_INSIDE, *checks]
 
 
 def fallen_port(run):
@@ -101,10 +167,10 @@ def fallen_port(run):
 
 
 def faster_link(run):
-    env = get(run.record("Run"), "env", dict)
-    if env.get("NCCL_IB_DISABLE") == "1":
+    if setting := only_sockets(run):
         return (
-            "a faster link: NCCL_IB_DISABLE=1 keeps NCCL from InfiniBand and RoCE, if there is any"
+            f"a faster link: without {setting} (environment, /etc/nccl.conf) NCCL takes an "
+            "adapter that `ibstat` shows as active"
         )
     return "a faster link: --project shows what to expect of it"
 
@@ -126,9 +192,9 @@ def send_less_often(run):
 
 
 def for_overlap(run):
-    if run.straggler is not None:
-        return []
-    checks = ["a slow rank: compare compute times by rank in the Summary line"]
+    checks = []
+    if run.straggler is None:
+        checks.append("a slow rank: compare compute times by rank in the Summary line")
     if on_cpu(run):
         checks.append("cores shared by compute and network: fewer OMP_NUM_THREADS than cores")
     return checks + [f"send less: {text}" for text in send_less(run)]
@@ -150,10 +216,12 @@ def for_compute(run):
         checks.append("fused operations: --compile")
     if on_cpu(run):  # further processes of the same machine would share its cores
         return [*checks, "more machines: --project shows what to expect"]
+    # With much exposed, more processes would wait for each other still longer.
+    more = [] if exposed_in_part(run) else ["more processes: --project shows what to expect"]
     return [
         *checks,
         "a larger --batch_size, if the device is not full",
-        "more processes: --project shows what to expect",
+        *more,
     ]
 
 

@@ -215,8 +215,8 @@ RULES = (
 
 # What to do, in the order in which findings are told: causes before what follows from them.
 ADVICE = {
-    "no_ib_device": "no adapter port is active and passes NCCL_IB_HCA: see ibstat, "
-    "/sys/class/infiniband, and in a container /dev/infiniband",
+    "no_ib_device": "NCCL sees no adapter that it may use: in a container, is /dev/infiniband in "
+    "it? Then ibstat (State Active), /sys/class/infiniband, NCCL_IB_HCA",
     "verbs_library_missing": "install libibverbs (rdma-core) where the job runs, "
     "in a container inside it",
     "memlock": "RDMA pins memory: raise the limit of locked memory (ulimit -l unlimited) "
@@ -227,8 +227,8 @@ ADVICE = {
     "unset NCCL_NET, or mend that network",
     "fell_back_to_sockets": "the faster network was asked for and TCP was used: "
     "see the other findings, or NCCL_DEBUG_SUBSYS=INIT,NET,ENV",
-    "gpudirect_off": "data passes through host memory: load nvidia-peermem or use DMA-BUF, "
-    "and see nvidia-smi topo -m for adapters close to the GPUs",
+    "gpudirect_off": "data passes through host memory: modprobe nvidia-peermem on each "
+    "node (lsmod shows nvidia_peermem) or DMA-BUF; nvidia-smi topo -m shows whether adapters are near the GPUs",
     "no_interface": "no IP interface was left: check NCCL_SOCKET_IFNAME and NCCL_OOB_NET_IFNAME "
     "against ip addr on each node",
     "suspect_interface": "this interface seldom joins nodes: set NCCL_SOCKET_IFNAME to the one "

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from analysis.nccl_rules import REASONS
 from analysis.units import digits, rate
 from common.records import get, objects
-from common.thresholds import FALLEN_PORT_GBPS, FAST_SOCKETS_GBPS
+from common.thresholds import FAST_SOCKETS_GBPS
 
 # --- what carried it ---------------------------------------------------------------------------
 
@@ -139,23 +139,32 @@ def say_fallback(network):
 # --- what to check where it was slow -----------------------------------------------------------
 
 # Of a link well below its stated speed, by what carried the bytes.
-PORT = "the port: `ibstat {device}` should show State Active, Rate {gbps}; one bad lane lowers it"
+PORT = "the port: `ibstat {device}` should show State Active, Rate {gbps}"
+BANDWIDTH = (
+    "the link alone: `ib_write_bw -d {device} --report_gbits`, then with PEER on the other node: "
+    "near {gbps} Gb/s from host memory clears {what}"
+)
 GPUDIRECT = (
     "GPUDirect: nvidia-peermem loaded, or DMA-BUF; adapters near their GPU (`nvidia-smi topo -m`)"
 )
 LOCKED = "locked memory: `ulimit -l` in the job itself should say unlimited"
 MEMORY = [GPUDIRECT, LOCKED]
+ROCE_LOSSES = (
+    "what is lost: `rdma statistic show link {link}` (out_of_sequence, packet_seq_err, "
+    "local_ack_timeout_err), `ethtool -S` of its interface (discards, pauses), the switch's own"
+)
 SLOW_LINK = {
     "infiniband": [
-        PORT,
-        "the link alone: `ib_write_bw -d {device}`, then with PEER on the other node: {gbps} Gb/s",
+        f"{PORT}; one bad lane lowers it",
+        BANDWIDTH.replace("{what}", "the link, not the way from GPU to adapter"),
         *MEMORY,
     ],
     "roce": [
+        ROCE_LOSSES,
+        "a lossless path: PFC or ECN on adapters and switch for one class, that of NCCL_IB_TC",
+        BANDWIDTH.replace("{what}", "adapter and cable, not the switch under load"),
         PORT,
-        "the GID: NCCL_IB_GID_INDEX of RoCE v2 and this network on each node (`show_gids`)",
-        "a lossless path: PFC or ECN on adapters and switch; NCCL_IB_TC is the traffic class",
-        "the link alone: `ib_write_bw -d {device} -x GID_INDEX`, then with PEER on the other node",
+        "the GID: NCCL_IB_GID_INDEX, where set, a RoCE v2 entry of this network (`show_gids`)",
         *MEMORY,
     ],
     "efa": [
@@ -164,17 +173,17 @@ SLOW_LINK = {
         *MEMORY,
     ],
     "sockets": [
-        "the negotiated speed on both ends and the switch: `ethtool {name} | grep Speed`{fallen}",
+        "the negotiated speed: `ethtool {name} | grep Speed` on both nodes; the switch's ports",
         "the interface: NETWORK= and IFNAME= of launch_multinode.sh keep the traffic on one",
         "an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev {name}`",
         "the link without training: `iperf3 -c PEER` should show {tcp}",
     ],
     "ipoib": [
-        "IPoIB's mode: `cat /sys/class/net/{name}/mode`; connected takes an MTU of 65520",
+        "if it has to be IP, IPoIB's mode: `cat /sys/class/net/{name}/mode`; connected, where "
+        "the driver has it, takes an MTU of 65520",
         "the link without training: `iperf3 -P 8 -c PEER`",
     ],
 }
-FALLEN = "; up to 94 Mb/s is what a port that fell back to 100 Mb/s gives"
 MORE_CONNECTIONS = {
     "nccl": "NCCL's threads: NCCL_SOCKET_NTHREADS=4, NCCL_NSOCKS_PERTHREAD=4 (at most 64 in all)",
     "gloo": "Gloo has one connection a pair of ranks: more processes a node; try `iperf3 -P 8`",
@@ -192,8 +201,8 @@ def what_nccl_shows(network):
     return shown + ([GPUDIRECT] if all_direct or "gpudirect_off" in problems else [])
 
 
-def slow_link_checks(network, implied, stated, tcp, backend):
-    """For a link that ran at `implied` Gb/s, well below what it states; TCP could have `tcp`."""
+def slow_link_checks(network, stated, tcp, backend):
+    """For a link that ran well below the `stated` Gb/s; TCP could have `tcp`."""
     if not network or not network.names:
         network = UsedNetwork("", "sockets", "", names=["IFNAME"])
     sockets = network.transport not in ADAPTERS
@@ -201,14 +210,15 @@ def slow_link_checks(network, implied, stated, tcp, backend):
     known = what_nccl_shows(network)
     checks = [text for text in SLOW_LINK[kind] if text not in known]
     if sockets and stated >= FAST_SOCKETS_GBPS and backend in MORE_CONNECTIONS:
-        checks.insert(0, MORE_CONNECTIONS[backend])
+        # Over InfiniBand these are for who has to stay with IP.
+        checks.insert(0 if kind == "sockets" else len(checks), MORE_CONNECTIONS[backend])
     if network.members:
         checks.insert(0, BOND)
     facts = {
         "name": network.names[0],
         "device": network.names[0].partition(":")[0],
+        "link": network.names[0].replace(":", "/"),
         "gbps": digits(stated / len(network.names)),
         "tcp": rate(tcp),
-        "fallen": FALLEN if implied <= FALLEN_PORT_GBPS < stated else "",
     }
     return [text.format(**facts) for text in checks]

@@ -1,9 +1,10 @@
 """Why a run took its time: which network carried it, what bounds it, what to check next."""
 
 import math
+import statistics
 from dataclasses import dataclass, field
 
-from analysis.advice import nccl_advice, next_checks, on_cpu
+from analysis.advice import nccl_advice, next_checks, on_cpu, only_sockets
 from analysis.cost_model import (
     algorithm,
     all_reduce_seconds,
@@ -11,11 +12,13 @@ from analysis.cost_model import (
     payload_rate,
     ring_seconds,
 )
+from analysis.runs import busy_of_ranks
 from analysis.units import in_unit, megabytes, ms, part, rate, span
 from analysis.used_network import ADAPTERS, say_fallback
 from common.records import get, objects
 from common.thresholds import (
     DELIVERS,
+    EXPOSED_IN_PART,
     FALLEN_PORT_GBPS,
     HARMLESS,
     HEALTHY,
@@ -24,10 +27,15 @@ from common.thresholds import (
     RANGE_TOLERANCE,
 )
 
+FALLEN = "which a port on the way that fell back to 100 Mb/s, or a limit there, would explain"
+
 
 @dataclass
 class Verdict:
-    """Why a run took its time. `bound`: link, overlap, input, compute, not the link, unknown."""
+    """Why a run took its time.
+
+    `bound`: link, overlap, input, compute, slow rank, not the link, unknown.
+    """
 
     bound: str = "unknown"
     says: list = field(default_factory=list)
@@ -66,7 +74,9 @@ def set_range(verdict, run, size):
     """From the better algorithm, all of it hidden, to the ring, which sends most, not hidden."""
     quick = all_reduce_seconds(run, *size, run.link_gbps * 1e9 / 8)
     slow = ring_seconds(*size, payload_rate(run.link_gbps), run.message_s)
-    low, high = max(run.floor_s, quick), run.floor_s + slow
+    # Where ranks differ, no step is quicker than the work of the slowest.
+    floor_s = max([run.floor_s, *busy_of_ranks(run.ranks).values()])
+    low, high = max(floor_s, quick), floor_s + slow
     steps = run.steps - run.start_step
     verdict.range_s = (low * steps, high * steps)
     above = run.step_s > high * (1 + RANGE_TOLERANCE)
@@ -75,26 +85,71 @@ def set_range(verdict, run, size):
 
 def judge_split(verdict, run):
     """A log with data wait, compute and exposed communication: the largest share bounds."""
-    parts = {"link": run.exposed_s, "input": run.data_s, "compute": run.compute_s}
+    parts = parts_of_step(run)
     verdict.bound = max(parts, key=parts.get)
     # Exposed time far above the all-reduce's own is not the wire's: with CPU training the two
-    # share the cores, and a slow rank makes the others wait in the all-reduce.
-    if verdict.bound == "link" and run.probe_s and run.probe_s < run.exposed_s / 2:
-        verdict.bound = "overlap"
+    # share the cores, and ranks wait for each other.
+    link = name_link(run)
+    if run.probe_s and run.probe_s < parts["link"] / 2:
+        link = "communication, but not by the wire"
+        if verdict.bound == "link":
+            verdict.bound = "overlap"
     title = {
-        "link": "its link" if run.nodes != 1 else "communication inside its node",
         "input": "its input (waiting for images)",
         "compute": "compute",
-        "overlap": "communication, but not by the wire",
-    }[verdict.bound]
+        "slow rank": f"one slow rank, {run.straggler}, for which the others wait",
+    }.get(verdict.bound, link)
+    if verdict.bound in ("compute", "input") and parts["link"] > EXPOSED_IN_PART * run.step_s:
+        title += f", in part by {link}"
     compute, data, exposed = (
         f"{ms(seconds)} ({part(seconds, run.step_s)})"
         for seconds in (run.compute_s, run.data_s, run.exposed_s)
     )
+    mean = "" if run.straggler is None else ", mean over the ranks"
     verdict.says.append(
         f"Bound by {title}: of a step of {ms(run.step_s)}, compute is {compute}, data wait "
-        f"{data}, exposed communication {exposed}, as measured."
+        f"{data}, exposed communication {exposed}, as measured{mean}."
     )
+    if run.straggler is not None:
+        verdict.says.append(say_slow_rank(run))
+
+
+def parts_of_step(run):
+    """{what a part of a step went to: seconds}; with a slow rank as on its way through the step.
+
+    Its exposed time is communication; that of the others is waiting for it as well.
+    """
+    if run.straggler is None:
+        return {"link": run.exposed_s, "input": run.data_s, "compute": run.compute_s}
+    busy = busy_of_ranks(run.ranks)
+    usual = statistics.median_low(busy.values())
+    data, compute, _ = next(run.ranks[rank] for rank, s in busy.items() if s == usual)
+    return {
+        "slow rank": busy[run.straggler] - usual,
+        "link": run.ranks[run.straggler][2],
+        "input": data,
+        "compute": compute,
+    }
+
+
+def say_slow_rank(run):
+    busy = busy_of_ranks(run.ranks)
+    usual = statistics.median_low(busy.values())
+    data, compute, _ = run.ranks[run.straggler]
+    return (
+        f"Rank {run.straggler} itself works {ms(busy[run.straggler])} of a step (data wait "
+        f"{ms(data)}, compute {ms(compute)}), the others {ms(usual)}."
+    )
+
+
+def name_link(run):
+    if run.nodes == 1:
+        return "communication inside its node"
+    if run.network and run.network.kind == "ipoib":
+        return f"TCP over {run.network.names[0]}, not InfiniBand itself"
+    if through_host_memory(run):
+        return "communication between its nodes, which passes through host memory"
+    return "its link"
 
 
 def judge_whole(verdict, run):
@@ -111,7 +166,9 @@ def judge_whole(verdict, run):
         text += f"{ms(run.floor_s)}."
         if verdict.implied_gbps:
             text += f" That implies a wire that ran at {rate(verdict.implied_gbps)} "
-            text += f"({run.steps:,} steps, no overlap)."
+            text += f"({run.steps:,} steps, no overlap)"
+            fallen = verdict.implied_gbps <= FALLEN_PORT_GBPS < (run.link_gbps or 0)
+            text += f", {FALLEN}." if fallen else "."
         if verdict.range_s:
             text += f" At {stated} a ring all-reduce takes {ms(line)} at line rate and {ms(tcp)} "
             text += "at what TCP leaves (model)."
@@ -131,12 +188,14 @@ def say_range(verdict, run):
     """The range that the model allows, and where the measured time lies."""
     low, high = verdict.range_s
     took, stated = run.step_s * (run.steps - run.start_step), rate(run.link_gbps)
-    by = algorithm(run) or "the quicker of ring and tree, to the ring"
-    text = f"{stated} allows {span(low, high)} by the model ({by}; all hidden to none); "
-    text += f"measured {in_unit(took, high)}"
+    of = f" of a {algorithm(run)}" if algorithm(run) else ""
+    text = f"By the model{of}, {stated} gives a run of {span(low, high)} (between all "
+    text += f"communication hidden and none); measured {in_unit(took, high)}"
     if verdict.inside:
-        near = f"within {RANGE_TOLERANCE:.0%} of that"
-        return f"{text}: {'inside' if low <= took <= high else near}."
+        if low <= took <= high:
+            return f"{text}: within that."
+        beyond = "above" if took > high else "below"
+        return f"{text}: just {beyond}, and the model is good to {RANGE_TOLERANCE:.0%}."
     if took < low:
         return f"{text}: faster than {stated} can be; the traffic went another way."
     if run.wire_gbps and run.wire_gbps >= HEALTHY * run.link_gbps:
@@ -147,7 +206,7 @@ def say_range(verdict, run):
             why = f"all-reduce and backward pass share cores, or {why}"
         return f"{text}: above, though the probe found no fault in the link; {why}."
     result = "" if run.wire_gbps else f": this is not a {stated} result"
-    return f"{text}, {took / high:.1f} times the slowest{result}."
+    return f"{text}, {took / high:.1f} times the longer of these{result}."
 
 
 def say_carried(run):
@@ -159,15 +218,16 @@ def say_carried(run):
     if run.nodes == 1 and network.transport != "local" and network.gbps:
         return [f"Inside one node, over {network.shown}, {basis}: {rate(network.gbps)}."]
     if run.nodes == 1 or network.transport == "local":
-        where = "Inside one node, through" if run.nodes == 1 else "Between nodes through"
+        where = "Inside one node" if run.nodes == 1 else "Between nodes"
         if network.transport != "local":
             basis = "as no counter of bytes moved"
-        return [f"{where} NVLink, PCIe or memory, {basis}: no network is judged."]
+        return [f"{where}, {way_inside(network)}, {basis}: no network is judged."]
     says = [text for text in [say_fallback(network)] if text]
-    channels = get(get(network.finding, "channels", dict), "network", int)
-    if channels and network.transport in ADAPTERS:
-        direct = get(network.finding, "gpudirect", int)
-        basis += f" (GPUDirect on {direct or 0} of {channels} connections)"
+    if network.transport in ADAPTERS and (channels := over_network(network)):
+        direct = get(network.finding, "gpudirect", int) or 0
+        basis += f" (GPUDirect on {direct} of {channels} connections)"
+    if kept := only_sockets(run):
+        basis += f", as {kept} keeps NCCL from InfiniBand and RoCE"
     if network.gbps is None:
         return [*says, f"Over {network.way}, {basis}; no counter of bytes moved with it."]
     if network.kind != "ipoib":
@@ -176,24 +236,62 @@ def say_carried(run):
     if can := network.adapter_gbps:
         text += f", {network.gbps / can:.0%} of what {network.adapter or 'its adapter'} can do "
         text += f"({rate(can)} stated)"
-    return [*says, f"{text}, by byte counters."]
+    text += ", by byte counters"
+    if run.record("Run").get("backend") == "nccl" and not network.finding:
+        text += "; NCCL's text, which would say why, is not in the log"
+    return [*says, f"{text}."]
+
+
+def over_network(network):
+    """How many connections NCCL's text shows that leave their node."""
+    return get(get(network.finding, "channels", dict), "network", int) or 0
+
+
+def way_inside(network):
+    """Between the GPUs of a node (of nodes that NVLink joins), as far as NCCL's text shows it."""
+    kinds = set(get(network.finding, "channels", dict))
+    if "mnnvl" in kinds:
+        return "through NVLink"
+    if kinds == {"p2p"}:
+        return "from GPU to GPU over NVLink or PCIe"
+    if kinds == {"shm"}:
+        return "through the host's memory (NCCL's SHM), not from GPU to GPU"
+    return "through NVLink, PCIe or memory"
+
+
+def through_host_memory(run):
+    """Whether an adapter fell short that no connection used from GPU memory (GPUDirect)."""
+    network = run.network
+    return (
+        network
+        and network.transport in ADAPTERS
+        and over_network(network)
+        and not get(network.finding, "gpudirect", int)
+        and (network.gbps or math.inf) < DELIVERS * (run.link_gbps or 0)
+    )
 
 
 def delivered(run):
-    """What the probe's all-reduce reached of the stated speed."""
+    """What the probe's all-reduce reached of the stated speed, and what that shows."""
     of = f" ({ms(run.probe_s)} for a step's {megabytes(run.wire_bytes)})" if run.probe_s else ""
     text = f"the probe's all-reduce{of} ran at {rate(run.wire_gbps)}"
     if not run.link_gbps:
         return f"{text}; its stated speed is not known (--link_gbps)."
-    reached = run.wire_gbps / run.link_gbps
-    text += f", {reached:.0%} of the stated {rate(run.link_gbps)}"
+    reached, stated = run.wire_gbps / run.link_gbps, rate(run.link_gbps)
+    text += f", {reached:.0%} of the stated {stated}"
+    sockets = run.network.transport == "sockets"
     if reached < HEALTHY:
-        return f"{text}: this is not a {rate(run.link_gbps)} result."
-    if reached < DELIVERS:
-        return f"{text}."
-    fallen = run.link_gbps <= FALLEN_PORT_GBPS and run.network.transport == "sockets"
-    but = ", at a speed to which a port falls back" if fallen else ""
-    return f"{text}: the link delivers{but}."
+        text += f": this is not a {stated} result"
+        if sockets and run.wire_gbps <= FALLEN_PORT_GBPS:
+            return f"{text}, {FALLEN}."
+    elif reached >= DELIVERS:
+        text += ": the link delivers"
+        if sockets and run.link_gbps <= FALLEN_PORT_GBPS:
+            text += ", but 100 Mb/s is what its port falls back to with a bad cable"
+    if through_host_memory(run):
+        text += ". GPUDirect was not used: all bytes passed through host memory, which may be "
+        text += "what limits them; the link itself is not shown to be at fault"
+    return f"{text}."
 
 
 def say_trouble(run):
@@ -210,7 +308,7 @@ def say_trouble(run):
         if sent and again > LOSSY * sent and over_tcp:
             says.append(
                 f"TCP sent {again / sent:.2%} of its segments again {when} ({again:,.0f} of "
-                f"{sent:,.0f}, counted): the link loses packets."
+                f"{sent:,.0f}, counted): packets are lost on the way."
             )
         found = [
             f"{key} {count:,.0f} on {interface['name']} of {get(node, 'host', str)}"

@@ -23,6 +23,7 @@ FAST_SOCKETS_GBPS = 25
 
 RANGE_TOLERANCE = 0.10  # measured times this far outside the model's range still count as inside
 LINK_FREE_SHARE = 0.10  # an all-reduce below this part of a step cannot be what bounds it
+EXPOSED_IN_PART = 0.2  # above this part of a step, exposed communication bounds it in part
 STRAGGLER = 1.2  # a rank this many times as busy as the usual one keeps the others waiting
 # A training step of ResNet-18 at 224 px in fp32 on an RTX 2080 Ti runs at 750 img/s or more; a GPU
 # that gets a quarter of that is most likely waiting for images.
