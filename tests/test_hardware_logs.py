@@ -157,7 +157,8 @@ RUNS = {
         ),
         "Over RoCE on mlx5_0:1, by NCCL's word ... 18% of the stated 100 Gb/s: this is not a "
         "100 Gb/s result. Errors of the link during the probe (counted): out_of_sequence 41,877 "
-        "on mlx5_0:1 of n0, ... Bound by its link",
+        "on mlx5_0:1 of n0, ...; packets were lost or overtaken on the way, in a switch more "
+        "often than in a cable. Bound by its link",
         "link",
         "what is lost: `rdma statistic show link mlx5_0/1` (out_of_sequence|a lossless path|"
         "NCCL_IB_GID_INDEX|ibstat mlx5_0",
@@ -186,7 +187,7 @@ RUNS = {
         "NCCL's text, which would say why, is not in the log. Bound by TCP over ib0, not "
         "InfiniBand itself",
         "link",
-        "NETWORK=infiniband IFNAME=mlx5_0|/sys/class/net/ib0/mode|NCCL_DEBUG=INFO says why",
+        "NCCL_DEBUG=INFO shows why|NETWORK=infiniband IFNAME=mlx5_0|/sys/class/net/ib0/mode",
         never="ethtool|tc qdisc",
     ),
     "four rails": Made(
@@ -209,11 +210,11 @@ RUNS = {
             exposed_ms=28.0,
             facts={"env": {"NCCL_ALGO": "Tree"}},
         ),
-        "Over TCP on eth0 (ethernet), by NCCL's word: ... 90% of the stated 25 Gb/s: the link "
-        "delivers. Bound by compute, in part by its link:",
+        "Over TCP on eth0 (ethernet), by NCCL's word, with NCCL_ALGO=Tree: ... 90% of the stated "
+        "25 Gb/s: the link delivers. Bound by compute, in part by its link:",
         "compute",
         "unset NCCL_ALGO (now Tree)|the exposed communication: --grad_compression|--batch_size",
-        never="more processes",
+        never="more GPUs",
     ),
     "NVLink": Made(
         "Eight GPUs of one machine, joined by NVLink: no network is in use, the run computes.",
@@ -267,7 +268,7 @@ RUNS = {
         "1 Gb/s: this is not a 1 Gb/s result, which a port on the way that fell back to 100 "
         "Mb/s, or a limit there, would explain. Bound by its link",
         "link",
-        "the negotiated speed: `ethtool eth0 | grep Speed` on both nodes",
+        "the negotiated speed: the switch's ports, `ethtool eth0 | grep Speed` on both nodes",
     ),
     "management port": Made(
         "InfiniBand is there; NCCL_IB_DISABLE is 1 and everything goes over the 1 Gb/s port for "
@@ -281,7 +282,7 @@ RUNS = {
         "InfiniBand and RoCE: ... ran at 940 Mb/s, 94% of the stated 1 Gb/s: the link delivers. "
         "Bound by its link",
         "link",
-        "a faster link: without NCCL_IB_DISABLE=1 (environment, /etc/nccl.conf)|`ibstat`|"
+        "a faster link: without NCCL_IB_DISABLE=1 (environment, /etc/nccl.conf, ~|`ibstat`|"
         "send less",
     ),
     "lossy ethernet": Made(
@@ -321,7 +322,7 @@ RUNS = {
         "compute 150 ms), the others 62.0 ms.",
         "slow rank",
         "rank 3 on n1: heat, clock and other load of its GPU",
-        never="compression|--batch_size|more processes",
+        never="compression|--batch_size|more GPUs",
     ),
 }
 

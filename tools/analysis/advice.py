@@ -93,8 +93,8 @@ def adapter_advice(run):
     if any(p.get("id") == "fell_back_to_sockets" for p in objects(network.finding, "problems")):
         return []  # it was asked for
     port = network.adapter.partition(":")[0]
-    why = "if NCCL still takes sockets, NCCL_DEBUG=INFO says why (/dev/infiniband in a container?)"
-    return [f"the adapter itself: NETWORK=infiniband IFNAME={port}, its name; {why}"]
+    why = "NCCL_DEBUG=INFO shows why NCCL took sockets (/dev/infiniband missing in a container?)"
+    return [f"{why}; then the adapter itself: NETWORK=infiniband IFNAME={port}"]
 
 
 def only_sockets(run):
@@ -130,8 +130,8 @@ def losses(network):
 
 WAY_INSIDE = (
     "the way between the GPUs: `nvidia-smi topo -m` (NV is NVLink; PIX, PXB, PHB, NODE, SYS are "
-    "ever farther over PCIe), `nvidia-smi topo -p2p r` (not OK: the driver, an IOMMU, or "
-    "NCCL_P2P_DISABLE)"
+    "ever farther over PCIe), `nvidia-smi topo -p2p r` (not OK: GPU, driver or chipset; OK: "
+    "NCCL_P2P_DISABLE, NCCL_P2P_LEVEL, or too far for NCCL)"
 )
 
 
@@ -169,8 +169,8 @@ def fallen_port(run):
 def faster_link(run):
     if setting := only_sockets(run):
         return (
-            f"a faster link: without {setting} (environment, /etc/nccl.conf) NCCL takes an "
-            "adapter that `ibstat` shows as active"
+            f"a faster link: without {setting} (environment, /etc/nccl.conf, ~/.nccl.conf) NCCL "
+            "takes an adapter that `ibstat` shows as active"
         )
     return "a faster link: --project shows what to expect of it"
 
@@ -205,7 +205,7 @@ def for_input(run):
     now = "" if workers is None else f" (now {workers})"
     return [
         f"more loader processes: --workers{now}, up to the cores of a node / its processes",
-        "smaller images on disk: tools/prepare_coco.py; decoding is most of the loader's work",
+        "smaller images on disk: tools/prepare_coco.py; decoding is usually most of the work",
         "storage: copy the images to a local disk, or run a second time with a warm cache",
     ]
 
@@ -217,7 +217,11 @@ def for_compute(run):
     if on_cpu(run):  # further processes of the same machine would share its cores
         return [*checks, "more machines: --project shows what to expect"]
     # With much exposed, more processes would wait for each other still longer.
-    more = [] if exposed_in_part(run) else ["more processes: --project shows what to expect"]
+    more = (
+        []
+        if exposed_in_part(run)
+        else ["more GPUs, a process each: --project shows what to expect"]
+    )
     return [
         *checks,
         "a larger --batch_size, if the device is not full",

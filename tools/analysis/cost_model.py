@@ -11,7 +11,7 @@ that carry it, a = latency of one message: the probe's small all-reduces over th
          T = 2 ceil(log2 N) a + 2 B/r
   step   from full overlap, max(floor, T), to none, floor + T; floor = data wait + compute. Where
          the log does not tell the algorithm, T is the quicker one's, but for a run that is judged
-         in floor + T the ring's, which sends the most
+         in floor + T the slower one's
   best   with a probe of P and DDP's buckets: one bucket's all-reduce after another, each from when
          its last gradient is there and the one before is done. What is left after the backward
          pass is exposed: E(T). The last bucket always is, as it is complete when the pass ends,
@@ -67,11 +67,11 @@ def algorithm(run):
     return asked if asked in ("ring", "tree") else None
 
 
-def all_reduce_seconds(run, nbytes, processes, nodes, bytes_per_s, latency_s=0.0):
-    """By the run's algorithm; by the better one where that is not known."""
+def all_reduce_seconds(run, nbytes, processes, nodes, bytes_per_s, latency_s=0.0, unknown=min):
+    """By the run's algorithm; where that is not known by the better one, or `unknown` of both."""
     ring = ring_seconds(nbytes, processes, nodes, bytes_per_s, latency_s)
     tree = tree_seconds(nbytes, nodes, bytes_per_s, latency_s)
-    return {"ring": ring, "tree": tree}.get(algorithm(run), min(ring, tree))
+    return {"ring": ring, "tree": tree}.get(algorithm(run), unknown(ring, tree))
 
 
 def payload_rate(gbps):

@@ -216,7 +216,7 @@ RULES = (
 # What to do, in the order in which findings are told: causes before what follows from them.
 ADVICE = {
     "no_ib_device": "NCCL sees no adapter that it may use: in a container, is /dev/infiniband in "
-    "it? Then ibstat (State Active), /sys/class/infiniband, NCCL_IB_HCA",
+    "it? Then ibv_devinfo, which looks as NCCL does (libibverbs and its providers), NCCL_IB_HCA",
     "verbs_library_missing": "install libibverbs (rdma-core) where the job runs, "
     "in a container inside it",
     "memlock": "RDMA pins memory: raise the limit of locked memory (ulimit -l unlimited) "
@@ -228,7 +228,8 @@ ADVICE = {
     "fell_back_to_sockets": "the faster network was asked for and TCP was used: "
     "see the other findings, or NCCL_DEBUG_SUBSYS=INIT,NET,ENV",
     "gpudirect_off": "data passes through host memory: modprobe nvidia-peermem on each "
-    "node (lsmod shows nvidia_peermem) or DMA-BUF; nvidia-smi topo -m shows whether adapters are near the GPUs",
+    "node (lsmod shows nvidia_peermem) or DMA-BUF; nvidia-smi topo -m shows whether adapters are "
+    "near the GPUs",
     "no_interface": "no IP interface was left: check NCCL_SOCKET_IFNAME and NCCL_OOB_NET_IFNAME "
     "against ip addr on each node",
     "suspect_interface": "this interface seldom joins nodes: set NCCL_SOCKET_IFNAME to the one "

@@ -161,7 +161,7 @@ SLOW_LINK = {
     ],
     "roce": [
         ROCE_LOSSES,
-        "a lossless path: PFC or ECN on adapters and switch for one class, that of NCCL_IB_TC",
+        "a lossless path: PFC for one class on adapters and switch, that of NCCL_IB_TC, with ECN",
         BANDWIDTH.replace("{what}", "adapter and cable, not the switch under load"),
         PORT,
         "the GID: NCCL_IB_GID_INDEX, where set, a RoCE v2 entry of this network (`show_gids`)",
@@ -173,7 +173,7 @@ SLOW_LINK = {
         *MEMORY,
     ],
     "sockets": [
-        "the negotiated speed: `ethtool {name} | grep Speed` on both nodes; the switch's ports",
+        "the negotiated speed: the switch's ports, `ethtool {name} | grep Speed` on both nodes",
         "the interface: NETWORK= and IFNAME= of launch_multinode.sh keep the traffic on one",
         "an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev {name}`",
         "the link without training: `iperf3 -c PEER` should show {tcp}",

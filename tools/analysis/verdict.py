@@ -27,6 +27,7 @@ from common.thresholds import (
     RANGE_TOLERANCE,
 )
 
+ON_ROCE = "; packets were lost or overtaken on the way, in a switch more often than in a cable"
 FALLEN = "which a port on the way that fell back to 100 Mb/s, or a limit there, would explain"
 
 
@@ -71,9 +72,11 @@ def judge(run):
 
 
 def set_range(verdict, run, size):
-    """From the better algorithm, all of it hidden, to the ring, which sends most, not hidden."""
+    """From the better algorithm, all of it hidden, to the other, none of it hidden."""
     quick = all_reduce_seconds(run, *size, run.link_gbps * 1e9 / 8)
-    slow = ring_seconds(*size, payload_rate(run.link_gbps), run.message_s)
+    slow = all_reduce_seconds(
+        run, *size, payload_rate(run.link_gbps), run.message_s or 0.0, unknown=max
+    )
     # Where ranks differ, no step is quicker than the work of the slowest.
     floor_s = max([run.floor_s, *busy_of_ranks(run.ranks).values()])
     low, high = max(floor_s, quick), floor_s + slow
@@ -188,12 +191,17 @@ def say_range(verdict, run):
     """The range that the model allows, and where the measured time lies."""
     low, high = verdict.range_s
     took, stated = run.step_s * (run.steps - run.start_step), rate(run.link_gbps)
-    of = f" of a {algorithm(run)}" if algorithm(run) else ""
-    text = f"By the model{of}, {stated} gives a run of {span(low, high)} (between all "
-    text += f"communication hidden and none); measured {in_unit(took, high)}"
+    known = algorithm(run)
+    of = f" of a {known}" if known else ""
+    ends = "all communication hidden, to none"
+    if not known:
+        ends = "the better of ring and tree, all of it hidden, to the other, none of it"
+    text = f"By the model{of}, {stated} gives a run of {span(low, high)} ({ends}); "
+    text += f"measured {in_unit(took, high)}"
     if verdict.inside:
         if low <= took <= high:
-            return f"{text}: within that."
+            so = "" if run.straggler is None else f", for ranks that wait for rank {run.straggler}"
+            return f"{text}: within that{so}."
         beyond = "above" if took > high else "below"
         return f"{text}: just {beyond}, and the model is good to {RANGE_TOLERANCE:.0%}."
     if took < low:
@@ -226,6 +234,9 @@ def say_carried(run):
     if network.transport in ADAPTERS and (channels := over_network(network)):
         direct = get(network.finding, "gpudirect", int) or 0
         basis += f" (GPUDirect on {direct} of {channels} connections)"
+    told = get(get(run.record("Run"), "env", dict), "NCCL_ALGO", str)
+    if told and run.record("Run").get("backend") == "nccl":
+        basis += f", with NCCL_ALGO={told}"
     if kept := only_sockets(run):
         basis += f", as {kept} keeps NCCL from InfiniBand and RoCE"
     if network.gbps is None:
@@ -319,5 +330,6 @@ def say_trouble(run):
             if key not in HARMLESS and (count := get(interface["errors"], key))
         ]
         if found:
-            says.append(f"Errors of the link {when} (counted): {', '.join(found)}.")
+            meant = ON_ROCE if run.network and run.network.transport == "roce" else ""
+            says.append(f"Errors of the link {when} (counted): {', '.join(found)}{meant}.")
     return says
