@@ -37,11 +37,11 @@ Part one is the lesson. Six points make a training script distributed:
     5/6  backward averages the gradients over all ranks       train_step
     6/6  results are put together, and rank 0 writes them     validate, then tear_down
 
-One rule stands behind all of them: ALL RANKS MAKE THE SAME COLLECTIVE CALLS IN THE SAME ORDER. A
-collective call is an exchange between all ranks: all-reduce (every rank gets the sum or mean of
-what all have), broadcast (what one rank has), gather (a list of what each has) or barrier (they
-only wait). Each rank waits in it for the others; where one leaves it out, the others end with an
-error after --timeout seconds. Comments below call this "the rule".
+One rule ("the rule" below) stands behind all: ALL RANKS MAKE THE SAME COLLECTIVE CALLS IN THE SAME
+ORDER. A collective call is an exchange between all ranks: all-reduce (every rank gets the sum or
+mean of what all have), broadcast (every rank gets what one has), gather (a list of what each has)
+or barrier (they only wait). Each rank waits in it for the others. Where one leaves a call out, the
+others end with an error after --timeout seconds; calls that do not match hang, or mix up data.
 
 Part two, below the banner, is the safety net: arguments, errors, damaged images, checkpoints.
 """
@@ -145,9 +145,9 @@ def read_environment(process):
 
 def set_up(args, process):
     """Chooses the device and the backend, and joins the process group. Raises UserError."""
-    # DDP 2/6: first a device of its own, then the group of all processes, whose connections start
-    # from that device. The group's backend moves tensors between them: NCCL between NVIDIA GPUs,
-    # one for each process; Gloo between CPUs, or where processes share a GPU.
+    # DDP 2/6: first a device of its own, then the group of all processes: NCCL connects the GPUs
+    # that they have by then. The group's backend moves tensors between them: NCCL between NVIDIA
+    # GPUs, one for each process; Gloo between CPUs, or where processes share a GPU.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     process.backend = choose_backend(args, gpus)
     check_process(process, gpus)
@@ -187,9 +187,9 @@ def make_loader(args, process, train_list, val_list):
     dataset = FirstCategory(args, process, train_list, val_list)  # decodes and crops the images
     # DDP 3/6: DistributedSampler gives each rank its own share of the images, in each epoch
     # another one (set_epoch, in train_epoch). A step has collective calls (5/6): by the rule all
-    # ranks must make the same number of steps. So all shares are equally long, and a few images
-    # come twice for that. ResumableSampler is a DistributedSampler that can also begin in the
-    # middle of an epoch.
+    # ranks must make the same number of steps. So all shares are equally long: of 10 images each
+    # of 4 ranks gets 3, and two images come twice. ResumableSampler is a DistributedSampler that
+    # can also begin in the middle of an epoch.
     sampler = ResumableSampler(
         train_list.names, process.world_size, process.rank, shuffle=True, seed=args.seed
     )
@@ -214,7 +214,7 @@ def build_model(args, process, classes):
     """ResNet-18 on this process's device. Before 4/6 only rank 0's has the weights asked for."""
     torch.manual_seed(args.seed)  # to repeat a run; what makes the ranks equal is DDP (4/6)
     model = torchvision.models.resnet18(num_classes=classes)
-    with share_errors(process, "weights"):  # a collective call: one rank's error in here ends all
+    with share_errors(process, "weights"):  # ends with a collective call: an error ends all ranks
         if process.rank == 0 and args.weights != "none":
             load_weights(process, model, args.weights)
     model = model.to(process.device, memory_format=torch.channels_last)
@@ -262,11 +262,14 @@ def train_step(run, micro_batches):
                 loss = cross_entropy(logits, labels, ignore_index=IGNORED)
             else:  # all images damaged: gradients of zero, because by the rule it must send some
                 loss = 0 * logits.sum()
-            loss = loss / len(micro_batches)  # so that what adds up is their mean
+            # The loss is the mean over a batch's images. What adds up shall be the mean of these:
+            # a shorter micro-batch, at the end of an epoch, counts as much as the others.
+            loss = loss / len(micro_batches)
             # DDP 5/6: backward works from the last layer to the first. As soon as the gradients of
             # some layers (a bucket) are there, DDP starts to average them over all ranks (an
             # all-reduce), while backward computes those of layers nearer to the input. At the end
-            # every gradient is the mean over all ranks: the fast ones have waited for the slowest.
+            # every gradient is the mean over all ranks, from equally large batches. The fast ranks
+            # have waited for the slowest.
             run.scaler.scale(loss).backward()
         total += loss.detach()
     run.timer.note_moment("averaged")  # for the Summary, which says how long ranks have waited
@@ -287,7 +290,7 @@ def train_epoch(run, epoch):
     for micro_batches in read_steps(run):
         set_learning_rate(run)
         loss = train_step(run, micro_batches)
-        # Logs this rank's own loss. About once a second all ranks also agree to go on, or to end.
+        # Logs this rank's own loss. Every so many steps, known to all, all agree to go on or end.
         finish_step(run, loss, micro_batches)
     if run.process.world_size > 1:
         # Batch norm's statistics come from each rank's own images. All shall validate the same

@@ -116,7 +116,8 @@ RUNS = {
         "computes.",
         gpus(rails(1, 200, 184.0), finding(IB + CHANNEL, GDR)),
         "Over InfiniBand on mlx5_0:1, by NCCL's word (GPUDirect on 1 of 1 connections): the "
-        "probe's all-reduce (...) ran at 184 Gb/s, 92% of the stated 200 Gb/s: the link delivers. "
+        "probe's all-reduce (...) ran at 184 Gb/s on the wire, 92% of the stated 200 Gb/s: the "
+        "link delivers. "
         "Bound by compute",
         "compute",
         "--batch_size",
@@ -141,8 +142,8 @@ RUNS = {
             finding(IB + CHANNEL, GDR),
             **SMALL_BATCH,
         ),
-        "Over InfiniBand on mlx5_0:1, by NCCL's word ... Errors of the link during the probe "
-        "(counted): local_link_integrity_errors 31 on mlx5_0:1 of n0, link_error_recovery 4 on",
+        "Over InfiniBand on mlx5_0:1, by NCCL's word ... Errors counted during the probe: "
+        "local_link_integrity_errors 31 on mlx5_0:1 of n0, link_error_recovery 4 on",
         "link",
         "what loses data: cable, transceiver, switch port (`ibqueryerrors`, `mlxlink -d mlx5_0",
         never="GPUDirect: |ulimit",
@@ -156,9 +157,9 @@ RUNS = {
             **SMALL_BATCH,
         ),
         "Over RoCE on mlx5_0:1, by NCCL's word ... 18% of the stated 100 Gb/s: this is not a "
-        "100 Gb/s result. Errors of the link during the probe (counted): out_of_sequence 41,877 "
+        "100 Gb/s result. Errors counted during the probe: out_of_sequence 41,877 "
         "on mlx5_0:1 of n0, ...; packets were lost or overtaken on the way, in a switch more "
-        "often than in a cable. Bound by its link",
+        "often than in a cable. Bound by its network, which loses packets",
         "link",
         "what is lost: `rdma statistic show link mlx5_0/1` (out_of_sequence|a lossless path|"
         "NCCL_IB_GID_INDEX|ibstat mlx5_0",
@@ -192,9 +193,10 @@ RUNS = {
     ),
     "four rails": Made(
         "Four NDR adapters of 400 Gb/s a node, eight GPUs each; all deliver, the run computes.",
-        gpus(rails(4, 400, 370.0), finding(IB + CHANNEL, GDR), each=8),
+        gpus(rails(4, 400, 370.0), finding(IB + 4 * CHANNEL, GDR), each=8),
         "Over InfiniBand on mlx5_0:1, mlx5_1:1, mlx5_2:1, mlx5_3:1, by NCCL's word ... ran at "
-        "1,481 Gb/s, 93% of the stated 1,600 Gb/s: the link delivers. Bound by compute:",
+        "1,481 Gb/s on the wire, 93% of the stated 1,600 Gb/s: the link delivers. Bound by "
+        "compute:",
         "compute",
         "--batch_size",
     ),
@@ -243,7 +245,7 @@ RUNS = {
         "Four EFA adapters of 100 Gb/s in EC2, of which NCCL's plugin makes good use.",
         gpus(
             rails(4, 100, 85.0, kind="efa", name="rdmap{}s0:1"),
-            finding(EFA + CHANNEL, "NET/Libfabric/0/GDRDMA"),
+            finding(EFA + 4 * CHANNEL, "NET/Libfabric/0/GDRDMA"),
             each=4,
         ),
         "Over EFA on rdmap0s0:1, rdmap1s0:1, rdmap2s0:1, rdmap3s0:1, by NCCL's word ... 85% of "
@@ -255,7 +257,8 @@ RUNS = {
         "The node's port came up at 100 Mb/s, as the kernel says itself: a cable with two good "
         "pairs. The switch has 1 Gb/s.",
         gpus(ethernet(0.1, 0.094), on_sockets()),
-        "Over TCP on eth0 (ethernet), by NCCL's word: ... ran at 94 Mb/s, 94% of the stated "
+        "Over TCP on eth0 (ethernet), by NCCL's word: ... ran at 94 Mb/s on the wire, 94% of the "
+        "stated "
         "100 Mb/s: the link delivers, but 100 Mb/s is what its port falls back to with a bad "
         "cable. Bound by its link",
         "link",
@@ -264,7 +267,8 @@ RUNS = {
     "switch port at 100 Mb/s": Made(
         "The node's own port is at 1 Gb/s; a switch on the way has one at 100 Mb/s.",
         gpus(ethernet(1, 0.094), on_sockets()),
-        "Over TCP on eth0 (ethernet), by NCCL's word: ... ran at 94 Mb/s, 9% of the stated "
+        "Over TCP on eth0 (ethernet), by NCCL's word: ... ran at 94 Mb/s on the wire, 9% of the "
+        "stated "
         "1 Gb/s: this is not a 1 Gb/s result, which a port on the way that fell back to 100 "
         "Mb/s, or a limit there, would explain. Bound by its link",
         "link",
@@ -279,7 +283,8 @@ RUNS = {
             facts={"env": {"NCCL_IB_DISABLE": "1"}},
         ),
         "Over TCP on eno1 (ethernet), by NCCL's word, as NCCL_IB_DISABLE=1 keeps NCCL from "
-        "InfiniBand and RoCE: ... ran at 940 Mb/s, 94% of the stated 1 Gb/s: the link delivers. "
+        "InfiniBand and RoCE: ... ran at 940 Mb/s on the wire, 94% of the stated 1 Gb/s: the "
+        "link delivers. "
         "Bound by its link",
         "link",
         "a faster link: without NCCL_IB_DISABLE=1 (environment, /etc/nccl.conf, ~|`ibstat`|"

@@ -353,8 +353,8 @@ BREAKS = [
         name="wire-blamed-for-waiting",
         seen="A faster network is advised where ranks wait for each other.",
         file="tools/analysis/verdict.py",
-        old="run.probe_s and run.probe_s < run.exposed_s / 2",
-        new="run.probe_s and run.exposed_s < run.probe_s / 2",
+        old='if run.probe_s and run.probe_s < parts["link"] / 2',
+        new='if run.probe_s and parts["link"] < run.probe_s / 2',
         tests=("tests/test_compare_logs.py::test_bound_by[overlap]",),
     ),
     # --- Data, benchmark, launchers --------------------------------------------------------------

@@ -99,9 +99,10 @@ def adapter_advice(run):
 
 def only_sockets(run):
     """The setting that keeps NCCL from adapters, as text, where it used sockets; else empty."""
-    if not run.network or run.network.transport != "sockets":
+    facts = run.record("Run")
+    if not run.network or run.network.transport != "sockets" or facts.get("backend") != "nccl":
         return ""
-    env = get(run.record("Run"), "env", dict)
+    env = get(facts, "env", dict)
     settings = {"NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
     return next((f"{k}={v}" for k, v in settings.items() if env.get(k) == v), "")
 

@@ -131,7 +131,7 @@ def prediction_lines(rows):
     lines = ["The model against these logs (a step predicted from another run's log):", ""]
     for r in rows:
         to = f"{r['from']} -> {r['to']} at {rate(r['gbps'])}: predicted {ms(r['predicted_s'])}"
-        lines.append(f"- {to}, measured {ms(r['measured_s'])} ({r['error']:+.0%})")
+        lines.append(f"- {to}, measured {ms(r['measured_s'])} ({round(100 * r['error']):+d}%)")
     return [*lines, ""]
 
 

@@ -150,6 +150,8 @@ def name_link(run):
         return "communication inside its node"
     if run.network and run.network.kind == "ipoib":
         return f"TCP over {run.network.names[0]}, not InfiniBand itself"
+    if run.network and run.network.transport == "roce" and say_trouble(run):
+        return "its network, which loses packets"
     if through_host_memory(run):
         return "communication between its nodes, which passes through host memory"
     return "its link"
@@ -285,7 +287,7 @@ def through_host_memory(run):
 def delivered(run):
     """What the probe's all-reduce reached of the stated speed, and what that shows."""
     of = f" ({ms(run.probe_s)} for a step's {megabytes(run.wire_bytes)})" if run.probe_s else ""
-    text = f"the probe's all-reduce{of} ran at {rate(run.wire_gbps)}"
+    text = f"the probe's all-reduce{of} ran at {rate(run.wire_gbps)} on the wire"
     if not run.link_gbps:
         return f"{text}; its stated speed is not known (--link_gbps)."
     reached, stated = run.wire_gbps / run.link_gbps, rate(run.link_gbps)
@@ -311,12 +313,13 @@ def say_trouble(run):
     for network in run.networks:
         used += [*network.names, network.adapter]
     probed = objects(run.record("Probe"), "nodes")
+    over_tcp = run.network is None or run.network.transport == "sockets"
+    healthy = run.wire_gbps and run.link_gbps and run.wire_gbps >= HEALTHY * run.link_gbps
     for when, nodes in (("during the probe", probed), ("during the run", run.log.nodes)):
         tcp = [get(node, "tcp", dict) for node in nodes]
         sent = sum(get(one, "segments") or 0 for one in tcp)
         again = sum(get(one, "retransmits") or 0 for one in tcp)
-        over_tcp = run.network is None or run.network.transport == "sockets"
-        if sent and again > LOSSY * sent and over_tcp:
+        if sent and again > LOSSY * sent and over_tcp and not healthy:
             says.append(
                 f"TCP sent {again / sent:.2%} of its segments again {when} ({again:,.0f} of "
                 f"{sent:,.0f}, counted): packets are lost on the way."
@@ -331,5 +334,5 @@ def say_trouble(run):
         ]
         if found:
             meant = ON_ROCE if run.network and run.network.transport == "roce" else ""
-            says.append(f"Errors of the link {when} (counted): {', '.join(found)}{meant}.")
+            says.append(f"Errors counted {when}: {', '.join(found)}{meant}.")
     return says
