@@ -260,7 +260,7 @@ def test_sweep_leaves_alone_what_the_run_did_not_start(tmp_path):
         assert len(left) == 2 and not started.pids("sleep 303"), run.tail()
         for pid in left:
             os.kill(pid, signal.SIGKILL)
-    assert "killing what is left of this attempt: 1 processes" in run.out
+    assert "killing what is left of this attempt: 1 process\n" in run.out
 
 
 def test_process_is_told_by_its_environment():

@@ -10,6 +10,11 @@ from common.records import is_for_programs
 from launcher.rendezvous import Refused
 
 
+def counted(number: int, one: str, more: str) -> str:
+    """1 step, 2 steps."""
+    return f"{number} {one if number == 1 else more}"
+
+
 class Output:
     """Whole lines to the terminal and to the log; neither ends the other, or the run."""
 

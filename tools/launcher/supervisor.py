@@ -22,7 +22,7 @@ from launcher.counters import describe_traffic, difference, read_counters
 from launcher.ending import STOPPED, End, Ending, make_ending
 from launcher.hang_report import phases_folder, read_phases, standing
 from launcher.nodes import GRACE, SAVING, Nodes
-from launcher.output import Output
+from launcher.output import Output, counted
 from launcher.rendezvous import Plan, Refused, Rendezvous, Series, check_master
 from launcher.root_cause import (
     OutputReader,
@@ -290,9 +290,10 @@ class Supervisor:
     def _say_repeated(self, plan: Plan, facts: OutputReader, reached: int) -> None:
         """What the failure before this start has cost; only rank 0 says where it went on."""
         if plan.restarts and facts.start_step is not None:
+            steps = counted(max(0, reached - facts.start_step), "step", "steps")
             self.say(
                 f"restart {plan.restarts} went on from step {facts.start_step}; the log had come "
-                f"to step {reached}: {max(0, reached - facts.start_step)} steps repeated"
+                f"to step {reached}: {steps} repeated"
             )
 
     def _end(self, plan: Plan, ending: Ending) -> int:
@@ -308,7 +309,7 @@ class Supervisor:
             self.say(ending.text)
             return ending.code
         if plan.restarts:
-            self.say(f"gave up after {plan.restarts} restarts")
+            self.say(f"gave up after {counted(plan.restarts, 'restart', 'restarts')}")
         what = "failed in the probe of the link (PROBE=0: none)" if plan.probe else "failed"
         self.say(f"{what}, see {self.options.log}; root cause:")
         self.output.line(ending.text)
