@@ -25,7 +25,7 @@ import pytest
 import test_faults as faults
 from analysis.logs import read_log
 from launcher import nodes
-from launcher.ending import End, Ending, make_ending, printable, tell_end
+from launcher.ending import End, Ending, make_ending, printable, read_ending, tell_end
 from launcher.root_cause import Cause, OutputReader, find_causes, first_cause
 from support.datasets import make_set
 from support.nodes import NamespacePair
@@ -180,6 +180,20 @@ def test_ending_of_two_nodes(first, second, kind, text, code, stopped):
     ending = make_ending({0: first, 1: second}, {}, NAMES)
     assert ending == Ending(kind, text, code, stopped)
     assert ending.final == (kind in ("done", "asked") or bool(stopped))
+
+
+@pytest.mark.parametrize(
+    ("text", "final"),
+    [
+        ("[CPU 3] KeyError: 'x'", True),
+        ("TypeError: of @record", True),
+        ("[CPU 3] RuntimeError: CUDA error: unspecified launch failure", False),
+        ("[CPU 3] ConnectionError: x", False),
+    ],
+)
+def test_bug_that_is_certain_to_come_again_is_final_on_all_nodes(text, final):
+    ending = make_ending({0: End(), 1: End(1, [Cause(text, "bug")])}, {}, NAMES)
+    assert ending.final == read_ending(asdict(ending)).final == final
 
 
 def test_one_node_is_not_named_and_a_line_that_names_nodes_stays_as_it_is():
@@ -355,8 +369,8 @@ class Place:
     def seconds(self) -> float:
         """From the fault, which its rank has told, to the last end."""
         text = "".join(self.log(node) for node in range(self.nnodes))
-        if told := re.search(r"^FAULT ([\d.]+)$", text, re.MULTILINE):
-            self.hit_at = float(told[1])
+        if told := re.findall(r"^FAULT ([\d.]+)$", text, re.MULTILINE):
+            self.hit_at = float(told[-1])
         return max(self.ends.values()) - self.hit_at
 
 
@@ -367,7 +381,8 @@ def wait_for(places: list[Place], seconds: float) -> None:
         time.sleep(0.05)
 
 
-FAULTS = {"memory": "2:3:user", "killed": "1:3:kill", "hang": "1:3:hang"}
+FAULTS = {"memory": "2:3:user", "killed": "1:3:kill", "hang": "1:3:hang", "again": "1:1:again"}
+RESTARTS = {"memory": 1, "again": 3}
 
 
 @pytest.fixture(scope="module")
@@ -377,7 +392,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Place]
     places = {name: Place(folder / name) for name in (*FAULTS, "stop")}
     try:
         for name, fault in FAULTS.items():
-            options = ("--restarts", 1) if name == "memory" else ()
+            options = ("--restarts", RESTARTS.get(name, 0))
             places[name].start("--fault", fault, options=options)
         stop_between_restarts(places["stop"])
         wait_for([*places.values()], 45)
@@ -419,6 +434,16 @@ def test_cause_that_a_restart_would_meet_again_ends_all_nodes_in_time(ended):
     assert place.codes() == {1}
     assert place.seconds() < IN_TIME
     assert not any("restart 1 of" in place.log(node) for node in range(3))
+
+
+def test_bug_that_a_restart_has_met_again_ends_all_nodes_in_time(ended):
+    """It was started as often as RESTARTS allows."""
+    place = ended["again"]
+    (line,) = place.last_lines()
+    assert re.fullmatch(r"node 1 \(\S+\): \[CPU 1\] RuntimeError: wrong shapes", line)
+    assert place.codes() == {1} and place.seconds() < IN_TIME
+    for node in range(3):
+        assert re.findall(r"restart (\d) of 3 after", place.log(node)) == ["1"]
 
 
 def test_rank_that_is_killed_is_the_last_line_of_all(ended):
@@ -486,7 +511,7 @@ def test_real_torchrun_and_script_end_with_one_line_on_both_nodes(tmp_path, what
     argv = [*faults.FAST, *make_set(tmp_path / "set", 48), "--num_epochs", 99, "--timeout", 8]
     argv += ["--checkpoint", tmp_path / "c.pt"]
     env = {"FAULT": what, "FAULT_RANK": str(node)}
-    restarts = int(what == "memory")  # which a restart would meet again
+    restarts = int(what in ("memory", "bug"))  # which a restart would meet again
     with NamespacePair() as pair:
         runs = []
         for rank in (0, 1):

@@ -22,6 +22,7 @@ import pytest
 import supervise
 from launcher import rendezvous, root_cause
 from launcher.counters import size
+from launcher.ending import Ending
 from launcher.root_cause import Cause
 from launcher.torchrun_command import Command
 from support.processes import LONG, ROOT, Started, free_port, start, wait_until
@@ -293,6 +294,22 @@ def test_probe_that_fails_is_a_failure_like_any_other(folder, restarts):
         assert output.splitlines()[-1] == "[CPU 0] ERROR: in step 3: reset"
 
 
+@pytest.mark.parametrize(
+    ("error", "saved", "count"),
+    [
+        ("KeyError", "", 1),  # certain to come again
+        ("RuntimeError", "", 2),
+        ("RuntimeError", "touch logs/checkpoint.pt; ", 4),  # it came further each time
+    ],
+)
+def test_bug_ends_the_run_where_a_restart_would_meet_it_again(folder, error, saved, count):
+    body = f"{saved}fail '[CPU 0] {error}: broken' bug"
+    output = folder.run("--restarts", 3, body=body, expect=1)
+    assert len(starts(output)) == count
+    assert output.splitlines()[-1] == f"[CPU 0] {error}: broken"
+    assert ("gave up after 1 restart\n" in output) == (count == 2)
+
+
 # --- Signals ---------------------------------------------------------------------------------
 
 WAIT = "trap 'echo got TERM; exit 4' TERM\ntrap '' INT\necho ready; while :; do sleep 0.05; done"
@@ -310,24 +327,30 @@ def test_signal_is_passed_on_and_ends_the_series(folder):
 
 
 @pytest.mark.parametrize(
-    ("node_rank", "age", "said"),
+    ("node_rank", "age", "more", "code", "said"),
     [
-        (0, -5, r"; the checkpoint \S+c.pt is of [\d:]+: --resume goes on from there"),
-        (0, 5, ", with no checkpoint saved"),
-        (1, 5, "; whether a checkpoint was saved is known to node 0, which writes it"),
+        (0, -5, "", 75, r"; the checkpoint \S+c.pt is of [\d:]+: --resume goes on from there"),
+        (0, 5, "", 143, ", with no checkpoint saved"),
+        (0, 5, "--resume", 75, r"; the checkpoint .* --resume goes on from there"),
+        (1, 5, "", 143, "; whether a checkpoint was saved is known to node 0, which writes it"),
     ],
 )
-def test_stop_that_the_ranks_do_not_confirm_tells_what_is_saved(tmp_path, node_rank, age, said):
-    """As one that comes after the last step: the checkpoint is there, validation goes on."""
+def test_stop_that_the_ranks_do_not_confirm_tells_what_is_saved(
+    tmp_path, node_rank, age, more, code, said
+):
+    """As one that comes after the last step: the checkpoint is there, validation goes on. Of a run
+    that was resumed, and has saved none yet, the one that it came from counts.
+    """
     path = tmp_path / "c.pt"
     words = f"torchrun --nnodes=2 --node_rank={node_rank} --rdzv_endpoint=10.0.0.1:5000 train.py"
-    command = Command([*words.split(), "--checkpoint", str(path)])
+    command = Command([*words.split(), "--checkpoint", str(path), *more.split()])
     options, _ = supervise.parse_arguments(["--log", str(tmp_path / "log"), "--", "true"])
     supervisor = supervise.Supervisor(options, command, supervise.Output("x", options.log))
     supervisor.stopped = "SIGTERM"
     path.touch()
     os.utime(path, (0, supervisor.began - age))
-    assert re.fullmatch("stopped by SIGTERM" + said, supervisor.stopped_by())
+    text, given = supervisor.stop(Ending("stopped", "", 0, "SIGTERM"))
+    assert re.fullmatch("stopped by SIGTERM" + said, text) and given == code
 
 
 def test_second_ctrl_c_kills(folder):

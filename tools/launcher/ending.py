@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from launcher.root_cause import HOW, KINDS, Cause, first_cause
+from common.records import PREFIX
+from launcher.root_cause import CERTAIN, HOW, KINDS, Cause, first_cause
 
 STOPPED = 75  # as the script's: the same command goes on later
 LENGTH = 300  # characters of a cause that is told
@@ -33,11 +34,12 @@ class Ending:
     text: str  # the line that tells it
     code: int  # the exit code, if nothing comes after this start
     stopped: str = ""  # by which signal, on which node
+    again: bool = False  # whether it is a bug that a restart would meet again
 
     @property
     def final(self) -> bool:
         """Whether a restart would change nothing, or is not wanted."""
-        return bool(self.stopped) or self.kind in ("done", "asked", "user")
+        return bool(self.stopped) or self.again or self.kind in ("done", "asked", "user")
 
 
 def make_ending(
@@ -65,7 +67,9 @@ def make_ending(
         text = line
     elif len(names) > 1:
         text = f"{names[node]}: {printable(text)}"
-    return Ending(cause.kind, text, STOPPED if cause.kind == "asked" else code, stopped)
+    code = STOPPED if cause.kind == "asked" else code
+    again = cause.kind == "bug" and bool(CERTAIN.match(PREFIX.sub("", cause.text)))
+    return Ending(cause.kind, text, code, stopped, again)
 
 
 # ---- As messages. Those who read them raise TypeError, ValueError or KeyError.
@@ -112,7 +116,8 @@ def read_end(message: dict) -> End:
 
 def read_ending(message: dict) -> Ending:
     kind, text = printable(message["kind"], 20), printable(message["text"], LINE)
-    return Ending(kind, text, whole(message["code"]), printable(message["stopped"]))
+    code, stopped = whole(message["code"]), printable(message["stopped"])
+    return Ending(kind, text, code, stopped, message["again"] is True)
 
 
 def read_standing(message: list) -> list[list]:

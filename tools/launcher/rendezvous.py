@@ -32,7 +32,7 @@ from launcher.wire import (
     unpack,
 )
 
-PROTOCOL = 4  # of what the launchers of all nodes tell each other; another number: another version
+PROTOCOL = 5  # of what the launchers of all nodes tell each other; another number: another version
 LATE = 10  # seconds in which nodes that come after an error are told of it, too
 ECHO = 1  # seconds for the answer of a machine that knows nothing of a connection
 LABELS = "NETWORKS (its labels, in their order)"  # a setting that the nodes compare

@@ -35,6 +35,12 @@ class Cause:
 # Each may be the cause of those after it. "asked": stopped on a signal, which is no failure;
 # "unknown": ended without a word; "stopped": its torchrun is gone, or that of another node.
 KINDS = ("killed", "user", "bug", "asked", "unknown", "lost", "stopped")
+# Bugs that a restart would meet again: the code is wrong, or its data. RuntimeError is left out:
+# PyTorch reports a device's fault under that name, as well as wrong shapes.
+CERTAIN = re.compile(
+    r"(Assertion|Attribute|Import|Index|Key|Lookup|ModuleNotFound|Name|NotImplemented|Syntax|Type"
+    r"|UnboundLocal|Value|ZeroDivision)Error\b"
+)
 # Where a rank stands after a failure; each may have let those after it wait.
 HOW = ("stood still in", "had not begun", "was in", "ended in", "waited in")
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.records import PREFIX
 from launcher import process_tree
 from launcher.counters import describe_traffic, difference, read_counters
 from launcher.ending import STOPPED, End, Ending, make_ending
@@ -77,6 +78,7 @@ class Supervisor:
         self.attempt: Attempt | None = None
         self.nodes: Nodes | None = None
         self.stopped = ""  # the name of the first signal
+        self.bug = ""  # that has ended the last start
         self.starts, self.began, self.before = 0, time.time(), read_counters()
 
     def run(self) -> int:
@@ -183,6 +185,7 @@ class Supervisor:
 
         def make() -> Ending:
             ending = make_ending(nodes.ends, nodes.ranks, nodes.names, where)
+            ending.again |= self._is_met_again(ending, attempt)
             confirmed = ending.kind == "asked" or (ending.kind == "done" and not plan.probe)
             if ending.stopped and not confirmed:
                 ending.text, ending.code = self.stop(ending)
@@ -194,6 +197,13 @@ class Supervisor:
             self.say("node 0 did not say what came first on all nodes: its log has the whole")
         nodes.ends = {self.command.node_rank: attempt.end}
         return make()
+
+    def _is_met_again(self, ending: Ending, attempt: Attempt) -> bool:
+        """Whether a bug has ended this start as the one before, and no checkpoint was saved."""
+        before, self.bug = self.bug, ""
+        if ending.kind == "bug":
+            self.bug = PREFIX.sub("", ending.text)  # on whichever rank
+        return bool(self.bug) and self.bug == before and self._saved() < attempt.began
 
     def _watch(self, attempt: Attempt, nodes: Nodes) -> tuple[str, str]:
         """Waits until nothing of the attempt is left; once it has failed anywhere, GRACE seconds.
@@ -330,10 +340,11 @@ class Supervisor:
         return ending
 
     def _saved(self) -> float:
-        """When a checkpoint of this run was saved last; 0: never."""
+        """When the checkpoint was saved from which this run would go on; 0: there is none."""
+        arguments = self.command.arguments
         with contextlib.suppress(OSError):
-            saved = os.stat(option(self.command.arguments, "checkpoint", "")).st_mtime
-            return saved if saved >= self.began else 0
+            saved = os.stat(option(arguments, "checkpoint", "")).st_mtime
+            return saved if saved >= self.began or "--resume" in arguments else 0
         return 0
 
     def stopped_by(self, by: str = "") -> str:
