@@ -22,7 +22,7 @@ from launcher import process_tree
 from launcher.counters import describe_traffic, difference, read_counters
 from launcher.ending import STOPPED, End, Ending, make_ending
 from launcher.hang_report import phases_folder, read_phases, standing
-from launcher.nodes import GRACE, SAVING, Nodes
+from launcher.nodes import GRACE, NOTICE, SAVING, Nodes
 from launcher.output import Output, counted
 from launcher.rendezvous import Plan, Refused, Rendezvous, Series, check_master
 from launcher.root_cause import (
@@ -162,7 +162,7 @@ class Supervisor:
             copier.start()
             if self.stopped:  # before there was a child to take it
                 self._pass_on(self.stopped)
-            where, given_up = self._watch(attempt, nodes)
+            given_up = self._watch(attempt, nodes)
             code = 1 if given_up else self.process.returncode
             copier.join(30)
             recorded = recorded_causes(attempt.errors, attempt.began)
@@ -170,21 +170,24 @@ class Supervisor:
         warnings = nccl_warnings(os.environ.get("NCCL_DEBUG_FILE", ""), attempt.began)
         self.output.copy([line + b"\n" for line in warnings])
         own = attempt.end
-        own.code, own.stopped = code, self.stopped
+        own.code = code if code >= 0 else 128 - code  # as a shell has it
+        own.stopped = self.stopped
         own.causes = find_causes(
             self.command.program, code, recorded, attempt.facts, bool(self.stopped), given_up
         )
-        ending = self._conclude(attempt, nodes, where, plan)
-        said = ending.kind not in ("done", "user", "bug", "asked") and not ending.stopped
-        if said and where not in ("", ending.text):
-            self.say(where)
+        ending = self._conclude(attempt, nodes, plan)
+        said = ending.kind not in ("user", "bug", "asked")
+        if said and ending.where not in ("", ending.text):
+            self.say(ending.where)
         return ending, attempt.facts
 
-    def _conclude(self, attempt: Attempt, nodes: Nodes, where: str, plan: Plan) -> Ending:
+    def _conclude(self, attempt: Attempt, nodes: Nodes, plan: Plan) -> Ending:
         """How the start ended on all nodes, by node 0's word; by the own view where that fails."""
 
         def make() -> Ending:
-            ending = make_ending(nodes.ends, nodes.ranks, nodes.names, where)
+            expected = range(len(nodes.names)) if nodes.node_rank == 0 else [0]
+            silent = [node for node in expected if node not in nodes.ends]
+            ending = make_ending(nodes.ends, silent, nodes.names)
             ending.again |= self._is_met_again(ending, attempt)
             confirmed = ending.kind == "asked" or (ending.kind == "done" and not plan.probe)
             if ending.stopped and not confirmed:
@@ -205,28 +208,31 @@ class Supervisor:
             self.bug = PREFIX.sub("", ending.text)  # on whichever rank
         return bool(self.bug) and self.bug == before and self._saved() < attempt.began
 
-    def _watch(self, attempt: Attempt, nodes: Nodes) -> tuple[str, str]:
+    def _watch(self, attempt: Attempt, nodes: Nodes) -> bool:
         """Waits until nothing of the attempt is left; once it has failed anywhere, GRACE seconds.
 
-        Returns where all ranks stood then, and why it was killed if it was.
+        Notes where its ranks stood then. Returns whether it had to be killed.
         """
         while self.process.poll() is None and not self._failed(attempt, nodes):
             nodes.listen(0.2)
-        end, where, given_up = time.monotonic() + GRACE, "", ""
+        end = time.monotonic() + GRACE
         if self.stopped:
             end += SAVING
         elif self.process.poll() != 0 and not self._has_saved(attempt):
-            where = nodes.settle(lambda: self._standing(attempt), lambda: self._is_over(attempt))
-        if not self.stopped:
-            while self.process.poll() is None and time.monotonic() < end:
-                time.sleep(0.1)
-        if self.process.poll() is None and not self.stopped:
-            given_up = where or f"given up: it had not ended {GRACE} s after a failure"
+            nodes.fail()
+            noticed = time.monotonic() + NOTICE
+            while not self._is_over() and time.monotonic() < noticed:
+                nodes.listen(0.1)
+            attempt.end.ranks = self._standing(attempt)
+        while self.process.poll() is None and not self.stopped and time.monotonic() < end:
+            nodes.listen(0.1)
+        given_up = self.process.poll() is None and not self.stopped
+        if given_up:
             self.say(f"killing this attempt: it has not ended {GRACE} s after a failure")
             process_tree.kill([self.process.pid, *process_tree.own_descendants()])
         self.process.wait()
         process_tree.end_the_rest(max(0, end - time.monotonic()), self.say)
-        return where, given_up
+        return given_up
 
     def _name(self, node: int) -> str:
         host = self.rendezvous.hosts.get(node, self.rendezvous.host if node == 0 else "")
@@ -252,7 +258,7 @@ class Supervisor:
         causes = recorded_causes(attempt.errors, attempt.began)
         return any(cause.kind == "asked" for cause in causes)
 
-    def _is_over(self, attempt: Attempt) -> bool:
+    def _is_over(self) -> bool:
         return self.process.poll() is not None and not process_tree.own_descendants()
 
     def _standing(self, attempt: Attempt) -> list[list]:
