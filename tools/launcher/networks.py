@@ -24,7 +24,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher starts this file
@@ -32,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher sta
 from launcher import rendezvous
 from launcher.process_tree import tied_to
 from launcher.rendezvous import Plan, Refused, Rendezvous, Stopped, check_master
-from launcher.series import of_this_node, to_environment
+from launcher.series import keep_earlier, of_this_node, to_environment
 from launcher.signals import exit_code, handle_stop_signals
 from launcher.supervisor import STOPPED
 from launcher.torchrun_command import timeout_of
@@ -151,14 +150,12 @@ class Series:
         command = [sys.executable, TOOLS / "compare_logs.py"]
         command += [f"{label}={self.folder / label}" for label in self.networks]
         picture = self.folder / "compare.png"
-        with contextlib.suppress(OSError):
-            keep_earlier(picture)
+        with contextlib.suppress(OSError):  # that of an earlier series is none of this one's
+            keep_earlier(self.folder, re.compile(r"compare\.png"))
         if importlib.util.find_spec("matplotlib"):
             command += ["--plot", picture]
         else:
-            say(
-                "no picture without matplotlib: pip install matplotlib, and compare_logs.py --plot"
-            )
+            say("no picture: pip install matplotlib, then compare_logs.py --plot draws one")
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         text = os.environ.get("DEMO_NOTE", "") + done.stdout
         with contextlib.suppress(OSError):
@@ -175,12 +172,6 @@ class Series:
             return done.returncode or 1
         say(f"this is {report}" + (f"; its picture: {picture}" if drawn else ""))
         return done.returncode
-
-
-def keep_earlier(path: Path) -> None:
-    """A file of an earlier series gets another name; it is none of this one's."""
-    if path.exists():
-        path.rename(f"{path}.{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def main() -> int:

@@ -13,7 +13,6 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,12 +24,7 @@ from launcher.hang_report import phases_folder, read_phases, standing
 from launcher.nodes import GRACE, NOTICE, SAVING, Nodes
 from launcher.output import Output, counted
 from launcher.rendezvous import Plan, Refused, Rendezvous, Series, check_master
-from launcher.root_cause import (
-    OutputReader,
-    find_causes,
-    nccl_warnings,
-    recorded_causes,
-)
+from launcher.root_cause import OutputReader, find_causes, nccl_warnings, recorded_causes
 from launcher.torchrun_command import Command, option, timeout_of
 
 BY_SIGNAL = 143  # stopped with nothing saved: as a shell has SIGTERM
@@ -138,10 +132,14 @@ class Supervisor:
             return
         if not os.path.exists(path):
             return
-        with not_in_use(path):
-            os.rename(path, f"{path}.{time.strftime('%Y%m%d-%H%M%S')}")
-            why = "is from an earlier run and not asked for with --resume"
-            self.say(f"{path} {why}: kept under its name with the time added")
+        if is_in_use(path):
+            raise Refused(
+                f"checkpoint {path} is in use by another run: give this one its own --checkpoint, "
+                "or end the other"
+            )
+        os.rename(path, f"{path}.{time.strftime('%Y%m%d-%H%M%S')}")
+        why = "is from an earlier run and not asked for with --resume"
+        self.say(f"{path} {why}: kept under its name with the time added")
 
     def _start(self, plan: Plan) -> tuple[Ending, OutputReader]:
         """Runs the command to its end, ends what it has left behind, and hears from the others."""
@@ -393,25 +391,13 @@ class Supervisor:
         self.process.send_signal(signal.SIGTERM if name == "SIGHUP" else signal.Signals[name])
 
 
-@contextlib.contextmanager
-def not_in_use(path: str) -> Iterator[None]:
-    """No other run writes this checkpoint meanwhile. Raises Refused where one does.
-
-    The lock is that of the script's rank 0, which holds it as long as it lives.
-    """
-    lock = None
-    with contextlib.suppress(OSError):  # without the file nobody has ever locked it
-        lock = os.open(f"{path}.lock", os.O_WRONLY)
+def is_in_use(checkpoint: str) -> bool:
+    """Whether a live run writes it: the script's rank 0 holds this lock as long as it lives."""
     try:
-        if lock is not None:
+        with open(f"{checkpoint}.lock", "r+") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise Refused(
-            f"checkpoint {path} is in use by another run: give this one its own --checkpoint, or "
-            "end the other"
-        ) from None
-    except OSError:  # some file systems of networks and clusters know no locks
-        pass
-    yield
-    if lock is not None:
-        os.close(lock)
+        return True
+    except OSError:  # nobody has ever locked it, or the file system knows no locks
+        return False
+    return False
