@@ -13,7 +13,7 @@ import supervise
 from analysis.logs import read_log
 from analysis.runs import make_run
 from launcher import series, supervisor
-from launcher.rendezvous import Refused
+from launcher.errors import Refused
 from support.launcher_folder import LauncherFolder
 from support.processes import LONG, WITH_STAND_IN, Run, start
 

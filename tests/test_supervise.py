@@ -23,6 +23,7 @@ import supervise
 from launcher import rendezvous, root_cause
 from launcher.counters import size
 from launcher.ending import Ending
+from launcher.errors import Refused, Stopped
 from launcher.root_cause import Cause
 from launcher.torchrun_command import Command
 from support.processes import LONG, ROOT, Started, free_port, start, wait_until
@@ -367,7 +368,7 @@ def test_signal_while_the_nodes_wait_for_each_other():
         node = Node(port, node_rank, seconds=20)
         time.sleep(0.3)
         node.rendezvous.stopped = True
-        assert isinstance(node.end(), rendezvous.Stopped)
+        assert isinstance(node.end(), Stopped)
 
 
 # --- What is refused -------------------------------------------------------------------------
@@ -466,7 +467,7 @@ def test_different_settings_end_all_nodes_in_one_line_also_one_that_comes_later(
     errors = [node.end() for node in nodes]
     assert time.monotonic() - begin < rendezvous.LATE / 2
     line = "PROBE is 0 on node 0 (host0) but 1 on node 2 (host2): give it the same value on all"
-    assert [*map(repr, errors)] == [repr(rendezvous.Refused(f"{line} nodes"))] * 3
+    assert [*map(repr, errors)] == [repr(Refused(f"{line} nodes"))] * 3
     said = "the nodes cannot start together; up to 10 s more, to tell the others"
     assert nodes[0].said[1] == said
 

@@ -7,7 +7,7 @@ import os
 import threading
 
 from common.records import is_for_programs
-from launcher.rendezvous import Refused
+from launcher.errors import Refused
 
 
 def counted(number: int, one: str, more: str) -> str:

@@ -18,13 +18,16 @@ from pathlib import Path
 
 from common.records import PREFIX
 from launcher import process_tree
+from launcher.addresses import check_master
 from launcher.counters import describe_traffic, difference, read_counters
 from launcher.ending import STOPPED, End, Ending, make_ending
+from launcher.errors import Refused
 from launcher.hang_report import phases_folder, read_phases, standing
 from launcher.nodes import GRACE, NOTICE, SAVING, Nodes
 from launcher.output import Output, counted
-from launcher.rendezvous import Plan, Refused, Rendezvous, Series, check_master
+from launcher.rendezvous import Plan, Rendezvous
 from launcher.root_cause import OutputReader, find_causes, nccl_warnings, recorded_causes
+from launcher.series import Series
 from launcher.torchrun_command import Command, option, timeout_of
 
 BY_SIGNAL = 143  # stopped with nothing saved: as a shell has SIGTERM
