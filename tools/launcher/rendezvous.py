@@ -197,8 +197,8 @@ class Rendezvous:
             return ""
         name = f"node {node['node_rank']} ({node['host']})"
         if name not in self.turned_away and len(self.turned_away) < 20:
+            self.turned_away.add(name)
             self.say(f"turned away {name}, which belongs to another job: {why}")
-        self.turned_away.add(name)
         return printable(
             f"node 0 at {self.host}:{self.port} ({self.node['host']}) is of another job: {why}: "
             "give each job its own MASTER_ADDR or MASTER_PORT"

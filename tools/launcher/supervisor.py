@@ -168,8 +168,8 @@ class Supervisor:
             copier.join(30)
             recorded = recorded_causes(attempt.errors, attempt.began)
         self.process = None
-        warnings = nccl_warnings(os.environ.get("NCCL_DEBUG_FILE", ""), attempt.began)
-        self.output.copy([line + b"\n" for line in warnings])
+        for line in nccl_warnings(os.environ.get("NCCL_DEBUG_FILE", ""), attempt.began):
+            self.output.copy(line)
         own = attempt.end
         own.code = code if code >= 0 else 128 - code  # as a shell has it
         own.stopped = self.stopped
@@ -296,12 +296,13 @@ class Supervisor:
         """The command's output, by whole lines, until the last process that may write is gone."""
         rest, piece = b"", b"."
         while piece:
+            # Not by the pipe's own buffer, which a thread that still waits at the end would hold.
             piece = os.read(pipe.fileno(), 1 << 16)
             *lines, rest = (rest + piece).split(b"\n")
             if rest and not piece:
-                lines, rest = [rest], b""
-            self.output.copy([line + b"\n" for line in lines])
+                lines = [rest]
             for line in lines:
+                self.output.copy(line)
                 facts.read(line.decode(errors="replace"))
 
     def _say_repeated(self, plan: Plan, facts: OutputReader, reached: int) -> None:
@@ -369,7 +370,7 @@ class Supervisor:
         seconds, carried = time.time() - self.began, difference(self.before, read_counters())
         record = {"node": self.command.node_rank, "host": self.host}
         record |= {"seconds": round(seconds, 3), "starts": self.starts, **carried}
-        self.output.copy([f"{self.output.name}: Node {json.dumps(record)}\n".encode()])
+        self.output.copy(f"{self.output.name}: Node {json.dumps(record)}".encode())
         if carried["interfaces"]:
             self.say(f"this node {describe_traffic(carried)} in {seconds:.0f} s")
 
