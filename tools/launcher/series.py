@@ -131,13 +131,7 @@ def new_folder(parent: Path, name: str, goes_on: bool) -> Path:
 
 def lock_folder(folder: Path, about: str) -> None:
     """Holds it for this process and what it becomes. Raises Refused if a live run has it."""
-    try:
-        lock = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise Refused(
-            f"the log folder {folder} cannot be written ({error.strerror}): set LOG_DIR to one "
-            "that can"
-        ) from None
+    lock = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -186,18 +180,12 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def choose_folder(options: argparse.Namespace) -> Path:
     """The run's, made if it is not there."""
-    try:
-        if options.run_name:
-            folder = Path(f"{options.log_dir}/{options.run_name}")
-            folder.mkdir(parents=True, exist_ok=True)
-            return folder
-        options.log_dir.mkdir(parents=True, exist_ok=True)
-        return new_folder(options.log_dir, options.base, options.goes_on)
-    except OSError as error:
-        raise Refused(
-            f"the log folder {options.log_dir / (options.run_name or options.base)} cannot be "
-            f"made ({error.strerror}): set LOG_DIR to one that can"
-        ) from None
+    if options.run_name:
+        folder = Path(f"{options.log_dir}/{options.run_name}")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    options.log_dir.mkdir(parents=True, exist_ok=True)
+    return new_folder(options.log_dir, options.base, options.goes_on)
 
 
 def take(options: argparse.Namespace) -> dict[str, str]:
@@ -208,10 +196,16 @@ def take(options: argparse.Namespace) -> dict[str, str]:
     series.token = series.token or secrets.token_hex(8)
     if not is_text(options.run_name, 255):
         raise Refused("RUN_NAME is no name: give printable characters, up to 255")
-    folder = choose_folder(options)
+    try:
+        folder = choose_folder(options)
+        series.about = about_this("" if os.environ.get("NETWORKS") else str(folder / "node0.log"))
+        lock_folder(folder, series.about)
+    except OSError as error:
+        raise Refused(
+            f"the log folder {options.log_dir / (options.run_name or options.base)} cannot be "
+            f"made or written ({error.strerror}): set LOG_DIR to one that can"
+        ) from None
     series.run = options.run_name or folder.name
-    series.about = about_this("" if os.environ.get("NETWORKS") else str(folder / "node0.log"))
-    lock_folder(folder, series.about)
     if not options.goes_on and (kept := keep_earlier(folder)):
         print(f"{options.name}: {kept}", file=sys.stderr)
     known = {"DEMO_SERIES": to_environment(series), "DEMO_RUN": series.run}
