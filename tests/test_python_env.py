@@ -368,6 +368,7 @@ def test_a_dot_venv_that_cannot_be_made_is_one_line(checkout):
 
 LISTED = """\
 :env:.find-links='/opt/wheels nowhere'
+:env:.config-file='/dev/null'
 :env:.disable-pip-version-check='1'
 global.extra-index-url='file:///opt/a/simple https://user:word@host.example/simple'
 global.find-links='/elsewhere'
