@@ -19,7 +19,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher import rendezvous, wire
+from launcher import rendezvous, series, wire
+from launcher.errors import Refused
 from support.launcher_folder import LauncherFolder
 from support.nodes import NamespacePair
 from support.processes import ROOT, WITH_STAND_IN, Run, free_port, require, wait_until
@@ -164,7 +165,7 @@ BOB = {"user": "bob", "uid": "1001"}
     ],
 )
 def test_what_tells_another_job_from_a_setting_that_differs(ours, theirs, foreign):
-    assert bool(rendezvous.stranger(ours, theirs)) == foreign
+    assert bool(series.stranger(ours, theirs)) == foreign
 
 
 class Node:
@@ -205,7 +206,7 @@ def test_of_two_nodes_of_one_rank_the_one_that_was_admitted_before_stays(first):
     last = Node(port, 2, token="abc", NNODES=3)
     known, unknown = ones if tokens[0] else ones[::-1]
     assert [one.end() for one in (node_0, known, last)] == [rendezvous.Plan()] * 3
-    assert isinstance(unknown.end(), rendezvous.Refused)
+    assert isinstance(unknown.end(), Refused)
     assert "has its node 1 already" in str(unknown.result)
 
 
@@ -242,6 +243,7 @@ met = rendezvous.Rendezvous("127.0.0.1", int(sys.argv[1]), node, 0, say)
 say(met.agree(rendezvous.Plan(), 120))
 """
 GOOD = {"node_rank": 1, "host": "host1", "settings": {"NNODES": 2, "RESTARTS": 0, "PROBE": 0}}
+GOOD |= {"protocol": rendezvous.PROTOCOL, "token": "", "job": {}}
 FORGED = '[GPU 0] Summary {"steps": 1}'
 DEEP = 6000
 JUNK = [
@@ -386,7 +388,7 @@ def deceived():
 @pytest.mark.parametrize("case", FALSE_NODE_0)
 def test_false_node_0_ends_a_node_in_its_own_line(deceived, case):
     port, node = deceived[case]
-    assert isinstance(node.end(), rendezvous.Refused), repr(node.result)
+    assert isinstance(node.end(), Refused), repr(node.result)
     text = f"node 0 did not answer at 127.0.0.1:{port} within 2 s ("
     assert str(node.result).startswith(text) and str(node.result).isprintable()
     assert FALSE_NODE_0[case][2] in str(node.result)
@@ -394,20 +396,20 @@ def test_false_node_0_ends_a_node_in_its_own_line(deceived, case):
 
 
 def test_launcher_of_another_version_ends_all_nodes_in_one_line():
-    """As one of before the protocol had a number speaks to this one, and this one to it."""
+    """As an earlier one speaks to this one, and this one to it."""
     port = free_port()
     first = Node(port, 0)
     wait_until(lambda: first.said, 5, "node 0 to listen")
     with socket.create_connection(("127.0.0.1", port), 10) as old, old.makefile("rb") as stream:
         assert json.loads(stream.readline())["node_0_waits"] > 0
-        old.sendall(json.dumps(GOOD).encode() + b"\n")
+        old.sendall(json.dumps(GOOD | {"protocol": 1}).encode() + b"\n")
         told = json.loads(stream.readline())["error"]
     assert str(first.end()) == told
     assert told.startswith("node 1 (host1) runs another version of this demo than node 0 (host0)")
     assert "use the same version on all nodes" in told
 
     port = free_port()
-    greeted(port, line(node_0_waits=5, purpose="start"))
+    greeted(port, line(protocol=1, node_0_waits=5, purpose="start"))
     told = str(Node(port, 1).end())
     assert f"node 0 at 127.0.0.1:{port} runs another version of this demo" in told
 

@@ -675,5 +675,5 @@ def test_endurance(demo, data, folder):
     assert ended[0].json_line("Summary")["weights_sha256"] == sha
     text = ended[0].output
     assert len(re.findall(r"restart \d+ of \d+ after", text)) == len(hits), shown
-    repeated = r"restart \d+ went on from step \d+.*: \d+ steps repeated"
+    repeated = r"restart \d+ went on from step \d+.*: \d+ steps? repeated"
     assert len(re.findall(repeated, text)) == len(hits), shown

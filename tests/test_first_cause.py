@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,8 +25,8 @@ import pytest
 import test_faults as faults
 from analysis.logs import read_log
 from launcher import nodes
-from launcher.ending import End, Ending, make_ending, printable, tell_end
-from launcher.root_cause import Cause, OutputReader, find_causes, first_cause
+from launcher.ending import End, Ending, make_ending, read_ending, tell_end, tell_ending
+from launcher.root_cause import GIVEN_UP, Cause, OutputReader, find_causes, first_cause
 from support.datasets import make_set
 from support.nodes import NamespacePair
 from support.processes import LONG, ROOT, SCRIPT, WITH_STAND_IN, Started, free_port
@@ -144,7 +144,7 @@ E1122 08:34:31 10583 torch/distributed/elastic/multiprocessing/api.py:1] failed 
         (1, -9, {}, "killed"),  # from outside
         (-9, 0, {}, "killed"),
         (1, -15, {}, "unknown"),  # by torchrun
-        (-9, 0, {"given_up": "rank 1 stood still"}, "lost"),  # by the launcher
+        (-9, 0, {"given_up": True}, "lost"),  # by the launcher
         (-15, 0, {"stopped": True}, "stopped"),
     ],
 )
@@ -164,7 +164,7 @@ NAMES = ["node 0 (a)", "node 1 (b)"]
         (End(), End(), "done", "", 0, ""),
         (
             End(1, [Cause("x", "lost", 1, 0)]),
-            End(-9, [Cause("y", "killed")]),
+            End(137, [Cause("y", "killed")]),
             "killed",
             "Y",
             137,
@@ -177,18 +177,38 @@ NAMES = ["node 0 (a)", "node 1 (b)"]
 )
 def test_ending_of_two_nodes(first, second, kind, text, code, stopped):
     text = {"X": "node 0 (a): x", "Y": "node 1 (b): y"}.get(text, text)
-    ending = make_ending({0: first, 1: second}, {}, NAMES)
+    ending = make_ending({0: first, 1: second}, [], NAMES)
     assert ending == Ending(kind, text, code, stopped)
     assert ending.final == (kind in ("done", "asked") or bool(stopped))
 
 
+@pytest.mark.parametrize(
+    ("text", "final"),
+    [
+        ("[CPU 3] KeyError: 'x'", True),
+        ("TypeError: of @record", True),
+        ("[CPU 3] RuntimeError: CUDA error: unspecified launch failure", False),
+        ("[CPU 3] ConnectionError: x", False),
+    ],
+)
+def test_bug_that_is_certain_to_come_again_is_final_on_all_nodes(text, final):
+    ending = make_ending({0: End(), 1: End(1, [Cause(text, "bug")])}, [], NAMES)
+    assert ending.final == read_ending(tell_ending(ending)).final == final
+
+
 def test_one_node_is_not_named_and_a_line_that_names_nodes_stays_as_it_is():
     end = End(1, [Cause("x" * 400, "user")])
-    assert make_ending({0: end}, {}, ["node 0 (a)"]).text == "x" * 400
-    line = "rank 1 stood still in step 3: look at node 1 (b)" + 400 * "."
-    for text in (line, printable(line)):
-        end = End(1, [Cause(text, "lost")])
-        assert make_ending({0: end}, {}, NAMES, line).text == line
+    assert make_ending({0: end}, [], ["node 0 (a)"]).text == "x" * 400
+    long = "step " + 400 * "3"
+    waits = End(1, [Cause("timed out", "lost", 1, 0)], ranks=[[0, "waited in", long]])
+    hangs = End(1, [Cause(GIVEN_UP, "lost")], ranks=[[1, "stood still in", long]])
+    line = f"rank 1 stood still in {long}; rank 0 waited in {long}: look at node 1 (b)"
+    ending = make_ending({0: waits, 1: hangs}, [], NAMES)
+    assert (ending.text, ending.where) == (line, line)
+    # Where no rank has told its phase, and where a node has said nothing.
+    hangs.ranks = []
+    assert make_ending({1: hangs}, [], NAMES).text == f"node 1 (b): {GIVEN_UP}"
+    assert make_ending({1: hangs}, [0], NAMES).text.startswith("node 0 (a) did not answer: look")
 
 
 # --- The messages ------------------------------------------------------------------------------
@@ -218,19 +238,20 @@ def test_end_is_told_with_its_moment_and_at_most_300_characters(monkeypatch):
     assert len(cause.text) == 300 and cause.text.startswith("?[31m[CPU 0] Summary {}?xx")
 
 
-GOOD = {"code": 1, "causes": [], "stopped": ""}
+GOOD = {"code": 1, "causes": [], "stopped": "", "ranks": []}
 CAUSE = {"kind": "bug", "text": "x", "rank": 0, "time": 1}
 BAD = [
     *(None, 3, "end", [], {}, {"end": None}, {"end": []}, {"end": {"code": 1}}),
     *({"end": GOOD | {"code": code}} for code in (None, "1", True, 1e9, 10**30)),
+    *({"end": GOOD | {"ranks": ranks}} for ranks in (1, [1], [[0, "flew in", "x"]])),
+    {"end": GOOD | {"ranks": [["0", "was in", "x"]]}},
     *({"end": GOOD | {"causes": [bad]}} for bad in (None, 1, {}, CAUSE | {"kind": "x"})),
     *({"end": GOOD | {"causes": [CAUSE | {"rank": rank}]}} for rank in ("0", 1.5, [])),
     *(
         {"end": GOOD | {"causes": [CAUSE | {"time": moment}]}}
         for moment in (None, "x", float("nan"), {})
     ),
-    *({"ranks": ranks} for ranks in (1, [1], [[0, "flew in", "x"]], [["0", "was in", "x"]])),
-    *({"line": 3}, {"ending": 3}, {"ending": {}}, {"stopped": 7}),
+    *({"ending": 3}, {"ending": {}}, {"stopped": 7}, {"stopped": "\x1b[2J"}),
 ]
 
 
@@ -246,7 +267,7 @@ def test_message_of_another_form_says_nothing(monkeypatch, text):
         while not node_0.failed_at and time.monotonic() < deadline:
             node_0.listen(0.1)
         assert node_0.failed_at, "what comes after it is read"
-        assert not (node_0.ends or node_0.ranks or node_0.stops or node_0.line or node_0.ending)
+        assert not (node_0.ends or node_0.stops or node_0.ending)
 
 
 def test_message_without_an_end_loses_the_connection_not_the_memory(monkeypatch):
@@ -283,7 +304,7 @@ def test_signal_to_a_node_that_waits_for_the_ending_is_told(monkeypatch):
         own.stopped = "SIGTERM"
         assert json.loads(told.readline())["end"]["stopped"] == "SIGTERM"
         ending = Ending("done", "", 0, "SIGTERM on node 1 (b)")
-        node_0.sendall(json.dumps({"ending": asdict(ending)}).encode() + b"\n")
+        node_0.sendall(json.dumps({"ending": tell_ending(ending)}).encode() + b"\n")
         waiting.join(10)
     assert found == [ending]
     node_1.close()
@@ -355,8 +376,8 @@ class Place:
     def seconds(self) -> float:
         """From the fault, which its rank has told, to the last end."""
         text = "".join(self.log(node) for node in range(self.nnodes))
-        if told := re.search(r"^FAULT ([\d.]+)$", text, re.MULTILINE):
-            self.hit_at = float(told[1])
+        if told := re.findall(r"^FAULT ([\d.]+)$", text, re.MULTILINE):
+            self.hit_at = float(told[-1])
         return max(self.ends.values()) - self.hit_at
 
 
@@ -367,7 +388,8 @@ def wait_for(places: list[Place], seconds: float) -> None:
         time.sleep(0.05)
 
 
-FAULTS = {"memory": "2:3:user", "killed": "1:3:kill", "hang": "1:3:hang"}
+FAULTS = {"memory": "2:3:user", "killed": "1:3:kill", "hang": "1:3:hang", "again": "1:1:again"}
+RESTARTS = {"memory": 1, "again": 3}
 
 
 @pytest.fixture(scope="module")
@@ -377,7 +399,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Place]
     places = {name: Place(folder / name) for name in (*FAULTS, "stop")}
     try:
         for name, fault in FAULTS.items():
-            options = ("--restarts", 1) if name == "memory" else ()
+            options = ("--restarts", RESTARTS.get(name, 0))
             places[name].start("--fault", fault, options=options)
         stop_between_restarts(places["stop"])
         wait_for([*places.values()], 45)
@@ -419,6 +441,16 @@ def test_cause_that_a_restart_would_meet_again_ends_all_nodes_in_time(ended):
     assert place.codes() == {1}
     assert place.seconds() < IN_TIME
     assert not any("restart 1 of" in place.log(node) for node in range(3))
+
+
+def test_bug_that_a_restart_has_met_again_ends_all_nodes_in_time(ended):
+    """It was started as often as RESTARTS allows."""
+    place = ended["again"]
+    (line,) = place.last_lines()
+    assert re.fullmatch(r"node 1 \(\S+\): \[CPU 1\] RuntimeError: wrong shapes", line)
+    assert place.codes() == {1} and place.seconds() < IN_TIME
+    for node in range(3):
+        assert re.findall(r"restart (\d) of 3 after", place.log(node)) == ["1"]
 
 
 def test_rank_that_is_killed_is_the_last_line_of_all(ended):
@@ -486,7 +518,7 @@ def test_real_torchrun_and_script_end_with_one_line_on_both_nodes(tmp_path, what
     argv = [*faults.FAST, *make_set(tmp_path / "set", 48), "--num_epochs", 99, "--timeout", 8]
     argv += ["--checkpoint", tmp_path / "c.pt"]
     env = {"FAULT": what, "FAULT_RANK": str(node)}
-    restarts = int(what == "memory")  # which a restart would meet again
+    restarts = int(what in ("memory", "bug"))  # which a restart would meet again
     with NamespacePair() as pair:
         runs = []
         for rank in (0, 1):

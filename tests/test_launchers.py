@@ -212,7 +212,7 @@ def test_restarts_resume_and_give_up(folder):
     resumed = [*given, "--resume"]
     assert [report["argv"] for report in reports(run)] == [given, resumed, resumed]
     assert "restart 1 of 2 after: [CPU 0] ERROR: in step 3: Connection closed" in run.out
-    assert "restart 2 of 2 after: [CPU 0] ValueError" in run.out
+    assert "restart 2 of 2 after: [CPU 0] RuntimeError" in run.out
     assert "gave up after 2 restarts" in run.out
     assert run.out.splitlines()[-1] == "rank 0 was ended by signal 9"
     (kept,) = checkpoint.parent.glob("checkpoint.pt?*")

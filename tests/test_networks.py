@@ -21,7 +21,7 @@ import pytest
 
 from analysis.logs import parse_text
 from launcher import networks as network_series
-from launcher.rendezvous import Refused
+from launcher.errors import Refused
 from support.datasets import data_args
 from support.launcher_folder import LauncherFolder
 from support.nodes import NamespacePair, namespaces, why_no_namespaces

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import supervise
 from analysis.logs import read_log
 from analysis.runs import make_run
 from launcher import series, supervisor
-from launcher.rendezvous import Refused
+from launcher.errors import Refused
 from support.launcher_folder import LauncherFolder
 from support.processes import LONG, WITH_STAND_IN, Run, start
 
@@ -105,16 +106,22 @@ def test_name_of_a_network_is_that_of_its_last_run_where_it_goes_on(tmp_path, go
 def test_checkpoint_that_a_live_run_writes_is_not_renamed(tmp_path):
     """By rank 0's own lock; the script's is in test_demo.py."""
     path = tmp_path / "c.pt"
+    path.touch()
+    assert not supervisor.is_in_use(str(path))
     lock = f"import fcntl; f = open({str(path) + '.lock'!r}, 'w'); fcntl.lockf(f, fcntl.LOCK_EX); "
     with start(
         [sys.executable, "-c", lock + "print('held', flush=True); import time; time.sleep(60)"]
     ) as other:
         other.wait_for("held")
-        why = pytest.raises(Refused, match=r"c\.pt is in use by another run")
-        with why, supervisor.not_in_use(str(path)):
-            raise AssertionError("entered")
-    with supervisor.not_in_use(str(path)):
-        pass
+        argv = ["--log", str(tmp_path / "log"), "--restarts=1", "--", "torchrun", "train.py"]
+        options, command = supervise.parse_arguments([*argv, "--checkpoint", str(path)])
+        kept = supervise.Supervisor(options, command, supervise.Output("x", options.log))
+        with pytest.raises(Refused, match=r"c\.pt is in use by another run"):
+            kept._keep_checkpoint()
+        assert path.exists()
+    assert not supervisor.is_in_use(str(path))
+    kept._keep_checkpoint()
+    assert not path.exists() and [*tmp_path.glob("c.pt.2*")]
 
 
 # --- What compare_logs.py makes of a log that several runs have written -------------------------

@@ -22,6 +22,8 @@ import pytest
 import supervise
 from launcher import rendezvous, root_cause
 from launcher.counters import size
+from launcher.ending import Ending
+from launcher.errors import Refused, Stopped
 from launcher.root_cause import Cause
 from launcher.torchrun_command import Command
 from support.processes import LONG, ROOT, Started, free_port, start, wait_until
@@ -260,11 +262,12 @@ def test_warnings_of_nccl_are_copied_from_its_files(folder):
 LOST = "fail '[CPU 0] ERROR: in step 3: reset' lost"
 
 
-def test_restart_resumes_without_a_probe_and_says_what_it_cost(folder):
+@pytest.mark.parametrize(("step", "repeated"), [(7, "3 steps"), (5, "1 step")])
+def test_restart_resumes_without_a_probe_and_says_what_it_cost(folder, step, repeated):
     body = (
         'echo "[CPU 0] Run {\\"start_step\\": $((${#count} * 2))}"\n'
-        "echo '[CPU 1] Epoch 1 | Step 7 | Loss: 1.0000'\n"
-        "echo '[CPU 0] Epoch 1 | Step 6 | Loss: 1.0000'\n"
+        f"echo '[CPU 1] Epoch 1 | Step {step} | Loss: 1.0000'\n"
+        f"echo '[CPU 0] Epoch 1 | Step {step - 1} | Loss: 1.0000'\n"
         f'[ "$count" != x ] || {LOST}\n'  # the second start, which is the training
     )
     output = folder.run("--probe", "probe.py", "--restarts", 2, body=body, nproc=2)
@@ -275,8 +278,8 @@ def test_restart_resumes_without_a_probe_and_says_what_it_cost(folder):
         f"train.py {saved} --resume",
     ]
     assert "restart 1 of 2 after: [CPU 0] ERROR: in step 3: reset\n" in output
-    said = "restart 1 went on from step 4; the log had come to step 7: 3 steps repeated"
-    assert said in output
+    said = f"restart 1 went on from step 4; the log had come to step {step}: {repeated} repeated"
+    assert f"{said}\n" in output
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
@@ -290,6 +293,22 @@ def test_probe_that_fails_is_a_failure_like_any_other(folder, restarts):
     else:
         assert "failed in the probe of the link (PROBE=0: none), see" in output
         assert output.splitlines()[-1] == "[CPU 0] ERROR: in step 3: reset"
+
+
+@pytest.mark.parametrize(
+    ("error", "saved", "count"),
+    [
+        ("KeyError", "", 1),  # certain to come again
+        ("RuntimeError", "", 2),
+        ("RuntimeError", "touch logs/checkpoint.pt; ", 4),  # it came further each time
+    ],
+)
+def test_bug_ends_the_run_where_a_restart_would_meet_it_again(folder, error, saved, count):
+    body = f"{saved}fail '[CPU 0] {error}: broken' bug"
+    output = folder.run("--restarts", 3, body=body, expect=1)
+    assert len(starts(output)) == count
+    assert output.splitlines()[-1] == f"[CPU 0] {error}: broken"
+    assert ("gave up after 1 restart\n" in output) == (count == 2)
 
 
 # --- Signals ---------------------------------------------------------------------------------
@@ -309,24 +328,30 @@ def test_signal_is_passed_on_and_ends_the_series(folder):
 
 
 @pytest.mark.parametrize(
-    ("node_rank", "age", "said"),
+    ("node_rank", "age", "more", "code", "said"),
     [
-        (0, -5, r"; the checkpoint \S+c.pt is of [\d:]+: --resume goes on from there"),
-        (0, 5, ", with no checkpoint saved"),
-        (1, 5, "; whether a checkpoint was saved is known to node 0, which writes it"),
+        (0, -5, "", 75, r"; the checkpoint \S+c.pt is of [\d:]+: --resume goes on from there"),
+        (0, 5, "", 143, ", with no checkpoint saved"),
+        (0, 5, "--resume", 75, r"; the checkpoint .* --resume goes on from there"),
+        (1, 5, "", 143, "; whether a checkpoint was saved is known to node 0, which writes it"),
     ],
 )
-def test_stop_that_the_ranks_do_not_confirm_tells_what_is_saved(tmp_path, node_rank, age, said):
-    """As one that comes after the last step: the checkpoint is there, validation goes on."""
+def test_stop_that_the_ranks_do_not_confirm_tells_what_is_saved(
+    tmp_path, node_rank, age, more, code, said
+):
+    """As one that comes after the last step: the checkpoint is there, validation goes on. Of a run
+    that was resumed, and has saved none yet, the one that it came from counts.
+    """
     path = tmp_path / "c.pt"
     words = f"torchrun --nnodes=2 --node_rank={node_rank} --rdzv_endpoint=10.0.0.1:5000 train.py"
-    command = Command([*words.split(), "--checkpoint", str(path)])
+    command = Command([*words.split(), "--checkpoint", str(path), *more.split()])
     options, _ = supervise.parse_arguments(["--log", str(tmp_path / "log"), "--", "true"])
     supervisor = supervise.Supervisor(options, command, supervise.Output("x", options.log))
     supervisor.stopped = "SIGTERM"
     path.touch()
     os.utime(path, (0, supervisor.began - age))
-    assert re.fullmatch("stopped by SIGTERM" + said, supervisor.stopped_by())
+    text, given = supervisor.stop(Ending("stopped", "", 0, "SIGTERM"))
+    assert re.fullmatch("stopped by SIGTERM" + said, text) and given == code
 
 
 def test_second_ctrl_c_kills(folder):
@@ -343,7 +368,7 @@ def test_signal_while_the_nodes_wait_for_each_other():
         node = Node(port, node_rank, seconds=20)
         time.sleep(0.3)
         node.rendezvous.stopped = True
-        assert isinstance(node.end(), rendezvous.Stopped)
+        assert isinstance(node.end(), Stopped)
 
 
 # --- What is refused -------------------------------------------------------------------------
@@ -442,7 +467,7 @@ def test_different_settings_end_all_nodes_in_one_line_also_one_that_comes_later(
     errors = [node.end() for node in nodes]
     assert time.monotonic() - begin < rendezvous.LATE / 2
     line = "PROBE is 0 on node 0 (host0) but 1 on node 2 (host2): give it the same value on all"
-    assert [*map(repr, errors)] == [repr(rendezvous.Refused(f"{line} nodes"))] * 3
+    assert [*map(repr, errors)] == [repr(Refused(f"{line} nodes"))] * 3
     said = "the nodes cannot start together; up to 10 s more, to tell the others"
     assert nodes[0].said[1] == said
 

@@ -22,8 +22,9 @@ import preflight
 import supervise
 import test_networks as networks
 import test_preflight
-from launcher import hang_report, process_tree, rendezvous, root_cause
+from launcher import addresses, hang_report, process_tree, root_cause
 from launcher import networks as network_series
+from launcher.errors import Stopped
 from support.forks import ForkServer, write
 from support.nodes import NamespacePair, _ip, namespaces, small_disk, why_no_namespaces
 from support.processes import ROOT, Run, Started, require, start, wait_until
@@ -168,13 +169,13 @@ def test_connection_that_nobody_answers_is_given_up_on_a_signal():
 
         def look() -> None:
             if time.monotonic() - began > 0.3:
-                raise rendezvous.Stopped
+                raise Stopped
 
-        with pytest.raises(rendezvous.Stopped):
-            rendezvous.connect(*server.getsockname(), 20, look)
+        with pytest.raises(Stopped):
+            addresses.connect(*server.getsockname(), 20, look)
         assert time.monotonic() - began < SOON
         with pytest.raises(OSError, match="timed out"):
-            rendezvous.connect(*server.getsockname(), 0.5, lambda: None)
+            addresses.connect(*server.getsockname(), 0.5, lambda: None)
 
 
 # --- NCCL's text -----------------------------------------------------------------------------
@@ -260,7 +261,7 @@ def test_sweep_leaves_alone_what_the_run_did_not_start(tmp_path):
         assert len(left) == 2 and not started.pids("sleep 303"), run.tail()
         for pid in left:
             os.kill(pid, signal.SIGKILL)
-    assert "killing what is left of this attempt: 1 processes" in run.out
+    assert "killing what is left of this attempt: 1 process\n" in run.out
 
 
 def test_process_is_told_by_its_environment():
@@ -375,7 +376,7 @@ def comparison(tmp_path, monkeypatch, capfd):
 
     def compare(body: str) -> tuple[int, str, str]:
         (tmp_path / "compare_logs.py").write_text(f"import sys\nprint('THE TABLE')\n{body}\n")
-        code = network_series.Series.compare(series)
+        code = network_series.Comparison.compare(series)
         return code, *capfd.readouterr()
 
     compare.folder = series.folder
@@ -448,7 +449,7 @@ from launcher import networks
 networks.LAUNCHER = Path(sys.argv[1])
 os.environ.update(NODE_RANK="0", MASTER_PORT="1", CONNECT_TIMEOUT="1", PROBE="0", RESTARTS="0")
 os.environ.update(NNODES="2", MASTER_ADDR="x")
-networks.Series({"a": "x"}, Path("."), []).train(0, "a")
+networks.Comparison({"a": "x"}, Path("."), []).train(0, "a")
 """
 
 

@@ -36,21 +36,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from launcher import nccl_choice
+from launcher.addresses import check_master, connect, why_no_port
+from launcher.errors import Refused, Stopped
 from launcher.output import Output
 from launcher.process_tree import tied_to
-from launcher.rendezvous import (
-    CONNECT_TIMEOUT,
-    LABELS,
-    Plan,
-    Refused,
-    Rendezvous,
-    Series,
-    Stopped,
-    check_master,
-    connect,
-    why_no_port,
-)
-from launcher.series import keep_earlier, of_this_node, to_environment
+from launcher.rendezvous import CONNECT_TIMEOUT, LABELS, Plan, Rendezvous
+from launcher.series import Series, keep_earlier, of_this_node, to_environment
 from launcher.signals import exit_code, handle_stop_signals
 from launcher.wire import is_text, printable
 

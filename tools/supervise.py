@@ -21,8 +21,10 @@ import sys
 from pathlib import Path
 
 from launcher import process_tree
+from launcher.addresses import why_no_port
+from launcher.errors import Refused, Stopped
 from launcher.output import Output
-from launcher.rendezvous import CONNECT_TIMEOUT, Refused, Stopped, why_no_port
+from launcher.rendezvous import CONNECT_TIMEOUT
 from launcher.root_cause import not_to_be_read
 from launcher.series import of_this_node
 from launcher.signals import exit_code, handle_stop_signals

@@ -1,17 +1,17 @@
-"""How a start ended: what each node tells of it, and the one ending that node 0 makes of that.
-
-What comes over the network is checked here for type, length and printable text.
-"""
+"""How a start ended: what each node tells of it, and the one ending that node 0 makes of that."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from launcher.root_cause import HOW, KINDS, Cause, first_cause
+from common.records import PREFIX
+from launcher.hang_report import describe_standing
+from launcher.root_cause import CERTAIN, GIVEN_UP, HOW, KINDS, Cause, first_cause
+from launcher.wire import fits
 
 STOPPED = 75  # as the script's: the same command goes on later
 LENGTH = 300  # characters of a cause that is told
-LINE = 3000  # and of the line on where the ranks of all nodes stood
+LINE = 3000  # and of a line at most, as the one on where the ranks of all nodes stood
 TOLD = 8  # causes that a node tells
 RANKS = 1024  # of a node, whose standing it tells
 
@@ -23,6 +23,7 @@ class End:
     code: int = 0  # 0: done
     causes: list[Cause] = field(default_factory=list)
     stopped: str = ""  # the name of the signal that came to this node's supervisor
+    ranks: list[list] = field(default_factory=list)  # where they stood: hang_report.standing
 
 
 @dataclass
@@ -33,90 +34,99 @@ class Ending:
     text: str  # the line that tells it
     code: int  # the exit code, if nothing comes after this start
     stopped: str = ""  # by which signal, on which node
+    again: bool = False  # whether it is a bug that a restart would meet again
+    where: str = ""  # the line on where the ranks of all nodes stood
 
     @property
     def final(self) -> bool:
         """Whether a restart would change nothing, or is not wanted."""
-        return bool(self.stopped) or self.kind in ("done", "asked", "user")
+        return bool(self.stopped) or self.again or self.kind in ("done", "asked", "user")
 
 
-def make_ending(
-    ends: dict[int, End], standing: dict[int, list[list]], names: list[str], line: str = ""
-) -> Ending:
-    """Of {node: its end}; nodes that have not told theirs add nothing.
-
-    `line` is the one on where all ranks stood. As a cause it names nodes by itself.
-    """
+def make_ending(ends: dict[int, End], silent: list[int], names: list[str]) -> Ending:
+    """Of {node: its end}, and of the nodes that should have told theirs and have not."""
     signals = [
         f"{end.stopped} on {names[node]}" if len(names) > 1 else end.stopped
         for node, end in sorted(ends.items())
         if end.stopped
     ]
     stopped = signals[0] if signals else ""
+    standing = {node: end.ranks for node, end in ends.items()}
     causes = {node: end.causes for node, end in ends.items()}
     found = first_cause(causes, standing, bool(stopped))
     if found is None:
         return Ending("done", "", 0, stopped)
     node, cause = found
-    code = ends[node].code
-    code = code if code >= 0 else 128 - code  # as a shell has it
+    where = "" if stopped else describe_standing(standing, silent, names)
     text = cause.text
-    if line and printable(line) == printable(text):
-        text = line
+    if where and text == GIVEN_UP:  # where they stood names nodes by itself
+        text = where
     elif len(names) > 1:
-        text = f"{names[node]}: {printable(text)}"
-    return Ending(cause.kind, text, STOPPED if cause.kind == "asked" else code, stopped)
+        text = f"{names[node]}: {shown(text)}"
+    code = STOPPED if cause.kind == "asked" else ends[node].code
+    again = cause.kind == "bug" and bool(CERTAIN.match(PREFIX.sub("", cause.text)))
+    return Ending(cause.kind, text, code, stopped, again, where)
 
 
-# ---- As messages. Those who read them raise TypeError, ValueError or KeyError.
+# ---- As messages
 
 
-def printable(text: object, length: int = LENGTH) -> str:
+def shown(text: str, length: int = LENGTH) -> str:
     """A text in one line that moves no cursor."""
-    if not isinstance(text, str):
-        raise TypeError("not a text")
-    shown = "".join(c if c.isprintable() else "?" for c in text[: length + 1])
-    return shown if len(shown) <= length else shown[: length - 3] + "..."
+    text = "".join(c if c.isprintable() else "?" for c in text[: length + 1])
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
-def whole(value: object) -> int:
-    """A number of a rank, or an exit code."""
-    if type(value) is not int or abs(value) > 10**6:
-        raise TypeError("not such a number")
-    return value
+def is_line(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= LINE and value.isprintable()
 
 
-def finite(value: object) -> float:
-    if type(value) not in (int, float) or not abs(value) < 1e12:  # nor "not a number"
-        raise TypeError("no moment")
-    return value
+def is_standing(value: object) -> bool:
+    """[rank, how, phase]"""
+    shapes = [int, lambda how: how in HOW, is_line]
+    return isinstance(value, list) and len(value) == 3 and all(map(fits, value, shapes))
+
+
+CAUSE = {
+    "text": is_line,
+    "kind": lambda value: value in KINDS,
+    "time": float,
+    "rank": (None, int),
+}
+END = {"code": int, "causes": [CAUSE], "stopped": is_line, "ranks": [is_standing]}
+ENDING = {
+    "kind": is_line,
+    "text": is_line,
+    "code": int,
+    "stopped": is_line,
+    "again": bool,
+    "where": is_line,
+}
 
 
 def tell_end(end: End, began: float) -> dict:
     """For node 0; a cause's moment is in seconds since the start on this node."""
     causes = [
-        asdict(cause) | {"text": printable(cause.text), "time": cause.time and cause.time - began}
+        asdict(cause) | {"text": shown(cause.text), "time": max(0, cause.time - began)}
         for cause in end.causes[:TOLD]
     ]
-    return {"code": end.code, "causes": causes, "stopped": end.stopped}
+    return asdict(end) | {"causes": causes, "ranks": end.ranks[:RANKS]}
 
 
-def read_end(message: dict) -> End:
-    causes = []
-    for told in message["causes"][:TOLD]:
-        kind, rank, moment = KINDS[KINDS.index(told["kind"])], told["rank"], finite(told["time"])
-        rank = None if rank is None else whole(rank)
-        causes.append(Cause(printable(told["text"]), kind, moment, rank))
-    return End(whole(message["code"]), causes, printable(message["stopped"], 20))
+def read_end(message: object) -> End:
+    """Raises ValueError where it is none, as the next one does."""
+    if not fits(message, END):
+        raise ValueError("no end")
+    causes = [Cause(**{name: cause[name] for name in CAUSE}) for cause in message["causes"]]
+    return End(**{name: message[name] for name in END} | {"causes": causes})
 
 
-def read_ending(message: dict) -> Ending:
-    kind, text = printable(message["kind"], 20), printable(message["text"], LINE)
-    return Ending(kind, text, whole(message["code"]), printable(message["stopped"]))
+def tell_ending(ending: Ending) -> dict:
+    """For the other nodes."""
+    return asdict(ending) | {"text": shown(ending.text, LINE), "where": shown(ending.where, LINE)}
 
 
-def read_standing(message: list) -> list[list]:
-    return [
-        [whole(rank), HOW[HOW.index(how)], printable(phase, 80)]
-        for rank, how, phase in message[:RANKS]
-    ]
+def read_ending(message: object) -> Ending:
+    if not fits(message, ENDING):
+        raise ValueError("no ending")
+    return Ending(**{name: message[name] for name in ENDING})

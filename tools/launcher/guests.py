@@ -10,36 +10,32 @@ import contextlib
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from launcher.wire import LINE, fits, is_host, is_text, lost_after, pack, unpack
 
 SILENT = 256  # guests at most who have not introduced themselves, beside the nodes
-SETTING = (None, int, lambda value: is_text(value))
+
+
+def is_table(values: object, *shapes: object) -> bool:
+    """{"NNODES": 2, ...}, of which each value has one of these shapes."""
+    return (
+        isinstance(values, dict)
+        and len(values) < 20
+        and all(is_text(name) and fits(value, shapes) for name, value in values.items())
+    )
+
+
 NODE = {
     "node_rank": int,
     "host": is_host,
-    "settings": lambda value: (
-        isinstance(value, dict)
-        and len(value) < 20
-        and all(fits(setting, SETTING) for setting in value.values())
-    ),
+    "settings": lambda settings: is_table(settings, None, int, is_text),
+    "protocol": int,
     # What a launcher of another version may lack.
-    "protocol": (None, int),
-    "token": (None, lambda value: is_text(value, 64)),
-    "job": (None, lambda value: isinstance(value, dict)),
+    "token": (None, is_text),
+    "job": (None, lambda job: is_table(job, is_text)),
 }
-
-
-def is_job(job: object) -> bool:
-    """{"RUN_NAME": "ethernet", ...}"""
-    return (
-        isinstance(job, dict)
-        and len(job) < 10
-        and all(is_text(word, 300) for pair in job.items() for word in pair)
-    )
 
 
 @dataclass(eq=False)
@@ -49,7 +45,6 @@ class Guest:
     peer: socket.socket
     heard: bytes = b""
     node: dict | None = None
-    came: float = field(default_factory=time.monotonic)
 
 
 class Guests:
@@ -118,8 +113,7 @@ class Guests:
     def _read(self, line: bytes) -> dict | None:
         with contextlib.suppress(ValueError):
             node = unpack(line)
-            if fits(node, self.shape):
-                return node | {"job": node["job"] if is_job(node.get("job")) else {}}
+            return node if fits(node, self.shape) else None
         return None
 
     def tell(self, guest: Guest, message: dict) -> None:

@@ -1,7 +1,7 @@
 """Who is missing when a start fails: where the ranks stand, on this node and on the others.
 
 Each rank keeps its phase ("step 12") in a file of the folder that DEMO_PHASES names, in memory:
-the script writes it, the supervisor reads it after a failure, and tells node 0 (nodes.py), which
+the script writes it, the supervisor reads it after a failure, and tells node 0 with its end, which
 makes one line of it for all: who stood still, who waited, and which node to look at.
 """
 

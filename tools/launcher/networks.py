@@ -24,15 +24,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher starts this file
 
-from launcher import rendezvous
+from launcher.addresses import check_master
+from launcher.errors import Refused, Stopped
 from launcher.process_tree import tied_to
-from launcher.rendezvous import Plan, Refused, Rendezvous, Stopped, check_master
-from launcher.series import of_this_node, to_environment
+from launcher.rendezvous import LABELS, Plan, Rendezvous
+from launcher.series import Series, keep_earlier, of_this_node, to_environment
 from launcher.signals import exit_code, handle_stop_signals
 from launcher.supervisor import STOPPED
 from launcher.torchrun_command import timeout_of
@@ -77,7 +77,7 @@ def check(arguments: list[str]) -> None:
         raise Refused("--resume would go on from the network before: leave it out with NETWORKS")
 
 
-class Series:
+class Comparison:
     """This node's part: the launcher, for each network in turn."""
 
     def __init__(self, networks: dict[str, str], log_dir: str, arguments: list[str]) -> None:
@@ -87,7 +87,7 @@ class Series:
         # Ports of one network: each of its starts has its own.
         self.ports = 1 + int(os.environ["PROBE"]) + int(os.environ["RESTARTS"])
         # Labels alone have to match: an interface may be eno1 on one node and enp5s0 on another.
-        settings = {"NNODES": int(os.environ["NNODES"]), rendezvous.LABELS: " ".join(networks)}
+        settings = {"NNODES": int(os.environ["NNODES"]), LABELS: " ".join(networks)}
         node = {"node_rank": self.rank, "host": socket.gethostname(), "settings": settings}
         self.series = of_this_node(self.rank, settings["NNODES"], self.port, "")
         host = os.environ["MASTER_ADDR"].strip("[]")
@@ -120,7 +120,7 @@ class Series:
         # Each network's run has its own name, and begins anew where the job was put back.
         own = ("NETWORKS", "DEMO_RUN", "SLURM_RESTART_COUNT")
         env = {name: value for name, value in os.environ.items() if name not in own}
-        known = rendezvous.Series(self.series.token, label, self.series.about)
+        known = Series(self.series.token, label, self.series.about)
         env |= {"DEMO_SERIES": to_environment(known)}
         env |= {"IFNAME": self.networks[label], "RUN_NAME": label, "LOG_DIR": str(self.folder)}
         env["MASTER_PORT"] = str(self.port + n * self.ports)
@@ -151,14 +151,12 @@ class Series:
         command = [sys.executable, TOOLS / "compare_logs.py"]
         command += [f"{label}={self.folder / label}" for label in self.networks]
         picture = self.folder / "compare.png"
-        with contextlib.suppress(OSError):
-            keep_earlier(picture)
+        with contextlib.suppress(OSError):  # that of an earlier series is none of this one's
+            keep_earlier(self.folder, re.compile(r"compare\.png"))
         if importlib.util.find_spec("matplotlib"):
             command += ["--plot", picture]
         else:
-            say(
-                "no picture without matplotlib: pip install matplotlib, and compare_logs.py --plot"
-            )
+            say("no picture: pip install matplotlib, then compare_logs.py --plot draws one")
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         text = os.environ.get("DEMO_NOTE", "") + done.stdout
         with contextlib.suppress(OSError):
@@ -177,23 +175,17 @@ class Series:
         return done.returncode
 
 
-def keep_earlier(path: Path) -> None:
-    """A file of an earlier series gets another name; it is none of this one's."""
-    if path.exists():
-        path.rename(f"{path}.{time.strftime('%Y%m%d-%H%M%S')}")
-
-
 def main() -> int:
     arguments = sys.argv[3:]
     try:
         check(arguments)
-        series = Series(read_networks(os.environ["NETWORKS"]), sys.argv[1], arguments)
-        series.series.run = sys.argv[2]
-        handle_stop_signals(series.on_signal)
-        return series.run()
+        comparison = Comparison(read_networks(os.environ["NETWORKS"]), sys.argv[1], arguments)
+        comparison.series.run = sys.argv[2]
+        handle_stop_signals(comparison.on_signal)
+        return comparison.run()
     except Stopped:
         say("stopped by a signal before the start")
-        return exit_code(series.stopped)
+        return exit_code(comparison.stopped)
     except (Refused, OSError) as error:
         say(f"error: {error}")
         return 1

@@ -1,9 +1,8 @@
 """The supervisors of all nodes while the command runs, over the connections of their rendezvous.
 
-Node 0 is in the middle. Messages are lines of JSON. To node 0: {"ranks": standing}, where a node's
-ranks stand after a failure; {"end": ...}, how the start ended there; {"stopped": signal}, later.
-From node 0: {"line": text}, where the ranks of all nodes stood; {"ending": ...}, how the start
-ended for all, or that there is no other. Both ways: {"failed": true}.
+Node 0 is in the middle. Messages are lines of JSON. Both ways: {"failed": true}, so that all end
+soon. To node 0: {"end": ...}, how the start ended on a node; {"stopped": signal}, after that. From
+node 0: {"ending": ...}, how the start ended for all, or that there is no other.
 """
 
 from __future__ import annotations
@@ -15,25 +14,22 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 
 from launcher.ending import (
-    LINE,
     End,
     Ending,
-    printable,
+    is_line,
     read_end,
     read_ending,
-    read_standing,
     tell_end,
+    tell_ending,
 )
-from launcher.hang_report import describe_standing
-from launcher.wire import lost_after
+from launcher.wire import fits, lost_after
 
 GRACE = 10  # seconds to end for an attempt that has failed; torchrun alone would give them 30
 SAVING = 20  # more of them after a signal, as torchrun gives the ranks 30 s to save
-NOTICE = 2  # seconds in which the ranks that wait notice that another one has failed
-ANSWER = 3  # seconds after that for the answers of all nodes
+NOTICE = 2  # seconds in which a node hears of a failure, and in which ranks that wait notice it
+ANSWER = 5  # seconds after a failure in which each node has said that it knows, or is cut off
 SPARE = 4  # seconds after those of its own in which a node waits for how it ended elsewhere
 LONGEST = 2**20  # bytes of a message
 
@@ -51,8 +47,7 @@ class Nodes:
         self.connections, self.node_rank, self.names = dict(connections), node_rank, names
         self.timeout = timeout
         self.failed_at = 0.0  # when this node failed, heard that another did, or lost it
-        self.ranks: dict[int, list[list]] = {}  # what nodes have answered
-        self.line: str | None = None
+        self.know: set[int] = set()  # nodes that have told of a failure, or of their end
         self.ends: dict[int, End] = {}
         self.ending: Ending | None = None
         self.stops: dict[int, str] = {}  # signals that came to nodes after the start
@@ -77,7 +72,7 @@ class Nodes:
         *lines, self.rest[node] = (self.rest[node] + text).split(b"\n")
         for line in lines:
             # What is not of this form tells nothing.
-            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
                 self._take(node, json.loads(line))
         if not text or len(self.rest[node]) > LONGEST:
             self.ready.unregister(connection)
@@ -87,17 +82,15 @@ class Nodes:
 
     def _take(self, node: int, message: dict) -> None:
         if "failed" in message:
+            self.know.add(node)
             self.fail()
-        if "ranks" in message:
-            self.ranks[node] = read_standing(message["ranks"])
         if "end" in message:
             end = self.ends[node] = read_end(message["end"])
+            self.know.add(node)
             if end.code and not is_stop(end):
                 self.fail()
-        if "line" in message:
-            self.line = printable(message["line"], LINE)
-        if "stopped" in message:
-            self.stops[node] = printable(message["stopped"], 20)
+        if "stopped" in message and fits(message, {"stopped": is_line}):
+            self.stops[node] = message["stopped"]
         if "ending" in message:
             self.ending = read_ending(message["ending"])
 
@@ -112,38 +105,6 @@ class Nodes:
             self.failed_at = time.monotonic()
             self.tell(failed=True)
 
-    # ---- Where the ranks stand, once it has failed anywhere
-
-    def settle(self, own: Callable[[], list[list]], over: Callable[[], bool]) -> str:
-        """The line that says where all ranks stand.
-
-        own() is this node's part of it; over() tells that nothing can change that any more.
-        """
-        self.fail()
-        end = time.monotonic() + NOTICE
-        while not over() and time.monotonic() < end:
-            self.listen(0.1)
-        self.ranks[self.node_rank] = own()
-        return self._ask() if self.node_rank else self._collect()
-
-    def _collect(self) -> str:
-        end = time.monotonic() + ANSWER
-        while time.monotonic() < end and self._lacks_answers():
-            self.listen(0.1)
-        nodes = range(len(self.names))
-        silent = [n for n in nodes if n not in self.ranks and n not in self.ends]
-        self.line = describe_standing(self.ranks, silent, self.names)
-        self.tell(line=self.line)
-        return self.line
-
-    def _ask(self) -> str:
-        self.tell(ranks=self.ranks[self.node_rank])
-        end = time.monotonic() + ANSWER + NOTICE  # node 0 may be waiting for its own ranks
-        while self.connections and self.line is None and time.monotonic() < end:
-            self.listen(0.1)
-        silent = [0] if self.line is None else []
-        return self.line or describe_standing(self.ranks, silent, self.names)
-
     # ---- How the start has ended, on all nodes together
 
     def conclude(self, own: End, began: float, make: Callable[[], Ending]) -> Ending | None:
@@ -157,8 +118,6 @@ class Nodes:
             self.fail()
         if self.node_rank:
             self.tell(end=tell_end(own, began))
-        elif self.line is None:
-            self.tell(line="")  # to those who ask where the ranks stand
         while not self._is_concluded() and time.monotonic() < min(hurry, self._until(own, since)):
             self.listen(0.1)
             if own.stopped and not stopped:
@@ -167,7 +126,7 @@ class Nodes:
                     self.tell(end=tell_end(own, began))
         if self.node_rank == 0:
             self.ending = make()
-            self.tell(ending=asdict(self.ending))
+            self.tell(ending=tell_ending(self.ending))
         return self.ending
 
     def _is_concluded(self) -> bool:
@@ -182,17 +141,9 @@ class Nodes:
             return since + GRACE + SAVING + spare
         if not self.failed_at:  # what is done here is soon done everywhere
             return since + self.timeout
-        if self._lacks_answers():  # somebody is cut off, or very slow
-            return self.failed_at + NOTICE + ANSWER + spare / 2
+        if self.connections.keys() - self.know:  # somebody is cut off, or very slow
+            return self.failed_at + ANSWER + spare / 2
         return self.failed_at + GRACE + spare
-
-    def _lacks_answers(self) -> bool:
-        """Whether a node has not said where its ranks stand: it may be cut off."""
-        if self.node_rank not in self.ranks:  # nobody has asked
-            return False
-        if self.node_rank:
-            return self.line is None
-        return bool(self.connections.keys() - self.ranks.keys() - self.ends.keys())
 
     # ---- Until the next start: a signal to one node ends all of them
 
@@ -213,7 +164,7 @@ class Nodes:
         if self.stops and not self.ending:
             node, name = min(self.stops.items())
             self.ending = make(f"{name} on {self.names[node]}")
-            self.tell(ending=asdict(self.ending))
+            self.tell(ending=tell_ending(self.ending))
         return self.ending
 
     def close(self) -> None:

@@ -7,7 +7,12 @@ import os
 import threading
 
 from common.records import is_for_programs
-from launcher.rendezvous import Refused
+from launcher.errors import Refused
+
+
+def counted(number: int, one: str, more: str) -> str:
+    """1 step, 2 steps."""
+    return f"{number} {one if number == 1 else more}"
 
 
 class Output:
@@ -24,12 +29,11 @@ class Output:
             raise Refused(why) from None
         self.for_people = os.isatty(1)
 
-    def copy(self, lines: list[bytes]) -> None:
-        shown = lines
-        if self.for_people:
-            shown = [line for line in lines if not is_for_programs(line.decode(errors="replace"))]
-        self._write(1, b"".join(shown))
-        self._write(self.log, b"".join(lines))
+    def copy(self, line: bytes) -> None:
+        """Of the command, or a record."""
+        if not (self.for_people and is_for_programs(line.decode(errors="replace"))):
+            self._write(1, line + b"\n")
+        self._write(self.log, line + b"\n")
 
     def say(self, text: str) -> None:
         self.line(f"{self.name}: {text}")

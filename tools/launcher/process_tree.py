@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from launcher.output import counted
+
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 # In the environment of what this process starts, and of what that starts in turn.
@@ -115,7 +117,8 @@ def end_the_rest(seconds: float, say: Callable[[str], None]) -> None:
         if not left or kills == 12:  # some a kernel's driver does not let go
             return
         if time.monotonic() > end:
-            say(f"killing what is left of this attempt: {len(left)} processes")
+            count = counted(len(left), "process", "processes")
+            say(f"killing what is left of this attempt: {count}")
             kill(left)
             end, kills = time.monotonic() + 5, kills + 1
         time.sleep(0.1)

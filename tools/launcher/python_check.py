@@ -1,16 +1,14 @@
 """Says whether the Python that runs it has the packages of requirements.txt, for python_env.sh.
 
     PYTHON python_check.py ROOT check [PACKAGE ...]   PACKAGE: further packages that must be there
-    PYTHON python_check.py ROOT begin [PACKAGE ...]   before an install: notes what is whole
-    PYTHON python_check.py ROOT end [PACKAGE ...]     after it: notes what is whole now
     PYTHON python_check.py ROOT try [PACKAGE ...]     imports these packages alone
 
 It looks for files and their metadata, because importing torch takes seconds. An environment
 outside of ROOT is taken as it is: a package counts if its code is there, for some builds (conda's,
-a distribution's) have no metadata. In ROOT/.venv an install may have been cut short. pip writes a
-package's RECORD last, but uv writes it together with the rest: so the whole packages are noted in
-.venv/whole, after each install. Where that file is missing (an environment made by hand, or by an
-earlier version) a package counts with its RECORD.
+a distribution's) have no metadata. In ROOT/.venv an install may have been cut short: by pip a
+package then lacks its RECORD, but uv may have written that before the rest. So .venv/begun names
+the packages that are being installed, and none of them counts as long as it is there; without a
+name it stands for all.
 
 Exit codes: 0, everything is there (prints the interpreter's path). LACKS: torch is there, and
 something else is not, or is too old. EMPTY: there is no torch. OWN: this is .venv, and it lacks
@@ -43,10 +41,10 @@ def read_requirements(path):
     return {name: lowest for name, _, lowest in (line.partition(">=") for line in lines if line)}
 
 
-def read_marker(path):
-    """The packages that .venv/whole names; None where there is no such file."""
+def read_begun(venv):
+    """The packages of an install that has not come to its end; None where there is no such."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(os.path.join(venv, "begun"), encoding="utf-8") as file:
             return file.read().split()
     except FileNotFoundError:
         return None
@@ -72,12 +70,6 @@ def look_for(name, lowest, own):
     return ""
 
 
-def write_marker(path, names):
-    with open(path + ".new", "w", encoding="utf-8") as file:
-        file.write("".join(name + "\n" for name in names))
-    os.replace(path + ".new", path)
-
-
 def explain(problems, required, venv):
     """The line for somebody whose own environment lacks something."""
     wanted = [name + (f">={required[name]}" if required.get(name) else "") for name in problems]
@@ -88,13 +80,6 @@ def explain(problems, required, venv):
         f" ({python} -m pip install {arguments}), or set PYTHON={own} (or deactivate that"
         f" environment), and .venv is made and used"
     )
-
-
-def note(command, marker, needed, problems):
-    """Writes into .venv/whole what counts from now on."""
-    kept = [name for name in read_marker(marker) or () if name not in needed]
-    good = [name for name in needed if not problems[name]]
-    write_marker(marker, kept + good)
 
 
 def try_imports(names):
@@ -134,17 +119,10 @@ def main(root, command, *further):
     if not own and "matplotlib" not in further:
         del needed["matplotlib"]  # elsewhere plots may go without
     problems = {name: look_for(name, lowest, own) for name, lowest in needed.items()}
-    marker = os.path.join(venv, "whole")
-    whole = read_marker(marker) if own and command != "end" else None
-    if whole is not None:
-        for name in needed:
-            problems[name] = problems[name] or ("" if name in whole else f"no whole {name}")
-    if command == "begin" and any(problems[name] for name in required):
-        # They are installed together, and one may bring another release of the next.
-        for name in required:
+    begun = read_begun(venv) if own else None
+    if begun is not None:
+        for name in needed.keys() & (begun or needed):
             problems[name] = problems[name] or f"no whole {name}"
-    if command != "check":
-        note(command, marker, needed, problems)
 
     problems = {name: problem for name, problem in problems.items() if problem}
     if not problems:

@@ -5,8 +5,8 @@
 # $PYTHON is taken where it is set. Otherwise the first that has everything: python3 or python on PATH, the active
 # virtual or conda environment, .venv. An environment outside this folder is used as it is; nothing is ever installed
 # into it. Where one has torch and lacks something else, this says so and ends, before a second one is made in .venv.
-# In .venv lie, while it is made: lock, a folder whose maker installs; begun, a sign that an install has not come to its
-# end; uv-cache. And whole, which names the packages that are: see python_check.py.
+# In .venv lie, while something is installed there: lock, a link that names who does so; begun, which names what, so that
+# it does not count before the end; uv-cache.
 
 set -euo pipefail
 unset CDPATH # with it, cd prints where it went
@@ -15,7 +15,6 @@ venv=$root/.venv
 own=$venv/bin/python
 lock=$venv/lock
 patience=3600 # seconds to wait for another process that installs
-grace=10      # and for one that has not written its name
 
 say() { echo "python_env.sh: $*" >&2; }
 die() {
@@ -45,70 +44,40 @@ stop() {
     exit "$1"
 }
 
-# ---- the lock: a folder, which mkdir makes for one alone, also where a file system knows no other lock
+# ---- the lock: a link to its owner's name, which a file system makes for one alone, also where it knows no other lock
 
-# Whether a process of this host is there. Its number may have come to another program.
-alive() {
-    { kill -0 "$1" || ps -p "$1"; } >/dev/null 2>&1 || return 1
+# Whether a process of this host is gone. Its number may have come to another program.
+is_gone() {
     local command
-    command=$(ps -o args= -p "$1" 2>/dev/null) || return 0
-    [[ $command == *python_env.sh* ]]
-}
-
-# What became of the one who made a lock's folder: sets `owner` to self, here, gone, or nameless.
-look_at() {
-    local owner_user owner_host
-    owner=nameless
-    { IFS= read -r owner_user && IFS= read -r owner_host && IFS= read -r owner_pid && IFS= read -r owner_time; } \
-        2>/dev/null <"$1/owner" || return 0
-    owner=here owner_name="process $owner_pid of $owner_user on ${owner_host%% *}"
-    [ "$owner_user $owner_host" = "$user $host" ] || return 0
-    if [ "$owner_pid" = "$$" ]; then owner=self; elif ! alive "$owner_pid"; then owner=gone; fi
-}
-
-# Takes over from one who was killed: who makes a folder `next` in that one's folder is the next owner, and one can.
-take_over() {
-    local before=$owner
-    mkdir "$1/next" 2>/dev/null || return 1
-    look_at "$1" # the folder may be another's by now
-    if [ "$owner" = "$before" ]; then return; fi
-    rmdir "$1/next"
-    return 1
-}
-
-# Writes this process's name into a folder that it has made. False where another has meanwhile taken that over, for want
-# of a name, or where it is gone: of the two, each looks after it has written, so that one of them sees the other.
-claim() {
-    { printf '%s\n' "$user" "$host" "$$" "$(date '+%Y-%m-%d %H:%M:%S')" >"$1/owner.new" && mv "$1/owner.new" "$1/owner"; } \
-        2>/dev/null && [ ! -d "$1/next" ]
+    { kill -0 "$1" || ps -p "$1"; } >/dev/null 2>&1 || return 0
+    command=$(ps -o args= -p "$1" 2>/dev/null) || return 1
+    [[ $command != *python_env.sh* ]]
 }
 
 take_lock() {
-    local user host folder seen='' owner owner_name='' owner_pid='' owner_time='' said='' nameless=0 waited=0
+    local user here owner pid place space since said='' waited=0
     user=$(id -un 2>/dev/null) || user=$(id -u) # of a user without a name some print the number, and fail
-    host="$(uname -n) $(readlink /proc/self/ns/pid 2>/dev/null || true)" # containers count their processes apart
-    until folder=$lock && mkdir "$folder" 2>/dev/null && claim "$folder"; do
-        [ -d "$lock" ] || can_write
-        while [ -d "$folder/next" ]; do folder=$folder/next; done
-        [ "$folder" = "$seen" ] || nameless=0
-        seen=$folder
-        look_at "$folder"
-        if [ "$owner" = self ]; then # who had begun to take it over has gone back
-            break
-        elif [ "$owner" = gone ] || { [ "$owner" = nameless ] && [ "$nameless" -ge "$grace" ]; }; then
-            if take_over "$folder" && claim "$folder/next"; then
-                [ "$owner" = nameless ] || say "$owner_name, which installed into $venv, is gone: going on in its place"
-                break
+    # Containers count their processes apart.
+    here="$user on $(uname -n)|$(readlink /proc/self/ns/pid 2>/dev/null || true)"
+    until ln -s "$$|$here|$(date '+%Y-%m-%d %H:%M:%S')" "$lock" 2>/dev/null; do
+        owner=$(readlink "$lock") || can_write # or it has just been released
+        IFS='|' read -r pid place space since <<<"$owner"
+        if [ "$place|$space" = "$here" ] && is_gone "$pid" && mkdir "$lock.next" 2>/dev/null; then
+            # One of those who see it takes the link away, unless another has done so before.
+            if [ "$(readlink "$lock")" = "$owner" ]; then
+                say "process $pid of $place, which installed into $venv, is gone: going on in its place"
+                rm -f "$lock"
             fi
-        elif [ "$owner" = nameless ]; then
-            nameless=$((nameless + 1))
-        elif [ -z "$said" ]; then
-            say "waiting for $owner_name, which installs into $venv since $owner_time. If it is no longer there," \
-                "remove the folder $lock"
+            rmdir "$lock.next"
+            continue
+        fi
+        if [ -n "$owner" ] && [ -z "$said" ]; then
+            say "waiting for process $pid of $place, which installs into $venv since $since. If it is no longer" \
+                "there, remove $lock"
             said=yes
         fi
         [ "$waited" -lt "$patience" ] ||
-            die "after $waited s still waiting for ${owner_name:-another process}: if it is gone, remove the folder $lock"
+            die "after $waited s still waiting for process $pid of $place: if it is gone, remove $lock"
         sleep 1
         waited=$((waited + 1))
     done
@@ -117,9 +86,7 @@ take_lock() {
 
 locked=
 leave_lock() {
-    [ -n "$locked" ] || return 0
-    # In one step, so that nobody finds half a lock.
-    mv "$lock" "$lock.$$" && rm -rf "$lock.$$"
+    [ -z "$locked" ] || rm -f "$lock"
     locked=
 }
 
@@ -149,30 +116,30 @@ find_base() {
 }
 
 starts() { "$own" -c 'pass' 2>/dev/null; }
-begun_to_make() { [ -e "$venv/begun" ] && [ ! -e "$venv/whole" ]; } # and not come to its end
+# An install of everything was cut short: its file has no name of a further package.
+half_made() { [ -e "$venv/begun" ] && ! grep -q . "$venv/begun"; }
+begin() { printf '%s\n' "$@" >"$venv/begun"; }
 
 # An environment with pip, and nothing else yet.
 make_venv() {
-    say "no Python with torch, torchvision, pycocotools and pillow is active: making $venv"
-    find "$venv" -mindepth 1 -maxdepth 1 ! -name lock ! -name uv-cache -exec rm -rf {} +
-    touch "$venv/begun"
+    find_base
+    if half_made; then
+        say "the install into $venv did not come to its end: making it anew"
+    else
+        say "no Python with torch, torchvision, pycocotools and pillow is active: making $venv"
+    fi
+    begin
+    find "$venv" -mindepth 1 -maxdepth 1 ! -name 'lock*' ! -name begun ! -name uv-cache -exec rm -rf {} +
     run "$base" -m venv "$venv" || die "$base -m venv failed, see above"
 }
 
-# What an install that was killed left of a package is no package: without its metadata it is not taken for one.
-forget_halves() {
-    local site
-    for site in "$venv"/lib/python3*/site-packages; do
-        find "$site" -maxdepth 1 -name '*.dist-info' \( -newer "$venv/begun" -o ! -exec test -s {}/RECORD \; \) \
-            -exec rm -rf {} +
-    done
-}
+packages() { ls "$venv"/lib/python3*/site-packages; }
 
 get_uv() {
     local output
-    if [ -z "$again" ] && "$venv/bin/uv" --version >/dev/null 2>&1; then return; fi
+    if "$venv/bin/uv" --version >/dev/null 2>&1; then return; fi
     output=$("$own" -m pip install --quiet --disable-pip-version-check --retries 1 --only-binary :all: \
-        ${again:+--force-reinstall} uv 2>&1) && "$venv/bin/uv" --version >/dev/null 2>&1 && return
+        --ignore-installed uv 2>&1) && "$venv/bin/uv" --version >/dev/null 2>&1 && return
     output=$(grep ERROR <<<"$output" | tail -n 1)
     why_not="pip cannot get it${output:+: ${output#ERROR: }}"
     return 1
@@ -180,23 +147,27 @@ get_uv() {
 
 # Installs by uv, and by pip where uv cannot. The arguments are pip's, and uv takes the same.
 install() {
-    local why_not='' code=0 before
-    before=$(ls "$venv"/lib/python3*/site-packages)
-    if get_uv; then
-        run "$own" "$root/tools/launcher/uv_install.py" "$venv" ${again:+--reinstall} "$@" || code=$?
-        if [ "$code" -eq 0 ]; then return; fi
+    local why_not='' again='' before
+    if grep -qs . "$venv/begun"; then again=yes; fi # these, but it has not come to its end
+    if [ "$1" != -r ]; then begin "$@"; else begin; fi
+    get_uv || true
+    before=$(packages)
+    if [ -z "$why_not" ]; then
+        if run "$own" "$root/tools/launcher/uv_install.py" "$venv" ${again:+--reinstall} "$@"; then return; fi
         why_not="see above"
-        # It may have put a part of its files there.
-        if [ "$before" != "$(ls "$venv"/lib/python3*/site-packages)" ]; then again=yes; fi
     fi
     if [ -n "${UV_TORCH_BACKEND:-}" ] && [ "$1" = -r ]; then
         die "UV_TORCH_BACKEND=$UV_TORCH_BACKEND is for uv, which failed ($why_not): start again to go on, or unset it" \
             "to get PyPI's build"
     fi
     say "uv is not used ($why_not): pip installs, which takes some minutes"
-    if [ -n "$again" ]; then forget_halves; fi
-    run "$own" -m pip install --disable-pip-version-check ${again:+--force-reinstall} "$@" ||
-        die "pip failed, see above: start again to go on, or activate an environment with requirements.txt installed"
+    if [ "$before" != "$(packages)" ]; then # it has put a part of its files there
+        again=yes
+        if [ "$1" = -r ]; then make_venv; fi
+    fi
+    run "$own" -m pip install --disable-pip-version-check ${again:+--ignore-installed} "$@" && return
+    if [ -z "$again" ] && [ "$before" = "$(packages)" ]; then rm -f "$venv/begun"; fi # nothing is half there
+    die "pip failed, see above: start again to go on, or activate an environment with requirements.txt installed"
 }
 
 # The line before an install of some size.
@@ -220,27 +191,19 @@ try_imports() {
 
 # Makes .venv, or completes it.
 make() {
-    local again='' lacks=0
-    if ! starts || begun_to_make; then find_base; fi
+    local lacks=0
+    if ! starts || half_made; then find_base; fi
     [ -w "${XDG_CACHE_HOME:-${HOME:-/}}" ] || export PIP_NO_CACHE_DIR=1 # pip would warn of it
     can_write
     take_lock
-    check "$own" check "$@" >/dev/null && return # by the one that was waited for
-    if [ -e "$venv/begun" ]; then again=yes; fi
-    if ! starts || begun_to_make; then
-        [ -n "$base" ] || find_base
+    check "$own" check "$@" >/dev/null || lacks=$?
+    if [ "$lacks" -eq 0 ]; then return; fi # by the one that was waited for
+    if ! starts || half_made; then
         make_venv
-        again=
     elif ! "$own" -m pip --version >/dev/null 2>&1; then
         "$own" -m ensurepip >/dev/null 2>&1 || die "$own has no pip: install it there, or remove $venv"
     fi
     "$own" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || die "$own is older than Python 3.10: remove $venv"
-    check "$own" begin "$@" >/dev/null || lacks=$?
-    if [ -n "$again" ]; then
-        forget_halves
-    else
-        touch "$venv/begun"
-    fi
     if [ "$lacks" -eq 13 ]; then
         say "installing $* into $venv"
         install "$@"
@@ -251,8 +214,8 @@ make() {
         say "trying it: the first import takes some seconds"
         try_imports torch torchvision pycocotools pillow matplotlib "$@"
     fi
-    check "$own" end "$@" >/dev/null || die "the install is not complete: remove $venv and start again"
     rm -f "$venv/begun"
+    check "$own" check "$@" >/dev/null || die "the install is not complete: remove $venv and start again"
     rm -rf "$venv/uv-cache"
 }
 
@@ -294,7 +257,6 @@ if [ -n "$chosen" ] && [ "$chosen" != "$own" ]; then
 fi
 [ -z "$empty" ] || say "$empty: it stays as it is"
 
-base=
 trap leave_lock EXIT
 trap 'stop 129' HUP
 trap 'stop 130' INT

@@ -17,34 +17,20 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
+from launcher.addresses import connect, create_server
+from launcher.errors import Refused, Stopped
 from launcher.guests import Door, Guest, Guests
-from launcher.wire import (
-    fits,
-    host_name,
-    is_text,
-    lost_after,
-    pack,
-    printable,
-    read_line,
-    unpack,
-)
+from launcher.series import Series, stranger
+from launcher.wire import fits, host_name, is_text, lost_after, pack, printable, read_line, unpack
 
-PROTOCOL = 4  # of what the launchers of all nodes tell each other; another number: another version
+PROTOCOL = 5  # of what the launchers of all nodes tell each other; another number: another version
 LATE = 10  # seconds in which nodes that come after an error are told of it, too
 ECHO = 1  # seconds for the answer of a machine that knows nothing of a connection
 LABELS = "NETWORKS (its labels, in their order)"  # a setting that the nodes compare
 CONNECT_TIMEOUT = 300  # seconds to wait for the other nodes: the launcher's default
-
-
-class Refused(Exception):
-    """Ends everything with one line: a setting that is wrong, a node that does not come."""
-
-
-class Stopped(Exception):
-    """A signal has come while the nodes wait for each other; of which `stopped` tells."""
 
 
 @dataclass
@@ -56,109 +42,14 @@ class Plan:
     restarts: int = 0  # so many of them so far
 
 
-@dataclass
-class Series:
-    """What a node knows of the series that it belongs to; see series.py."""
-
-    token: str = ""  # node 0's own; the others learn it when they are admitted
-    run: str = ""  # its name, which node 0 has chosen, a folder under LOG_DIR
-    about: str = ""  # node 0's: who runs it, for those who come too late
-    lock: socket.socket | None = None  # node 0's: it listens as long as the series lives
-    job: dict[str, str] = field(default_factory=dict)  # what tells it from another job
-
-
-def stranger(ours: dict[str, str], theirs: dict[str, str]) -> str:
-    """Why a node with these facts belongs to another job than ours; empty if it may be of ours.
-
-    What both have been given decides: if it differs they are two jobs, if it is the same they are
-    one. Only where they have nothing of that in common the user counts.
-    """
-    given = ("SLURM_JOB_ID", "--rdzv_id", "RUN_NAME")
-    both = [name for name in given if ours.get(name) and theirs.get(name)]
-    for name in both:
-        if ours[name] != theirs[name]:
-            return f"{name} is {ours[name]} on node 0 but {theirs[name]} there"
-    # On two machines one person may have two names, or two numbers.
-    same = [name for name in ("user", "uid") if ours.get(name) == theirs.get(name)]
-    if not both and not same and ours.get("user") and theirs.get("user"):
-        return f"node 0 is of user {ours['user']}, that node of {theirs['user']}"
-    return ""
-
-
-def check_master(host: str, node_rank: int) -> None:
-    """Ends with one line where node 0's address cannot be that of this run."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise Refused(
-            f"MASTER_ADDR '{host}' does not resolve ({getattr(error, 'strerror', error)}): "
-            "give node 0's address on the network that the nodes share"
-        ) from None
-    addresses = {info[4][0] for info in found}
-    if all(address == "::1" or address.startswith("127.") for address in addresses):
-        # Many a machine has its own name at 127.0.1.1: on SLURM's node 0 that is no mistake.
-        if node_rank == 0 and host == os.environ.get("SLURMD_NODENAME"):
-            return
-        raise Refused(
-            f"MASTER_ADDR '{host}' is a loopback address on this node, which no other node can "
-            "reach: give node 0's address on the network that the nodes share (ip -br addr)"
-        )
-    if node_rank == 0 and (why := why_not_own(found)):
-        raise Refused(
-            f"NODE_RANK is 0, but MASTER_ADDR '{host}' is not an address of this node ({why}): "
-            "NODE_RANK 0 belongs to the node of MASTER_ADDR, and each other node has its own"
-        )
-
-
-def why_not_own(found: list[tuple]) -> str:
-    """Empty if one of the addresses can be bound, as only one of this machine's can."""
-    why = ""
-    for family, kind, _, _, address in found:
-        try:
-            with socket.socket(family, kind) as trial:
-                trial.bind(address)
-                return ""
-        except OSError as error:
-            why = why or error.strerror
-    return why
-
-
-def why_no_port(port: int, starts: int) -> str:
-    """Empty if a series of so many starts has a port for each, from this one on."""
-    last = 65536 - starts
-    if 0 < port <= last:
-        return ""
-    return f"port {port}: give one from 1 to {last} (each start needs its own, up to 65535)"
-
-
-def connect(host: str, port: int, seconds: float, look: Callable[[], None]) -> socket.socket:
-    """As socket.create_connection; look() is called now and then, and may end the wait."""
-    failed: OSError | None = None
-    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        trial = socket.socket(family, kind)
-        try:
-            trial.setblocking(False)
-            code, end = trial.connect_ex(address), time.monotonic() + seconds
-            while code == errno.EINPROGRESS:
-                look()
-                if select.select([], [trial], [], 0.2)[1]:
-                    code = trial.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                elif time.monotonic() > end:
-                    code = errno.ETIMEDOUT
-            if code:
-                raise OSError(code, os.strerror(code))
-            trial.settimeout(seconds)
-            return trial
-        except BaseException as error:
-            trial.close()
-            if not isinstance(error, OSError):
-                raise
-            failed = error
-    raise failed or OSError("no address")
-
-
 class Rendezvous:
     """One node's part in it. `settings` must be the same on all nodes; they end in one line."""
+
+    # What a rendezvous for another purpose, such as preflight.py's, has of its own.
+    purpose = "start"
+    # What an introduction and a greeting for that purpose must have, beside what all have.
+    shape: ClassVar[dict] = {}
+    greeting_shape: ClassVar[dict] = {}
 
     def __init__(
         self,
@@ -175,14 +66,11 @@ class Rendezvous:
         self.nnodes = node["settings"]["NNODES"]
         self.door: Door | None = None
         self.turned_away: set[str] = set()
-        self.connections: dict[
-            int, socket.socket
-        ] = {}  # after agree: node 0's to all, others' to 0
+        # After agree: node 0's to all, others' to 0.
+        self.connections: dict[int, socket.socket] = {}
         self.hosts = {node["node_rank"]: node["host"]}  # node 0 knows all of them
         self.stopped = False  # set by a signal
-        self.watch: Callable[[], None] = lambda: (
-            None
-        )  # called while waiting; may end it by raising
+        self.watch: Callable[[], None] | None = None  # called while waiting; may raise
         self.began = self.told = 0.0
 
     def agree(self, plan: Plan, seconds: int) -> Plan:
@@ -209,11 +97,7 @@ class Rendezvous:
             connection.close()
         self.connections = {}
 
-    # What a rendezvous for another purpose, such as preflight.py's, has of its own.
-    purpose = "start"
-    # What an introduction and a greeting for that purpose must have, beside what all have.
-    shape: ClassVar[dict] = {}
-    greeting_shape: ClassVar[dict] = {}
+    # What a rendezvous for another purpose may do in another way.
 
     def greeting(self) -> dict:
         """What node 0 says first, beside what all greetings have."""
@@ -229,7 +113,8 @@ class Rendezvous:
 
     def _check(self, why: str = "") -> None:
         """Now and then while waiting: ends on a signal, and says from time to time what for."""
-        self.watch()
+        if self.watch:
+            self.watch()
         if self.stopped:
             raise Stopped(self.stopped)
         if why and time.monotonic() - self.told > 10:
@@ -269,9 +154,9 @@ class Rendezvous:
                 "run": self.series.run,
             } | more()
 
-        servers = [*servers, *filter(None, [self.series.lock])]
-        seconds = max(60, left())
-        return Guests(servers, greet, self.shape, self.nnodes, seconds)
+        if self.series.lock:
+            servers = [*servers, self.series.lock]
+        return Guests(servers, greet, self.shape, self.nnodes, max(60, left()))
 
     def _wait_for_the_late(self, guests: Guests) -> None:
         """Nodes that are just starting shall end with the same line, not wait for nobody."""
@@ -307,13 +192,13 @@ class Rendezvous:
 
     def _foreign(self, node: dict) -> str:
         """What to tell a node of another job; empty for one of ours, or that may be."""
-        why = stranger(self.series.job, node["job"])
+        why = stranger(self.series.job, node.get("job") or {})
         if not why:
             return ""
         name = f"node {node['node_rank']} ({node['host']})"
         if name not in self.turned_away and len(self.turned_away) < 20:
+            self.turned_away.add(name)
             self.say(f"turned away {name}, which belongs to another job: {why}")
-        self.turned_away.add(name)
         return printable(
             f"node 0 at {self.host}:{self.port} ({self.node['host']}) is of another job: {why}: "
             "give each job its own MASTER_ADDR or MASTER_PORT"
@@ -347,7 +232,7 @@ class Rendezvous:
     def _at_the_door(self, node: dict) -> dict:
         if why := self._foreign(node):
             return {"error": why}
-        if node.get("protocol") != PROTOCOL:
+        if node["protocol"] != PROTOCOL:
             return {"error": other_version(node, self.node["host"])}
         if self._is_known(node) or self._is_free(node["node_rank"]):
             return {"wait": "node 0's start has not ended yet"}
@@ -375,19 +260,18 @@ class Rendezvous:
 
     def _answer(self, plan: Plan, guests: Guests, waited: int) -> dict | None:
         """The plan once all nodes are there, an error for all of them, or nothing yet."""
-        hosts, mine = {0: self.node["host"]}, self.node["settings"]
+        hosts = {0: self.node["host"]}
+        own = f"node 0 ({hosts[0]})"
         nodes = [guest.node for guest in guests.nodes()]
         for node in nodes:
-            rank, host, settings = node["node_rank"], node["host"], node["settings"]
-            if node.get("protocol") != PROTOCOL:
+            rank, host = node["node_rank"], node["host"]
+            if node["protocol"] != PROTOCOL:
                 return {"error": other_version(node, hosts[0])}
-            for name in [name for name in mine if settings.get(name) != mine[name]]:
-                ours, theirs = (
-                    "not set" if value is None else value
-                    for value in (mine[name], settings.get(name))
-                )
-                text = f"{name} is {ours} on node 0 ({hosts[0]}) but {theirs} on node {rank} "
-                return {"error": f"{text}({host}): give it the same value on all nodes"}
+            for name, ours in self.node["settings"].items():
+                theirs = node["settings"].get(name)
+                if theirs != ours:
+                    both = f"{shown(ours)} on {own} but {shown(theirs)} on node {rank} ({host})"
+                    return {"error": f"{name} is {both}: give it the same value on all nodes"}
             if rank in hosts:
                 both = f"{hosts[rank]} and {host}"
                 return {"error": f"NODE_RANK {rank} came twice, from {both}: give each its own"}
@@ -454,19 +338,20 @@ class Rendezvous:
             greeting = unpack(read_line(node_0, time.monotonic() + 2, self._check))
         except (TimeoutError, ValueError):
             greeting = {}
-        ours = greeting.get("protocol") == PROTOCOL and greeting.get("purpose") == self.purpose
+        same_version = greeting.get("protocol") == PROTOCOL
+        ours = same_version and greeting.get("purpose") == self.purpose
         if not fits(greeting, GREETING | (self.greeting_shape if ours else {})):
             raise OSError(f"port {port} is held by another program or an earlier start")
         end = time.monotonic() + greeting["node_0_waits"] + LATE + 2
         lost_after(node_0, max(60, greeting["node_0_waits"]))
         about = {"protocol": PROTOCOL, "token": self.series.token, "job": self.series.job}
-        node = self.introduction(greeting) if greeting.get("protocol") == PROTOCOL else self.node
+        node = self.introduction(greeting) if same_version else self.node
         node_0.sendall(pack(node | about))
-        if greeting.get("protocol") != PROTOCOL:
+        if not same_version:
             raise Refused(
                 f"node 0 at {self.host}:{port} runs another version of this demo (its launcher "
-                f"speaks protocol {greeting.get('protocol', 1)}, this one {PROTOCOL}): use the "
-                "same version on all nodes"
+                f"speaks protocol {greeting['protocol']}, this one {PROTOCOL}): use the same "
+                "version on all nodes"
             )
         return self._answer_of(node_0, greeting, end)
 
@@ -495,7 +380,7 @@ class Rendezvous:
 
 
 GREETING = {
-    "protocol": (None, int),
+    "protocol": int,
     "node_0_waits": float,
     "purpose": is_text,
     "about": (None, is_text),
@@ -508,11 +393,15 @@ ANSWER = {
 }
 
 
+def shown(setting: object) -> object:
+    return "not set" if setting is None else setting
+
+
 def other_version(node: dict, host_0: str) -> str:
     return (
         f"node {node['node_rank']} ({node['host']}) runs another version of this demo than node 0 "
-        f"({host_0}): its launcher speaks protocol {node.get('protocol') or 1}, that of node 0 "
-        f"{PROTOCOL}: use the same version on all nodes"
+        f"({host_0}): its launcher speaks protocol {node['protocol']}, that of node 0 {PROTOCOL}: "
+        "use the same version on all nodes"
     )
 
 
@@ -527,9 +416,3 @@ def is_gone(connection: socket.socket) -> bool:
         connection.sendall(pack({}))
         return bool(events.poll(1000 * ECHO))
     return True
-
-
-def create_server(port: int) -> socket.socket:
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=both)

@@ -35,6 +35,13 @@ class Cause:
 # Each may be the cause of those after it. "asked": stopped on a signal, which is no failure;
 # "unknown": ended without a word; "stopped": its torchrun is gone, or that of another node.
 KINDS = ("killed", "user", "bug", "asked", "unknown", "lost", "stopped")
+# Bugs that a restart would meet again: the code is wrong, or its data. RuntimeError is left out:
+# PyTorch reports a device's fault under that name, as well as wrong shapes.
+CERTAIN = re.compile(
+    r"(Assertion|Attribute|Import|Index|Key|Lookup|ModuleNotFound|Name|NotImplemented|Syntax|Type"
+    r"|UnboundLocal|Value|ZeroDivision)Error\b"
+)
+GIVEN_UP = "given up: it had not ended in time after a failure"
 # Where a rank stands after a failure; each may have let those after it wait.
 HOW = ("stood still in", "had not begun", "was in", "ended in", "waited in")
 
@@ -162,12 +169,12 @@ def find_causes(
     recorded: list[Cause],
     said: OutputReader,
     stopped: bool = False,
-    given_up: str = "",
+    given_up: bool = False,
 ) -> list[Cause]:
     """On this node, of the command's end with an exit code, or by the signal -code.
 
     That signal is no cause where it is the supervisor's own: one that was passed on (`stopped`),
-    or the last of an attempt that did not end (`given_up` says why).
+    or the last of an attempt that did not end (`given_up`).
     """
     if code == 0:
         return []
@@ -175,7 +182,7 @@ def find_causes(
     if said.asked and not recorded:  # as under srun, which gives no error files
         causes.append(Cause("", "asked"))
     if given_up:
-        causes.append(Cause(given_up, "lost", time.time()))
+        causes.append(Cause(GIVEN_UP, "lost", time.time()))
     elif code < 0 and not (code == -signal.SIGABRT and causes):
         kind = "stopped" if stopped else "killed"
         causes.append(Cause(f"{program} was ended by signal {-code}", kind))

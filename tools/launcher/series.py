@@ -11,7 +11,7 @@ becomes, and the kernel gives it back when that ends, whatever ends it:
 - the run's folder, by a lock on its run.lock, so that no two runs write there. A name that is made
   up is that of a new folder; one that was given (RUN_NAME) stays as it is: what an earlier run has
   left there is renamed, unless this start goes on with it.
-In the environment COMMAND finds DEMO_SERIES, for rendezvous.Series, and DEMO_RUN, the run's name.
+In the environment COMMAND finds DEMO_SERIES, for Series, and DEMO_RUN, the run's name.
 """
 
 from __future__ import annotations
@@ -28,23 +28,53 @@ import socket
 import struct
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher starts this file
 
-from launcher.rendezvous import Refused, Series
+from launcher.errors import Refused
 from launcher.wire import fits, is_text, printable, read_line, unpack
 
 KEPT = re.compile(r"node\d+\.log|nccl\..*\.log")  # what a run leaves beside its checkpoint
 
 
+@dataclass
+class Series:
+    """What a node knows of the series that it belongs to; see series.py."""
+
+    token: str = ""  # node 0's own; the others learn it when they are admitted
+    run: str = ""  # its name, which node 0 has chosen, a folder under LOG_DIR
+    about: str = ""  # node 0's: who runs it, for those who come too late
+    lock: socket.socket | None = None  # node 0's: it listens as long as the series lives
+    job: dict[str, str] = field(default_factory=dict)  # what tells it from another job
+
+
 def this_job(rdzv_id: str = "") -> dict[str, str]:
-    """What tells this job from another one (rendezvous.stranger)."""
+    """What tells this job from another one."""
     job = {name: os.environ.get(name, "") for name in ("SLURM_JOB_ID", "RUN_NAME")}
     job |= {"--rdzv_id": rdzv_id, "uid": str(os.getuid())}
     with contextlib.suppress(OSError, KeyError):  # a number without a name, as in containers
         job["user"] = getpass.getuser()
     return {name: printable(value, 300) for name, value in job.items() if value}
+
+
+def stranger(ours: dict[str, str], theirs: dict[str, str]) -> str:
+    """Why a node with these facts belongs to another job than ours; empty if it may be of ours.
+
+    What both have been given decides: if it differs they are two jobs, if it is the same they are
+    one. Only where they have nothing of that in common the user counts.
+    """
+    given = ("SLURM_JOB_ID", "--rdzv_id", "RUN_NAME")
+    both = [name for name in given if ours.get(name) and theirs.get(name)]
+    for name in both:
+        if ours[name] != theirs[name]:
+            return f"{name} is {ours[name]} on node 0 but {theirs[name]} there"
+    # On two machines one person may have two names, or two numbers.
+    same = [name for name in ("user", "uid") if ours.get(name) == theirs.get(name)]
+    if not both and not same and ours.get("user") and theirs.get("user"):
+        return f"node 0 is of user {ours['user']}, that node of {theirs['user']}"
+    return ""
 
 
 # --- The lock of a port ------------------------------------------------------------------------
@@ -101,13 +131,7 @@ def new_folder(parent: Path, name: str, goes_on: bool) -> Path:
 
 def lock_folder(folder: Path, about: str) -> None:
     """Holds it for this process and what it becomes. Raises Refused if a live run has it."""
-    try:
-        lock = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise Refused(
-            f"the log folder {folder} cannot be written ({error.strerror}): set LOG_DIR to one "
-            "that can"
-        ) from None
+    lock = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -156,18 +180,12 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def choose_folder(options: argparse.Namespace) -> Path:
     """The run's, made if it is not there."""
-    try:
-        if options.run_name:
-            folder = Path(f"{options.log_dir}/{options.run_name}")
-            folder.mkdir(parents=True, exist_ok=True)
-            return folder
-        options.log_dir.mkdir(parents=True, exist_ok=True)
-        return new_folder(options.log_dir, options.base, options.goes_on)
-    except OSError as error:
-        raise Refused(
-            f"the log folder {options.log_dir / (options.run_name or options.base)} cannot be "
-            f"made ({error.strerror}): set LOG_DIR to one that can"
-        ) from None
+    if options.run_name:
+        folder = Path(f"{options.log_dir}/{options.run_name}")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    options.log_dir.mkdir(parents=True, exist_ok=True)
+    return new_folder(options.log_dir, options.base, options.goes_on)
 
 
 def take(options: argparse.Namespace) -> dict[str, str]:
@@ -178,10 +196,16 @@ def take(options: argparse.Namespace) -> dict[str, str]:
     series.token = series.token or secrets.token_hex(8)
     if not is_text(options.run_name, 255):
         raise Refused("RUN_NAME is no name: give printable characters, up to 255")
-    folder = choose_folder(options)
+    try:
+        folder = choose_folder(options)
+        series.about = about_this("" if os.environ.get("NETWORKS") else str(folder / "node0.log"))
+        lock_folder(folder, series.about)
+    except OSError as error:
+        raise Refused(
+            f"the log folder {options.log_dir / (options.run_name or options.base)} cannot be "
+            f"made or written ({error.strerror}): set LOG_DIR to one that can"
+        ) from None
     series.run = options.run_name or folder.name
-    series.about = about_this("" if os.environ.get("NETWORKS") else str(folder / "node0.log"))
-    lock_folder(folder, series.about)
     if not options.goes_on and (kept := keep_earlier(folder)):
         print(f"{options.name}: {kept}", file=sys.stderr)
     known = {"DEMO_SERIES": to_environment(series), "DEMO_RUN": series.run}

@@ -13,23 +13,21 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.records import PREFIX
 from launcher import process_tree
+from launcher.addresses import check_master
 from launcher.counters import describe_traffic, difference, read_counters
 from launcher.ending import STOPPED, End, Ending, make_ending
+from launcher.errors import Refused
 from launcher.hang_report import phases_folder, read_phases, standing
-from launcher.nodes import GRACE, SAVING, Nodes
-from launcher.output import Output
-from launcher.rendezvous import Plan, Refused, Rendezvous, Series, check_master
-from launcher.root_cause import (
-    OutputReader,
-    find_causes,
-    nccl_warnings,
-    recorded_causes,
-)
+from launcher.nodes import GRACE, NOTICE, SAVING, Nodes
+from launcher.output import Output, counted
+from launcher.rendezvous import Plan, Rendezvous
+from launcher.root_cause import OutputReader, find_causes, nccl_warnings, recorded_causes
+from launcher.series import Series
 from launcher.torchrun_command import Command, option, timeout_of
 
 BY_SIGNAL = 143  # stopped with nothing saved: as a shell has SIGTERM
@@ -77,6 +75,7 @@ class Supervisor:
         self.attempt: Attempt | None = None
         self.nodes: Nodes | None = None
         self.stopped = ""  # the name of the first signal
+        self.bug = ""  # that has ended the last start
         self.starts, self.began, self.before = 0, time.time(), read_counters()
 
     def run(self) -> int:
@@ -136,10 +135,14 @@ class Supervisor:
             return
         if not os.path.exists(path):
             return
-        with not_in_use(path):
-            os.rename(path, f"{path}.{time.strftime('%Y%m%d-%H%M%S')}")
-            why = "is from an earlier run and not asked for with --resume"
-            self.say(f"{path} {why}: kept under its name with the time added")
+        if is_in_use(path):
+            raise Refused(
+                f"checkpoint {path} is in use by another run: give this one its own --checkpoint, "
+                "or end the other"
+            )
+        os.rename(path, f"{path}.{time.strftime('%Y%m%d-%H%M%S')}")
+        why = "is from an earlier run and not asked for with --resume"
+        self.say(f"{path} {why}: kept under its name with the time added")
 
     def _start(self, plan: Plan) -> tuple[Ending, OutputReader]:
         """Runs the command to its end, ends what it has left behind, and hears from the others."""
@@ -160,29 +163,33 @@ class Supervisor:
             copier.start()
             if self.stopped:  # before there was a child to take it
                 self._pass_on(self.stopped)
-            where, given_up = self._watch(attempt, nodes)
+            given_up = self._watch(attempt, nodes)
             code = 1 if given_up else self.process.returncode
             copier.join(30)
             recorded = recorded_causes(attempt.errors, attempt.began)
         self.process = None
-        warnings = nccl_warnings(os.environ.get("NCCL_DEBUG_FILE", ""), attempt.began)
-        self.output.copy([line + b"\n" for line in warnings])
+        for line in nccl_warnings(os.environ.get("NCCL_DEBUG_FILE", ""), attempt.began):
+            self.output.copy(line)
         own = attempt.end
-        own.code, own.stopped = code, self.stopped
+        own.code = code if code >= 0 else 128 - code  # as a shell has it
+        own.stopped = self.stopped
         own.causes = find_causes(
             self.command.program, code, recorded, attempt.facts, bool(self.stopped), given_up
         )
-        ending = self._conclude(attempt, nodes, where, plan)
-        said = ending.kind not in ("done", "user", "bug", "asked") and not ending.stopped
-        if said and where not in ("", ending.text):
-            self.say(where)
+        ending = self._conclude(attempt, nodes, plan)
+        said = ending.kind not in ("user", "bug", "asked")
+        if said and ending.where not in ("", ending.text):
+            self.say(ending.where)
         return ending, attempt.facts
 
-    def _conclude(self, attempt: Attempt, nodes: Nodes, where: str, plan: Plan) -> Ending:
+    def _conclude(self, attempt: Attempt, nodes: Nodes, plan: Plan) -> Ending:
         """How the start ended on all nodes, by node 0's word; by the own view where that fails."""
 
         def make() -> Ending:
-            ending = make_ending(nodes.ends, nodes.ranks, nodes.names, where)
+            expected = range(len(nodes.names)) if nodes.node_rank == 0 else [0]
+            silent = [node for node in expected if node not in nodes.ends]
+            ending = make_ending(nodes.ends, silent, nodes.names)
+            ending.again |= self._is_met_again(ending, attempt)
             confirmed = ending.kind == "asked" or (ending.kind == "done" and not plan.probe)
             if ending.stopped and not confirmed:
                 ending.text, ending.code = self.stop(ending)
@@ -195,28 +202,38 @@ class Supervisor:
         nodes.ends = {self.command.node_rank: attempt.end}
         return make()
 
-    def _watch(self, attempt: Attempt, nodes: Nodes) -> tuple[str, str]:
+    def _is_met_again(self, ending: Ending, attempt: Attempt) -> bool:
+        """Whether a bug has ended this start as the one before, and no checkpoint was saved."""
+        before, self.bug = self.bug, ""
+        if ending.kind == "bug":
+            self.bug = PREFIX.sub("", ending.text)  # on whichever rank
+        return bool(self.bug) and self.bug == before and self._saved() < attempt.began
+
+    def _watch(self, attempt: Attempt, nodes: Nodes) -> bool:
         """Waits until nothing of the attempt is left; once it has failed anywhere, GRACE seconds.
 
-        Returns where all ranks stood then, and why it was killed if it was.
+        Notes where its ranks stood then. Returns whether it had to be killed.
         """
         while self.process.poll() is None and not self._failed(attempt, nodes):
             nodes.listen(0.2)
-        end, where, given_up = time.monotonic() + GRACE, "", ""
+        end = time.monotonic() + GRACE
         if self.stopped:
             end += SAVING
         elif self.process.poll() != 0 and not self._has_saved(attempt):
-            where = nodes.settle(lambda: self._standing(attempt), lambda: self._is_over(attempt))
-        if not self.stopped:
-            while self.process.poll() is None and time.monotonic() < end:
-                time.sleep(0.1)
-        if self.process.poll() is None and not self.stopped:
-            given_up = where or f"given up: it had not ended {GRACE} s after a failure"
+            nodes.fail()
+            noticed = time.monotonic() + NOTICE
+            while not self._is_over() and time.monotonic() < noticed:
+                nodes.listen(0.1)
+            attempt.end.ranks = self._standing(attempt)
+        while self.process.poll() is None and not self.stopped and time.monotonic() < end:
+            nodes.listen(0.1)
+        given_up = self.process.poll() is None and not self.stopped
+        if given_up:
             self.say(f"killing this attempt: it has not ended {GRACE} s after a failure")
             process_tree.kill([self.process.pid, *process_tree.own_descendants()])
         self.process.wait()
         process_tree.end_the_rest(max(0, end - time.monotonic()), self.say)
-        return where, given_up
+        return given_up
 
     def _name(self, node: int) -> str:
         host = self.rendezvous.hosts.get(node, self.rendezvous.host if node == 0 else "")
@@ -242,7 +259,7 @@ class Supervisor:
         causes = recorded_causes(attempt.errors, attempt.began)
         return any(cause.kind == "asked" for cause in causes)
 
-    def _is_over(self, attempt: Attempt) -> bool:
+    def _is_over(self) -> bool:
         return self.process.poll() is not None and not process_tree.own_descendants()
 
     def _standing(self, attempt: Attempt) -> list[list]:
@@ -279,20 +296,22 @@ class Supervisor:
         """The command's output, by whole lines, until the last process that may write is gone."""
         rest, piece = b"", b"."
         while piece:
+            # Not by the pipe's own buffer, which a thread that still waits at the end would hold.
             piece = os.read(pipe.fileno(), 1 << 16)
             *lines, rest = (rest + piece).split(b"\n")
             if rest and not piece:
-                lines, rest = [rest], b""
-            self.output.copy([line + b"\n" for line in lines])
+                lines = [rest]
             for line in lines:
+                self.output.copy(line)
                 facts.read(line.decode(errors="replace"))
 
     def _say_repeated(self, plan: Plan, facts: OutputReader, reached: int) -> None:
         """What the failure before this start has cost; only rank 0 says where it went on."""
         if plan.restarts and facts.start_step is not None:
+            steps = counted(max(0, reached - facts.start_step), "step", "steps")
             self.say(
                 f"restart {plan.restarts} went on from step {facts.start_step}; the log had come "
-                f"to step {reached}: {max(0, reached - facts.start_step)} steps repeated"
+                f"to step {reached}: {steps} repeated"
             )
 
     def _end(self, plan: Plan, ending: Ending) -> int:
@@ -308,7 +327,7 @@ class Supervisor:
             self.say(ending.text)
             return ending.code
         if plan.restarts:
-            self.say(f"gave up after {plan.restarts} restarts")
+            self.say(f"gave up after {counted(plan.restarts, 'restart', 'restarts')}")
         what = "failed in the probe of the link (PROBE=0: none)" if plan.probe else "failed"
         self.say(f"{what}, see {self.options.log}; root cause:")
         self.output.line(ending.text)
@@ -329,10 +348,11 @@ class Supervisor:
         return ending
 
     def _saved(self) -> float:
-        """When a checkpoint of this run was saved last; 0: never."""
+        """When the checkpoint was saved from which this run would go on; 0: there is none."""
+        arguments = self.command.arguments
         with contextlib.suppress(OSError):
-            saved = os.stat(option(self.command.arguments, "checkpoint", "")).st_mtime
-            return saved if saved >= self.began else 0
+            saved = os.stat(option(arguments, "checkpoint", "")).st_mtime
+            return saved if saved >= self.began or "--resume" in arguments else 0
         return 0
 
     def stopped_by(self, by: str = "") -> str:
@@ -350,7 +370,7 @@ class Supervisor:
         seconds, carried = time.time() - self.began, difference(self.before, read_counters())
         record = {"node": self.command.node_rank, "host": self.host}
         record |= {"seconds": round(seconds, 3), "starts": self.starts, **carried}
-        self.output.copy([f"{self.output.name}: Node {json.dumps(record)}\n".encode()])
+        self.output.copy(f"{self.output.name}: Node {json.dumps(record)}".encode())
         if carried["interfaces"]:
             self.say(f"this node {describe_traffic(carried)} in {seconds:.0f} s")
 
@@ -375,25 +395,13 @@ class Supervisor:
         self.process.send_signal(signal.SIGTERM if name == "SIGHUP" else signal.Signals[name])
 
 
-@contextlib.contextmanager
-def not_in_use(path: str) -> Iterator[None]:
-    """No other run writes this checkpoint meanwhile. Raises Refused where one does.
-
-    The lock is that of the script's rank 0, which holds it as long as it lives.
-    """
-    lock = None
-    with contextlib.suppress(OSError):  # without the file nobody has ever locked it
-        lock = os.open(f"{path}.lock", os.O_WRONLY)
+def is_in_use(checkpoint: str) -> bool:
+    """Whether a live run writes it: the script's rank 0 holds this lock as long as it lives."""
     try:
-        if lock is not None:
+        with open(f"{checkpoint}.lock", "r+") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise Refused(
-            f"checkpoint {path} is in use by another run: give this one its own --checkpoint, or "
-            "end the other"
-        ) from None
-    except OSError:  # some file systems of networks and clusters know no locks
-        pass
-    yield
-    if lock is not None:
-        os.close(lock)
+        return True
+    except OSError:  # nobody has ever locked it, or the file system knows no locks
+        return False
+    return False

@@ -10,7 +10,8 @@ import re
 import shlex
 from pathlib import Path
 
-from launcher.rendezvous import Plan, Refused
+from launcher.errors import Refused
+from launcher.rendezvous import Plan
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 300  # seconds: the default of the script's --timeout

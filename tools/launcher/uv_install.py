@@ -22,30 +22,30 @@ HARMLESS = {
     "cache-dir",
     "compile",
     "config-file",
-    "debug",
     "disable-pip-version-check",
-    "exists-action",
-    "keyring-provider",
     "log",
-    "log-file",
     "no-cache-dir",
     "no-color",
     "no-compile",
     "no-input",
-    "no-python-version-warning",
-    "no-warn-conflicts",
     "no-warn-script-location",
     "progress-bar",
     "quiet",
     "require-virtualenv",
-    "resume-retries",
     "root-user-action",
-    "src",
-    "use-deprecated",
-    "use-feature",
     "verbose",
 }
-PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
+# Those that uv has under another name. What is in neither, pip has to follow.
+SAME = {
+    "build-constraint": "UV_BUILD_CONSTRAINT",
+    "cert": "SSL_CERT_FILE",
+    "client-cert": "SSL_CLIENT_CERT",
+    "constraint": "UV_CONSTRAINT",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+    "retries": "UV_HTTP_RETRIES",
+    "timeout": "UV_HTTP_TIMEOUT",
+    "trusted-host": "UV_INSECURE_HOST",
+}
 
 
 def read_settings(listed: str) -> dict[str, str]:
@@ -69,10 +69,6 @@ def there(place: str) -> bool:
     return bool(re.match(r"[a-z+]+:", place)) or Path(place).expanduser().exists()
 
 
-def is_on(value: str) -> bool:
-    return value.lower() in ("1", "true", "yes", "on", "y", "t")
-
-
 def translate(settings: dict[str, str]) -> tuple[dict[str, str], list[str], list[str]]:
     """pip's settings as variables for uv, options for uv, and names that uv knows nothing of."""
     variables, options, unlike = {}, [], []
@@ -84,30 +80,13 @@ def translate(settings: dict[str, str]) -> tuple[dict[str, str], list[str], list
             variables["UV_INDEX"] = " ".join(map(url, several))
         elif name == "find-links":
             variables["UV_FIND_LINKS"] = ",".join(url(place) for place in several if there(place))
-        elif name == "constraint":
-            variables["UV_CONSTRAINT"] = value
-        elif name == "build-constraint":
-            variables["UV_BUILD_CONSTRAINT"] = value
-        elif name == "trusted-host":
-            variables["UV_INSECURE_HOST"] = value
-        elif name in ("timeout", "default-timeout"):
-            variables["UV_HTTP_TIMEOUT"] = value
-        elif name == "retries":
-            variables["UV_HTTP_RETRIES"] = value
-        elif name == "cert":
-            variables["SSL_CERT_DIR" if Path(value).is_dir() else "SSL_CERT_FILE"] = value
-        elif name == "client-cert":
-            variables["SSL_CLIENT_CERT"] = value
-        elif name == "proxy":
-            proxy = value if "://" in value else f"http://{value}"
-            variables |= {name: proxy for name in PROXIES}
-        elif name == "pre" and is_on(value):
-            variables["UV_PRERELEASE"] = "allow"
-        elif name == "no-index" and is_on(value):
+        elif name in SAME:
+            variables[SAME[name]] = value
+        elif name in HARMLESS or value.lower() in ("", "0", "false", "no", "off"):
+            continue
+        elif name == "no-index":
             options.append("--no-index")
-        elif name in ("only-binary", "no-binary"):
-            options += [f"--{name}={package}" for package in value.replace(",", " ").split()]
-        elif name not in HARMLESS and value.lower() not in ("", "0", "false", "no", "off"):
+        else:
             unlike.append(name)
     return {name: value for name, value in variables.items() if value}, options, unlike
 
@@ -124,9 +103,6 @@ def environment(variables: dict[str, str], environ: dict[str, str], venv: str) -
         name: value for name, value in environ.items() if value or not name.startswith("UV_")
     }
     result = ours | variables | theirs
-    result |= {
-        name: variables[name] for name in PROXIES if name in variables
-    }  # pip's own wins there
     # Older names of the same two; where one is set, so is the user's choice.
     for name, older in (("UV_DEFAULT_INDEX", "UV_INDEX_URL"), ("UV_INDEX", "UV_EXTRA_INDEX_URL")):
         if environ.get(older) and not environ.get(name):

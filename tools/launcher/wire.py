@@ -43,11 +43,14 @@ def unpack(line: bytes) -> dict:
 def fits(value: object, shape: object) -> bool:
     """Whether a value from outside has this shape.
 
-    A dict has a shape for each key that will be read; a tuple has several, of which one will do; a
-    function decides by itself. Of a number it is the type: int, float (which may be whole), bool.
+    A dict has a shape for each key that will be read; a list one for all its parts; a tuple has
+    several, of which one will do; a function decides by itself. Of a number it is the type: int,
+    float (which may be whole), bool.
     """
     if isinstance(shape, dict):
         return isinstance(value, dict) and all(fits(value.get(k), s) for k, s in shape.items())
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(fits(one, shape[0]) for one in value)
     if isinstance(shape, tuple):
         return any(fits(value, one) for one in shape)
     if shape is None or shape is bool:

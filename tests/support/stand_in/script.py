@@ -85,7 +85,7 @@ def fail_with_a_bug():
     (folder / "raising").touch()
     time.sleep(0.3 * (world_size - 1))
     if action == "bug":  # as the script does
-        end("[CPU 0] ValueError: a bug in the script", "bug", 1)
+        end("[CPU 0] RuntimeError: a bug in the script", "bug", 1)
 
     def main():
         raise ValueError("a bug in the script")

@@ -1,7 +1,8 @@
 """In the script's place: ranks that are joined as the script's are, by sockets in place of Gloo.
 
 In each step all wait for all, --timeout seconds at most; they keep their phase, leave error files,
-and on a signal agree to save and stop. `--fault RANK:STEP:WHAT` happens before a first restart.
+and on a signal agree to save and stop. `--fault RANK:STEP:WHAT` happens before a first restart,
+`again` after it, too.
 """
 
 import argparse
@@ -85,9 +86,9 @@ def agree(peers):
 
 def meet_fault(step):
     """Does what --fault says of this rank and step."""
-    for fault in () if args.resume else args.fault:
+    for fault in args.fault:
         who, when, what = fault.split(":", 2)
-        if (int(who), int(when)) != (rank, step):
+        if (int(who), int(when)) != (rank, step) or (args.resume and what != "again"):
             continue
         say(f"FAULT {time.time()}")
         if what == "kill":
@@ -98,6 +99,8 @@ def meet_fault(step):
             os._exit(3)
         elif what == "bug":
             end("bug", "LookupError: broken on purpose")
+        elif what == "again":
+            end("bug", "RuntimeError: wrong shapes")
         else:
             end("user", "ERROR: in step 3: CUDA out of memory. Give less than --batch_size 8")
 
