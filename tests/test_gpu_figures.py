@@ -18,14 +18,12 @@ from pathlib import Path
 
 import pytest
 
-import benchmark as tool
+import benchmark
+from benchmarks import children, figures, gpu, links, one_machine, runner, settings
 from support.processes import LONG
+from test_benchmark import LINE
 
 CLOSE = 0.02
-LINE = (
-    "[GPU {}] Epoch 1 | Step {} | Loss: 4.5000 | 9.9 img/s | data {:.1f} ms | step {:.1f} ms"
-    " | ETA 1s\n"
-)
 
 
 class Loader:
@@ -119,11 +117,11 @@ class Bench:
 
     def loader_alone(self, loader: Loader, args) -> str:
         """By the tool's own clock readings, on the clock of this simulation."""
-        shown = []
+        shown, demo = [], types.SimpleNamespace(keep_memory=lambda: None)
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
-            patch.setattr(tool.time, "perf_counter", lambda: self.clock.now)
-            patch.setattr(tool, "show", lambda **figures: shown.append(figures))
-            tool.time_loader(types.SimpleNamespace(), loader, args.max_steps)
+            patch.setattr(children.time, "perf_counter", lambda: self.clock.now)
+            patch.setattr(children, "show", lambda **figures: shown.append(figures))
+            children.time_loader(demo, loader, args.max_steps)
         return f"FIGURES {json.dumps(shown[0])}\n"
 
     def run(self, changes: list[str], loader: Loader, args, processes: int, warm: int) -> str:
@@ -145,19 +143,19 @@ class Bench:
     def batches(self, changes: list[str], loader: Loader) -> Iterator:
         if "resident" in changes or "host" in changes:
             return itertools.repeat((None, range(self.clock.batch_size)))
-        return iter(tool.Emptied(loader) if "emptied" in changes else loader)
+        return iter(children.Emptied(loader, None) if "emptied" in changes else loader)
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Data that nobody reads; returns how to make a Bench of so many workers and rates."""
-    monkeypatch.setattr(tool, "GPU", True)
-    monkeypatch.setattr(tool, "pictures", lambda bench, images: Path("/data"))
-    monkeypatch.setattr(tool, "prepared", lambda bench, folder: Path("/data-prepared"))
+    monkeypatch.setattr(children, "GPU", True)
+    monkeypatch.setattr(settings, "pictures", lambda bench, images: Path("/data"))
+    monkeypatch.setattr(settings, "prepared", lambda bench, folder: Path("/data-prepared"))
 
     def make(workers: int, *rates: float, **more: float) -> Bench:
-        monkeypatch.setattr(tool, "own_cores", lambda: workers + 1)
-        return Bench(tool.parse_arguments(["gpu"]), workers, *rates, **more)
+        monkeypatch.setattr(settings, "cores_of_a_run", lambda: workers + 1)
+        return Bench(benchmark.parse_arguments(["gpu"]), workers, *rates, **more)
 
     return make
 
@@ -177,7 +175,7 @@ RATES = {
 def test_fed_and_loader_rows_tell_the_rates(on_a_gpu, rates, first):
     """However slow the first step is, in which the loader's buffers fill."""
     bench = on_a_gpu(*rates, first=first)
-    rows = {row["what"]: row for row in tool.gpu_input(bench)}
+    rows = {row["what"]: row for row in gpu.fed_input(bench)}
     device = bench.device_rate(256)
     assert rows["resident batch of 256"]["demo"] == pytest.approx(device, rel=CLOSE)
     for name, loader in bench.loaders.items():
@@ -194,9 +192,9 @@ def test_simulation_shows_what_a_full_buffer_would_feign(on_a_gpu):
     the first step has let fill; 15 workers who can do 7,800 images/s.
     """
     bench = on_a_gpu(15, 12_700, 7_800, 3_000)
-    data, args = Path("/data-prepared"), tool.counted(bench.args, 1, 9, 40)
-    (filled,), _ = tool.once(bench, "demo", data, args)
-    (emptied,), _ = tool.once(bench, "demo+emptied", data, args)
+    data, args = Path("/data-prepared"), settings.counted(bench.args, 1, 9, 40)
+    (filled,), _ = gpu.once(bench, "demo", data, args)
+    (emptied,), _ = gpu.once(bench, "demo+emptied", data, args)
     assert filled == pytest.approx(11_290, rel=CLOSE)
     assert emptied == pytest.approx(7_800, rel=0.05)
 
@@ -205,20 +203,20 @@ def test_simulation_shows_what_a_full_buffer_would_feign(on_a_gpu):
 def test_rows_of_several_ranks_are_the_jobs_rate(on_a_gpu, rates):
     """Two processes on one GPU: together they are as fast as one."""
     bench = on_a_gpu(*rates)
-    one, two = tool.gpu_train(bench)
+    one, two = gpu.train(bench)
     true = min(bench.loaders["original"], bench.device_rate(256))
     assert (one["what"][0], two["what"][0]) == ("1", "2")
     assert [one["demo"], two["demo"]] == pytest.approx([true, true], rel=CLOSE)
 
 
-@pytest.mark.parametrize(("part", "factor"), [(tool.gpu_step, 4), (tool.gpu_compile, 1.1)])
+@pytest.mark.parametrize(("part", "factor"), [(gpu.step, 4), (gpu.compiled, 1.1)])
 def test_resident_rows_tell_the_devices_rate(on_a_gpu, part, factor):
     """At each size; lines in which the GPU waits, a seventh of a step of 64, are rare."""
     bench = on_a_gpu(15, 12_700, 7_800, 3_000, line_s=0.001)
     rows = list(part(bench))
     assert [row["what"].split()[3].strip(":") for row in rows] == ["256", "64", "512", "128"]
     for row, size in zip(rows, bench.args.batch_sizes, strict=True):
-        compiled = part is tool.gpu_compile
+        compiled = part is gpu.compiled
         assert row["demo"] == pytest.approx(bench.device_rate(size, compiled=compiled), rel=CLOSE)
         assert row["ratio"] == pytest.approx(factor, rel=CLOSE)
 
@@ -226,9 +224,9 @@ def test_resident_rows_tell_the_devices_rate(on_a_gpu, part, factor):
 def test_step_on_a_gpu_tells_the_rates_as_well(on_a_gpu):
     """The subcommand for every machine, whose lines are one for each step only on a CPU."""
     bench = on_a_gpu(15, 12_700, 7_800, 3_000, line_s=0.001)
-    bench.args, bench.peak = tool.parse_arguments(["step", "--repeats", "1"]), 1.0
+    bench.args, bench.peak = benchmark.parse_arguments(["step", "--repeats", "1"]), 1.0
     bench.args.batch_size = 256
-    rows = {row["what"]: row for row in tool.measure_step(bench)}
+    rows = {row["what"]: row for row in one_machine.measure_step(bench)}
     device, fed = bench.device_rate(256), rows["as shipped / resident batch"]
     assert fed["demo"] == pytest.approx(bench.loaders["original"], rel=CLOSE)
     assert fed["reference"] == pytest.approx(device, rel=CLOSE)
@@ -238,7 +236,7 @@ def test_step_on_a_gpu_tells_the_rates_as_well(on_a_gpu):
 
 def test_split_is_told_after_the_buffers_are_empty(on_a_gpu):
     bench = on_a_gpu(15, 12_700, 7_800, 3_000)
-    rows = {row["what"]: row for row in tool.gpu_split(bench)}
+    rows = {row["what"]: row for row in gpu.split(bench)}
     device, loader = bench.device_rate(256), bench.loaders["original"]
     waiting = rows["fed: waiting for data"]["demo"]
     assert waiting == pytest.approx(100 * (1 - loader / device), rel=CLOSE)
@@ -249,9 +247,9 @@ def test_split_is_told_after_the_buffers_are_empty(on_a_gpu):
 def test_candidates_are_compared_with_what_is_shipped(on_a_gpu):
     """The simulation gains by none of them, but loses by lines in which the GPU waits."""
     bench = on_a_gpu(15, 12_700, 7_800, 3_000, line_s=0.001)
-    rows = {row["what"]: row for row in tool.gpu_candidates(bench)}
-    assert len(rows) == len(tool.CHANGES) + 6
-    for what in tool.CHANGES.values():
+    rows = {row["what"]: row for row in gpu.candidates(bench)}
+    assert len(rows) == len(gpu.CANDIDATES) + 6
+    for what in gpu.CANDIDATES.values():
         assert rows[f"{what} / as shipped"]["ratio"] == pytest.approx(1)
     step = 256e3 / bench.device_rate(256)
     assert rows["--log_every 1 / 20"]["ratio"] == pytest.approx(step / (step + 1), rel=CLOSE)
@@ -265,27 +263,27 @@ def test_candidates_are_compared_with_what_is_shipped(on_a_gpu):
 
 @pytest.mark.parametrize("workers", [1, 2, 7, 15, 16, 31, 63])
 def test_steps_are_counted_by_what_the_loader_holds(on_a_gpu, workers):
-    args = tool.fed(on_a_gpu(workers, 1, 1, 1).args)
+    args = settings.fed(on_a_gpu(workers, 1, 1, 1).args)
     assert args.warm_steps >= 4 * workers and args.steps >= 10 * workers
-    assert args.log_every >= tool.LINE_EVERY  # a line makes the GPU wait
+    assert args.log_every >= settings.LINE_EVERY  # a line makes the GPU wait
     assert args.steps % workers == 0  # whole waves
     assert (args.warm_steps - 1) % args.log_every == args.steps % args.log_every == 0  # at a line
     thrown_away, ready = 3 * workers, 2 * workers
     images = args.batch_size * (args.warm_steps + args.steps + thrown_away + ready)
-    assert tool.needed(args) > images
+    assert settings.needed(args) > images
 
 
 def test_a_quota_leaves_fewer_workers(monkeypatch):
     """Waves are counted by the number of workers that the script starts."""
     script = types.SimpleNamespace(cores_by_quota=lambda: 4.0)
-    monkeypatch.setattr(tool, "GPU", True)
-    monkeypatch.setattr(tool, "CORES", 16)
-    monkeypatch.setattr(tool, "load_script", lambda: script)
-    monkeypatch.setattr(tool, "own_cores", tool.own_cores.__wrapped__)
-    assert tool.worker_count(tool.parse_arguments(["gpu"])) == 3
+    monkeypatch.setattr(children, "GPU", True)
+    monkeypatch.setattr(settings, "own_cores", lambda: 16)
+    monkeypatch.setattr(children, "load_script", lambda: script)
+    monkeypatch.setattr(settings, "cores_of_a_run", settings.cores_of_a_run.__wrapped__)
+    assert settings.worker_count(benchmark.parse_arguments(["gpu"])) == 3
     script.cores_by_quota = lambda: math.inf
-    assert tool.worker_count(tool.parse_arguments(["gpu"])) == 15
-    assert tool.worker_count(tool.parse_arguments(["gpu", "--workers", "5"])) == 5
+    assert settings.worker_count(benchmark.parse_arguments(["gpu"])) == 15
+    assert settings.worker_count(benchmark.parse_arguments(["gpu", "--workers", "5"])) == 5
 
 
 def test_times_of_a_line_are_those_of_all_its_steps():
@@ -293,12 +291,12 @@ def test_times_of_a_line_are_those_of_all_its_steps():
     text = "".join(LINE.format(0, *line) for line in lines)
     args = types.SimpleNamespace(batch_size=8, warm_steps=21, steps=30)
     # by hand: 20 steps of 20 ms and 10 of 80 ms
-    found = tool.speed(text, args)
+    found = figures.speed(text, args)
     assert found["img_per_s"] == pytest.approx(1e3 * 8 * 30 / 1200)
     assert found["waiting"] == pytest.approx(100 * 120 / 1200)
     args.steps = 31
-    with pytest.raises(tool.Failure, match="30 steps after the warm-up, not 31"):
-        tool.speed(text, args)
+    with pytest.raises(runner.Failure, match="30 steps after the warm-up, not 31"):
+        figures.speed(text, args)
 
 
 def test_what_the_loader_has_ready_is_thrown_away_once():
@@ -312,7 +310,7 @@ def test_what_the_loader_has_ready_is_thrown_away_once():
             return iter(range(20))
 
     loader = Counting()
-    emptied = tool.Emptied(loader)
+    emptied = children.Emptied(loader, None)
     assert (emptied.sampler, emptied.dataset) == (made.sampler, made.dataset)
     batches = iter(emptied)
     assert loader.begun == 1  # its workers are forked now, not at the first batch
@@ -331,12 +329,12 @@ def test_profiler_starts_outside_the_counted_steps(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "torch.profiler", fake)
     monkeypatch.setenv("BENCHMARK_WARM", "5")
-    monkeypatch.setattr(tool, "union", lambda spans: 6_000)  # microseconds
-    monkeypatch.setattr(tool, "show", lambda ms: told.append(ms))
+    monkeypatch.setattr(children, "union", lambda spans: 6_000)  # microseconds
+    monkeypatch.setattr(children, "show", lambda ms: told.append(ms))
     demo = types.SimpleNamespace(WARM_UP=3)
     demo.train_step = lambda run, batches: told.append(run.step)
     demo.summarize = lambda run: told.append(f"counted from {demo.WARM_UP}")
-    tool.profile(demo)
+    children.profile(demo)
     run = types.SimpleNamespace(args=types.SimpleNamespace(max_steps=7))
     for run.step in range(7):
         demo.train_step(run, [])
@@ -345,41 +343,25 @@ def test_profiler_starts_outside_the_counted_steps(monkeypatch):
     assert told == [0, 1, 2, 3, "start", 4, 5, 6, "stop", 2.0, "counted from 5"]
 
 
-def test_each_figure_is_in_the_file_at_once(on_a_gpu, monkeypatch, tmp_path):
-    file, seen = tmp_path / "gpu.json", []
-
-    def part(bench):
-        yield tool.row("first", "ms", [1.0])
-        seen.append([row["what"] for row in json.loads(file.read_text())["rows"]])
-        yield tool.row("second", "ms", [1.0])
-
-    monkeypatch.setattr(tool, "PARTS", {"a": part})
-    monkeypatch.setattr(tool, "machine", lambda: "a machine")
-    args = tool.parse_arguments(["gpu", "--cpu", "--json", str(file)])
-    tool.measure_gpu(types.SimpleNamespace(args=args, deadline=math.inf, failed=[]))
-    assert seen == [["first"]]
-
-
 # --- By the cost model ------------------------------------------------------------------------
 
 
 def test_modelled_step_sends_buckets_one_after_another():
     """By hand: 4 ms forward, 8 backward, and buckets that take 2, 3 and 10 ms to send."""
-    args = types.SimpleNamespace(forward_ms=4, backward_ms=8)
-    byte_ms = 1e3 / tool.cost_model.payload_rate(1)
+    byte_ms = 1e3 / links.cost_model.payload_rate(1)
     early, late = (2 / byte_ms, 0.25), (3 / byte_ms, 1.0)  # 2 ms from 2 on, 3 ms from 8 on
-    assert tool.modelled_step(args, [early, late], 1) == pytest.approx(4 + 8 + 3)
-    assert tool.modelled_step(args, [early], 1) == pytest.approx(4 + 8)  # hidden
+    assert links.modelled_step([early, late], 1) == pytest.approx(4 + 8 + 3)
+    assert links.modelled_step([early], 1) == pytest.approx(4 + 8)  # hidden
     slow = (10 / byte_ms, 0.25)  # from 2 to 12, and the next one after it
-    assert tool.modelled_step(args, [slow, late], 1) == pytest.approx(4 + 12 + 3)
-    assert tool.modelled_step(args, [early, late], 10) == pytest.approx(4 + 8 + 0.3)
+    assert links.modelled_step([slow, late], 1) == pytest.approx(4 + 12 + 3)
+    assert links.modelled_step([early, late], 10) == pytest.approx(4 + 8 + 0.3)
 
 
 @LONG
 def test_buckets_of_the_model_are_those_that_ddp_makes():
     """The sizes that test_fake_cuda.py has seen DDP send."""
-    own = tool.resnet_buckets([tool.MIB, 25 * tool.MIB])
+    own = links.resnet_buckets([links.MIB, 25 * links.MIB])
     assert [size for size, _ in own] == [9_605_440, 26_494_976, 8_769_792]
-    assert [size for size, _ in tool.resnet_buckets([25 * tool.MIB])] == [29_016_384, 15_853_824]
+    assert [size for size, _ in links.resnet_buckets([25 * links.MIB])] == [29_016_384, 15_853_824]
     shares = [share for _, share in own]
     assert shares == sorted(shares) and shares[0] > 0 and shares[-1] == 1

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import preflight
-from launcher import rendezvous, supervisor, torchrun_command
+from launcher import node_checks, rendezvous, supervisor, torchrun_command
 from support.forks import ForkServer, write
 from support.processes import ROOT
 
@@ -21,9 +20,10 @@ TOOLS = ROOT / "tools"
 COMMANDS = sorted(TOOLS.glob("*.*"))
 # What the modules of a folder may import of ours; those of tools/ itself are commands.
 ALLOWED = {
-    "": {"launcher", "analysis", "common"},
+    "": {"launcher", "analysis", "common", "benchmarks"},
     "launcher": {"launcher", "common"},
     "analysis": {"analysis", "common"},
+    "benchmarks": {"benchmarks", "launcher", "analysis", "common"},
     "common": set(),
 }
 ALONE = {"launcher/python_check.py", "launcher/uv_install.py"}  # run by any Python there is
@@ -94,10 +94,10 @@ def chosen_interfaces(demo, result, addresses):
 
 
 def test_script_and_preflight_find_the_same_interface(demo: ForkServer):
-    own = [address for _, address in preflight.addresses()]
+    own = [address for _, address in node_checks.addresses()]
     elsewhere = "203.0.113.1"  # of addresses for examples: by the default route, if there is one
     addresses = ["127.0.0.1", elsewhere, *own]
-    theirs = [preflight.interface_of(preflight.route_to(address)[0]) for address in addresses]
+    theirs = [node_checks.interface_of(node_checks.route_to(address)[0]) for address in addresses]
     assert demo.run(call=chosen_interfaces, addresses=addresses).result() == theirs
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import preflight
-from launcher import nccl_choice
+from launcher import nccl_choice, node_checks
 from support.nodes import NamespacePair
 from support.processes import ROOT
 from test_networks import Folder, reports
@@ -94,7 +94,7 @@ def test_adapter_counts_where_a_port_of_it_is_active(monkeypatch, tmp_path):
         port = tmp_path / "class/infiniband" / adapter / "ports/1"
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")
-    monkeypatch.setattr(preflight, "SYS", tmp_path)
+    monkeypatch.setattr(node_checks, "SYS", tmp_path)
     monkeypatch.setattr(preflight, "usable_interfaces", lambda: ["eth0", "tun0"])
     monkeypatch.setattr(nccl_choice, "has_chosen", lambda variables: False)
     said, options = [], SimpleNamespace(nccl="")

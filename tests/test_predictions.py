@@ -14,6 +14,7 @@ from pytest import approx
 import benchmark
 from analysis.cost_model import estimate_step, exposed_seconds, waited_seconds
 from analysis.runs import read_buckets
+from benchmarks import links
 from support.datasets import make_set
 from support.nodes import why_no_namespaces
 from support.processes import LONG, require, start
@@ -234,8 +235,7 @@ def test_script_says_when_its_buckets_were_complete(demo, tmp_path, ranks, optio
 def test_rounds_of_predictions_in_a_table(tmp_path, monkeypatch):
     """Medians of what was predicted and measured, and the errors of the rounds, each its own."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    (tmp_path / "coco/annotations").mkdir(parents=True)
-    (tmp_path / "coco/annotations/instances_train2017.json").touch()
+    monkeypatch.setattr(links, "RANKS_A_NODE", [2])
     words = ["predictions", "--repeats", "3", "--data", str(tmp_path / "coco"), "--old_cpu"]
     # slow from fast's log and the other way, in s; a round each
     rounds = iter([(0.9, 1.0, 0.4, 0.5), (1.1, 1.0, 0.5, 0.4), (1.2, 1.0, 0.5, 0.5)])
@@ -251,8 +251,8 @@ def test_rounds_of_predictions_in_a_table(tmp_path, monkeypatch):
             Path(file).write_text(json.dumps({"cross_checks": checks}))
         return ""
 
-    bench = Noted([*words, "--rates", "unshaped,1gbit", "--ranks_a_node", "2"], tmp_path, answer)
-    rows = {row["what"]: row for row in benchmark.measure_predictions(bench)}
+    bench = Noted([*words, "--rates", "unshaped,1gbit"], tmp_path, answer)
+    rows = {row["what"]: row for row in links.measure_predictions(bench)}
     slow, fast = ("2 a node: step at slow, from fast's", "2 a node: step at fast, from slow's")
     row = rows[f"{slow} log: predicted / measured"]
     assert (row["demo"], row["reference"]) == (approx(1100), approx(1000))
@@ -271,8 +271,7 @@ def test_rounds_of_predictions_in_a_table(tmp_path, monkeypatch):
     ("words", "said"),
     [
         (["--rates", "1gbit"], "--rates 1gbit: give two or more"),
-        (["--rates", "1gbit,fast"], "--rates fast: write"),
-        (["--ranks_a_node", "two"], "--ranks_a_node"),
+        (["--rates", "1gbit,fast"], "--rates: fast: write"),
     ],
 )
 def test_wrong_words_are_one_line(capsys, words, said):
@@ -287,7 +286,7 @@ def test_predictions_over_real_links(sample):
     """Whether they are good is a quiet machine's to say."""
     reason = why_no_namespaces()
     require(not reason, reason)
-    words = "--repeats 1 --steps 4 --batch_size 2 --ranks_a_node 1 --rates unshaped,200mbit"
+    words = "--repeats 1 --steps 4 --batch_size 2 --rates unshaped,200mbit"
     with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as folder:
         words = ["predictions", *words.split(), "--old_cpu", "--data", sample]
         command = [sys.executable, benchmark.__file__, *words]

@@ -19,6 +19,7 @@ import pytest
 
 import preflight
 import test_networks as networks
+from launcher import node_checks
 from launcher.rendezvous import Plan
 from support.nodes import NamespacePair
 from support.processes import LONG, ROOT, Run, Started, free_port, require
@@ -176,7 +177,7 @@ def test_launcher_that_is_started_anew_finds_the_supervisor_of_the_other_node(mo
 def machine(tmp_path, monkeypatch):
     """A machine with an InfiniBand adapter that is as it should be; returns its root."""
     for name in ("sys", "dev", "proc"):
-        monkeypatch.setattr(preflight, name.upper(), tmp_path / name)
+        monkeypatch.setattr(node_checks, name.upper(), tmp_path / name)
     for name, carrier in (("ib0", "1"), ("eth0", "1"), ("eth1", "0")):
         write(tmp_path / f"sys/class/net/{name}/carrier", carrier)
     write(tmp_path / "sys/class/net/eth1/operstate", "down")
@@ -188,7 +189,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: name)
     have = [("lo", "127.0.0.1"), ("ib0", "10.0.0.1"), ("eth0", "10.1.0.1"), ("eth1", "10.2.0.1")]
-    monkeypatch.setattr(preflight, "addresses", lambda: have)
+    monkeypatch.setattr(node_checks, "addresses", lambda: have)
     for name in ("NETWORK", "IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -205,7 +206,7 @@ def check(names: str = "", gloo: str = "", several: bool = True, network: str = 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in given.items():
             patch.setenv(name, value)
-        return preflight.check_node(several)
+        return node_checks.check_node(several)
 
 
 @pytest.mark.parametrize("names", ["mlx5_0", "mlx5_0:1", "mlx5_0,ib0", "ib0"])
@@ -275,13 +276,13 @@ def test_little_memory_that_may_be_locked(machine, monkeypatch, limit, capabilit
 def test_interface_for_sockets_that_has_no_address(machine, monkeypatch, variables, named):
     """As ib0 is before anybody has set it up."""
     write(machine / "sys/class/net/ib1/carrier", "1")
-    monkeypatch.setattr(preflight, "addresses", lambda: [("eth0", "10.1.0.1")])
+    monkeypatch.setattr(node_checks, "addresses", lambda: [("eth0", "10.1.0.1")])
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    errors, _ = preflight.check_node(several=True)
+    errors, _ = node_checks.check_node(several=True)
     text = "{} is up but has no address, which sockets need: give it one"
     assert [line.partition(" (")[0] for line in errors] == [text.format(name) for name in named]
-    assert preflight.check_node(several=False) == ([], [])  # nothing leaves this node
+    assert node_checks.check_node(several=False) == ([], [])  # nothing leaves this node
 
 
 def test_machine_that_tells_nothing_gives_no_line(machine):
@@ -290,10 +291,10 @@ def test_machine_that_tells_nothing_gives_no_line(machine):
 
 
 def test_own_name_that_is_loopback_counts_where_no_interface_was_found(monkeypatch):
-    monkeypatch.setattr(preflight.socket, "gethostname", lambda: "localhost")
-    (line,) = preflight.check_host_name("")
+    monkeypatch.setattr(node_checks.socket, "gethostname", lambda: "localhost")
+    (line,) = node_checks.check_host_name("")
     assert line.startswith("this node's own name localhost is a loopback address here")
-    assert preflight.check_host_name("eth0") == []
+    assert node_checks.check_host_name("eth0") == []
 
 
 @pytest.mark.parametrize(

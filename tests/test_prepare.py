@@ -8,7 +8,7 @@ import fcntl
 import io
 import json
 import os
-import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +21,7 @@ import pytest
 from PIL import Image
 
 import prepare_coco as tool
+from analysis.units import megabytes
 from support.datasets import digests, instances, read_coco
 from support.forks import shared, validation_batch, write
 from support.nodes import small_disk
@@ -310,7 +311,7 @@ def test_damaged_pictures_are_named_and_counted(odd):
     again = done(*folders, "--shorter_side", SIDE)
     assert sorted(again.err.splitlines()) == sorted(run.err.splitlines())
     counts = "18 pictures: 9 shrunk, 4 copied, 5 damaged, 0 missing; "
-    counts += f"{sum(map(len, odd_pictures().values())) / 1e3:.1f} kB -> "
+    counts += f"{megabytes(sum(map(len, odd_pictures().values())))} -> "
     assert counts in run.out.splitlines()[-1] and counts in again.out.splitlines()[-1]
     assert run.out.count("\n") <= 1 + run.seconds / 5  # to a pipe the counter is rare
 
@@ -430,8 +431,7 @@ def test_a_target_that_is_something_else(small_set, tmp_path):
     assert "File exists" in refused(small_set, target / "thesis.tex")
 
 
-def test_two_at_once(small_set, tmp_path, monkeypatch):
-    monkeypatch.setattr(tool, "LOCK_WAIT", 0.1)
+def test_two_at_once(small_set, tmp_path):
     done(small_set, tmp_path / "small", "--shorter_side", SIDE)
     with (tmp_path / "small" / "prepare_coco.json").open() as record:
         fcntl.flock(record, fcntl.LOCK_EX)
@@ -533,19 +533,13 @@ def test_a_disk_that_fills_up(tmp_path):
 def test_no_room_is_known_before(sample, tmp_path):
     with small_disk(tmp_path / "disk", "2m") as disk:
         error = refused(sample, disk / "small")
-        assert "no room" in error and "4." in error and "2.1 MB free" in error
+        assert "no room" in error and "4." in error and "2.09 MB free" in error
         assert not (disk / "small" / "train2017").exists()
 
 
-# --- What a person sees ------------------------------------------------------------------------
-
-
-@LONG
-def test_a_terminal_gets_a_line_that_counts(tmp_path, capfd):
-    large = in_format(picture(0, (3000, 2000)), "JPEG")  # 12 of them take half a second
-    source = make_set(tmp_path / "coco", {f"{n}.jpg": large for n in range(12)})
-    options = ["--workers", "1", "--shorter_side", "600"]
-    code = pty.spawn([sys.executable, str(TOOL), str(source), str(tmp_path / "small"), *options])
-    text = capfd.readouterr().out
-    assert code == 0 and " of 12 pictures | " in text and " img/s | ETA " in text, text
-    assert text.count("\n") == 1, text  # the last line alone stays
+def test_progress_is_a_line_now_and_then(small_set, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tool, "PROGRESS_S", 0)
+    tool.run(tool.parse_arguments([str(small_set), str(tmp_path / "small"), "--shorter_side=64"]))
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"4 of 4 pictures \| [\d.]+ img/s \| ETA 0 ms", lines[-1]), lines
+    assert len(lines) == 4 and "4 shrunk" in last

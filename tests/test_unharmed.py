@@ -356,13 +356,17 @@ def test_full_disk_does_not_change_which_network_is_chosen(folder):
     assert (found["NCCL_IB_DISABLE"], found["NCCL_NET"]) == ("0", "Socket")
 
 
-@pytest.mark.parametrize("tool", ["preflight.py --nnodes=1", "supervise.py"])
-def test_log_that_cannot_be_written_is_one_line(tool):
-    name, *words = tool.split()
-    command = [sys.executable, TOOLS / name, *words, "--log", "/proc/none/log"]
-    command += ["--", "true"] if name == "supervise.py" else []
-    (line,) = start(command).finish(20, expect=1).lines()
-    assert line.startswith(f"{name}: error: the log /proc/none/log cannot be written")
+@pytest.mark.parametrize(
+    ("words", "log"),
+    [
+        (["preflight.py", "--nnodes=1", "--log_dir=/proc", "--run_name=none"], "none/node0.log"),
+        (["supervise.py", "--log=/proc/none/log", "--", "true"], "none/log"),
+    ],
+)
+def test_log_that_cannot_be_written_is_one_line(words, log):
+    name, *options = words
+    (line,) = start([sys.executable, TOOLS / name, *options]).finish(20, expect=1).lines()
+    assert line.startswith(f"{name}: error: the log /proc/{log} cannot be written")
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 """For anyone who has no COCO at hand: a small synthetic data set in its format and layout.
 
     python tools/make_sample_coco.py sample
-    python tools/make_sample_coco.py full --annotations_only --images 118287 --annotations 860001
+    python tools/make_sample_coco.py full --annotations_only --images 118287
 
 The first command writes what a run of `demo_coco_resnet18.py` needs:
 
@@ -29,18 +29,17 @@ import io
 import itertools
 import json
 import math
-import multiprocessing
 import os
-import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import namedtuple
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import wait
+from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
+
+from common.workers import WorkerEnded, own_cores, results_of
+from launcher.signals import exit_on_stop_signals
 
 try:
     import numpy as np
@@ -97,7 +96,6 @@ PERSON_SHARE = 0.3  # of all annotations, as in COCO
 GREY_SHARE = 0.003  # a few in a thousand, as in COCO
 SHAPES = 1_000  # outlines that all objects take theirs from
 LEAST_SHARE = 25  # pictures for which it is worth to start a process
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Failure(Exception):
@@ -320,7 +318,8 @@ def file_name(picture):
 
 
 def write_instances(folder, args):
-    """Writes the instances file of each split."""
+    """Writes the instances file of each split, and yields it."""
+    (folder / "annotations").mkdir()
     for name, pictures in itertools.groupby(contents(args), itemgetter(0)):
         images, annotations = [], []
         for _, picture, objects, keys in pictures:
@@ -332,105 +331,35 @@ def write_instances(folder, args):
                 annotations.append((key, json.dumps(annotation | ids)))
         head = {"info": {"description": "Synthetic sample in the format of COCO 2017"}}
         head |= {"licenses": [], "images": images, "categories": CATEGORIES}
-        with open(folder / "annotations" / f"instances_{name}.json", "w", encoding="ascii") as out:
+        file = folder / "annotations" / f"instances_{name}.json"
+        with open(file, "w", encoding="ascii") as out:
             out.write(json.dumps(head)[:-1] + ', "annotations": [')
             out.write(", ".join(text for _, text in sorted(annotations)) + "]}\n")
+        yield file
 
 
-def draw(folder, args, share=0, shares=1):
+def draw(folder, args, share, shares):
     """Draws every picture whose number leaves the rest `share` when divided by `shares`."""
     painter = Painter(args.seed)
     for number, (name, picture, objects, _) in enumerate(contents(args)):
         look = painter.choose(picture, objects)
         if number % shares == share:
-            image, file = painter.paint(picture, objects, look), io.BytesIO()
-            image.save(file, "JPEG", quality=look.quality, subsampling="4:4:4")
-            # Not by Pillow, which does not tell why it could not.
-            (folder / name / file_name(picture)).write_bytes(file.getvalue())
-
-
-def draw_share(folder, args, share, shares, report):
-    """In a process of its own: draws its share, then reports None, or what went wrong."""
-    parent = multiprocessing.parent_process()
-
-    def end_with_parent():
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    try:
-        draw(folder, args, share, shares)
-        report.send(None)
-    except OSError as error:
-        report.send(error)
-
-
-@contextmanager
-def drawing(folder, args, shares):
-    """Processes that draw a share of the pictures each, beside the block and then to their end.
-
-    Raises what went wrong in one of them. None is left, whatever happens.
-    """
-    workers, reports = [], []
-    try:
-        # They inherit the mask: this process takes a signal that reaches all, and ends them.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        try:
-            for share in range(shares):
-                report, end_of_worker = multiprocessing.Pipe(duplex=False)
-                given = (folder, args, share, shares, end_of_worker)
-                workers.append(multiprocessing.Process(target=draw_share, args=given))
-                workers[-1].start()
-                end_of_worker.close()  # so that the worker's death closes the pipe
-                reports.append(report)
-        except OSError as error:
-            why = f"{error.strerror}; --processes 1 needs none"
-            raise Failure(f"cannot start {shares} processes: {why}") from error
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        yield
-        wait_for(reports)
-    finally:
-        for worker in workers:
-            if worker.pid:
-                worker.kill()
-                worker.join()
-
-
-def wait_for(reports):
-    """Returns when each worker has reported that it is done; raises what one could not do."""
-    while reports:
-        for report in wait(reports):
-            try:
-                error = report.recv()
-            except EOFError:
-                error = Failure("a process that drew pictures was ended: is there enough memory?")
-            if error:
-                raise error
-            reports.remove(report)
-
-
-def write_all(folder, args):
-    """Writes the pictures, by several processes where that is faster, and the instances."""
-    (folder / "train2017").mkdir()
-    if args.val_images:
-        (folder / "val2017").mkdir()
-    shares = min(args.processes, (args.images + args.val_images) // LEAST_SHARE)
-    if shares < 2:
-        draw(folder, args)
-        write_instances(folder, args)
-        return
-    with drawing(folder, args, shares):
-        write_instances(folder, args)
+            image, data = painter.paint(picture, objects, look), io.BytesIO()
+            image.save(data, "JPEG", quality=look.quality, subsampling="4:4:4")
+            file = folder / name / file_name(picture)
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(data.getvalue())  # not by Pillow, which would not tell why it cannot
+            yield file
 
 
 def make_sample(folder, args):
     """Writes the whole data set, its record last, into an existing empty folder."""
-    (folder / "annotations").mkdir()
-    if args.annotations_only:
-        write_instances(folder, args)
-    else:
-        write_all(folder, args)
+    calls = [(write_instances, folder, args)]
+    if not args.annotations_only:
+        shares = max(1, min(args.processes, (args.images + args.val_images) // LEAST_SHARE))
+        calls += [(draw, folder, args, share, shares) for share in range(shares)]
+    for _ in results_of(calls):
+        pass
     (folder / "sample.json").write_text(json.dumps(record_of(folder, args), indent=1) + "\n")
 
 
@@ -488,32 +417,18 @@ def parse_arguments(argv):
         ("images", 480, "training images, 4 or more, about 140 kB each"),
         ("val_images", 64, "validation images, 4 or more; 0: none"),
         ("seed", 0, "other seeds give other images"),
-        ("annotations", None, "of all training images; unset: 7.27 an image, train2017's mean"),
+        ("processes", own_cores(), "that draw; unset: one for each core that this one may use"),
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=text)
-    text = "processes that draw; unset: one for each core that this one may use"
-    parser.add_argument("--processes", type=int, metavar="N", default=None, help=text)
     text = "no pictures: the instances files alone, about 520 bytes an annotation"
     parser.add_argument("--annotations_only", action="store_true", help=text)
     args = parser.parse_args(argv)
-    if args.annotations is None:
-        args.annotations = round(args.images * ANNOTATIONS_PER_IMAGE)
-    if args.processes is None:
-        args.processes = own_cores()
-    minima = {"images": 4, "val_images": 4 * (args.val_images != 0), "seed": 0}
-    minima["processes"] = 1
-    minima["annotations"] = args.images - unlabelled_count(args.images)  # one for each at least
+    minima = {"images": 4, "val_images": 4 if args.val_images else 0, "seed": 0, "processes": 1}
     for name, least in minima.items():
         if not least <= getattr(args, name) < 2**31:
             parser.error(f"--{name} {getattr(args, name)} is not at least {least}")
+    args.annotations = round(args.images * ANNOTATIONS_PER_IMAGE)
     return args
-
-
-def own_cores():
-    """How many cores this process may use; not every system can tell them from the machine's."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def run(args):
@@ -533,22 +448,16 @@ def run(args):
     return f"{what}, {megabytes:.1f} MB, {time.perf_counter() - began:.1f} s"
 
 
-def stop_on_signal(number, _):
-    for name in STOP_SIGNALS:  # a second one must not cut the clean-up short
-        signal.signal(name, signal.SIG_IGN)
-    print("make_sample_coco.py: error: stopped on a signal; nothing is left", file=sys.stderr)
-    raise SystemExit(128 + number)
-
-
 def main(argv=None):
     args = parse_arguments(argv)
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, stop_on_signal)
+    exit_on_stop_signals()
     try:
         print(f"{args.out}: {run(args)}")
-    except Failure as failure:
-        sys.exit(f"make_sample_coco.py: error: {failure}")
+    except (Failure, WorkerEnded) as error:
+        sys.exit(f"make_sample_coco.py: error: {error}")
+    except SystemExit:
+        print("make_sample_coco.py: error: stopped on a signal; nothing is left", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":

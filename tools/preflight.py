@@ -10,9 +10,9 @@ both ends have the same MTU. What a machine does not tell is left out.
 
 Prints the interface that leads to the other nodes, where GLOO_SOCKET_IFNAME is not set: left alone
 Gloo takes the address of the host name, which many machines have at 127.0.1.1. Messages go to
-stderr and to the log. With --log_dir, as the launcher calls it, it prints four lines: that
-interface or nothing, the run's name, which node 0 has chosen, what NCCL_SOCKET_IFNAME should be or
-nothing, and what this node knows of the series.
+stderr. With --log_dir, as the launcher calls it, they go to the node's log, too, and it prints
+four lines: that interface or nothing, the run's name, which node 0 has chosen, what
+NCCL_SOCKET_IFNAME should be or nothing, and what this node knows of the series.
 Exit code: 0, also with warnings; 1 an error on this node or another; 2 bad usage; 128 + its number
 where a signal stops it (143, Ctrl-C 130).
 """
@@ -20,16 +20,11 @@ where a signal stops it (143, Ctrl-C 130).
 from __future__ import annotations
 
 import argparse
-import array
 import contextlib
-import ctypes
-import fcntl
 import os
 import re
-import resource
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +33,17 @@ from typing import ClassVar
 from launcher import nccl_choice
 from launcher.addresses import check_master, connect, why_no_port
 from launcher.errors import Refused, Stopped
+from launcher.node_checks import (
+    active_adapters,
+    check_host_name,
+    check_node,
+    interface_address,
+    interface_of,
+    is_loopback,
+    mtu_of,
+    route_to,
+    usable_interfaces,
+)
 from launcher.output import Output
 from launcher.process_tree import tied_to
 from launcher.rendezvous import CONNECT_TIMEOUT, LABELS, Plan, Rendezvous
@@ -45,177 +51,7 @@ from launcher.series import Series, keep_earlier, of_this_node, to_environment
 from launcher.signals import exit_code, handle_stop_signals
 from launcher.wire import is_text, printable
 
-SYS, PROC, DEV = Path("/sys"), Path("/proc"), Path("/dev")
-# linux/sockios.h: all IPv4 addresses, each in an entry of that many bytes with its interface.
-SIOCGIFCONF, ENTRY = 0x8912, 24 + 2 * struct.calcsize("P")
-CAP_IPC_LOCK = 1 << 14  # linux/capability.h: may lock any amount of memory
-PINNED = 1 << 30  # bytes; NCCL's buffers, 4 MiB a channel and connection, add up to some 100 MiB
 SECONDS = 4  # to reach a port: TCP sends its first packet again after 1 s and after 3 s
-
-
-def text_of(path: Path) -> str:
-    """A small file's text; empty where there is none."""
-    with contextlib.suppress(OSError):
-        return path.read_text(errors="replace").strip()
-    return ""
-
-
-# --- Interfaces and their addresses ------------------------------------------------------------
-
-
-def addresses() -> list[tuple[str, str]]:
-    """(interface, address) of all that this node has, IPv4 first, as the script finds them."""
-    found, room = [], array.array("B", bytes(1 << 16))
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_one:
-        asked = struct.pack("iP", len(room), room.buffer_info()[0])
-        used, _ = struct.unpack("iP", fcntl.ioctl(any_one, SIOCGIFCONF, asked))
-        for n in range(0, used, ENTRY):
-            name = room[n : n + 16].tobytes().partition(b"\0")[0].decode().partition(":")[0]
-            found.append((name, socket.inet_ntoa(room[n + 20 : n + 24].tobytes())))
-    for line in text_of(PROC / "net/if_inet6").splitlines():
-        digits, _, _, scope, _, name = line.split()
-        if scope == "00":  # global: a link's own would need its name, too
-            found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
-    return found
-
-
-def interface_address(name: str) -> str:
-    """The interface's first address, which Gloo and NCCL take; empty without any."""
-    return next((address for owner, address in addresses() if owner == name), "")
-
-
-def interface_of(address: str) -> str:
-    """The interface that has this address; never loopback, which leads to no other node."""
-    if not address or is_loopback(address):
-        return ""
-    return next((name for name, own in addresses() if own == address and name != "lo"), "")
-
-
-def is_loopback(address: str) -> bool:
-    return address == "::1" or address.startswith("127.")
-
-
-def route_to(host: str) -> tuple[str, str]:
-    """(this node's address on the way to a host, the host's); empty if there is no way."""
-    with contextlib.suppress(OSError):
-        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as trial:
-            trial.connect(place)  # a datagram socket: nothing is sent
-            return trial.getsockname()[0], trial.getpeername()[0]
-    return "", ""
-
-
-def usable_interfaces() -> list[str]:
-    """Those that are up and have an address, as NCCL counts them: a link's own is one."""
-    net = SYS / "class/net"
-    ipv6 = [line.split()[-1] for line in text_of(PROC / "net/if_inet6").splitlines()]
-    up = [path.name for path in sorted(net.glob("*")) if text_of(path / "carrier") == "1"]
-    return [name for name in up if name in ipv6 or interface_address(name)]
-
-
-# --- This node alone ---------------------------------------------------------------------------
-
-
-def ports_of(adapter: str) -> list[str]:
-    """The states of an InfiniBand adapter's ports, `mlx5_0:1` of one, as `4: ACTIVE`."""
-    name, _, port = adapter.partition(":")
-    return [
-        text_of(path) for path in SYS.glob(f"class/infiniband/{name}/ports/{port or '*'}/state")
-    ]
-
-
-def check_names(names: list[str]) -> list[str]:
-    """Errors of interfaces and adapters that are to carry the traffic."""
-    net, adapters = SYS / "class/net", SYS / "class/infiniband"
-    has = [path.name for folder in (net, adapters) for path in sorted(folder.glob("*"))]
-    found = []
-    for name in names if has else []:
-        states = ports_of(name)
-        # The cable's own state: operstate follows it a second later, for the message early enough.
-        if text_of(net / name / "carrier") != "1" and not any("ACTIVE" in s for s in states):
-            states.append(text_of(net / name / "operstate"))
-            state = ", ".join(filter(None, states)) or "none of that name"
-            found.append(
-                f"this node has no interface or adapter {name} that is up ({state}); it has "
-                f"{', '.join(has)}: name one of them in IFNAME or GLOO_SOCKET_IFNAME"
-            )
-    return found
-
-
-def check_addresses() -> list[str]:
-    """Errors of interfaces that are named for sockets, are up, and have no address.
-
-    Of those that NCCL may take one will do. An adapter needs no interface with an address: only
-    the interfaces that are named count.
-    """
-    have, net = {name for name, _ in addresses()}, SYS / "class/net"
-    up = [path.name for path in sorted(net.glob("*")) if text_of(path / "carrier") == "1"]
-    gloo, nccl = (os.environ.get(f"{name}_SOCKET_IFNAME", "") for name in ("GLOO", "NCCL"))
-    if not gloo and not nccl:  # by hand, without the launcher
-        gloo = os.environ.get("IFNAME", "")
-    lacking = [name for name in gloo.split(",") if name in up and name not in have]
-    exact, named = nccl.startswith("="), nccl.removeprefix("=").split(",")
-    if nccl and not nccl.startswith("^"):  # that names those that it does not take
-        able = [n for n in up if any(n == p if exact else n.startswith(p) for p in named)]
-        lacking += able if not have.intersection(able) else []
-    return [
-        f"{name} is up but has no address, which sockets need: give it one (ip address add ... "
-        f"dev {name}), or name another interface in IFNAME, GLOO_SOCKET_IFNAME and "
-        "NCCL_SOCKET_IFNAME"
-        for name in dict.fromkeys(lacking)
-    ]
-
-
-def check_infiniband() -> list[str]:
-    """Errors of what InfiniBand needs beside an adapter that was named."""
-    found = []
-    try:
-        ctypes.CDLL("libibverbs.so.1")
-    except OSError:
-        found.append(
-            "libibverbs.so.1 is missing, without which NCCL has no InfiniBand: install "
-            "libibverbs1 (Debian, Ubuntu) or libibverbs, in a container inside of it"
-        )
-    if not list(DEV.glob("infiniband/uverbs*")):
-        found.append(
-            "there is no /dev/infiniband/uverbs*, the way to the adapters: load the kernel module "
-            "ib_uverbs, or start the container with --device=/dev/infiniband"
-        )
-    if not any("ACTIVE" in state for state in ports_of("*")):
-        found.append("no InfiniBand port of this node is ACTIVE: see ibstat, cable and switch")
-    return found
-
-
-def check_locked_memory() -> list[str]:
-    """A warning where RDMA may not be allowed to pin its buffers."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    status = dict(line.split(":\t", 1) for line in text_of(PROC / "self/status").splitlines())
-    able = int(status.get("CapEff", "0"), 16) & CAP_IPC_LOCK
-    if able or limit == resource.RLIM_INFINITY or limit >= PINNED:
-        return []
-    return [
-        f"only {limit >> 10} KiB of memory may be locked, and RDMA locks its buffers: `ulimit -l "
-        "unlimited`, for SLURM's jobs LimitMEMLOCK=infinity in slurmd's unit"
-    ]
-
-
-def check_node(several: bool) -> tuple[list[str], list[str]]:
-    """(errors, warnings) of this node alone; a run that does not leave it has no such errors."""
-    gloo = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if several else []
-    asked = [name for name in os.environ.get("IFNAME", "").split(",") if name]
-    errors, warnings = check_names([*dict.fromkeys([*asked, *filter(None, gloo)])]), []
-    errors += check_addresses() if several else []
-    if "lo" in gloo:
-        errors.append("GLOO_SOCKET_IFNAME is lo, which reaches no other node: see `ip -br addr`")
-    if os.environ.get("NETWORK") == "infiniband":
-        # Without an adapter's name NCCL chooses, and Gloo, over ib0, needs nothing of it.
-        by_name = any(ports_of(name) or not (SYS / "class/net" / name).exists() for name in asked)
-        if by_name:
-            errors += check_infiniband()
-        else:
-            warnings += check_infiniband()
-        warnings += check_locked_memory()
-    return (errors, warnings) if several else ([], errors + warnings)
 
 
 # --- Between the nodes -------------------------------------------------------------------------
@@ -278,13 +114,13 @@ class Preflight(Rendezvous):
         if not self.interface:
             self.interface = interface_of(address)
         address = interface_address(self.interface) or address
-        self.facts = {"port": self.listener.getsockname()[1], "mtu": self.mtu()}
-        self.facts["address"] = "" if is_loopback(address) else address
+        self.facts = {
+            "port": self.listener.getsockname()[1],
+            "mtu": mtu_of(self.interface),
+            "address": "" if is_loopback(address) else address,
+        }
         self.error = "; ".join(errors)  # of this node alone
         self.warnings: list[str] = []
-
-    def mtu(self) -> str:
-        return text_of(SYS / "class/net" / (self.interface or "none") / "mtu")
 
     def greeting(self) -> dict:
         return {"purpose": self.purpose, "preflight": self.facts}
@@ -346,27 +182,11 @@ def closed_port(here: str, there: str, address: str, port: int, why: str) -> str
     )
 
 
-def check_host_name(interface: str) -> list[str]:
-    """A warning where Gloo would go by a host name that only this node knows."""
-    if interface:
-        return []
-    name = socket.gethostname()
-    with contextlib.suppress(OSError):
-        if all(is_loopback(info[4][0]) for info in socket.getaddrinfo(name, 0)):
-            return [
-                f"this node's own name {name} is a loopback address here (/etc/hosts), which Gloo "
-                "would take: set GLOO_SOCKET_IFNAME to the interface that leads to the others"
-            ]
-    return []
-
-
 def look_at_nccls_choice(options: argparse.Namespace, leads: str, output: Output) -> list[str]:
     """Where nobody has named a network: what NCCL should leave out; a warning."""
     if nccl_choice.has_chosen(os.environ):
         return []
-    interfaces = usable_interfaces()
-    adapters = [path.name for path in sorted((SYS / "class/infiniband").glob("*"))]
-    adapters = [name for name in adapters if any("ACTIVE" in state for state in ports_of(name))]
+    interfaces, adapters = usable_interfaces(), active_adapters()
     options.nccl, out = nccl_choice.to_leave_out(leads, interfaces, adapters)
     if options.nccl:
         output.say(
@@ -390,8 +210,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--standalone", action="store_true", help="changes nothing")
     add("--starts", type=int, default=1, metavar="N", help="a port each: probe, restarts; 1")
     add("--connect_timeout", type=int, default=CONNECT_TIMEOUT, metavar="S", help="%(default)s s")
-    add("--log", default=os.devnull, metavar="FILE", help="gets every message; none")
-    add("--log_dir", default="", metavar="DIR", help="gets RUN_NAME/nodeK.log instead; none")
+    add("--log_dir", default="", metavar="DIR", help="gets messages, in RUN_NAME/nodeK.log; none")
     add("--run_name", default="", metavar="NAME", help="the run's; as node 0 has chosen it")
     add("--goes_on", action="store_true", help="after what an earlier start left in the log")
     add("--parent", type=int, default=0, metavar="PID", help="of the launcher, to end with it")
@@ -425,7 +244,7 @@ class EarlyOutput(Output):
 
 def make_output(options: argparse.Namespace) -> Output:
     if not options.log_dir:
-        return Output(options.name, options.log)
+        return Output(options.name, os.devnull)
     if options.node_rank:
         return EarlyOutput(options.name)
     return Output(options.name, f"{options.log_dir}/{options.run_name}/node0.log")
@@ -484,8 +303,7 @@ def main() -> int:
         tied_to(options.parent, signal.SIGTERM)  # a launcher that is killed leaves nothing
     several = options.nnodes > 1
     try:  # before anything is written
-        log = "" if options.log == os.devnull else options.log
-        series = of_this_node(options.node_rank, options.nnodes, options.port, log)
+        series = of_this_node(options.node_rank, options.nnodes, options.port, log="")
         series.run = options.run_name or series.run
         output = make_output(options)
     except Refused as error:

@@ -36,18 +36,19 @@ import hashlib
 import io
 import json
 import math
-import multiprocessing
 import os
 import shutil
-import signal
 import sys
 import time
 import warnings
 from collections import Counter
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
+
+from analysis.units import duration, in_unit, megabytes
+from common.workers import WorkerEnded, own_cores, results_of
+from launcher.signals import exit_on_stop_signals
 
 try:
     from PIL import Image, UnidentifiedImageError
@@ -58,8 +59,7 @@ FORMAT = 2  # raise this when the same input and settings give other files than 
 RECORD = "prepare_coco.json"  # in TARGET: how it is made
 UNFINISHED = ".unfinished"  # in TARGET while a run goes on: files that are not whole yet
 SAMPLE = 32  # pictures that are shrunk to estimate the space needed
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LOCK_WAIT = 3  # seconds: workers of a killed run end by then
+PROGRESS_S = 5  # seconds from one line on the progress to the next
 
 # Twice as many pixels count as damaged, here as in the demo.
 Image.MAX_IMAGE_PIXELS = 2**25
@@ -176,6 +176,12 @@ def make_picture(job, name):
     return Result(name, kind, size, new_size, len(data), len(file), reason=reason)
 
 
+def make_pictures(job, names):
+    """In a worker process: writes them one after the other, and yields the Result of each."""
+    for name in names:
+        yield make_picture(job, name)
+
+
 def explain(error):
     """Why a picture counts as damaged, in the same words each time: Pillow names objects."""
     if isinstance(error, UnidentifiedImageError):
@@ -188,68 +194,6 @@ def write_whole(target, path, data):
     unfinished = target / UNFINISHED / str(os.getpid())
     unfinished.write_bytes(data)
     os.replace(unfinished, path)
-
-
-# --- Workers -----------------------------------------------------------------------------------
-
-
-def work(parent, pipe, job, names):
-    """In a worker process: makes its pictures, one after the other, and reports each."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all: the parent ends this one
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    with suppress(BrokenPipeError):
-        for name in names:
-            if os.getppid() != parent:  # it was killed
-                return
-            try:
-                pipe.send(make_picture(job, name))
-            except OSError as error:
-                pipe.send(error)
-                return
-
-
-def make_pictures(job, names, workers):
-    """Yields the Result of each picture, in any order, made by `workers` processes at a time.
-
-    Each has every n-th picture: no queue that a killed worker could leave locked.
-    """
-    context, pipes = multiprocessing.get_context("fork"), {}
-    try:
-        for number in range(min(workers, len(names))):
-            reader, writer = context.Pipe(duplex=False)
-            process = context.Process(
-                target=work, args=(os.getpid(), writer, job, names[number::workers]), daemon=True
-            )
-            process.start()
-            writer.close()  # the worker's alone: when it ends, so does the pipe
-            pipes[reader] = process
-        while pipes:
-            for reader in wait(list(pipes)):
-                try:
-                    result = reader.recv()
-                except EOFError:
-                    check_end(pipes.pop(reader))
-                    continue
-                if isinstance(result, OSError):
-                    raise result
-                yield result
-    finally:
-        for process in pipes.values():
-            process.terminate()
-        for process in pipes.values():
-            process.join()
-
-
-def check_end(process):
-    """Raises Failure unless a worker ended as it should."""
-    process.join()
-    if code := process.exitcode:
-        how = f"by signal {-code}" if code < 0 else f"with code {code}"
-        hint = ""
-        if code == -9:
-            hint = " (9 is also how a system ends processes when it is out of memory)"
-        raise Failure(f"a worker was ended {how}{hint}; start again: it goes on")
 
 
 # --- Annotations -------------------------------------------------------------------------------
@@ -372,7 +316,7 @@ def check_space(job, splits, names):
     need = blocks * max(0, len(names) - there) + sum(split.bytes for split in splits)
     free = shutil.disk_usage(job.target).free
     if free < need:
-        room = f"about {amount(need)} needed, {amount(free)} free"
+        room = f"about {megabytes(need)} needed, {megabytes(free)} free"
         raise Failure(f"no room in {job.target}: {room}; make room, or give another TARGET")
 
 
@@ -388,7 +332,10 @@ def claimed(job, splits):
         raise Failure(f"{job.target} is not empty, and not made by prepare_coco.py: give another")
     record = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        lock(record, job.target)
+        try:
+            fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Failure(f"another prepare_coco.py is writing to {job.target}") from None
         text = json.dumps(merge(job, splits, os.pread(record, 2**20, 0)), indent=1) + "\n"
         os.pwrite(record, text.encode(), 0)  # in one call: whole, or not there
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -399,18 +346,6 @@ def claimed(job, splits):
             shutil.rmtree(unfinished, ignore_errors=True)
     finally:
         os.close(record)
-
-
-def lock(record, target):
-    """Raises Failure where another process works on TARGET."""
-    deadline = time.monotonic() + LOCK_WAIT
-    while True:
-        try:
-            return fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise Failure(f"another prepare_coco.py is writing to {target}") from None
-            time.sleep(0.05)
 
 
 def merge(job, splits, recorded):
@@ -435,36 +370,16 @@ def merge(job, splits, recorded):
 # --- What a person sees ------------------------------------------------------------------------
 
 
-def say(text, file=sys.stdout):
-    """Prints a line; on a terminal in place of the progress line."""
-    clear = "\r\033[K" if sys.stdout.isatty() else ""
+def say(text, file=None):
     text = "".join(c if c.isprintable() else "?" for c in text)  # a file name can hold anything
-    print(clear + text, file=file, flush=True)
-
-
-def amount(number):
-    """'3.5 GB' for 3512345678 bytes."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number / 1e3:.1f} kB"
-
-
-def duration(seconds):
-    """'1h 2m 3s' for 3723 seconds."""
-    minutes, s = divmod(round(seconds), 60)
-    h, m = divmod(minutes, 60)
-    if h:
-        return f"{h}h {m}m {s}s"
-    return f"{m}m {s}s" if m else f"{s}s"
+    print(text, file=file, flush=True)
 
 
 class Progress:
-    """A line with the speed and the time left: kept up to date on a terminal, rare elsewhere."""
+    """A line with the speed and the time left, now and then."""
 
     def __init__(self, total):
         self.total, self.made, self.done = total, 0, 0
-        self.terminal = sys.stdout.isatty()
         self.began = self.shown = time.monotonic()
 
     def count(self, result):
@@ -472,16 +387,15 @@ class Progress:
         if not self.made:  # what an earlier run has made goes much faster: not in the speed
             self.began = now
         self.made, self.done = self.made + result.made, self.done + 1
-        if now < self.shown + (0.1 if self.terminal else 5):
+        if now < self.shown + PROGRESS_S:
             return
         self.shown = now
         text = f"{self.done} of {self.total} pictures"
         if self.made > 1:
             speed = (self.made - 1) / (now - self.began)
-            left = duration((self.total - self.done) / speed)
-            text += f" | {speed:.1f} img/s | ETA {left}"
-        print(f"\r\033[K{text}" if self.terminal else text, end="" if self.terminal else "\n")
-        sys.stdout.flush()
+            left = (self.total - self.done) / speed
+            text += f" | {speed:.1f} img/s | ETA {in_unit(left, left)}"
+        say(text)
 
 
 # --- The run -----------------------------------------------------------------------------------
@@ -494,7 +408,9 @@ def prepare(job, splits, workers):
     for folder in {"annotations", *map(os.path.dirname, names)}:
         (job.target / folder).mkdir(parents=True, exist_ok=True)
     progress, results = Progress(len(names)), {}
-    for result in make_pictures(job, names, workers):
+    workers = min(workers, len(names))
+    shares = [(make_pictures, job, names[number::workers]) for number in range(workers)]
+    for result in results_of(shares, "fork"):
         results[result.name] = result
         if result.kind == "damaged":
             text = f"WARNING: picture {result.name} is damaged, copied as it is: {result.reason}"
@@ -527,11 +443,10 @@ def summarize(job, results, before, after, seconds):
     if count := kinds["damaged"]:
         say(f"WARNING: {count} pictures are damaged: see above", sys.stderr)
     counts = ", ".join(f"{kinds[k]} {k}" for k in ("shrunk", "copied", "damaged", "missing"))
-    pictures = [sum(getattr(result, field) for result in results) for field in Result._fields[4:6]]
+    old, new = sum(result.before for result in results), sum(result.after for result in results)
     say(
-        f"{job.target}: {len(results)} pictures: {counts}; {amount(pictures[0])} -> "
-        f"{amount(pictures[1])}, annotations {amount(before)} -> {amount(after)}; "
-        f"{duration(seconds)}"
+        f"{job.target}: {len(results)} pictures: {counts}; {megabytes(old)} -> {megabytes(new)}, "
+        f"annotations {megabytes(before)} -> {megabytes(after)}; {duration(seconds)}"
     )
 
 
@@ -548,65 +463,42 @@ def run(args):
     summarize(job, results.values(), read, written, time.monotonic() - started)
 
 
-def whole_number(least, most):
-    """A parser for argparse: a whole number from least to most."""
-
-    def parse(text):
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least} to {most}")
-        return int(text)
-
-    return parse
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        """One line, where argparse would print the usage too."""
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
-
-
 def parse_arguments(argv):
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="prepare_coco.py",
         description=__doc__.partition("\n")[0],
         epilog="Started again after a stop or an error it goes on. See the top of this file.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    parser.error = lambda text: parser.exit(2, f"{parser.prog}: error: {text}; see --help\n")
     parser.add_argument("source", metavar="SOURCE", type=Path, help="COCO's folder; only read")
     parser.add_argument("target", metavar="TARGET", type=Path, help="folder to make")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    for name, default, least, most, text in (
-        ("shorter_side", 256, 32, 16384, "of the new pictures, pixels; smaller ones are copied"),
-        ("quality", 90, 1, 100, "of the new JPEG files; their chroma is 4:2:0"),
-        ("workers", cores, 1, 4096, "processes; unset: one for each core"),
-    ):
-        parser.add_argument(
-            *{f"--{name}": 0, f"--{name.replace('_', '-')}": 0},
-            type=whole_number(least, most),
-            default=default,
-            metavar="N",
-            help=f"{text} (default: {default})",
-        )
-    return parser.parse_args(argv)
-
-
-def stop_on_signal(number, _):
-    for other in STOP_SIGNALS:  # a second one must not cut the clean-up short
-        signal.signal(other, signal.SIG_IGN)
-    raise SystemExit(128 + number)
+    names, text = ["--shorter_side", "--shorter-side"], "of the new pictures, pixels"
+    parser.add_argument(*names, type=int, default=256, metavar="N", help=text)
+    text = "of the new JPEG files, 1 to 100; their chroma is 4:2:0"
+    parser.add_argument("--quality", type=int, default=90, metavar="N", help=text)
+    text = "processes; unset: one for each core"
+    parser.add_argument("--workers", type=int, default=own_cores(), metavar="N", help=text)
+    args = parser.parse_args(argv)
+    limits = {"shorter_side": (32, 16384), "quality": (1, 100), "workers": (1, 4096)}
+    for name, (least, most) in limits.items():
+        if not least <= getattr(args, name) <= most:
+            parser.error(f"--{name} {getattr(args, name)} is not from {least} to {most}")
+    return args
 
 
 def main(argv=None):
     args = parse_arguments(argv)
     gc.disable()  # it would walk millions of objects again and again, and copy them in workers
     warnings.simplefilter("ignore")  # Pillow's, of odd files
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, stop_on_signal)
+    exit_on_stop_signals()
     text, code = "", 1
     try:
         run(args)
     except Failure as failure:
         text = str(failure)
+    except WorkerEnded as ended:
+        text = f"{ended}; start again: it goes on"
     except OSError as error:
         text = f"{error.filename or args.target}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -22,7 +22,6 @@ Exit code: 0 done; 2 wrong arguments, or something that can be mended, in one li
 """
 
 import argparse
-import contextlib
 import importlib.util
 import os
 import sys
@@ -41,8 +40,10 @@ def main(argv=None):
     try:
         plot = load_plot(args.output)
         demo = load_script(args.script)
-        with errors_of(demo):
+        try:
             results = results_of(demo, args)
+        except demo.UserError as error:
+            raise UserError(str(error)) from None
         write_picture(plot, results, args.output)
     except UserError as error:
         print(f"show_results.py: error: {error}", file=sys.stderr)
@@ -106,15 +107,6 @@ def load_script(path):
     if not hasattr(demo, "read_image_list"):
         raise UserError(f"--script {path}: is neither the demo's script nor a copy of it")
     return demo
-
-
-@contextlib.contextmanager
-def errors_of(demo):
-    """The script's errors of users as this tool's."""
-    try:
-        yield
-    except demo.UserError as error:
-        raise UserError(str(error)) from None
 
 
 # --- The model's answers -----------------------------------------------------------------------

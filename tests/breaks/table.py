@@ -295,7 +295,7 @@ BREAKS = [
     Break(
         name="locked-memory-a-thousandth",
         seen="No warning where InfiniBand may not lock the memory that it needs.",
-        file="tools/preflight.py",
+        file="tools/launcher/node_checks.py",
         old="PINNED = 1 << 30",
         new="PINNED = 1 << 20",
         tests=("tests/test_preflight.py::test_little_memory_that_may_be_locked",),
@@ -377,7 +377,7 @@ BREAKS = [
     Break(
         name="rounds-in-one-order",
         seen="On a machine that warms up a benchmark favours what stands last.",
-        file="tools/benchmark.py",
+        file="tools/benchmarks/runner.py",
         old="[:: 1 - 2 * (turn % 2)]",
         new="[:: 1 - 2 * (turn % 1)]",
         tests=("tests/test_benchmark.py::test_rounds_take_turns",),

@@ -21,3 +21,14 @@ def handle_stop_signals(handler: Callable[[int, object], None]) -> None:
 def exit_code(number: int) -> int:
     """Of a process that has ended on a signal, as a shell has it: 130 for SIGINT, 143 SIGTERM."""
     return 128 + number
+
+
+def exit_on_stop_signals() -> None:
+    """Has the first of them raise SystemExit; another must not cut short what then tidies up."""
+
+    def stop(number: int, _frame: object) -> None:
+        for name in STOP_SIGNALS:
+            signal.signal(name, signal.SIG_IGN)
+        raise SystemExit(exit_code(number))
+
+    handle_stop_signals(stop)
