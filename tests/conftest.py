@@ -19,6 +19,10 @@ from support.forks import ForkServer, shared
 from support.processes import ROOT, counter, require, wait_until
 from support.slurm import SlurmCluster
 
+# A worker takes seconds to make the test files ready; written once, they and the tools are read by
+# all that start here later. Many containers forbid it, and each process would do all of it anew.
+sys.dont_write_bytecode = False
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """A test session that is told to end cleans up as on Ctrl-C: no namespace or daemon stays; nor
@@ -92,7 +96,14 @@ FIRST = [
     "supervise",
     "hang_report",
     "first_cause",
+    "networks",
+    "unharmed",
+    "lesson",
+    "prepare",
     "python_env",
+    "show_results",
+    "pages",
+    "classes",
     "probe",
 ]
 

@@ -155,9 +155,9 @@ def test_settings_of_torch(demo, ranks):
     assert found == [False, False, ranks == 2]
 
 
-SIZES = {  # bytes of each bucket of the whole network, and of the one with half of its layers
-    "unset": ([9_605_440, 26_494_976, 8_769_792], [10_133_824, 9_653_504]),
-    "25": ([29_016_384, 15_853_824], [19_787_328]),
+SIZES = {  # bytes of each bucket of the whole network, and of the small one
+    "unset": ([9_605_440, 26_494_976, 8_769_792], [2_576_704, 2_490_880]),
+    "25": ([29_016_384, 15_853_824], [5_067_584]),
 }
 
 

@@ -195,7 +195,7 @@ def test_each_node_names_its_own_interface_under_the_same_label(folder):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ((BOTH, "one=eth0 three=eth0"), ("one two", "one three")),
+        pytest.param((BOTH, "one=eth0 three=eth0"), ("one two", "one three"), marks=LONG),
         ((BOTH, "two=eth0 one=eth0"), ("one two", "two one")),
         (("", BOTH), ("not set", "one two")),
     ],

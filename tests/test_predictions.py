@@ -16,6 +16,7 @@ from analysis.cost_model import estimate_step, exposed_seconds, waited_seconds
 from analysis.runs import read_buckets
 from benchmarks import links
 from support.datasets import make_set
+from support.forks import SMALL
 from support.nodes import why_no_namespaces
 from support.processes import LONG, require, start
 from test_benchmark import Noted
@@ -205,11 +206,14 @@ def summary_of(text):
     return json.loads(found)
 
 
+CAP = 1 if SMALL else 4  # MiB, for several buckets
+
+
 @pytest.mark.parametrize(
     ("ranks", "options", "least", "most"),
     [
-        (2, "--bucket_cap_mb 4", 3, 9),
-        (2, "--bucket_cap_mb 4 --accumulate_steps 2", 3, 9),
+        (2, f"--bucket_cap_mb {CAP}", 3, 9),
+        (2, f"--bucket_cap_mb {CAP} --accumulate_steps 2", 3, 9),
         (2, "--bucket_cap_mb 1024", 1, 1),
         (1, "", 0, 0),
     ],

@@ -18,7 +18,7 @@ import show_results as tool
 from analysis import results_plot
 from support.datasets import make_set, numbered, truncate
 from support.forks import write
-from support.processes import SCRIPT
+from support.processes import LONG, SCRIPT
 from test_classes import FAST, ODD, data_of
 
 # --- In a forked process, where torch is imported already --------------------------------------
@@ -190,7 +190,7 @@ def made_up(classes: int, images: int, name: str) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("classes", "images", "name"),
     [
-        (4, 40, "class {}"),
+        pytest.param(4, 40, "class {}", marks=LONG),
         (1, 20, "$only$ {}"),
         (200, 3000, "a category {} with a very long name"),
         (3, 2, "{} 猫 of a few"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import compare_logs
@@ -13,7 +12,7 @@ from analysis.logs import read_log
 from analysis.runs import make_run
 from analysis.verdict import judge
 from support.nodes import NamespacePair
-from support.processes import LONG, ROOT, free_port, start
+from support.processes import LONG, ROOT
 from test_pages import FENCED, PAGES
 
 PAGE = PAGES["docs/your_script.md"]
@@ -25,15 +24,14 @@ def test_it_imports_nothing_of_the_demo():
     assert names == {"json", "os", "time", "torch"}
 
 
-def test_its_lines_are_a_whole_run_with_a_split(tmp_path, capsys):
+def run_mine(demo, result, code):
+    exec(compile(code, "mine.py", "exec"), {"__name__": "__main__"})
+
+
+def test_its_lines_are_a_whole_run_with_a_split(demo, tmp_path, capsys):
     """Two processes, without a launcher."""
-    (tmp_path / "mine.py").write_text(MINE)
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    place["MASTER_PORT"] = str(free_port())
-    command = [sys.executable, tmp_path / "mine.py"]
-    started = [start(command, env=place | {"RANK": str(rank)}) for rank in (0, 1)]
-    text = "".join(one.finish(100).out for one in started)
-    (tmp_path / "mine.log").write_text(text)
+    job = demo.run(nproc=2, call=run_mine, code=MINE)
+    (tmp_path / "mine.log").write_text(job.output)
     run = make_run("mine", read_log([tmp_path / "mine.log"]), {})
     assert run.problems == [] and (run.processes, run.nodes, run.steps) == (2, 1, 20)
     parts = run.data_s, run.compute_s, run.exposed_s
