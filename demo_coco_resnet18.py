@@ -252,7 +252,7 @@ def train_step(run, micro_batches):
     for number, (images, labels) in enumerate(micro_batches, 1):
         # The gradients of a step's micro-batches add up on this rank. Only the backward pass of
         # the last micro-batch sends them: no_sync keeps the earlier ones from sending. The forward
-        # pass is in it, too: there DDP decides whether the backward pass will send.
+        # pass stands in no_sync, too: in it DDP decides whether the backward pass will send.
         last = number == len(micro_batches)
         with nullcontext() if last else run.ddp.no_sync():
             logits = forward(run, run.ddp, images)
@@ -262,8 +262,8 @@ def train_step(run, micro_batches):
                 loss = cross_entropy(logits, labels, ignore_index=IGNORED)
             else:  # all images damaged: gradients of zero, because by the rule it must send some
                 loss = 0 * logits.sum()
-            # The loss is the mean over a batch's images. What adds up shall be the mean of these:
-            # a shorter micro-batch, at the end of an epoch, counts as much as the others.
+            # The loss is the mean over a micro-batch's images, the step's is the mean of these: a
+            # shorter one, at the end of an epoch, counts as much as the others.
             loss = loss / len(micro_batches)
             # DDP 5/6: backward works from the last layer to the first. As soon as the gradients of
             # some layers (a bucket) are there, DDP starts to average them over all ranks (an
@@ -290,7 +290,7 @@ def train_epoch(run, epoch):
     for micro_batches in read_steps(run):
         set_learning_rate(run)
         loss = train_step(run, micro_batches)
-        # Logs this rank's own loss. Every so many steps, known to all, all agree to go on or end.
+        # Logs this rank's own loss. After a number of steps that all know, all agree to go on.
         finish_step(run, loss, micro_batches)
     if run.process.world_size > 1:
         # Batch norm's statistics come from each rank's own images. All shall validate the same
