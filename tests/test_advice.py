@@ -64,6 +64,13 @@ def test_a_rank_that_is_waited_for_comes_first():
     assert advice(options, "GPU").startswith("rank 0 on n0: heat, clock and other load of its GPU")
 
 
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_what_keeps_nccl_from_adapters_is_said_of_nccl_alone(backend):
+    """NETWORK=ethernet sets it, also where Gloo runs."""
+    found = advice(LINK, "CPU", backend=backend, env={"NCCL_IB_DISABLE": "1"})
+    assert ("without NCCL_IB_DISABLE=1" in found) == (backend == "nccl")
+
+
 def test_a_rank_that_waits_for_images_is_sent_to_its_disk():
     ranks = [
         {"rank": rank, "data_ms": data, "compute_ms": 60.0, "exposed_ms": 1.0}

@@ -217,17 +217,11 @@ def for_compute(run):
         checks.append("fused operations: --compile")
     if on_cpu(run):  # further processes of the same machine would share its cores
         return [*checks, "more machines: --project shows what to expect"]
+    checks.append("a larger --batch_size, if the device is not full")
     # With much exposed, more processes would wait for each other still longer.
-    more = (
-        []
-        if exposed_in_part(run)
-        else ["more GPUs, a process each: --project shows what to expect"]
-    )
-    return [
-        *checks,
-        "a larger --batch_size, if the device is not full",
-        *more,
-    ]
+    if not exposed_in_part(run):
+        checks.append("more GPUs, a process each: --project shows what to expect")
+    return checks
 
 
 def lower_precision(run):
