@@ -15,6 +15,7 @@ from analysis.runs import make_run
 from launcher import series, supervisor
 from launcher.errors import Refused
 from support.launcher_folder import LauncherFolder
+from support.nodes import small_disk
 from support.processes import LONG, WITH_STAND_IN, Run, start
 
 
@@ -159,3 +160,13 @@ def test_restart_is_told_from_another_run_in_the_same_log(tmp_path, text, note):
     assert run.complete, run.problems
     assert len(run.notes) == 1 and note in run.notes[0], run.notes
     assert run.attempted_again == ("restarted" in note)
+
+
+def test_full_disk_leaves_the_folder_to_this_run(tmp_path):
+    """As docs/faults.md has it, the run goes on."""
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        with pytest.raises(OSError, match="No space left"):
+            (disk / "else").write_bytes(bytes(2**17))
+        series.lock_folder(disk, "first")
+        with pytest.raises(Refused, match=r"goes on \(\?\)"):
+            series.lock_folder(disk, "second")

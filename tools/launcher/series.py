@@ -136,15 +136,16 @@ def lock_folder(folder: Path, about: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         who = os.read(lock, 1000).decode(errors="replace").strip()
-        who = who if is_text(who) else "?"
+        who = who if who and is_text(who) else "?"
         raise Refused(
             f"{folder} is the folder of a run that goes on ({who}): give another RUN_NAME"
         ) from None
     except OSError:  # some file systems of networks and clusters know no locks
         pass
     os.set_inheritable(lock, True)
-    os.truncate(lock, 0)
-    os.write(lock, f"{about}\n".encode())
+    with contextlib.suppress(OSError):  # a full disk: then it does not say whose the folder is
+        os.truncate(lock, 0)
+        os.write(lock, f"{about}\n".encode())
 
 
 def keep_earlier(folder: Path, pattern: re.Pattern = KEPT) -> str:
