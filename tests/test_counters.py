@@ -231,6 +231,7 @@ def test_rdma_over_ethernet_is_the_ports_alone(tree):
 
 # Of each interface: what it sent and received, what of that counts, and its files.
 BOND = {"bonding__slaves": "eth0 eth1", "lower_eth0__mtu": 1500, "lower_eth1__mtu": 1500}
+IN_CONTAINER = {"ifindex": 7, "iflink": 2}  # a veth whose other end is there
 STACKS = {
     "VLAN on a bond": {
         "bond0.7": (800, 800, {"lower_bond0__mtu": 1500}),
@@ -238,15 +239,16 @@ STACKS = {
         "eth0": (500, 0, {}),
         "eth1": (500, 0, {}),
     },
-    # The host's own traffic is on br0 and eth0, a guest's on eth0 alone.
+    # The host's own traffic is on br0 and eth0, a container's on veth1 and eth0.
     "bridge": {
-        "br0": (900, 900, {"lower_eth0__mtu": 1500}),
+        "br0": (900, 900, {"lower_eth0__mtu": 1500, "lower_veth1__mtu": 1500}),
         "eth0": (1500, 600, {}),
+        "veth1": (600, 0, IN_CONTAINER),
     },
     # As Docker has it.
     "bridge to the host alone": {
         "docker0": (900, 900, {"lower_veth1__mtu": 1500}),
-        "veth1": (1500, 600, {}),
+        "veth1": (1500, 600, IN_CONTAINER),
     },
 }
 
@@ -273,6 +275,18 @@ def test_bond_stands_for_its_members(tree):
     tree.send("eth1", 100, 400, carrier_changes=2)
     more = {"speed_Gbps": 20, "members": ["eth0", "eth1"], "errors": {"carrier_changes": 3}}
     assert tree.carried(before) == [link("bond0", "ethernet", 300, 500, **more)]
+
+
+def test_both_ends_of_a_veth_are_counted_once(tree):
+    tree.net("veth0", ifindex=4, iflink=5)
+    tree.net("veth1", ifindex=5, iflink=4)
+    before = tree.read()
+    tree.send("veth0", 100_000, 300_000)
+    tree.send("veth1", 300_000, 100_000)
+    assert [link["name"] for link in tree.carried(before)] == ["veth0"]
+    # An index of another namespace may be that of a stranger here, with other traffic.
+    tree.send("veth1", 300_000, 900_000)
+    assert [link["name"] for link in tree.carried(before)] == ["veth1", "veth0"]
 
 
 # --- What went wrong ---------------------------------------------------------------------------

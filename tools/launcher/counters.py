@@ -17,9 +17,8 @@ port is named as NCCL does, mlx5_0:1. Of RoCE it counts RDMA alone, and the Ethe
 that port lacks those bytes.
 
 Each byte stands once. A bond stands for its members; IP over InfiniBand, a VLAN or a bridge keeps
-what it counted, and what lies below it has the rest. Twice counts what passes two interfaces of
-which neither lies on the other, as far as the kernel tells: a tunnel of another kind and the one
-by which its packets leave, a container's port on a bridge and the bridge's way out.
+what it counted, and what lies below it has the rest. What a tunnel of other kinds carries is
+counted on the interface that its packets leave by as well: the kernel does not tell which.
 """
 
 from __future__ import annotations
@@ -98,6 +97,8 @@ def read_interface(net: Path) -> dict:
     if kind == "ipoib" and adapter:
         facts["carrier"] = f"{adapter.name}:{number(net / 'dev_port') + 1:.0f}"
         facts["below"] = [facts["carrier"]]
+    own, other = number(net / "ifindex"), number(net / "iflink")
+    facts["ends"] = [own, other] if 0 < own != other > 0 else []  # of a veth, or on another one
     return facts
 
 
@@ -114,6 +115,7 @@ def adapter_port(port: Path) -> dict:
         "rx_bytes": 4 * number(port / "counters/port_rcv_data") or own["rx_bytes"],
         "errors": errors(port, PORT_ERRORS),
         "below": [],
+        "ends": [],
     }
 
 
@@ -178,7 +180,38 @@ def counted_once(entries: dict[str, dict]) -> dict[str, dict]:
         for name, entry in left.items()
         if not any(name in upper.get("members", ()) for upper in entries.values())
         and traffic(entry) > HEADERS * traffic(entries[name])
+        and not passes_on(name, entries)
+        and not is_other_end(name, entries)
     }
+
+
+def is_veth(entry: dict) -> bool:
+    return bool(entry["ends"]) and not entry["below"]
+
+
+def passes_on(name: str, entries: dict[str, dict]) -> bool:
+    """Whether it is a veth on a bridge that has a port of another kind, where its bytes go on."""
+    bridges = [upper["below"] for upper in entries.values() if name in upper["below"]]
+    others = [entries[port] for ports in bridges for port in ports if port in entries]
+    return is_veth(entries[name]) and not all(map(is_veth, others))
+
+
+def is_other_end(name: str, entries: dict[str, dict]) -> bool:
+    """Whether it is a veth whose other end is here too, and the one of them to leave out.
+
+    NOTE: an index is of one network namespace: the other end may be in another one, under the
+    index of a stranger here; so what they carried has to agree as well.
+    """
+    entry = entries[name]
+    for other, facts in entries.items():
+        if is_veth(entry) and facts["ends"] == entry["ends"][::-1]:
+            pairs = [
+                (entry["tx_bytes"], facts["rx_bytes"]),
+                (entry["rx_bytes"], facts["tx_bytes"]),
+            ]
+            if all(abs(a - b) <= BUSY * max(a, b) for a, b in pairs):
+                return name > other
+    return False
 
 
 def errors_of(name: str, entries: dict[str, dict], kept: dict[str, dict]) -> dict[str, int]:
