@@ -352,9 +352,9 @@ BREAKS = [
     Break(
         name="wire-blamed-for-waiting",
         seen="A faster network is advised where ranks wait for each other.",
-        file="tools/analysis/verdict.py",
-        old='if run.probe_s and run.probe_s < parts["link"] / 2',
-        new='if run.probe_s and parts["link"] < run.probe_s / 2',
+        file="tools/analysis/runs.py",
+        old="self.probe_s < exposed_s / 2",
+        new="exposed_s < self.probe_s / 2",
         tests=("tests/test_compare_logs.py::test_bound_by[overlap]",),
     ),
     # --- Data, benchmark, launchers --------------------------------------------------------------

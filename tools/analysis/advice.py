@@ -2,16 +2,11 @@
 
 import statistics
 
-from analysis.cost_model import TCP_SHARE
+from analysis.cost_model import TCP_SHARE, told_algorithm
 from analysis.nccl_rules import REASONS
 from analysis.used_network import ADAPTERS, ROCE_LOSSES, slow_link_checks
 from common.records import get, objects
-from common.thresholds import (
-    EXPOSED_IN_PART,
-    FALLEN_PORT_GBPS,
-    HEALTHY,
-    SLOW_GPU_IMG_PER_S,
-)
+from common.thresholds import EXPOSED_IN_PART, FALLEN_PORT_GBPS, HEALTHY, SLOW_GPU_IMG_PER_S
 
 
 def next_checks(run, bound, implied_gbps, in_trouble):
@@ -34,9 +29,9 @@ def next_checks(run, bound, implied_gbps, in_trouble):
     checks = by_bound[bound](run) if bound in by_bound else []
     if bound in ("compute", "input") and exposed_in_part(run):
         less = [f"the exposed communication: {text}" for text in send_less(run)]
-        if run.probe_s and run.probe_s < run.exposed_s / 2:  # most of it is not the wire's
+        if run.mostly_waits(run.exposed_s):
             return first + checks + less
-        return first + told_algorithm(run) + less + checks
+        return first + algorithm_advice(run) + less + checks
     return first + checks
 
 
@@ -107,11 +102,9 @@ def only_sockets(run):
     return next((f"{k}={v}" for k, v in settings.items() if env.get(k) == v), "")
 
 
-def told_algorithm(run):
-    env, backend = get(run.record("Run"), "env", dict), run.record("Run").get("backend")
-    if backend != "nccl" or not (told := get(env, "NCCL_ALGO", str)):
-        return []
-    return [f"unset NCCL_ALGO (now {told}): NCCL then chooses by bytes and nodes"]
+def algorithm_advice(run):
+    told = told_algorithm(run)
+    return [f"unset NCCL_ALGO (now {told}): NCCL then chooses by bytes and nodes"] if told else []
 
 
 def losses(network):
@@ -138,18 +131,15 @@ WAY_INSIDE = (
 
 def for_link(run):
     checks = [f"send less: {text}" for text in send_less(run)] + [send_less_often(run)]
-    first = told_algorithm(run)
+    first = algorithm_advice(run)
     if run.nodes != 1:
         first += fallen_port(run)
         if only_sockets(run):
             return [*first, faster_link(run), *checks]
         return [*first, *checks, faster_link(run)]
     if on_cpu(run):
-        return [
-            *first,
-            *checks,
-            "fewer processes: on one machine without GPUs they share its cores",
-        ]
+        fewer = "fewer processes: on one machine without GPUs they share its cores"
+        return [*first, *checks, fewer]
     return [*first, WAY_INSIDE, *checks]
 
 

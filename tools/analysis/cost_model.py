@@ -58,13 +58,18 @@ def tree_seconds(nbytes, nodes, bytes_per_s, latency_s=0.0):
     return 2 * math.ceil(math.log2(nodes)) * latency_s + sent / bytes_per_s
 
 
+def told_algorithm(run):
+    """What NCCL_ALGO says, where NCCL ran; else empty."""
+    facts = run.record("Run")
+    return get(get(facts, "env", dict), "NCCL_ALGO", str) if facts.get("backend") == "nccl" else ""
+
+
 def algorithm(run):
     """ring or tree where it is known: Gloo's is a ring, NCCL may have been told. Else None."""
-    facts = run.record("Run")
-    asked = get(get(facts, "env", dict), "NCCL_ALGO", str).lower()
-    if facts.get("backend") == "gloo":
+    if run.record("Run").get("backend") == "gloo":
         return "ring"
-    return asked if asked in ("ring", "tree") else None
+    told = told_algorithm(run).lower()
+    return told if told in ("ring", "tree") else None
 
 
 def all_reduce_seconds(run, nbytes, processes, nodes, bytes_per_s, latency_s=0.0, unknown=min):

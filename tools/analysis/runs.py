@@ -91,6 +91,10 @@ class Run:
     def has_split(self):
         return None not in (self.data_s, self.compute_s, self.exposed_s)
 
+    def mostly_waits(self, exposed_s):
+        """Whether most of an exposed time is not the all-reduce's own: for ranks, for cores."""
+        return bool(self.probe_s) and self.probe_s < exposed_s / 2
+
     @property
     def network(self):
         """That of the slowest node, whose pace is that of all."""
@@ -177,15 +181,16 @@ def busy_of_ranks(ranks):
     return {rank: data + compute for rank, (data, compute, _) in ranks.items()}
 
 
-def find_straggler(ranks):
-    """The rank whose data wait and compute take over STRAGGLER times the usual, or None.
+def usually_busy(busy):
+    """The lower median of all ranks, so that of two the quicker one counts as usual."""
+    return statistics.median_low(busy.values())
 
-    The usual is the lower median of all ranks, so that of two the quicker one counts as usual.
-    """
+
+def find_straggler(ranks):
+    """The rank whose data wait and compute take over STRAGGLER times the usual, or None."""
     busy = busy_of_ranks(ranks)
     slowest = max(busy, key=busy.get, default=None)
-    usual = statistics.median_low(busy.values()) if busy else 0
-    return slowest if busy and busy[slowest] > STRAGGLER * usual else None
+    return slowest if busy and busy[slowest] > STRAGGLER * usually_busy(busy) else None
 
 
 def find_problems(run):

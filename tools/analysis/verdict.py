@@ -1,7 +1,6 @@
 """Why a run took its time: which network carried it, what bounds it, what to check next."""
 
 import math
-import statistics
 from dataclasses import dataclass, field
 
 from analysis.advice import nccl_advice, next_checks, on_cpu, only_sockets
@@ -11,8 +10,9 @@ from analysis.cost_model import (
     implied_gbps,
     payload_rate,
     ring_seconds,
+    told_algorithm,
 )
-from analysis.runs import busy_of_ranks
+from analysis.runs import busy_of_ranks, usually_busy
 from analysis.units import in_unit, megabytes, ms, part, rate, span
 from analysis.used_network import ADAPTERS, say_fallback
 from common.records import get, objects
@@ -93,7 +93,7 @@ def judge_split(verdict, run):
     # Exposed time far above the all-reduce's own is not the wire's: with CPU training the two
     # share the cores, and ranks wait for each other.
     link = name_link(run)
-    if run.probe_s and run.probe_s < parts["link"] / 2:
+    if run.mostly_waits(parts["link"]):
         link = "communication, but not by the wire"
         if verdict.bound == "link":
             verdict.bound = "overlap"
@@ -125,7 +125,7 @@ def parts_of_step(run):
     if run.straggler is None:
         return {"link": run.exposed_s, "input": run.data_s, "compute": run.compute_s}
     busy = busy_of_ranks(run.ranks)
-    usual = statistics.median_low(busy.values())
+    usual = usually_busy(busy)
     data, compute, _ = next(run.ranks[rank] for rank, s in busy.items() if s == usual)
     return {
         "slow rank": busy[run.straggler] - usual,
@@ -137,11 +137,10 @@ def parts_of_step(run):
 
 def say_slow_rank(run):
     busy = busy_of_ranks(run.ranks)
-    usual = statistics.median_low(busy.values())
     data, compute, _ = run.ranks[run.straggler]
     return (
         f"Rank {run.straggler} itself works {ms(busy[run.straggler])} of a step (data wait "
-        f"{ms(data)}, compute {ms(compute)}), the others {ms(usual)}."
+        f"{ms(data)}, compute {ms(compute)}), the others {ms(usually_busy(busy))}."
     )
 
 
@@ -236,8 +235,7 @@ def say_carried(run):
     if network.transport in ADAPTERS and (channels := over_network(network)):
         direct = get(network.finding, "gpudirect", int) or 0
         basis += f" (GPUDirect on {direct} of {channels} connections)"
-    told = get(get(run.record("Run"), "env", dict), "NCCL_ALGO", str)
-    if told and run.record("Run").get("backend") == "nccl":
+    if told := told_algorithm(run):
         basis += f", with NCCL_ALGO={told}"
     if kept := only_sockets(run):
         basis += f", as {kept} keeps NCCL from InfiniBand and RoCE"
