@@ -167,14 +167,18 @@ def test_known_rate_by_the_gradients_and_by_the_slope(demo):
 
 
 def test_latency_follows_the_delay_of_the_link(demo):
-    """Gloo's small all-reduce between two processes crosses it four times."""
+    """Gloo's small all-reduce between two processes crosses it four times.
+
+    No packet comes before its delay is over; what a busy machine adds without a delay need not
+    come on top of one.
+    """
     require(os.access("/dev/net/tun", os.R_OK | os.W_OK), "a delay needs the device /dev/net/tun")
     env = {"MASTER_ADDR": TunLink.addresses[0], "GLOO_SOCKET_IFNAME": TunLink.interface}
     found = {}
     for delay_ms in (0, 10):
         with NamespacePair() as nodes, TunLink(nodes.names, delay_ms):
             found[delay_ms] = probed(demo, SIZES=SMALL, nodes=nodes, env=env)["latency_ms"]
-    assert 40 < found[10] == pytest.approx(4 * 10 + found[0], rel=0.2)
+    assert 4 * 10 < found[10] < 1.2 * (4 * 10 + found[0])
 
 
 def test_losses_are_seen(demo):
