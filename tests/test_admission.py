@@ -210,6 +210,25 @@ def test_of_two_nodes_of_one_rank_the_one_that_was_admitted_before_stays(first):
     assert "has its node 1 already" in str(unknown.result)
 
 
+def test_second_start_that_comes_in_one_moment_with_the_node_is_turned_away_once():
+    """And node 0 goes on: in the list of those who came it stands after the node itself."""
+    node = {"node_rank": 0, "host": "host0", "settings": {"NNODES": 3}}
+    node_0 = rendezvous.Rendezvous("127.0.0.1", 1, node, 0, print)
+    node_0.series.token = "abc"
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        guests = node_0._guests([server], lambda: 5, node_0.greeting)
+        peers = {}
+        for token in ("abc", ""):
+            peers[token] = stack.enter_context(socket.create_connection(server.getsockname()))
+            guests.serve(1)
+        for token, peer in peers.items():
+            peer.sendall(line(**GOOD | {"token": token}))
+        time.sleep(0.1)
+        node_0._serve(guests)
+        assert [guest.node["token"] for guest in guests.all] == ["abc"]
+
+
 TCP_REPAIR = 19  # linux/tcp.h: its socket is closed without a word to the other end
 
 

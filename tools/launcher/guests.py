@@ -76,7 +76,7 @@ class Guests:
                 self._accept(key.fileobj)
             elif key.data in self.all and self._hear(key.data):
                 came.append(key.data)
-        return [guest for guest in came if guest in self.all]
+        return came
 
     def _accept(self, server: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -84,8 +84,7 @@ class Guests:
             guest = Guest(peer)
             self.ready.register(peer, selectors.EVENT_READ, guest)
             self.all.append(guest)
-            if peer.family != socket.AF_UNIX:
-                lost_after(peer, self.seconds)
+            lost_after(peer, self.seconds)
             # Node 0 speaks first, because a torchrun that still holds a port would not.
             self.tell(guest, self.greet())
         silent = [guest for guest in self.all if not guest.node]
@@ -132,10 +131,6 @@ class Guests:
                 guest.peer.recv(1)
         guest.peer.close()
 
-    def release(self) -> None:
-        """Closes what is left but those whose connections somebody else has taken over."""
-        self.ready.close()
-
 
 class Door(threading.Thread):
     """Node 0's, while its command runs: `decide` answers those who come then."""
@@ -155,4 +150,4 @@ class Door(threading.Thread):
         self.join(10)
         for guest in [*self.guests.all]:
             self.guests.dismiss(guest)
-        self.guests.release()
+        self.guests.ready.close()

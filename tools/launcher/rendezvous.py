@@ -170,7 +170,8 @@ class Rendezvous:
         """Takes what the other nodes send in the next moment, and new ones among them."""
         self._check()
         for guest in guests.serve(0.2):
-            self._admit(guest, guests)
+            if guest in guests.all:  # not turned away meanwhile, for one that came with it
+                self._admit(guest, guests)
 
     def _admit(self, guest: Guest, guests: Guests) -> None:
         """Turns one away that belongs elsewhere, or whose place a node of this series has."""
@@ -291,13 +292,13 @@ class Rendezvous:
         return {"plan": asdict(plan), "token": self.series.token, "run": self.series.run}
 
     def _tell(self, answer: dict, guests: Guests) -> None:
-        admitted = [guest for guest in guests.nodes() if "error" not in answer]
-        self.connections = {guest.node["node_rank"]: guest.peer for guest in admitted}
-        for guest in admitted:
-            guests.tell(guest, answer)
-        for guest in [guest for guest in guests.all if guest not in admitted]:
-            guests.dismiss(guest, answer)
-        guests.release()
+        for guest in [*guests.all]:
+            if guest.node and "error" not in answer:
+                self.connections[guest.node["node_rank"]] = guest.peer
+                guests.tell(guest, answer)
+            else:
+                guests.dismiss(guest, answer)
+        guests.ready.close()
 
     # ---- The others
 
@@ -357,13 +358,10 @@ class Rendezvous:
 
     def _answer_of(self, node_0: socket.socket, greeting: dict, end: float) -> dict:
         """What node 0 says to all when all have come, or to this node alone."""
-
-        def check() -> None:
-            self._check("node 0 is there, other nodes are missing")
-
+        missing = "node 0 is there, other nodes are missing"
         try:
             # Only the answer: what node 0 says later is for others to read.
-            answer = unpack(read_line(node_0, end, check))
+            answer = unpack(read_line(node_0, end, lambda: self._check(missing)))
         except TimeoutError:
             raise OSError("node 0 does not answer any more") from None
         except ValueError:
