@@ -48,19 +48,18 @@ while [ "$#" -gt 0 ]; do
 done
 [ -z "$rate" ] || [ -z "$links" ] || die "--rate and --links: each of the --links has its own rate"
 [[ $GPUS_PER_NODE =~ ^[1-9][0-9]{0,3}$ ]] || die "--gpus_per_node is '$GPUS_PER_NODE': give a number, 1 or more"
-# The cables: what each end is called on its node, and the rate of each; veth0 and veth1 tell the ends of one apart.
-ends0=(veth0) ends1=(veth1) rates=("$rate") networks=
+# The cables: what the interface is called on both nodes, and the rate of each.
+names=(veth0) rates=("$rate") networks=
 if [ -n "$links" ]; then
-    ends0=() rates=()
+    names=() rates=()
     for link in ${links//,/ }; do
         [[ $link =~ ^([a-zA-Z][a-zA-Z0-9_-]{0,14})=([a-zA-Z0-9.]+)$ && $link != lo=* ]] ||
             die "--links has '$link': write NAME=RATE, as in slow=1gbit,fast=unshaped, a NAME of up to 15 characters"
-        [[ " ${ends0[*]} " != *" ${BASH_REMATCH[1]} "* ]] || die "--links has two named ${BASH_REMATCH[1]}"
-        ends0+=("${BASH_REMATCH[1]}") rates+=("${BASH_REMATCH[2]/#unshaped/}")
+        [[ " ${names[*]} " != *" ${BASH_REMATCH[1]} "* ]] || die "--links has two named ${BASH_REMATCH[1]}"
+        names+=("${BASH_REMATCH[1]}") rates+=("${BASH_REMATCH[2]/#unshaped/}")
         networks+="${BASH_REMATCH[1]}=${BASH_REMATCH[1]} "
     done
-    [ "${#ends0[@]}" -gt 1 ] || die "--links is '$links': name two or more, or give --rate for one"
-    ends1=("${ends0[@]}")
+    [ "${#names[@]}" -gt 1 ] || die "--links is '$links': name two or more, or give --rate for one"
 fi
 [ "$(uname)" = Linux ] || die "network namespaces are Linux's own: use Linux, or two machines"
 [ "$(id -u)" -eq 0 ] || die "network namespaces need root: start it with sudo, or use two machines"
@@ -153,13 +152,11 @@ done
 
 cores=$(bash "$ROOT/tools/launcher/cores.sh")
 # The nodes have no way to the internet: whatever must be installed is installed before.
-if [ -f "$ROOT/tools/launcher/python_env.sh" ]; then
-    attend bash "$ROOT/tools/launcher/python_env.sh" >"$scratch/python" || exit 1
-    PYTHON=$(<"$scratch/python")
-    export PYTHON
-    # Not by both nodes at a time.
-    [ "$#" -gt 0 ] || attend "$PYTHON" "$ROOT/tools/make_sample_coco.py" --processes "$cores" "$ROOT/data/sample_coco"
-fi
+attend bash "$ROOT/tools/launcher/python_env.sh" >"$scratch/python" || exit 1
+PYTHON=$(<"$scratch/python")
+export PYTHON
+# Not by both nodes at a time.
+[ "$#" -gt 0 ] || attend "$PYTHON" "$ROOT/tools/make_sample_coco.py" --processes "$cores" "$ROOT/data/sample_coco"
 
 ip netns add "${spaces[0]}" || die "no network namespaces are allowed here: run it on a virtual machine or two real ones"
 ip netns add "${spaces[1]}"
@@ -167,19 +164,17 @@ for k in 0 1; do ip -n "${spaces[k]}" link set lo up; done
 for n in "${!rates[@]}"; do
     # Jumbo frames: of what Linux hands down in one piece the shaper counts a header for each frame, the interface only
     # one. With frames of 1,500 bytes the interface's count would be 5 % below the rate.
-    ip link add name "${ends0[n]}" mtu 9000 netns "${spaces[0]}" \
-        type veth peer name "${ends1[n]}" mtu 9000 netns "${spaces[1]}"
+    name=${names[n]}
+    ip link add name "$name" mtu 9000 netns "${spaces[0]}" type veth peer name "$name" mtu 9000 netns "${spaces[1]}"
     for k in 0 1; do
-        end=${ends0[n]}
-        [ "$k" = 0 ] || end=${ends1[n]}
-        ip -n "${spaces[k]}" address add "10.213.$n.$((k + 1))/24" dev "$end"
-        ip -n "${spaces[k]}" link set dev "$end" up
+        ip -n "${spaces[k]}" address add "10.213.$n.$((k + 1))/24" dev "$name"
+        ip -n "${spaces[k]}" link set dev "$name" up
         [ -n "${rates[n]}" ] || continue
         # The burst must hold one segment that TCP hands down in one piece (64 KB); more would pass above the rate.
-        tc -n "${spaces[k]}" qdisc add dev "$end" root tbf rate "${rates[n]}" burst 128kb latency 100ms ||
+        tc -n "${spaces[k]}" qdisc add dev "$name" root tbf rate "${rates[n]}" burst 128kb latency 100ms ||
             die "tc does not take ${links:+--links }${rate:+--rate }${rates[n]}: write it as 100mbit or 1gbit"
     done
-    say "cable $n: 10.213.$n.1 on ${ends0[n]} and 10.213.$n.2 on ${ends1[n]}, ${rates[n]:-no} rate limit"
+    say "cable $n: $name, 10.213.$n.1 on node 0 and 10.213.$n.2 on node 1, ${rates[n]:-no} rate limit"
 done
 # Without the ::ffff: form, under which torch sees them, each connection waits for a name server and warns.
 printf '%s\n' '127.0.0.1 localhost' '10.213.0.1 node0' '10.213.0.2 node1' \
@@ -189,7 +184,7 @@ say "namespaces ${spaces[0]} (node 0) and ${spaces[1]} (node 1): emulated, two n
 threads=$((cores / (2 * GPUS_PER_NODE)))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 export NNODES=2 MASTER_ADDR=10.213.0.1 GPUS_PER_NODE RUN_NAME
-unset WORLD_SIZE GLOO_SOCKET_IFNAME # which is another on each node
+unset WORLD_SIZE GLOO_SOCKET_IFNAME # which names none of these
 if [ -n "$links" ]; then
     export NETWORKS=${networks% } DEMO_NOTE="Emulated: two network namespaces of one machine, joined by $links"$'\n\n'
 fi
