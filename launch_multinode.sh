@@ -203,7 +203,7 @@ fi
 run=${DEMO_RUN:-${RUN_NAME:-}} # on the other nodes empty, as long as node 0 has not told it
 if [ -n "${NETWORKS:-}" ]; then
     export PYTHON NNODES NODE_RANK MASTER_ADDR MASTER_PORT CONNECT_TIMEOUT GPUS_PER_NODE RESTARTS PROBE
-    exec "$PYTHON" "$ROOT/tools/launcher/networks.py" "${LOG_DIR:-logs}" "$run" "$@"
+    exec "$PYTHON" "$ROOT/tools/launcher/networks.py" "${LOG_DIR:-logs}" "$@"
 fi
 [ "$NODE_RANK" -gt 0 ] || log=${LOG_DIR:-logs}/$run/node0.log
 set_network

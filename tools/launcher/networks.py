@@ -3,11 +3,10 @@
     NETWORKS="ethernet=eth0 infiniband=mlx5_0" NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 \\
         ./launch_multinode.sh --coco_image_path ...
 
-launch_multinode.sh calls this with its settings in the environment, LOG_DIR and the run's name,
-which node 0 tells the others, and is called by it in turn, for one network after the other. A
-network is NAME=INTERFACE, where NAME is a label and becomes the folder of its run; INTERFACE is
-what IFNAME takes, eth0 or mlx5_0,ib0. Labels and their order are the same on all nodes; each node
-names its own interfaces.
+launch_multinode.sh calls this with LOG_DIR and its settings in the environment, and is called by
+it in turn, for one network after the other. A network is NAME=INTERFACE, where NAME is a label and
+becomes the folder of its run; INTERFACE is what IFNAME takes, eth0 or mlx5_0,ib0. Labels and their
+order are the same on all nodes; each node names its own interfaces.
 A network that fails does not end the series. On node 0 the comparison comes at the end, after what
 DEMO_NOTE says: it is printed, and stands as compare.md and compare.png beside the logs.
 Exit code: 0 all done; 75 stopped by a signal, before a checkpoint 128 + its number (143, Ctrl-C
@@ -29,12 +28,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the launcher starts this file
 
 from launcher.addresses import check_master
+from launcher.ending import STOPPED
 from launcher.errors import Refused, Stopped
 from launcher.process_tree import tied_to
 from launcher.rendezvous import LABELS, Plan, Rendezvous
 from launcher.series import Series, keep_earlier, of_this_node, to_environment
 from launcher.signals import exit_code, handle_stop_signals
-from launcher.supervisor import STOPPED
 from launcher.torchrun_command import timeout_of
 
 TOOLS = Path(__file__).resolve().parents[1]
@@ -81,7 +80,7 @@ class Comparison:
     """This node's part: the launcher, for each network in turn."""
 
     def __init__(self, networks: dict[str, str], log_dir: str, arguments: list[str]) -> None:
-        self.networks, self.log_dir, self.arguments = networks, log_dir, arguments
+        self.networks, self.arguments = networks, arguments
         self.rank, self.port = int(os.environ["NODE_RANK"]), int(os.environ["MASTER_PORT"])
         self.patience = int(os.environ["CONNECT_TIMEOUT"])
         # Ports of one network: each of its starts has its own.
@@ -92,7 +91,7 @@ class Comparison:
         self.series = of_this_node(self.rank, settings["NNODES"], self.port, "")
         host = os.environ["MASTER_ADDR"].strip("[]")
         self.rendezvous = Rendezvous(host, self.port, node, 0, say, self.series)
-        self.folder = Path(log_dir)
+        self.folder = Path(log_dir)  # the series' own, when its name is known
         self.child: subprocess.Popen | None = None
         self.stopped = 0  # the first signal
 
@@ -102,7 +101,7 @@ class Comparison:
         self.rendezvous.agree(Plan(), self.patience)
         self.rendezvous.close()
         self.rendezvous.guard(Plan())
-        self.folder = Path(self.log_dir, self.series.run)
+        self.folder = self.folder / self.series.run
         codes = []
         for n, label in enumerate(self.networks):
             codes.append(self.train(n, label))
@@ -176,11 +175,10 @@ class Comparison:
 
 
 def main() -> int:
-    arguments = sys.argv[3:]
+    arguments = sys.argv[2:]
     try:
         check(arguments)
         comparison = Comparison(read_networks(os.environ["NETWORKS"]), sys.argv[1], arguments)
-        comparison.series.run = sys.argv[2]
         handle_stop_signals(comparison.on_signal)
         return comparison.run()
     except Stopped:
