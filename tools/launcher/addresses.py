@@ -87,4 +87,5 @@ def connect(host: str, port: int, seconds: float, look: Callable[[], None]) -> s
 def create_server(port: int) -> socket.socket:
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    # All nodes may come at one moment, and nobody take what arrives.
+    return socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=both)

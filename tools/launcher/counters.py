@@ -29,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.thresholds import HARMLESS, LOSSY
+from launcher.node_checks import text_of
 
 KINDS = {1: "ethernet", 32: "ipoib", 772: "loopback"}  # linux/if_arp.h
 LINK_LAYERS = {"InfiniBand": "infiniband", "Ethernet": "roce"}
@@ -55,16 +56,10 @@ HEADERS = 0.1
 # --- Reading -----------------------------------------------------------------------------------
 
 
-def text(path: Path) -> str:
-    with contextlib.suppress(OSError, ValueError):
-        return path.read_text().strip()
-    return ""
-
-
 def number(path: Path) -> float:
     """The number that a file begins with; 0 where there is none or it is negative."""
     with contextlib.suppress(ValueError, IndexError):  # down, an interface states no speed
-        return max(0.0, float(text(path).split()[0]))
+        return max(0.0, float(text_of(path).split()[0]))
     return 0.0
 
 
@@ -91,7 +86,7 @@ def read_interface(net: Path) -> dict:
     facts |= {way: number(net / "statistics" / way) for way in WAYS}
     facts["errors"] = errors(net, NET_ERRORS)
     facts["below"] = [lower.name.removeprefix("lower_") for lower in net.glob("lower_*")]
-    if members := text(net / "bonding/slaves").split():
+    if members := text_of(net / "bonding/slaves").split():
         facts["members"] = facts["below"] = members
     adapter = next((net / "device/infiniband").glob("*"), None)
     if kind == "ipoib" and adapter:
@@ -109,7 +104,7 @@ def adapter_port(port: Path) -> dict:
     own = {way: max(number(folder / way) for folder in folders) for way in WAYS}
     neither = "efa" if any((folder / "tx_bytes").exists() for folder in folders) else "other"
     return {
-        "kind": LINK_LAYERS.get(text(port / "link_layer"), neither),
+        "kind": LINK_LAYERS.get(text_of(port / "link_layer"), neither),
         "speed_Gbps": number(port / "rate") or None,
         "tx_bytes": 4 * number(port / "counters/port_xmit_data") or own["tx_bytes"],
         "rx_bytes": 4 * number(port / "counters/port_rcv_data") or own["rx_bytes"],
@@ -121,7 +116,7 @@ def adapter_port(port: Path) -> dict:
 
 def tcp_segments(snmp: Path) -> dict | None:
     """What TCP sent: a line of names and a line of values."""
-    lines = [line.split() for line in text(snmp).splitlines() if line.startswith("Tcp:")]
+    lines = [line.split() for line in text_of(snmp).splitlines() if line.startswith("Tcp:")]
     with contextlib.suppress(ValueError, KeyError):
         names, values = lines
         found = dict(zip(names, values, strict=True))

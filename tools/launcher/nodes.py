@@ -24,7 +24,7 @@ from launcher.ending import (
     tell_end,
     tell_ending,
 )
-from launcher.wire import fits, lost_after
+from launcher.wire import fits, lost_after, pack
 
 GRACE = 10  # seconds to end for an attempt that has failed; torchrun alone would give them 30
 SAVING = 20  # more of them after a signal, as torchrun gives the ranks 30 s to save
@@ -97,7 +97,7 @@ class Nodes:
     def tell(self, **message: object) -> None:
         for connection in self.connections.values():
             with contextlib.suppress(OSError):
-                connection.sendall(json.dumps(message).encode() + b"\n")
+                connection.sendall(pack(message))
 
     def fail(self) -> None:
         """Notes a failure, here or elsewhere, and tells of the first."""

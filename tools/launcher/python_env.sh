@@ -22,8 +22,8 @@ die() {
     exit 1
 }
 
-# check PYTHON COMMAND [PACKAGE ...]: what python_check.py says of that interpreter.
-check() { "$1" "$root/tools/launcher/python_check.py" "$root" "${@:2}" 2>/dev/null; }
+# check PYTHON [PACKAGE ...]: what python_check.py says of that interpreter.
+check() { "$1" "$root/tools/launcher/python_check.py" "$root" check "${@:2}" 2>/dev/null; }
 
 # Runs a program that may take long, so that a signal ends it and not this shell alone.
 child=
@@ -196,7 +196,7 @@ make() {
     [ -w "${XDG_CACHE_HOME:-${HOME:-/}}" ] || export PIP_NO_CACHE_DIR=1 # pip would warn of it
     can_write
     take_lock
-    check "$own" check "$@" >/dev/null || lacks=$?
+    check "$own" "$@" >/dev/null || lacks=$?
     if [ "$lacks" -eq 0 ]; then return; fi # by the one that was waited for
     if ! starts || half_made; then
         make_venv
@@ -215,7 +215,7 @@ make() {
         try_imports torch torchvision pycocotools pillow matplotlib "$@"
     fi
     rm -f "$venv/begun"
-    check "$own" check "$@" >/dev/null || die "the install is not complete: remove $venv and start again"
+    check "$own" "$@" >/dev/null || die "the install is not complete: remove $venv and start again"
     rm -rf "$venv/uv-cache"
 }
 
@@ -239,7 +239,7 @@ fi
 for candidate in "${candidates[@]}"; do
     command -v -- "$candidate" >/dev/null || continue
     code=0
-    line=$(check "$candidate" check "$@") || code=$?
+    line=$(check "$candidate" "$@") || code=$?
     case $code in
     0)
         [ -z "$almost" ] || [ "$candidate" != "$own" ] || say "$venv is used, for $almost"
@@ -262,4 +262,4 @@ trap 'stop 129' HUP
 trap 'stop 130' INT
 trap 'stop 143' TERM
 make "$@"
-check "$own" check "$@"
+check "$own" "$@"
