@@ -24,6 +24,7 @@ from launcher.errors import Refused
 from support.launcher_folder import LauncherFolder
 from support.nodes import NamespacePair
 from support.processes import ROOT, WITH_STAND_IN, Run, free_port, require, wait_until
+from test_supervise import Node
 
 TOOLS = ROOT / "tools"
 
@@ -168,46 +169,21 @@ def test_what_tells_another_job_from_a_setting_that_differs(ours, theirs, foreig
     assert bool(series.stranger(ours, theirs)) == foreign
 
 
-class Node:
-    """One node's rendezvous, in a thread of its own."""
-
-    def __init__(self, port: int, rank: int, seconds: float = 8, token: str = "", **settings):
-        self.said: list[str] = []
-        usual = {"NNODES": 2, "RESTARTS": 0, "PROBE": 0} | settings
-        node = {"node_rank": rank, "host": f"host{rank}", "settings": usual}
-        self.rendezvous = rendezvous.Rendezvous("127.0.0.1", port, node, 0, self.said.append)
-        if token:
-            self.rendezvous.series.token = token
-        self.thread = threading.Thread(target=self._run, args=(seconds,))
-        self.thread.start()
-
-    def _run(self, seconds: float) -> None:
-        try:
-            self.result: object = self.rendezvous.agree(rendezvous.Plan(), seconds)
-        except Exception as error:
-            self.result = error
-
-    def end(self) -> object:
-        self.thread.join(40)
-        assert not self.thread.is_alive(), "it hangs"
-        return self.result
-
-
 @pytest.mark.parametrize("first", ["the second start", "the node"])
 def test_of_two_nodes_of_one_rank_the_one_that_was_admitted_before_stays(first):
     """Without a token none of them is known: then all end, as test_supervise.py has it."""
     port = free_port()
-    node_0 = Node(port, 0, token="abc", NNODES=3)
+    node_0 = Node(port, 0, token="abc", nnodes=3)
     tokens = ["", "abc"] if first == "the second start" else ["abc", ""]
     ones = []
     for token in tokens:
-        ones.append(Node(port, 1, token=token, NNODES=3))
+        ones.append(Node(port, 1, token=token, nnodes=3))
         time.sleep(0.5)
-    last = Node(port, 2, token="abc", NNODES=3)
+    last = Node(port, 2, token="abc", nnodes=3)
     known, unknown = ones if tokens[0] else ones[::-1]
     assert [one.end() for one in (node_0, known, last)] == [rendezvous.Plan()] * 3
-    assert isinstance(unknown.end(), Refused)
-    assert "has its node 1 already" in str(unknown.result)
+    refused = unknown.end()
+    assert isinstance(refused, Refused) and "has its node 1 already" in str(refused)
 
 
 def test_second_start_that_comes_in_one_moment_with_the_node_is_turned_away_once():
@@ -400,18 +376,19 @@ def deceived():
     for case, (greeting, answer, _) in FALSE_NODE_0.items():
         port = free_port()
         greeted(port, greeting, answer)
-        nodes[case] = port, Node(port, 1, seconds=2)
+        nodes[case] = port, Node(port, 1, seconds=2, last=0)
     return nodes
 
 
 @pytest.mark.parametrize("case", FALSE_NODE_0)
 def test_false_node_0_ends_a_node_in_its_own_line(deceived, case):
     port, node = deceived[case]
-    assert isinstance(node.end(), Refused), repr(node.result)
+    refused = node.end()
+    assert isinstance(refused, Refused), repr(refused)
     text = f"node 0 did not answer at 127.0.0.1:{port} within 2 s ("
-    assert str(node.result).startswith(text) and str(node.result).isprintable()
-    assert FALSE_NODE_0[case][2] in str(node.result)
-    assert "GPU 0" not in "".join([str(node.result), *node.said])
+    assert str(refused).startswith(text) and str(refused).isprintable()
+    assert FALSE_NODE_0[case][2] in str(refused)
+    assert "GPU 0" not in "".join([str(refused), *node.said])
 
 
 def test_launcher_of_another_version_ends_all_nodes_in_one_line():
@@ -437,13 +414,13 @@ def test_launcher_of_another_version_ends_all_nodes_in_one_line():
 
 
 @pytest.mark.parametrize("seconds", [1, 6, 300, 1800, 7200, 10**6])
-def test_connection_is_used_each_minute_and_given_up_when_the_ranks_do(seconds):
+def test_link_is_used_each_minute_and_given_up_in_time(seconds):
     """Some firewalls forget one that is silent for 350 s. Beyond two hours Linux cannot."""
     with socket.socket() as link:
         wire.lost_after(link, seconds)
         names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
         values = [link.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
-        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and link.gettimeout() == 2
     idle, pause, count = values
     assert seconds <= pause * count and idle + pause * count <= 1.5 * seconds + 2
     assert max(idle, pause) <= max(60, seconds / 100)

@@ -29,7 +29,8 @@ from launcher.ending import End, Ending, make_ending, read_ending, tell_end, tel
 from launcher.root_cause import GIVEN_UP, Cause, OutputReader, find_causes, first_cause
 from support.datasets import make_set
 from support.nodes import NamespacePair
-from support.processes import LONG, ROOT, SCRIPT, WITH_STAND_IN, Started, free_port
+from support.processes import LONG, ROOT, SCRIPT, WITH_STAND_IN, Started
+from test_supervise import free_ports
 
 TIMEOUT = 4  # the script's --timeout, seconds
 IN_TIME = 20  # seconds from a failure to the end on all nodes, as docs/faults.md has it
@@ -311,16 +312,6 @@ def test_signal_to_a_node_that_waits_for_the_ending_is_told(monkeypatch):
 
 
 # --- Real supervisors --------------------------------------------------------------------------
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row that are free."""
-    while True:
-        port = free_port()
-        with contextlib.suppress(OSError, OverflowError), contextlib.ExitStack() as stack:
-            for n in range(count):
-                stack.enter_context(socket.create_server(("", port + n)))
-            return port
 
 
 class Place:

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from types import SimpleNamespace
 import pytest
 
 import test_faults as faults
-from launcher import hang_report, root_cause, torchrun_command, wire
+from launcher import hang_report, root_cause, torchrun_command
 from support.datasets import make_set
 from support.nodes import NamespacePair
 from support.processes import LONG, ROOT, WITH_STAND_IN, Run, Started
@@ -321,17 +320,6 @@ def test_line_does_not_grow_with_the_number_of_ranks():
 )
 def test_ranks_are_judged_by_the_scripts_own_timeout(words, seconds):
     assert torchrun_command.timeout_of(words.split()) == seconds
-
-
-@pytest.mark.parametrize("seconds", [1, 300, 10**6])
-def test_link_is_not_lost_before_the_ranks_give_it_up(seconds):
-    with socket.socket() as link:
-        wire.lost_after(link, seconds)
-        names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
-        values = [link.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
-        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and link.gettimeout() == 2
-    idle, pause, count = values
-    assert idle == pause and (count * pause >= seconds or pause == 32767)
 
 
 # --- The real script -------------------------------------------------------------------------

@@ -421,12 +421,15 @@ def test_torchruns_options_in_all_their_forms():
 class Node:
     """One node's meeting, in a thread of its own."""
 
-    def __init__(self, port, node_rank, seconds=8, plan=None, last=3, nnodes=2, **more) -> None:
+    def __init__(
+        self, port, node_rank, seconds=8, plan=None, last=3, nnodes=2, token="", **more
+    ) -> None:
         self.said: list[str] = []
-        settings = {"NNODES": nnodes, "RESTARTS": 3, "PROBE": 0} | more
+        settings = {"NNODES": nnodes, "RESTARTS": 0, "PROBE": 0} | more
         node = {"node_rank": node_rank, "host": f"host{node_rank}", "settings": settings}
         say = self.said.append
         self.rendezvous = rendezvous.Rendezvous("127.0.0.1", port, node, last, say)
+        self.rendezvous.series.token = token
         thread = concurrent.futures.ThreadPoolExecutor(1)
         self.met = thread.submit(self.rendezvous.agree, plan or rendezvous.Plan(), seconds)
 
@@ -435,15 +438,20 @@ class Node:
         return self.met.exception(timeout=30) or self.met.result()
 
 
-@pytest.fixture
-def port():
-    """Where the nodes meet: the first of four ports in a row that are free."""
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that are free."""
     while True:
         port = free_port()
         with contextlib.suppress(OSError, OverflowError), contextlib.ExitStack() as stack:
-            for n in range(4):
+            for n in range(count):
                 stack.enter_context(socket.create_server(("", port + n)))
             return port
+
+
+@pytest.fixture
+def port():
+    """Where the nodes meet."""
+    return free_ports(4)
 
 
 def test_nodes_meet_in_any_order_and_do_what_node_0_says(port):
