@@ -22,7 +22,7 @@ import preflight
 import supervise
 import test_networks as networks
 import test_preflight
-from launcher import addresses, hang_report, process_tree, root_cause
+from launcher import addresses, hang_report, node_checks, process_tree, root_cause
 from launcher import networks as network_series
 from launcher.errors import Stopped
 from support.forks import ForkServer, write
@@ -315,6 +315,14 @@ def chosen_interfaces(demo, result, addresses):
         theirs = preflight.interface_of(preflight.route_to(address)[0])
         found.append([os.environ.get("GLOO_SOCKET_IFNAME", ""), theirs])
     write(result, found)
+
+
+def test_script_and_preflight_find_the_same_interface(demo: ForkServer):
+    own = [address for _, address in node_checks.addresses()]
+    elsewhere = "203.0.113.1"  # of addresses for examples: by the default route, if there is one
+    options = {"addresses": ["127.0.0.1", elsewhere, *own], "env": {"TOOLS": str(TOOLS)}}
+    found = demo.run(call=chosen_interfaces, **options).result()
+    assert found[0] == ["", ""] and all(ours == theirs for ours, theirs in found)
 
 
 def test_script_finds_an_interface_by_each_of_its_addresses(demo: ForkServer, many):
