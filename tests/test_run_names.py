@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -14,21 +13,16 @@ from analysis.logs import read_log
 from analysis.runs import make_run
 from launcher import series, supervisor
 from launcher.errors import Refused
-from support.launcher_folder import LauncherFolder
 from support.nodes import small_disk
-from support.processes import LONG, WITH_STAND_IN, Run, start
+from support.processes import LONG, Started, start
+from test_launchers import Folder
 
 
-class Single(LauncherFolder):
+class Single(Folder):
     """launch_single.sh with torchrun's stand-in."""
 
-    def start(self, *arguments: str, **variables: object):
-        env = {"PYTHON": sys.executable, **WITH_STAND_IN}
-        env |= {name: str(value) for name, value in variables.items()}
-        return start(["bash", "launch_single.sh", *arguments], env=env, cwd=self.path)
-
-    def run(self, *arguments: str, expect: int = 0, **variables: object) -> Run:
-        return self.start(*arguments, **variables).finish(40, expect=expect)
+    def start(self, *arguments: str, **variables: object) -> Started:
+        return super().start("launch_single.sh", *arguments, **variables)
 
     def logs(self) -> dict[str, str]:
         return {
@@ -44,12 +38,8 @@ def folder(tmp_path: Path) -> Single:
 
 def test_starts_of_one_moment_have_their_own_folders_and_checkpoints(folder):
     """Whose names would be made of the same second."""
-    (folder.path / "programs").mkdir()
-    clock = folder.path / "programs/date"
-    clock.write_text("#!/bin/sh\necho 20250101-120000\n")
-    clock.chmod(0o755)
-    env = {"PATH": f"{clock.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    started = [folder.start(f"run {n}", RESTARTS=1, **env) for n in range(3)]
+    folder.program("date", "echo 20250101-120000")
+    started = [folder.start(f"run {n}", RESTARTS=1) for n in range(3)]
     for run in started:
         run.finish(40)
     names = ["20250101-120000", "20250101-120000-2", "20250101-120000-3"]
