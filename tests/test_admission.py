@@ -197,7 +197,7 @@ def test_second_start_that_comes_in_one_moment_with_the_node_is_turned_away_once
         peers = {}
         for token in ("abc", ""):
             peers[token] = stack.enter_context(socket.create_connection(server.getsockname()))
-            guests.serve(1)
+            guests.serve()
         for token, peer in peers.items():
             peer.sendall(line(**GOOD | {"token": token}))
         time.sleep(0.1)

@@ -68,10 +68,10 @@ class Guests:
     def nodes(self) -> list[Guest]:
         return [guest for guest in self.all if guest.node]
 
-    def serve(self, seconds: float) -> list[Guest]:
-        """Those who have introduced themselves within so many seconds."""
+    def serve(self) -> list[Guest]:
+        """Those who have introduced themselves in the next moment."""
         came = []
-        for key, _ in self.ready.select(seconds):
+        for key, _ in self.ready.select(0.2):
             if key.fileobj in self.servers:
                 self._accept(key.fileobj)
             elif key.data in self.all and self._hear(key.data):
@@ -142,7 +142,7 @@ class Door(threading.Thread):
 
     def run(self) -> None:
         while not self.closed:
-            for guest in self.guests.serve(0.2):
+            for guest in self.guests.serve():
                 self.guests.dismiss(guest, self.decide(guest.node))
 
     def close(self) -> None:

@@ -169,7 +169,7 @@ class Rendezvous:
     def _serve(self, guests: Guests) -> None:
         """Takes what the other nodes send in the next moment, and new ones among them."""
         self._check()
-        for guest in guests.serve(0.2):
+        for guest in guests.serve():
             if guest in guests.all:  # not turned away meanwhile, for one that came with it
                 self._admit(guest, guests)
 
