@@ -37,15 +37,21 @@ IN_TIME = 20  # seconds from a failure to the end on all nodes, as docs/faults.m
 HANG_IN_TIME = TIMEOUT + 15
 STEPS = ROOT / "tests" / "support" / "stand_in" / "steps.py"
 
-# All nodes are this machine: the loopback address, which a user's node 0 must not have, is right.
-SUPERVISE = f"""
+
+def supervise_with(change: str) -> str:
+    """supervise.py, for python -c, after this change to supervisor.py."""
+    return f"""
 import sys
 sys.path.insert(0, {str(ROOT / "tools")!r})
 import supervise
 from launcher import supervisor
-supervisor.check_master = lambda host, node_rank: None
+{change}
 sys.exit(supervise.main())
 """
+
+
+# All nodes are this machine: the loopback address, which a user's node 0 must not have, is right.
+SUPERVISE = supervise_with("supervisor.check_master = lambda host, node_rank: None")
 
 
 # --- The choice --------------------------------------------------------------------------------

@@ -27,99 +27,33 @@ import test_faults as faults
 from launcher import hang_report, root_cause, torchrun_command
 from support.datasets import make_set
 from support.nodes import NamespacePair
-from support.processes import LONG, ROOT, WITH_STAND_IN, Run, Started
+from support.processes import LONG, WITH_STAND_IN, Run, Started
+from test_first_cause import STEPS, supervise_with
 
 TIMEOUT = 4  # the script's --timeout, seconds
 GRACE = 6  # of the supervisors here, which have 10 s; the real script's test has those
 IN_TIME = TIMEOUT + GRACE + 5  # what is promised
 
-SUPERVISE = f"""
-import sys
-sys.path.insert(0, {str(ROOT / "tools")!r})
-import supervise
-from launcher import supervisor
-supervisor.GRACE = {GRACE}
-sys.exit(supervise.main())
-"""
-
-# As the script: in each step all ranks wait for all, --timeout seconds at most.
-SCRIPT = """
-import contextlib, json, os, signal, socket, sys, time
-from pathlib import Path
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the ranks decide between two steps
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-timeout, steps, begin = (float(word) for word in sys.argv[2:5])
-me = Path(os.environ["DEMO_PHASES"], str(rank))
-def say(text):
-    os.write(1, f"{text}\\n".encode())  # in one piece, as the script does
-def phase(text):
-    global now
-    now, new = text, me.with_name(f".{rank}")
-    new.write_text(text)  # a rank may be stopped at any moment, also in between
-    new.replace(me)
-say(f"PHASES {me.parent}")
-phase("rendezvous" if begin > 999 else "validation")
-time.sleep(begin)
-phase("rendezvous")
-peers = []
-try:
-    if rank == 0:
-        server = socket.create_server(("", place[1]))
-        server.settimeout(timeout)
-        peers += [server.accept()[0] for _ in range(world_size - 1)]
-    else:
-        while not peers:
-            time.sleep(0.1)
-            with contextlib.suppress(ConnectionRefusedError):
-                peers.append(socket.create_connection(place, timeout))
-    for peer in peers:
-        peer.settimeout(timeout)
-    for step in range(1, 20 if "--resume" in sys.argv else int(steps)):
-        phase(f"the data of step {step}")
-        time.sleep(0.1)
-        phase(f"step {step}")
-        if rank:
-            peers[0].sendall(b".")
-        for peer in peers:
-            if not peer.recv(1):
-                raise ConnectionError("Connection closed by peer")
-        if not rank:
-            for peer in peers:
-                peer.sendall(b".")
-        say(f"[CPU {rank}] Epoch 1 | Step {step} | Loss: 1.0000")
-except OSError as error:
-    text = f"[CPU {rank}] ERROR: in {now}: {error}"
-    say(text)
-    about = {"kind": "lost", "rank": rank, "phase": now, "timestamp": time.time()}
-    about = {"message": {"message": text, "extraInfo": about}}
-    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(about))
-    os._exit(1)
-"""
-ENDLESS = 99999  # steps
+SUPERVISE = supervise_with(f"supervisor.GRACE = {GRACE}")
 PHASES = re.compile(r"^PHASES (/.+)$", re.MULTILINE)
 
 
 class Place:
     """Supervisors at work, each on a node of its own."""
 
-    def __init__(
-        self, stack, folder: Path, *options: object, nnodes=2, nproc=1, steps=ENDLESS, begin=0
-    ) -> None:
+    def __init__(self, stack, folder: Path, arguments="", restarts=0, nnodes=2, nproc=1) -> None:
         folder.mkdir()
-        (folder / "train.py").write_text(SCRIPT)
         self.nodes: NamespacePair = stack.enter_context(NamespacePair())
         self.runs: list[Started] = []
         self.hit_at = time.monotonic()
-        words = " ".join(map(str, options))
         for node in range(nnodes):
             line = (
-                f"--log node{node}.log {words} -- python -m torch.distributed.run "
+                f"--log node{node}.log --restarts {restarts} -- python -m torch.distributed.run "
                 f"--nnodes={nnodes} --node_rank={node} --nproc_per_node={nproc} "
-                f"--rdzv_backend=static --rdzv_endpoint={self.nodes.addresses[0]}:29500 "
-                f"train.py --timeout {TIMEOUT} {steps} {begin}"
+                f"--rdzv_backend=static --rdzv_endpoint={self.nodes.addresses[0]}:29500"
             )
-            command = [sys.executable, "-c", SUPERVISE, *line.split()]
+            command = [sys.executable, "-c", SUPERVISE, *line.split(), STEPS]
+            command += ["--timeout", TIMEOUT, *arguments.split()]
             self.runs.append(self.nodes.popen(node, command, cwd=folder, env=WITH_STAND_IN))
 
     def hit(self, how: Callable, *arguments: int) -> None:
@@ -140,16 +74,20 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[R
     one_node = {"nnodes": 1, "nproc": 2}
     late = TIMEOUT + GRACE + 2
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(20) as pool:
-        for name in ("link", "alone", "killed", "launcher"):
+        for name in ("link", "alone", "killed"):
             places[name] = Place(stack, folder / name)
+        places["launcher"] = Place(stack, folder / "launcher", "--orphans_go_on")
         places["rank"] = Place(stack, folder / "rank", nproc=2)
-        places["again"] = Place(stack, folder / "again", "--restarts", 1)
         hit = [*places]
-        places["rendezvous"] = Place(stack, folder / "rendezvous", begin=ENDLESS, **one_node)
-        places["validation"] = Place(stack, folder / "late", begin=late, steps=5, **one_node)
+        again = "--fault 1:3:hang --steps 19"
+        places["again"] = Place(stack, folder / "again", again, restarts=1)
+        forever = "--first rendezvous:99999"
+        places["rendezvous"] = Place(stack, folder / "rendezvous", forever, **one_node)
+        validation = f"--first validation:{late} --steps 4"
+        places["validation"] = Place(stack, folder / "late", validation, **one_node)
         for run in (run for name in hit for run in places[name].runs):
             run.wait_for(r"Step 3 ", 30)
-        for name, rank in (("rank", 2), ("again", 1), ("alone", 1)):
+        for name, rank in (("rank", 2), ("alone", 1)):
             places[name].hit(os.kill, places[name].runs[1].rank_pid(rank), signal.SIGSTOP)
         places["killed"].hit(os.kill, places["killed"].runs[1].rank_pid(1), signal.SIGKILL)
         places["launcher"].hit(os.kill, places["launcher"].runs[1].pid, signal.SIGKILL)

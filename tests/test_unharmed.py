@@ -28,6 +28,7 @@ from launcher.errors import Stopped
 from support.forks import ForkServer, write
 from support.nodes import NamespacePair, _ip, namespaces, small_disk, why_no_namespaces
 from support.processes import ROOT, Run, Started, require, start, wait_until
+from test_first_cause import supervise_with
 
 TOOLS = ROOT / "tools"
 SOON = 3  # seconds for what takes one: this machine may be busy
@@ -231,16 +232,6 @@ def test_nccl_text_is_read_in_little_memory(tmp_path, line):
 
 # --- Stray processes -------------------------------------------------------------------------
 
-# Two seconds of patience for what is left in place of ten.
-IMPATIENT = f"""
-import sys
-sys.path.insert(0, {str(TOOLS)!r})
-import supervise
-from launcher import supervisor
-supervisor.GRACE = 2
-sys.exit(supervise.main())
-"""
-
 
 def test_sweep_leaves_alone_what_the_run_did_not_start(tmp_path):
     """What the shell has started that became the launcher, and what comes to it later as to the
@@ -250,8 +241,8 @@ def test_sweep_leaves_alone_what_the_run_did_not_start(tmp_path):
         tmp_path,
         "setsid sleep 303 & touch began; while [ ! -e adopted ]; do sleep 0.05; done; sleep 0.3",
     )
-    (tmp_path / "supervise_it.py").write_text(IMPATIENT)
-    words = [sys.executable, tmp_path / "supervise_it.py", "--log", tmp_path / "log", "--"]
+    impatient = supervise_with("supervisor.GRACE = 2")  # seconds for what is left, in place of ten
+    words = [sys.executable, "-c", impatient, "--log", tmp_path / "log", "--"]
     later = "{ while [ ! -e began ]; do sleep 0.05; done; sleep 302 & touch adopted; } & "
     line = f"sleep 301 & {later} exec {shlex.join(map(str, [*words, own, 'train.py']))}"
     command = ["bash", "-c", line]
