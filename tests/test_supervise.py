@@ -350,8 +350,8 @@ def test_stop_that_the_ranks_do_not_confirm_tells_what_is_saved(
     supervisor.stopped = "SIGTERM"
     path.touch()
     os.utime(path, (0, supervisor.began - age))
-    text, given = supervisor.stop(Ending("stopped", "", 0, "SIGTERM"))
-    assert re.fullmatch("stopped by SIGTERM" + said, text) and given == code
+    ending = supervisor.stop(Ending("stopped", "", 0, "SIGTERM"))
+    assert re.fullmatch("stopped by SIGTERM" + said, ending.text) and ending.code == code
 
 
 def test_second_ctrl_c_kills(folder):

@@ -191,9 +191,7 @@ class Supervisor:
             ending = make_ending(nodes.ends, silent, nodes.names)
             ending.again |= self._is_met_again(ending, attempt)
             confirmed = ending.kind == "asked" or (ending.kind == "done" and not plan.probe)
-            if ending.stopped and not confirmed:
-                ending.text, ending.code = self.stop(ending)
-            return ending
+            return self.stop(ending) if ending.stopped and not confirmed else ending
 
         if ending := nodes.conclude(attempt.end, attempt.began, make):
             return ending
@@ -335,17 +333,17 @@ class Supervisor:
 
     # ---- A stop that the ranks did not answer with a checkpoint
 
-    def stop(self, ending: Ending) -> tuple[str, int]:
-        """What is said of it, and the exit code. Only node 0 need see the checkpoint."""
-        text, code = self.stopped_by(ending.stopped), ending.code or BY_SIGNAL
+    def stop(self, ending: Ending) -> Ending:
+        """With what is said of it, and the exit code. Only node 0 need see the checkpoint."""
+        ending.text, ending.code = self.stopped_by(ending.stopped), ending.code or BY_SIGNAL
         # What a user has to mend, a full disk say, the same command would meet again.
-        return text, STOPPED if self._saved() and ending.kind != "user" else code
+        if self._saved() and ending.kind != "user":
+            ending.code = STOPPED
+        return ending
 
     def _farewell(self, by: str) -> Ending:
         """Of a stop between two starts."""
-        ending = Ending("stopped", "", 0, by)
-        ending.text, ending.code = self.stop(ending)
-        return ending
+        return self.stop(Ending("stopped", "", 0, by))
 
     def _saved(self) -> float:
         """When the checkpoint was saved from which this run would go on; 0: there is none."""
