@@ -237,8 +237,7 @@ if [ -n "$chosen" ]; then
 fi
 
 for candidate in "${candidates[@]}"; do
-    command -v -- "$candidate" >/dev/null || continue
-    code=0
+    code=0 # below, also 127 of one that is not there
     line=$(check "$candidate" "$@") || code=$?
     case $code in
     0)
