@@ -230,8 +230,7 @@ def of_a_pair(stack: contextlib.ExitStack) -> tuple[nodes.Nodes, socket.socket]:
     return node_0, theirs
 
 
-def test_end_is_told_with_its_moment_and_at_most_300_characters(monkeypatch):
-    monkeypatch.setattr(nodes, "lost_after", lambda *_: None)  # these are no TCP sockets
+def test_end_is_told_with_its_moment_and_at_most_300_characters():
     text = "\x1b[31m[CPU 0] Summary {}\n" + 400 * "x"
     sent = tell_end(End(1, [Cause(text, "bug", 1005.5, 3)] * 20, "SIGTERM"), began=1000)
     with contextlib.ExitStack() as stack:
@@ -265,8 +264,7 @@ BAD = [
 @pytest.mark.parametrize(
     "text", [*map(json.dumps, BAD), "[" * 100_000, "\xff\xfe", "{" * 9], ids=range(len(BAD) + 3)
 )
-def test_message_of_another_form_says_nothing(monkeypatch, text):
-    monkeypatch.setattr(nodes, "lost_after", lambda *_: None)
+def test_message_of_another_form_says_nothing(text):
     with contextlib.ExitStack() as stack:
         node_0, node_1 = of_a_pair(stack)
         node_1.sendall(text.encode("latin1") + b"\n" + b'{"failed": true}\n')
@@ -278,7 +276,6 @@ def test_message_of_another_form_says_nothing(monkeypatch, text):
 
 
 def test_message_without_an_end_loses_the_connection_not_the_memory(monkeypatch):
-    monkeypatch.setattr(nodes, "lost_after", lambda *_: None)
     monkeypatch.setattr(nodes, "LONGEST", 10_000)
     with contextlib.ExitStack() as stack:
         node_0, node_1 = of_a_pair(stack)
@@ -287,8 +284,7 @@ def test_message_without_an_end_loses_the_connection_not_the_memory(monkeypatch)
         assert not node_0.connections and node_0.failed_at
 
 
-def test_node_that_is_cut_off_has_its_own_view(monkeypatch):
-    monkeypatch.setattr(nodes, "lost_after", lambda *_: None)
+def test_node_that_is_cut_off_has_its_own_view():
     ours, theirs = socket.socketpair()
     node_1 = nodes.Nodes({0: ours}, 1, NAMES, 30)
     theirs.close()
@@ -298,8 +294,7 @@ def test_node_that_is_cut_off_has_its_own_view(monkeypatch):
     node_1.close()
 
 
-def test_signal_to_a_node_that_waits_for_the_ending_is_told(monkeypatch):
-    monkeypatch.setattr(nodes, "lost_after", lambda *_: None)
+def test_signal_to_a_node_that_waits_for_the_ending_is_told():
     ours, node_0 = socket.socketpair()
     node_0.settimeout(10)
     node_1, own = nodes.Nodes({0: ours}, 1, NAMES, 30), End()

@@ -23,7 +23,6 @@ DEPTH = 100  # brackets that open in a message at most: ours have ten, json fail
 TEXT = 4000  # characters of a text for people at most
 KEEPALIVE = 60  # seconds: some firewalls forget a connection that is silent for 350
 COUNT = 127  # unanswered keep-alives at most, as Linux takes it
-HOST = re.compile(r"[\w.-]{1,255}")
 
 
 def pack(message: dict) -> bytes:
@@ -77,7 +76,7 @@ def host_name(name: str) -> str:
 
 
 def is_host(value: object) -> bool:
-    return isinstance(value, str) and bool(HOST.fullmatch(value))
+    return isinstance(value, str) and value == host_name(value)
 
 
 def printable(text: str, longest: int = TEXT) -> str:
