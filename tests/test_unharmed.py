@@ -22,6 +22,7 @@ import preflight
 import supervise
 import test_networks as networks
 import test_preflight
+import test_supervise
 from launcher import addresses, hang_report, node_checks, process_tree, root_cause
 from launcher import networks as network_series
 from launcher.errors import Stopped
@@ -45,18 +46,10 @@ def folder(tmp_path: Path) -> networks.Folder:
     return networks.Folder(tmp_path)
 
 
-def torchrun(path: Path, body: str) -> Path:
-    """A program that has torchrun's name."""
-    program = path / "torchrun"
-    program.write_text(f"#!/bin/bash\n{body}\n")
-    program.chmod(0o755)
-    return program
-
-
 def supervise_it(path: Path, body: str, before: tuple = (), **env: str) -> Started:
-    """supervise.py, with such a program to run."""
-    words = [*before, sys.executable, TOOLS / "supervise.py", "--log", path / "node0.log", "--"]
-    return start([*words, torchrun(path, body), "train.py"], env=env, cwd=path)
+    """supervise.py, with a torchrun that does this."""
+    command = test_supervise.Folder(path).command(body=body)
+    return start([*before, *command], env=env, cwd=path)
 
 
 # --- A lost terminal -------------------------------------------------------------------------
@@ -237,14 +230,12 @@ def test_sweep_leaves_alone_what_the_run_did_not_start(tmp_path):
     """What the shell has started that became the launcher, and what comes to it later as to the
     first process of a container; not what the run has left behind."""
     require(process_tree.LIBC, "only Linux tells which processes there are")
-    own = torchrun(
-        tmp_path,
-        "setsid sleep 303 & touch began; while [ ! -e adopted ]; do sleep 0.05; done; sleep 0.3",
-    )
+    own = "setsid sleep 303 & touch began; while [ ! -e adopted ]; do sleep 0.05; done; sleep 0.3"
+    python, _, *words = test_supervise.Folder(tmp_path).command(body=own)
     impatient = supervise_with("supervisor.GRACE = 2")  # seconds for what is left, in place of ten
-    words = [sys.executable, "-c", impatient, "--log", tmp_path / "log", "--"]
+    words = [python, "-c", impatient, *words]
     later = "{ while [ ! -e began ]; do sleep 0.05; done; sleep 302 & touch adopted; } & "
-    line = f"sleep 301 & {later} exec {shlex.join(map(str, [*words, own, 'train.py']))}"
+    line = f"sleep 301 & {later} exec {shlex.join(map(str, words))}"
     command = ["bash", "-c", line]
     with start(command, cwd=tmp_path) as started:
         run = started.finish(30, clean=None)
