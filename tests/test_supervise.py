@@ -504,9 +504,10 @@ def test_strangers_disturb_no_meeting(port):
     for text in (b"", b"GET / HTTP/1.0\r\n\r\n", b'{"node_rank": 1}\n', b"[1]\n", b"\xff\n"):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(text)
-    with socket.create_connection(("127.0.0.1", port)):  # a silent one
+    with socket.create_connection(("127.0.0.1", port), 5) as silent:
         node = Node(port, 1)
         assert node.end() == first.end() == rendezvous.Plan()
+        assert b"token" not in silent.makefile("rb").read()
 
 
 def test_node_that_leaves_may_come_again(port):

@@ -293,11 +293,13 @@ class Rendezvous:
 
     def _tell(self, answer: dict, guests: Guests) -> None:
         for guest in [*guests.all]:
-            if guest.node and "error" not in answer:
+            if "error" in answer:
+                guests.dismiss(guest, answer)
+            elif guest.node:
                 self.connections[guest.node["node_rank"]] = guest.peer
                 guests.tell(guest, answer)
-            else:
-                guests.dismiss(guest, answer)
+            else:  # whoever it is, it was not admitted: no plan for it, and no token
+                guests.dismiss(guest)
         guests.ready.close()
 
     # ---- The others
