@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from launcher import nccl_choice
-from launcher.addresses import check_master, connect, why_no_port
+from launcher.addresses import check_master, connect, create_server, why_no_port
 from launcher.errors import Refused, Stopped
 from launcher.node_checks import (
     active_adapters,
@@ -103,12 +103,8 @@ class Preflight(Rendezvous):
         super().__init__(host, options.port, node, last, output.say, series)
         check_master(host, options.node_rank)
         self.seconds = min(SECONDS, options.connect_timeout / 3)
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        # Nobody takes what arrives: that the kernel has answered is enough.
-        self.listener = socket.create_server(
-            ("", 0), family=family, dualstack_ipv6=both, backlog=4096
-        )
+        self.listener = create_server(0)
+        self.listener.listen(4096)  # nobody takes what arrives: that the kernel answers is enough
         address, self.master = route_to(self.host)
         self.interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         if not self.interface:

@@ -12,18 +12,13 @@ import socket
 import struct
 from pathlib import Path
 
+from launcher.counters import text
+
 SYS, PROC, DEV = Path("/sys"), Path("/proc"), Path("/dev")
 # linux/sockios.h: all IPv4 addresses, each in an entry of that many bytes with its interface.
 SIOCGIFCONF, ENTRY = 0x8912, 24 + 2 * struct.calcsize("P")
 CAP_IPC_LOCK = 1 << 14  # linux/capability.h: may lock any amount of memory
 PINNED = 1 << 30  # bytes; NCCL's buffers, 4 MiB a channel and connection, add up to some 100 MiB
-
-
-def text_of(path: Path) -> str:
-    """A small file's text; empty where there is none."""
-    with contextlib.suppress(OSError):
-        return path.read_text(errors="replace").strip()
-    return ""
 
 
 # --- Interfaces and their addresses ------------------------------------------------------------
@@ -38,7 +33,7 @@ def addresses() -> list[tuple[str, str]]:
         for n in range(0, used, ENTRY):
             name = room[n : n + 16].tobytes().partition(b"\0")[0].decode().partition(":")[0]
             found.append((name, socket.inet_ntoa(room[n + 20 : n + 24].tobytes())))
-    for line in text_of(PROC / "net/if_inet6").splitlines():
+    for line in text(PROC / "net/if_inet6").splitlines():
         digits, _, _, scope, _, name = line.split()
         if scope == "00":  # global: a link's own would need its name, too
             found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
@@ -52,8 +47,6 @@ def interface_address(name: str) -> str:
 
 def interface_of(address: str) -> str:
     """The interface that has this address; never loopback, which leads to no other node."""
-    if not address or is_loopback(address):
-        return ""
     return next((name for name, own in addresses() if own == address and name != "lo"), "")
 
 
@@ -73,24 +66,24 @@ def route_to(host: str) -> tuple[str, str]:
 
 def interfaces_up() -> list[str]:
     net = SYS / "class/net"
-    return [path.name for path in sorted(net.glob("*")) if text_of(path / "carrier") == "1"]
+    return [path.name for path in sorted(net.glob("*")) if text(path / "carrier") == "1"]
 
 
 def usable_interfaces() -> list[str]:
     """Those that are up and have an address, as NCCL counts them: a link's own is one."""
-    ipv6 = [line.split()[-1] for line in text_of(PROC / "net/if_inet6").splitlines()]
+    ipv6 = [line.split()[-1] for line in text(PROC / "net/if_inet6").splitlines()]
     return [name for name in interfaces_up() if name in ipv6 or interface_address(name)]
 
 
 def mtu_of(interface: str) -> str:
-    return text_of(SYS / "class/net" / (interface or "none") / "mtu")
+    return text(SYS / "class/net" / interface / "mtu")
 
 
 def ports_of(adapter: str) -> list[str]:
     """The states of an InfiniBand adapter's ports, `mlx5_0:1` of one, as `4: ACTIVE`."""
     name, _, port = adapter.partition(":")
     pattern = f"class/infiniband/{name}/ports/{port or '*'}/state"
-    return [text_of(path) for path in SYS.glob(pattern)]
+    return [text(path) for path in SYS.glob(pattern)]
 
 
 def is_active(adapter: str) -> bool:
@@ -112,8 +105,8 @@ def check_names(names: list[str]) -> list[str]:
     found = []
     for name in names if has else []:
         # The cable's own state: operstate follows it a second later, for the message early enough.
-        if text_of(net / name / "carrier") != "1" and not is_active(name):
-            states = [*ports_of(name), text_of(net / name / "operstate")]
+        if text(net / name / "carrier") != "1" and not is_active(name):
+            states = [*ports_of(name), text(net / name / "operstate")]
             state = ", ".join(filter(None, states)) or "none of that name"
             found.append(
                 f"this node has no interface or adapter {name} that is up ({state}); it has "
@@ -168,7 +161,7 @@ def check_infiniband() -> list[str]:
 def check_locked_memory() -> list[str]:
     """A warning where RDMA may not be allowed to pin its buffers."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    status = dict(line.split(":\t", 1) for line in text_of(PROC / "self/status").splitlines())
+    status = dict(line.split(":\t", 1) for line in text(PROC / "self/status").splitlines())
     able = int(status.get("CapEff", "0"), 16) & CAP_IPC_LOCK
     if able or limit == resource.RLIM_INFINITY or limit >= PINNED:
         return []
