@@ -1,15 +1,7 @@
 """What only a GPU can show, in parts that are run once, the most valuable first.
 
-  train      NCCL with one process, Gloo with two on one GPU, in the precision that auto chooses
-  step       a resident batch of 64 to 512: as shipped, bf16 channels_last, against strict fp32
-  input      fed from prepared and original JPEG, against loader and resident batch
-  split      the split of a step against PyTorch's profiler
-  job        the talk's whole job: two epochs of 118,287 prepared pictures, launch to end
-  compile    a resident batch with --compile against without
-  candidates what may gain and is not in the script: built when a GPU has shown that it does
-
-Each figure is written at once, to --json too, and no part takes over 4 minutes. Step lines, at
-each of which a GPU waits, are 20 steps apart or more.
+docs/speed.md says what each part shows. Each figure is written at once, to --json too, and no part
+takes over 4 minutes. Step lines, at each of which a GPU waits, are 20 steps apart or more.
 """
 
 import time
@@ -172,7 +164,7 @@ def cores(bench, folder):
         yield row("fed, torchrun --numa-binding=node / without", "img/s", rate, shipped)
 
 
-PARTS = {  # each yields rows; the top of this file says of what
+PARTS = {  # each yields rows
     "train": train,
     "step": step,
     "input": fed_input,
