@@ -232,7 +232,7 @@ def test_without_a_gpu_one_line_says_so(tmp_path):
 
 
 def test_parts_for_gpus_go_on_after_one_that_fails(monkeypatch, capsys, tmp_path):
-    """Each figure is written as soon as it is known, and each part has its own 8 minutes; table
+    """Each figure is written as soon as it is known, and each part has its own 4 minutes; table
     and file have those of all.
     """
     clock, deadlines, file = [1000.0], [], tmp_path / "table.json"

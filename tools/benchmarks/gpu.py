@@ -8,7 +8,7 @@ import time
 
 from benchmarks import settings
 from benchmarks.figures import cells, record, row, speed, write_json
-from benchmarks.one_machine import loader_case
+from benchmarks.one_machine import loader_speed
 from benchmarks.runner import Failure, say
 from benchmarks.settings import counted, fed, unfed
 
@@ -89,7 +89,7 @@ def fed_input(bench):
     yield row(f"resident batch of {args.batch_size}", "img/s", device)
     for name in ("prepared", "original"):
         folder = settings.prepared(bench, original) if name == "prepared" else original
-        loader = [loader_case(bench, "demo+loader", folder, args.steps)()["img_per_s"]]
+        loader = [loader_speed(bench, "demo+loader", folder, args.steps)["img_per_s"]]
         rate, text = once(bench, "demo+emptied", folder, args)
         workers = record(text, "Run")["workers"]
         yield row(f"{name}: loader of {workers} workers / resident batch", "img/s", loader, device)
