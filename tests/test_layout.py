@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from launcher import node_checks, rendezvous, supervisor, torchrun_command
-from support.forks import ForkServer, write
+from support.forks import ForkServer
 from support.processes import ROOT
+from test_unharmed import chosen_interfaces
 
 TOOLS = ROOT / "tools"
 COMMANDS = sorted(TOOLS.glob("*.*"))
@@ -82,23 +83,13 @@ def test_facts_of_which_the_script_or_the_launcher_has_a_copy():
         assert re.findall(r"\b(20000) \+ .* % \(?(\d+)", text)[0] == ("20000", "12000")
 
 
-def chosen_interfaces(demo, result, addresses):
-    """What the script takes for Gloo where each of the addresses is MASTER_ADDR."""
-    process, found = demo.Process(world_size=2, backend="gloo"), []
-    for address in addresses:
-        os.environ["MASTER_ADDR"] = address
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        demo.choose_interface(process)
-        found.append(os.environ.get("GLOO_SOCKET_IFNAME", ""))
-    write(result, found)
-
-
 def test_script_and_preflight_find_the_same_interface(demo: ForkServer):
     own = [address for _, address in node_checks.addresses()]
     elsewhere = "203.0.113.1"  # of addresses for examples: by the default route, if there is one
     addresses = ["127.0.0.1", elsewhere, *own]
-    theirs = [node_checks.interface_of(node_checks.route_to(address)[0]) for address in addresses]
-    assert demo.run(call=chosen_interfaces, addresses=addresses).result() == theirs
+    job = demo.run(call=chosen_interfaces, addresses=addresses, env={"TOOLS": str(TOOLS)})
+    for script, preflight in job.result():
+        assert script == preflight
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
