@@ -225,13 +225,6 @@ def test_wrong_arguments_end_in_one_line(capsys, monkeypatch, words, text):
     assert line.startswith("benchmark.py: error: ") and text in line
 
 
-def test_defaults_fit_together():
-    for name in tool.MEASURE:
-        args = tool.parse_arguments([name])
-        if name != "overlap":
-            assert args.script == SCRIPT and args.limit == (240 if name == "gpu" else 1800), name
-
-
 @pytest.mark.skipif(children.GPU, reason="there is a GPU")
 def test_without_a_gpu_one_line_says_so(tmp_path):
     with pytest.raises(runner.Failure, match="gpu: torch finds no NVIDIA GPU here"):
@@ -239,7 +232,7 @@ def test_without_a_gpu_one_line_says_so(tmp_path):
 
 
 def test_parts_for_gpus_go_on_after_one_that_fails(monkeypatch, capsys, tmp_path):
-    """Each figure is written as soon as it is known, and each part has its own 8 minutes; table
+    """Each figure is written as soon as it is known, and each part has its own 4 minutes; table
     and file have those of all.
     """
     clock, deadlines, file = [1000.0], [], tmp_path / "table.json"
@@ -273,8 +266,8 @@ def test_plan_for_gpus_covers_what_only_they_show():
     assert args.batch_sizes == [256, 64, 512, 128] and args.images == settings.FULL
     first = ["train", "step", "input", "split", "job", "compile", "candidates"]
     assert list(gpu.PARTS) == first  # the most valuable
-    for name in gpu.PARTS:
-        assert f"\n  {name} " in gpu.__doc__
+    page = (ROOT / "docs" / "speed.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == [*tool.MEASURE, *gpu.PARTS]
 
 
 def test_union_of_kernels_counts_no_moment_twice():

@@ -353,7 +353,7 @@ def run_code(demo, code):
 # What takes the place of a program, by its file's name: the function of a module, its options.
 FORKED = {
     SCRIPT.name: ("support.forks", "start", {}),
-    "probe_link.py": ("test_probe", "probe", {"result": None, "settings": SMALL}),
+    "probe_link.py": ("test_probe", "probe", {"result": None, "SIZES": SMALL}),
     "inline.py": ("test_pages", "run_code", {}),
     "show_results.py": ("test_show_results", "show", {"result": None}),
 }

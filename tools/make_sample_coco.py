@@ -110,11 +110,6 @@ class Failure(Exception):
 Picture = namedtuple("Picture", "id size first count grey")
 
 
-def unlabelled_count(images):
-    """How many of a split's pictures get no annotation: about 1 %, at least 1."""
-    return max(1, round(UNLABELLED_SHARE * images))
-
-
 def shares(given):
     """The share of each category; those that are not given part the rest."""
     rest = (1 - sum(given.values())) / (len(IDS) - len(given))
@@ -124,7 +119,7 @@ def shares(given):
 def plan_pictures(rng, ids, annotations):
     """A list of Picture; `annotations` is the total, one at least for each that gets any."""
     n = len(ids)
-    labelled = rng.permutation(n)[unlabelled_count(n) :]
+    labelled = rng.permutation(n)[max(1, round(UNLABELLED_SHARE * n)) :]
     # A skewed share for each: most pictures have a few annotations, some have dozens.
     share = rng.gamma(0.8, size=len(labelled)) + 0.02
     counts, grey = np.zeros(n, int), np.zeros(n, bool)

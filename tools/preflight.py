@@ -222,7 +222,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 class EarlyOutput(Output):
-    """Of a node that does not know the run's name yet: its log gets what was said when it does."""
+    """Without a log, as long as the run's name is not known; then that gets what was said."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, os.devnull)
@@ -237,20 +237,12 @@ class EarlyOutput(Output):
         self._write(self.log, "".join(f"{text}\n" for text in self.said).encode())
 
 
-def make_output(options: argparse.Namespace) -> Output:
-    if not options.log_dir:
-        return Output(options.name, os.devnull)
-    if options.node_rank:
-        return EarlyOutput(options.name)
-    return Output(options.name, f"{options.log_dir}/{options.run_name}/node0.log")
-
-
-def open_log(options: argparse.Namespace, output: Output, run: str, met: bool) -> None:
+def open_log(options: argparse.Namespace, output: EarlyOutput, run: str, met: bool) -> None:
     """On the other nodes of a launcher's run, when its name is known. Raises Refused.
 
     A node that was not admitted writes nothing where a run may have its log.
     """
-    if not isinstance(output, EarlyOutput) or not (met or run):
+    if not (options.log_dir and options.node_rank and (met or run)):
         return
     foreign = run != options.run_name and ("/.." in f"/{run}" or run.startswith("/"))
     if not run or foreign:
@@ -267,7 +259,7 @@ def open_log(options: argparse.Namespace, output: Output, run: str, met: bool) -
 
 
 def meet(
-    options: argparse.Namespace, errors: list[str], output: Output, series: Series
+    options: argparse.Namespace, errors: list[str], output: EarlyOutput, series: Series
 ) -> list[str]:
     """Checks between the nodes; warnings. Raises Refused, on all nodes together, and Stopped."""
     preflight = Preflight(options, errors, output, series)
@@ -276,14 +268,12 @@ def meet(
         preflight.stopped = preflight.stopped or number
 
     handle_stop_signals(stop)
-    anew = False
     with preflight.listener:
         try:
             preflight.agree(Plan(), options.connect_timeout)
         except NodeZeroIsFurther:
-            anew = True  # what this node has in its log is of this run
+            options.goes_on = True  # what this node has in its log is of this run
     preflight.close()
-    options.goes_on |= anew
     open_log(options, output, series.run, met=True)
     if "GLOO_SOCKET_IFNAME" not in os.environ and preflight.interface:
         options.interface = preflight.interface
@@ -300,7 +290,9 @@ def main() -> int:
     try:  # before anything is written
         series = of_this_node(options.node_rank, options.nnodes, options.port, log="")
         series.run = options.run_name or series.run
-        output = make_output(options)
+        output = EarlyOutput(options.name)
+        if options.log_dir and not options.node_rank:
+            output.go_on_in(f"{options.log_dir}/{options.run_name}/node0.log")
     except Refused as error:
         sys.exit(f"{options.name}: error: {error}")
     errors, warnings = check_node(several)

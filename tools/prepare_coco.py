@@ -172,7 +172,7 @@ def make_picture(job, name):
     except Exception as error:  # damaged data raises anything
         # Of a file that cannot be read at all an empty one stands for it: the demo names both.
         kind, reason, file = "damaged", explain(error), data
-    write_whole(job.target, job.target / name, file)
+    write_whole(job, name, file)
     return Result(name, kind, size, new_size, len(data), len(file), reason=reason)
 
 
@@ -189,11 +189,11 @@ def explain(error):
     return str(error) or type(error).__name__
 
 
-def write_whole(target, path, data):
-    """Writes a file that appears only when it is complete. Raises OSError."""
-    unfinished = target / UNFINISHED / str(os.getpid())
+def write_whole(job, name, data):
+    """Writes a file of TARGET that appears only when it is complete. Raises OSError."""
+    unfinished = job.target / UNFINISHED / str(os.getpid())
     unfinished.write_bytes(data)
-    os.replace(unfinished, path)
+    os.replace(unfinished, job.target / name)
 
 
 # --- Annotations -------------------------------------------------------------------------------
@@ -330,22 +330,20 @@ def claimed(job, splits):
     job.target.mkdir(parents=True, exist_ok=True)
     if not path.exists() and {*os.listdir(job.target)} - {UNFINISHED}:
         raise Failure(f"{job.target} is not empty, and not made by prepare_coco.py: give another")
-    record = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
+    path.touch()
+    with open(path, "r+b", buffering=0) as record:
         try:
             fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Failure(f"another prepare_coco.py is writing to {job.target}") from None
-        text = json.dumps(merge(job, splits, os.pread(record, 2**20, 0)), indent=1) + "\n"
-        os.pwrite(record, text.encode(), 0)  # in one call: whole, or not there
+        text = json.dumps(merge(job, splits, record.read()), indent=1) + "\n"
+        os.pwrite(record.fileno(), text.encode(), 0)  # in one call: whole, or not there
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         try:
             yield
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-    finally:
-        os.close(record)
 
 
 def merge(job, splits, recorded):
@@ -430,7 +428,7 @@ def write_annotations(job, split, results):
     ):
         dataset = split.dataset | {"annotations": chosen}
         data = json.dumps(dataset, separators=(",", ":")).encode()
-        write_whole(job.target, job.target / "annotations" / name, data)
+        write_whole(job, f"annotations/{name}", data)
     return len(data)
 
 

@@ -236,9 +236,9 @@ def sentence(record: dict) -> str:
     links = [busiest(node["interfaces"], len(record["nodes"])) for node in record["nodes"]]
     rails = min(filter(None, links), key=rate, default=[])
     if rate(rails) < STRAY * 8e-6 * count / ms:
-        alone = len(record["nodes"]) == 1
-        where = "inside the node, on no interface" if alone else "on no interface"
-        where += "" if alone else " whose bytes are counted"
+        where = "inside the node, on no interface"
+        if len(record["nodes"]) > 1:
+            where = "on no interface whose bytes are counted"
         return f"{text}: {shown(8 * record['algbw_GBps'])} Gb/s {where}"
     text += f": {shown(rate(rails))} Gb/s on {names(rails)}"
     stated = [link["speed_Gbps"] for link in rails]

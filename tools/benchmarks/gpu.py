@@ -1,22 +1,14 @@
 """What only a GPU can show, in parts that are run once, the most valuable first.
 
-  train      NCCL with one process, Gloo with two on one GPU, in the precision that auto chooses
-  step       a resident batch of 64 to 512: as shipped, bf16 channels_last, against strict fp32
-  input      fed from prepared and original JPEG, against loader and resident batch
-  split      the split of a step against PyTorch's profiler
-  job        the talk's whole job: two epochs of 118,287 prepared pictures, launch to end
-  compile    a resident batch with --compile against without
-  candidates what may gain and is not in the script: built when a GPU has shown that it does
-
-Each figure is written at once, to --json too, and no part takes over 4 minutes. Step lines, at
-each of which a GPU waits, are 20 steps apart or more.
+docs/speed.md says what each part shows. Each figure is written at once, to --json too, and no part
+takes over 4 minutes. Step lines, at each of which a GPU waits, are 20 steps apart or more.
 """
 
 import time
 
 from benchmarks import settings
 from benchmarks.figures import cells, record, row, speed, write_json
-from benchmarks.one_machine import loader_case
+from benchmarks.one_machine import loader_speed
 from benchmarks.runner import Failure, say
 from benchmarks.settings import counted, fed, unfed
 
@@ -97,7 +89,7 @@ def fed_input(bench):
     yield row(f"resident batch of {args.batch_size}", "img/s", device)
     for name in ("prepared", "original"):
         folder = settings.prepared(bench, original) if name == "prepared" else original
-        loader = [loader_case(bench, "demo+loader", folder, args.steps)()["img_per_s"]]
+        loader = [loader_speed(bench, "demo+loader", folder, args.steps)["img_per_s"]]
         rate, text = once(bench, "demo+emptied", folder, args)
         workers = record(text, "Run")["workers"]
         yield row(f"{name}: loader of {workers} workers / resident batch", "img/s", loader, device)
@@ -172,7 +164,7 @@ def cores(bench, folder):
         yield row("fed, torchrun --numa-binding=node / without", "img/s", rate, shipped)
 
 
-PARTS = {  # each yields rows; the top of this file says of what
+PARTS = {  # each yields rows
     "train": train,
     "step": step,
     "input": fed_input,

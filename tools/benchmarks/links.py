@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from functools import partial
 
 from analysis import cost_model
 from benchmarks import settings
@@ -44,19 +45,15 @@ def measure_links(bench):
     need_root(args)
     folder = settings.pictures(bench, 480)
 
-    def case(rate, method):
+    def train(rate, method):
         more = settings.TWO | settings.METHODS[method]
         given = settings.options(args, folder, num_epochs=1000, **more)
-
-        def run():
-            name, probe = f"{next(turn)}-{rate}-{method}", str(int(method == "none"))
-            logs = over_link(bench, rate, name, 1, given, PROBE=probe)
-            return link_figures((logs / "node0.log").read_text(errors="replace"), args)
-
-        return run
+        name, probe = f"{next(turn)}-{rate}-{method}", str(int(method == "none"))
+        logs = over_link(bench, rate, name, 1, given, PROBE=probe)
+        return link_figures((logs / "node0.log").read_text(errors="replace"), args)
 
     pairs = list(itertools.product(args.rates, args.methods))
-    found = rounds(bench, {f"{rate}, {method}": case(rate, method) for rate, method in pairs})
+    found = rounds(bench, {f"{rate}, {how}": partial(train, rate, how) for rate, how in pairs})
     rows = [entry for rate in args.rates for entry in rate_rows(rate, found[f"{rate}, none"])]
     for rate, method in pairs:
         name = f"{rate}, {method}"
@@ -118,18 +115,15 @@ def measure_predictions(bench):
     folder = settings.pictures(bench, 480)
     given = settings.options(args, folder, num_epochs=1000, **settings.TWO, **more)
 
-    def case(ranks):
-        def run():
-            name = f"{ranks}-{next(turn)}"
-            runs = {
-                rate: over_link(bench, rate, f"{name}-{rate}", ranks, given, PROBE="1", **env)
-                for rate in args.rates
-            }
-            return cross_checks(bench, runs)
+    def train(ranks):
+        name = f"{ranks}-{next(turn)}"
+        runs = {
+            rate: over_link(bench, rate, f"{name}-{rate}", ranks, given, PROBE="1", **env)
+            for rate in args.rates
+        }
+        return cross_checks(bench, runs)
 
-        return run
-
-    return prediction_rows(rounds(bench, {ranks: case(ranks) for ranks in RANKS_A_NODE}))
+    return prediction_rows(rounds(bench, {n: partial(train, n) for n in RANKS_A_NODE}))
 
 
 def cross_checks(bench, runs):

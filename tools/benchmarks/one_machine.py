@@ -6,6 +6,7 @@ import os
 import re
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 from benchmarks import children, settings
@@ -22,20 +23,19 @@ def measure_step(bench):
     args, change = (settings.fed(bench.args), "+emptied") if children.GPU else (bench.args, "")
     folder = settings.pictures(bench, settings.needed(args))
 
-    def case(how, precision, **more):
-        def run():
-            given = settings.options(args, folder, precision=precision, **more)
-            return speed(bench.script(how, given), args) | {"peak": bench.peak}
-
-        return run
+    def train(how, precision, **more):
+        given = settings.options(args, folder, precision=precision, **more)
+        return speed(bench.script(how, given), args) | {"peak": bench.peak}
 
     kinds, cases = {"as shipped": "auto", "fp32": "fp32"}, {}
     for kind, precision in kinds.items():
-        cases[kind] = case(f"demo{change}", precision)
+        cases[kind] = partial(train, f"demo{change}", precision)
         if args.against:
-            cases[f"{kind}, the other"] = case(f"other{change}", precision)
+            cases[f"{kind}, the other"] = partial(train, f"other{change}", precision)
         else:
-            cases[f"{kind}, resident batch"] = case("demo+resident", precision, workers=0)
+            cases[f"{kind}, resident batch"] = partial(
+                train, "demo+resident", precision, workers=0
+            )
     if args.peer:
         cases["peer"] = peer_case(bench, folder / "train2017")
     found, rows = rounds(bench, cases), []
@@ -70,10 +70,10 @@ def peer_case(bench, images):
     return run
 
 
-def loader_case(bench, how, folder, steps, **more):
-    """A case: images/s of a loader, after half as many batches of warm-up."""
+def loader_speed(bench, how, folder, steps, **more):
+    """Images/s of a loader, after half as many batches of warm-up."""
     given = settings.options(bench.args, folder, max_steps=steps * 3 // 2, **more)
-    return lambda: record(bench.script(how, given), "FIGURES")
+    return record(bench.script(how, given), "FIGURES")
 
 
 def measure_input(bench):
@@ -91,7 +91,7 @@ def measure_input(bench):
         hows["without a worker"] = "demo+core+loader", 0
         hows["the bare decoder"] = "demo+core+decode", 0
     cases = {
-        f"{which}, {kind}": loader_case(bench, how, folder, steps, workers=workers)
+        f"{which}, {kind}": partial(loader_speed, bench, how, folder, steps, workers=workers)
         for which, (how, workers) in hows.items()
         for kind, folder in sets.items()
     }
@@ -112,20 +112,17 @@ def measure_start(bench):
     small = settings.prepared(bench, original)
     tiny = settings.sample(bench, max(48, 6 * args.batch_size))
 
-    def case(folder, **more):
+    def start(folder, **more):
         given = settings.options(args, folder, max_steps=2, **settings.TWO, **more)
+        ranks = records(bench.script("demo+phases", given, 2), "FIGURES")
+        first, second = sorted(ranks, key=lambda rank: rank["rank"])
+        whole = sum(first["phases"].values())
+        return first["phases"] | {"launch to first step": whole, "peak": second["peak"]}
 
-        def run():
-            ranks = records(bench.script("demo+phases", given, 2), "FIGURES")
-            first, second = sorted(ranks, key=lambda rank: rank["rank"])
-            whole = sum(first["phases"].values())
-            return first["phases"] | {"launch to first step": whole, "peak": second["peak"]}
-
-        return run
-
+    sets = {"original": original, "prepared": small, "tiny": tiny}
+    cases = {name: partial(start, folder) for name, folder in sets.items()}
     first = settings.first_annotations(small)
-    cases = {"original": case(original), "prepared": case(small), "tiny": case(tiny)}
-    cases["first annotations"] = case(small, annotation_path=first)
+    cases["first annotations"] = partial(start, small, annotation_path=first)
     cases["COCO()"] = lambda: record(
         bench.script("demo+pycocotools", settings.options(args, original)), "FIGURES"
     )

@@ -29,7 +29,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.thresholds import HARMLESS, LOSSY
-from launcher.node_checks import text_of
 
 KINDS = {1: "ethernet", 32: "ipoib", 772: "loopback"}  # linux/if_arp.h
 LINK_LAYERS = {"InfiniBand": "infiniband", "Ethernet": "roce"}
@@ -54,6 +53,13 @@ HEADERS = 0.1
 
 
 # --- Reading -----------------------------------------------------------------------------------
+
+
+def text_of(path: Path) -> str:
+    """A small file's text; empty where there is none."""
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace").strip()
+    return ""
 
 
 def number(path: Path) -> float:

@@ -12,18 +12,13 @@ import socket
 import struct
 from pathlib import Path
 
+from launcher.counters import text_of
+
 SYS, PROC, DEV = Path("/sys"), Path("/proc"), Path("/dev")
 # linux/sockios.h: all IPv4 addresses, each in an entry of that many bytes with its interface.
 SIOCGIFCONF, ENTRY = 0x8912, 24 + 2 * struct.calcsize("P")
 CAP_IPC_LOCK = 1 << 14  # linux/capability.h: may lock any amount of memory
 PINNED = 1 << 30  # bytes; NCCL's buffers, 4 MiB a channel and connection, add up to some 100 MiB
-
-
-def text_of(path: Path) -> str:
-    """A small file's text; empty where there is none."""
-    with contextlib.suppress(OSError):
-        return path.read_text(errors="replace").strip()
-    return ""
 
 
 # --- Interfaces and their addresses ------------------------------------------------------------
@@ -52,8 +47,6 @@ def interface_address(name: str) -> str:
 
 def interface_of(address: str) -> str:
     """The interface that has this address; never loopback, which leads to no other node."""
-    if not address or is_loopback(address):
-        return ""
     return next((name for name, own in addresses() if own == address and name != "lo"), "")
 
 
@@ -83,7 +76,7 @@ def usable_interfaces() -> list[str]:
 
 
 def mtu_of(interface: str) -> str:
-    return text_of(SYS / "class/net" / (interface or "none") / "mtu")
+    return text_of(SYS / "class/net" / interface / "mtu")
 
 
 def ports_of(adapter: str) -> list[str]:
