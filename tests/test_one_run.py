@@ -124,8 +124,8 @@ def test_picture_of_one_run(log, tmp_path, monkeypatch):
     """Parts of a step by rank, the job's images/s, the loss with its mean in each epoch."""
     plot = pytest.importorskip("analysis.plot", exc_type=ImportError)
     picture, drawn = tmp_path / "run.png", []
-    close = plot.plt.close
-    monkeypatch.setattr(plot.plt, "close", lambda figure: drawn.append(figure) or close(figure))
+    make = plot.Figure
+    monkeypatch.setattr(plot, "Figure", lambda **how: drawn.append(make(**how)) or drawn[0])
     run_tool(log, "--plot", picture)
     assert png_size(picture) == (1920, 624)
     figure = drawn[0]
