@@ -30,11 +30,11 @@ from analysis.cost_model import (
 )
 from analysis.logs import parse_text, read_log
 from analysis.nccl_rules import ADVICE
-from analysis.nccl_text import find
 from analysis.report import as_json, report
 from analysis.runs import find_straggler, make_run, split_of_ranks
 from analysis.units import duration
 from support.processes import LONG, WITH_LONG
+from test_nccl_log import find
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "compare_logs.py"
@@ -429,8 +429,8 @@ SENT = "the probe's all-reduce ran at"
 
 def finding(text, *fields):
     """What tools/nccl_log.py says of NCCL's lines, parted by `|`."""
-    lines = [f"n0:1:2 [0] NCCL INFO {line}\n" for line in text.format(*fields).split("|")]
-    return find(lines).to_dict()
+    lines = [f"n0:1:2 [0] NCCL INFO {line}" for line in text.format(*fields).split("|")]
+    return find(*lines).to_dict()
 
 
 STRAY = carried("eth0", "ethernet", 1, 0.3)  # under 1 % of what the adapters carry

@@ -44,22 +44,18 @@ QUOTE_LIMIT = 300  # characters of a line that a finding quotes
 COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # Where a message begins. The host name is all word characters before the pid, so that the end of
 # a torn message that touches it is lost with it, never taken for a whole one.
-BEGINNING = re.compile(r"(?<![\w.-])[\w.-]{1,253}:\d+:\d+ \[|NCCL (?:INFO|WARN)\b")
-PREFIX = re.compile(r"[\w.-]+:\d+:\d+ \[-?\d+\] (?:\S+:\d+ (?:\(\S*\) )?)?")
+BEGINNING = re.compile(
+    r"(?<![\w.-])[\w.-]{1,253}:\d+:\d+ \["
+    r"(?:-?\d+\] (?:\S+:\d+ (?:\(\S*\) )?)?NCCL (?:INFO|WARN)\b)?"
+    r"|NCCL (?:INFO|WARN)\b"
+)
 
 
 def messages(line: str) -> Iterator[tuple[str, bool]]:
     """The messages of a line, and of each whether another one that follows may have cut it."""
     starts = [0, *(match.start() for match in BEGINNING.finditer(line)), len(line)]
-    pieces = [line[a:b] for a, b in itertools.pairwise(starts) if b > a]
-    whole = []
-    for piece in pieces:
-        if whole and PREFIX.fullmatch(whole[-1]):
-            whole[-1] += piece
-        else:
-            whole.append(piece)
-    for number, piece in enumerate(whole, 1):
-        yield piece[:MESSAGE_LIMIT], number < len(whole)
+    for begin, end in itertools.pairwise(starts):
+        yield line[begin:end][:MESSAGE_LIMIT], end < len(line)
 
 
 # --- the finding -------------------------------------------------------------------------------
@@ -104,32 +100,30 @@ class Reader:
     """Takes the lines of a text, in whatever order, and keeps what they say."""
 
     def __init__(self) -> None:
-        self.any_text = self.saw_line_end = False
+        self.any_text = False
         self.version = self.version_in_error = None
         self.nodes: int | None = None
         self.channels: Counter[str] = Counter()
         self.with_gpudirect = 0
-        # Each network by the first line that names it.
+        # Names in the order in which they come, some with the first line that has them.
         self.connected: dict[str, str] = {}
-        self.using: dict[str, str] = {}
-        self.assigned: dict[str, str] = {}
-        self.initialized: dict[str, str] = {}
+        self.using: dict[str, None] = {}
+        self.assigned: dict[str, None] = {}
+        self.initialized: dict[str, None] = {}
         self.adapters_used: set[int] = set()
         self.adapter_list = False
-        self.devices: dict[str, None] = {}  # mlx5_0:1, in the order in which they are listed
+        self.devices: dict[str, None] = {}  # mlx5_0:1
         self.kinds: dict[int, set[str]] = {}  # IB, RoCE: of the adapter of a number, on any node
         self.interfaces: dict[str, str] = {}
-        self.providers: dict[str, str] = {}
+        self.providers: set[str] = set()
         self.wishes: dict[str, tuple[str, str]] = {}
         self.missing_plugin = ""
         self.without_gpudirect: dict[str, str] = {}
         self.notes: dict[str, str] = {}
 
     def read(self, line: str) -> None:
-        """One line; only the last of a text may lack its end, and may then be cut."""
-        ends = line.endswith(("\n", "\r"))
-        cut_at_end = self.saw_line_end and not ends
-        self.saw_line_end = self.saw_line_end or ends
+        """One line with its end; without it, it may be cut there."""
+        cut_at_end = not line.endswith("\n")
         self.any_text = self.any_text or "NCCL INFO" in line or "NCCL WARN" in line
         rules = [rule for rule in RULES if rule.literal in line]
         if not rules:
@@ -171,19 +165,19 @@ class Reader:
         self.channels[kind] += 1
 
     def on_using_network(self, match, text, cut):
-        self.name(self.using, match[1], text, cut)
+        self.name(self.using, match[1], cut)
 
     def on_plugin_assigned(self, match, text, cut):
-        self.name(self.assigned, match[1], text, cut=False)
+        self.name(self.assigned, match[1], cut=False)
 
     def on_plugin_initialized(self, match, text, cut):
-        self.name(self.initialized, match[1], text, cut)
+        self.name(self.initialized, match[1], cut)
 
-    def name(self, names: dict[str, str], name: str, text: str, cut: bool) -> None:
+    def name(self, names: dict[str, None], name: str, cut: bool) -> None:
         name = name.strip()
         half = cut or any(known.startswith(name) for known in BEGINNINGS)
         if not half or KNOWN_NAMES.fullmatch(name):
-            names.setdefault(name, text)
+            names.setdefault(name)
 
     def on_adapters(self, match, text, cut):
         for number, merged, alone in re.findall(r"\[(\d+)\](?:=\{([^}]*)|([^\s;]+))", match[1]):
@@ -209,7 +203,7 @@ class Reader:
 
     def on_provider(self, match, text, cut):
         if not cut or match.end() < len(match.string.rstrip()):
-            self.providers.setdefault(match[1], text)
+            self.providers.add(match[1])
 
     def on_wish(self, match, text, cut):
         name, value = (group for group in match.groups() if group)
@@ -292,7 +286,7 @@ class Reader:
         if name == "Socket":
             return "sockets"
         if name in ("Libfabric", "AWS Libfabric"):
-            return "efa" if set(self.providers) == {"efa"} else "plugin"
+            return "efa" if self.providers == {"efa"} else "plugin"
         if OVER_ADAPTERS.fullmatch(name) and (name == "IB" or self.devices):
             return self.adapter_kind()
         return "plugin"
@@ -368,15 +362,6 @@ def suspect(interface: str) -> bool:
 def quote(text: str) -> str:
     text = text.strip()
     return text if len(text) <= QUOTE_LIMIT else text[: QUOTE_LIMIT - 1] + "…"
-
-
-def find(lines: Iterable[str]) -> Finding:
-    """What the lines of one job's text say, of any of its ranks and nodes."""
-    reader = Reader()
-    for line in lines:
-        for part in line.splitlines(keepends=True) if "\r" in line else (line,):
-            reader.read(part)
-    return reader.finding()
 
 
 # --- for people --------------------------------------------------------------------------------
@@ -491,11 +476,11 @@ def lines_of(path: Path) -> Iterator[str]:
 
 
 def find_in_files(paths: list[str]) -> Finding:
+    """What the text of one job says, of any of its ranks and nodes."""
     reader = Reader()
     path: Path | str = ", ".join(paths)
     try:
         for path in files_in(paths):
-            reader.saw_line_end = True  # a file's lines have one, unless they are cut
             for line in lines_of(path):
                 reader.read(line)
     except OSError as error:
