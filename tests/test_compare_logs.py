@@ -919,6 +919,12 @@ def test_an_earlier_attempt_lends_nothing_to_the_last(start):
     assert not read(whole + "".join(line for line in lines if "Summary" not in line)).complete
 
 
+def test_a_run_that_was_resumed_at_its_end_has_no_step_to_judge():
+    none = dict.fromkeys(("data_ms", "compute_ms", "exposed_ms", "step_ms", "img_per_s"), 0.0)
+    verdict, says = verdict_of(**GIGABIT, start_step=20, summary=none)
+    assert verdict.bound == "unknown" and "No step time" in says and "Bound by" not in says
+
+
 def test_an_epoch_that_an_earlier_attempt_broke_off_is_no_end():
     # --max_steps 18 ended the first attempt in the last epoch; rank 1 is silent in the second
     first = as_text(one_run()).replace("Step 20", "Step 18")

@@ -141,7 +141,9 @@ def add_times(run, summary):
     """Wall time and the split of a step, means over the ranks."""
     run.wall_s = max(run.log.ended.values(), default=None)
     for name in ("step", "data", "compute", "exposed"):
-        if (milliseconds := get(summary, f"{name}_ms")) is not None:
+        milliseconds = get(summary, f"{name}_ms")
+        # A run that was resumed at its very end has made no step.
+        if milliseconds is not None and get(summary, "step_ms") != 0:
             setattr(run, f"{name}_s", milliseconds / 1000)
     if run.processes == 1 and None not in (run.step_s, run.data_s):  # nothing to communicate
         run.compute_s, run.exposed_s = run.step_s - run.data_s, 0.0

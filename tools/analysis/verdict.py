@@ -62,7 +62,7 @@ def judge(run):
         carrying_s = run.probe_s or (excess_s if excess_s > 0.02 * run.step_s else None)
         implied = implied_gbps(*size, carrying_s) if carrying_s else None
         verdict.implied_gbps = run.wire_gbps or implied
-        if run.link_gbps:
+        if run.link_gbps and run.steps > run.start_step:
             set_range(verdict, run, size)
     (judge_split if run.has_split else judge_whole)(verdict, run)
     if verdict.range_s:
