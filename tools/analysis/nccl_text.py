@@ -143,7 +143,7 @@ class Reader:
     def on_version(self, match, text, cut):
         if cut and match.end() == len(match.string.rstrip()):  # its last number may lack a digit
             self.version_in_error = self.version_in_error or (match[1] if match[2] else None)
-        elif match[2] or "RCCL" in text:
+        elif match[2]:
             self.version = self.version or match[1] + match[2]
         else:
             self.version_in_error = self.version_in_error or match[1]
@@ -328,13 +328,13 @@ class Reader:
         return lines
 
     def asked_for_more(self, lines: dict[str, str]) -> str | None:
-        """The line that shows that something faster than sockets was meant to be used."""
+        """The line that shows that something faster than sockets was meant to be used.
+
+        NCCL_IB_DISABLE is 0 here: any other value is a reason.
+        """
         for name, (value, line) in self.wishes.items():
-            if (
-                name == "NCCL_IB_HCA"
-                or (name == "NCCL_IB_DISABLE" and value == "0")
-                or (name == "NCCL_NET" and OVER_ADAPTERS.fullmatch(value))
-            ):
+            names_one = name == "NCCL_NET" and OVER_ADAPTERS.fullmatch(value)
+            if names_one or name in ("NCCL_IB_HCA", "NCCL_IB_DISABLE"):
                 return line
         return lines.get("plugin_failed")
 
@@ -343,7 +343,7 @@ class Reader:
         if found.transport in ("sockets", "local"):
             return None
         over_network = found.channels.get("network", 0)
-        if over_network and found.gpudirect == over_network:
+        if found.gpudirect == over_network:
             return None
         if line := self.without_gpudirect.get("adapter"):
             return line

@@ -80,7 +80,7 @@ class Run:
 
     @property
     def can_project(self):
-        return self.complete and all((self.step_s, self.wire_bytes, self.processes, self.nodes))
+        return all((self.step_s, self.wire_bytes, self.processes, self.nodes))
 
     @property
     def can_predict(self):
@@ -139,7 +139,7 @@ def make_run(name, log, given):
 
 def add_times(run, summary):
     """Wall time and the split of a step, means over the ranks."""
-    run.wall_s = max(run.log.ended.values(), default=None)
+    run.wall_s = max(run.log.ended.values())
     for name in ("step", "data", "compute", "exposed"):
         milliseconds = get(summary, f"{name}_ms")
         # A run that was resumed at its very end has made no step.
@@ -323,6 +323,6 @@ def set_floor(run, runs):
     if run.has_split:
         run.floor_s, run.floor_from = run.data_s + run.compute_s, run.name
         return
-    alike = [r for r in runs if r.complete and r.step_s and r.shape == run.shape]
+    alike = [r for r in runs if r.step_s and r.shape == run.shape]
     if best := min(alike, key=lambda r: r.step_s, default=None):
         run.floor_s, run.floor_from = best.step_s, best.name
