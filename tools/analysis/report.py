@@ -151,10 +151,8 @@ def projection_lines(run, cells):
     text = f"From {run.name}, by the model (not measured): from full to no overlap of "
     text += f"{megabytes(run.wire_bytes)} a step with {ms(run.floor_s)} ({of}); {latency}."
     if run.can_predict and waited_seconds(run):
-        text += (
-            f" It waited {ms(waited_seconds(run))} more than buckets and probe account for, which "
-        )
-        text += "stays."
+        text += f" It waited {ms(waited_seconds(run))} more than buckets and probe account for, "
+        text += "which stays."
     rows = [
         [
             *(rate(c["gbps"]), ms(c["ring_s"]), ms(c["tree_s"]), span(*c["step_s"])),
