@@ -13,8 +13,8 @@ from dataclasses import dataclass
 class Rule:
     """A message that says something: `literal` finds its lines fast, `pattern` takes it apart.
 
-    Where the literal says it all, it is the pattern. A rule with a problem notes it; any other has
-    a method `on_NAME` in `Reader`.
+    Where the literal says it all, it is the pattern. `Reader` notes the first line of each problem
+    and of each rule without one; what else a message says its method `on_NAME` takes.
     """
 
     name: str

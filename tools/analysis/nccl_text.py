@@ -105,8 +105,8 @@ class Reader:
         self.nodes: int | None = None
         self.channels: Counter[str] = Counter()
         self.with_gpudirect = 0
-        # Names in the order in which they come, some with the first line that has them.
-        self.connected: dict[str, str] = {}
+        # Names in the order in which they come.
+        self.connected: dict[str, None] = {}
         self.using: dict[str, None] = {}
         self.assigned: dict[str, None] = {}
         self.initialized: dict[str, None] = {}
@@ -114,12 +114,10 @@ class Reader:
         self.adapter_list = False
         self.devices: dict[str, None] = {}  # mlx5_0:1
         self.kinds: dict[int, set[str]] = {}  # IB, RoCE: of the adapter of a number, on any node
-        self.interfaces: dict[str, str] = {}
+        self.interfaces: dict[str, str] = {}  # with the first line that has it
         self.providers: set[str] = set()
         self.wishes: dict[str, tuple[str, str]] = {}
-        self.missing_plugin = ""
-        self.without_gpudirect: dict[str, str] = {}
-        self.notes: dict[str, str] = {}
+        self.notes: dict[str, str] = {}  # first lines, by problem or rule
 
     def read(self, line: str) -> None:
         """One line with its end; without it, it may be cut there."""
@@ -134,9 +132,7 @@ class Reader:
                     self.take(rule, match, quote(text), followed or cut_at_end)
 
     def take(self, rule: Rule, match: re.Match, text: str, cut: bool) -> None:
-        self.any_text = True
-        if rule.problem:
-            self.notes.setdefault(rule.problem, text)
+        self.notes.setdefault(rule.problem or rule.name, text)
         if method := getattr(self, f"on_{rule.name}", None):
             method(match, text, cut)
 
@@ -152,7 +148,7 @@ class Reader:
         self.nodes = max(self.nodes or 0, int(match[1]))
 
     def on_network_channel(self, match, text, cut):
-        self.connected.setdefault(match[1], text)
+        self.connected.setdefault(match[1])
         gpudirect = "/GDRDMA" in match.string[match.end() :]
         if cut and not gpudirect:  # its end may have said so: then it counts for neither
             return
@@ -217,18 +213,9 @@ class Reader:
         # A plugin that nobody asked for and that is not there is what most machines have.
         own = rf"[^\s:]*(?:ccl-net|{asked})[^\s:]*: cannot open shared object file"
         if re.search(rf"(?:^|\s){own}", match[1]):
-            self.missing_plugin = self.missing_plugin or text
+            self.notes.setdefault("plugin_not_found", text)
         elif re.search(r"\S: \S", match[1]):
             self.notes.setdefault("plugin_failed", text)
-
-    def on_plugin_not_found(self, match, text, cut):
-        self.missing_plugin = self.missing_plugin or text
-
-    def on_gpudirect_of_adapter(self, match, text, cut):
-        self.without_gpudirect.setdefault("adapter", text)
-
-    def on_gpudirect_of_pair(self, match, text, cut):
-        self.without_gpudirect.setdefault("pair", text)
 
     def on_connect_failed(self, match, text, cut):
         if UNREACHABLE.search(text):
@@ -316,8 +303,8 @@ class Reader:
         lines = dict(self.notes)
         plugin_works = any(name not in ("IB", "Socket") for name in found.networks)
         asked = self.wish("NCCL_NET_PLUGIN").lower() not in ("", "none")
-        if self.missing_plugin and asked and not plugin_works:
-            lines.setdefault("plugin_failed", self.missing_plugin)
+        if "plugin_not_found" in lines and asked and not plugin_works:
+            lines.setdefault("plugin_failed", lines["plugin_not_found"])
         if found.transport == "sockets":
             if not found.reason and (line := self.asked_for_more(lines)):
                 lines["fell_back_to_sockets"] = line
@@ -345,14 +332,14 @@ class Reader:
         over_network = found.channels.get("network", 0)
         if found.gpudirect == over_network:
             return None
-        if line := self.without_gpudirect.get("adapter"):
+        if line := self.notes.get("gpudirect_of_adapter"):
             return line
         if found.gpudirect:  # a pair that is far apart is off on healthy machines too
             return None
-        if line := self.without_gpudirect.get("pair"):
+        if line := self.notes.get("gpudirect_of_pair"):
             return line
         rdma = found.transport in ("infiniband", "roce", "efa") or found.network == "IB"
-        return next(iter(self.connected.values())) if over_network and rdma else None
+        return self.notes["network_channel"] if over_network and rdma else None
 
 
 def suspect(interface: str) -> bool:
@@ -485,7 +472,7 @@ def find_in_files(paths: list[str]) -> Finding:
                 reader.read(line)
     except OSError as error:
         raise UserError(f"cannot read {error.filename or path}: {error.strerror}") from None
-    if not reader.any_text:
+    if not (reader.notes or reader.any_text):
         raise UserError(f"no text of NCCL in {', '.join(paths)}: {HOW_TO_ASK}")
     return reader.finding()
 
