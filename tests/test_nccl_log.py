@@ -701,7 +701,7 @@ def test_a_text_that_decides_nothing_ends_in_one_line_and_code_1(tmp_path, call)
     assert "no_ib_device: " + NO_DEVICE in out
     code, out, err = call("--json", path)
     assert (code, json.loads(out)["transport"], err.count("\n")) == (1, "unknown", 1)
-    assert call(write(path, INFO + "Bootstrap : Using eth0:10.0.0.1<0>"))[1] == ""
+    assert call(write(path, INFO + "Bootstrap : Using eth0:10.0.0.1<0>"))[:2] == (1, "")
 
 
 @pytest.mark.parametrize(
