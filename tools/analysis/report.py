@@ -193,12 +193,11 @@ def as_json(result):
 
 def write_report(result, file, picture=None):
     """The report in a file, which names the picture from where it lies."""
-    if picture and not os.path.exists(picture):  # it could not be drawn
-        picture = None
-    if picture:
-        picture = quote(os.path.relpath(picture, Path(file).absolute().parent))
+    address = None
+    if picture and os.path.exists(picture):  # else it could not be drawn
+        address = quote(os.path.relpath(picture, Path(file).absolute().parent))
     # What other programs have said may look like HTML, which a viewer of Markdown would hide.
-    text = report(result, picture).replace("<", "&lt;")
+    text = report(result, address).replace("<", "&lt;")
     Path(file).write_text(text + "\n", encoding="utf-8")
 
 
