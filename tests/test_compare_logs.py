@@ -438,7 +438,6 @@ IPOIB = (
     carried("mlx5_0:1", "infiniband", 100, 46.0),
 )
 NO_DEVICE = finding(ASKED + "NET/IB : No device found.|" + SOCKET, "ib0")
-RAILS = [carried(f"mlx5_{n}:1", "infiniband", 200, 180.0 + n) for n in range(4)]
 BOND = carried("bond0", "ethernet", 50, 24.5, members=["eth0", "eth1"])
 
 
@@ -468,12 +467,6 @@ FIRST = {
         f"Over RoCE on mlx5_0:1, by byte counters: {SENT} 60 Gb/s on the wire, 60% of the stated "
         "100 Gb/s. ",
     ),
-    "fallback to IP over InfiniBand": (
-        probed_run(IPOIB, NO_DEVICE, gbps=44),
-        "InfiniBand was asked for; NCCL used sockets over ib0, because NCCL says "
-        '"NET/IB : No device found.". IP over InfiniBand: the probe ran at 45 Gb/s on ib0, '
-        "45% of what mlx5_0:1 can do (100 Gb/s stated), by byte counters.",
-    ),
     "IP over InfiniBand by its bytes alone": (
         probed_run([IPOIB[0] | {"carrier": None, "speed_Gbps": None}, IPOIB[1]], gbps=44),
         "IP over InfiniBand: the probe ran at 45 Gb/s on ib0, 45% of what mlx5_0:1 can do",
@@ -483,18 +476,9 @@ FIRST = {
         "IP over InfiniBand: the probe ran at 45 Gb/s on ib0, 45% of what mlx5_0:1 can do "
         "(100 Gb/s stated), by byte counters.",
     ),
-    "four rails": (
-        probed_run([STRAY, *RAILS], finding(IB + CHANNEL, "NET/IB/3/GDRDMA"), gbps=720),
-        "Over InfiniBand on mlx5_0:1, mlx5_1:1, mlx5_2:1, mlx5_3:1, by NCCL's word (GPUDirect "
-        f"on 1 of 1 connections): {SENT} 726 Gb/s on the wire, 91% of the stated 800 Gb/s",
-    ),
     "infiniband whose counters cannot be read": (
         probed_run([STRAY], finding(IB)),
         "Over InfiniBand on mlx5_0:1, by NCCL's word; no counter of bytes moved with it.",
-    ),
-    "NVLink on one node": (
-        probed_run([STRAY], finding(CHANNEL[1:], "P2P/CUMEM"), nodes=1),
-        "Inside one node, from GPU to GPU over NVLink or PCIe, by NCCL's word: no network is",
     ),
     "NVLink on one node without NCCL's text": (
         probed_run([carried("eth0", "ethernet", 10, 9.0)], nodes=1),
