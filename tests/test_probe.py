@@ -20,6 +20,7 @@ from support.forks import ForkServer, write
 from support.nodes import NamespacePair
 from support.processes import LONG, require
 from support.tun_link import TunLink
+from test_nccl_log import find_in
 
 GRADIENTS = links.GRADIENT_BYTES
 SMALL = [2**10, 2**12]  # bytes: for latency alone
@@ -270,7 +271,7 @@ def test_finding_in_one_line():
         "NCCL version 2.30.7+cuda13.2\n": "NCCL's text names no network",
     }
     for text, said in cases.items():
-        assert nccl_text.in_one_line(nccl_text.find(text.splitlines(keepends=True))) == said
+        assert nccl_text.in_one_line(find_in(text)) == said
 
 
 def test_rails_are_summed_in_the_sentence(demo):

@@ -198,8 +198,10 @@ def made_up(classes: int, images: int, name: str) -> SimpleNamespace:
     ids=["some", "one", "200", "few"],
 )
 def test_picture_has_all_words_apart_and_inside(tmp_path, monkeypatch, classes, images, name):
-    figures = []
-    monkeypatch.setattr(results_plot.plt, "close", figures.append)
+    figures, make = [], results_plot.Figure
+    monkeypatch.setattr(
+        results_plot, "Figure", lambda **how: figures.append(make(**how)) or figures[0]
+    )
     found = made_up(classes, images, name)
     tool.write_picture(results_plot, found, str(tmp_path / "picture"))  # no suffix: PNG
     monkeypatch.undo()
@@ -209,7 +211,7 @@ def test_picture_has_all_words_apart_and_inside(tmp_path, monkeypatch, classes, 
     texts = [t for t in figure.findobj(Text) if t.get_text() and t.get_visible()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of letters that the font lacks
-        figure.canvas.draw()
+        figure.draw_without_rendering()
         boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
     assert any(words.startswith("Top-1: ") for words, _ in boxes)
     for i, (words, box) in enumerate(boxes):
@@ -218,7 +220,6 @@ def test_picture_has_all_words_apart_and_inside(tmp_path, monkeypatch, classes, 
         for other, place in boxes[:i]:
             assert not box.overlaps(place), f"{words!r} lies on {other!r}"
     check_frames(figure, found)
-    results_plot.plt.close(figure)
 
 
 def check_frames(figure, found):

@@ -24,7 +24,7 @@ import re
 import sys
 from pathlib import Path
 
-from analysis import UserError, forget_output
+from analysis import UserError, print_text
 from analysis.comparable import differences, losses_apart, other_settings, same_wire, set_losses
 from analysis.cost_model import LATENCY_US
 from analysis.logs import NODE_LOG, read_log
@@ -36,11 +36,10 @@ from analysis.verdict import judge
 
 def main(argv=None):
     try:
-        code = run_command(parse_arguments(argv))
+        return run_command(parse_arguments(argv))
     except UserError as error:
         print(f"compare_logs.py: error: {error}", file=sys.stderr)
         return 2
-    return code
 
 
 def run_command(args):
@@ -51,7 +50,8 @@ def run_command(args):
     if args.csv and not any(run.log.steps for run in runs):
         raise UserError(f"--csv {args.csv}: no step line in any of the logs: give whole logs")
     result = compare(runs, args.latency_us * 1e-6, args.force, args.project)
-    failed = print_report(result)
+    error = print_text(report(result))
+    failed = [f"the report cannot be printed: {error}"] if error else []
     for option, (file, write) in outputs.items():
         try:
             write(result, file)
@@ -78,18 +78,6 @@ def asked_outputs(args):
             raise UserError("--plot needs matplotlib: pip install matplotlib") from None
         writers["plot"] = draw
     return {option: (file, writers[option]) for option, file in files.items()}
-
-
-def print_report(result):
-    """Returns why it could not, in a list, so that what was asked for beside it is not lost."""
-    try:
-        print(report(result), flush=True)
-    except BrokenPipeError:  # `| head` has read enough
-        forget_output()
-    except OSError as error:
-        forget_output()
-        return [f"the report cannot be printed: {error}"]
-    return []
 
 
 def compare(runs, latency_s, force=False, project_from=None):

@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 
-from analysis import UserError, forget_output
+from analysis import UserError, print_text
 from analysis.nccl_text import HOW_TO_ASK, Finding, describe, find_in_files
 
 
@@ -43,26 +43,22 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"nccl_log.py: error: {error}", file=sys.stderr)
         return 2
-    try:
-        sys.stdout.reconfigure(errors="replace")  # a terminal may not have a log's characters
-        tell(found, args.json)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough
-        forget_output()
-    except OSError as error:
-        forget_output()
+    if error := tell(found, args.json):
         print(f"nccl_log.py: error: its output cannot be written: {error}", file=sys.stderr)
         return 2
-    return 0 if found.decided else 1
-
-
-def tell(found: Finding, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(found.to_dict()))
-    elif found.decided or found.problems:
-        print("\n".join(describe(found)))
     if not found.decided:
         print(f"nccl_log.py: nothing decided: {HOW_TO_ASK}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def tell(found: Finding, as_json: bool) -> OSError | None:
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not have a log's characters
+    if as_json:
+        return print_text(json.dumps(found.to_dict()))
+    if found.decided or found.problems:
+        return print_text("\n".join(describe(found)))
+    return None
 
 
 if __name__ == "__main__":

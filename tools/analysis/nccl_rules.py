@@ -13,7 +13,8 @@ from dataclasses import dataclass
 class Rule:
     """A message that says something: `literal` finds its lines fast, `pattern` takes it apart.
 
-    A rule with a problem notes it; any other has a method `on_NAME` in `Reader`.
+    Where the literal says it all, it is the pattern. `Reader` notes the first line of each problem
+    and of each rule without one; what else a message says its method `on_NAME` takes.
     """
 
     name: str
@@ -22,8 +23,8 @@ class Rule:
     problem: str = ""
 
 
-def rule(name: str, literal: str, pattern: str, problem: str = "") -> Rule:
-    return Rule(name, literal, re.compile(pattern), problem)
+def rule(name: str, literal: str, pattern: str = "", problem: str = "") -> Rule:
+    return Rule(name, literal, re.compile(pattern or re.escape(literal)), problem)
 
 
 NAMES = "NCCL_IB_HCA|NCCL_IB_DISABLE|NCCL_NET_PLUGIN|NCCL_NET"
@@ -75,7 +76,7 @@ RULES = (
         "NET/Plugin",
         r"NET/Plugin ?: (?:Plugin load(?: \([^)]*\))? returned -?\d+ : |dlerror=|(?=\S+: ))(.+)",
     ),
-    rule("plugin_not_found", "NET/Plugin: Could not find:", r"NET/Plugin: Could not find:"),
+    rule("plugin_not_found", "NET/Plugin: Could not find:"),
     rule(
         "plugin_not_initialized",
         "Failed to initialize NET plugin ",
@@ -89,22 +90,11 @@ RULES = (
         r"External network plugin .+ is unsupported",
         "plugin_failed",
     ),
-    rule(
-        "plugin_symbol",
-        "Failed to find ncclNetPlugin symbol (",
-        r"Failed to find ncclNetPlugin symbol \(",
-        "plugin_failed",
-    ),
+    rule("plugin_symbol", "Failed to find ncclNetPlugin symbol (", problem="plugin_failed"),
     rule("plugin_ofi", "NET/OFI", r"NET/OFI .*initialization failed", "plugin_failed"),
-    rule(
-        "no_ib_device", "NET/IB : No device found.", r"NET/IB : No device found\.", "no_ib_device"
-    ),
-    rule(
-        "no_devices",
-        "devices() returned 0 devices",
-        r"call to devices\(\) returned 0 devices",  # seen in a log of 2.3.7, not in its source
-        "no_ib_device",
-    ),
+    rule("no_ib_device", "NET/IB : No device found.", problem="no_ib_device"),
+    # Seen in a log of 2.3.7, not in its source.
+    rule("no_devices", "call to devices() returned 0 devices", problem="no_ib_device"),
     rule(
         "verbs_library",
         "libibverbs.so",
@@ -121,12 +111,7 @@ RULES = (
     rule(
         "no_such_network", "Error: network ", r"Error: network .+ not found\.", "network_not_found"
     ),
-    rule(
-        "no_network",
-        "Failed to initialize any NET plugin",
-        r"Failed to initialize any NET plugin",
-        "network_not_found",
-    ),
+    rule("no_network", "Failed to initialize any NET plugin", problem="network_not_found"),
     rule(
         "gpudirect_of_adapter",
         "GPU Direct RDMA Disabled for HCA ",
@@ -151,12 +136,7 @@ RULES = (
         r"|Call to connect timeout : ",
         "connection_failed",
     ),
-    rule(
-        "connection_lost",
-        "Connection closed",
-        r"Connection closed by remote peer",
-        "connection_failed",
-    ),
+    rule("connection_lost", "Connection closed by remote peer", problem="connection_failed"),
     rule(
         "receive_failed",
         "Call to ",
@@ -195,16 +175,9 @@ RULES = (
         r"async (?:fatal |error )?event\b.*\bport (?:error|active)",
         "link_renegotiated",
     ),
-    rule(
-        "rank_twice",
-        "has already checked in",
-        r"rank \d+ of \d+ ranks has already checked in",
-        "rank_twice",
-    ),
-    rule("timeout", "timed out", r"Some NCCL operations have failed or timed out", "timeout"),
-    rule(
-        "watchdog", "Watchdog caught ", r"Watchdog caught collective operation timeout", "timeout"
-    ),
+    rule("rank_twice", " ranks has already checked in", problem="rank_twice"),
+    rule("timeout", "Some NCCL operations have failed or timed out", problem="timeout"),
+    rule("watchdog", "Watchdog caught collective operation timeout", problem="timeout"),
     rule(
         "aborted",
         "bort",

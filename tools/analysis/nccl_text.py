@@ -44,22 +44,18 @@ QUOTE_LIMIT = 300  # characters of a line that a finding quotes
 COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # Where a message begins. The host name is all word characters before the pid, so that the end of
 # a torn message that touches it is lost with it, never taken for a whole one.
-BEGINNING = re.compile(r"(?<![\w.-])[\w.-]{1,253}:\d+:\d+ \[|NCCL (?:INFO|WARN)\b")
-PREFIX = re.compile(r"[\w.-]+:\d+:\d+ \[-?\d+\] (?:\S+:\d+ (?:\(\S*\) )?)?")
+BEGINNING = re.compile(
+    r"(?<![\w.-])[\w.-]{1,253}:\d+:\d+ \["
+    r"(?:-?\d+\] (?:\S+:\d+ (?:\(\S*\) )?)?NCCL (?:INFO|WARN)\b)?"
+    r"|NCCL (?:INFO|WARN)\b"
+)
 
 
 def messages(line: str) -> Iterator[tuple[str, bool]]:
     """The messages of a line, and of each whether another one that follows may have cut it."""
     starts = [0, *(match.start() for match in BEGINNING.finditer(line)), len(line)]
-    pieces = [line[a:b] for a, b in itertools.pairwise(starts) if b > a]
-    whole = []
-    for piece in pieces:
-        if whole and PREFIX.fullmatch(whole[-1]):
-            whole[-1] += piece
-        else:
-            whole.append(piece)
-    for number, piece in enumerate(whole, 1):
-        yield piece[:MESSAGE_LIMIT], number < len(whole)
+    for begin, end in itertools.pairwise(starts):
+        yield line[begin:end][:MESSAGE_LIMIT], end < len(line)
 
 
 # --- the finding -------------------------------------------------------------------------------
@@ -104,32 +100,28 @@ class Reader:
     """Takes the lines of a text, in whatever order, and keeps what they say."""
 
     def __init__(self) -> None:
-        self.any_text = self.saw_line_end = False
+        self.any_text = False
         self.version = self.version_in_error = None
         self.nodes: int | None = None
         self.channels: Counter[str] = Counter()
         self.with_gpudirect = 0
-        # Each network by the first line that names it.
-        self.connected: dict[str, str] = {}
-        self.using: dict[str, str] = {}
-        self.assigned: dict[str, str] = {}
-        self.initialized: dict[str, str] = {}
+        # Names in the order in which they come.
+        self.connected: dict[str, None] = {}
+        self.using: dict[str, None] = {}
+        self.assigned: dict[str, None] = {}
+        self.initialized: dict[str, None] = {}
         self.adapters_used: set[int] = set()
         self.adapter_list = False
-        self.devices: dict[str, None] = {}  # mlx5_0:1, in the order in which they are listed
+        self.devices: dict[str, None] = {}  # mlx5_0:1
         self.kinds: dict[int, set[str]] = {}  # IB, RoCE: of the adapter of a number, on any node
-        self.interfaces: dict[str, str] = {}
-        self.providers: dict[str, str] = {}
+        self.interfaces: dict[str, str] = {}  # with the first line that has it
+        self.providers: set[str] = set()
         self.wishes: dict[str, tuple[str, str]] = {}
-        self.missing_plugin = ""
-        self.without_gpudirect: dict[str, str] = {}
-        self.notes: dict[str, str] = {}
+        self.notes: dict[str, str] = {}  # first lines, by problem or rule
 
     def read(self, line: str) -> None:
-        """One line; only the last of a text may lack its end, and may then be cut."""
-        ends = line.endswith(("\n", "\r"))
-        cut_at_end = self.saw_line_end and not ends
-        self.saw_line_end = self.saw_line_end or ends
+        """One line with its end; without it, it may be cut there."""
+        cut_at_end = not line.endswith("\n")
         self.any_text = self.any_text or "NCCL INFO" in line or "NCCL WARN" in line
         rules = [rule for rule in RULES if rule.literal in line]
         if not rules:
@@ -140,16 +132,14 @@ class Reader:
                     self.take(rule, match, quote(text), followed or cut_at_end)
 
     def take(self, rule: Rule, match: re.Match, text: str, cut: bool) -> None:
-        self.any_text = True
-        if rule.problem:
-            self.notes.setdefault(rule.problem, text)
+        self.notes.setdefault(rule.problem or rule.name, text)
         if method := getattr(self, f"on_{rule.name}", None):
             method(match, text, cut)
 
     def on_version(self, match, text, cut):
         if cut and match.end() == len(match.string.rstrip()):  # its last number may lack a digit
             self.version_in_error = self.version_in_error or (match[1] if match[2] else None)
-        elif match[2] or "RCCL" in text:
+        elif match[2]:
             self.version = self.version or match[1] + match[2]
         else:
             self.version_in_error = self.version_in_error or match[1]
@@ -158,7 +148,7 @@ class Reader:
         self.nodes = max(self.nodes or 0, int(match[1]))
 
     def on_network_channel(self, match, text, cut):
-        self.connected.setdefault(match[1], text)
+        self.connected.setdefault(match[1])
         gpudirect = "/GDRDMA" in match.string[match.end() :]
         if cut and not gpudirect:  # its end may have said so: then it counts for neither
             return
@@ -171,19 +161,19 @@ class Reader:
         self.channels[kind] += 1
 
     def on_using_network(self, match, text, cut):
-        self.name(self.using, match[1], text, cut)
+        self.name(self.using, match[1], cut)
 
     def on_plugin_assigned(self, match, text, cut):
-        self.name(self.assigned, match[1], text, cut=False)
+        self.name(self.assigned, match[1], cut=False)
 
     def on_plugin_initialized(self, match, text, cut):
-        self.name(self.initialized, match[1], text, cut)
+        self.name(self.initialized, match[1], cut)
 
-    def name(self, names: dict[str, str], name: str, text: str, cut: bool) -> None:
+    def name(self, names: dict[str, None], name: str, cut: bool) -> None:
         name = name.strip()
         half = cut or any(known.startswith(name) for known in BEGINNINGS)
         if not half or KNOWN_NAMES.fullmatch(name):
-            names.setdefault(name, text)
+            names.setdefault(name)
 
     def on_adapters(self, match, text, cut):
         for number, merged, alone in re.findall(r"\[(\d+)\](?:=\{([^}]*)|([^\s;]+))", match[1]):
@@ -209,7 +199,7 @@ class Reader:
 
     def on_provider(self, match, text, cut):
         if not cut or match.end() < len(match.string.rstrip()):
-            self.providers.setdefault(match[1], text)
+            self.providers.add(match[1])
 
     def on_wish(self, match, text, cut):
         name, value = (group for group in match.groups() if group)
@@ -223,18 +213,9 @@ class Reader:
         # A plugin that nobody asked for and that is not there is what most machines have.
         own = rf"[^\s:]*(?:ccl-net|{asked})[^\s:]*: cannot open shared object file"
         if re.search(rf"(?:^|\s){own}", match[1]):
-            self.missing_plugin = self.missing_plugin or text
+            self.notes.setdefault("plugin_not_found", text)
         elif re.search(r"\S: \S", match[1]):
             self.notes.setdefault("plugin_failed", text)
-
-    def on_plugin_not_found(self, match, text, cut):
-        self.missing_plugin = self.missing_plugin or text
-
-    def on_gpudirect_of_adapter(self, match, text, cut):
-        self.without_gpudirect.setdefault("adapter", text)
-
-    def on_gpudirect_of_pair(self, match, text, cut):
-        self.without_gpudirect.setdefault("pair", text)
 
     def on_connect_failed(self, match, text, cut):
         if UNREACHABLE.search(text):
@@ -292,7 +273,7 @@ class Reader:
         if name == "Socket":
             return "sockets"
         if name in ("Libfabric", "AWS Libfabric"):
-            return "efa" if set(self.providers) == {"efa"} else "plugin"
+            return "efa" if self.providers == {"efa"} else "plugin"
         if OVER_ADAPTERS.fullmatch(name) and (name == "IB" or self.devices):
             return self.adapter_kind()
         return "plugin"
@@ -322,8 +303,8 @@ class Reader:
         lines = dict(self.notes)
         plugin_works = any(name not in ("IB", "Socket") for name in found.networks)
         asked = self.wish("NCCL_NET_PLUGIN").lower() not in ("", "none")
-        if self.missing_plugin and asked and not plugin_works:
-            lines.setdefault("plugin_failed", self.missing_plugin)
+        if "plugin_not_found" in lines and asked and not plugin_works:
+            lines.setdefault("plugin_failed", lines["plugin_not_found"])
         if found.transport == "sockets":
             if not found.reason and (line := self.asked_for_more(lines)):
                 lines["fell_back_to_sockets"] = line
@@ -334,13 +315,13 @@ class Reader:
         return lines
 
     def asked_for_more(self, lines: dict[str, str]) -> str | None:
-        """The line that shows that something faster than sockets was meant to be used."""
+        """The line that shows that something faster than sockets was meant to be used.
+
+        NCCL_IB_DISABLE is 0 here: any other value is a reason.
+        """
         for name, (value, line) in self.wishes.items():
-            if (
-                name == "NCCL_IB_HCA"
-                or (name == "NCCL_IB_DISABLE" and value == "0")
-                or (name == "NCCL_NET" and OVER_ADAPTERS.fullmatch(value))
-            ):
+            names_one = name == "NCCL_NET" and OVER_ADAPTERS.fullmatch(value)
+            if names_one or name in ("NCCL_IB_HCA", "NCCL_IB_DISABLE"):
                 return line
         return lines.get("plugin_failed")
 
@@ -349,16 +330,16 @@ class Reader:
         if found.transport in ("sockets", "local"):
             return None
         over_network = found.channels.get("network", 0)
-        if over_network and found.gpudirect == over_network:
+        if found.gpudirect == over_network:
             return None
-        if line := self.without_gpudirect.get("adapter"):
+        if line := self.notes.get("gpudirect_of_adapter"):
             return line
         if found.gpudirect:  # a pair that is far apart is off on healthy machines too
             return None
-        if line := self.without_gpudirect.get("pair"):
+        if line := self.notes.get("gpudirect_of_pair"):
             return line
         rdma = found.transport in ("infiniband", "roce", "efa") or found.network == "IB"
-        return next(iter(self.connected.values())) if over_network and rdma else None
+        return self.notes["network_channel"] if over_network and rdma else None
 
 
 def suspect(interface: str) -> bool:
@@ -368,15 +349,6 @@ def suspect(interface: str) -> bool:
 def quote(text: str) -> str:
     text = text.strip()
     return text if len(text) <= QUOTE_LIMIT else text[: QUOTE_LIMIT - 1] + "…"
-
-
-def find(lines: Iterable[str]) -> Finding:
-    """What the lines of one job's text say, of any of its ranks and nodes."""
-    reader = Reader()
-    for line in lines:
-        for part in line.splitlines(keepends=True) if "\r" in line else (line,):
-            reader.read(part)
-    return reader.finding()
 
 
 # --- for people --------------------------------------------------------------------------------
@@ -491,16 +463,16 @@ def lines_of(path: Path) -> Iterator[str]:
 
 
 def find_in_files(paths: list[str]) -> Finding:
+    """What the text of one job says, of any of its ranks and nodes."""
     reader = Reader()
     path: Path | str = ", ".join(paths)
     try:
         for path in files_in(paths):
-            reader.saw_line_end = True  # a file's lines have one, unless they are cut
             for line in lines_of(path):
                 reader.read(line)
     except OSError as error:
         raise UserError(f"cannot read {error.filename or path}: {error.strerror}") from None
-    if not reader.any_text:
+    if not (reader.notes or reader.any_text):
         raise UserError(f"no text of NCCL in {', '.join(paths)}: {HOW_TO_ASK}")
     return reader.finding()
 

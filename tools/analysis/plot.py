@@ -8,9 +8,7 @@ import math
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("Agg")  # no display is needed
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure  # without pyplot, which may look for a display
 
 LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 COLOURS = ("#111111", "#1f5fa8", "#c1440e", "#4d8f3a", "#7a3f98")
@@ -24,7 +22,7 @@ PARTS = {  # of a step: colour, hatching
 }
 
 
-def draw(result, file, dpi=120):
+def draw(result, file):
     """Split of the step, throughput, loss, and efficiency where there are several sizes.
 
     `result` is what compare_logs.compare returns. Raises OSError or ValueError (no such format).
@@ -32,16 +30,14 @@ def draw(result, file, dpi=120):
     panels, grid, size = [draw_split, draw_throughput, draw_loss], (1, 3), (16, 5.2)
     if result["scaling"]:
         panels, grid, size = [*panels, draw_efficiency], (2, 2), (13, 9)
-    with plt.rc_context({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = plt.subplots(*grid, figsize=size, layout="constrained")
-        try:
-            for panel, axis in zip(panels, axes.flat, strict=True):
-                panel(axis, result)
-            if len(result["runs"]) == 1:
-                figure.suptitle(headline(result["runs"][0]))
-            figure.savefig(file, dpi=dpi, format=None if Path(file).suffix else "png")
-        finally:
-            plt.close(figure)
+    look = {"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(look):
+        figure = Figure(figsize=size, layout="constrained")
+        for panel, axis in zip(panels, figure.subplots(*grid).flat, strict=True):
+            panel(axis, result)
+        if len(result["runs"]) == 1:
+            figure.suptitle(headline(result["runs"][0]))
+        figure.savefig(file, dpi=120, format=None if Path(file).suffix else "png")
 
 
 def headline(run):

@@ -151,10 +151,8 @@ def projection_lines(run, cells):
     text = f"From {run.name}, by the model (not measured): from full to no overlap of "
     text += f"{megabytes(run.wire_bytes)} a step with {ms(run.floor_s)} ({of}); {latency}."
     if run.can_predict and waited_seconds(run):
-        text += (
-            f" It waited {ms(waited_seconds(run))} more than buckets and probe account for, which "
-        )
-        text += "stays."
+        text += f" It waited {ms(waited_seconds(run))} more than buckets and probe account for, "
+        text += "which stays."
     rows = [
         [
             *(rate(c["gbps"]), ms(c["ring_s"]), ms(c["tree_s"]), span(*c["step_s"])),
@@ -195,12 +193,11 @@ def as_json(result):
 
 def write_report(result, file, picture=None):
     """The report in a file, which names the picture from where it lies."""
-    if picture and not os.path.exists(picture):  # it could not be drawn
-        picture = None
-    if picture:
-        picture = quote(os.path.relpath(picture, Path(file).absolute().parent))
+    address = None
+    if picture and os.path.exists(picture):  # else it could not be drawn
+        address = quote(os.path.relpath(picture, Path(file).absolute().parent))
     # What other programs have said may look like HTML, which a viewer of Markdown would hide.
-    text = report(result, picture).replace("<", "&lt;")
+    text = report(result, address).replace("<", "&lt;")
     Path(file).write_text(text + "\n", encoding="utf-8")
 
 

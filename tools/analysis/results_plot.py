@@ -9,12 +9,9 @@ from collections import Counter, namedtuple
 from pathlib import Path
 
 import matplotlib
+from matplotlib.figure import Figure  # without pyplot, which may look for a display
 
-matplotlib.use("Agg")  # no display is needed
-import matplotlib.pyplot as plt
-
-FORMATS = plt.figure().canvas.get_supported_filetypes()
-plt.close("all")
+FORMATS = Figure().canvas.get_supported_filetypes()
 
 COLUMNS = 4  # of images
 MOST_CLASSES = 18  # each with a row of its own
@@ -31,7 +28,7 @@ COUNTS, MISTAKES = 7.6, 8.55  # where the words beside it begin
 ClassRow = namedtuple("ClassRow", "name images right mistaken_for times")
 
 
-def draw(results, title, file, dpi=120):
+def draw(results, title, file):
     """Images on the left, classes on the right. Raises OSError.
 
     `results` is what results_of in show_results.py returns.
@@ -41,16 +38,13 @@ def draw(results, title, file, dpi=120):
     of_classes = ROW_HEIGHT * (min(len(rows), MOST_CLASSES + 1) + 3)
     height = TOP + max(CELL_HEIGHT * lines + 0.35, of_classes)
     fonts = {"font.size": 9, "text.parse_math": False}  # a name may have a $
-    with plt.rc_context(fonts), warnings.catch_warnings():
+    with matplotlib.rc_context(fonts), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of letters that the font lacks: it draws a box
-        figure = plt.figure(figsize=(WIDTH, height))
-        try:
-            figure.text(0.5, 1 - TOP / 2 / height, title, fontsize=12, ha="center", va="center")
-            draw_images(figure, results)
-            draw_classes(figure, rows, len(results.names))
-            figure.savefig(file, dpi=dpi, format=None if Path(file).suffix else "png")
-        finally:
-            plt.close(figure)
+        figure = Figure(figsize=(WIDTH, height))
+        figure.text(0.5, 1 - TOP / 2 / height, title, fontsize=12, ha="center", va="center")
+        draw_images(figure, results)
+        draw_classes(figure, rows, len(results.names))
+        figure.savefig(file, dpi=120, format=None if Path(file).suffix else "png")
 
 
 def add_axes(figure, left, top, width, height):

@@ -80,7 +80,7 @@ class Run:
 
     @property
     def can_project(self):
-        return self.complete and all((self.step_s, self.wire_bytes, self.processes, self.nodes))
+        return all((self.step_s, self.wire_bytes, self.processes, self.nodes))
 
     @property
     def can_predict(self):
@@ -139,9 +139,11 @@ def make_run(name, log, given):
 
 def add_times(run, summary):
     """Wall time and the split of a step, means over the ranks."""
-    run.wall_s = max(run.log.ended.values(), default=None)
+    run.wall_s = max(run.log.ended.values())
     for name in ("step", "data", "compute", "exposed"):
-        if (milliseconds := get(summary, f"{name}_ms")) is not None:
+        milliseconds = get(summary, f"{name}_ms")
+        # A run that was resumed at its very end has made no step.
+        if milliseconds is not None and get(summary, "step_ms") != 0:
             setattr(run, f"{name}_s", milliseconds / 1000)
     if run.processes == 1 and None not in (run.step_s, run.data_s):  # nothing to communicate
         run.compute_s, run.exposed_s = run.step_s - run.data_s, 0.0
@@ -321,6 +323,6 @@ def set_floor(run, runs):
     if run.has_split:
         run.floor_s, run.floor_from = run.data_s + run.compute_s, run.name
         return
-    alike = [r for r in runs if r.complete and r.step_s and r.shape == run.shape]
+    alike = [r for r in runs if r.step_s and r.shape == run.shape]
     if best := min(alike, key=lambda r: r.step_s, default=None):
         run.floor_s, run.floor_from = best.step_s, best.name

@@ -41,6 +41,11 @@ class UsedNetwork:
         return self.transport in ADAPTERS, math.inf if self.gbps is None else self.gbps
 
     @property
+    def connections(self):
+        """How many NCCL's text shows that leave the node."""
+        return get(get(self.finding, "channels", dict), "network", int) or 0
+
+    @property
     def shown(self):
         """eth0 (ethernet); None where no interface is known to have carried it."""
         more = ["..."] if len(self.names) > 4 else []
@@ -193,12 +198,11 @@ BOND = "a bond sends a connection over one member: more connections, hashed by l
 
 def what_nccl_shows(network):
     """The checks that NCCL's own text has answered: it used the adapters, and how."""
-    found = network.finding
-    problems = [problem.get("id") for problem in objects(found, "problems")]
-    channels = get(get(found, "channels", dict), "network", int)
-    all_direct = channels and get(found, "gpudirect", int) == channels
-    shown = [LOCKED] if channels else []
-    return shown + ([GPUDIRECT] if all_direct or "gpudirect_off" in problems else [])
+    direct = get(network.finding, "gpudirect", int)
+    off = any(p.get("id") == "gpudirect_off" for p in objects(network.finding, "problems"))
+    shown = [LOCKED] if network.connections else []
+    all_direct = network.connections and direct == network.connections
+    return shown + ([GPUDIRECT] if all_direct or off else [])
 
 
 def slow_link_checks(network, stated, tcp, backend):

@@ -62,7 +62,7 @@ def judge(run):
         carrying_s = run.probe_s or (excess_s if excess_s > 0.02 * run.step_s else None)
         implied = implied_gbps(*size, carrying_s) if carrying_s else None
         verdict.implied_gbps = run.wire_gbps or implied
-        if run.link_gbps:
+        if run.link_gbps and run.steps > run.start_step:
             set_range(verdict, run, size)
     (judge_split if run.has_split else judge_whole)(verdict, run)
     if verdict.range_s:
@@ -74,9 +74,7 @@ def judge(run):
 def set_range(verdict, run, size):
     """From the better algorithm, all of it hidden, to the other, none of it hidden."""
     quick = all_reduce_seconds(run, *size, run.link_gbps * 1e9 / 8)
-    slow = all_reduce_seconds(
-        run, *size, payload_rate(run.link_gbps), run.message_s or 0.0, unknown=max
-    )
+    slow = all_reduce_seconds(run, *size, payload_rate(run.link_gbps), run.message_s, unknown=max)
     # Where ranks differ, no step is quicker than the work of the slowest.
     floor_s = max([run.floor_s, *busy_of_ranks(run.ranks).values()])
     low, high = max(floor_s, quick), floor_s + slow
@@ -224,7 +222,7 @@ def say_carried(run):
     if not network:
         return []
     basis = f"by {network.basis}"
-    if run.nodes == 1 and network.transport != "local" and network.gbps:
+    if run.nodes == 1 and network.gbps:
         return [f"Inside one node, over {network.shown}, {basis}: {rate(network.gbps)}."]
     if run.nodes == 1 or network.transport == "local":
         where = "Inside one node" if run.nodes == 1 else "Between nodes"
@@ -232,9 +230,9 @@ def say_carried(run):
             basis = "as no counter of bytes moved"
         return [f"{where}, {way_inside(network)}, {basis}: no network is judged."]
     says = [text for text in [say_fallback(network)] if text]
-    if network.transport in ADAPTERS and (channels := over_network(network)):
+    if network.transport in ADAPTERS and network.connections:
         direct = get(network.finding, "gpudirect", int) or 0
-        basis += f" (GPUDirect on {direct} of {channels} connections)"
+        basis += f" (GPUDirect on {direct} of {network.connections} connections)"
     if told := told_algorithm(run):
         basis += f", with NCCL_ALGO={told}"
     if kept := only_sockets(run):
@@ -251,11 +249,6 @@ def say_carried(run):
     if run.record("Run").get("backend") == "nccl" and not network.finding:
         text += "; NCCL's text, which would say why, is not in the log"
     return [*says, f"{text}."]
-
-
-def over_network(network):
-    """How many connections NCCL's text shows that leave their node."""
-    return get(get(network.finding, "channels", dict), "network", int) or 0
 
 
 def way_inside(network):
@@ -276,7 +269,7 @@ def through_host_memory(run):
     return (
         network
         and network.transport in ADAPTERS
-        and over_network(network)
+        and network.connections
         and not get(network.finding, "gpudirect", int)
         and (network.gbps or math.inf) < DELIVERS * (run.link_gbps or 0)
     )
@@ -331,6 +324,6 @@ def say_trouble(run):
             if key not in HARMLESS and (count := get(interface["errors"], key))
         ]
         if found:
-            meant = ON_ROCE if run.network and run.network.transport == "roce" else ""
+            meant = ON_ROCE if run.network.transport == "roce" else ""
             says.append(f"Errors counted {when}: {', '.join(found)}{meant}.")
     return says
