@@ -24,6 +24,7 @@ from launcher.errors import Refused
 from support.launcher_folder import LauncherFolder
 from support.nodes import NamespacePair
 from support.processes import ROOT, WITH_STAND_IN, Run, free_port, require, wait_until
+from test_supervise import Node
 
 TOOLS = ROOT / "tools"
 
@@ -168,31 +169,6 @@ def test_what_tells_another_job_from_a_setting_that_differs(ours, theirs, foreig
     assert bool(series.stranger(ours, theirs)) == foreign
 
 
-class Node:
-    """One node's rendezvous, in a thread of its own."""
-
-    def __init__(self, port: int, rank: int, seconds: float = 8, token: str = "", **settings):
-        self.said: list[str] = []
-        usual = {"NNODES": 2, "RESTARTS": 0, "PROBE": 0} | settings
-        node = {"node_rank": rank, "host": f"host{rank}", "settings": usual}
-        self.rendezvous = rendezvous.Rendezvous("127.0.0.1", port, node, 0, self.said.append)
-        if token:
-            self.rendezvous.series.token = token
-        self.thread = threading.Thread(target=self._run, args=(seconds,))
-        self.thread.start()
-
-    def _run(self, seconds: float) -> None:
-        try:
-            self.result: object = self.rendezvous.agree(rendezvous.Plan(), seconds)
-        except Exception as error:
-            self.result = error
-
-    def end(self) -> object:
-        self.thread.join(40)
-        assert not self.thread.is_alive(), "it hangs"
-        return self.result
-
-
 @pytest.mark.parametrize("first", ["the second start", "the node"])
 def test_of_two_nodes_of_one_rank_the_one_that_was_admitted_before_stays(first):
     """Without a token none of them is known: then all end, as test_supervise.py has it."""
@@ -207,7 +183,7 @@ def test_of_two_nodes_of_one_rank_the_one_that_was_admitted_before_stays(first):
     known, unknown = ones if tokens[0] else ones[::-1]
     assert [one.end() for one in (node_0, known, last)] == [rendezvous.Plan()] * 3
     assert isinstance(unknown.end(), Refused)
-    assert "has its node 1 already" in str(unknown.result)
+    assert "has its node 1 already" in str(unknown.end())
 
 
 TCP_REPAIR = 19  # linux/tcp.h: its socket is closed without a word to the other end
@@ -237,12 +213,12 @@ NODE_0 = f"""
 import sys
 sys.path.insert(0, {str(TOOLS)!r})
 from launcher import rendezvous
-node = {{"node_rank": 0, "host": "host0", "settings": {{"NNODES": 2, "RESTARTS": 0, "PROBE": 0}}}}
+node = {{"node_rank": 0, "host": "host0", "settings": {{"NNODES": 2, "RESTARTS": 3, "PROBE": 0}}}}
 say = lambda text: print(text, flush=True)
 met = rendezvous.Rendezvous("127.0.0.1", int(sys.argv[1]), node, 0, say)
 say(met.agree(rendezvous.Plan(), 120))
 """
-GOOD = {"node_rank": 1, "host": "host1", "settings": {"NNODES": 2, "RESTARTS": 0, "PROBE": 0}}
+GOOD = {"node_rank": 1, "host": "host1", "settings": {"NNODES": 2, "RESTARTS": 3, "PROBE": 0}}
 GOOD |= {"protocol": rendezvous.PROTOCOL, "token": "", "job": {}}
 FORGED = '[GPU 0] Summary {"steps": 1}'
 DEEP = 6000
@@ -381,18 +357,17 @@ def deceived():
     for case, (greeting, answer, _) in FALSE_NODE_0.items():
         port = free_port()
         greeted(port, greeting, answer)
-        nodes[case] = port, Node(port, 1, seconds=2)
+        nodes[case] = port, Node(port, 1, seconds=2, last=0)
     return nodes
 
 
 @pytest.mark.parametrize("case", FALSE_NODE_0)
 def test_false_node_0_ends_a_node_in_its_own_line(deceived, case):
     port, node = deceived[case]
-    assert isinstance(node.end(), Refused), repr(node.result)
-    text = f"node 0 did not answer at 127.0.0.1:{port} within 2 s ("
-    assert str(node.result).startswith(text) and str(node.result).isprintable()
-    assert FALSE_NODE_0[case][2] in str(node.result)
-    assert "GPU 0" not in "".join([str(node.result), *node.said])
+    error = str(node.end())
+    assert error.startswith(f"node 0 did not answer at 127.0.0.1:{port} within 2 s (")
+    assert error.isprintable() and FALSE_NODE_0[case][2] in error
+    assert "GPU 0" not in "".join([error, *node.said])
 
 
 def test_launcher_of_another_version_ends_all_nodes_in_one_line():
@@ -410,7 +385,7 @@ def test_launcher_of_another_version_ends_all_nodes_in_one_line():
 
     port = free_port()
     greeted(port, line(protocol=1, node_0_waits=5, purpose="start"))
-    told = str(Node(port, 1).end())
+    told = str(Node(port, 1, last=0).end())
     assert f"node 0 at 127.0.0.1:{port} runs another version of this demo" in told
 
 
@@ -424,7 +399,7 @@ def test_connection_is_used_each_minute_and_given_up_when_the_ranks_do(seconds):
         wire.lost_after(link, seconds)
         names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
         values = [link.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
-        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and link.gettimeout() == 2
     idle, pause, count = values
     assert seconds <= pause * count and idle + pause * count <= 1.5 * seconds + 2
     assert max(idle, pause) <= max(60, seconds / 100)

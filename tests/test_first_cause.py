@@ -29,7 +29,7 @@ from launcher.ending import End, Ending, make_ending, read_ending, tell_end, tel
 from launcher.root_cause import GIVEN_UP, Cause, OutputReader, find_causes, first_cause
 from support.datasets import make_set
 from support.nodes import NamespacePair
-from support.processes import LONG, ROOT, SCRIPT, WITH_STAND_IN, Started, free_port
+from support.processes import LONG, ROOT, SCRIPT, WITH_STAND_IN, Started, free_ports
 
 TIMEOUT = 4  # the script's --timeout, seconds
 IN_TIME = 20  # seconds from a failure to the end on all nodes, as docs/faults.md has it
@@ -313,16 +313,6 @@ def test_signal_to_a_node_that_waits_for_the_ending_is_told(monkeypatch):
 # --- Real supervisors --------------------------------------------------------------------------
 
 
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row that are free."""
-    while True:
-        port = free_port()
-        with contextlib.suppress(OSError, OverflowError), contextlib.ExitStack() as stack:
-            for n in range(count):
-                stack.enter_context(socket.create_server(("", port + n)))
-            return port
-
-
 class Place:
     """So many nodes with one rank each; how each has ended is told by its log."""
 
@@ -458,6 +448,8 @@ def test_rank_that_is_killed_is_the_last_line_of_all(ended):
     (line,) = place.last_lines()
     assert re.fullmatch(r"node 1 \(\S+\): rank 1 was ended by signal 9", line)
     assert place.codes() == {1} and place.seconds() < IN_TIME
+    where = r"rank 1 ended in .*step 3; ranks 0, 2 waited in step 3: look at node 1 \("
+    assert re.search(where, place.log(0))
 
 
 def test_rank_that_hangs_is_the_last_line_of_all(ended):

@@ -290,7 +290,10 @@ BREAKS = [
         file="tools/launcher/wire.py",
         old='("TCP_KEEPCNT", count)',
         new='("TCP_KEEPCNT", 1)',
-        tests=("tests/test_hang_report.py::test_link_is_not_lost_before_the_ranks_give_it_up",),
+        tests=(
+            "tests/test_admission.py::"
+            "test_connection_is_used_each_minute_and_given_up_when_the_ranks_do",
+        ),
     ),
     Break(
         name="locked-memory-a-thousandth",

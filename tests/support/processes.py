@@ -76,6 +76,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that are free."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError, OverflowError), contextlib.ExitStack() as stack:
+            for n in range(count):
+                stack.enter_context(socket.create_server(("", port + n)))
+            return port
+
+
 def new_test_id() -> str:
     return f"{os.getpid()}-{next(counter)}-{time.time_ns()}"
 

@@ -2,7 +2,7 @@
 
 In each step all wait for all, --timeout seconds at most; they keep their phase, leave error files,
 and on a signal agree to save and stop. `--fault RANK:STEP:WHAT` happens before a first restart,
-`again` after it, too.
+`again` after it, too. A resumed run has 19 steps.
 """
 
 import argparse
@@ -17,6 +17,8 @@ from pathlib import Path
 parser = argparse.ArgumentParser()
 parser.add_argument("--timeout", type=float, default=300)
 parser.add_argument("--steps", type=int, default=99999)
+parser.add_argument("--first", default="rendezvous:0", help="PHASE:SECONDS before all meet")
+parser.add_argument("--orphan", action="store_true", help="goes on without its torchrun")
 parser.add_argument("--checkpoint")
 parser.add_argument("--resume", action="store_true")
 parser.add_argument("--fault", action="append", default=[])
@@ -108,16 +110,19 @@ def meet_fault(step):
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, stop)
 say(f"PHASES {phases}")
+first, seconds = args.first.split(":")
+phase(first)
+time.sleep(float(seconds))
 phase("rendezvous")
 try:
     peers = meet()
     for peer in peers:
         peer.settimeout(args.timeout)
-    for step in range(1, args.steps + 1):
+    for step in range(1, 20 if args.resume else args.steps + 1):
         phase(f"the data of step {step}")
         time.sleep(0.1)
         meet_fault(step)
-        if os.getppid() != parent:  # its torchrun is gone
+        if os.getppid() != parent and not args.orphan:  # its torchrun is gone
             end("stopped", f"Stopped on the end of its parent process | step {step}", 75)
         phase(f"step {step}")
         all_stop = agree(peers)
