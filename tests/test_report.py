@@ -73,13 +73,6 @@ def test_foreign_text_does_not_break_it(tmp_path):
     assert "root cause: [CPU 1] ERROR: in &lt;module>." in kept.read_text()
 
 
-def test_report_that_cannot_be_written_is_one_line(pair, tmp_path):
-    _, err = run_tool(*pair, "--report", tmp_path, code=2)
-    assert re.fullmatch(f"compare_logs.py: error: --report {tmp_path}: cannot be .*\n", err)
-    missing = tmp_path / "no" / "x.md"
-    assert f"--report {missing}: no such folder" in error_of(*pair, "--report", missing)
-
-
 # --- the projection -----------------------------------------------------------------------------
 
 
