@@ -340,6 +340,7 @@ ON_A_MAC = {"call": elsewhere, "returns": {"torch.backends.mps.is_available": Tr
     [
         ("--global_batch_size 7 --accumulate_steps 2", {}, ["--global_batch_size 7", "2"]),
         ("--global_batch_size 5", {"nproc": 2}, ["--global_batch_size 5", "2"]),
+        ("--grad_compression powersgd --precision fp16", {"nproc": 2}, ["PowerSGD", "fp16"]),
         ("--backend nccl", {}, ["--backend nccl", "GPU"]),
         ("--sync_bn", {}, ["--sync_bn", "GPUs"]),
         ("--device mps", {}, ["--device mps", "Mac"]),

@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -134,29 +133,6 @@ def test_second_series_keeps_the_logs_of_the_first_apart(folder, nodes):
     assert "first" not in (logs / "node1.log").read_text()
     (kept,) = logs.glob("node1.log.*")
     assert "first" in kept.read_text()
-
-
-@LONG
-def test_interface_that_one_node_lacks_fails_on_both_and_the_series_goes_on(folder):
-    with NamespacePair() as nodes:
-        add = "add here0 type veth peer name other0"
-        for words in (add, "set here0 up", "set other0 up"):
-            subprocess.run(f"ip -n {nodes.names[0]} link {words}".split(), check=True)
-        address = f"ip -n {nodes.names[0]} addr add 10.79.0.1/24 dev here0"
-        subprocess.run(address.split(), check=True)
-        began = time.monotonic()
-        runs = folder.run(nodes, "x", NETWORKS="lacking=here0 two=eth0", expect=1)
-    assert time.monotonic() - began < 40  # nobody has waited for CONNECT_TIMEOUT
-    text = "this node has no interface or adapter here0 that is up (none of that name); it has eth"
-    assert f"error: {text}" in errors(runs[1])[0]
-    assert f"error: node 1 (node1): {text}" in errors(runs[0])[0]
-    for run in runs:
-        assert len(errors(run)) == 1
-        assert "networks.py: network lacking failed with code 1\n" in run.out
-        assert [r["env"]["RUN_NAME"] for r in reports(run)] == ["two"]
-    assert "COMPARED lacking=logs/series/lacking two=logs/series/two" in runs[0].out
-    log = folder.path / "logs" / "series" / "lacking" / "node0.log"
-    assert text in log.read_text()  # the root cause, where compare_logs.py looks for it
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", *long("SIGTERM")])

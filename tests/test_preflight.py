@@ -128,13 +128,12 @@ def test_interface_that_is_set_stays_and_its_mtu_is_compared(nodes):
 # --- Waiting ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_signal_ends_the_wait_for_others(nodes, name):
+def test_a_schedulers_signal_ends_the_wait_for_others(nodes):
+    """Ctrl-C and SIGTERM: test_unharmed.py."""
     started = start(nodes, 0, split=False)
     started.wait_for("waits up to")
-    number = signal.Signals[name]
-    started.signal(number)
-    ended = started.finish(5, expect=128 + number)
+    started.signal(signal.SIGUSR1)
+    ended = started.finish(5, expect=128 + signal.SIGUSR1)
     assert "stopped by a signal before the start" in ended.out
 
 
@@ -216,9 +215,13 @@ def test_healthy_infiniband_gives_no_line(machine, names):
 
 @pytest.mark.parametrize(
     ("names", "gloo", "what"),
-    [("mlx5_0:2", "", "mlx5_0:2 that is up (1: DOWN)"), ("", "eth1", "eth1 that is up (down)")],
+    [
+        ("mlx5_0:2", "", "mlx5_0:2 that is up (1: DOWN)"),
+        ("", "eth1", "eth1 that is up (down)"),
+        ("eth7", "", "eth7 that is up (none of that name)"),
+    ],
 )
-def test_port_or_interface_that_is_down(machine, names, gloo, what):
+def test_port_or_interface_that_is_down_or_missing(machine, names, gloo, what):
     (line,), warnings = check(names, gloo)
     has = "it has eth0, eth1, ib0, mlx5_0: name one of them"
     assert line.startswith(f"this node has no interface or adapter {what}; {has}") and not warnings

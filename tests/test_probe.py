@@ -271,13 +271,3 @@ def test_finding_in_one_line():
     }
     for text, said in cases.items():
         assert nccl_text.in_one_line(nccl_text.find(text.splitlines(keepends=True))) == said
-
-
-def test_rails_are_summed_in_the_sentence(demo):
-    rail = {"kind": "infiniband", "speed_Gbps": 100}
-    four = [rail | {"name": f"mlx5_{n}:1", "wire_Gbps": 90.5 - n} for n in range(4)]
-    record = {"all_reduce_bytes": GRADIENTS, "all_reduce_ms": 1.0, "algbw_GBps": 44.87}
-    record["nodes"] = [{"interfaces": four}] * 2
-    (said,) = demo.run(call=links.sentences, records=[record]).result()
-    rails = "mlx5_0:1, mlx5_1:1, mlx5_2:1, mlx5_3:1 (infiniband), 89 % of their stated 400 Gb/s"
-    assert said == f"all-reduce of 44.9 MB in 1 ms: 356 Gb/s on {rails}"

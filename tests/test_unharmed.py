@@ -324,7 +324,7 @@ def test_script_finds_an_interface_by_each_of_its_addresses(demo: ForkServer, ma
         assert job.result(node) == [["eth0", "eth0"]] * len(MASTERS)
 
 
-def test_comparison_over_an_interface_without_an_address_says_so(folder):
+def test_network_without_an_address_fails_on_both_nodes_and_the_series_goes_on(folder):
     with NamespacePair() as nodes:
         name = nodes.names
         _ip(f"-n {name[0]} link add bare type veth peer name bare netns {name[1]}")
@@ -335,8 +335,11 @@ def test_comparison_over_an_interface_without_an_address_says_so(folder):
     assert f"error: {text}" in networks.errors(runs[1])[0]
     for run in runs:
         (line,) = networks.errors(run)
-        assert text in line
+        assert text in line and "networks.py: network bare failed with code 1\n" in run.out
         assert [r["env"]["RUN_NAME"] for r in networks.reports(run)] == ["two"]
+    assert "COMPARED bare=logs/series/bare two=logs/series/two" in runs[0].out
+    log = folder.path / "logs/series/bare/node0.log"
+    assert text in log.read_text()  # the root cause, where compare_logs.py looks for it
 
 
 # --- A full disk, and what cannot be written -------------------------------------------------
