@@ -160,12 +160,6 @@ def test_each_part_for_gpus_runs_on_a_cpu(part, scratch):
     args = ["gpu", "--cpu", *ONCE, "--part", part, "--batch_sizes", "2", "--images", "20"]
     args += ["--limit", "800"]  # a busy machine is no GPU
     rows = table_of([*args, "--batch_size", "4", "--steps", steps], scratch)
-    if part == "train":
-        assert [what[:14] for what in rows] == ["1 process(es) ", "2 process(es) "]
-    if part == "input":
-        loader = rows["prepared: loader of 1 workers / resident batch"]
-        least = min(loader["demo"], loader["reference"])
-        assert rows["prepared: fed / the lower of both"]["reference"] == least
     if part == "split":
         # operators take most of what is not waiting; loader and logging are operators, too
         assert 0.5 < rows["resident: compute and exposed / kernels running"]["ratio"] < 1.5
@@ -345,8 +339,6 @@ def test_speed_leaves_warm_up_and_other_ranks_out():
     # by hand: 3 steps of 8 images in 0.6 s, of which 0.06 s were waiting; the median is 100 ms
     wanted = {"img_per_s": 40, "step_ms": 100, "waiting": 10}
     assert figures.speed(text, ARGS) == pytest.approx(wanted)
-    with pytest.raises(runner.Failure, match="3 steps after the warm-up, not 4"):
-        figures.step_times(text, skip=1, count=4)
 
 
 def test_rates_as_tc_writes_them():

@@ -141,14 +141,13 @@ E1122 08:34:31 10583 torch/distributed/elastic/multiprocessing/api.py:1] failed 
 @pytest.mark.parametrize(
     ("code", "signal_of_rank", "how", "kind"),
     [
-        (1, -9, {}, "killed"),  # from outside
-        (-9, 0, {}, "killed"),
         (1, -15, {}, "unknown"),  # by torchrun
         (-9, 0, {"given_up": True}, "lost"),  # by the launcher
         (-15, 0, {"stopped": True}, "stopped"),
     ],
 )
 def test_kill_by_launcher_or_torchrun_is_no_cause(code, signal_of_rank, how, kind):
+    """One from outside is: test_supervise.py."""
     said = OutputReader()
     for line in REPORT.format(signal_of_rank).splitlines() if signal_of_rank else ():
         said.read(line)

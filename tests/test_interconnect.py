@@ -154,43 +154,23 @@ RATE = 0.5  # Gb/s: so slow that a busy machine's pauses do not decide
 LEAST_MS = 8e-6 * GRADIENT_BYTES / RATE  # of an all-reduce between two nodes at this rate
 
 
-def check_probe(found: dict, rounds: int) -> None:
-    """That of a link between two nodes, with so many rounds."""
-    assert found["world_size"] == 2 and found["all_reduce_bytes"] == GRADIENT_BYTES
-    assert found["all_reduce_ms"] > LEAST_MS
-    assert found["algbw_GBps"] == pytest.approx(GRADIENT_BYTES / found["all_reduce_ms"] / 1e6)
-    assert found["busbw_GBps"] == pytest.approx(found["algbw_GBps"])  # 2 (n - 1) / n, n = 2
-    assert [node["host"] for node in found["nodes"]] == ["node0", "node1"]
-    for node in found["nodes"]:
-        check_carried(node["interfaces"], rounds * GRADIENT_BYTES)
-
-
 @LONG
 def test_probe_and_steps_at_a_known_rate(demo, data):
-    """On a link between two nodes: what it delivers, and what a step then waits for.
-
-    Medians of five rounds: a machine that does something else during one of them does not decide.
+    """On a link between two nodes: what goes over it, and what a step then waits for. That the
+    probe tells the rate: test_probe.py.
     """
     argv = [*data, *FAST, "--max_steps", 5]
     with NamespacePair("500mbit") as nodes:
         probed = demo.run(argv, 2, call=probe, nodes=nodes, SECONDS=9)
         short = demo.run(argv, 2, call=probe, nodes=nodes, SECONDS=0.1)
         job = demo.run(argv, 2, call=with_counters, nodes=nodes)
-    found, summary = probed.json_line("Probe"), check_split(job)
-    check_probe(found, 6)  # the warm-up and five
-    check_probe(short.json_line("Probe"), 2)  # no round starts after its time
-    ms, rates = found["all_reduce_ms"], [n["interfaces"][0]["wire_Gbps"] for n in found["nodes"]]
-    assert ms < 1.3 * LEAST_MS and rates == pytest.approx([RATE, RATE], rel=0.05)
-    rate = min(rates)
-    pattern = r"\[CPU 0\] Probe: all-reduce of 44\.9 MB in (\d+) ms: ([\d.]+) Gb/s on eth0 "
-    pattern += r"\(ethernet\), 5 % of its stated 10 Gb/s"
-    ((shown_ms, shown_rate),) = re.findall(f"(?m)^{pattern}$", probed.out)
-    assert float(shown_ms) == pytest.approx(ms, abs=0.51)
-    assert float(shown_rate) == pytest.approx(rate, rel=0.01)
+    for probe_of, rounds in ((probed, 6), (short, 2)):  # the warm-up and five, or what has time
+        for node in probe_of.json_line("Probe")["nodes"]:
+            check_carried(node["interfaces"], rounds * GRADIENT_BYTES)
     for rank in (0, 1):
         check_carried(job.result(rank), 5 * GRADIENT_BYTES)
     # What computing cannot hide of the all-reduce is exposed, on each of two equal nodes.
-    for rank in summary["ranks"]:
+    for rank in check_split(job)["ranks"]:
         assert rank["exposed_ms"] + rank["compute_ms"] > 0.95 * LEAST_MS
         assert rank["exposed_ms"] > 0.4 * LEAST_MS
 

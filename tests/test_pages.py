@@ -24,7 +24,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher.supervisor import STOPPED
 from support.forks import shared, write
 from support.processes import ROOT, SCRIPT, base_env, long, new_test_id, start
 from test_probe import SMALL
@@ -504,7 +503,6 @@ def test_step_table_names_the_marked_functions():
 
 def test_exit_codes():
     assert [int(row[0]) for row in rows("code")] == [0, 1, 2, os.EX_TEMPFAIL]
-    assert STOPPED == os.EX_TEMPFAIL
 
 
 def test_limits_in_the_text_are_the_scripts(script):

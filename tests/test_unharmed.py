@@ -28,6 +28,7 @@ from launcher.errors import Stopped
 from support.forks import ForkServer, write
 from support.nodes import NamespacePair, _ip, namespaces, small_disk, why_no_namespaces
 from support.processes import ROOT, Run, Started, require, start, wait_until
+from test_layout import chosen_interfaces
 
 TOOLS = ROOT / "tools"
 SOON = 3  # seconds for what takes one: this machine may be busy
@@ -302,26 +303,9 @@ def test_each_address_of_an_interface_leads_to_it(many, master):
         assert not test_preflight.lines(ended, "warning")
 
 
-def chosen_interfaces(demo, result, addresses):
-    """What the script takes for Gloo, and preflight, where each of these is MASTER_ADDR."""
-    sys.path.insert(0, os.environ["TOOLS"])
-    import preflight
-
-    process, found = demo.Process(world_size=2, backend="gloo"), []
-    for address in addresses:
-        os.environ["MASTER_ADDR"] = address
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        demo.choose_interface(process)
-        theirs = preflight.interface_of(preflight.route_to(address)[0])
-        found.append([os.environ.get("GLOO_SOCKET_IFNAME", ""), theirs])
-    write(result, found)
-
-
 def test_script_finds_an_interface_by_each_of_its_addresses(demo: ForkServer, many):
-    options = {"addresses": MASTERS, "env": {"TOOLS": str(TOOLS)}}
-    job = demo.run((), 2, call=chosen_interfaces, nodes=many, **options)
-    for node in (0, 1):
-        assert job.result(node) == [["eth0", "eth0"]] * len(MASTERS)
+    job = demo.run((), 2, call=chosen_interfaces, nodes=many, addresses=MASTERS)
+    assert job.result(0) == job.result(1) == ["eth0"] * len(MASTERS)
 
 
 def test_network_without_an_address_fails_on_both_nodes_and_the_series_goes_on(folder):
