@@ -25,7 +25,7 @@ from launcher import counters
 from support.datasets import make_set
 from support.forks import Job, prepared, run_to_the_end, start, write
 from support.nodes import NamespacePair, why_no_namespaces
-from support.processes import LONG, ROOT, Run, long, require, run_demo
+from support.processes import LONG, Run, long, require
 
 FAST = shlex.split(
     "--weights none --image_size 40 --batch_size 4 --workers 0 --precision fp32 --timeout 30 "
@@ -176,22 +176,6 @@ def test_probe_and_steps_at_a_known_rate(demo, data):
 
 
 # --- The probe -------------------------------------------------------------------------------
-
-
-@LONG
-def test_probe_with_torchrun_on_one_node(data):
-    """As one would type it: the training's line, with the probe in the script's place."""
-    argv = [*data, *FAST, "--probe-whatever", "-1", "--backend=gloo"]
-    run = run_demo(argv, nproc=2, script=ROOT / "tools/probe_link.py")
-    found = run.json_line("Probe")
-    (node,) = found["nodes"]
-    lo = node["interfaces"][0]
-    assert (lo["name"], lo["kind"], lo["speed_Gbps"]) == ("lo", "loopback", None)
-    assert 0.9 < lo["wire_Gbps"] / (8 * 2 * found["algbw_GBps"]) < 1.3  # both ranks send
-    _, line = (line for line in run.lines() if "[CPU" in line and "Probe" in line)
-    assert "Cleanup" not in run.out, run.out
-    said = r"all-reduce of 44\.9 MB in [\d.]+ ms: [\d.]+ Gb/s on lo \(loopback\)"
-    assert re.fullmatch(rf"\[CPU 0\] Probe: {said}", line), line
 
 
 @pytest.mark.parametrize("torchrun", [True, False])

@@ -24,7 +24,6 @@ from support.processes import LONG, WITH_STAND_IN, long, require, start, wait_un
 from test_networks import errors, reports
 
 BOTH = pytest.mark.parametrize("folder", ["stand-in", *long("torchrun")], indirect=True)
-REAL = pytest.mark.parametrize("folder", long("torchrun"), indirect=True)
 
 
 class Folder(LauncherFolder):
@@ -232,19 +231,6 @@ def test_signal_is_passed_on_and_never_restarted(folder, name):
     output = started.finish(30, expect=75).out
     assert output.count(f"] Stopped on {name}") == folder.log().count(f"] Stopped on {name}") == 2
     assert "restart 1" not in output
-
-
-@REAL
-def test_orphans_of_a_killed_torchrun_are_ended_before_the_restart(folder):
-    folder.plan("hang", "done")
-    started = folder.start("launch_single.sh", "x", RESTARTS=1)
-    orphan, torchrun = hanging(started)
-    os.kill(torchrun, signal.SIGKILL)
-    started.wait_for(r"(?s)\] hanging.*REPORT")
-    assert orphan not in started.pids()
-    output = started.finish(30).out
-    assert "Killed" not in output  # bash's own report of it, with the whole command line
-    assert "restart 1 of 1 after: torchrun was ended by signal 9" in output
 
 
 @BOTH

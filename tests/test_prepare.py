@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import zlib
@@ -454,20 +453,6 @@ def unlike(folder: Path, whole: dict[str, str]) -> set[str]:
     """Files that are not those of an undisturbed run, apart from the ones in the making."""
     others = digests(folder).items() - whole.items()
     return {name for name, _ in others if not name.startswith(".unfinished")}
-
-
-@LONG
-def test_killed_and_started_again(sample, undisturbed, tmp_path):
-    """Its worker ends with it."""
-    target, whole = tmp_path / "small", digests(undisturbed)
-    with start([sys.executable, TOOL, sample, target, "--workers", 1]) as started:
-        first_picture(started, target)
-        started.signal(signal.SIGKILL)
-        wait_until(lambda: not started.pids(), 20, "the worker's end")
-    assert not unlike(target, whole)
-    assert len(os.listdir(target / "train2017")) < 40
-    done(sample, target)
-    assert digests(target) == whole
 
 
 def first_picture(started: Started, target: Path) -> None:

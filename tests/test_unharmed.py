@@ -29,6 +29,7 @@ from support.forks import ForkServer, write
 from support.nodes import NamespacePair, _ip, namespaces, small_disk, why_no_namespaces
 from support.processes import ROOT, Run, Started, require, start, wait_until
 from test_layout import chosen_interfaces
+from test_supervise import Folder as Supervised
 
 TOOLS = ROOT / "tools"
 SOON = 3  # seconds for what takes one: this machine may be busy
@@ -45,18 +46,9 @@ def folder(tmp_path: Path) -> networks.Folder:
     return networks.Folder(tmp_path)
 
 
-def torchrun(path: Path, body: str) -> Path:
-    """A program that has torchrun's name."""
-    program = path / "torchrun"
-    program.write_text(f"#!/bin/bash\n{body}\n")
-    program.chmod(0o755)
-    return program
-
-
 def supervise_it(path: Path, body: str, before: tuple = (), **env: str) -> Started:
-    """supervise.py, with such a program to run."""
-    words = [*before, sys.executable, TOOLS / "supervise.py", "--log", path / "node0.log", "--"]
-    return start([*words, torchrun(path, body), "train.py"], env=env, cwd=path)
+    """supervise.py, with a program that has torchrun's name."""
+    return start([*before, *Supervised(path).command(body=body)], env=env, cwd=path)
 
 
 # --- A lost terminal -------------------------------------------------------------------------
@@ -247,14 +239,12 @@ def test_sweep_leaves_alone_what_the_run_did_not_start(tmp_path):
     """What the shell has started that became the launcher, and what comes to it later as to the
     first process of a container; not what the run has left behind."""
     require(process_tree.LIBC, "only Linux tells which processes there are")
-    own = torchrun(
-        tmp_path,
-        "setsid sleep 303 & touch began; while [ ! -e adopted ]; do sleep 0.05; done; sleep 0.3",
-    )
+    body = "setsid sleep 303 & touch began; while [ ! -e adopted ]; do sleep 0.05; done; sleep 0.3"
+    python, _, *words = Supervised(tmp_path).command(body=body)
     (tmp_path / "supervise_it.py").write_text(IMPATIENT)
-    words = [sys.executable, tmp_path / "supervise_it.py", "--log", tmp_path / "log", "--"]
     later = "{ while [ ! -e began ]; do sleep 0.05; done; sleep 302 & touch adopted; } & "
-    line = f"sleep 301 & {later} exec {shlex.join(map(str, [*words, own, 'train.py']))}"
+    line = shlex.join(map(str, [python, "supervise_it.py", *words]))
+    line = f"sleep 301 & {later} exec {line}"
     command = ["bash", "-c", line]
     with start(command, cwd=tmp_path) as started:
         run = started.finish(30, clean=None)
