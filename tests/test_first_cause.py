@@ -16,8 +16,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,15 @@ IN_TIME = 20  # seconds from a failure to the end on all nodes, as docs/faults.m
 HANG_IN_TIME = TIMEOUT + 15
 STEPS = ROOT / "tests" / "support" / "stand_in" / "steps.py"
 
-# All nodes are this machine: the loopback address, which a user's node 0 must not have, is right.
+# All nodes may be this machine: the loopback address, which a user's node 0 must not have, is
+# right. $GRACE: seconds from a failure until what has not ended is killed.
 SUPERVISE = f"""
-import sys
+import os, sys
 sys.path.insert(0, {str(ROOT / "tools")!r})
 import supervise
 from launcher import supervisor
 supervisor.check_master = lambda host, node_rank: None
+supervisor.GRACE = int(os.environ.get("GRACE", supervisor.GRACE))
 sys.exit(supervise.main())
 """
 
@@ -313,31 +316,37 @@ def test_signal_to_a_node_that_waits_for_the_ending_is_told(monkeypatch):
 
 
 class Place:
-    """So many nodes with one rank each; how each has ended is told by its log."""
+    """So many nodes, all on this machine or each on one of a pair; how each has ended is told by
+    its log.
+    """
 
-    def __init__(self, folder: Path, nnodes: int = 3) -> None:
-        self.folder, self.nnodes, self.port = folder, nnodes, free_ports(6)
+    def __init__(self, folder: Path, nnodes: int = 3, pair: NamespacePair | None = None) -> None:
+        self.folder, self.nnodes, self.pair = folder, nnodes, pair
+        self.address = f"{pair.addresses[0]}:29500" if pair else f"127.0.0.1:{free_ports(6)}"
         self.runs: list[Started] = []
         self.ends: dict[int, float] = {}  # node: when it ended
-        self.hit_at = 0.0
         folder.mkdir(parents=True)
 
-    def start(self, *arguments: object, options: tuple = (), timeout: float = TIMEOUT) -> None:
+    def start(self, *arguments: object, options=(), timeout=TIMEOUT, nproc=1, **env: str) -> None:
+        """The supervisors have `options`, the script's stand-in the arguments."""
+        self.hit_at = time.time()
+        how = {"cwd": self.folder, "env": WITH_STAND_IN | env}
         for node in range(self.nnodes):
             line = [sys.executable, "-c", SUPERVISE, "--log", self.folder / f"node{node}.log"]
             line += [*options, "--", sys.executable, "-m", "torch.distributed.run"]
             line += [f"--nnodes={self.nnodes}", f"--node_rank={node}", "--rdzv_backend=static"]
-            line += [f"--rdzv_endpoint=127.0.0.1:{self.port}", "--nproc_per_node=1", STEPS]
+            line += [f"--rdzv_endpoint={self.address}", f"--nproc_per_node={nproc}", STEPS]
             line += ["--timeout", timeout, *arguments]
-            self.runs.append(Started(line, cwd=self.folder, env=WITH_STAND_IN))
+            start = partial(self.pair.popen, node) if self.pair else Started
+            self.runs.append(start(line, **how))
 
     def training(self) -> None:
         for run in self.runs:
             run.wait_for(r"Step 3 ", 60)
 
-    def hit(self, node: int, number: int) -> None:
+    def hit(self, how: Callable, *arguments: int) -> None:
         self.hit_at = time.time()
-        os.kill(self.runs[node].pid, number)
+        how(*arguments)
 
     def all_ended(self) -> bool:
         for node, run in enumerate(self.runs):
@@ -402,11 +411,11 @@ def stop_between_restarts(place: Place) -> None:
     """Node 1's launcher is killed, so that the others wait for it; node 2 gets a signal then."""
     place.start(options=("--restarts", 1))
     place.training()
-    place.hit(1, signal.SIGKILL)
+    place.hit(os.kill, place.runs[1].pid, signal.SIGKILL)
     for node in (0, 2):
         place.runs[node].wait_for(r"restart 1 of 1 after", 60)
     time.sleep(1)
-    place.hit(2, signal.SIGTERM)
+    place.hit(os.kill, place.runs[2].pid, signal.SIGTERM)
 
 
 def test_out_of_memory_on_the_last_node_is_the_last_line_of_all(ended):

@@ -11,12 +11,10 @@ import contextlib
 import dataclasses
 import os
 import re
-import shutil
 import signal
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,57 +25,23 @@ import test_faults as faults
 from launcher import hang_report, root_cause, torchrun_command
 from support.datasets import make_set
 from support.nodes import NamespacePair
-from support.processes import LONG, ROOT, WITH_STAND_IN, Run, Started
+from support.processes import LONG, Run
+from test_first_cause import Place
 
 TIMEOUT = 4  # the script's --timeout, seconds
 GRACE = 6  # of the supervisors here, which have 10 s; the real script's test has those
 IN_TIME = TIMEOUT + GRACE + 5  # what is promised
 
-SUPERVISE = f"""
-import sys
-sys.path.insert(0, {str(ROOT / "tools")!r})
-import supervise
-from launcher import supervisor
-supervisor.GRACE = {GRACE}
-sys.exit(supervise.main())
-"""
-
-STEPS = ROOT / "tests" / "support" / "stand_in" / "steps.py"
 ENDLESS = 99999  # seconds
 PHASES = re.compile(r"^PHASES (/.+)$", re.MULTILINE)
 
 
-class Place:
-    """Supervisors at work, each on a node of its own."""
-
-    def __init__(
-        self, stack, folder: Path, *options: object, nnodes=2, nproc=1, script: str = ""
-    ) -> None:
-        """`options` are the supervisors', `script` what the stand-in of the script is given."""
-        folder.mkdir()
-        self.nodes: NamespacePair = stack.enter_context(NamespacePair())
-        self.runs: list[Started] = []
-        self.hit_at = time.monotonic()
-        words = " ".join(map(str, options))
-        for node in range(nnodes):
-            line = (
-                f"--log node{node}.log {words} -- python -m torch.distributed.run "
-                f"--nnodes={nnodes} --node_rank={node} --nproc_per_node={nproc} "
-                f"--rdzv_backend=static --rdzv_endpoint={self.nodes.addresses[0]}:29500 "
-                f"{STEPS} --timeout {TIMEOUT} {script}"
-            )
-            command = [sys.executable, "-c", SUPERVISE, *line.split()]
-            self.runs.append(self.nodes.popen(node, command, cwd=folder, env=WITH_STAND_IN))
-
-    def hit(self, how: Callable, *arguments: int) -> None:
-        how(*arguments)
-        self.hit_at = time.monotonic()
-
-    def finish(self, run: Started) -> Run:
-        """How it ended; `seconds` are since the place was hit."""
-        run.process.wait(90)
-        seconds = time.monotonic() - self.hit_at
-        return dataclasses.replace(run.finish(1, expect=None, clean=IN_TIME), seconds=seconds)
+def finish(place: Place, node: int) -> Run:
+    """How it ended; `seconds` are since the place was hit."""
+    run = place.runs[node]
+    run.process.wait(90)
+    seconds = time.time() - place.hit_at
+    return dataclasses.replace(run.finish(1, expect=None, clean=IN_TIME), seconds=seconds)
 
 
 @pytest.fixture(scope="module")
@@ -85,27 +49,33 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[R
     """All that can happen, at once: what takes the time is waiting. {place: its nodes' runs}"""
     folder, places = tmp_path_factory.mktemp("missing"), {}
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(20) as pool:
-        for name in ("link", "alone"):
-            places[name] = Place(stack, folder / name)
-        places["launcher"] = Place(stack, folder / "launcher", script="--orphan")
-        places["rank"] = Place(stack, folder / "rank", nproc=2)
-        places["again"] = Place(stack, folder / "again", "--restarts", 1)
+
+        def start(name: str, *arguments: object, nnodes: int = 2, **options) -> None:
+            pair = stack.enter_context(NamespacePair())
+            places[name] = Place(folder / name, nnodes, pair)
+            stack.callback(places[name].kill)
+            places[name].start(*arguments, GRACE=str(GRACE), **options)
+
+        start("link")
+        start("alone")
+        start("launcher", "--orphan")
+        start("rank", nproc=2)
+        start("again", options=("--restarts", 1))
         hit = [*places]
         for phase, seconds in (("rendezvous", ENDLESS), ("validation", TIMEOUT + GRACE + 2)):
-            script = f"--first {phase}:{seconds} --steps 4"
-            places[phase] = Place(stack, folder / phase, nnodes=1, nproc=2, script=script)
-        for run in (run for name in hit for run in places[name].runs):
-            run.wait_for(r"Step 3 ", 30)
+            start(phase, "--first", f"{phase}:{seconds}", "--steps", 4, nnodes=1, nproc=2)
+        for name in hit:
+            places[name].training()
         for name, rank in (("rank", 2), ("again", 1), ("alone", 1)):
             places[name].hit(os.kill, places[name].runs[1].rank_pid(rank), signal.SIGSTOP)
         places["launcher"].hit(os.kill, places["launcher"].runs[1].pid, signal.SIGKILL)
         for name in ("link", "alone"):
-            places[name].hit(places[name].nodes.link_down)
-        found = {name: pool.map(place.finish, place.runs) for name, place in places.items()}
-        found = {name: [*runs] for name, runs in found.items()}
-        yield found
-        for path in PHASES.findall("".join(run.out for runs in found.values() for run in runs)):
-            shutil.rmtree(path, ignore_errors=True)
+            places[name].hit(places[name].pair.link_down)
+        ends = {
+            name: [pool.submit(finish, place, node) for node in range(place.nnodes)]
+            for name, place in places.items()
+        }
+        yield {name: [end.result() for end in ends[name]] for name in places}
 
 
 def failed_in_time(run: Run, late: float = 0) -> None:
