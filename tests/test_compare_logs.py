@@ -33,9 +33,8 @@ from analysis.nccl_text import find
 from analysis.report import as_json, report
 from analysis.runs import find_straggler, make_run, split_of_ranks
 from analysis.units import duration
-from support.processes import LONG, WITH_LONG
+from support.processes import LONG, ROOT, WITH_LONG
 
-ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "compare_logs.py"
 
 PARAMETERS = 11_217_552  # ResNet-18 with an 80-class layer

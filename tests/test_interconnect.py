@@ -260,20 +260,18 @@ def test_one_process_waits_for_nobody(demo, data, kind):
 
 
 @LONG
-@pytest.mark.parametrize(("name", "ms"), [("forward", 500), ("decode", 50)])
-def test_slow_rank_is_named_and_the_other_waits_for_it(demo, data, name, ms):
+@pytest.mark.parametrize(
+    ("name", "ms", "part"), [("forward", 500, "compute_ms"), ("decode", 50, "data_ms")]
+)
+def test_slow_rank_is_named_and_the_other_waits_for_it(demo, data, name, ms, part):
     of_rank = [{}, {"options": {"name": name, "ms": ms}}]
     argv = [*data, *FAST, "--max_steps", 8]
     summary = check_split(demo.run(argv, 2, call=slow, of_rank=lambda rank: of_rank[rank]))
     quick, slower = summary["ranks"]
     assert runs.find_straggler(runs.split_of_ranks(summary)) == 1, summary
     assert quick["exposed_ms"] > 1.5 * slower["exposed_ms"], summary
-    if name == "decode":
-        assert slower["data_ms"] > 3 * quick["data_ms"], summary
-    else:
-        behind = slower["compute_ms"] - quick["compute_ms"]
-        assert behind > quick["compute_ms"] and quick["exposed_ms"] > 0.6 * behind, summary
-        assert quick["step_ms"] == pytest.approx(slower["step_ms"], rel=0.1)  # all at one pace
+    assert slower[part] > 2 * quick[part], summary
+    assert quick["step_ms"] == pytest.approx(slower["step_ms"], rel=0.1)  # all at one pace
 
 
 # --- Compressed gradients --------------------------------------------------------------------
@@ -295,7 +293,6 @@ def compressed_bytes(demo) -> Callable[[int], int]:
 
 
 KINDS = {kind: ["--grad_compression", kind] for kind in ("none", "fp16", "bf16", "powersgd")}
-KINDS["accumulated"] = ["--accumulate_steps", 2, "--batch_size", 2]
 KINDS["powersgd in bf16"] = [*KINDS["powersgd"], "--precision", "bf16"]
 KINDS["powersgd of rank 3"] = [*KINDS["powersgd"], "--powersgd_rank", 3]
 
@@ -327,8 +324,7 @@ def test_compressed_gradients_train_alike_and_send_less(by_kind, compressed_byte
     run, plain = by_kind(kind), by_kind("none")
     summary = check_split(run)
     assert summary["replicas_identical"] is True
-    assert run.json_line("Run")["global_batch_size"] == 8  # accumulated, too
-    alike = kind not in ("accumulated", "powersgd in bf16")  # the same images and precision
+    alike = kind != "powersgd in bf16"  # the same precision
     for rank in (0, 1):
         assert [step for _, step, _ in run.steps(rank)] == [1, 2, 3, 4, 5, 6]
         found, wanted = ([loss for _, _, loss in r.steps(rank)] for r in (run, plain))
