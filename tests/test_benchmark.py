@@ -16,8 +16,8 @@ import pytest
 
 import benchmark as tool
 from benchmarks import children, figures, gpu, links, one_machine, runner, settings
-from support.nodes import why_no_namespaces
-from support.processes import LONG, ROOT, SCRIPT, require, start, wait_until
+from support.nodes import require_namespaces
+from support.processes import LONG, ROOT, SCRIPT, refusal, start, wait_until
 
 TOOL = ROOT / "tools" / "benchmark.py"
 
@@ -87,7 +87,7 @@ def test_start_parts_the_time_to_the_first_step(tmp_path, scratch):
 @LONG
 def test_links_shapes_a_real_link(sample, scratch):
     """Rates and times depend on the machine, in one direction: no link is faster than shaped."""
-    require(not (why := why_no_namespaces()), why)
+    require_namespaces()
     args = ["links", *TINY, "--warm_steps", "4", "--rates", "unshaped,200mbit"]
     rows = table_of([*args, "--methods", "none,bf16", "--data", sample], scratch)
     assert 0.3 < rows["200mbit: rate measured / shaped"]["ratio"] < 1.05
@@ -213,9 +213,7 @@ def test_what_a_run_has_started_ends_with_it(sample, tmp_path, scratch, script, 
 )
 def test_wrong_arguments_end_in_one_line(capsys, monkeypatch, words, text):
     monkeypatch.chdir(TOOL.parent)
-    with pytest.raises(SystemExit, match="2"):
-        tool.parse_arguments(words.split())
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal(capsys, tool.parse_arguments, words)
     assert line.startswith("benchmark.py: error: ") and text in line
 
 

@@ -644,7 +644,7 @@ def hit(nodes: NamespacePair, run: Started, what: str, node: int) -> None:
     if what == "link":
         nodes.link_down(node)
         time.sleep(10)
-        nodes.link_up(node)
+        nodes.ip(node, f"link set {nodes.interface} up")
     else:
         pid = run.rank_pid(node) if what == "rank" else torchrun_pid(run)
         os.kill(pid, signal.SIGKILL)

@@ -5,7 +5,6 @@ namespaces.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import json
@@ -24,8 +23,8 @@ from analysis import runs
 from launcher import counters
 from support.datasets import make_set
 from support.forks import Job, prepared, run_to_the_end, start, write
-from support.nodes import NamespacePair, why_no_namespaces
-from support.processes import LONG, Run, long, require
+from support.nodes import NamespacePair
+from support.processes import LONG, Run, long
 
 FAST = shlex.split(
     "--weights none --image_size 40 --batch_size 4 --workers 0 --precision fp32 --timeout 30 "
@@ -299,7 +298,7 @@ KINDS["powersgd of rank 3"] = [*KINDS["powersgd"], "--powersgd_rank", 3]
 
 @pytest.fixture(scope="module")
 def by_kind(demo, data) -> Callable[[str], Job]:
-    """Six steps with a compression, on two nodes where they can be had.
+    """Six steps with a compression, on two nodes.
 
     One bucket for all: what is sent as what it is is then added up in the same order.
     """
@@ -307,10 +306,8 @@ def by_kind(demo, data) -> Callable[[str], Job]:
 
     @functools.cache
     def run(kind: str) -> Job:
-        apart = not why_no_namespaces()
-        with NamespacePair() if apart else contextlib.nullcontext() as nodes:
-            where = {"call": with_counters, "nodes": nodes} if apart else {}
-            return demo.run([*argv, *KINDS[kind]], 2, **where)
+        with NamespacePair() as nodes:
+            return demo.run([*argv, *KINDS[kind]], 2, call=with_counters, nodes=nodes)
 
     return run
 
@@ -341,8 +338,6 @@ def test_compressed_gradients_train_alike_and_send_less(by_kind, compressed_byte
     if "16" in kind:
         sent, reduced = sent // 2, reduced // 2
     assert summary["wire_bytes_per_step"] == sent
-    reason = why_no_namespaces()
-    require(not reason, reason)
     for rank in (0, 1):
         check_carried(run.result(rank), reduced)
 

@@ -19,7 +19,7 @@ import pytest
 import preflight
 from support.cgroups import CGROUPS, make_cgroups
 from support.launcher_folder import LauncherFolder
-from support.nodes import namespaces, why_no_namespaces
+from support.nodes import namespaces, require_namespaces
 from support.processes import LONG, WITH_STAND_IN, long, require, start, wait_until
 from test_networks import errors, reports
 
@@ -379,7 +379,7 @@ def test_network_keeps_the_traffic_on_the_named_interface(folder, network, names
 @pytest.fixture
 def two_nodes(folder):
     """The folder, where network namespaces can be made; checks that none of them is left."""
-    require(not (why := why_no_namespaces()), why)
+    require_namespaces()
     yield folder
     assert not [name for started in folder.started for name in namespaces(started)]
 

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,8 +22,8 @@ from launcher import networks as network_series
 from launcher.errors import Refused
 from support.datasets import data_args
 from support.launcher_folder import LauncherFolder
-from support.nodes import NamespacePair, namespaces, why_no_namespaces
-from support.processes import LONG, ROOT, WITH_STAND_IN, Run, long, require, start
+from support.nodes import NamespacePair, namespaces, require_namespaces
+from support.processes import LONG, ROOT, WITH_STAND_IN, Run, long, start
 
 # In compare_logs.py's place, where the comparison itself is not the point.
 COMPARE = """
@@ -155,8 +154,8 @@ def test_signal_ends_the_series_and_its_run(folder, nodes, name):
 def test_each_node_names_its_own_interface_under_the_same_label(folder):
     """eth0 on node 0 is enp5s0 on node 1."""
     with NamespacePair() as nodes:
-        for words in ("eth0 down", "eth0 name enp5s0", "enp5s0 up"):
-            subprocess.run(f"ip -n {nodes.names[1]} link set {words}".split(), check=True)
+        renamed = ("eth0 down", "eth0 name enp5s0", "enp5s0 up")
+        nodes.ip(1, *(f"link set {words}" for words in renamed))
         own = ("one=eth0 two=eth0", "one=enp5s0 two=enp5s0")
         runs = folder.run(nodes, "x", of_node=lambda node: {"NETWORKS": own[node]}, PROBE=0)
     for run, name in zip(runs, ("eth0", "enp5s0"), strict=True):
@@ -285,7 +284,7 @@ def test_srun_starts_the_series_on_all_nodes(slurm, folder):
 
 def two_nodes(root: Path, *arguments: object, expect: int = 0, **env: str) -> Run:
     """The script of a folder that has tools/, to its end; no namespace of it stays."""
-    require(not (why := why_no_namespaces()), why)
+    require_namespaces()
     command = ["bash", root / "tools" / "two_nodes.sh", "--name", "series", *arguments]
     env = {"PYTHON": sys.executable, **WITH_STAND_IN, **env}
     with start(command, env=env, cwd=root) as started:

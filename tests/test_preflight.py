@@ -22,7 +22,7 @@ import test_networks as networks
 from launcher import node_checks
 from launcher.rendezvous import Plan
 from support.nodes import NamespacePair
-from support.processes import LONG, ROOT, Run, Started, free_port, require
+from support.processes import LONG, ROOT, Run, Started, free_port, refusal, require
 from test_supervise import Node as SupervisedNode
 
 TIMEOUT = 20  # as CONNECT_TIMEOUT, seconds
@@ -105,10 +105,10 @@ def test_firewall_that_opens_the_masters_port_alone_is_one_line_on_both(nodes, n
 
 def test_two_networks_without_a_way_between_them(nodes):
     """Each node names an interface of its own, of which the other knows nothing."""
-    for node, name in enumerate(nodes.names):
+    for node in (0, 1):
         add = f"link add own{node} up type veth peer name peer{node}"
-        for words in (add, f"link set peer{node} up", f"addr add 10.78.{node}.1/24 dev own{node}"):
-            subprocess.run(f"ip -n {name} {words}".split(), check=True)
+        address = f"addr add 10.78.{node}.1/24 dev own{node}"
+        nodes.ip(node, add, f"link set peer{node} up", address)
     first, second = run(nodes, 1, [{"GLOO_SOCKET_IFNAME": f"own{node}"} for node in (0, 1)])
     (line,) = lines(first, "error")
     assert lines(second, "error") == [line]
@@ -117,7 +117,7 @@ def test_two_networks_without_a_way_between_them(nodes):
 
 
 def test_interface_that_is_set_stays_and_its_mtu_is_compared(nodes):
-    subprocess.run(f"ip -n {nodes.names[1]} link set eth0 mtu 1500".split(), check=True)
+    nodes.ip(1, "link set eth0 mtu 1500")
     first, second = run(nodes, GLOO_SOCKET_IFNAME="eth0")
     (mine,), (theirs,) = lines(first, "warning"), lines(second, "warning")
     assert mine.startswith("the MTU of eth0 is 9000 on this node and 1500 on node 1 (node1): ")
@@ -308,7 +308,4 @@ def test_own_name_that_is_loopback_counts_where_no_interface_was_found(monkeypat
     ],
 )
 def test_wrong_options_are_one_line(capsys, words, text):
-    with pytest.raises(SystemExit, match="2"):
-        preflight.parse_arguments(["--nnodes=2", words])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert text in line
+    assert text in refusal(capsys, preflight.parse_arguments, f"--nnodes=2 {words}")

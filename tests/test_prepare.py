@@ -24,7 +24,7 @@ from analysis.units import megabytes
 from support.datasets import digests, instances, read_coco
 from support.forks import shared, validation_batch, write
 from support.nodes import small_disk
-from support.processes import LONG, ROOT, Run, Started, start, wait_until
+from support.processes import LONG, ROOT, Run, Started, refusal, start, wait_until
 
 TOOL = ROOT / "tools" / "prepare_coco.py"
 SIDE = 64  # of the small sets that tests make
@@ -440,9 +440,7 @@ def test_two_at_once(small_set, tmp_path):
 
 @pytest.mark.parametrize("argv", ["x y --quality 0", "x y --workers x", "x"])
 def test_wrong_arguments(capsys, argv):
-    with pytest.raises(SystemExit, match="2"):
-        tool.parse_arguments(argv.split())
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal(capsys, tool.parse_arguments, argv)
     assert line.startswith("prepare_coco.py: error: ") and "--help" in line
 
 

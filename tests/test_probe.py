@@ -166,26 +166,30 @@ def test_known_rate_by_the_gradients_and_by_the_slope(demo):
     pytest.fail(f"by the clock, the slope and on both nodes: {found} Gb/s")
 
 
-def test_latency_follows_the_delay_of_the_link(demo):
+@pytest.fixture
+def over_tun() -> dict[str, str]:
+    """The variables with which ranks meet over a TunLink."""
+    require(os.access("/dev/net/tun", os.R_OK | os.W_OK), "this needs the device /dev/net/tun")
+    return {"MASTER_ADDR": TunLink.addresses[0], "GLOO_SOCKET_IFNAME": TunLink.interface}
+
+
+def test_latency_follows_the_delay_of_the_link(demo, over_tun):
     """Gloo's small all-reduce between two processes crosses it four times.
 
     No packet comes before its delay is over; what a busy machine adds without a delay need not
     come on top of one.
     """
-    require(os.access("/dev/net/tun", os.R_OK | os.W_OK), "a delay needs the device /dev/net/tun")
-    env = {"MASTER_ADDR": TunLink.addresses[0], "GLOO_SOCKET_IFNAME": TunLink.interface}
     found = {}
     for delay_ms in (0, 10):
         with NamespacePair() as nodes, TunLink(nodes.names, delay_ms):
-            found[delay_ms] = probed(demo, SIZES=SMALL, nodes=nodes, env=env)["latency_ms"]
+            options = {"SIZES": SMALL, "nodes": nodes, "env": over_tun}
+            found[delay_ms] = probed(demo, **options)["latency_ms"]
     assert 4 * 10 < found[10] < 1.2 * (4 * 10 + found[0])
 
 
-def test_losses_are_seen(demo):
+def test_losses_are_seen(demo, over_tun):
     """And told: no other test's link loses anything."""
-    require(os.access("/dev/net/tun", os.R_OK | os.W_OK), "losses need the device /dev/net/tun")
-    env = {"MASTER_ADDR": TunLink.addresses[0], "GLOO_SOCKET_IFNAME": TunLink.interface}
-    options = {"SIZES": [2**10], "gradients": 2**21, "env": env}
+    options = {"SIZES": [2**10], "gradients": 2**21, "env": over_tun}
     with NamespacePair() as nodes, TunLink(nodes.names, delay_ms=0, loss=0.02):
         job = demo.run([], 2, call=probe, nodes=nodes, **options)
     for node in job.json_line("Probe")["nodes"]:

@@ -26,7 +26,7 @@ from launcher import addresses, hang_report, process_tree, root_cause
 from launcher import networks as network_series
 from launcher.errors import Stopped
 from support.forks import ForkServer, write
-from support.nodes import NamespacePair, _ip, namespaces, small_disk, why_no_namespaces
+from support.nodes import NamespacePair, _ip, namespaces, require_namespaces, small_disk
 from support.processes import ROOT, Run, Started, require, start, wait_until
 from test_layout import chosen_interfaces
 from test_supervise import Folder as Supervised
@@ -136,8 +136,8 @@ def prepares(folder, command: str) -> Started:
 @pytest.mark.parametrize("signal_name", CODES)
 @pytest.mark.parametrize("command", ["launch_single.sh", "tools/two_nodes.sh"])
 def test_signal_ends_what_prepares_a_run_at_once(folder, command, signal_name):
-    why = why_no_namespaces() if command == "tools/two_nodes.sh" else ""
-    require(not why, why)
+    if command == "tools/two_nodes.sh":
+        require_namespaces()
     run = end_by(prepares(folder, command), signal_name)
     assert "stopped by " in run.lines()[-1]
 
@@ -274,11 +274,10 @@ MORE = ("10.77.0.{}1/24", "10.78.0.{}/24", "fd77::{}/64")
 def many() -> Iterator[NamespacePair]:
     """Two nodes with four addresses each: a second one, a second subnet, IPv6."""
     with NamespacePair() as pair:
-        for node, name in enumerate(pair.names):
+        for node in (0, 1):
             for address in MORE:
                 nodad = "nodad" if ":" in address.format(0) else ""
-                add = f"addr add {address.format(node + 1)} dev eth0 {nodad}"
-                _ip(f"-n {name} {add}")
+                pair.ip(node, f"addr add {address.format(node + 1)} dev eth0 {nodad}")
         yield pair
 
 
@@ -300,10 +299,9 @@ def test_script_finds_an_interface_by_each_of_its_addresses(demo: ForkServer, ma
 
 def test_network_without_an_address_fails_on_both_nodes_and_the_series_goes_on(folder):
     with NamespacePair() as nodes:
-        name = nodes.names
-        _ip(f"-n {name[0]} link add bare type veth peer name bare netns {name[1]}")
+        nodes.ip(0, f"link add bare type veth peer name bare netns {nodes.names[1]}")
         for node in (0, 1):
-            _ip(f"-n {name[node]} link set bare up")
+            nodes.ip(node, "link set bare up")
         runs = folder.run(nodes, "x", NETWORKS="bare=bare two=eth0", expect=1)
     text = "bare is up but has no address, which sockets need"
     assert f"error: {text}" in networks.errors(runs[1])[0]
@@ -445,7 +443,7 @@ def test_launcher_of_a_network_is_no_orphan(tmp_path):
 
 def test_nodes_of_a_two_nodes_that_is_gone_do_not_start(folder):
     """Killed in the moment before setpriv ties a launcher to it."""
-    require(not (why := why_no_namespaces()), why)
+    require_namespaces()
     (folder.path / "setpriv").write_text(
         '#!/bin/sh\nof_parent() { grep -qs two_nodes.sh "/proc/$PPID/cmdline"; }\n'
         'if of_parent; then kill -KILL "$PPID"; fi\nwhile of_parent; do sleep 0.05; done\n'

@@ -69,6 +69,14 @@ def require(ok: object, reason: str) -> None:
     pytest.skip(reason)
 
 
+def refusal(capsys, parse: Callable, words: str) -> str:
+    """The one line with which a command's parser refuses these words."""
+    with pytest.raises(SystemExit, match="2"):
+        parse(words.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
 def free_port() -> int:
     """A TCP port that was free a moment ago, in this network namespace."""
     with socket.socket() as probe:
@@ -188,7 +196,6 @@ class Run:
     returncode: int
     out: str
     seconds: float
-    test_id: str
     err: str = ""
 
     @property
@@ -367,7 +374,7 @@ class Started(Watched):
         seconds = time.monotonic() - self._begin
         err = self._err.read_text(errors="replace")
         code = self.process.returncode
-        return Run(self.command, code, self.text(), seconds, self.test_id, err)
+        return Run(self.command, code, self.text(), seconds, err)
 
     def fail(self, why: str) -> NoReturn:
         self._stop()
