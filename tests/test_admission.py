@@ -23,7 +23,7 @@ from launcher import rendezvous, series, wire
 from launcher.errors import Refused
 from support.launcher_folder import LauncherFolder
 from support.nodes import NamespacePair
-from support.processes import ROOT, WITH_STAND_IN, Run, free_port, require, wait_until
+from support.processes import ROOT, Run, free_port, require, wait_until
 from test_supervise import Node
 
 TOOLS = ROOT / "tools"
@@ -37,12 +37,8 @@ class Launchers(LauncherFolder):
         self.nodes = nodes
 
     def start(self, node: int, *arguments: str, **variables: object):
-        env = {"NNODES": 2, "NODE_RANK": node, "MASTER_ADDR": self.nodes.addresses[0]}
-        env |= {"CONNECT_TIMEOUT": 40, "GPUS_PER_NODE": 1, "RESTARTS": 1}
-        env |= {"SLURM_JOB_ID": 7, "PYTHON": sys.executable, **WITH_STAND_IN, **variables}
-        env = {name: str(value) for name, value in env.items()}
-        command = ["bash", self.path / "launch_multinode.sh", *arguments]
-        return self.nodes.popen(node, command, env=env, cwd=self.path)
+        job = {"RESTARTS": 1, "SLURM_JOB_ID": 7}
+        return self.start_on(self.nodes, node, *arguments, **job | variables)
 
     def end(self, started) -> Run:
         """Of one that is refused: at once, with one line."""

@@ -216,6 +216,12 @@ def test_one_node_is_not_named_and_a_line_that_names_nodes_stays_as_it_is():
 # --- The messages ------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_tcp(monkeypatch) -> None:
+    """The nodes' sockets are none of TCP: they have no keep-alives."""
+    monkeypatch.setattr(nodes, "lost_after", lambda *_: None)
+
+
 def of_a_pair(stack: contextlib.ExitStack) -> tuple[nodes.Nodes, socket.socket]:
     """Node 0's side of a run on two nodes, and a socket that speaks for node 1."""
     ours, theirs = socket.socketpair()
@@ -225,8 +231,7 @@ def of_a_pair(stack: contextlib.ExitStack) -> tuple[nodes.Nodes, socket.socket]:
     return node_0, theirs
 
 
-def test_end_is_told_with_its_moment_and_at_most_300_characters(monkeypatch):
-    monkeypatch.setattr(nodes, "lost_after", lambda *_: None)  # these are no TCP sockets
+def test_end_is_told_with_its_moment_and_at_most_300_characters(no_tcp):
     text = "\x1b[31m[CPU 0] Summary {}\n" + 400 * "x"
     sent = tell_end(End(1, [Cause(text, "bug", 1005.5, 3)] * 20, "SIGTERM"), began=1000)
     with contextlib.ExitStack() as stack:
@@ -260,8 +265,7 @@ BAD = [
 @pytest.mark.parametrize(
     "text", [*map(json.dumps, BAD), "[" * 100_000, "\xff\xfe", "{" * 9], ids=range(len(BAD) + 3)
 )
-def test_message_of_another_form_says_nothing(monkeypatch, text):
-    monkeypatch.setattr(nodes, "lost_after", lambda *_: None)
+def test_message_of_another_form_says_nothing(no_tcp, text):
     with contextlib.ExitStack() as stack:
         node_0, node_1 = of_a_pair(stack)
         node_1.sendall(text.encode("latin1") + b"\n" + b'{"failed": true}\n')
@@ -272,8 +276,7 @@ def test_message_of_another_form_says_nothing(monkeypatch, text):
         assert not (node_0.ends or node_0.stops or node_0.ending)
 
 
-def test_message_without_an_end_loses_the_connection_not_the_memory(monkeypatch):
-    monkeypatch.setattr(nodes, "lost_after", lambda *_: None)
+def test_message_without_an_end_loses_the_connection_not_the_memory(no_tcp, monkeypatch):
     monkeypatch.setattr(nodes, "LONGEST", 10_000)
     with contextlib.ExitStack() as stack:
         node_0, node_1 = of_a_pair(stack)
@@ -282,8 +285,7 @@ def test_message_without_an_end_loses_the_connection_not_the_memory(monkeypatch)
         assert not node_0.connections and node_0.failed_at
 
 
-def test_node_that_is_cut_off_has_its_own_view(monkeypatch):
-    monkeypatch.setattr(nodes, "lost_after", lambda *_: None)
+def test_node_that_is_cut_off_has_its_own_view(no_tcp):
     ours, theirs = socket.socketpair()
     node_1 = nodes.Nodes({0: ours}, 1, NAMES, 30)
     theirs.close()
@@ -293,8 +295,7 @@ def test_node_that_is_cut_off_has_its_own_view(monkeypatch):
     node_1.close()
 
 
-def test_signal_to_a_node_that_waits_for_the_ending_is_told(monkeypatch):
-    monkeypatch.setattr(nodes, "lost_after", lambda *_: None)
+def test_signal_to_a_node_that_waits_for_the_ending_is_told(no_tcp):
     ours, node_0 = socket.socketpair()
     node_0.settimeout(10)
     node_1, own = nodes.Nodes({0: ours}, 1, NAMES, 30), End()

@@ -12,7 +12,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,17 +42,10 @@ class Folder(LauncherFolder):
         (path / "tools" / "compare_logs.py").write_text(COMPARE)
         (path / "tools" / "make_sample_coco.py").write_text("import sys; print('MADE', sys.argv)")
 
-    def env(self, node: int, variables: Mapping[str, object]) -> dict[str, str]:
-        env = {"NNODES": 2, "NODE_RANK": node, "MASTER_ADDR": NamespacePair.addresses[0]}
-        env |= {"RUN_NAME": "series", "CONNECT_TIMEOUT": 40, "GPUS_PER_NODE": 1}
-        env |= {"PYTHON": sys.executable, **WITH_STAND_IN, **variables}
-        return {name: str(value) for name, value in env.items()}
-
     def start(self, nodes, *arguments: object, of_node=lambda _: {}, **variables: object) -> list:
         """The launcher on both nodes; `of_node(k)` has the variables of one."""
-        command = ["bash", self.path / "launch_multinode.sh", *arguments]
-        env = [self.env(node, variables | of_node(node)) for node in (0, 1)]
-        return [nodes.popen(node, command, env=env[node], cwd=self.path) for node in (0, 1)]
+        own = [{"RUN_NAME": "series"} | variables | of_node(node) for node in (0, 1)]
+        return [self.start_on(nodes, node, *arguments, **own[node]) for node in (0, 1)]
 
     def run(self, nodes, *arguments: object, expect: int = 0, **options: object) -> list:
         started = self.start(nodes, *arguments, **options)
@@ -216,7 +209,7 @@ def test_wrong_networks(monkeypatch, case):
     ],
 )
 def test_wrong_networks_are_refused_with_one_line(folder, name, value, text):
-    env = folder.env(1, {"NETWORKS": BOTH, name: value})
+    env = folder.env(1, **{"NETWORKS": BOTH, name: value})
     command = ["bash", folder.path / "launch_multinode.sh", "x"]
     (line,) = start(command, env=env, cwd=folder.path).finish(20, expect=1).lines()
     assert "error: " in line and text in line
@@ -269,11 +262,9 @@ def test_users_own_interface_tells_the_kind_of_the_network_and_nccls_own_text_st
 
 @LONG
 def test_srun_starts_the_series_on_all_nodes(slurm, folder):
-    env = {name: folder.env(0, {})[name] for name in ("PYTHON", "PYTHONPATH", "GPUS_PER_NODE")}
+    env = folder.env(GPUS_PER_NODE=1, NETWORKS=BOTH, RUN_NAME="series")
     command = ["-N", 2, "--ntasks-per-node=1", folder.path / "launch_multinode.sh", "x"]
-    run = slurm.run(
-        "srun", *command, env=env | {"NETWORKS": BOTH, "RUN_NAME": "series"}, cwd=folder.path
-    )
+    run = slurm.run("srun", *command, env=env, cwd=folder.path)
     found = sorted((r["rank"], r["env"]["RUN_NAME"]) for r in reports(run))
     assert found == [(0, "one"), (0, "two"), (1, "one"), (1, "two")]
     assert run.out.count("COMPARED") == 1

@@ -16,7 +16,7 @@ from launcher import series, supervisor
 from launcher.errors import Refused
 from support.launcher_folder import LauncherFolder
 from support.nodes import small_disk
-from support.processes import LONG, WITH_STAND_IN, Run, start
+from support.processes import LONG, Run, start
 from test_compare_logs import as_text, one_run
 
 
@@ -24,9 +24,8 @@ class Single(LauncherFolder):
     """launch_single.sh with torchrun's stand-in."""
 
     def start(self, *arguments: str, **variables: object):
-        env = {"PYTHON": sys.executable, **WITH_STAND_IN}
-        env |= {name: str(value) for name, value in variables.items()}
-        return start(["bash", "launch_single.sh", *arguments], env=env, cwd=self.path)
+        command = ["bash", "launch_single.sh", *arguments]
+        return start(command, env=self.env(**variables), cwd=self.path)
 
     def run(self, *arguments: str, expect: int = 0, **variables: object) -> Run:
         return self.start(*arguments, **variables).finish(40, expect=expect)

@@ -81,7 +81,7 @@ def wait_alone(nodes, folder, name: str, before: tuple = ()) -> Started:
     """Node 0 of two, which waits for the other one."""
     more = {"NETWORKS": networks.BOTH} if name == "networks" else {}
     command = [*before, *WAITING[name](folder)]
-    started = nodes.popen(0, command, env=folder.env(0, more), cwd=folder.path)
+    started = nodes.popen(0, command, env=folder.env(0, **more), cwd=folder.path)
     started.wait_for("node 0 waits up to")
     return started
 
