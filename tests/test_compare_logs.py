@@ -631,16 +631,6 @@ def test_failure_that_a_later_start_mended_is_none(tmp_path):
     assert run.status == "failed" and run.problems == [f"failed; root cause: {CAUSE}"]
 
 
-def test_failure_as_the_launcher_writes_it(tmp_path):
-    """The launcher's own text, by the real one: a command that fails, and one that is none."""
-    supervise = [sys.executable, ROOT / "tools" / "supervise.py", "--log", tmp_path / "node0.log"]
-    fails = [sys.executable, "-c", "import sys; print('no space left'); sys.exit(3)"]
-    for command, cause in ((fails, "no space left"), (["no-such-program"], "no-such-program")):
-        subprocess.run([*supervise, "--", *command], capture_output=True, timeout=60)
-        (problem,) = read_files(tmp_path).problems
-        assert re.fullmatch(f"failed; root cause: .*{cause}.*", problem), problem
-
-
 # --- the probe's record ------------------------------------------------------------------------
 
 
