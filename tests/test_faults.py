@@ -389,14 +389,9 @@ def test_error_file_that_cannot_be_written_hides_nothing(ranks, data, folder):
     assert "none.json" in the_error(ended)
 
 
-@pytest.fixture
-def own_shm() -> None:
-    require(os.geteuid() == 0, "a /dev/shm of its own needs root")
-
-
-@pytest.mark.usefixtures("own_shm")
 def test_tiny_shared_memory_lowers_the_number_of_workers(ranks, data):
     """Unless it was given: then the line says how to mend it."""
+    require(os.geteuid() == 0, "a /dev/shm of its own needs root")
     argv = [part for part in data if part not in ("--workers", "0")]
     argv += ["--batch_size", 10, "--max_steps", 2]  # a batch takes 47 KB
     tiny, less = (partial(small_shm, size=size) for size in ("40k", "100k"))
@@ -416,12 +411,12 @@ def test_tiny_shared_memory_lowers_the_number_of_workers(ranks, data):
 
 
 @LONG
-@pytest.mark.usefixtures("own_shm")
 def test_workers_that_the_shared_memory_has_room_for_do_not_fill_it(ranks, data):
     """Two batches of each, of this step and the one before: a little more, and none is missing.
 
     In a slow first step the workers get ahead as far as they may.
     """
+    require(os.geteuid() == 0, "a /dev/shm of its own needs root")
     argv = [*data, "--image_size", 224, "--accumulate_steps", 2, "--workers", 2, "--max_steps", 3]
     batch = 4 * 3 * 224 * 224
     fits = partial(small_shm, size=str(8 * batch + 2**16))  # and what is not of batches

@@ -34,9 +34,9 @@ class Folder(LauncherFolder):
         self.started = []
         (path / "programs").mkdir()
         programs = f"{path}/programs:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self.env = {"PATH": programs, "PYTHON": sys.executable}
+        self.usual = {"PATH": programs, "PYTHON": sys.executable}
         if torchrun == "stand-in":
-            self.env |= WITH_STAND_IN
+            self.usual |= WITH_STAND_IN
 
     def program(self, name, text):
         path = self.path / "programs" / name
@@ -45,7 +45,7 @@ class Folder(LauncherFolder):
 
     def start(self, *command, **variables):
         env = dict.fromkeys(["CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VIRTUAL_ENV"])
-        env |= self.env | {name: str(value) for name, value in variables.items()}
+        env |= self.usual | {name: str(value) for name, value in variables.items()}
         self.started.append(start(["bash", *command], env=env, cwd=self.path))
         return self.started[-1]
 
@@ -71,12 +71,6 @@ def folder(tmp_path, request):
 
 def add_probe(folder):
     shutil.copy(folder.path / "demo_coco_resnet18.py", folder.path / "tools/probe_link.py")
-
-
-def hanging(started):
-    """The process id of a rank that hangs, and that of its torchrun."""
-    rank = int(started.wait_for(r"\] hanging.* (\d+)$")[1])
-    return rank, int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def one_line(run, text):
@@ -155,7 +149,7 @@ def test_exported_cdpath_changes_nothing(folder):
 
 def test_without_tools_the_launchers_still_train(folder):
     shutil.rmtree(folder.path / "tools")
-    folder.env["PYTHON"] = ""  # the one on the PATH has torch
+    folder.usual["PYTHON"] = ""  # the one on the PATH has torch
     run = folder.run("launch_single.sh", "--lr", "1", NETWORK="ethernet", IFNAME="lo")
     (report,) = reports(run)
     assert report["argv"] == ["--lr", "1"] and report["env"]["GLOO_SOCKET_IFNAME"] == "lo"
@@ -237,7 +231,8 @@ def test_signal_is_passed_on_and_never_restarted(folder, name):
 def test_torchrun_does_not_outlive_its_launcher(folder):
     folder.plan("hang")
     started = folder.start("launch_single.sh", "x")
-    _, torchrun = hanging(started)
+    rank = started.wait_for(r"\] hanging.* (\d+)$")[1]
+    torchrun = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
     started.signal(signal.SIGKILL)
     wait_until(lambda: torchrun not in started.pids(), 5, "the end of torchrun")
 

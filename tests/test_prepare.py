@@ -24,7 +24,7 @@ from analysis.units import megabytes
 from support.datasets import digests, instances, read_coco
 from support.forks import shared, validation_batch, write
 from support.nodes import small_disk
-from support.processes import LONG, ROOT, Run, Started, refusal, start, wait_until
+from support.processes import LONG, ROOT, Run, refusal, start, wait_until
 
 TOOL = ROOT / "tools" / "prepare_coco.py"
 SIDE = 64  # of the small sets that tests make
@@ -453,11 +453,6 @@ def unlike(folder: Path, whole: dict[str, str]) -> set[str]:
     return {name for name, _ in others if not name.startswith(".unfinished")}
 
 
-def first_picture(started: Started, target: Path) -> None:
-    wait_until(lambda: [*target.glob("train2017/*")], 30, "a picture")
-    assert started.process.poll() is None
-
-
 STOPPED = "stopped on a signal; start again: it goes on"
 
 
@@ -472,7 +467,8 @@ STOPPED = "stopped on a signal; start again: it goes on"
 def test_run_that_is_ended_says_why(sample, undisturbed, tmp_path, whom, number, code, words):
     target = tmp_path / "small"
     with start([sys.executable, TOOL, sample, target], split=True) as started:
-        first_picture(started, target)
+        wait_until(lambda: [*target.glob("train2017/*")], 30, "a picture")
+        assert started.process.poll() is None
         pid = max(started.pids()) if whom == "worker" else started.pid
         (os.killpg if whom == "all" else os.kill)(pid, number)
         run = started.finish(20, expect=code, clean=2)
