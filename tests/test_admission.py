@@ -331,6 +331,7 @@ HELLO = line(**START, node_0_waits=5)
 HELD, NO_END = "is held by another program or an earlier start", "what it says has no end"
 DAMAGED = "node 0's answer is damaged"
 FALSE_NODE_0 = {
+    "says nothing": (b"", b"", HELD),
     "waits for ever": (line(**START, node_0_waits=1e300), b"", HELD),
     "waits for a text": (line(**START, node_0_waits="x"), b"", HELD),
     "deep greeting": (b"[" * DEEP + b"\n", b"", HELD),

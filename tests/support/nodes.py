@@ -30,29 +30,22 @@ def _ip(command: str, check: bool = True) -> str:
     return done.stdout
 
 
-def why_no_namespaces() -> str:
-    """Empty where network namespaces can be made here, else the reason."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "network namespaces need root on Linux"
+def require_namespaces() -> None:
+    """Skips a test where network namespaces cannot be made."""
+    root = sys.platform == "linux" and os.geteuid() == 0
+    require(root, "network namespaces need root on Linux")
     for tool in ("ip", "nsenter", "unshare", "mount"):
-        if not shutil.which(tool):
-            return f"network namespaces need the command {tool} (packages iproute2 and util-linux)"
+        needed = f"the command {tool} (packages iproute2 and util-linux)"
+        require(shutil.which(tool), f"network namespaces need {needed}")
     name = f"demo-{os.getpid()}-{next(counter)}-x"
     try:
         _ip(f"netns add {name}")
         _ip(f"-n {name} link add eth0 type veth peer name eth1")
         subprocess.run(["unshare", "-mu", "true"], check=True, capture_output=True)
     except (RuntimeError, subprocess.CalledProcessError) as error:
-        return f"network namespaces cannot be made here: {error}"
+        require(False, f"network namespaces cannot be made here: {error}")
     finally:
         _ip(f"netns del {name}", check=False)
-    return ""
-
-
-def require_namespaces() -> None:
-    """Skips a test where they cannot be made."""
-    reason = why_no_namespaces()
-    require(not reason, reason)
 
 
 # What makes a namespace look like a machine: its own host name, /etc/hosts and /sys/class/net. A
