@@ -1,18 +1,14 @@
-"""What the probe says of the link, and the script of a step's parts and of compressed gradients,
-held against arithmetic by hand and against the kernel's counters: real ranks, real network
-namespaces.
+"""What the script says of a step's parts and of compressed gradients, held against arithmetic by
+hand and against the kernel's counters: real ranks, real network namespaces.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import json
 import math
-import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Callable
 
@@ -49,31 +45,6 @@ def shapes(demo, result):
     from torchvision.models import resnet18
 
     write(result, [parameter.shape for parameter in resnet18(num_classes=80).parameters()])
-
-
-def probe_module(demo):
-    """tools/probe_link.py, which then works with the script that was imported here."""
-    sys.modules["demo_coco_resnet18"] = demo
-    import probe_link  # here, as it imports torch
-
-    return probe_link
-
-
-def probe(demo, result, dies=False, **constants):
-    """The probe with other constants, on a node of a `NamespacePair` where one is given, /sys
-    included.
-
-    dies: this process is gone when the probe has begun.
-    """
-    link = probe_module(demo)
-    vars(link).update(constants)
-    if dies:
-        link.measure = lambda *_: os._exit(9)
-    demo.one_line_errors(link.main)
-
-
-def sentences(demo, result, records):
-    write(result, [probe_module(demo).sentence(record) for record in records])
 
 
 def with_counters(demo, result):
@@ -154,87 +125,17 @@ LEAST_MS = 8e-6 * GRADIENT_BYTES / RATE  # of an all-reduce between two nodes at
 
 
 @LONG
-def test_probe_and_steps_at_a_known_rate(demo, data):
-    """On a link between two nodes: what goes over it, and what a step then waits for. That the
-    probe tells the rate: test_probe.py.
-    """
+def test_steps_at_a_known_rate(demo, data):
+    """On a link between two nodes: what goes over it, and what a step then waits for."""
     argv = [*data, *FAST, "--max_steps", 5]
     with NamespacePair("500mbit") as nodes:
-        probed = demo.run(argv, 2, call=probe, nodes=nodes, SECONDS=9)
-        short = demo.run(argv, 2, call=probe, nodes=nodes, SECONDS=0.1)
         job = demo.run(argv, 2, call=with_counters, nodes=nodes)
-    for probe_of, rounds in ((probed, 6), (short, 2)):  # the warm-up and five, or what has time
-        for node in probe_of.json_line("Probe")["nodes"]:
-            check_carried(node["interfaces"], rounds * GRADIENT_BYTES)
     for rank in (0, 1):
         check_carried(job.result(rank), 5 * GRADIENT_BYTES)
     # What computing cannot hide of the all-reduce is exposed, on each of two equal nodes.
     for rank in check_split(job)["ranks"]:
         assert rank["exposed_ms"] + rank["compute_ms"] > 0.95 * LEAST_MS
         assert rank["exposed_ms"] > 0.4 * LEAST_MS
-
-
-# --- The probe -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("torchrun", [True, False])
-def test_one_process_has_no_link_to_probe(demo, torchrun):
-    run = demo.run([], call=probe, torchrun=torchrun)
-    assert run.out == "[CPU 0] Probe: one process has no link to probe\n" and run.err == ""
-
-
-def test_probe_in_words(demo):
-    """Of the slowest node, by the interface that joins the nodes; rails are summed."""
-    lo, quick = ("lo", "loopback", None, 40.0), ("eth0", "ethernet", 10, 6.87)
-    slow, tun = ("veth1", "ethernet", 10, 0.9934), ("tun0", "other", None, 0.0998)
-    rails = [(f"mlx5_{n}:1", "infiniband", 100, 90.5 - n) for n in range(4)]
-    cases = [
-        ([[quick, lo], [lo, slow]], 364,
-         "364 ms: 0.99 Gb/s on veth1 (ethernet), 10 % of its stated 10 Gb/s"),
-        ([[tun, lo], [quick, lo]], 3760, "3,760 ms: 0.1 Gb/s on tun0 (other)"),
-        ([[lo, slow]], 25, "25 ms: 40 Gb/s on lo (loopback)"),
-        # NVLink, shared memory: 44.9 MB in 1 ms are 359 Gb/s, and what was counted is not they
-        ([[slow]], 1, "1 ms: 359 Gb/s inside the node, on no interface"),
-        ([[]], 1.9, "1.9 ms: 189 Gb/s inside the node, on no interface"),
-        ([[lo], [lo]], 100, "100 ms: 3.59 Gb/s on no interface whose bytes are counted"),
-        ([rails] * 2, 1, "1 ms: 356 Gb/s on mlx5_0:1, mlx5_1:1, mlx5_2:1, mlx5_3:1 (infiniband), "
-                         "89 % of their stated 400 Gb/s"),
-    ]  # fmt: skip
-    keys, records = ("name", "kind", "speed_Gbps", "wire_Gbps"), []
-    for nodes, ms, _ in cases:
-        record = {"all_reduce_bytes": GRADIENT_BYTES, "all_reduce_ms": ms}
-        record |= {"algbw_GBps": GRADIENT_BYTES / ms / 1e6}
-        links = [[dict(zip(keys, link, strict=True)) for link in node] for node in nodes]
-        records.append(record | {"nodes": [{"interfaces": of_node} for of_node in links]})
-    found = demo.run(call=sentences, records=records).result()
-    assert found == [f"all-reduce of 44.9 MB in {text}" for _, _, text in cases]
-
-
-@pytest.mark.parametrize(
-    ("argv", "code", "kind", "part"),
-    [
-        (["--timeout", "0"], 2, "user", "--timeout 0.0 is not at least 0.1"),
-        (["--backend", "smoke"], 2, "user", "argument --backend: invalid choice: 'smoke'"),
-        (["--backend", "nccl"], 1, "user", "--backend nccl: 2 processes for 0 GPU(s)"),
-        (["--timeout", "1"], 1, "lost", "ERROR: rendezvous at 127.0.0.1:"),
-    ],
-)
-def test_error_of_the_probe_is_one_line(demo, tmp_path, argv, code, kind, part):
-    """Rank 1 of 2 never comes, which matters in the last of these only."""
-    file = tmp_path / "error.json"
-    env = {"TORCHELASTIC_ERROR_FILE": str(file)}
-    job = demo.start(argv, 2, call=probe, env=env, only=[0]).finish(expect=code)
-    (line,) = job.err.splitlines()
-    assert part in line and job.out == ""
-    message = json.loads(file.read_text())["message"]
-    assert part in message["message"] and message["extraInfo"]["kind"] == kind
-
-
-def test_peer_that_is_lost_in_the_probe(demo):
-    of_rank = [{}, {"options": {"dies": True}}]
-    job = demo.run([], 2, call=probe, expect=[1, 9], of_rank=lambda rank: of_rank[rank])
-    (line,) = job.err.splitlines()
-    assert line.startswith("[CPU 0] ERROR: in probe: ") and job.out == ""
 
 
 # --- The pass before the first step ----------------------------------------------------------
