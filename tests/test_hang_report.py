@@ -1,8 +1,8 @@
 """Who is missing: ranks that hang, a link that is cut, launchers that are killed, from outside.
 
 Real supervisors, ranks, signals and links, in namespaces. Torchrun and the script are stand-ins,
-which need no torch: a failure takes seconds to be noticed, and all of these run at once. Their
-real twins are the last tests here.
+which need no torch: a failure takes seconds to be noticed, and all of these run at once. The last
+test here has the real ones, and test_first_cause.py.
 """
 
 from __future__ import annotations
