@@ -23,7 +23,7 @@ from launcher import rendezvous, series, wire
 from launcher.errors import Refused
 from support.launcher_folder import LauncherFolder
 from support.nodes import NamespacePair
-from support.processes import ROOT, WITH_STAND_IN, Run, free_port, require, wait_until
+from support.processes import ROOT, Run, free_port, require, wait_until
 from test_supervise import Node
 
 TOOLS = ROOT / "tools"
@@ -37,12 +37,8 @@ class Launchers(LauncherFolder):
         self.nodes = nodes
 
     def start(self, node: int, *arguments: str, **variables: object):
-        env = {"NNODES": 2, "NODE_RANK": node, "MASTER_ADDR": self.nodes.addresses[0]}
-        env |= {"CONNECT_TIMEOUT": 40, "GPUS_PER_NODE": 1, "RESTARTS": 1}
-        env |= {"SLURM_JOB_ID": 7, "PYTHON": sys.executable, **WITH_STAND_IN, **variables}
-        env = {name: str(value) for name, value in env.items()}
-        command = ["bash", self.path / "launch_multinode.sh", *arguments]
-        return self.nodes.popen(node, command, env=env, cwd=self.path)
+        job = {"RESTARTS": 1, "SLURM_JOB_ID": 7}
+        return self.start_on(self.nodes, node, *arguments, **job | variables)
 
     def end(self, started) -> Run:
         """Of one that is refused: at once, with one line."""
@@ -173,17 +169,17 @@ def test_what_tells_another_job_from_a_setting_that_differs(ours, theirs, foreig
 def test_of_two_nodes_of_one_rank_the_one_that_was_admitted_before_stays(first):
     """Without a token none of them is known: then all end, as test_supervise.py has it."""
     port = free_port()
-    node_0 = Node(port, 0, token="abc", nnodes=3)
+    node_0 = Node(port, 0, token="abc", NNODES=3)
     tokens = ["", "abc"] if first == "the second start" else ["abc", ""]
     ones = []
     for token in tokens:
-        ones.append(Node(port, 1, token=token, nnodes=3))
+        ones.append(Node(port, 1, token=token, NNODES=3))
         time.sleep(0.5)
-    last = Node(port, 2, token="abc", nnodes=3)
+    last = Node(port, 2, token="abc", NNODES=3)
     known, unknown = ones if tokens[0] else ones[::-1]
     assert [one.end() for one in (node_0, known, last)] == [rendezvous.Plan()] * 3
-    refused = unknown.end()
-    assert isinstance(refused, Refused) and "has its node 1 already" in str(refused)
+    assert isinstance(unknown.end(), Refused)
+    assert "has its node 1 already" in str(unknown.end())
 
 
 def test_second_start_that_comes_in_one_moment_with_the_node_is_turned_away_once():
@@ -232,12 +228,12 @@ NODE_0 = f"""
 import sys
 sys.path.insert(0, {str(TOOLS)!r})
 from launcher import rendezvous
-node = {{"node_rank": 0, "host": "host0", "settings": {{"NNODES": 2, "RESTARTS": 0, "PROBE": 0}}}}
+node = {{"node_rank": 0, "host": "host0", "settings": {{"NNODES": 2, "RESTARTS": 3, "PROBE": 0}}}}
 say = lambda text: print(text, flush=True)
 met = rendezvous.Rendezvous("127.0.0.1", int(sys.argv[1]), node, 0, say)
 say(met.agree(rendezvous.Plan(), 120))
 """
-GOOD = {"node_rank": 1, "host": "host1", "settings": {"NNODES": 2, "RESTARTS": 0, "PROBE": 0}}
+GOOD = {"node_rank": 1, "host": "host1", "settings": {"NNODES": 2, "RESTARTS": 3, "PROBE": 0}}
 GOOD |= {"protocol": rendezvous.PROTOCOL, "token": "", "job": {}}
 FORGED = '[GPU 0] Summary {"steps": 1}'
 DEEP = 6000
@@ -354,6 +350,7 @@ HELLO = line(**START, node_0_waits=5)
 HELD, NO_END = "is held by another program or an earlier start", "what it says has no end"
 DAMAGED = "node 0's answer is damaged"
 FALSE_NODE_0 = {
+    "says nothing": (b"", b"", HELD),
     "waits for ever": (line(**START, node_0_waits=1e300), b"", HELD),
     "waits for a text": (line(**START, node_0_waits="x"), b"", HELD),
     "deep greeting": (b"[" * DEEP + b"\n", b"", HELD),
@@ -383,12 +380,10 @@ def deceived():
 @pytest.mark.parametrize("case", FALSE_NODE_0)
 def test_false_node_0_ends_a_node_in_its_own_line(deceived, case):
     port, node = deceived[case]
-    refused = node.end()
-    assert isinstance(refused, Refused), repr(refused)
-    text = f"node 0 did not answer at 127.0.0.1:{port} within 2 s ("
-    assert str(refused).startswith(text) and str(refused).isprintable()
-    assert FALSE_NODE_0[case][2] in str(refused)
-    assert "GPU 0" not in "".join([str(refused), *node.said])
+    error = str(node.end())
+    assert error.startswith(f"node 0 did not answer at 127.0.0.1:{port} within 2 s (")
+    assert error.isprintable() and FALSE_NODE_0[case][2] in error
+    assert "GPU 0" not in "".join([error, *node.said])
 
 
 def test_launcher_of_another_version_ends_all_nodes_in_one_line():
@@ -406,7 +401,7 @@ def test_launcher_of_another_version_ends_all_nodes_in_one_line():
 
     port = free_port()
     greeted(port, line(protocol=1, node_0_waits=5, purpose="start"))
-    told = str(Node(port, 1).end())
+    told = str(Node(port, 1, last=0).end())
     assert f"node 0 at 127.0.0.1:{port} runs another version of this demo" in told
 
 

@@ -16,8 +16,8 @@ import pytest
 
 import benchmark as tool
 from benchmarks import children, figures, gpu, links, one_machine, runner, settings
-from support.nodes import why_no_namespaces
-from support.processes import LONG, ROOT, SCRIPT, require, start, wait_until
+from support.nodes import require_namespaces
+from support.processes import LONG, ROOT, SCRIPT, refusal, start, wait_until
 
 TOOL = ROOT / "tools" / "benchmark.py"
 
@@ -87,7 +87,7 @@ def test_start_parts_the_time_to_the_first_step(tmp_path, scratch):
 @LONG
 def test_links_shapes_a_real_link(sample, scratch):
     """Rates and times depend on the machine, in one direction: no link is faster than shaped."""
-    require(not (why := why_no_namespaces()), why)
+    require_namespaces()
     args = ["links", *TINY, "--warm_steps", "4", "--rates", "unshaped,200mbit"]
     rows = table_of([*args, "--methods", "none,bf16", "--data", sample], scratch)
     assert 0.3 < rows["200mbit: rate measured / shaped"]["ratio"] < 1.05
@@ -160,12 +160,6 @@ def test_each_part_for_gpus_runs_on_a_cpu(part, scratch):
     args = ["gpu", "--cpu", *ONCE, "--part", part, "--batch_sizes", "2", "--images", "20"]
     args += ["--limit", "800"]  # a busy machine is no GPU
     rows = table_of([*args, "--batch_size", "4", "--steps", steps], scratch)
-    if part == "train":
-        assert [what[:14] for what in rows] == ["1 process(es) ", "2 process(es) "]
-    if part == "input":
-        loader = rows["prepared: loader of 1 workers / resident batch"]
-        least = min(loader["demo"], loader["reference"])
-        assert rows["prepared: fed / the lower of both"]["reference"] == least
     if part == "split":
         # operators take most of what is not waiting; loader and logging are operators, too
         assert 0.5 < rows["resident: compute and exposed / kernels running"]["ratio"] < 1.5
@@ -219,9 +213,7 @@ def test_what_a_run_has_started_ends_with_it(sample, tmp_path, scratch, script, 
 )
 def test_wrong_arguments_end_in_one_line(capsys, monkeypatch, words, text):
     monkeypatch.chdir(TOOL.parent)
-    with pytest.raises(SystemExit, match="2"):
-        tool.parse_arguments(words.split())
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal(capsys, tool.parse_arguments, words)
     assert line.startswith("benchmark.py: error: ") and text in line
 
 
@@ -338,8 +330,6 @@ def test_speed_leaves_warm_up_and_other_ranks_out():
     # by hand: 3 steps of 8 images in 0.6 s, of which 0.06 s were waiting; the median is 100 ms
     wanted = {"img_per_s": 40, "step_ms": 100, "waiting": 10}
     assert figures.speed(text, ARGS) == pytest.approx(wanted)
-    with pytest.raises(runner.Failure, match="3 steps after the warm-up, not 4"):
-        figures.step_times(text, skip=1, count=4)
 
 
 def test_rates_as_tc_writes_them():

@@ -6,13 +6,13 @@ made-up pair of node 0's files is read.
 
 from __future__ import annotations
 
-import json
 import re
 
 import compare_logs
 from support.datasets import data_args
 from support.nodes import NamespacePair
 from support.processes import LONG, ROOT
+from test_compare_logs import as_text, carried, one_run
 from test_pages import PAGES, README
 
 LINKS = {"slow": "200mbit", "fast": None}  # label: rate as tc writes it; None: not shaped
@@ -64,26 +64,13 @@ def check(found: dict[str, str]) -> None:
 def made_up(gbps: float, exposed_ms: float) -> tuple[str, str]:
     """What tee keeps of the probe, and of a training of ten steps: node 0's ranks alone."""
     ms = 1.5 * 8e-6 * SIZE / gbps
-    sizes = [{"bytes": SIZE, "ms": ms}, {"bytes": 2**26, "ms": ms * 2**26 / SIZE}]
-    link = {"name": "eth0", "kind": "ethernet", "speed_Gbps": 10.0, "wire_Gbps": gbps}
-    nodes = [{"host": f"node{n}", "interfaces": [link], "nccl": None} for n in (0, 1)]
-    probe = {"world_size": 4, "all_reduce_bytes": SIZE, "all_reduce_ms": ms, "latency_ms": 0.3}
-    probe |= {"bandwidth_GBps": SIZE / ms / 1e6, "sizes": sizes, "nodes": nodes}
-    run = {"backend": "gloo", "hosts": ["node0"] * 2 + ["node1"] * 2, "nodes": 2, "world_size": 4}
-    run |= {"parameters": SIZE // 4, "images": 160, "global_batch_size": 16, "num_epochs": 1}
-    run |= {"max_steps": 10, "start_step": 0, "resume": False, "env": {}}
-    own = {"data_ms": 5.0, "compute_ms": 200.0, "exposed_ms": exposed_ms}
-    own["step_ms"] = sum(own.values())
-    summary = {"steps": 10, "img_per_s": 16e3 / own["step_ms"], **own}
-    summary |= {"ranks": [{"rank": rank} | own for rank in range(4)], "wire_bytes_per_step": SIZE}
-    train = [f"[CPU 0] Run {json.dumps(run)}"]
-    for rank in (1, 0):
-        rate = f"4.0 img/s | data 5.0 ms | step {own['step_ms']:.1f} ms | ETA 0s"
-        train.append(f"[CPU {rank}] Epoch 1 | Step 10 | Loss: 1.2500 | {rate}")
-        train.append(f"[CPU {rank}] Epoch 1 complete | Avg loss: 1.5000 | 4.0 img/s | 9.00s")
-    train.append(f"[CPU 0] Summary {json.dumps(summary)}")
-    train += [f"[CPU {r}] Cleanup complete. Total wall time: 9.50s (9.500s)" for r in (0, 1)]
-    return f"[CPU 0] Probe {json.dumps(probe)}\n", "\n".join(train) + "\n"
+    eth0 = carried("eth0", "ethernet", 10.0, gbps)
+    link = {"nodes": [{"host": f"n{n}", "interfaces": [eth0]} for n in (0, 1)]}
+    link |= {"latency_ms": 0.3, "bandwidth_GBps": SIZE / ms / 1e6}
+    options = {"world": 4, "steps": 10, "epochs": 1, "facts": {"env": {}}, "link": link}
+    options |= {"data_ms": 5.0, "compute_ms": 200.0, "exposed_ms": exposed_ms, "probe_ms": ms}
+    probe, *train = one_run(**options)
+    return as_text([probe]), as_text([line for line in train if line[0] in (0, 1)])
 
 
 def test_node_0s_files_alone_give_the_verdict(tmp_path, monkeypatch, capsys):

@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import test_layout
 from support.cgroups import CGROUPS, make_cgroups
 from support.datasets import (
     COCO_IDS,
@@ -247,17 +246,6 @@ def load(demo, paths, size=40, epoch=1, seed=0):
 def run_record(demo, result):
     """What a run logs before its first step."""
     prepared(demo)
-
-
-def decoded(demo, result, path):
-    """Of an image: 0, or the label of one that is refused; its mean colours; memory used."""
-    import resource
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    images, (sound,) = load(demo, [path], epoch=demo.VALIDATION)
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    label = 0 if sound else demo.IGNORED
-    write(result, [label, images[0].float().mean((1, 2)).tolist(), used * 1024])
 
 
 def each_decoded(demo, result, folder, by_pillow):
@@ -862,9 +850,13 @@ def test_damaged_image_is_left_out_and_named(demo, many):
 
 
 def brightness(demo, result, paths):
-    """Of each image of one batch: was it decoded, and how bright is it."""
+    """Of each image of one batch: was it decoded, how bright is it; bytes of memory used."""
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     images, sound = load(demo, paths, epoch=demo.VALIDATION)
-    write(result, [sound, images.float().mean((1, 2, 3)).tolist()])
+    used = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    write(result, [sound, images.float().mean((1, 2, 3)).tolist(), used])
 
 
 def test_each_kind_of_damage_is_named_and_leaves_the_others_of_a_batch(demo, tmp_path):
@@ -875,7 +867,7 @@ def test_each_kind_of_damage_is_named_and_leaves_the_others_of_a_batch(demo, tmp
     Path(paths[2]).write_text("no picture")
     Path(paths[4]).mkdir()
     job = demo.run(call=brightness, paths=paths)
-    sound, means = job.result()
+    sound, means, _ = job.result()
     assert sound == [True, False, False, False, False, True]
     assert [mean > 0 for mean in means] == sound  # a damaged one is black
     told = job.lines(0)
@@ -1041,10 +1033,3 @@ def test_six_steps_stand_once_and_in_order_before_the_fold():
     marks = re.findall(r"# DDP (\d)/6: |^# (PART TWO): ", SCRIPT.read_text(), re.MULTILINE)
     assert ["".join(mark) for mark in marks] == [*"123456", "PART TWO"]
     assert len(re.findall(r"\bDDP \d/\d", SCRIPT.read_text())) == 6
-
-
-@LONG
-def test_script_imports_no_package_that_a_user_has_to_add():
-    tops = {name.partition(".")[0] for name in test_layout.imported(SCRIPT)}
-    allowed = shlex.split("numpy torch torchvision PIL pycocotools")
-    assert tops <= {*sys.stdlib_module_names, *allowed}

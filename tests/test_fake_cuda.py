@@ -15,7 +15,7 @@ import types
 import pytest
 
 from support.datasets import make_set
-from support.forks import prepared, start, write
+from support.forks import prepared, write
 from support.processes import LONG, WITH_LONG
 
 FAST = shlex.split("--weights none --image_size 40 --batch_size 4 --workers 0 --precision fp32")
@@ -76,18 +76,6 @@ def fake_step(demo, result, damaged):
     write(result, [*found, str(loss.device), str(logits.device), str(logits.dtype)])
 
 
-def refused_device(demo, result):
-    """The script where there seems to be a GPU that PyTorch then cannot choose."""
-    import torch
-
-    def refuse(device):
-        raise RuntimeError("CUDA error: invalid device ordinal")
-
-    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
-    torch.cuda.set_device = refuse
-    start(demo)
-
-
 def settings_of(demo, result, ranks):
     """What is left set in PyTorch by what the script says of precision and compiling."""
     import torch
@@ -133,13 +121,6 @@ def test_a_step_keeps_to_the_gpu(demo, damaged):
     found = demo.run(call=fake_step, damaged=damaged).result()
     cuda = "cuda:0"
     assert found == [cuda, cuda, cuda, cuda, "torch.float32"]
-
-
-def test_gpu_that_cannot_be_chosen_is_one_line(demo, data):
-    """As with MIG, where torch counts more devices than it may use."""
-    job = demo.run([*data, *FAST, "--timeout", 30], call=refused_device, expect=1)
-    (line,) = job.err.splitlines()
-    assert "ERROR: this build of PyTorch cannot use cuda:0: RuntimeError: CUDA error" in line
 
 
 # --- What is set -----------------------------------------------------------------------------

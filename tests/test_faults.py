@@ -33,12 +33,10 @@ from support.processes import (
     ROOT,
     Run,
     Started,
-    demo_command,
     free_port,
     long_among,
     processes,
     require,
-    start,
     wait_until,
 )
 
@@ -251,29 +249,18 @@ def stopped_at(text: str, name: str, path: Path, nproc: int = 2) -> int:
 
 
 @LONG
-@pytest.mark.parametrize(("target", "name"), [("torchrun", "SIGTERM"), ("rank", "SIGINT")])
-def test_stop_signal_to_one_process(data, folder, target, name):
-    """To a launcher: test_first_cause.py and test_schedulers.py."""
-    path = folder / "c.pt"
-    argv = [*data, "--num_epochs", 99, "--checkpoint", path, "--timeout", 20]
-    with start(demo_command(argv, 2)) as run:
-        run.wait_for(r"^\[CPU 1\] .*Step 3 ")
-        os.kill(run.rank_pid(1) if target == "rank" else run.pid, signal.Signals[name])
-        ended = run.finish(20, expect=1)  # torchrun knows no other code
-    assert stopped_at(ended.output, name, path) >= 3
-    assert "Traceback" not in ended.output.partition("Stopped on")[0]
-
-
-@LONG
 def test_stop_signal_during_validation(ranks, folder):
-    """It may take long: the rest of it is left out, and no step is made after it."""
+    """It may take long: the rest of it is left out, and no step is made after it.
+
+    To one rank. To torchrun and to a launcher: test_first_cause.py; to all: test_schedulers.py.
+    """
     path, data = folder / "c.pt", make_set(folder / "set", 16, val=48)
     argv = [*FAST, *data, "--num_epochs", 99, "--checkpoint", path, "--timeout", 20]
     run = ranks.start(argv, 2, before=[fault(slow_validation, rank=1)])
     run.wait_for("^validating$")
-    run.signal(1, signal.SIGTERM)
+    run.signal(1, signal.SIGINT)
     ended = run.finish(15, expect=STOPPED)
-    assert stopped_at(ended.out, "SIGTERM", path) == 2
+    assert stopped_at(ended.out, "SIGINT", path) == 2
     assert ended.out.count("validating") < 6 and "validation |" not in ended.out
 
 
@@ -402,14 +389,9 @@ def test_error_file_that_cannot_be_written_hides_nothing(ranks, data, folder):
     assert "none.json" in the_error(ended)
 
 
-@pytest.fixture
-def own_shm() -> None:
-    require(os.geteuid() == 0, "a /dev/shm of its own needs root")
-
-
-@pytest.mark.usefixtures("own_shm")
 def test_tiny_shared_memory_lowers_the_number_of_workers(ranks, data):
     """Unless it was given: then the line says how to mend it."""
+    require(os.geteuid() == 0, "a /dev/shm of its own needs root")
     argv = [part for part in data if part not in ("--workers", "0")]
     argv += ["--batch_size", 10, "--max_steps", 2]  # a batch takes 47 KB
     tiny, less = (partial(small_shm, size=size) for size in ("40k", "100k"))
@@ -429,12 +411,12 @@ def test_tiny_shared_memory_lowers_the_number_of_workers(ranks, data):
 
 
 @LONG
-@pytest.mark.usefixtures("own_shm")
 def test_workers_that_the_shared_memory_has_room_for_do_not_fill_it(ranks, data):
     """Two batches of each, of this step and the one before: a little more, and none is missing.
 
     In a slow first step the workers get ahead as far as they may.
     """
+    require(os.geteuid() == 0, "a /dev/shm of its own needs root")
     argv = [*data, "--image_size", 224, "--accumulate_steps", 2, "--workers", 2, "--max_steps", 3]
     batch = 4 * 3 * 224 * 224
     fits = partial(small_shm, size=str(8 * batch + 2**16))  # and what is not of batches
@@ -644,7 +626,7 @@ def hit(nodes: NamespacePair, run: Started, what: str, node: int) -> None:
     if what == "link":
         nodes.link_down(node)
         time.sleep(10)
-        nodes.link_up(node)
+        nodes.ip(node, f"link set {nodes.interface} up")
     else:
         pid = run.rank_pid(node) if what == "rank" else torchrun_pid(run)
         os.kill(pid, signal.SIGKILL)

@@ -16,8 +16,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,29 +30,24 @@ from launcher.ending import End, Ending, make_ending, read_ending, tell_end, tel
 from launcher.root_cause import GIVEN_UP, Cause, OutputReader, find_causes, first_cause
 from support.datasets import make_set
 from support.nodes import NamespacePair
-from support.processes import LONG, ROOT, SCRIPT, WITH_STAND_IN, Started
-from test_supervise import free_ports
+from support.processes import LONG, ROOT, SCRIPT, WITH_STAND_IN, Started, free_ports
 
 TIMEOUT = 4  # the script's --timeout, seconds
 IN_TIME = 20  # seconds from a failure to the end on all nodes, as docs/faults.md has it
 HANG_IN_TIME = TIMEOUT + 15
 STEPS = ROOT / "tests" / "support" / "stand_in" / "steps.py"
 
-
-def supervise_with(change: str) -> str:
-    """supervise.py, for python -c, after this change to supervisor.py."""
-    return f"""
-import sys
+# All nodes may be this machine: the loopback address, which a user's node 0 must not have, is
+# right. $GRACE: seconds from a failure until what has not ended is killed.
+SUPERVISE = f"""
+import os, sys
 sys.path.insert(0, {str(ROOT / "tools")!r})
 import supervise
 from launcher import supervisor
-{change}
+supervisor.check_master = lambda host, node_rank: None
+supervisor.GRACE = int(os.environ.get("GRACE", supervisor.GRACE))
 sys.exit(supervise.main())
 """
-
-
-# All nodes are this machine: the loopback address, which a user's node 0 must not have, is right.
-SUPERVISE = supervise_with("supervisor.check_master = lambda host, node_rank: None")
 
 
 # --- The choice --------------------------------------------------------------------------------
@@ -148,14 +144,13 @@ E1122 08:34:31 10583 torch/distributed/elastic/multiprocessing/api.py:1] failed 
 @pytest.mark.parametrize(
     ("code", "signal_of_rank", "how", "kind"),
     [
-        (1, -9, {}, "killed"),  # from outside
-        (-9, 0, {}, "killed"),
         (1, -15, {}, "unknown"),  # by torchrun
         (-9, 0, {"given_up": True}, "lost"),  # by the launcher
         (-15, 0, {"stopped": True}, "stopped"),
     ],
 )
 def test_kill_by_launcher_or_torchrun_is_no_cause(code, signal_of_rank, how, kind):
+    """One from outside is: test_supervise.py."""
     said = OutputReader()
     for line in REPORT.format(signal_of_rank).splitlines() if signal_of_rank else ():
         said.read(line)
@@ -316,31 +311,37 @@ def test_signal_to_a_node_that_waits_for_the_ending_is_told():
 
 
 class Place:
-    """So many nodes with one rank each; how each has ended is told by its log."""
+    """So many nodes, all on this machine or each on one of a pair; how each has ended is told by
+    its log.
+    """
 
-    def __init__(self, folder: Path, nnodes: int = 3) -> None:
-        self.folder, self.nnodes, self.port = folder, nnodes, free_ports(6)
+    def __init__(self, folder: Path, nnodes: int = 3, pair: NamespacePair | None = None) -> None:
+        self.folder, self.nnodes, self.pair = folder, nnodes, pair
+        self.address = f"{pair.addresses[0]}:29500" if pair else f"127.0.0.1:{free_ports(6)}"
         self.runs: list[Started] = []
         self.ends: dict[int, float] = {}  # node: when it ended
-        self.hit_at = 0.0
         folder.mkdir(parents=True)
 
-    def start(self, *arguments: object, options: tuple = (), timeout: float = TIMEOUT) -> None:
+    def start(self, *arguments: object, options=(), timeout=TIMEOUT, nproc=1, **env: str) -> None:
+        """The supervisors have `options`, the script's stand-in the arguments."""
+        self.hit_at = time.time()
+        how = {"cwd": self.folder, "env": WITH_STAND_IN | env}
         for node in range(self.nnodes):
             line = [sys.executable, "-c", SUPERVISE, "--log", self.folder / f"node{node}.log"]
             line += [*options, "--", sys.executable, "-m", "torch.distributed.run"]
             line += [f"--nnodes={self.nnodes}", f"--node_rank={node}", "--rdzv_backend=static"]
-            line += [f"--rdzv_endpoint=127.0.0.1:{self.port}", "--nproc_per_node=1", STEPS]
+            line += [f"--rdzv_endpoint={self.address}", f"--nproc_per_node={nproc}", STEPS]
             line += ["--timeout", timeout, *arguments]
-            self.runs.append(Started(line, cwd=self.folder, env=WITH_STAND_IN))
+            start = partial(self.pair.popen, node) if self.pair else Started
+            self.runs.append(start(line, **how))
 
     def training(self) -> None:
         for run in self.runs:
             run.wait_for(r"Step 3 ", 60)
 
-    def hit(self, node: int, number: int) -> None:
+    def hit(self, how: Callable, *arguments: int) -> None:
         self.hit_at = time.time()
-        os.kill(self.runs[node].pid, number)
+        how(*arguments)
 
     def all_ended(self) -> bool:
         for node, run in enumerate(self.runs):
@@ -405,11 +406,11 @@ def stop_between_restarts(place: Place) -> None:
     """Node 1's launcher is killed, so that the others wait for it; node 2 gets a signal then."""
     place.start(options=("--restarts", 1))
     place.training()
-    place.hit(1, signal.SIGKILL)
+    place.hit(os.kill, place.runs[1].pid, signal.SIGKILL)
     for node in (0, 2):
         place.runs[node].wait_for(r"restart 1 of 1 after", 60)
     time.sleep(1)
-    place.hit(2, signal.SIGTERM)
+    place.hit(os.kill, place.runs[2].pid, signal.SIGTERM)
 
 
 def test_out_of_memory_on_the_last_node_is_the_last_line_of_all(ended):
@@ -450,6 +451,8 @@ def test_rank_that_is_killed_is_the_last_line_of_all(ended):
     (line,) = place.last_lines()
     assert re.fullmatch(r"node 1 \(\S+\): rank 1 was ended by signal 9", line)
     assert place.codes() == {1} and place.seconds() < IN_TIME
+    where = r"rank 1 ended in .*step 3; ranks 0, 2 waited in step 3: look at node 1 \("
+    assert re.search(where, place.log(0))
 
 
 def test_rank_that_hangs_is_the_last_line_of_all(ended):

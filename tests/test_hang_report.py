@@ -1,8 +1,8 @@
 """Who is missing: ranks that hang, a link that is cut, launchers that are killed, from outside.
 
 Real supervisors, ranks, signals and links, in namespaces. Torchrun and the script are stand-ins,
-which need no torch: a failure takes seconds to be noticed, and all of these run at once. Their
-real twins are the last tests here.
+which need no torch: a failure takes seconds to be noticed, and all of these run at once. The last
+test here has the real ones, and test_first_cause.py.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import contextlib
 import dataclasses
 import os
 import re
-import shutil
 import signal
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,77 +25,57 @@ import test_faults as faults
 from launcher import hang_report, root_cause, torchrun_command
 from support.datasets import make_set
 from support.nodes import NamespacePair
-from support.processes import LONG, WITH_STAND_IN, Run, Started
-from test_first_cause import STEPS, supervise_with
+from support.processes import LONG, Run
+from test_first_cause import Place
 
 TIMEOUT = 4  # the script's --timeout, seconds
 GRACE = 6  # of the supervisors here, which have 10 s; the real script's test has those
 IN_TIME = TIMEOUT + GRACE + 5  # what is promised
 
-SUPERVISE = supervise_with(f"supervisor.GRACE = {GRACE}")
+ENDLESS = 99999  # seconds
 PHASES = re.compile(r"^PHASES (/.+)$", re.MULTILINE)
 
 
-class Place:
-    """Supervisors at work, each on a node of its own."""
-
-    def __init__(self, stack, folder: Path, arguments="", restarts=0, nnodes=2, nproc=1) -> None:
-        folder.mkdir()
-        self.nodes: NamespacePair = stack.enter_context(NamespacePair())
-        self.runs: list[Started] = []
-        self.hit_at = time.monotonic()
-        for node in range(nnodes):
-            line = (
-                f"--log node{node}.log --restarts {restarts} -- python -m torch.distributed.run "
-                f"--nnodes={nnodes} --node_rank={node} --nproc_per_node={nproc} "
-                f"--rdzv_backend=static --rdzv_endpoint={self.nodes.addresses[0]}:29500"
-            )
-            command = [sys.executable, "-c", SUPERVISE, *line.split(), STEPS]
-            command += ["--timeout", TIMEOUT, *arguments.split()]
-            self.runs.append(self.nodes.popen(node, command, cwd=folder, env=WITH_STAND_IN))
-
-    def hit(self, how: Callable, *arguments: int) -> None:
-        how(*arguments)
-        self.hit_at = time.monotonic()
-
-    def finish(self, run: Started) -> Run:
-        """How it ended; `seconds` are since the place was hit."""
-        run.process.wait(90)
-        seconds = time.monotonic() - self.hit_at
-        return dataclasses.replace(run.finish(1, expect=None, clean=IN_TIME), seconds=seconds)
+def finish(place: Place, node: int) -> Run:
+    """How it ended; `seconds` are since the place was hit."""
+    run = place.runs[node]
+    run.process.wait(90)
+    seconds = time.time() - place.hit_at
+    return dataclasses.replace(run.finish(1, expect=None, clean=IN_TIME), seconds=seconds)
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Run]]]:
     """All that can happen, at once: what takes the time is waiting. {place: its nodes' runs}"""
     folder, places = tmp_path_factory.mktemp("missing"), {}
-    one_node = {"nnodes": 1, "nproc": 2}
-    late = TIMEOUT + GRACE + 2
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(20) as pool:
-        for name in ("link", "alone", "killed"):
-            places[name] = Place(stack, folder / name)
-        places["launcher"] = Place(stack, folder / "launcher", "--orphans_go_on")
-        places["rank"] = Place(stack, folder / "rank", nproc=2)
+
+        def start(name: str, *arguments: object, nnodes: int = 2, **options) -> None:
+            pair = stack.enter_context(NamespacePair())
+            places[name] = Place(folder / name, nnodes, pair)
+            stack.callback(places[name].kill)
+            places[name].start(*arguments, GRACE=str(GRACE), **options)
+
+        start("link")
+        start("alone")
+        start("launcher", "--orphan")
+        start("rank", nproc=2)
+        start("again", options=("--restarts", 1))
         hit = [*places]
-        again = "--fault 1:3:hang --steps 19"
-        places["again"] = Place(stack, folder / "again", again, restarts=1)
-        forever = "--first rendezvous:99999"
-        places["rendezvous"] = Place(stack, folder / "rendezvous", forever, **one_node)
-        validation = f"--first validation:{late} --steps 4"
-        places["validation"] = Place(stack, folder / "late", validation, **one_node)
-        for run in (run for name in hit for run in places[name].runs):
-            run.wait_for(r"Step 3 ", 30)
-        for name, rank in (("rank", 2), ("alone", 1)):
+        for phase, seconds in (("rendezvous", ENDLESS), ("validation", TIMEOUT + GRACE + 2)):
+            start(phase, "--first", f"{phase}:{seconds}", "--steps", 4, nnodes=1, nproc=2)
+        for name in hit:
+            places[name].training()
+        for name, rank in (("rank", 2), ("again", 1), ("alone", 1)):
             places[name].hit(os.kill, places[name].runs[1].rank_pid(rank), signal.SIGSTOP)
-        places["killed"].hit(os.kill, places["killed"].runs[1].rank_pid(1), signal.SIGKILL)
         places["launcher"].hit(os.kill, places["launcher"].runs[1].pid, signal.SIGKILL)
         for name in ("link", "alone"):
-            places[name].hit(places[name].nodes.link_down)
-        found = {name: pool.map(place.finish, place.runs) for name, place in places.items()}
-        found = {name: [*runs] for name, runs in found.items()}
-        yield found
-        for path in PHASES.findall("".join(run.out for runs in found.values() for run in runs)):
-            shutil.rmtree(path, ignore_errors=True)
+            places[name].hit(places[name].pair.link_down)
+        ends = {
+            name: [pool.submit(finish, place, node) for node in range(place.nnodes)]
+            for name, place in places.items()
+        }
+        yield {name: [end.result() for end in ends[name]] for name in places}
 
 
 def failed_in_time(run: Run, late: float = 0) -> None:
@@ -144,16 +122,6 @@ def test_link_that_is_cut_ends_both_nodes_which_name_each_other(ended):
         said = rf"rank {node} waited in step \d+; {other} did not answer: look at {other} and "
         assert re.fullmatch(said + "the link", where), where
         assert ("on all nodes: its log has the whole" in run.out) == (node == 1), run.out
-
-
-def test_rank_that_is_killed_is_named_on_the_other_node(ended):
-    first, second = ended["killed"]
-    said = "node 1 (node1): rank 1 was ended by signal 9"
-    assert first.lines()[-1] == second.lines()[-1] == said
-    where = the_line(first, "rank 1 ended in")
-    assert re.fullmatch(
-        rf"rank 1 ended in {STEP}; rank 0 waited in step \d+: look at node 1 \(node1\)", where
-    )
 
 
 def test_launcher_that_is_killed_ends_the_other_node(ended):
@@ -264,23 +232,16 @@ def test_ranks_are_judged_by_the_scripts_own_timeout(words, seconds):
 
 
 @LONG
-@pytest.mark.parametrize("what", ["rank", "link"])
-def test_real_script_and_torchrun_end_in_time_and_name_the_rank_or_node(tmp_path, what):
+def test_real_script_and_torchrun_end_in_time_where_the_link_is_cut(tmp_path):
+    """A rank that hangs: test_first_cause.py. The ranks know no more than where they waited."""
     argv = [*faults.FAST, *make_set(tmp_path / "set", 48), "--num_epochs", 99, "--timeout", 8]
     with NamespacePair() as nodes:
         runs = faults.on_two_nodes(nodes, argv, tmp_path)
         runs[1].wait_for(r"^\[CPU 1\] .*Step 3 ", 240)
-        if what == "rank":
-            os.kill(runs[1].rank_pid(1), signal.SIGSTOP)
-        else:
-            nodes.link_down()
+        nodes.link_down()
         begin = time.monotonic()
         ended = [run.finish(8 + 15, expect=1) for run in runs]
         assert time.monotonic() - begin < 8 + 15
-    words = f"rank 1 stood still in {STEP}; rank 0 waited in {STEP}: look at node 1"
-    if what == "link":
-        words = "did not answer: look at node . .* and the link"
     for rank, run in enumerate(ended):
-        faults.said(run.out, words)
-        if what == "link":  # the ranks themselves know no more than where they waited
-            faults.said(run.out, rf"\[CPU {rank}\] ERROR: .*step \d+")
+        faults.said(run.out, "did not answer: look at node . .* and the link")
+        faults.said(run.out, rf"\[CPU {rank}\] ERROR: .*step \d+")

@@ -78,17 +78,16 @@ def rails(count, stated, gbps, kind="infiniband", name="mlx5_{}:1"):
     return [carried(name.format(n), kind, stated, gbps + n / 10) for n in range(count)]
 
 
-def waiting_for(slow, times, world=4, compute_ms=60.0, exposed_ms=0.6):
-    """The Summary of ranks that are all as quick as the slow one, for which they wait."""
+def waiting_for(slow, times):
+    """The Summary of four ranks that are all as quick as the slow one, for which they wait."""
     ranks = [
-        {"rank": rank, "data_ms": 2.0, "compute_ms": compute_ms, "exposed_ms": exposed_ms}
-        for rank in range(world)
+        {"rank": rank, "data_ms": 2.0, "compute_ms": 60.0, "exposed_ms": 0.6} for rank in range(4)
     ]
     for rank in ranks:
         longer = "compute_ms" if rank["rank"] == slow else "exposed_ms"
-        rank[longer] += compute_ms * (times - 1)
+        rank[longer] += 60.0 * (times - 1)
     means = {
-        name: sum(rank[name] for rank in ranks) / world
+        name: sum(rank[name] for rank in ranks) / 4
         for name in ("data_ms", "compute_ms", "exposed_ms")
     }
     return means | {"step_ms": sum(means.values()), "ranks": ranks}
@@ -98,10 +97,7 @@ def ethernet(stated, gbps, name="eth0", **more):
     return [carried(name, "ethernet", stated, gbps, **more)]
 
 
-def on_sockets(name="eth0"):
-    return finding(SOCKET, name)
-
-
+ON_SOCKETS = finding(SOCKET, "eth0")
 IPOIB = [
     carried("ib0", "ipoib", 100, 24.0, carrier="mlx5_0:1"),
     carried("mlx5_0:1", "infiniband", 100, 24.5),
@@ -205,7 +201,7 @@ RUNS = {
         "third of a step waits for gradients.",
         gpus(
             ethernet(25, 22.5),
-            on_sockets(),
+            ON_SOCKETS,
             nodes=4,
             each=1,
             sent=2,  # each node sends the gradients up and down
@@ -256,7 +252,7 @@ RUNS = {
     "port at 100 Mb/s": Made(
         "The node's port came up at 100 Mb/s, as the kernel says itself: a cable with two good "
         "pairs. The switch has 1 Gb/s.",
-        gpus(ethernet(0.1, 0.094), on_sockets()),
+        gpus(ethernet(0.1, 0.094), ON_SOCKETS),
         "Over TCP on eth0 (ethernet), by NCCL's word: ... ran at 94 Mb/s on the wire, 94% of the "
         "stated "
         "100 Mb/s: the link delivers, but 100 Mb/s is what its port falls back to with a bad "
@@ -266,7 +262,7 @@ RUNS = {
     ),
     "switch port at 100 Mb/s": Made(
         "The node's own port is at 1 Gb/s; a switch on the way has one at 100 Mb/s.",
-        gpus(ethernet(1, 0.094), on_sockets()),
+        gpus(ethernet(1, 0.094), ON_SOCKETS),
         "Over TCP on eth0 (ethernet), by NCCL's word: ... ran at 94 Mb/s on the wire, 9% of the "
         "stated "
         "1 Gb/s: this is not a 1 Gb/s result, which a port on the way that fell back to 100 "
@@ -292,7 +288,7 @@ RUNS = {
     ),
     "lossy ethernet": Made(
         "10 Gb/s Ethernet whose transceiver loses 3 % of the packets.",
-        gpus(ethernet(10, 1.1), on_sockets(), tcp=LOST),
+        gpus(ethernet(10, 1.1), ON_SOCKETS, tcp=LOST),
         "Over TCP on eth0 (ethernet), by NCCL's word: ... 11% of the stated 10 Gb/s: this is not "
         "a 10 Gb/s result. TCP sent 3.00% of its segments again during the probe",
         "link",

@@ -19,12 +19,11 @@ import pytest
 import preflight
 from support.cgroups import CGROUPS, make_cgroups
 from support.launcher_folder import LauncherFolder
-from support.nodes import namespaces, why_no_namespaces
+from support.nodes import namespaces, require_namespaces
 from support.processes import LONG, WITH_STAND_IN, long, require, start, wait_until
 from test_networks import errors, reports
 
 BOTH = pytest.mark.parametrize("folder", ["stand-in", *long("torchrun")], indirect=True)
-REAL = pytest.mark.parametrize("folder", long("torchrun"), indirect=True)
 
 
 class Folder(LauncherFolder):
@@ -35,9 +34,9 @@ class Folder(LauncherFolder):
         self.started = []
         (path / "programs").mkdir()
         programs = f"{path}/programs:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self.env = {"PATH": programs, "PYTHON": sys.executable}
+        self.usual = {"PATH": programs, "PYTHON": sys.executable}
         if torchrun == "stand-in":
-            self.env |= WITH_STAND_IN
+            self.usual |= WITH_STAND_IN
 
     def program(self, name, text):
         path = self.path / "programs" / name
@@ -46,7 +45,7 @@ class Folder(LauncherFolder):
 
     def start(self, *command, **variables):
         env = dict.fromkeys(["CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VIRTUAL_ENV"])
-        env |= self.env | {name: str(value) for name, value in variables.items()}
+        env |= self.usual | {name: str(value) for name, value in variables.items()}
         self.started.append(start(["bash", *command], env=env, cwd=self.path))
         return self.started[-1]
 
@@ -72,12 +71,6 @@ def folder(tmp_path, request):
 
 def add_probe(folder):
     shutil.copy(folder.path / "demo_coco_resnet18.py", folder.path / "tools/probe_link.py")
-
-
-def hanging(started):
-    """The process id of a rank that hangs, and that of its torchrun."""
-    rank = int(started.wait_for(r"\] hanging.* (\d+)$")[1])
-    return rank, int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def one_line(run, text):
@@ -156,7 +149,7 @@ def test_exported_cdpath_changes_nothing(folder):
 
 def test_without_tools_the_launchers_still_train(folder):
     shutil.rmtree(folder.path / "tools")
-    folder.env["PYTHON"] = ""  # the one on the PATH has torch
+    folder.usual["PYTHON"] = ""  # the one on the PATH has torch
     run = folder.run("launch_single.sh", "--lr", "1", NETWORK="ethernet", IFNAME="lo")
     (report,) = reports(run)
     assert report["argv"] == ["--lr", "1"] and report["env"]["GLOO_SOCKET_IFNAME"] == "lo"
@@ -186,13 +179,8 @@ CAUSES = {
 def test_root_cause_is_the_last_line(folder, action):
     folder.plan(action)
     add_probe(folder)
-    earlier = "[CPU 0] Stopped on SIGTERM, in an earlier run\n"  # which had code 75, not this one
-    (folder.path / "logs/same").mkdir(parents=True)
-    (folder.path / "logs/same/node0.log").write_text(earlier)
-    variables = {"GPUS": 2, "PROBE": 0, "RUN_NAME": "same", "RESTARTS": 3 * (action == "error")}
+    variables = {"GPUS": 2, "PROBE": 0, "RESTARTS": 3 * (action == "error")}
     run = folder.run("launch_single.sh", "x", expect=1, **variables)
-    (kept,) = folder.path.glob("logs/same/node0.log.*")
-    assert kept.read_text() == earlier and earlier not in folder.log()
     for text in (run.out, folder.log()):
         assert re.fullmatch(CAUSES[action], text.splitlines()[-1]), text
     assert "restart 1" not in run.out and "tools/probe_link.py" not in run.out
@@ -239,24 +227,12 @@ def test_signal_is_passed_on_and_never_restarted(folder, name):
     assert "restart 1" not in output
 
 
-@REAL
-def test_orphans_of_a_killed_torchrun_are_ended_before_the_restart(folder):
-    folder.plan("hang", "done")
-    started = folder.start("launch_single.sh", "x", RESTARTS=1)
-    orphan, torchrun = hanging(started)
-    os.kill(torchrun, signal.SIGKILL)
-    started.wait_for(r"(?s)\] hanging.*REPORT")
-    assert orphan not in started.pids()
-    output = started.finish(30).out
-    assert "Killed" not in output  # bash's own report of it, with the whole command line
-    assert "restart 1 of 1 after: torchrun was ended by signal 9" in output
-
-
 @BOTH
 def test_torchrun_does_not_outlive_its_launcher(folder):
     folder.plan("hang")
     started = folder.start("launch_single.sh", "x")
-    _, torchrun = hanging(started)
+    rank = started.wait_for(r"\] hanging.* (\d+)$")[1]
+    torchrun = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
     started.signal(signal.SIGKILL)
     wait_until(lambda: torchrun not in started.pids(), 5, "the end of torchrun")
 
@@ -398,7 +374,7 @@ def test_network_keeps_the_traffic_on_the_named_interface(folder, network, names
 @pytest.fixture
 def two_nodes(folder):
     """The folder, where network namespaces can be made; checks that none of them is left."""
-    require(not (why := why_no_namespaces()), why)
+    require_namespaces()
     yield folder
     assert not [name for started in folder.started for name in namespaces(started)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import rendezvous, supervisor, torchrun_command
+from launcher import node_checks, rendezvous, supervisor, torchrun_command
+from support.forks import ForkServer, write
 from support.processes import ROOT
 
 TOOLS = ROOT / "tools"
@@ -62,9 +64,10 @@ def test_imports_go_one_way_and_in_no_circle():
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-def test_the_script_imports_nothing_of_ours():
+def test_the_script_imports_nothing_of_ours_nor_what_a_user_has_to_add():
     names = {name.partition(".")[0] for name in imported(ROOT / "demo_coco_resnet18.py")}
-    assert not names & {"tools", *(name.partition(".")[0] for name in modules())}
+    allowed = shlex.split("numpy torch torchvision PIL pycocotools")
+    assert names <= {*sys.stdlib_module_names, *allowed}
 
 
 def test_facts_of_which_the_script_or_the_launcher_has_a_copy():
@@ -79,6 +82,25 @@ def test_facts_of_which_the_script_or_the_launcher_has_a_copy():
     # A job's ports: below those that Linux takes for outgoing connections, 32768 and more.
     for text in (script, slurm):
         assert re.findall(r"\b(20000) \+ .* % \(?(\d+)", text)[0] == ("20000", "12000")
+
+
+def chosen_interfaces(demo, result, addresses):
+    """What the script takes for Gloo where each of the addresses is MASTER_ADDR."""
+    process, found = demo.Process(world_size=2, backend="gloo"), []
+    for address in addresses:
+        os.environ["MASTER_ADDR"] = address
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        demo.choose_interface(process)
+        found.append(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    write(result, found)
+
+
+def test_script_and_preflight_find_the_same_interface(demo: ForkServer):
+    own = [address for _, address in node_checks.addresses()]
+    elsewhere = "203.0.113.1"  # of addresses for examples: by the default route, if there is one
+    addresses = ["127.0.0.1", elsewhere, *own]
+    theirs = [node_checks.interface_of(node_checks.route_to(address)[0]) for address in addresses]
+    assert demo.run(call=chosen_interfaces, addresses=addresses).result() == theirs
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)

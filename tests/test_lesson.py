@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from support.forks import ForkServer, Job, write
-from support.nodes import why_no_namespaces
+from support.nodes import require_namespaces
 from support.processes import LONG, ROOT, free_port, long_among, require, start
 from test_pages import ARRAYS, FENCED, PAGES, README, anchor, rows
 
@@ -270,7 +270,7 @@ CHECKS = {
 def test_experiment(project, number):
     title = EXPERIMENTS[number]
     if number == 7:
-        require(not why_no_namespaces(), why_no_namespaces())
+        require_namespaces()
     lines = run_page(project, "\n".join(of_kind(title, "bash")), expect=int(number == 2))
     assert_shown(title, lines)
     CHECKS[number](lines)

@@ -111,12 +111,9 @@ def test_launcher_sets_it_on_the_node_that_has_such_interfaces_and_says_so(tmp_p
     """Node 0 has a bridge and a container's cable, node 1 has none."""
     folder = Folder(tmp_path)
     with NamespacePair() as nodes:
-        add = "add br-1a2b3c type veth peer name veth77"
-        for words in (add, "set br-1a2b3c up", "set veth77 up"):
-            subprocess.run(f"ip -n {nodes.names[0]} link {words}".split(), check=True)
+        nodes.ip(0, "link add br-1a2b3c type veth peer name veth77")
         for n, name in enumerate(("br-1a2b3c", "veth77"), 1):
-            address = f"ip -n {nodes.names[0]} addr add 10.79.0.{n}/24 dev {name}"
-            subprocess.run(address.split(), check=True)
+            nodes.ip(0, f"link set {name} up", f"addr add 10.79.0.{n}/24 dev {name}")
         quiet = {"HOME": str(tmp_path), "NCCL_SOCKET_IFNAME": ""}
         first, second = folder.run(nodes, "x", PROBE=0, **quiet)
     (with_them,), (without,) = reports(first), reports(second)

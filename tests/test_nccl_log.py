@@ -140,8 +140,8 @@ def using(name: str) -> str:
     return INFO + "Using network " + name
 
 
-def channel(end: str, number: int = 0) -> str:
-    return INFO + f"Channel {number:02d}/0 : 0[0] -> 1[1] [send] via {end}"
+def channel(end: str) -> str:
+    return INFO + f"Channel 00/0 : 0[0] -> 1[1] [send] via {end}"
 
 
 def job(rank: int, network: str, lists: list[str], ends: list[str]) -> list[str]:
@@ -364,7 +364,6 @@ def test_a_problem_is_told_with_its_line(problem):
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
-        ("Could not open libibverbs.so.1", ["verbs_library_missing"]),
         ("Connect to A<4> failed : No route to host", ["peer_unreachable", "connection_failed"]),
         (
             "connect to A<4> returned Connection timed out, exceeded error retry count",

@@ -93,6 +93,15 @@ def test_step_lines_as_csv(log, tmp_path):
         (["=a log.txt"], "=a log.txt: write NAME=PATH"),
         (["a log.txt", "other/a log.txt"], "a run is named a log already: write NAME=PATH"),
         (["none.log", "--csv", "x.csv"], "--csv x.csv: no step line in any of the logs"),
+        (["a=.", "b=."], "no node0.log"),
+        (["a log.txt", "--steps", "many"], "--steps many"),
+        (["a log.txt", "--steps", "0"], "--steps 0"),
+        (["a log.txt", "--link_gbps", "c=1"], "no run is named c"),
+        (["a log.txt", "--latency_us", "nan"], "--latency_us nan"),
+        *(
+            (["a log.txt", option, "no/x"], f"{option} no/x: no such folder")
+            for option in ("--csv", "--json", "--plot", "--report")
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(log, tmp_path, monkeypatch, words, said):

@@ -22,7 +22,7 @@ import test_networks as networks
 from launcher import node_checks
 from launcher.rendezvous import Plan
 from support.nodes import NamespacePair
-from support.processes import LONG, ROOT, Run, Started, free_port, require
+from support.processes import LONG, ROOT, Run, Started, free_port, refusal, require
 from test_supervise import Node as SupervisedNode
 
 TIMEOUT = 20  # as CONNECT_TIMEOUT, seconds
@@ -105,10 +105,10 @@ def test_firewall_that_opens_the_masters_port_alone_is_one_line_on_both(nodes, n
 
 def test_two_networks_without_a_way_between_them(nodes):
     """Each node names an interface of its own, of which the other knows nothing."""
-    for node, name in enumerate(nodes.names):
+    for node in (0, 1):
         add = f"link add own{node} up type veth peer name peer{node}"
-        for words in (add, f"link set peer{node} up", f"addr add 10.78.{node}.1/24 dev own{node}"):
-            subprocess.run(f"ip -n {name} {words}".split(), check=True)
+        address = f"addr add 10.78.{node}.1/24 dev own{node}"
+        nodes.ip(node, add, f"link set peer{node} up", address)
     first, second = run(nodes, 1, [{"GLOO_SOCKET_IFNAME": f"own{node}"} for node in (0, 1)])
     (line,) = lines(first, "error")
     assert lines(second, "error") == [line]
@@ -117,7 +117,7 @@ def test_two_networks_without_a_way_between_them(nodes):
 
 
 def test_interface_that_is_set_stays_and_its_mtu_is_compared(nodes):
-    subprocess.run(f"ip -n {nodes.names[1]} link set eth0 mtu 1500".split(), check=True)
+    nodes.ip(1, "link set eth0 mtu 1500")
     first, second = run(nodes, GLOO_SOCKET_IFNAME="eth0")
     (mine,), (theirs,) = lines(first, "warning"), lines(second, "warning")
     assert mine.startswith("the MTU of eth0 is 9000 on this node and 1500 on node 1 (node1): ")
@@ -128,13 +128,12 @@ def test_interface_that_is_set_stays_and_its_mtu_is_compared(nodes):
 # --- Waiting ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_signal_ends_the_wait_for_others(nodes, name):
+def test_a_schedulers_signal_ends_the_wait_for_others(nodes):
+    """Ctrl-C and SIGTERM: test_unharmed.py."""
     started = start(nodes, 0, split=False)
     started.wait_for("waits up to")
-    number = signal.Signals[name]
-    started.signal(number)
-    ended = started.finish(5, expect=128 + number)
+    started.signal(signal.SIGUSR1)
+    ended = started.finish(5, expect=128 + signal.SIGUSR1)
     assert "stopped by a signal before the start" in ended.out
 
 
@@ -216,9 +215,13 @@ def test_healthy_infiniband_gives_no_line(machine, names):
 
 @pytest.mark.parametrize(
     ("names", "gloo", "what"),
-    [("mlx5_0:2", "", "mlx5_0:2 that is up (1: DOWN)"), ("", "eth1", "eth1 that is up (down)")],
+    [
+        ("mlx5_0:2", "", "mlx5_0:2 that is up (1: DOWN)"),
+        ("", "eth1", "eth1 that is up (down)"),
+        ("eth7", "", "eth7 that is up (none of that name)"),
+    ],
 )
-def test_port_or_interface_that_is_down(machine, names, gloo, what):
+def test_port_or_interface_that_is_down_or_missing(machine, names, gloo, what):
     (line,), warnings = check(names, gloo)
     has = "it has eth0, eth1, ib0, mlx5_0: name one of them"
     assert line.startswith(f"this node has no interface or adapter {what}; {has}") and not warnings
@@ -305,7 +308,4 @@ def test_own_name_that_is_loopback_counts_where_no_interface_was_found(monkeypat
     ],
 )
 def test_wrong_options_are_one_line(capsys, words, text):
-    with pytest.raises(SystemExit, match="2"):
-        preflight.parse_arguments(["--nnodes=2", words])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert text in line
+    assert text in refusal(capsys, preflight.parse_arguments, f"--nnodes=2 {words}")

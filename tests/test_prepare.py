@@ -25,7 +25,7 @@ from analysis.units import megabytes
 from support.datasets import digests, instances, read_coco
 from support.forks import shared, validation_batch, write
 from support.nodes import small_disk
-from support.processes import LONG, ROOT, Run, Started, start, wait_until
+from support.processes import LONG, ROOT, Run, refusal, start, wait_until
 
 TOOL = ROOT / "tools" / "prepare_coco.py"
 SIDE = 64  # of the small sets that tests make
@@ -441,9 +441,7 @@ def test_two_at_once(small_set, tmp_path):
 
 @pytest.mark.parametrize("argv", ["x y --quality 0", "x y --workers x", "x"])
 def test_wrong_arguments(capsys, argv):
-    with pytest.raises(SystemExit, match="2"):
-        tool.parse_arguments(argv.split())
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal(capsys, tool.parse_arguments, argv)
     assert line.startswith("prepare_coco.py: error: ") and "--help" in line
 
 
@@ -461,18 +459,13 @@ def test_killed_and_started_again(sample, undisturbed, tmp_path):
     """Its worker ends with it."""
     target, whole = tmp_path / "small", digests(undisturbed)
     with start([sys.executable, TOOL, sample, target, "--workers", 1]) as started:
-        first_picture(started, target)
+        wait_until(lambda: [*target.glob("train2017/*")], 30, "a picture")
         started.signal(signal.SIGKILL)
         wait_until(lambda: not started.pids(), 20, "the worker's end")
     assert not unlike(target, whole)
     assert len(os.listdir(target / "train2017")) < 40
     done(sample, target)
     assert digests(target) == whole
-
-
-def first_picture(started: Started, target: Path) -> None:
-    wait_until(lambda: [*target.glob("train2017/*")], 30, "a picture")
-    assert started.process.poll() is None
 
 
 STOPPED = "stopped on a signal; start again: it goes on"
@@ -489,7 +482,8 @@ STOPPED = "stopped on a signal; start again: it goes on"
 def test_run_that_is_ended_says_why(sample, undisturbed, tmp_path, whom, number, code, words):
     target = tmp_path / "small"
     with start([sys.executable, TOOL, sample, target], split=True) as started:
-        first_picture(started, target)
+        wait_until(lambda: [*target.glob("train2017/*")], 30, "a picture")
+        assert started.process.poll() is None
         pid = max(started.pids()) if whom == "worker" else started.pid
         (os.killpg if whom == "all" else os.kill)(pid, number)
         run = started.finish(20, expect=code, clean=2)

@@ -1,41 +1,51 @@
-"""The probe by size, with losses and a rate: real ranks on two namespaces; and what NCCL
-wrote on each node. What the probe says of the gradients alone is in test_interconnect.py.
+"""What the probe says of the link, by size, with losses and a rate: real ranks on two namespaces;
+and what NCCL wrote on each node.
 
-Ranks are forked, as there, from one Python that has the script imported.
+Ranks are forked from one Python that has the script imported.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import test_interconnect as links
 from analysis import nccl_text
 from support.forks import ForkServer, write
 from support.nodes import NamespacePair
 from support.processes import LONG, require
 from support.tun_link import TunLink
+from test_interconnect import GRADIENT_BYTES, check_carried
 from test_nccl_log import find_in
 
-GRADIENTS = links.GRADIENT_BYTES
 SMALL = [2**10, 2**12]  # bytes: for latency alone
 
 
 # --- What runs in forked processes -------------------------------------------------------------
 
 
-def probe(demo, result, gradients=2**16, nccl="", first=False, **constants):
+def probe_module(demo):
+    """tools/probe_link.py, which then works with the script that was imported here."""
+    sys.modules["demo_coco_resnet18"] = demo
+    import probe_link  # here, as it imports torch
+
+    return probe_link
+
+
+def probe(demo, result, gradients=2**16, nccl="", first=False, dies=False, **constants):
     """The probe with other constants and `gradients` bytes of them; None: the model's own.
 
     nccl: this rank writes it as NCCL would, and the group passes for one of NCCL. first: before
-    all else that computes on this machine, so that what is measured is the link.
+    all else that computes on this machine, so that what is measured is the link. dies: this
+    process is gone when the probe has begun.
     """
-    link = links.probe_module(demo)
+    link = probe_module(demo)
     if first:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     if gradients:
@@ -43,7 +53,13 @@ def probe(demo, result, gradients=2**16, nccl="", first=False, **constants):
     vars(link).update(constants)
     if nccl:
         pass_for_nccl(demo, nccl)
+    if dies:
+        link.measure = lambda *_: os._exit(9)
     demo.one_line_errors(link.main)
+
+
+def sentences(demo, result, records):
+    write(result, [probe_module(demo).sentence(record) for record in records])
 
 
 def pass_for_nccl(demo, text):
@@ -61,7 +77,7 @@ def pass_for_nccl(demo, text):
 
 def rounds(demo, result, backend, pause_ms):
     """Of a tensor of 1 KB, each all-reduce of which takes so much longer."""
-    link, process = links.probe_module(demo), demo.Process()
+    link, process = probe_module(demo), demo.Process()
     demo.read_environment(process)
     demo.set_up(link.parse_arguments([]), process)
     process.backend, all_reduce = backend, link.dist.all_reduce
@@ -74,14 +90,14 @@ def rounds(demo, result, backend, pause_ms):
 
 def one_node(demo, result, carried, whole):
     """What the record has of the only node, in a group of one process."""
-    link = links.probe_module(demo)
+    link = probe_module(demo)
     demo.gather = lambda *values: [[value] for value in values]
     write(result, link.of_all_nodes(demo.Process(), carried, whole)[0])
 
 
 def figures(demo, result):
     """What a size will take, in s, by rounds of smaller ones; a slope, in GB/s, by two times."""
-    link = links.probe_module(demo)
+    link = probe_module(demo)
     times = [(1, 900.0), (1, 80.0), (1, 70.0), (1, 500.0), (1, 75.0), (1, 60.0)]
     found = {
         "expected": link.expected_seconds({2**18: [(1, 90.0), (9, 9.0)], 2**21: times}, 2**24)
@@ -113,7 +129,7 @@ def check_sizes(record: dict, wanted: list[int]) -> None:
 def test_eight_sizes_with_the_gradients_among_them(demo):
     run = demo.run([], 2, call=probe, gradients=None)
     record = run.json_line("Probe")
-    wanted = [2**10, 2**12, 2**15, 2**18, 2**21, 2**24, GRADIENTS, 2**26]
+    wanted = [2**10, 2**12, 2**15, 2**18, 2**21, 2**24, GRADIENT_BYTES, 2**26]
     check_sizes(record, wanted)
     small = [size["ms"] for size in record["sizes"][:2]]
     assert min(small) <= record["latency_ms"] <= max(small)
@@ -167,26 +183,30 @@ def test_known_rate_by_the_gradients_and_by_the_slope(demo):
     pytest.fail(f"by the clock, the slope and on both nodes: {found} Gb/s")
 
 
-def test_latency_follows_the_delay_of_the_link(demo):
+@pytest.fixture
+def over_tun() -> dict[str, str]:
+    """The variables with which ranks meet over a TunLink."""
+    require(os.access("/dev/net/tun", os.R_OK | os.W_OK), "this needs the device /dev/net/tun")
+    return {"MASTER_ADDR": TunLink.addresses[0], "GLOO_SOCKET_IFNAME": TunLink.interface}
+
+
+def test_latency_follows_the_delay_of_the_link(demo, over_tun):
     """Gloo's small all-reduce between two processes crosses it four times.
 
     No packet comes before its delay is over; what a busy machine adds without a delay need not
     come on top of one.
     """
-    require(os.access("/dev/net/tun", os.R_OK | os.W_OK), "a delay needs the device /dev/net/tun")
-    env = {"MASTER_ADDR": TunLink.addresses[0], "GLOO_SOCKET_IFNAME": TunLink.interface}
     found = {}
     for delay_ms in (0, 10):
         with NamespacePair() as nodes, TunLink(nodes.names, delay_ms):
-            found[delay_ms] = probed(demo, SIZES=SMALL, nodes=nodes, env=env)["latency_ms"]
+            options = {"SIZES": SMALL, "nodes": nodes, "env": over_tun}
+            found[delay_ms] = probed(demo, **options)["latency_ms"]
     assert 4 * 10 < found[10] < 1.2 * (4 * 10 + found[0])
 
 
-def test_losses_are_seen(demo):
+def test_losses_are_seen(demo, over_tun):
     """And told: no other test's link loses anything."""
-    require(os.access("/dev/net/tun", os.R_OK | os.W_OK), "losses need the device /dev/net/tun")
-    env = {"MASTER_ADDR": TunLink.addresses[0], "GLOO_SOCKET_IFNAME": TunLink.interface}
-    options = {"SIZES": [2**10], "gradients": 2**21, "env": env}
+    options = {"SIZES": [2**10], "gradients": 2**21, "env": over_tun}
     with NamespacePair() as nodes, TunLink(nodes.names, delay_ms=0, loss=0.02):
         job = demo.run([], 2, call=probe, nodes=nodes, **options)
     for node in job.json_line("Probe")["nodes"]:
@@ -205,6 +225,79 @@ def test_errors_of_an_interface_are_those_of_the_whole_probe(demo):
     whole["tcp"] = {"segments": 70, "retransmits": 1}
     (node,) = demo.run(call=one_node, carried=carried, whole=whole).result()
     assert node["interfaces"] == [eth0 | three, lo] and node["tcp"] == whole["tcp"]
+
+
+@LONG
+def test_rounds_are_five_or_what_there_is_time_for(demo):
+    """And one to warm up; by what goes over the link."""
+    with NamespacePair("500mbit") as nodes:
+        for seconds, rounds in ((9, 6), (0.1, 2)):
+            record = probed(demo, gradients=None, nodes=nodes, SECONDS=seconds)
+            for node in record["nodes"]:
+                check_carried(node["interfaces"], rounds * GRADIENT_BYTES)
+
+
+# --- In words ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("torchrun", [True, False])
+def test_one_process_has_no_link_to_probe(demo, torchrun):
+    run = demo.run([], call=probe, torchrun=torchrun)
+    assert run.out == "[CPU 0] Probe: one process has no link to probe\n" and run.err == ""
+
+
+def test_probe_in_words(demo):
+    """Of the slowest node, by the interface that joins the nodes; rails are summed."""
+    lo, quick = ("lo", "loopback", None, 40.0), ("eth0", "ethernet", 10, 6.87)
+    slow, tun = ("veth1", "ethernet", 10, 0.9934), ("tun0", "other", None, 0.0998)
+    rails = [(f"mlx5_{n}:1", "infiniband", 100, 90.5 - n) for n in range(4)]
+    cases = [
+        ([[quick, lo], [lo, slow]], 364,
+         "364 ms: 0.99 Gb/s on veth1 (ethernet), 10 % of its stated 10 Gb/s"),
+        ([[tun, lo], [quick, lo]], 3760, "3,760 ms: 0.1 Gb/s on tun0 (other)"),
+        ([[lo, slow]], 25, "25 ms: 40 Gb/s on lo (loopback)"),
+        # NVLink, shared memory: 44.9 MB in 1 ms are 359 Gb/s, and what was counted is not they
+        ([[slow]], 1, "1 ms: 359 Gb/s inside the node, on no interface"),
+        ([[]], 1.9, "1.9 ms: 189 Gb/s inside the node, on no interface"),
+        ([[lo], [lo]], 100, "100 ms: 3.59 Gb/s on no interface whose bytes are counted"),
+        ([rails] * 2, 1, "1 ms: 356 Gb/s on mlx5_0:1, mlx5_1:1, mlx5_2:1, mlx5_3:1 (infiniband), "
+                         "89 % of their stated 400 Gb/s"),
+    ]  # fmt: skip
+    keys, records = ("name", "kind", "speed_Gbps", "wire_Gbps"), []
+    for nodes, ms, _ in cases:
+        record = {"all_reduce_bytes": GRADIENT_BYTES, "all_reduce_ms": ms}
+        record |= {"algbw_GBps": GRADIENT_BYTES / ms / 1e6}
+        links = [[dict(zip(keys, link, strict=True)) for link in node] for node in nodes]
+        records.append(record | {"nodes": [{"interfaces": of_node} for of_node in links]})
+    found = demo.run(call=sentences, records=records).result()
+    assert found == [f"all-reduce of 44.9 MB in {text}" for _, _, text in cases]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "kind", "part"),
+    [
+        (["--timeout", "0"], 2, "user", "--timeout 0.0 is not at least 0.1"),
+        (["--backend", "smoke"], 2, "user", "argument --backend: invalid choice: 'smoke'"),
+        (["--backend", "nccl"], 1, "user", "--backend nccl: 2 processes for 0 GPU(s)"),
+        (["--timeout", "1"], 1, "lost", "ERROR: rendezvous at 127.0.0.1:"),
+    ],
+)
+def test_error_of_the_probe_is_one_line(demo, tmp_path, argv, code, kind, part):
+    """Rank 1 of 2 never comes, which matters in the last of these only."""
+    file = tmp_path / "error.json"
+    env = {"TORCHELASTIC_ERROR_FILE": str(file)}
+    job = demo.start(argv, 2, call=probe, env=env, only=[0]).finish(expect=code)
+    (line,) = job.err.splitlines()
+    assert part in line and job.out == ""
+    message = json.loads(file.read_text())["message"]
+    assert part in message["message"] and message["extraInfo"]["kind"] == kind
+
+
+def test_peer_that_is_lost_in_the_probe(demo):
+    of_rank = [{}, {"options": {"dies": True}}]
+    job = demo.run([], 2, call=probe, expect=[1, 9], of_rank=lambda rank: of_rank[rank])
+    (line,) = job.err.splitlines()
+    assert line.startswith("[CPU 0] ERROR: in probe: ") and job.out == ""
 
 
 # --- What NCCL wrote ---------------------------------------------------------------------------
@@ -272,13 +365,3 @@ def test_finding_in_one_line():
     }
     for text, said in cases.items():
         assert nccl_text.in_one_line(find_in(text)) == said
-
-
-def test_rails_are_summed_in_the_sentence(demo):
-    rail = {"kind": "infiniband", "speed_Gbps": 100}
-    four = [rail | {"name": f"mlx5_{n}:1", "wire_Gbps": 90.5 - n} for n in range(4)]
-    record = {"all_reduce_bytes": GRADIENTS, "all_reduce_ms": 1.0, "algbw_GBps": 44.87}
-    record["nodes"] = [{"interfaces": four}] * 2
-    (said,) = demo.run(call=links.sentences, records=[record]).result()
-    rails = "mlx5_0:1, mlx5_1:1, mlx5_2:1, mlx5_3:1 (infiniband), 89 % of their stated 400 Gb/s"
-    assert said == f"all-reduce of 44.9 MB in 1 ms: 356 Gb/s on {rails}"

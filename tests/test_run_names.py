@@ -15,6 +15,7 @@ from launcher import series, supervisor
 from launcher.errors import Refused
 from support.nodes import small_disk
 from support.processes import LONG, Started, start
+from test_compare_logs import as_text, one_run
 from test_launchers import Folder
 
 
@@ -118,29 +119,21 @@ def test_checkpoint_that_a_live_run_writes_is_not_renamed(tmp_path):
 # --- What compare_logs.py makes of a log that several runs have written -------------------------
 
 
-def attempt(resume: bool, steps: int, first: int = 0) -> str:
-    lines = [
-        f'[CPU 0] Run {{"world_size": 1, "nodes": 1, "images": 8, "num_epochs": 1, '
-        f'"global_batch_size": 2, "max_steps": 4, "start_step": {first}, '
-        f'"resume": {str(resume).lower()}}}'
-    ]
-    lines += [
-        f"[CPU 0] Epoch 1 | Step {step} | Loss: 1.0000 | 4.0 img/s | data 1.0 ms | step 9.0 ms"
-        for step in range(first + 1, steps + 1)
-    ]
-    if steps == 4:
-        lines += ['[CPU 0] Summary {"steps": 4, "step_ms": 9.0, "data_ms": 1.0}']
-        lines += ["[CPU 0] Epoch 1 complete | Avg loss: 2.0000 | 4.0 img/s | 9.00s"]
-        lines += ["[CPU 0] Cleanup complete. Total wall time: 2.000s (2.000s)"]
-    return "\n".join(lines) + "\n"
+def attempt(resume: bool, first: int = 0) -> str:
+    options = {"world": 1, "nodes": 1, "steps": 4, "epochs": 1, "start_step": first}
+    return as_text(one_run(**options, facts={"resume": resume}))
+
+
+WHOLE = attempt(False)
+CUT = WHOLE[: WHOLE.index("[CPU 0] Epoch 1 | Step 4")]
 
 
 @pytest.mark.parametrize(
     ("text", "note"),
     [
-        (attempt(False, 2) + attempt(True, 4, first=2), "restarted 1 time(s), the last time from"),
-        (attempt(False, 2) + attempt(True, 4), "restarted 1 time(s)"),  # without a checkpoint yet
-        (attempt(False, 4) + attempt(False, 4), "1 other run(s) before it in the same log"),
+        (CUT + attempt(True, first=2), "restarted 1 time(s), the last time from"),
+        (CUT + attempt(True), "restarted 1 time(s)"),  # without a checkpoint yet
+        (WHOLE + WHOLE, "1 other run(s) before it in the same log"),
     ],
     ids=["restarted", "from the beginning", "another run"],
 )

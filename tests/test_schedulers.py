@@ -98,7 +98,7 @@ def test_batch_job_is_requeued_and_finishes(
     test_id = new_test_id()
 
     def log() -> Run:
-        return Run(["sbatch", str(script)], 0, out.read_text() if out.exists() else "", 0, test_id)
+        return Run(["sbatch", str(script)], 0, out.read_text() if out.exists() else "", 0)
 
     env = {"SBATCH_OUTPUT": str(out), "GPUS_PER_NODE": "1", "RUN_NAME": f"test-{tmp_path.name}"}
     env |= torchrun

@@ -22,14 +22,15 @@ import preflight
 import supervise
 import test_networks as networks
 import test_preflight
-import test_supervise
-from launcher import addresses, hang_report, node_checks, process_tree, root_cause
+from launcher import addresses, hang_report, process_tree, root_cause
 from launcher import networks as network_series
 from launcher.errors import Stopped
 from support.forks import ForkServer, write
-from support.nodes import NamespacePair, _ip, namespaces, small_disk, why_no_namespaces
+from support.nodes import NamespacePair, _ip, namespaces, require_namespaces, small_disk
 from support.processes import ROOT, Run, Started, require, start, wait_until
-from test_first_cause import supervise_with
+from test_first_cause import SUPERVISE
+from test_layout import chosen_interfaces
+from test_supervise import Folder as Supervised
 
 TOOLS = ROOT / "tools"
 SOON = 3  # seconds for what takes one: this machine may be busy
@@ -47,9 +48,8 @@ def folder(tmp_path: Path) -> networks.Folder:
 
 
 def supervise_it(path: Path, body: str, before: tuple = (), **env: str) -> Started:
-    """supervise.py, with a torchrun that does this."""
-    command = test_supervise.Folder(path).command(body=body)
-    return start([*before, *command], env=env, cwd=path)
+    """supervise.py, with a program that has torchrun's name."""
+    return start([*before, *Supervised(path).command(body=body)], env=env, cwd=path)
 
 
 # --- A lost terminal -------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def wait_alone(nodes, folder, name: str, before: tuple = ()) -> Started:
     """Node 0 of two, which waits for the other one."""
     more = {"NETWORKS": networks.BOTH} if name == "networks" else {}
     command = [*before, *WAITING[name](folder)]
-    started = nodes.popen(0, command, env=folder.env(0, more), cwd=folder.path)
+    started = nodes.popen(0, command, env=folder.env(0, **more), cwd=folder.path)
     started.wait_for("node 0 waits up to")
     return started
 
@@ -137,8 +137,8 @@ def prepares(folder, command: str) -> Started:
 @pytest.mark.parametrize("signal_name", CODES)
 @pytest.mark.parametrize("command", ["launch_single.sh", "tools/two_nodes.sh"])
 def test_signal_ends_what_prepares_a_run_at_once(folder, command, signal_name):
-    why = why_no_namespaces() if command == "tools/two_nodes.sh" else ""
-    require(not why, why)
+    if command == "tools/two_nodes.sh":
+        require_namespaces()
     run = end_by(prepares(folder, command), signal_name)
     assert "stopped by " in run.lines()[-1]
 
@@ -230,14 +230,13 @@ def test_sweep_leaves_alone_what_the_run_did_not_start(tmp_path):
     """What the shell has started that became the launcher, and what comes to it later as to the
     first process of a container; not what the run has left behind."""
     require(process_tree.LIBC, "only Linux tells which processes there are")
-    own = "setsid sleep 303 & touch began; while [ ! -e adopted ]; do sleep 0.05; done; sleep 0.3"
-    python, _, *words = test_supervise.Folder(tmp_path).command(body=own)
-    impatient = supervise_with("supervisor.GRACE = 2")  # seconds for what is left, in place of ten
-    words = [python, "-c", impatient, *words]
+    body = "setsid sleep 303 & touch began; while [ ! -e adopted ]; do sleep 0.05; done; sleep 0.3"
+    python, _, *words = Supervised(tmp_path).command(body=body)
     later = "{ while [ ! -e began ]; do sleep 0.05; done; sleep 302 & touch adopted; } & "
-    line = f"sleep 301 & {later} exec {shlex.join(map(str, words))}"
+    line = shlex.join(map(str, [python, "-c", SUPERVISE, *words]))
+    line = f"sleep 301 & {later} exec {line}"
     command = ["bash", "-c", line]
-    with start(command, cwd=tmp_path) as started:
+    with start(command, env={"GRACE": "2"}, cwd=tmp_path) as started:
         run = started.finish(30, clean=None)
         left = [pid for n in (301, 302) for pid in started.pids(f"sleep {n}")]
         assert len(left) == 2 and not started.pids("sleep 303"), run.tail()
@@ -265,11 +264,10 @@ MORE = ("10.77.0.{}1/24", "10.78.0.{}/24", "fd77::{}/64")
 def many() -> Iterator[NamespacePair]:
     """Two nodes with four addresses each: a second one, a second subnet, IPv6."""
     with NamespacePair() as pair:
-        for node, name in enumerate(pair.names):
+        for node in (0, 1):
             for address in MORE:
                 nodad = "nodad" if ":" in address.format(0) else ""
-                add = f"addr add {address.format(node + 1)} dev eth0 {nodad}"
-                _ip(f"-n {name} {add}")
+                pair.ip(node, f"addr add {address.format(node + 1)} dev eth0 {nodad}")
         yield pair
 
 
@@ -284,49 +282,26 @@ def test_each_address_of_an_interface_leads_to_it(many, master):
         assert not test_preflight.lines(ended, "warning")
 
 
-def chosen_interfaces(demo, result, addresses):
-    """What the script takes for Gloo, and preflight, where each of these is MASTER_ADDR."""
-    sys.path.insert(0, os.environ["TOOLS"])
-    import preflight
-
-    process, found = demo.Process(world_size=2, backend="gloo"), []
-    for address in addresses:
-        os.environ["MASTER_ADDR"] = address
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        demo.choose_interface(process)
-        theirs = preflight.interface_of(preflight.route_to(address)[0])
-        found.append([os.environ.get("GLOO_SOCKET_IFNAME", ""), theirs])
-    write(result, found)
-
-
-def test_script_and_preflight_find_the_same_interface(demo: ForkServer):
-    own = [address for _, address in node_checks.addresses()]
-    elsewhere = "203.0.113.1"  # of addresses for examples: by the default route, if there is one
-    options = {"addresses": ["127.0.0.1", elsewhere, *own], "env": {"TOOLS": str(TOOLS)}}
-    found = demo.run(call=chosen_interfaces, **options).result()
-    assert found[0] == ["", ""] and all(ours == theirs for ours, theirs in found)
-
-
 def test_script_finds_an_interface_by_each_of_its_addresses(demo: ForkServer, many):
-    options = {"addresses": MASTERS, "env": {"TOOLS": str(TOOLS)}}
-    job = demo.run((), 2, call=chosen_interfaces, nodes=many, **options)
-    for node in (0, 1):
-        assert job.result(node) == [["eth0", "eth0"]] * len(MASTERS)
+    job = demo.run((), 2, call=chosen_interfaces, nodes=many, addresses=MASTERS)
+    assert job.result(0) == job.result(1) == ["eth0"] * len(MASTERS)
 
 
-def test_comparison_over_an_interface_without_an_address_says_so(folder):
+def test_network_without_an_address_fails_on_both_nodes_and_the_series_goes_on(folder):
     with NamespacePair() as nodes:
-        name = nodes.names
-        _ip(f"-n {name[0]} link add bare type veth peer name bare netns {name[1]}")
+        nodes.ip(0, f"link add bare type veth peer name bare netns {nodes.names[1]}")
         for node in (0, 1):
-            _ip(f"-n {name[node]} link set bare up")
+            nodes.ip(node, "link set bare up")
         runs = folder.run(nodes, "x", NETWORKS="bare=bare two=eth0", expect=1)
     text = "bare is up but has no address, which sockets need"
     assert f"error: {text}" in networks.errors(runs[1])[0]
     for run in runs:
         (line,) = networks.errors(run)
-        assert text in line
+        assert text in line and "networks.py: network bare failed with code 1\n" in run.out
         assert [r["env"]["RUN_NAME"] for r in networks.reports(run)] == ["two"]
+    assert "COMPARED bare=logs/series/bare two=logs/series/two" in runs[0].out
+    log = folder.path / "logs/series/bare/node0.log"
+    assert text in log.read_text()  # the root cause, where compare_logs.py looks for it
 
 
 # --- A full disk, and what cannot be written -------------------------------------------------
@@ -458,7 +433,7 @@ def test_launcher_of_a_network_is_no_orphan(tmp_path):
 
 def test_nodes_of_a_two_nodes_that_is_gone_do_not_start(folder):
     """Killed in the moment before setpriv ties a launcher to it."""
-    require(not (why := why_no_namespaces()), why)
+    require_namespaces()
     (folder.path / "setpriv").write_text(
         '#!/bin/sh\nof_parent() { grep -qs two_nodes.sh "/proc/$PPID/cmdline"; }\n'
         'if of_parent; then kill -KILL "$PPID"; fi\nwhile of_parent; do sleep 0.05; done\n'

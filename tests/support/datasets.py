@@ -65,13 +65,13 @@ class Payload:
 
 
 def make_set(
-    folder: Path, count: int, val: int = 0, seed: int = 0, size: tuple[int, int] = (48, 40)
+    folder: Path, count: int, val: int = 0, size: tuple[int, int] = (48, 40)
 ) -> list[str]:
     """A data set of labelled images; returns the script's options for it."""
     options = []
     for part, number in (("", count), ("val_", val)):
         if number:
-            write_images(folder / f"{part}images", numbered(number), seed + number, size)
+            write_images(folder / f"{part}images", numbered(number), number, size)
             (folder / f"{part}instances.json").write_text(json.dumps(instances(numbered(number))))
             options += [f"--{part or 'coco_'}image_path", str(folder / f"{part}images")]
             options += [f"--{part}annotation_path", str(folder / f"{part}instances.json")]

@@ -273,7 +273,7 @@ class Ranks(Watched):
         codes = [code for code, _ in ended]
         seconds = max((end for _, end in ended), default=self._began) - self._began
         texts = {"out": self.read("out"), "err": NO_NAME_SERVER.sub("", self.read("err"))}
-        facts = {"codes": codes, "folder": self.folder, "test_id": self._server.test_id}
+        facts = {"codes": codes, "folder": self.folder}
         code = max(codes, key=abs, default=0)
         return Job(self.command, code, seconds=seconds, **texts, **facts)
 

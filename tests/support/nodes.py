@@ -30,23 +30,22 @@ def _ip(command: str, check: bool = True) -> str:
     return done.stdout
 
 
-def why_no_namespaces() -> str:
-    """Empty where network namespaces can be made here, else the reason."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "network namespaces need root on Linux"
+def require_namespaces() -> None:
+    """Skips a test where network namespaces cannot be made."""
+    root = sys.platform == "linux" and os.geteuid() == 0
+    require(root, "network namespaces need root on Linux")
     for tool in ("ip", "nsenter", "unshare", "mount"):
-        if not shutil.which(tool):
-            return f"network namespaces need the command {tool} (packages iproute2 and util-linux)"
+        needed = f"the command {tool} (packages iproute2 and util-linux)"
+        require(shutil.which(tool), f"network namespaces need {needed}")
     name = f"demo-{os.getpid()}-{next(counter)}-x"
     try:
         _ip(f"netns add {name}")
         _ip(f"-n {name} link add eth0 type veth peer name eth1")
         subprocess.run(["unshare", "-mu", "true"], check=True, capture_output=True)
     except (RuntimeError, subprocess.CalledProcessError) as error:
-        return f"network namespaces cannot be made here: {error}"
+        require(False, f"network namespaces cannot be made here: {error}")
     finally:
         _ip(f"netns del {name}", check=False)
-    return ""
 
 
 # What makes a namespace look like a machine: its own host name, /etc/hosts and /sys/class/net. A
@@ -139,8 +138,7 @@ class NamespacePair:
         self._started: list[Started] = []
 
     def __enter__(self) -> NamespacePair:
-        reason = why_no_namespaces()
-        require(not reason, reason)
+        require_namespaces()
         tc = shutil.which("tc") or not self.rate
         require(tc, "a link with a rate needs the command tc (package iproute2)")
         _sweep()
@@ -157,12 +155,12 @@ class NamespacePair:
             _ip(f"netns add {name}")
             _ip(f"-n {name} link set lo up")
         link = self.interface
-        _ip(f"-n {self.names[0]} link add {link} type veth peer name {link} netns {self.names[1]}")
+        self.ip(0, f"link add {link} type veth peer name {link} netns {self.names[1]}")
         for node, name in enumerate(self.names):
-            _ip(f"-n {name} addr add {self.addresses[node]}/24 dev {link}")
+            self.ip(node, f"addr add {self.addresses[node]}/24 dev {link}")
             # A veth counts the headers of a large packet once, but tbf those of all frames that it
             # would make: with large frames the interface's counters and the rate agree within 1 %.
-            _ip(f"-n {name} link set {link} mtu 9000 up")
+            self.ip(node, f"link set {link} mtu 9000 up")
             (self.folder / f"sys{node}").mkdir()
             lines = [f"{self.addresses[n]} {self.hostnames[n]}\n" for n in (0, 1)]
             self.hosts(node).write_text("127.0.0.1 localhost\n" + "".join(lines))
@@ -180,12 +178,14 @@ class NamespacePair:
         for node, name in enumerate(self.hostnames):
             self.hosts(node).write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
 
+    def ip(self, node: int, *commands: str) -> None:
+        """What the command ip does on a node, such as "link set eth0 mtu 1500"."""
+        for command in commands:
+            _ip(f"-n {self.names[node]} {command}")
+
     def link_down(self, node: int = 1) -> None:
         """Pull the cable: packets are lost without an error, connections stay open."""
-        _ip(f"-n {self.names[node]} link set {self.interface} down")
-
-    def link_up(self, node: int = 1) -> None:
-        _ip(f"-n {self.names[node]} link set {self.interface} up")
+        self.ip(node, f"link set {self.interface} down")
 
     def place(self, node: int) -> dict[str, str]:
         """Of a node, for `enter_node`."""

@@ -69,11 +69,29 @@ def require(ok: object, reason: str) -> None:
     pytest.skip(reason)
 
 
+def refusal(capsys, parse: Callable, words: str) -> str:
+    """The one line with which a command's parser refuses these words."""
+    with pytest.raises(SystemExit, match="2"):
+        parse(words.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
 def free_port() -> int:
     """A TCP port that was free a moment ago, in this network namespace."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that are free."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError, OverflowError), contextlib.ExitStack() as stack:
+            for n in range(count):
+                stack.enter_context(socket.create_server(("", port + n)))
+            return port
 
 
 def new_test_id() -> str:
@@ -178,7 +196,6 @@ class Run:
     returncode: int
     out: str
     seconds: float
-    test_id: str
     err: str = ""
 
     @property
@@ -197,14 +214,12 @@ class Run:
         found = [(PREFIX.match(line), line) for line in self.out.splitlines()]
         return [line[by.end() :] for by, line in found if by and int(by[2]) == rank]
 
-    def json_line(self, kind: str, rank: int = 0) -> dict:
-        """The JSON of the last `Run`, `Probe` or `Summary` line of `rank`; fails when there is
-        none.
-        """
-        for line in reversed(self.lines(rank)):
+    def json_line(self, kind: str) -> dict:
+        """The JSON of rank 0's last `Run`, `Probe` or `Summary` line; fails when there is none."""
+        for line in reversed(self.lines(0)):
             if line.startswith(f"{kind} {{"):
                 return json.loads(line.removeprefix(kind))
-        pytest.fail(f"no {kind} line from rank {rank} in:\n{self.tail()}")
+        pytest.fail(f"no {kind} line from rank 0 in:\n{self.tail()}")
 
     def steps(self, rank: int = 0) -> list[tuple[int, int, float]]:
         """(epoch, step, loss) of each step line of `rank`, in the order of the log."""
@@ -357,7 +372,7 @@ class Started(Watched):
         seconds = time.monotonic() - self._begin
         err = self._err.read_text(errors="replace")
         code = self.process.returncode
-        return Run(self.command, code, self.text(), seconds, self.test_id, err)
+        return Run(self.command, code, self.text(), seconds, err)
 
     def fail(self, why: str) -> NoReturn:
         self._stop()
@@ -369,21 +384,17 @@ class Started(Watched):
 start = Started  # as a context manager, or with a call of `finish` or `kill`
 
 
-def demo_command(
-    args: Iterable[object], nproc: int = 1, launcher: str = "torchrun", script: Path | str = SCRIPT
-) -> list[str]:
+def demo_command(args: Iterable[object], nproc: int = 1, launcher: str = "torchrun") -> list[str]:
     """The command line that runs the script with `torchrun`, `mpirun` or plain `python`."""
-    tail = [str(script), *map(str, args)]
+    tail = [str(SCRIPT), *map(str, args)]
     if launcher == "python":
         return [sys.executable, *tail]
     if launcher == "mpirun":
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         options = shlex.split(f"--oversubscribe --bind-to none -n {nproc}")
         return ["mpirun", *root, *options, sys.executable, *tail]
-    if launcher == "torchrun":
-        options = shlex.split(f"--standalone --nnodes=1 --nproc_per_node={nproc}")
-        return [sys.executable, "-m", "torch.distributed.run", *options, *tail]
-    raise ValueError(f"unknown launcher {launcher!r}")
+    options = shlex.split(f"--standalone --nnodes=1 --nproc_per_node={nproc}")
+    return [sys.executable, "-m", "torch.distributed.run", *options, *tail]
 
 
 def run_demo(
@@ -392,11 +403,10 @@ def run_demo(
     timeout: float = 120,
     launcher: str = "torchrun",
     expect: int | None = 0,
-    script: Path | str = SCRIPT,
     **options: Any,
 ) -> Run:
     """Run the real script to its end, with the options of `Started`. Fails on a timeout, on
     another exit code, and on a process that is left.
     """
-    with start(demo_command(args, nproc, launcher, script), **options) as started:
+    with start(demo_command(args, nproc, launcher), **options) as started:
         return started.finish(timeout, expect)

@@ -13,17 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from support.nodes import NamespacePair, why_no_namespaces
+from support.nodes import NamespacePair
 from support.processes import MARK, Run, Started, base_env, require
-
-
-def why_no_slurm() -> str:
-    """Empty where a SLURM cluster can be started here, else the reason."""
-    tools = ("slurmctld", "slurmd", "munged", "srun")
-    if missing := [tool for tool in tools if not shutil.which(tool, path=_SBIN)]:
-        return f"SLURM needs {missing[0]} (Debian packages slurm-wlm and munge)"
-    return why_no_namespaces()
-
 
 _SBIN = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
@@ -79,8 +70,9 @@ class SlurmCluster:
         self._daemons: list[tuple[str, subprocess.Popen]] = []
 
     def __enter__(self) -> SlurmCluster:
-        reason = why_no_slurm()
-        require(not reason, reason)
+        tools = ("slurmctld", "slurmd", "munged", "srun")
+        missing = [tool for tool in tools if not shutil.which(tool, path=_SBIN)]
+        require(not missing, f"SLURM needs {missing} (Debian packages slurm-wlm and munge)")
         self.pair.__enter__()
         try:
             # A socket's path may have 107 characters at most, and the usual temporary folders of
@@ -138,20 +130,20 @@ class SlurmCluster:
             )
         self._daemons.append((name, daemon))
 
-    def _wait(self, condition: Callable[[], object], what: str, timeout: float = 30) -> None:
-        deadline = time.monotonic() + timeout
+    def _wait(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + 30
         while not condition():
             ended = [name for name, daemon in self._daemons if daemon.poll() is not None]
             if ended or time.monotonic() > deadline:
-                why = f"{', '.join(ended)} ended" if ended else f"waited {timeout:g} s"
+                why = f"{', '.join(ended)} ended" if ended else "waited 30 s"
                 raise RuntimeError(f"SLURM cluster: {why}, without {what}\n{self.logs()}")
             time.sleep(0.1)
 
-    def logs(self, lines: int = 15) -> str:
+    def logs(self) -> str:
         """The end of each daemon's log, to be shown when something fails."""
         text = []
         for file in sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")]):
-            text += [f"--- {file.name}", *file.read_text(errors="replace").splitlines()[-lines:]]
+            text += [f"--- {file.name}", *file.read_text(errors="replace").splitlines()[-15:]]
         return "\n".join(text)
 
     def start(

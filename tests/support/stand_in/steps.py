@@ -1,8 +1,8 @@
 """In the script's place: ranks that are joined as the script's are, by sockets in place of Gloo.
 
 In each step all wait for all, --timeout seconds at most; they keep their phase, leave error files,
-and on a signal agree to save and stop. Before they meet, each is in the phase of `--first
-PHASE:SECONDS`. `--fault RANK:STEP:WHAT` happens before a first restart, `again` after it, too.
+and on a signal agree to save and stop. `--fault RANK:STEP:WHAT` happens before a first restart,
+`again` after it, too. A resumed run has 19 steps.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from pathlib import Path
 parser = argparse.ArgumentParser()
 parser.add_argument("--timeout", type=float, default=300)
 parser.add_argument("--steps", type=int, default=99999)
+parser.add_argument("--first", default="rendezvous:0", help="PHASE:SECONDS before all meet")
+parser.add_argument("--orphan", action="store_true", help="goes on without its torchrun")
 parser.add_argument("--checkpoint")
 parser.add_argument("--resume", action="store_true")
-parser.add_argument("--first", default="rendezvous:0")
 parser.add_argument("--fault", action="append", default=[])
-parser.add_argument("--orphans_go_on", action="store_true")
 args = parser.parse_args()
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -114,11 +114,11 @@ try:
     peers = meet()
     for peer in peers:
         peer.settimeout(args.timeout)
-    for step in range(1, args.steps + 1):
+    for step in range(1, 20 if args.resume else args.steps + 1):
         phase(f"the data of step {step}")
         time.sleep(0.1)
         meet_fault(step)
-        if os.getppid() != parent and not args.orphans_go_on:  # its torchrun is gone
+        if os.getppid() != parent and not args.orphan:  # its torchrun is gone
             end("stopped", f"Stopped on the end of its parent process | step {step}", 75)
         phase(f"step {step}")
         all_stop = agree(peers)
