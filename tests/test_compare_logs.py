@@ -336,6 +336,11 @@ BOUNDS = {
         "--compile",
     ),
     "overlap": ({"exposed_ms": 300.0}, "not by the wire", "a slow rank"),
+    "input beside a slow rank": (
+        {"world": 4, "per_process": 8, "data_ms": 300.0, "exposed_ms": 9.0, "busy": [2]},
+        "Rank 0 itself works 580 ms of a step (data wait 300 ms, compute 280 ms), the others 440",
+        "rank 0 on n0: ",
+    ),
     "unknown": ({"summary": {"compute_ms": None}}, "The log does not split a step", ""),
 }
 
