@@ -217,6 +217,13 @@ def test_wrong_arguments_end_in_one_line(capsys, monkeypatch, words, text):
     assert line.startswith("benchmark.py: error: ") and text in line
 
 
+def test_defaults_fit_together():
+    for name in tool.MEASURE:
+        args = tool.parse_arguments([name])
+        if name != "overlap":
+            assert args.script == SCRIPT and args.limit == (240 if name == "gpu" else 1800), name
+
+
 @pytest.mark.skipif(children.GPU, reason="there is a GPU")
 def test_without_a_gpu_one_line_says_so(tmp_path):
     with pytest.raises(runner.Failure, match="gpu: torch finds no NVIDIA GPU here"):

@@ -841,7 +841,10 @@ def test_an_earlier_attempt_lends_nothing_to_the_last(start):
 def test_a_run_that_was_resumed_at_its_end_has_no_step_to_judge():
     none = dict.fromkeys(("data_ms", "compute_ms", "exposed_ms", "step_ms", "img_per_s"), 0.0)
     verdict, says = verdict_of(**GIGABIT, start_step=20, summary=none)
-    assert verdict.bound == "unknown" and "No step time" in says and "Bound by" not in says
+    assert verdict.bound == "unknown" and "Bound by" not in says
+    assert says.endswith("It was resumed at its end, and made no step.")
+    run = read(as_text(one_run(start_step=20, summary=none)))
+    assert run.complete and not (run.ranks or run.buckets or run.img_per_s)
 
 
 def test_an_epoch_that_an_earlier_attempt_broke_off_is_no_end():

@@ -535,6 +535,8 @@ def test_real_torchrun_and_script_end_with_one_line_on_both_nodes(tmp_path, what
     code = {"stop": 75, "torchrun": 137}.get(what, 1)
     assert {run.returncode for run in ended} == {code}
     assert not any("restart 1 of" in run.out for run in ended)
+    if what == "stop":
+        faults.stopped_at("".join(run.out for run in ended), "SIGTERM", tmp_path / "c.pt")
 
 
 # --- Many nodes ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import benchmark
-from benchmarks import children, figures, gpu, links, one_machine, settings
+from benchmarks import children, figures, gpu, links, one_machine, runner, settings
 from support.processes import LONG
 from test_benchmark import LINE
 
@@ -282,6 +282,9 @@ def test_times_of_a_line_are_those_of_all_its_steps():
     found = figures.speed(text, args)
     assert found["img_per_s"] == pytest.approx(1e3 * 8 * 30 / 1200)
     assert found["waiting"] == pytest.approx(100 * 120 / 1200)
+    args.steps = 31
+    with pytest.raises(runner.Failure, match="30 steps after the warm-up, not 31"):
+        figures.speed(text, args)
 
 
 def test_what_the_loader_has_ready_is_thrown_away_once():

@@ -158,7 +158,7 @@ RUNS = {
         "often than in a cable. Bound by its network, which loses packets",
         "link",
         "what is lost: `rdma statistic show link mlx5_0/1` (out_of_sequence|a lossless path|"
-        "NCCL_IB_GID_INDEX|ibstat mlx5_0",
+        "ib_write_bw -d mlx5_0|NCCL_IB_GID_INDEX|ibstat mlx5_0",
         never="bad lane",
     ),
     "IP over InfiniBand, by NCCL's word": Made(

@@ -364,6 +364,7 @@ def test_a_problem_is_told_with_its_line(problem):
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
+        ("Could not open libibverbs.so.1", ["verbs_library_missing"]),
         ("Connect to A<4> failed : No route to host", ["peer_unreachable", "connection_failed"]),
         (
             "connect to A<4> returned Connection timed out, exceeded error retry count",

@@ -233,6 +233,7 @@ def test_rounds_are_five_or_what_there_is_time_for(demo):
     with NamespacePair("500mbit") as nodes:
         for seconds, rounds in ((9, 6), (0.1, 2)):
             record = probed(demo, gradients=None, nodes=nodes, SECONDS=seconds)
+            assert [node["host"] for node in record["nodes"]] == ["node0", "node1"]
             for node in record["nodes"]:
                 check_carried(node["interfaces"], rounds * GRADIENT_BYTES)
 

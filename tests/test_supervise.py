@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import supervise
+from analysis.logs import read_log
 from launcher import rendezvous, root_cause
 from launcher.counters import size
 from launcher.ending import Ending
@@ -385,6 +386,8 @@ def test_wrong_use_ends_in_one_line(folder, words, command, text):
     assert run.returncode in (1, 2)
     (line,) = [line for line in run.out.splitlines() if "error: " in line]
     assert text in line and "Traceback" not in run.out
+    if "cannot be started" in text:  # the only one of these that has a log
+        assert read_log([folder.log_path]).failed
 
 
 def test_torchruns_options_in_all_their_forms():

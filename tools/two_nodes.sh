@@ -184,7 +184,7 @@ say "namespaces ${spaces[0]} (node 0) and ${spaces[1]} (node 1): emulated, two n
 threads=$((cores / (2 * GPUS_PER_NODE)))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 export NNODES=2 MASTER_ADDR=10.213.0.1 GPUS_PER_NODE RUN_NAME
-unset WORLD_SIZE GLOO_SOCKET_IFNAME # which names none of these
+unset WORLD_SIZE GLOO_SOCKET_IFNAME # the launcher chooses it
 if [ -n "$links" ]; then
     export NETWORKS=${networks% } DEMO_NOTE="Emulated: two network namespaces of one machine, joined by $links"$'\n\n'
 fi

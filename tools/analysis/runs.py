@@ -140,10 +140,10 @@ def make_run(name, log, given):
 def add_times(run, summary):
     """Wall time and the split of a step, means over the ranks."""
     run.wall_s = max(run.log.ended.values())
+    if get(summary, "step_ms") == 0:  # resumed at its very end, it has made no step
+        return
     for name in ("step", "data", "compute", "exposed"):
-        milliseconds = get(summary, f"{name}_ms")
-        # A run that was resumed at its very end has made no step.
-        if milliseconds is not None and get(summary, "step_ms") != 0:
+        if (milliseconds := get(summary, f"{name}_ms")) is not None:
             setattr(run, f"{name}_s", milliseconds / 1000)
     if run.processes == 1 and None not in (run.step_s, run.data_s):  # nothing to communicate
         run.compute_s, run.exposed_s = run.step_s - run.data_s, 0.0

@@ -54,7 +54,10 @@ def judge(run):
     trouble = say_trouble(run)
     verdict = Verdict(says=say_carried(run) + trouble)
     if run.step_s is None:
-        verdict.says.append("No step time: give --steps (or images, epochs, batch).")
+        text = "No step time: give --steps (or images, epochs, batch)."
+        if run.steps and run.steps <= run.start_step:
+            text = "It was resumed at its end, and made no step."
+        verdict.says.append(text)
         return verdict
     size = (run.wire_bytes, run.processes, run.nodes)
     if all(size) and run.nodes > 1 and run.steps:
@@ -62,7 +65,7 @@ def judge(run):
         carrying_s = run.probe_s or (excess_s if excess_s > 0.02 * run.step_s else None)
         implied = implied_gbps(*size, carrying_s) if carrying_s else None
         verdict.implied_gbps = run.wire_gbps or implied
-        if run.link_gbps and run.steps > run.start_step:
+        if run.link_gbps and run.steps > run.start_step:  # a log may contradict itself
             set_range(verdict, run, size)
     (judge_split if run.has_split else judge_whole)(verdict, run)
     if verdict.range_s:

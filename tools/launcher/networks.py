@@ -3,10 +3,10 @@
     NETWORKS="ethernet=eth0 infiniband=mlx5_0" NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 \\
         ./launch_multinode.sh --coco_image_path ...
 
-launch_multinode.sh calls this with LOG_DIR and its settings in the environment, and is called by
-it in turn, for one network after the other. A network is NAME=INTERFACE, where NAME is a label and
-becomes the folder of its run; INTERFACE is what IFNAME takes, eth0 or mlx5_0,ib0. Labels and their
-order are the same on all nodes; each node names its own interfaces.
+launch_multinode.sh calls this with LOG_DIR as an argument and its settings in the environment, and
+is called by it in turn, for one network after the other. A network is NAME=INTERFACE, where NAME
+is a label and becomes the folder of its run; INTERFACE is what IFNAME takes, eth0 or mlx5_0,ib0.
+Labels and their order are the same on all nodes; each node names its own interfaces.
 A network that fails does not end the series. On node 0 the comparison comes at the end, after what
 DEMO_NOTE says: it is printed, and stands as compare.md and compare.png beside the logs.
 Exit code: 0 all done; 75 stopped by a signal, before a checkpoint 128 + its number (143, Ctrl-C

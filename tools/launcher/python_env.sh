@@ -237,7 +237,7 @@ if [ -n "$chosen" ]; then
 fi
 
 for candidate in "${candidates[@]}"; do
-    code=0 # below, also 127 of one that is not there
+    code=0
     line=$(check "$candidate" "$@") || code=$?
     case $code in
     0)
@@ -247,6 +247,7 @@ for candidate in "${candidates[@]}"; do
         ;;
     10) almost=${almost:-$line} ;;
     11) [[ $candidate != */* ]] || empty=${empty:-$line} ;;
+    *) ;; # it does not start, or is not there
     esac
 done
 [ -z "$almost" ] || die "$almost"

@@ -119,5 +119,5 @@ def lost_after(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", pause), ("TCP_KEEPINTVL", pause), ("TCP_KEEPCNT", count)):
         if option := getattr(socket, name, None):  # not every system has them
-            with contextlib.suppress(OSError):  # a connection that is gone meanwhile
+            with contextlib.suppress(OSError):  # gone meanwhile, or not TCP: the lock
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
