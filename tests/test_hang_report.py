@@ -60,13 +60,13 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[R
         start("alone")
         start("launcher", "--orphan")
         start("rank", nproc=2)
-        start("again", options=("--restarts", 1))
         hit = [*places]
+        start("again", "--fault", "1:3:hang", "--steps", 19, options=("--restarts", 1))
         for phase, seconds in (("rendezvous", ENDLESS), ("validation", TIMEOUT + GRACE + 2)):
             start(phase, "--first", f"{phase}:{seconds}", "--steps", 4, nnodes=1, nproc=2)
         for name in hit:
             places[name].training()
-        for name, rank in (("rank", 2), ("again", 1), ("alone", 1)):
+        for name, rank in (("rank", 2), ("alone", 1)):
             places[name].hit(os.kill, places[name].runs[1].rank_pid(rank), signal.SIGSTOP)
         places["launcher"].hit(os.kill, places["launcher"].runs[1].pid, signal.SIGKILL)
         for name in ("link", "alone"):
