@@ -160,17 +160,19 @@ def test_one_process_waits_for_nobody(demo, data, kind):
 
 
 @LONG
-@pytest.mark.parametrize(
-    ("name", "ms", "part"), [("forward", 500, "compute_ms"), ("decode", 50, "data_ms")]
-)
-def test_slow_rank_is_named_and_the_other_waits_for_it(demo, data, name, ms, part):
+@pytest.mark.parametrize(("name", "ms"), [("forward", 500), ("decode", 50)])
+def test_slow_rank_is_named_and_the_other_waits_for_it(demo, data, name, ms):
     of_rank = [{}, {"options": {"name": name, "ms": ms}}]
     argv = [*data, *FAST, "--max_steps", 8]
     summary = check_split(demo.run(argv, 2, call=slow, of_rank=lambda rank: of_rank[rank]))
     quick, slower = summary["ranks"]
     assert runs.find_straggler(runs.split_of_ranks(summary)) == 1, summary
     assert quick["exposed_ms"] > 1.5 * slower["exposed_ms"], summary
-    assert slower[part] > 2 * quick[part], summary
+    if name == "decode":
+        assert slower["data_ms"] > 3 * quick["data_ms"], summary
+    else:
+        behind = slower["compute_ms"] - quick["compute_ms"]
+        assert behind > quick["compute_ms"] and quick["exposed_ms"] > 0.6 * behind, summary
     assert quick["step_ms"] == pytest.approx(slower["step_ms"], rel=0.1)  # all at one pace
 
 

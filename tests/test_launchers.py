@@ -24,6 +24,7 @@ from support.processes import LONG, WITH_STAND_IN, long, require, start, wait_un
 from test_networks import errors, reports
 
 BOTH = pytest.mark.parametrize("folder", ["stand-in", *long("torchrun")], indirect=True)
+REAL = pytest.mark.parametrize("folder", long("torchrun"), indirect=True)
 
 
 class Folder(LauncherFolder):
@@ -71,6 +72,12 @@ def folder(tmp_path, request):
 
 def add_probe(folder):
     shutil.copy(folder.path / "demo_coco_resnet18.py", folder.path / "tools/probe_link.py")
+
+
+def hanging(started):
+    """The process id of a rank that hangs, and that of its torchrun."""
+    rank = int(started.wait_for(r"\] hanging.* (\d+)$")[1])
+    return rank, int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def one_line(run, text):
@@ -227,12 +234,24 @@ def test_signal_is_passed_on_and_never_restarted(folder, name):
     assert "restart 1" not in output
 
 
+@REAL
+def test_orphans_of_a_killed_torchrun_are_ended_before_the_restart(folder):
+    folder.plan("hang", "done")
+    started = folder.start("launch_single.sh", "x", RESTARTS=1)
+    orphan, torchrun = hanging(started)
+    os.kill(torchrun, signal.SIGKILL)
+    started.wait_for(r"(?s)\] hanging.*REPORT")
+    assert orphan not in started.pids()
+    output = started.finish(30).out
+    assert "Killed" not in output  # bash's own report of it, with the whole command line
+    assert "restart 1 of 1 after: torchrun was ended by signal 9" in output
+
+
 @BOTH
 def test_torchrun_does_not_outlive_its_launcher(folder):
     folder.plan("hang")
     started = folder.start("launch_single.sh", "x")
-    rank = started.wait_for(r"\] hanging.* (\d+)$")[1]
-    torchrun = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+    _, torchrun = hanging(started)
     started.signal(signal.SIGKILL)
     wait_until(lambda: torchrun not in started.pids(), 5, "the end of torchrun")
 
