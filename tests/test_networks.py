@@ -310,9 +310,14 @@ def test_links_compare_two_real_runs(tmp_path, sample):
     links = ["--links", "slow=1gbit,fast=unshaped", "--", *data_args(sample), *options.split()]
     run = two_nodes(ROOT, *links, LOG_DIR=str(tmp_path))
     series = tmp_path / "series"
-    note = "Emulated: two network namespaces of one machine, joined by slow=1gbit,fast=unshaped"
     report = (series / "compare.md").read_text()
-    assert report.startswith(f"{note}\n\n") and report.partition("\n![")[0] in run.out
+    note = "Emulated: two network namespaces of one machine, joined by slow=1gbit,fast=unshaped"
+    picture = "\n![Parts of a step, throughput and loss](compare.png)\n"
+    assert report.replace(picture, "") in run.out and report.startswith(f"{note}\n\n")
+    assert picture in report
+    assert re.search(r"^\| +\| +slow \| +fast \|$", report, re.MULTILINE)
+    for row in ("status", "img/s, job", "- exposed communication", "all-reduce alone"):
+        assert f"| {row} " in report
     assert re.search(r"^slow: ", report, re.MULTILINE)  # the verdict on it
     assert (series / "compare.png").stat().st_size > 10_000
     logs = [parse_text((series / label / "node0.log").read_text()) for label in ("slow", "fast")]
