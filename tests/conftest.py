@@ -30,6 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     with contextlib.suppress(ValueError):  # only a main thread can
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        # In the background of a script, under nohup and in some CIs these are ignored, and what
+        # is started inherits that. A handler, even one that does nothing, is not inherited.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, lambda *_: None)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         tempfile.gettempdir()  # pytest's own folders, with what failed, stay where they are
         scratch = tempfile.TemporaryDirectory(prefix="demo-", ignore_cleanup_errors=True)
