@@ -6,6 +6,7 @@ from pathlib import Path
 
 from analysis import UserError
 from common.records import (
+    COUNTERS,
     END,
     EPOCH,
     ESCAPES,
@@ -17,7 +18,9 @@ from common.records import (
     STOP,
     VALIDATION,
     decode,
+    get,
 )
+from counters import difference
 
 
 @dataclass
@@ -35,7 +38,9 @@ class Log:
     """What the files of one run say, the last attempt's line where several say the same."""
 
     records: dict = field(default_factory=dict)  # Run, Summary of the last attempt, last Probe
-    nodes: list = field(default_factory=list)  # the launchers' Node records
+    nodes: list = field(default_factory=list)  # of each node what its interfaces carried
+    counters: dict = field(default_factory=dict)  # host -> Counters records of the file being read
+    began: float | None = None  # time of the first of them in the first file that has one
     attempts: int = 0  # of the last run in it
     earlier: int = 0  # runs before that
     steps: dict = field(default_factory=dict)  # (rank, epoch, step) -> Step
@@ -97,6 +102,9 @@ def parse_text(text, log=None):
     for line in re.split(r"[\r\n]+", text):
         if failed == "":  # the cause stands on the line after
             failed = line.strip()
+        elif found := COUNTERS.search(line):
+            if record := whole(log, found[1]):
+                log.counters.setdefault(get(record, "host", str), []).append(record)
         elif found := LAUNCHER.search(line):
             if found["node"]:
                 log.nodes.append(whole(log, found["node"]))
@@ -106,6 +114,7 @@ def parse_text(text, log=None):
             log.kinds.add(mark[1])
             log.ranks.add(first + int(mark[2]))
             parse_body(log, first + int(mark[2]), line[mark.end() :])
+    add_nodes(log)
     if failed is not None:
         log.failed = log.failed or failed[:300] or "not in this log"
     return log
@@ -141,8 +150,11 @@ def add_record(log, word, text):
     found = whole(log, text)
     if word == "Run":  # even a torn one: what came before it is not this attempt's end
         # Not by the step alone: a restart begins at 0, too, where no checkpoint was saved yet.
-        if log.attempts and found.get("resume") is False and not found.get("start_step"):
-            forget_run(log)
+        if found.get("resume") is False and not found.get("start_step"):
+            for counted in log.counters.values():
+                del counted[:-1]  # the last one was printed before this run
+            if log.attempts:
+                forget_run(log)
         log.attempts += 1
         log.records.pop("Summary", None)
         log.ended.clear()
@@ -156,6 +168,26 @@ def forget_run(log):
     log.attempts, log.top1 = 0, None
     for gone in (log.steps, log.last_step, log.epochs):
         gone.clear()
+
+
+def add_nodes(log):
+    """Enter what was carried between the first and the last Counters record of a file's last run.
+
+    Only node 0's file, which is read first, has the Run lines that tell where a run begins. In
+    another file the first record is the one nearest in time to node 0's.
+    """
+    for host, records in log.counters.items():
+        times = [get(record, "time") or 0 for record in records]
+        log.began = times[0] if log.began is None else log.began
+        first = min(range(len(records)), key=lambda n: abs(times[n] - log.began))
+        if first < len(records) - 1:
+            try:
+                carried = difference(records[first], records[-1])
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+                log.torn += 1
+                continue
+            log.nodes.append({"host": host, "seconds": times[-1] - times[first], **carried})
+    log.counters = {}
 
 
 def whole(log, text):

@@ -19,10 +19,11 @@ VALIDATION = re.compile(
 END = re.compile(r"Cleanup complete\. Total wall time: [\dhms. ]*\((\d{1,12}\.\d{3})s\)")
 STOP = re.compile(r"(Stopped\b.*|ERROR: .*)")
 RECORD = re.compile(r"(Run|Probe|Summary) (\{.*)")
+COUNTERS = re.compile(r"(?:^|\s)Counters (\{.*)")  # as tools/counters.py prints it
 OURS = re.compile(  # not in the original demo's logs: records, rates, a launcher's start
     r"\] (Run|Probe|Summary)(:| \{)|\d img/s|\.(?:sh|py): \d{4}-\d\d-\d\d [\d:]{8} "
 )
-# A launcher's own lines: its record, a start, and how it ended where it did not end well.
+# A launcher's own lines: in old logs its record; a start; how it ended where it did not end well.
 LAUNCHER = re.compile(
     r"(?:^|\s)[\w./-]+\.(?:sh|py): (?:Node (?P<node>\{.*)|(?P<start>\d{4}-\d\d-\d\d [\d:]{8}) "
     r"|failed\b.*; root cause:\s*(?P<cause>.*)|error: (?P<error>.+))"

@@ -1,0 +1,295 @@
+"""tools/counters.py tells which interface carried the bytes, each byte once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from analysis.logs import parse_text, read_log
+from counters import describe_traffic, difference, read_counters
+from support.nodes import NamespacePair
+from support.processes import ROOT
+from test_compare_logs import as_text, carried, judged, one_run, probed_run
+
+TOOL = ROOT / "tools" / "counters.py"
+
+
+class Kernel:
+    """Files of the kernel, made in a folder; `folder` is one of /sys/class."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def write(self, folder: str, **files: object) -> None:
+        for name, text in files.items():
+            path = self.root / "sys/class" / folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n")
+
+    def net(self, name: str, sent: int = 0, received: int = 0, **files: object) -> None:
+        """An interface that has sent and received so many bytes."""
+        self.write(f"net/{name}/statistics", tx_bytes=1000 + sent, rx_bytes=2000 + received)
+        self.write(f"net/{name}", **{"type": 1} | files)
+
+    def port(self, place: str, count: int = 0, layer: str = "InfiniBand") -> None:
+        """An adapter's port that has moved so many bytes each way."""
+        self.write(f"infiniband/{place}", link_layer=layer, rate="56 Gb/sec (4X FDR)")
+        words = 10 + count // 4
+        self.write(f"infiniband/{place}/counters", port_xmit_data=words, port_rcv_data=words)
+
+    def read(self) -> dict:
+        return read_counters(self.root)
+
+    def since(self, before: dict) -> dict[str, dict]:
+        """The interfaces that carried something, by name."""
+        links = difference(before, self.read())["interfaces"]
+        return {link["name"]: link for link in links}
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Kernel:
+    return Kernel(tmp_path)
+
+
+def sent_and_received(links: dict[str, dict]) -> dict[str, tuple[int, int]]:
+    return {name: (link["tx_bytes"], link["rx_bytes"]) for name, link in links.items()}
+
+
+# --- What a file says --------------------------------------------------------------------------
+
+# Of IP over InfiniBand: the port below it, as a folder of its own and below the interface.
+PORT, BELOW = "mlx4_0/ports/2", "net/ib0/device/infiniband/mlx4_0/ports/2"
+
+
+def test_kind_and_stated_speed_of_each_interface(kernel):
+    kernel.net("eth0", speed=400_000)
+    kernel.net("down", speed=-1)
+    kernel.net("lo", type=772)
+    kernel.net("tun0", type=65534, speed=10)
+    kernel.net("ib0", type=32, dev_port=1, speed=-1)
+    kernel.write(BELOW, rate="56 Gb/sec (4X FDR)")
+    kernel.port(PORT)
+    kernel.port("mlx5_0/ports/1", layer="Ethernet")
+    kernel.write("infiniband/efa_0/ports/1", link_layer="Unspecified")
+    found = kernel.read()["interfaces"]
+    assert {name: (link["kind"], link["speed_Gbps"]) for name, link in found.items()} == {
+        "eth0": ("ethernet", 400),
+        "down": ("ethernet", None),
+        "lo": ("loopback", None),
+        "tun0": ("other", 0.01),
+        "ib0": ("ipoib", 56),
+        "mlx4_0:2": ("infiniband", 56),
+        "mlx5_0:1": ("roce", 56),
+        "efa_0:1": ("efa", None),
+    }
+
+
+def test_ports_count_words_and_efa_counts_bytes(kernel):
+    counters = {"port_xmit_data": 10, "port_rcv_data": 20}
+    kernel.write("infiniband/mlx5_0/ports/1/counters", **counters)
+    kernel.write("infiniband/efa_0/ports/1/hw_counters", tx_bytes=70, rx_bytes=80, send_bytes=60)
+    found = sent_and_received(kernel.read()["interfaces"])
+    assert found == {"mlx5_0:1": (40, 80), "efa_0:1": (70, 80)}
+
+
+def test_missing_and_odd_files_count_nothing(kernel):
+    assert kernel.read() == {"interfaces": {}, "tcp": None}
+    kernel.write("net", bonding_masters="bond0")
+    kernel.write("net/eth0", type="?", speed="Unknown!")
+    kernel.write("net/eth0/statistics", tx_bytes="many")
+    before = kernel.read()
+    assert before["interfaces"].keys() == {"eth0"}
+    assert difference(before, kernel.read()) == {"interfaces": []}
+
+
+# --- Between two readings ----------------------------------------------------------------------
+
+
+def test_busiest_comes_first_and_what_is_idle_new_or_reset_is_left_out(kernel):
+    kernel.port(PORT, 400)
+    for name in ("eth0", "eth1", "idle"):
+        kernel.net(name)
+    before = kernel.read()
+    kernel.net("eth0", 5, 5)
+    kernel.net("eth1", 3000, 500)
+    kernel.net("new", 700, 700)
+    kernel.write(f"infiniband/{PORT}/counters", port_xmit_data=0, port_rcv_data=120)
+    found = sent_and_received(kernel.since(before))
+    assert list(found.items()) == [
+        ("eth1", (3000, 500)),
+        ("mlx4_0:2", (0, 40)),
+        ("eth0", (5, 5)),
+    ]
+
+
+# Of each interface: bytes sent, bytes received, what lies below it. Then what counts.
+STACKS = {
+    "bond": (
+        {"bond0": (300, 500, "eth0 eth1"), "eth0": (200, 500, ""), "eth1": (100, 400, "")},
+        {"bond0": (300, 500)},
+    ),
+    "VLAN on a bond": (
+        {"v7": (800, 700, "bond0"), "bond0": (1000, 900, "eth0"), "eth0": (1000, 900, "")},
+        {"v7": (800, 700), "bond0": (200, 200)},
+    ),
+    "bridge on a port with headers": (
+        {"br0": (900, 900, "eth0"), "eth0": (950, 940, "")},
+        {"br0": (900, 900)},
+    ),
+    "bridge on a port that carries more": (
+        {"br0": (900, 900, "eth0"), "eth0": (1500, 1200, "")},
+        {"br0": (900, 900), "eth0": (600, 300)},
+    ),
+}
+
+
+@pytest.mark.parametrize(("stack", "counted"), STACKS.values(), ids=STACKS)
+def test_what_lies_below_another_interface_is_counted_once(kernel, stack, counted):
+    for name, (_, _, below) in stack.items():
+        kernel.net(name, **{f"lower_{lower}/mtu": 1500 for lower in below.split()})
+    before = kernel.read()
+    for name, (sent, received, _) in stack.items():
+        kernel.net(name, sent, received)
+    assert sent_and_received(kernel.since(before)) == counted
+
+
+def test_both_ends_of_a_veth_are_counted_once(kernel):
+    kernel.net("veth0", ifindex=4, iflink=5)
+    kernel.net("veth1", ifindex=5, iflink=4)
+    kernel.net("veth2", ifindex=6, iflink=4)  # its other end is in another namespace
+    before = kernel.read()
+    kernel.net("veth0", 100, 300)
+    kernel.net("veth1", 300, 100)
+    kernel.net("veth2", 50, 50)
+    found = sent_and_received(kernel.since(before))
+    assert found == {"veth0": (100, 300), "veth2": (50, 50)}
+
+
+def test_bond_names_its_members_and_has_their_errors(kernel):
+    kernel.net("bond0", **{"bonding/slaves": "eth0", "lower_eth0/carrier_changes": 1})
+    before = kernel.read()
+    kernel.net("bond0", 300, 300, **{"lower_eth0/carrier_changes": 3})
+    bond = kernel.since(before)["bond0"]
+    assert (bond["members"], bond["errors"]) == (["eth0"], {"carrier_changes": 2})
+
+
+def test_ip_over_infiniband_is_counted_once_and_has_the_errors_of_its_port(kernel):
+    kernel.port(PORT)
+    kernel.net("ib0", type=32, dev_port=1)
+    kernel.write(BELOW, rate="56 Gb/sec")
+    before = kernel.read()
+    kernel.net("ib0", 1_000_000, 1_000_000, type=32)
+    kernel.port(PORT, 1_040_000)  # its headers, too
+    kernel.write(f"{BELOW}/counters", link_downed=1)
+    found = kernel.since(before)
+    assert found.keys() == {"ib0"} and found["ib0"]["carrier"] == "mlx4_0:2"
+    assert describe_traffic({"interfaces": [*found.values()]}) == (
+        "Sent 1 MB and received 1 MB on ib0 (ipoib over mlx4_0:2, link_downed 1)"
+    )
+
+
+def test_errors_and_retransmissions_are_those_between_the_readings(kernel):
+    snmp = "Tcp: RtoMin OutSegs RetransSegs\nTcp: 200 {} {}\nUdp: 5"
+    kernel.net("eth0", carrier_changes=8)
+    kernel.port(PORT)
+    kernel.write("../../proc/net", snmp=snmp.format(5000, 90))
+    before = kernel.read()
+    kernel.net("eth0", 500, 500)
+    kernel.port(PORT, 4000)
+    kernel.write(f"infiniband/{PORT}/hw_counters", packet_seq_err=11)
+    kernel.write("../../proc/net", snmp=snmp.format(7000, 120))
+    assert difference(before, kernel.read())["tcp"] == {"segments": 2000, "retransmits": 30}
+    found = kernel.since(before)
+    assert found["mlx4_0:2"]["errors"] == {"packet_seq_err": 11} and "errors" not in found["eth0"]
+
+
+def test_sentence_names_each_busy_interface():
+    links = [carried("mlx5_0:1", "infiniband", 100, 20), carried("lo", "loopback", None, 2)]
+    links += [carried("eth1", "ethernet", 1, 0.1)]  # under 1 %
+    assert describe_traffic({"interfaces": links}) == (
+        "Sent 2 GB and received 2 GB on mlx5_0:1 (infiniband); "
+        "sent 200 MB and received 200 MB on lo (loopback)"
+    )
+    assert describe_traffic({"interfaces": []}) == ""
+
+
+# --- The command -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [None, "Step 1\n", 'Counters {"host": "a", "tim\n'])
+def test_command_prints_one_line_where_the_log_has_none(tmp_path, text):
+    log = tmp_path / "node0.log"
+    if text:
+        log.write_text(text)
+    command = [sys.executable, TOOL, "--since", log]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    word, record = done.stdout.split(" ", 1)
+    assert word == "Counters"
+    assert json.loads(record).keys() == {"host", "time", "interfaces", "tcp"}
+
+
+SENDER = """
+import socket
+datagram = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for _ in range(500):
+    datagram.sendto(bytes(8000), ("10.77.0.2", 9))  # nobody has to receive them
+"""
+
+
+def test_sentence_tells_which_of_two_interfaces_was_used(tmp_path):
+    log = tmp_path / "node0.log"
+    with NamespacePair() as nodes:
+        nodes.ip(0, "link add eth1 type veth peer name eth2", "link set eth1 up")
+        first = nodes.popen(0, [sys.executable, TOOL]).finish(30).out
+        older, other, torn = '{"host": "node0"}', '{"host": "node1"}', '{"host": "node0", "ti'
+        log.write_text(f"Counters {older}\n{first}Counters {other}\nCounters {torn}\n")
+        nodes.popen(0, [sys.executable, "-c", SENDER]).finish(30)
+        run = nodes.popen(0, [sys.executable, TOOL, "--since", log]).finish(30)
+    record, sentence = run.out.splitlines()
+    assert record.startswith("Counters {")
+    assert sentence.startswith("Sent 4.") and " MB and received " in sentence
+    assert " on eth0 (ethernet) in " in sentence and "eth1" not in sentence
+
+
+# --- In the comparison -------------------------------------------------------------------------
+
+
+def line(host: str, time: float, downed: int) -> str:
+    """A Counters line: at that time the adapter's link had been lost so often."""
+    port = {"kind": "infiniband", "speed_Gbps": 100, "tx_bytes": time, "rx_bytes": time}
+    port |= {"below": [], "errors": {"link_downed": downed}}
+    record = {"host": host, "time": time, "interfaces": {"mlx5_0:1": port}, "tcp": None}
+    return f"Counters {json.dumps(record)}\n"
+
+
+def test_comparison_tells_the_errors_of_the_run():
+    run = probed_run([carried("mlx5_0:1", "infiniband", 100, 90.0)])
+    _, out = judged(run, line("n0", 100, 2) + run + line("n0", 200, 5))
+    assert "Errors counted during the run: link_downed 3 on mlx5_0:1 of n0." in out
+
+
+def test_only_the_last_run_of_each_file_is_counted(tmp_path):
+    """Node 1 starts later than node 0, and its file has no Run line."""
+    run, resumed = (as_text(one_run(facts={"resume": more})) for more in (False, True))
+    text = line("n0", 100, 0) + run + line("n0", 200, 3)
+    text += line("n0", 300, 3) + run + line("n0", 350, 3) + resumed + line("n0", 400, 4)
+    (tmp_path / "node0.log").write_text(text)
+    lines = [line("n1", time, downed) for time, downed in ((120, 0), (201, 7), (320, 7), (401, 9))]
+    (tmp_path / "node1.log").write_text("".join(lines))
+    nodes = [
+        (node["host"], node["seconds"], node["interfaces"]) for node in read_log([tmp_path]).nodes
+    ]
+    assert [(host, seconds, link["errors"]) for host, seconds, (link,) in nodes] == [
+        ("n0", 100, {"link_downed": 1}),
+        ("n1", 81, {"link_downed": 2}),
+    ]
+
+
+@pytest.mark.parametrize("more", ["}", ', "interfaces": {"mlx5_0:1": 5}, "tcp": 5}', ', "tim'])
+def test_damaged_line_is_survived(more):
+    log = parse_text(f'{line("n0", 100, 0)}Counters {{"host": "n0"{more}\n')
+    assert log.nodes == [] and log.torn == 1

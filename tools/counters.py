@@ -1,0 +1,221 @@
+#!/usr/bin/env python3
+"""For anyone who compares networks: which interface or adapter of this node carried the bytes.
+
+    python tools/counters.py                    # one line, Counters {...}, for the run's log
+    python tools/counters.py --since node0.log  # also what was carried since the log's last one
+
+The figures are the kernel's: all traffic of the node, whoever caused it; a Mac has none. A port of
+an adapter is named as NCCL does, mlx5_0:1. With RoCE it counts RDMA alone, and its Ethernet
+interface lacks those bytes. kind: ethernet, infiniband, roce, efa, ipoib, loopback, other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+
+KINDS = {1: "ethernet", 32: "ipoib", 772: "loopback"}  # linux/if_arp.h
+LINK_LAYERS = {"InfiniBand": "infiniband", "Ethernet": "roce"}  # EFA has neither word
+ERRORS = [  # files of an interface or of an adapter's port that stand still on a healthy link
+    "carrier_changes",
+    "statistics/rx_errors",
+    "statistics/tx_errors",
+    "statistics/tx_dropped",
+    "counters/link_downed",
+    "counters/symbol_error",
+    "hw_counters/packet_seq_err",
+    "hw_counters/local_ack_timeout_err",
+    "hw_counters/out_of_sequence",
+]
+WAYS = ("tx_bytes", "rx_bytes")
+HEADERS = 0.1  # what lies below another interface counts more headers: a rest up to this share
+BUSY = 0.01  # an interface with less than this share of the traffic is not mentioned
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print the kernel's counters of this node.")
+    text = "also say what was carried since the last Counters line in this log, if it has one"
+    parser.add_argument("--since", metavar="LOG", type=Path, help=text)
+    args = parser.parse_args()
+    # NOTE: the log is read first, because what is printed here may go into it.
+    log = text_of(args.since) if args.since else ""
+    now = {"host": socket.gethostname(), "time": round(time.time(), 3), **read_counters()}
+    print("Counters " + json.dumps(now))
+    before = last_record(log, now["host"])
+    if before and (sentence := describe_traffic(difference(before, now))):
+        print(f"{sentence} in {now['time'] - before['time']:.0f} s")
+
+
+def last_record(log: str, host: str) -> dict | None:
+    """The last Counters line of this host in a log's text; a torn one is passed over."""
+    for line in reversed(log.splitlines()):
+        if line.startswith("Counters {"):
+            with contextlib.suppress(ValueError):
+                record = json.loads(line.removeprefix("Counters "))
+                if record.get("host") == host:
+                    return record
+    return None
+
+
+def read_counters(root: str | Path = "/") -> dict:
+    """What the kernel has counted so far: {"interfaces": {name: facts}, "tcp": {...} or None}."""
+    classes = Path(root, "sys/class")
+    nets = [path for path in sorted(classes.glob("net/*")) if path.is_dir()]
+    found = {net.name: read_interface(net) for net in nets}
+    for port in sorted(classes.glob("infiniband/*/ports/*")):
+        found[f"{port.parent.parent.name}:{port.name}"] = read_port(port)
+    return {"interfaces": found, "tcp": read_tcp(text_of(Path(root, "proc/net/snmp")))}
+
+
+def read_tcp(snmp: str) -> dict | None:
+    """What TCP sent: the file has a line of names and a line of values."""
+    lines = [line.split() for line in snmp.splitlines() if line.startswith("Tcp:")]
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # another kernel
+        names, values = lines
+        counts = dict(zip(names, values, strict=True))
+        return {"segments": int(counts["OutSegs"]), "retransmits": int(counts["RetransSegs"])}
+    return None
+
+
+def read_interface(net: Path) -> dict:
+    """Facts of a folder of /sys/class/net. below: what counts its bytes and errors as well."""
+    facts = {
+        "kind": KINDS.get(number(net / "type"), "other"),
+        "speed_Gbps": number(net / "speed") / 1000 or None,
+        "tx_bytes": int(number(net / "statistics/tx_bytes")),
+        "rx_bytes": int(number(net / "statistics/rx_bytes")),
+        "below": [path.name.removeprefix("lower_") for path in sorted(net.glob("lower_*"))],
+    }
+    if (net / "bonding").is_dir():
+        facts["members"] = facts["below"]
+    ends = [number(net / "ifindex"), number(net / "iflink")]
+    if ends[0] != ends[1]:  # of a veth: its other end, here or in another namespace
+        facts["ends"] = ends
+    folders = [net, *net.glob("lower_*")]
+    adapter = next((net / "device/infiniband").glob("*"), None)
+    if facts["kind"] == "ipoib" and adapter:
+        port = adapter / f"ports/{number(net / 'dev_port') + 1:.0f}"
+        folders.append(port)
+        facts["carrier"] = f"{adapter.name}:{port.name}"
+        facts["below"] = [facts["carrier"]]
+        facts["speed_Gbps"] = facts["speed_Gbps"] or number(port / "rate") or None
+    return facts | {"errors": read_errors(folders)}
+
+
+def read_port(port: Path) -> dict:
+    """Facts of a folder of /sys/class/infiniband/*/ports."""
+    # In words of 4 bytes; EFA has another file, in bytes.
+    sent = 4 * number(port / "counters/port_xmit_data") or number(port / "hw_counters/tx_bytes")
+    received = 4 * number(port / "counters/port_rcv_data") or number(port / "hw_counters/rx_bytes")
+    return {
+        "kind": LINK_LAYERS.get(text_of(port / "link_layer"), "efa"),
+        "speed_Gbps": number(port / "rate") or None,
+        "tx_bytes": int(sent),
+        "rx_bytes": int(received),
+        "below": [],
+        "errors": read_errors([port]),
+    }
+
+
+def read_errors(folders: list[Path]) -> dict[str, int]:
+    """Those that were ever counted, added up over the folders."""
+    counts = {name: sum(int(number(folder / name)) for folder in folders) for name in ERRORS}
+    return {name.split("/")[-1]: count for name, count in counts.items() if count}
+
+
+def number(path: Path) -> float:
+    """The number that a file begins with; 0 where there is none or it is negative."""
+    with contextlib.suppress(ValueError, IndexError):  # an interface without a cable has speed -1
+        return max(0.0, float(text_of(path).split()[0]))
+    return 0.0
+
+
+def text_of(path: Path) -> str:
+    """A file's text; empty where it cannot be read, which for a counter is normal."""
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace").strip()
+    return ""
+
+
+def difference(before: dict, after: dict) -> dict:
+    """What was carried between two readings: {"interfaces": [...], "tcp": {...} where known}.
+
+    The busiest interface stands first; idle and new ones are left out. Of each {name, kind,
+    speed_Gbps (stated), tx_bytes, rx_bytes}, and where there are any carrier (the port below IP
+    over InfiniBand), members (of a bond) and errors {name: count}.
+    """
+    old, new = before["interfaces"], after["interfaces"]
+    links = {name: added(old[name], new[name]) for name in new if name in old}
+    found = []
+    for name, link in links.items():
+        once = counted_once(name, links)
+        if traffic(once) > HEADERS * traffic(link):
+            more = {key: link[key] for key in ("carrier", "members", "errors") if link.get(key)}
+            entry = {"name": name, "kind": link["kind"], "speed_Gbps": link["speed_Gbps"]}
+            found.append(entry | once | more)
+    carried: dict = {"interfaces": sorted(found, key=traffic, reverse=True)}
+    if before["tcp"] and after["tcp"]:
+        carried["tcp"] = {key: after["tcp"][key] - before["tcp"][key] for key in after["tcp"]}
+    return carried
+
+
+def added(then: dict, now: dict) -> dict:
+    """An interface's facts with what was added; a counter that was reset has added nothing."""
+    more = {way: max(0, now[way] - then[way]) for way in WAYS}
+    return now | more | {"errors": dict(Counter(now["errors"]) - Counter(then["errors"]))}
+
+
+def counted_once(name: str, links: dict[str, dict]) -> dict[str, int]:
+    """The bytes of an interface without those that one above it has counted as well.
+
+    Above are a bond, a VLAN, a bridge, IP over InfiniBand, and of a veth the end named first.
+    """
+    link = links[name]
+    rest = {way: link[way] for way in WAYS}
+    for other, upper in links.items():
+        if name in upper["below"]:
+            rest = {way: max(0, rest[way] - upper[way]) for way in WAYS}
+        elif other < name and "ends" in link and upper.get("ends") == link["ends"][::-1]:
+            rest = dict.fromkeys(WAYS, 0)
+    return rest
+
+
+def traffic(link: dict) -> int:
+    return link["tx_bytes"] + link["rx_bytes"]
+
+
+def describe_traffic(carried: dict) -> str:
+    """As "Sent 9.19 kB and received 4.1 MB on eth0 (ethernet)"; empty where there was none."""
+    least = BUSY * sum(map(traffic, carried["interfaces"]))
+    said = [
+        f"sent {size(link['tx_bytes'])} and received {size(link['rx_bytes'])} on {label(link)}"
+        for link in carried["interfaces"]
+        if traffic(link) >= least
+    ]
+    text = "; ".join(said)
+    return text[:1].upper() + text[1:]
+
+
+def label(link: dict) -> str:
+    """As eth0 (ethernet), ib0 (ipoib over mlx5_0:1) or eth0 (ethernet, carrier_changes 2)."""
+    over = f" over {link['carrier']}" if "carrier" in link else ""
+    errors = "".join(f", {name} {count:,}" for name, count in link.get("errors", {}).items())
+    return f"{link['name']} ({link['kind']}{over}{errors})"
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+if __name__ == "__main__":
+    main()
