@@ -60,6 +60,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, namedtuple
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
@@ -163,7 +164,10 @@ def set_up(args, process):
     choose_interface(process)  # the network interface by which Gloo reaches the other nodes
 
     where = f"rendezvous at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    with as_user_error(f"{where}: did all nodes start, with rank 0's address?", LostConnection):
+    with (
+        as_user_error(f"{where}: did all nodes start, with rank 0's address?", LostConnection),
+        time_limit(process, args.timeout, where),
+    ):
         # The torchruns of all nodes have met before, at --rdzv_endpoint. Now the processes that
         # they have started meet, at MASTER_ADDR:MASTER_PORT on rank 0's node. torchrun has set
         # both; with the static rendezvous it is the same address and port. Each process waits here
@@ -811,6 +815,27 @@ def choose_backend(args, gpus):
     if args.backend != "auto":
         return args.backend
     return "nccl" if gpus else "gloo"
+
+
+@contextmanager
+def time_limit(process, seconds, where):
+    """Ends this process if the block takes longer: while they connect the ranks, Gloo waits
+    several times --timeout for an address that does not answer, and NCCL has no limit at all.
+    """
+
+    def end():
+        reason = f"after {seconds:g} s this rank is not connected to all others"
+        do = "a firewall between the nodes, or the wrong interface? Try tools/preflight.py"
+        report(process, "lost", f"ERROR: {where}: {reason}: {do}")
+        os._exit(1)
+
+    timer = threading.Timer(seconds + 5, end)  # after the backend's own error, where it has one
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def store_of_one(process):
@@ -1505,7 +1530,9 @@ def stop_where_any_rank_must(run):
         save_checkpoint(run, last=True)
         code = os.EX_TEMPFAIL  # 75, by sysexits.h: start it again later
         kind = "asked" if reason.startswith("SIG") else "stopped"
-        report(process, kind, f"Stopped on {reason} | step {run.step} | exit code {code}", 1)
+        text = f"Stopped on {reason} | step {run.step} | exit code {code}"
+        saved = "" if run.args.checkpoint else " | not saved: no --checkpoint"
+        report(process, kind, text + saved, 1)
         sys.exit(code)
     return max(seconds)
 
