@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Trains on this machine.
+#   ./launch_single.sh                              two epochs on a small sample set, made on first use
+#   ./launch_single.sh --coco_image_path DIR --annotation_path FILE ...      arguments go to demo_coco_resnet18.py
+#   GPUS=4 ./launch_single.sh ...                   four processes (default 1); GPUS=all: one per GPU
+# Other environment variables and their defaults:
+#   RESTARTS=0         restarts from the last checkpoint after a failure, at most this many times
+#   LOG_DIR=logs       the log is LOG_DIR/RUN_NAME/node0.log
+#   RUN_NAME           the date and time
+#   OMP_NUM_THREADS    threads per process: cores / processes
+# Exit code: 0 done; 75 stopped by a signal, and saved; 128 + N if signal N came before the training; else failure.
+set -euo pipefail
+# shellcheck source=tools/environment.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/tools/environment.sh"
+
+GPUS=${GPUS:-1}
+set_processes GPUS
+set_number RESTARTS 0 0 1000
+find_python
+if [ "$#" -eq 0 ]; then
+    make_sample
+    set -- "${sample[@]}" --val_image_path "$root/data/sample_coco/val2017" \
+        --val_annotation_path "$root/data/sample_coco/annotations/instances_val2017.json" \
+        --num_epochs 2 --batch_size 16 --image_size 128
+fi
+open_log "${LOG_DIR:-logs}/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}/node0.log" "$@"
+set_checkpoint "$@"
+[ "$RESTARTS" -eq 0 ] || set -- "$@" --checkpoint "$checkpoint"
+
+variables=("OMP_NUM_THREADS=$OMP_NUM_THREADS")
+start=1
+start_torchrun --standalone --nproc_per_node="$GPUS" "$root/demo_coco_resnet18.py" "$@"
+while may_restart "$start"; do
+    start=$((start + 1))
+    start_torchrun --standalone --nproc_per_node="$GPUS" "$root/demo_coco_resnet18.py" "$@" --resume
+done
+finish

@@ -1,0 +1,219 @@
+# What both launchers share, and environment.sh: messages, settings, a command with log and stop signals, torchrun.
+# shellcheck shell=bash
+root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+me=$(basename -- "$0")
+log=     # the run's log: what `run` starts writes there, and this launcher's own lines go there as well
+job=     # the process group of what `run` has started
+stopped= # the first stop signal that came
+waking=  # a signal came during the present wait
+
+say() {
+    echo "$me: $*" >&2 || true # a terminal may be gone, a disk full
+    [ -z "$log" ] || echo "$me: $*" >>"$log" || true
+}
+
+die() {
+    say "error: $*"
+    exit 1
+}
+
+# ---- Settings
+
+# set_number NAME DEFAULT LEAST MOST: the variable NAME, or DEFAULT, has to be such a whole number.
+set_number() {
+    local value=${!1:-$2}
+    [[ $value =~ ^[0-9]{1,9}$ ]] || die "$1 is '$value': give a whole number"
+    value=$((10#$value)) # without 10# 08 would be octal
+    ((value >= $3 && value <= $4)) || die "$1 is $value: give a number from $3 to $4"
+    printf -v "$1" '%d' "$value"
+}
+
+# set_processes NAME: how many processes this node starts, and the threads of each. torchrun alone would set 1 thread.
+set_processes() {
+    local gpus cores threads
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^-/,$d' | grep -c . || true) # up to -1, as CUDA does
+    else
+        gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+    fi
+    if [ "${!1:-}" = all ]; then
+        [ "$gpus" -gt 0 ] || die "$1=all, but there is no GPU here: give the number of processes"
+        printf -v "$1" '%d' "$gpus"
+    fi
+    set_number "$1" "$((gpus > 0 ? gpus : 1))" 1 4096
+    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    threads=$((cores / ${!1}))
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
+}
+
+# option NAME ARGUMENTS...: prints the value of an option of the script, or nothing.
+option() {
+    local name=$1 value=
+    shift
+    while [ "$#" -gt 0 ]; do
+        case $1 in
+        "$name") value=${2:-} ;;
+        "$name"=*) value=${1#*=} ;;
+        esac
+        shift
+    done
+    printf '%s' "$value"
+}
+
+# ---- A command with a log and stop signals
+
+# open_log FILE ARGUMENTS...: a log that is there is appended to.
+open_log() {
+    mkdir -p "$(dirname -- "$1")" 2>/dev/null || true
+    { : >>"$1"; } 2>/dev/null || die "the log $1 cannot be written: set LOG_DIR to a folder that can"
+    log=$1
+    if [ -s "$log" ] && [[ " $* " != *" --resume "* ]]; then
+        say "$log has a run already: this one is appended. RUN_NAME gives it a folder of its own"
+    fi
+}
+
+# run COMMAND...: runs a command, and appends to the log what it prints. A stop signal is passed on as SIGTERM, because
+# torchrun ignores SIGINT while it waits for other nodes. Returns the command's exit code when nothing of it is left.
+run() {
+    local code
+    waking=
+    # bash acts on a signal at once only while it waits for a job in the background. The job has a process group of its
+    # own, so that Ctrl-C reaches it through this script alone. tee lives until the last process has closed the pipe.
+    set -m
+    "$@" </dev/null 2>&1 | {
+        trap '' HUP INT TERM USR1
+        tee -a "${log:-/dev/null}" || true # a full disk is no reason to stop
+    } &
+    set +m
+    job=$(jobs -p %+)
+    [ -z "$waking" ] || kill -TERM -- "-$job"
+    while true; do
+        waking=
+        code=0
+        wait "$!" || code=$?
+        if [ -z "$waking" ] || ! kill -0 -- "-$job" 2>/dev/null; then break; fi
+    done
+    job=
+    return "$code"
+}
+
+# shellcheck disable=SC2329  # called by the traps
+pass_on() { # SIGNAL
+    local signal=TERM
+    if [ "$1" = INT ] && [ "$stopped" = INT ]; then signal=KILL; fi # a second Ctrl-C
+    stopped=${stopped:-$1}
+    waking=yes
+    [ -z "$job" ] || kill "-$signal" -- "-$job" 2>/dev/null || true
+}
+
+trap '' PIPE # the reader of the output may have gone
+for signal in HUP INT TERM USR1; do
+    # shellcheck disable=SC2064  # the name is that of now
+    trap "pass_on $signal" "$signal"
+done
+
+# leave_if_stopped: ends the launcher if a stop signal has come.
+leave_if_stopped() {
+    [ -n "$stopped" ] || return 0
+    say "stopped by SIG$stopped"
+    exit $((128 + $(kill -l "$stopped")))
+}
+
+# ---- The training
+
+# make_sample: the small data set, made on first use; `sample` are the script's options for it.
+make_sample() {
+    local folder=$root/data/sample_coco
+    if ! run "$PYTHON" "$root/tools/make_sample_coco.py" "$folder"; then
+        leave_if_stopped
+        die "the sample set was not made: see above"
+    fi
+    sample=(--coco_image_path "$folder/train2017")
+    sample+=(--annotation_path "$folder/annotations/instances_train2017.json" --weights none)
+}
+
+# set_checkpoint ARGUMENTS...: sets `checkpoint`, and `resumes` if the run goes on from one.
+set_checkpoint() {
+    checkpoint=$(option --checkpoint "$@")
+    resumes=
+    [[ " $* " != *" --resume "* ]] || resumes=yes
+    [ "$RESTARTS" -gt 0 ] || return 0
+    checkpoint=${checkpoint:-$(dirname -- "$log")/checkpoint.pt}
+    # Otherwise a restart would go on with the older run. Nodes may share the folder: node 0 alone renames.
+    if [ -z "$resumes" ] && [ -e "$checkpoint" ] && [ "${NODE_RANK:-0}" -eq 0 ]; then
+        mv "$checkpoint" "$checkpoint.$(date +%Y%m%d-%H%M%S)"
+        say "$checkpoint is of an earlier run: renamed, because --resume is not given"
+    fi
+    resumes=yes # from the first restart on
+}
+
+# prefer NAME VALUE: adds an environment variable to those that torchrun is given, unless the user has set it.
+prefer() {
+    if [ -z "${!1+set}" ]; then
+        variables+=("$1=$2")
+    elif [ "${!1}" != "$2" ]; then
+        say "keeping your $1='${!1}' (the launcher would have used '$2')"
+    fi
+}
+
+# start_torchrun ARGUMENTS...: prints and runs torchrun, with `variables` in its environment; then judge_end.
+start_torchrun() {
+    local begin words code=0
+    begin=$(wc -c <"$log")
+    error_file=$(mktemp)
+    rm "$error_file" # torchrun warns of a file that exists
+    export TORCHELASTIC_ERROR_FILE="$error_file"
+    # SIGUSR1 is what SLURM sends before a time limit. A hang-up is not for torchrun, because of nohup.
+    set -- --signals_to_handle=SIGTERM,SIGINT,SIGQUIT,SIGUSR1 "$@"
+    words=$(printf ' %q' "${variables[@]}" torchrun "$@")
+    say "$(date '+%Y-%m-%d %H:%M:%S')${words//\\,/,}"
+    run env "${variables[@]}" "$PYTHON" -m torch.distributed.run "$@" || code=$?
+    judge_end "$code" "$(tail -c "+$((begin + 1))" "$log" | grep -E "$telling" || true)"
+    rm -f "$error_file"
+}
+
+telling='ERROR: |: error: |Stopped on SIG|Signal .* received|exitcode +:' # lines of the log that say why it ended
+
+# judge_end CODE LINES: sets `reason`, one line, and `outcome`:
+#   complete  all steps are made
+#   asked     a stop signal came, and all ranks have saved and stopped
+#   user      an error that would come again
+#   apart     the nodes did not meet
+#   lost      anything else: a restart may help
+judge_end() {
+    local error
+    error=$(cat "$error_file" 2>/dev/null || true) # of the first failed rank, with the script's kind, or of torchrun
+    reason=$(grep -m 1 -E 'ERROR: |: error: ' <<<"$2" || grep -m 1 Signal <<<"$2" || grep -m 1 exitcode <<<"$2" ||
+        echo "torchrun ended with $1")
+    if [ "$1" -eq 0 ]; then
+        outcome=complete
+    elif [[ $error == *'"kind": "asked"'* || $2 == *"Stopped on SIG"* ]]; then
+        outcome=asked
+    elif [[ $error == *'"kind": "user"'* ]]; then
+        outcome=user
+    elif [[ $error == *'"message": "Dist'* && $error != *'"kind"'* ]]; then
+        outcome=apart
+        reason=${error#*'"message": "'}
+        reason=${reason%%\"*}
+    else
+        outcome=lost
+    fi
+}
+
+# may_restart START: whether another start may follow the one of this number.
+may_restart() {
+    if [ "$outcome" != lost ] || [ -n "$stopped" ] || [ "$1" -gt "$RESTARTS" ]; then return 1; fi
+    say "restart $1 of $RESTARTS, after: $reason"
+}
+
+# finish: ends the launcher with what the training came to.
+finish() {
+    if [ "$outcome" = complete ]; then exit 0; fi
+    # A stop signal that came between two starts finds no rank: what is saved is the last start's.
+    if [ "$outcome" = asked ] || { [ -n "$stopped" ] && [ -n "$resumes" ] && [ -e "$checkpoint" ]; }; then
+        say "stopped${stopped:+ by SIG$stopped}${checkpoint:+: --resume goes on from $checkpoint}"
+        exit 75
+    fi
+    leave_if_stopped
+    die "$reason"
+}

@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+"""Finds what is wrong on this node, and between the nodes, before a job: one line each.
+
+    python tools/preflight.py                                              # this node alone
+    NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 python tools/preflight.py    # on node 0, and at the
+    NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 python tools/preflight.py    # same time on node 1
+    srun --nodes=2 --ntasks-per-node=1 python tools/preflight.py           # the same under SLURM
+
+IFNAME=eth0,mlx5_0 names what the job will use. The nodes meet at MASTER_PORT (29500), within
+CONNECT_TIMEOUT (60) seconds. Linux and IPv4 only. Exit code: 1 if a line begins with WRONG.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import re
+import resource
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SYS, ROOT = Path("/sys/class"), Path(__file__).resolve().parents[1]
+INTERFACES = [name for _, name in socket.if_nameindex() if name != "lo"]
+ADAPTERS = [path.name for path in SYS.glob("infiniband/*")]
+IFNAME = [name for name in os.environ.get("IFNAME", "").split(",") if name]
+SECONDS = 3  # to reach a port: TCP sends a lost packet again after 1 s
+findings = []
+
+
+def report(wrong: str, fine: str = "") -> None:
+    """One line: what is wrong and what to do, or what is fine."""
+    findings.extend([wrong] if wrong else [])
+    print(f"WRONG: {wrong}" if wrong else f"ok: {fine}", flush=True)
+
+
+# --- This node ---------------------------------------------------------------------------------
+
+
+def ask(python: str, code: str) -> str:
+    return subprocess.getoutput(shlex.join([python, "-c", code])).rpartition("\n")[2]
+
+
+def check_python() -> None:
+    names = ["torch", "torchvision", "pycocotools", "PIL"]
+    code = f"from importlib.util import find_spec as f; print([n for n in {names} if not f(n)])"
+    own = f"{ROOT}/.venv/bin/python3"
+    python = os.environ.get("PYTHON") or (own if Path(own).exists() else sys.executable)
+    lacks = ask(python, code)
+    wrong = f"{python} lacks packages ({lacks}): run tools/environment.sh, or set PYTHON"
+    report("" if lacks == "[]" else wrong, f"{python} has {', '.join(names)}")
+    if lacks == "[]" and Path("/proc/driver/nvidia/version").exists():
+        says = ask(python, "import torch; print(torch.cuda.is_available(), torch.__version__)")
+        wrong = f"torch cannot use the driver ({says}): see nvidia-smi and CUDA_VISIBLE_DEVICES"
+        report("" if says.startswith("True") else wrong, "torch can use the NVIDIA driver")
+
+
+def text_of(path: str) -> str:
+    """Of a file under /sys/class; empty if it cannot be read, as a virtual interface's speed."""
+    with contextlib.suppress(OSError):
+        return (SYS / path).read_text().strip()
+    return ""
+
+
+def address_of(interface: str) -> str:
+    asked = interface.encode().ljust(256, b"\0")
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as trial:
+        return socket.inet_ntoa(fcntl.ioctl(trial, 0x8915, asked)[20:24])  # SIOCGIFADDR
+    return ""
+
+
+def check_interface(name: str) -> None:
+    address, wrong = address_of(name), ""
+    mtu, speed = text_of(f"net/{name}/mtu"), text_of(f"net/{name}/speed")
+    if name not in INTERFACES:
+        wrong = f"there is no {name} on this node: set IFNAME to some of {INTERFACES + ADAPTERS}"
+    elif text_of(f"net/{name}/carrier") != "1":
+        wrong = f"{name} is down: see its cable; ip link set {name} up"
+    elif not address:
+        wrong = f"{name} is up but has no address: ip address add ADDRESS/LENGTH dev {name}"
+    elif speed.isdecimal() and int(speed) < 1000:
+        wrong = f"{name} states a speed of only {speed} Mb/s: see its cable, or set IFNAME"
+    stated = f"{speed} Mb/s" if speed.isdecimal() else "no speed stated"
+    report(wrong, f"{name} is up: {address}, {stated}, MTU {mtu}")
+
+
+def check_adapter(name: str) -> None:
+    """As for NCCL, mlx5_0 stands for all of its ports and mlx5_0:1 for one."""
+    adapter, _, number = name.partition(":")
+    ports = sorted(SYS.glob(f"infiniband/{adapter}/ports/{number or '*'}"))
+    states = [f"{text_of(port / 'state')}, {text_of(port / 'rate')}" for port in ports]
+    wrong = f"no port of {name} is ACTIVE {states}: see ibstat, the cable and the switch"
+    report("" if "ACTIVE" in str(states) else wrong, f"InfiniBand adapter {name}: {states}")
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if os.geteuid() and 0 <= limit < 1 << 30:
+        report(f"only {limit >> 10} KiB may be locked, InfiniBand needs more: ulimit -l unlimited")
+
+
+def check_node() -> None:
+    check_python()
+    # Where IFNAME names none, NCCL may use all that are ready.
+    ready = [n for n in INTERFACES if address_of(n) and text_of(f"net/{n}/carrier") == "1"]
+    ports = SYS.glob("infiniband/*/ports/*")
+    active = sorted({port.parts[-3] for port in ports if "ACTIVE" in text_of(port / "state")})
+    for name in IFNAME or ready + (active or ADAPTERS):
+        is_adapter = name.partition(":")[0] in ADAPTERS
+        check_adapter(name) if is_adapter else check_interface(name)
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        if (address := socket.gethostbyname(name)).startswith("127."):
+            why = "harmless, as the script gives Gloo the interface that leads to MASTER_ADDR"
+            print(f"note: {name} is {address} here (/etc/hosts): {why}", flush=True)
+
+
+# --- Between the nodes -------------------------------------------------------------------------
+
+
+def reach(mine: dict, theirs: dict) -> list[str]:
+    """What is wrong on the way to the other node's random port."""
+    place = theirs["address"], theirs["port"]
+    way = f"{mine['name']} cannot reach {theirs['name']} at {place[0]}, random port {place[1]}"
+    try:
+        socket.create_connection(place, SECONDS).close()
+    except OSError as error:
+        return [f"{way} ({error}): a firewall? NCCL and Gloo need all ports from 1024 on open"]
+    return []
+
+
+def meet(connection: socket.socket, rank: int) -> int:
+    """Both nodes do the same: tell of themselves, try the other's port, tell what is wrong."""
+    own = connection.getsockname()[0]
+    leads = [name for name in INTERFACES if address_of(name) == own]
+    interface = ([name for name in IFNAME if address_of(name)] + leads + [""])[0]
+    mine = {"rank": rank, "name": f"node {rank} ({socket.gethostname()})"}
+    mine |= {"mtu": text_of(f"net/{interface}/mtu"), "address": address_of(interface) or own}
+    with socket.create_server(("", 0)) as listener, connection.makefile("rb") as stream:
+
+        def swap(value: object) -> object:
+            connection.sendall(json.dumps(value).encode() + b"\n")
+            return json.loads(stream.readline())
+
+        theirs = swap(mine | {"port": listener.getsockname()[1]})
+        both = f"{mine['name']} and {theirs['name']}"
+        wrong = reach(mine, theirs)
+        wrong += swap(wrong)
+        if len({mine["mtu"], theirs["mtu"]} - {""}) == 2:
+            wrong.append(f"{both} have MTU {mine['mtu']} and {theirs['mtu']}: give both the same")
+        try:
+            swap("large packets" * 2000)
+        except (OSError, ValueError):
+            wrong.append(f"large packets from {theirs['name']} get lost: see the switch's MTU")
+    for text in wrong or [""]:
+        report(text, f"{both} reach each other in both directions, MTU {mine['mtu']}")
+    return theirs["rank"]
+
+
+def check_between(nnodes: int, rank: int, host: str, port: int, seconds: int) -> None:
+    if (address := socket.gethostbyname(host)).startswith("127."):
+        report(f"MASTER_ADDR {host} is {address} here (/etc/hosts): give an address others reach")
+        if rank:
+            return
+    try:
+        listener = socket.create_server(("", 0 if rank else port))
+    except OSError as error:
+        report(f"port {port} cannot be used ({error}): see ss -ltnp; set another MASTER_PORT?")
+        return
+    listener.settimeout(1)
+    missing = {0} if rank else set(range(1, nnodes))
+    end, why = time.monotonic() + seconds, ""
+    while missing and time.monotonic() < end:
+        try:
+            if rank:
+                connection = socket.create_connection((host, port), SECONDS)
+            else:
+                connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(2 * SECONDS)
+                came = meet(connection, rank)
+            if came not in missing:
+                report(f"NODE_RANK={came} came twice, or is not below NNODES: give each its own")
+            missing.discard(came)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = error
+            time.sleep(0.5)
+    for other in missing:
+        way = f"this node cannot reach node 0 ({why})" if rank else f"node {other} did not come"
+        report(
+            f"{way}, {host} port {port}, in {seconds} s: was this command started on both, each "
+            "with its own NODE_RANK? Is there a firewall, or another program at that port?"
+        )
+
+
+def main() -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=form).parse_args()
+    check_node()
+    job = {"NNODES": "1", "NODE_RANK": "0", "MASTER_PORT": "29500", "CONNECT_TIMEOUT": "60"}
+    if "SLURM_STEP_ID" in os.environ:
+        job["NNODES"] = os.environ["SLURM_STEP_NUM_NODES"]
+        job["NODE_RANK"] = os.environ["SLURM_NODEID"]
+        nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
+        job["MASTER_ADDR"] = nodes.partition(",")[0]  # of n[07-09],m it is n07
+    job |= {name: value for name, value in os.environ.items() if value}
+    try:
+        nnodes, rank, seconds = (int(job[n]) for n in ("NNODES", "NODE_RANK", "CONNECT_TIMEOUT"))
+        if nnodes > 1:
+            check_between(nnodes, rank, job["MASTER_ADDR"], int(job["MASTER_PORT"]), seconds)
+    except (KeyError, ValueError, OSError, OverflowError) as error:
+        report(f"{error}: set NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT as for the launcher")
+    except KeyboardInterrupt:
+        return 130
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

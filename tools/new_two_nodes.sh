@@ -1,0 +1,147 @@
+#!/usr/bin/env bash
+# For whoever has one machine: two nodes on it, network namespaces joined by virtual cables, launch_multinode.sh in each.
+#   tools/two_nodes.sh [--rate 1gbit] [--gpus_per_node N] [--name RUN_NAME] -- ARGUMENTS of demo_coco_resnet18.py
+#   tools/two_nodes.sh --links slow=1gbit,fast=unshaped [...]    a run over each of several cables, then the comparison
+# --rate: what the cable carries each way, as tc writes it (100mbit, 1gbit); without it, as much as the machine can.
+# --links: cables, each with a name, which is that of its interface on both nodes, and its rate, or `unshaped`.
+# Without ARGUMENTS it trains for some steps on the sample set.
+# Needs root, on Linux. The logs are LOG_DIR/RUN_NAME/node0.log and node1.log. The launcher's variables apply. Behind
+# sudo the nodes run as the user who called it; sudo passes variables on after env:
+#   sudo env RESTARTS=1 tools/two_nodes.sh ...
+# Exit code: 0 if both nodes ended with 0, else the first other code.
+set -euo pipefail
+# shellcheck source=tools/environment.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
+
+# ---- Options
+
+rate=unshaped
+links=
+export RUN_NAME=${RUN_NAME:-two_nodes-$(date +%Y%m%d-%H%M%S)} GPUS_PER_NODE=1
+while [ "$#" -gt 0 ]; do
+    case $1 in
+    --rate | --links | --gpus_per_node | --gpus-per-node | --name) [ "$#" -gt 1 ] || die "$1 needs a value" ;;
+    esac
+    case $1 in
+    --rate) rate=$2 ;;
+    --links) links=$2 ;;
+    --gpus_per_node | --gpus-per-node) GPUS_PER_NODE=$2 ;;
+    --name) RUN_NAME=$2 ;;
+    --help | -h)
+        sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+        exit
+        ;;
+    --)
+        shift
+        break
+        ;;
+    *) die "unknown option $1: give --rate or --links, --gpus_per_node, --name, then -- ARGUMENTS" ;;
+    esac
+    shift 2
+done
+set_number GPUS_PER_NODE 1 1 4096
+cables=${links:-veth0=$rate}
+networks=
+for cable in ${cables//,/ }; do
+    [[ $cable =~ ^([A-Za-z][A-Za-z0-9_-]{0,14})=([A-Za-z0-9.]+)$ ]] ||
+        die "'$cable': write NAME=RATE, as in slow=1gbit,fast=unshaped, with a NAME of up to 15 characters"
+    networks+="${BASH_REMATCH[1]}=${BASH_REMATCH[1]} "
+done
+[ "$(uname)" = Linux ] || die "network namespaces are a part of Linux: use Linux, or two machines"
+[ "$(id -u)" -eq 0 ] || die "network namespaces need root: start it with sudo, or use two machines"
+for program in ip tc unshare setpriv; do
+    command -v "$program" >/dev/null || die "$program is missing: install iproute2 and util-linux"
+done
+
+# ---- Environment and data, once: the nodes have no way to the internet
+
+as_caller=(setpriv --reuid "${SUDO_UID:-0}" --regid "${SUDO_GID:-0}" --init-groups)
+find_python
+export PYTHON
+[ "$#" -gt 0 ] || make_sample
+
+# ---- The nodes
+
+spaces=("two_nodes$$-0" "two_nodes$$-1")
+hosts=$(mktemp)
+launchers=()
+
+# shellcheck disable=SC2329  # called by the trap
+remove_nodes() {
+    local space
+    for space in "${spaces[@]}"; do
+        ip netns pids "$space" 2>/dev/null | xargs -r kill -KILL 2>/dev/null || true
+        ip netns delete "$space" 2>/dev/null || true
+    done
+    rm -f "$hosts"
+}
+trap remove_nodes EXIT
+
+for space in "${spaces[@]}"; do
+    ip netns add "$space" || die "no network namespace can be made here: use a virtual machine, or two real ones"
+    ip -n "$space" link set lo up
+done
+n=0
+for cable in ${cables//,/ }; do
+    name=${cable%%=*}
+    rate=${cable#*=}
+    # Jumbo frames: of a large packet the shaper counts a header for each frame, the interface only one. With frames of
+    # 1,500 bytes the interface's count would be 5 % below the rate.
+    ip link add name "$name" mtu 9000 netns "${spaces[0]}" type veth peer name "$name" mtu 9000 netns "${spaces[1]}"
+    for k in 0 1; do
+        ip -n "${spaces[k]}" address add "10.213.$n.$((k + 1))/24" dev "$name"
+        ip -n "${spaces[k]}" link set dev "$name" up
+        [ "$rate" != unshaped ] || continue
+        # The burst has to hold one segment that TCP hands down in one piece (64 KB); more would pass above the rate.
+        tc -n "${spaces[k]}" qdisc add dev "$name" root tbf rate "$rate" burst 128kb latency 100ms ||
+            die "tc does not take the rate $rate: write it as 100mbit or 1gbit"
+    done
+    say "cable $name: 10.213.$n.1 on node 0 and 10.213.$n.2 on node 1, $rate"
+    n=$((n + 1))
+done
+say "Emulated: two network namespaces of one machine, joined by $cables"
+# Without the ::ffff: form, under which PyTorch sees them, each connection waits for a name server.
+printf '%s\n' '127.0.0.1 localhost' '10.213.0.1 node0' '10.213.0.2 node1' \
+    '::ffff:10.213.0.1 node0' '::ffff:10.213.0.2 node1' >"$hosts"
+
+# ---- The launcher on both
+
+# Two nodes share the cores. With as many threads as cores on each, a step takes many times as long.
+cores=$(nproc)
+threads=$((cores / (2 * GPUS_PER_NODE)))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
+export NNODES=2 MASTER_ADDR=10.213.0.1
+unset WORLD_SIZE
+[ -z "$links" ] || export NETWORKS="${networks% }"
+
+# shellcheck disable=SC2329  # called by the traps
+forward() { # SIGNAL
+    stopped=$1
+    [ "${#launchers[@]}" -eq 0 ] || kill "-$1" "${launchers[@]}" 2>/dev/null || true
+}
+for signal in HUP INT TERM USR1; do
+    # shellcheck disable=SC2064  # the name is that of now
+    trap "forward $signal" "$signal"
+done
+set -m # a process group each: Ctrl-C reaches them through forward alone
+for k in 0 1; do
+    # shellcheck disable=SC2016  # for the inner shell to expand
+    NODE_RANK=$k ip netns exec "${spaces[k]}" unshare --uts bash -c '
+            echo "node$NODE_RANK" >/proc/sys/kernel/hostname
+            mount --bind "$1" /etc/hosts
+            shift
+            exec "$@"' bash "$hosts" "${as_caller[@]}" bash "$root/new_launch_multinode.sh" "$@" &
+    launchers+=("$!")
+done
+set +m
+
+code=0
+for launcher in "${launchers[@]}"; do
+    while true; do
+        node_code=0
+        wait "$launcher" || node_code=$?
+        if [ -z "$stopped" ] || ! kill -0 "$launcher" 2>/dev/null; then break; fi # a signal ends the wait, too
+    done
+    [ "$code" -ne 0 ] || code=$node_code
+done
+exit "$code"
