@@ -26,13 +26,18 @@ find_python() {
         PYTHON=$active
     else
         PYTHON=$venv/bin/python3
-        if [ ! -e "$venv/complete" ] || ! "$PYTHON" -c '' 2>/dev/null; then
+        if ! is_whole; then
             if ! run make_venv >&2; then
                 leave_if_stopped
                 exit 1
             fi
         fi
     fi
+}
+
+# is_whole: whether .venv can be used, made here or by hand. An install that was cut short has left `begun` there.
+is_whole() {
+    [ ! -e "$venv/begun" ] && "$venv/bin/python3" -c '' 2>/dev/null && [ -z "$(missing_from "$venv/bin/python3")" ]
 }
 
 has() { # PYTHON MODULE
@@ -75,12 +80,14 @@ make_venv() {
     done
     trap 'rmdir "$venv.lock"' EXIT
     trap 'exit 143' TERM
-    if [ -e "$venv/complete" ]; then return; fi
+    if is_whole; then return; fi
     say "making $venv: once, some minutes, up to 5.5 GB on disk"
     rm -rf "$venv"
+    mkdir "$venv"
+    touch "$venv/begun"
     "$base" -m venv "$venv" || die "$base -m venv failed, see above: is there room on the disk?"
     install_packages -r "$root/requirements.txt"
-    touch "$venv/complete"
+    rm "$venv/begun"
 }
 
 # install_packages ARGUMENTS...: installs into .venv by uv, which takes seconds where pip takes minutes; by pip where uv fails.
