@@ -52,11 +52,10 @@ missing_from() {
     done
     # Builds of some distributions do not tell their version here; the script looks again.
     version=$("$1" -c 'import importlib.metadata; print(importlib.metadata.version("torch"))' 2>/dev/null || true)
-    minor=${version#2.}
-    minor=${minor%%.*}
-    case $version in
-    2.*) [ "$minor" -ge 11 ] || lacks="$lacks torch>=2.11 (it has $version)" ;;
-    esac
+    minor=${version#*.}
+    if [ -n "$version" ] && [ $((${version%%.*} * 1000 + ${minor%%.*})) -lt 2011 ]; then
+        lacks="$lacks torch>=2.11 (it has $version)"
+    fi
     echo "${lacks# }"
 }
 

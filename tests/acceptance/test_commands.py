@@ -1,0 +1,197 @@
+"""The tools, as a user types them: data sets that train, comparisons of real logs, pictures."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.datasets import data_args, digests
+from support.launchers import FAST
+from support.processes import LONG, ROOT, Run, require, run_demo, start
+
+TALK = ROOT.parent / "shared" / "talk"
+
+
+def tool(name: str, *arguments: object, expect: int | None = 0, timeout: float = 120) -> Run:
+    """Runs a tool to its end; `err` holds what it wrote to stderr."""
+    command = [sys.executable, ROOT / "tools" / name, *arguments]
+    with start(command, split=True) as started:
+        return started.finish(timeout, expect)
+
+
+def the_error(run: Run) -> str:
+    """The one line of a tool that refuses its arguments."""
+    assert run.out == ""
+    (line,) = run.err.splitlines()
+    return line
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a sample set, and what a run of two ranks on it has left: run.pt, run.log."""
+    folder = tmp_path_factory.mktemp("commands")
+    tool("make_sample_coco.py", folder / "set", "--images", 24, "--val_images", 12)
+    (folder / "run.log").write_text(train(folder, "--checkpoint", folder / "run.pt").out)
+    return folder
+
+
+def train(folder: Path, *options: object) -> Run:
+    return run_demo([*data_args(folder / "set", val=True), *FAST, *options], nproc=2)
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def verdict(run: Run, name: str) -> str:
+    """The paragraph on a run that stands below the table."""
+    return re.search(rf"^{name}: (.+)", run.out, re.MULTILINE)[1]
+
+
+# --- Data sets ---------------------------------------------------------------------------------
+
+
+def test_sample_set_of_the_same_seed_has_the_same_bytes(tmp_path):
+    size = ["--images", 6, "--val_images", 4]
+    seeds = {"first": 1, "second": 1, "other": 2}
+    for name, seed in seeds.items():
+        tool("make_sample_coco.py", tmp_path / name, *size, "--seed", seed)
+    found = {name: digests(tmp_path / name) for name in seeds}
+    assert found["first"] == found["second"]
+    images = [path for path in found["first"] if path.endswith(".jpg")]
+    assert len(images) == 10
+    assert all(found["first"][path] != found["other"].get(path) for path in images)
+
+
+def test_sample_set_trains(folder):
+    log = (folder / "run.log").read_text()
+    assert re.search(r"Epoch 2 validation \| Top-1: ", log)
+    assert re.search(r"Summary: .*replicas identical: True", log)
+
+
+def test_prepared_copy_is_smaller_and_trains(folder, tmp_path):
+    tool("prepare_coco.py", folder / "set", tmp_path / "copy", "--shorter_side", 64)
+    sizes = [
+        sum(path.stat().st_size for path in place.rglob("*.jpg"))
+        for place in (folder / "set", tmp_path / "copy")
+    ]
+    assert 0 < sizes[1] < sizes[0]
+    arguments = [*data_args(tmp_path / "copy", val=True), *FAST, "--max_steps", 2]
+    run = run_demo(arguments, launcher="python")
+    assert run.json_line("Summary")["steps"] == 2
+
+
+# --- What a run has left -----------------------------------------------------------------------
+
+
+def test_results_of_a_checkpoint_are_drawn(folder, tmp_path):
+    notes = folder / "set/annotations/instances_val2017.json"
+    data = ["--coco_image_path", folder / "set/val2017", "--annotation_path", notes]
+    run = tool("show_results.py", folder / "run.pt", *data, "--output", tmp_path / "drawn.png")
+    assert is_png(tmp_path / "drawn.png")
+    accuracy = re.compile(r"Top-1: (\d+\.\d\d%)")
+    log = (folder / "run.log").read_text()
+    assert accuracy.search(run.out)[1] == accuracy.findall(log)[-1]
+
+
+def test_one_run_gets_a_table_a_verdict_and_files(folder, tmp_path):
+    files = {kind: tmp_path / f"run.{kind}" for kind in ("json", "csv", "png")}
+    options = ["--json", files["json"], "--csv", files["csv"], "--plot", files["png"]]
+    run = tool("compare_logs.py", folder / "run.log", *options)
+    assert re.search(r"^\| steps +\| +6 \|$", run.out, re.MULTILINE)
+    assert re.search(r"(?i)\bbound by\b", verdict(run, "run"))
+    assert json.loads(files["json"].read_text())["runs"][0]["name"] == "run"
+    with files["csv"].open() as file:
+        rows = [(row["rank"], row["step"]) for row in csv.DictReader(file)]
+    assert sorted(rows) == [(rank, str(step)) for rank in "01" for step in range(1, 7)]
+    assert is_png(files["png"])
+
+
+@LONG
+def test_two_runs_are_compared_in_one_table_with_a_verdict_on_each(folder, tmp_path):
+    (tmp_path / "again.log").write_text(train(folder).out)
+    names = {"first": folder / "run.log", "second": tmp_path / "again.log"}
+    run = tool("compare_logs.py", *(f"{name}={path}" for name, path in names.items()))
+    assert re.search(r"^\| +\| +first \| +second \|$", run.out, re.MULTILINE)
+    losses = re.search(r"^\| loss, epoch 2 +\| +(\S+) \| +(\S+) \|$", run.out, re.MULTILINE)
+    assert losses[1] == losses[2]
+    assert re.search(r"^(first took .* second|second took .* first)\b", run.out, re.MULTILINE)
+    assert all(re.search(r"(?i)\bbound by\b", verdict(run, name)) for name in names)
+
+
+@LONG
+def test_runs_that_are_not_alike_are_refused_in_one_line(folder, tmp_path):
+    (tmp_path / "other.log").write_text(train(folder, "--image_size", 48).out)
+    run = tool("compare_logs.py", folder / "run.log", tmp_path / "other.log", expect=2)
+    assert re.search("image.size", the_error(run))
+
+
+def test_log_of_an_interrupted_run_is_called_incomplete_with_exit_code_1(folder, tmp_path):
+    """What a killed run leaves: the lines up to some step."""
+    before, _, _ = (folder / "run.log").read_text().partition("[CPU 0] Epoch 2 | Step 5 ")
+    (tmp_path / "killed.log").write_text(before)
+    run = tool("compare_logs.py", tmp_path / "killed.log", expect=1)
+    assert "incomplete" in verdict(run, "killed").lower()
+
+
+def test_file_without_a_line_of_the_demo_is_no_result(tmp_path):
+    (tmp_path / "garbage.log").write_bytes(bytes(range(256)))
+    run = tool("compare_logs.py", tmp_path / "garbage.log", expect=None)
+    assert run.returncode != 0
+    assert re.search(r"garbage\b.*\bno line\b", run.output)
+    assert "Traceback" not in run.output
+
+
+def test_log_that_is_not_there_is_named_in_one_line_with_exit_code_2(tmp_path):
+    missing = tmp_path / "missing.log"
+    assert str(missing) in the_error(tool("compare_logs.py", missing, expect=2))
+
+
+# --- Networks ----------------------------------------------------------------------------------
+
+
+def test_talks_two_logs_differ_12_8_times_and_the_link_bounds_ethernet():
+    require(TALK.is_dir(), f"the talk's logs are not there: {TALK}")
+    lacking = "--images 118287 --epochs 2 --global_batch 128 --parameters 11217552"
+    lacking += " --processes 4 --nodes 2 --link_gbps ethernet=1 --link_gbps infiniband=56"
+    logs = [f"{name}={TALK / name}.log" for name in ("ethernet", "infiniband")]
+    run = tool("compare_logs.py", *logs, *shlex.split(lacking))
+    assert re.search(r"\b12\.82?\b.* (faster|as long as)\b", run.out)
+    assert re.search(r"(?i)^bound by its link\b", verdict(run, "ethernet"))
+    assert re.search(r"(?i)\bnot bound by its link\b", verdict(run, "infiniband"))
+
+
+NCCL = """
+node0:71:90 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
+node0:71:90 [0] NCCL INFO Using network IB
+node0:71:90 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA
+node0:71:90 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/1/GDRDMA
+"""
+
+
+def test_network_and_its_adapters_are_read_from_nccls_own_text(tmp_path):
+    (tmp_path / "node0.log").write_text(NCCL)
+    said = tool("nccl_log.py", tmp_path / "node0.log").out
+    assert all(word in said for word in ("InfiniBand", "mlx5_0", "mlx5_1", "GPUDirect RDMA"))
+
+
+@LONG
+def test_probe_of_two_ranks_by_torchrun_says_what_the_link_delivers(folder):
+    """It takes the script's place and its arguments; its log is one more file of the run."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    arguments = ["--nproc_per_node=2", ROOT / "tools/probe_link.py"]
+    arguments += [*data_args(folder / "set"), *FAST]
+    with start([*torchrun, *arguments]) as started:
+        run = started.finish(120)
+    probe = run.json_line("Probe")
+    assert probe["world_size"] == 2
+    assert probe["all_reduce_ms"] > 0 and probe["busbw_GBps"] > 0
+    (folder / "probe.log").write_text(run.out)
+    compared = tool("compare_logs.py", f"a={folder / 'probe.log'}", f"a={folder / 'run.log'}")
+    assert "all-reduce alone" in compared.out

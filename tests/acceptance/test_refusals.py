@@ -1,0 +1,153 @@
+"""What a user gets wrong ends the run with one line that names it, soon, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from support.datasets import digests, instances, make_set, numbered
+from support.launchers import FAST
+from support.processes import LONG, Started, demo_command, free_port, long_among, run_demo, start
+
+# The processes of a test are started in a folder that has this data set.
+GOOD = shlex.split("--coco_image_path set/images --annotation_path set/instances.json")
+SECONDS = 60  # within which a run has to end
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good data set, and files that are wrong in one thing each."""
+    folder = tmp_path_factory.mktemp("refusals")
+    make_set(folder / "set", 8)
+    make_set(folder / "other", 4)
+    good = instances(numbered(8))
+    contents = {
+        "missing_image.json": instances([*numbered(7), "gone.jpg"]),
+        "no_annotations.json": {**good, "annotations": []},
+        "no_categories.json": {**good, "categories": []},
+        "outside.json": instances([*numbered(7), "../outside.jpg"]),
+    }
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content))
+    shutil.copy(folder / "set/images/0000.jpg", folder / "set/outside.jpg")
+    (folder / "broken.json").write_text('{"images": [')
+    (folder / "text.pt").write_text("no weights")
+    return folder
+
+
+def the_error(output: str) -> str:
+    """The one line that says what is wrong."""
+    assert "Traceback" not in output, output
+    errors = [line for line in output.splitlines() if re.search(r"\bERROR: |\berror: ", line)]
+    assert len(errors) == 1, output
+    return errors[0]
+
+
+# --- One process -------------------------------------------------------------------------------
+
+BAD_INPUT = {  # options: the exit code, and what the line names
+    "--batch_size 0": (2, r"--batch_size\b.*\b0\b"),
+    "--coco_image_path no_folder": (1, "no_folder"),
+    "--annotation_path missing_image.json": (1, r"set/images\b.*\bgone\.jpg"),
+    "--annotation_path broken.json": (1, r"broken\.json"),
+    # From here on they run under --ci alone.
+    "--batch_size many": (2, r"--batch_size\b.*\bmany\b"),
+    "--batchsize 4": (2, "--batchsize"),
+    "--resume": (2, "--checkpoint"),
+    "--val_image_path set/images": (2, "--val_annotation_path"),
+    "--annotation_path no_file.json": (1, r"no_file\.json"),
+    "--annotation_path no_annotations.json": (1, r"no_annotations\.json"),
+    "--annotation_path no_categories.json": (1, r"no_categories\.json"),
+    "--annotation_path outside.json": (1, r"outside\.jpg"),
+    "--global_batch_size 7 --accumulate_steps 2": (1, r"--global_batch_size\b.*\b7\b"),
+    "--weights no_file.pt": (1, r"no_file\.pt"),
+    "--weights text.pt": (1, r"text\.pt"),
+    "--checkpoint no_folder/run.pt": (1, r"no_folder/run\.pt"),
+    "--checkpoint text.pt --resume": (1, r"text\.pt"),
+    "--lr 1e9 --num_epochs 20": (1, r"(?i)\bloss\b.*\b(finite|nan)\b"),
+}
+
+
+@pytest.mark.parametrize("options", long_among(BAD_INPUT, list(BAD_INPUT)[4:]))
+def test_bad_input_ends_with_one_line_that_names_it(options, folder):
+    code, named = BAD_INPUT[options]
+    arguments = [*GOOD, *FAST, *shlex.split(options)]
+    run = run_demo(arguments, launcher="python", cwd=folder, timeout=SECONDS, expect=code)
+    assert re.search(named, the_error(run.output))
+
+
+@LONG
+def test_checkpoint_of_another_run_is_refused_and_kept(folder, tmp_path):
+    arguments = [*GOOD, *FAST, "--checkpoint", tmp_path / "run.pt"]
+    run_demo([*arguments, "--max_steps", 1], launcher="python", cwd=folder)
+    before = digests(tmp_path)["run.pt"]
+    other = [*arguments, "--image_size", 48, "--resume"]
+    run = run_demo(other, launcher="python", cwd=folder, timeout=SECONDS, expect=1)
+    error = the_error(run.output)
+    assert str(tmp_path / "run.pt") in error and "--image_size" in error
+    assert digests(tmp_path)["run.pt"] == before
+
+
+# --- Processes that are started by hand, with torchrun's variables ------------------------------
+
+
+def start_rank(rank: int, port: int, folder: Path, *options: object) -> Started:
+    """One of two processes."""
+    place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = {name: str(value) for name, value in place.items()}
+    return start(demo_command([*GOOD, *FAST, *options], launcher="python"), env=env, cwd=folder)
+
+
+@LONG
+def test_port_that_is_taken_is_named(folder):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with start_rank(0, port, folder) as started:
+            run = started.finish(SECONDS, expect=1)
+    assert re.search(rf":{port}\b", the_error(run.output))
+
+
+@LONG
+def test_rank_beyond_the_world_size_is_named(folder):
+    with start_rank(2, free_port(), folder) as started:
+        run = started.finish(SECONDS, expect=1)
+    assert re.search(r"\bRANK\b.*\b2\b.*\bWORLD_SIZE\b", the_error(run.output))
+
+
+@LONG
+def test_peer_that_never_comes_is_waited_for_no_longer_than_the_timeout(folder):
+    """Within 10 s of it; ten more are for the start of Python."""
+    with start_rank(0, free_port(), folder, "--timeout", 5) as started:
+        run = started.finish(5 + 10 + 10, expect=1)
+    assert run.seconds > 5
+    the_error(run.output)
+
+
+OTHER = {  # what rank 1 is given: what the line names
+    "--lr 0.5": r"--lr\b.*\b0\.5\b",
+    "--coco_image_path other/images --annotation_path other/instances.json": r"\b0004\.jpg",
+}
+
+
+@pytest.mark.parametrize("options", long_among(OTHER, list(OTHER)[1:]))
+def test_ranks_that_are_not_started_alike_both_end_and_one_line_names_the_difference(
+    options, folder
+):
+    port = free_port()
+    with (
+        start_rank(0, port, folder) as first,
+        start_rank(1, port, folder, *shlex.split(options)) as second,
+    ):
+        runs = [started.finish(SECONDS, expect=1) for started in (first, second)]
+    output = "".join(run.output for run in runs)
+    assert "Traceback" not in output
+    errors = [line for line in output.splitlines() if "ERROR: " in line]
+    assert len([line for line in errors if re.search(OTHER[options], line)]) == 1, output
+    assert not any(run.steps(rank) for rank, run in enumerate(runs))

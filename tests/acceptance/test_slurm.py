@@ -1,0 +1,146 @@
+"""The script and launch_multinode.sh in real jobs: of SLURM on two nodes, and of Open MPI."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from support.datasets import data_args
+from support.launchers import FAST, MULTINODE, NEW
+from support.processes import (
+    LONG,
+    ROOT,
+    Run,
+    assert_none_left,
+    demo_command,
+    free_port,
+    kill_leftover,
+    new_test_id,
+    require,
+    run_demo,
+    wait_until,
+)
+from support.slurm import SlurmCluster
+
+pytestmark = LONG
+# Of the page that describes SLURM, whatever its name: the batch job that goes on by itself.
+PAGES = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
+BATCH_SCRIPT = re.search(r"^```bash\n(#![^`]*#SBATCH.*?)^```$", PAGES, re.MULTILINE | re.DOTALL)[1]
+ONE_TASK = ["--nodes=2", "--ntasks-per-node=1"]
+
+
+@pytest.fixture
+def cluster(slurm) -> Iterator[SlurmCluster]:
+    """No job is left in it afterwards. As Debian has it, each node's own name is loopback there;
+    it sees the real address of the other one.
+    """
+    for node, name in enumerate(slurm.pair.hostnames):
+        hosts = slurm.pair.hosts(node)
+        hosts.write_text(re.sub(rf"\S+ {name}", f"127.0.1.1 {name}", hosts.read_text()))
+    yield slurm
+    slurm.cancel_all()
+
+
+def assert_trained(run: Run, steps: int, hosts: list[str]) -> None:
+    """All ranks took each step once, in one job, on these nodes, and agree at the end."""
+    for rank in range(len(hosts)):
+        assert [step for _, step, _ in run.steps(rank)] == list(range(1, steps + 1)), run.tail()
+    facts, summary = run.json_line("Run"), run.json_line("Summary")
+    assert (facts["hosts"], facts["nodes"]) == (hosts, len({*hosts}))
+    assert summary["steps"] == steps and summary["replicas_identical"] is True
+
+
+def test_srun_of_the_launcher_takes_its_settings_from_the_job(cluster, sample, tmp_path):
+    command = [MULTINODE, *data_args(sample), *FAST, "--max_steps", 3]
+    env = {"GPUS_PER_NODE": "1", "PROBE": "0"}
+    run = cluster.run("srun", *ONE_TASK, *command, timeout=180, clean=10, env=env, cwd=tmp_path)
+    assert_trained(run, 3, ["node0", "node1"])
+    (folder,) = (tmp_path / "logs").iterdir()  # the name is the job's, on both nodes the same
+    assert re.search(r"job\d+", folder.name)
+    for node in (0, 1):
+        assert f"[CPU {node}] Epoch 1 | Step 3 " in (folder / f"node{node}.log").read_text()
+
+
+def test_srun_of_the_script_with_two_tasks_a_node(cluster, sample, tmp_path):
+    """Local ranks, and a master that is not among the local tasks of node 1."""
+    script = demo_command([*data_args(sample), *FAST, "--max_steps", 2], launcher="python")
+    tasks = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]
+    run = cluster.run("srun", *tasks, *script, timeout=180, clean=10, cwd=tmp_path)
+    assert_trained(run, 2, ["node0", "node0", "node1", "node1"])
+    # Gloo alone would take 127.0.1.1.
+    assert run.json_line("Run")["env"]["GLOO_SOCKET_IFNAME"] == cluster.pair.interface
+
+
+# Of a script that is submitted itself SLURM makes a copy, beside which there is no tools/.
+SUBMITTED = {
+    "in a batch script": ["--wrap", f"bash {shlex.quote(str(MULTINODE))} --lr 1"],
+    "itself": [MULTINODE, "--lr", "1"],
+}
+
+
+@pytest.mark.parametrize("how", ["in a batch script", pytest.param("itself", marks=NEW)])
+def test_launcher_in_a_job_without_srun_is_refused_in_one_line(cluster, tmp_path, how):
+    out = tmp_path / "slurm.out"
+    options = ["--parsable", *ONE_TASK, f"--output={out}"]
+    job = cluster.run("sbatch", *options, *SUBMITTED[how], cwd=tmp_path).out.split()[-1]
+    wait_until(lambda: cluster.job(job)["JobState"] == "FAILED", 60, "the end of the job")
+    (line,) = out.read_text().splitlines()
+    assert "error: " in line and "srun" in line
+
+
+# What stops the job before it is done, at a moment of our choice.
+INTERRUPTS = {
+    "time limit": lambda job: ["scancel", "--batch", "--signal=USR1", job],
+    "preemption": lambda job: ["srun", "--partition=urgent", "--nodes=2", "true"],
+}
+
+
+@pytest.mark.parametrize("interrupt", INTERRUPTS)
+def test_requeued_batch_job_resumes_and_loses_no_step(cluster, sample, tmp_path, interrupt):
+    """The docs' script. SLURM warns it of its time limit with SIGUSR1, and the tasks of srun of a
+    job of higher priority with SIGTERM.
+    """
+    script, out = tmp_path / "job.sh", tmp_path / "slurm.out"
+    script.write_text(BATCH_SCRIPT.replace("./launch_multinode.sh", str(MULTINODE)))
+    test_id = new_test_id()
+    env = {"SBATCH_OUTPUT": str(out), "GPUS_PER_NODE": "1", "RUN_NAME": tmp_path.name}
+    # With a loader worker, as SLURM sends its signals to every process of a job step.
+    steps = [*FAST, "--workers", 1, "--num_epochs", 20, "--max_steps", 60]
+    job = cluster.submit(
+        script, *data_args(sample), *steps, cwd=tmp_path, test_id=test_id, env=env
+    )
+
+    def log() -> Run:
+        return Run(["sbatch", str(script)], 0, out.read_text() if out.exists() else "", 0)
+
+    def ended() -> bool:
+        return cluster.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
+
+    try:
+        wait_until(lambda: len(log().steps()) >= 3 or ended(), 240, "step 3 of the first start")
+        assert not ended(), log().tail()
+        cluster.run(*INTERRUPTS[interrupt](job), timeout=120)
+        wait_until(ended, 300, "the end of the job")
+        assert_none_left(test_id)
+    finally:
+        kill_leftover(test_id)
+    run, facts = log(), cluster.job(job)
+    assert (facts["Restarts"], facts["ExitCode"]) == ("1", "0:0"), run.tail()
+    assert_trained(run, 60, ["node0", "node1"])  # each step once: none lost, none repeated
+    stops = re.findall(r"^\[CPU (\d)\] Stopped on \w+ \| step (\d+)", run.out, re.MULTILINE)
+    step = run.json_line("Run")["start_step"]
+    assert sorted(stops) == [("0", str(step)), ("1", str(step))] and 3 <= step < 60
+
+
+def test_mpirun_starts_the_script(sample):
+    require(shutil.which("mpirun"), "the command mpirun is missing (Debian package openmpi-bin)")
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    argv = [*data_args(sample), *FAST, "--max_steps", 3]
+    run = run_demo(argv, nproc=2, launcher="mpirun", env=env)
+    assert_trained(run, 3, [socket.gethostname()] * 2)
+    assert run.json_line("Run")["launcher"] == "mpirun"

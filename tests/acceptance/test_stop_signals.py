@@ -1,0 +1,174 @@
+"""A stop signal saves and ends a run on all nodes with exit code 75, and a wait at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from support.datasets import make_set
+from support.launchers import (
+    FAST,
+    NEW,
+    SAVED,
+    SINGLE,
+    TwoNodes,
+    launch_single,
+    two_nodes,
+)
+from support.processes import (
+    LONG,
+    Run,
+    Started,
+    assert_none_left,
+    processes,
+    require,
+    start,
+    wait_until,
+)
+
+STEP_3 = r"\| Step 3 "
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory) -> list[str]:
+    """Options of a run that does not end by itself in a test's time."""
+    images = make_set(tmp_path_factory.mktemp("set"), 64)
+    return [*FAST, *images, "--num_epochs", "999", "--timeout", "30"]
+
+
+def end_within(seconds: float, started: list[Started], expect: int) -> list[Run]:
+    """Waits until all have ended; fails on a process that is left. The time is that of a machine
+    which has nothing else to do, and more on a busy one.
+    """
+    busy = max(1, os.getloadavg()[0] / os.cpu_count())
+    deadline = time.monotonic() + seconds * busy
+    runs = [one.finish(deadline - time.monotonic(), expect, clean=None) for one in started]
+    for one in started:
+        assert_none_left(one.test_id, 10)
+    return runs
+
+
+def stops(log: str, rank: int) -> int:
+    """How often a rank has said in a log that it stops on a signal."""
+    return len(re.findall(rf"^\[CPU {rank}\] Stopped on SIG", log, re.MULTILINE))
+
+
+HITS = [("SIGTERM", [1]), ("SIGINT", [0]), ("SIGUSR1", [1]), ("SIGHUP", [0]), ("SIGTERM", [0, 1])]
+
+
+@pytest.mark.parametrize(
+    ("name", "hit"),
+    [HITS[0], *(pytest.param(*case, marks=LONG) for case in HITS[1:])],
+    ids=[f"{name}-{hit}" for name, hit in HITS],
+)
+def test_a_stop_signal_to_a_launcher_saves_and_ends_both_nodes(training, tmp_path, name, hit):
+    with two_nodes(tmp_path) as nodes:
+        started = nodes.start_both(*training, "--checkpoint", tmp_path / "c.pt", RESTARTS=1)
+        for one in started:
+            one.wait_for(STEP_3)
+        for node in hit:
+            started[node].signal(signal.Signals[name])
+        end_within(10, started, SAVED)
+        for node in (0, 1):
+            log = nodes.log(node)
+            assert stops(log, rank=node) == 1
+            assert len(re.findall(r"\| Step 1 ", log)) == 1, "it was started again"
+    assert (tmp_path / "c.pt").stat().st_size > 0
+
+
+@NEW
+@LONG
+def test_a_stop_without_a_checkpoint_says_that_nothing_is_saved(training, tmp_path):
+    with two_nodes(tmp_path) as nodes:
+        started = nodes.start_both(*training)
+        for one in started:
+            one.wait_for(STEP_3)
+        started[1].signal(signal.SIGTERM)
+        first, _ = end_within(10, started, SAVED)
+        assert [stops(nodes.log(node), rank=node) for node in (0, 1)] == [1, 1]
+    assert re.search(r"not saved|no checkpoint (was )?saved", first.out)
+
+
+@LONG
+def test_ctrl_c_on_a_terminal_saves_and_keeps_the_last_lines(training, tmp_path):
+    require(shutil.which("script"), "a terminal needs the command script (util-linux)")
+    keyboard = tmp_path / "keyboard"
+    os.mkfifo(keyboard)
+    words = ["bash", SINGLE, *training, "--checkpoint", tmp_path / "c.pt"]
+    command = shlex.quote(shlex.join(map(str, words)))
+    line = f"exec script -qec {command} /dev/null <{shlex.quote(str(keyboard))}"
+    env = {"GPUS": "2", "RUN_NAME": "run"}
+    with (
+        start(["sh", "-c", line], env=env, cwd=tmp_path) as started,
+        keyboard.open("wb", 0) as key,
+    ):
+        for rank in (0, 1):
+            started.wait_for(rf"^\[CPU {rank}\] .*{STEP_3}")
+        key.write(b"\x03")
+        end_within(10, [started], SAVED)
+    log = (tmp_path / "logs" / "run" / "node0.log").read_text()
+    assert [stops(log, rank) for rank in (0, 1)] == [1, 1]
+    assert (tmp_path / "c.pt").exists()
+
+
+@LONG
+def test_a_hang_up_is_ignored_under_nohup(training, tmp_path):
+    command = ["nohup", "bash", SINGLE, *training, "--max_steps", 60]
+    with start(command, cwd=tmp_path) as started:
+        started.wait_for(STEP_3)
+        os.killpg(started.pid, signal.SIGHUP)  # as a terminal does when it is closed
+        run = started.finish(60)
+    assert run.steps()[-1][1] == 60 and "Stopped on" not in run.out
+
+
+def node_0_waits(nodes: TwoNodes) -> bool:
+    """Whether anything listens on node 0, whose network is otherwise unused."""
+    command = ["ip", "netns", "exec", nodes.pair.names[0], "ss", "-Hltn"]
+    return bool(subprocess.run(command, capture_output=True, check=True).stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGTERM", 143), pytest.param("SIGINT", 130, marks=LONG)]
+)
+def test_a_stop_while_waiting_for_the_other_node_ends_at_once(training, tmp_path, name, code):
+    with two_nodes(tmp_path) as nodes:
+        started = nodes.start(0, *training)
+        wait_until(lambda: node_0_waits(nodes), 60, "node 0 to wait for the other")
+        started.signal(signal.Signals[name])
+        end_within(5, [started], code)
+
+
+@NEW
+@LONG
+def test_a_stop_before_the_first_step_ends_at_once(training, tmp_path):
+    """While the ranks still load their libraries."""
+    with launch_single(*training, cwd=tmp_path) as started:
+        wait_until(lambda: any("RANK" in p.env for p in processes(started.test_id)), 60, "a rank")
+        started.signal(signal.SIGTERM)
+        (run,) = end_within(10, [started], 128 + signal.SIGTERM)
+    assert not run.steps()
+
+
+@LONG
+@pytest.mark.parametrize("waits", [False, True], ids=["before the next start", "in it"])
+def test_a_stop_between_two_starts_ends_with_75_where_a_checkpoint_is(training, tmp_path, waits):
+    saves = ["--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1]
+    with two_nodes(tmp_path) as nodes:
+        first, second = nodes.start_both(*training, *saves, RESTARTS=1)
+        for one in (first, second):
+            one.wait_for(STEP_3)
+        second.kill()  # the whole node is gone
+        first.wait_for(r"(?i)\brestart(ing)? 1\b")
+        if waits:
+            wait_until(lambda: node_0_waits(nodes), 60, "node 0 to wait again")
+        first.signal(signal.SIGTERM)
+        end_within(5, [first], SAVED)
+        log = nodes.log(0)
+    assert len(re.findall(r"\| Step 1 ", log)) == 1

@@ -1,0 +1,218 @@
+"""A training started in any documented way logs every step, validates, and resumes exactly."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.datasets import data_args, make_set, truncate
+from support.launchers import FAST
+from support.nodes import NamespacePair
+from support.processes import (
+    LONG,
+    SCRIPT,
+    Run,
+    demo_command,
+    free_port,
+    long_among,
+    require,
+    run_demo,
+    start,
+)
+
+LAST_LINE = r"Cleanup complete\. Total wall time: (\d+[hm] )*\d+\.\d\ds \(\d+\.\d{3}s\)"
+
+
+def check_ranks(run: Run, ranks: list[int], steps: int) -> None:
+    """The log has each step of these ranks, and their end."""
+    for rank in ranks:
+        assert [step for _, step, _ in run.steps(rank)] == list(range(1, steps + 1)), run.tail()
+        assert re.fullmatch(LAST_LINE, run.lines(rank)[-1]), run.tail()
+
+
+def check_records(run: Run, world_size: int, steps: int, images: int) -> None:
+    """The two records of rank 0 stand once in the log, and agree with what was asked for."""
+    kinds = [line.split()[0] for line in run.lines(0) if re.match(r"(Run|Summary) \{", line)]
+    assert kinds == ["Run", "Summary"]
+    begin, end = run.json_line("Run"), run.json_line("Summary")
+    assert (begin["world_size"], begin["images"]) == (world_size, images)
+    assert begin["max_steps"] == end["steps"] == steps
+    assert begin["global_batch_size"] == world_size * begin["batch_size"]
+    assert [times["rank"] for times in end["ranks"]] == list(range(world_size))
+    assert end["img_per_s"] > 0
+    assert end["replicas_identical"] is True
+
+
+def weights(run: Run) -> str:
+    """The digest of the weights at the end."""
+    return run.json_line("Summary")["weights_sha256"]
+
+
+def labelled(data: Path, split: str) -> int:
+    """The number of images with a label."""
+    notes = json.loads((data / f"annotations/instances_{split}2017.json").read_text())
+    return len({found["image_id"] for found in notes["annotations"]})
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options for 44 training images, of which two ranks make 6 steps an epoch."""
+    return [*make_set(tmp_path_factory.mktemp("small"), 44), *FAST]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(sample: Path) -> Run:
+    """Two ranks that have trained by torchrun on the sample set."""
+    return run_demo([*data_args(sample, val=True), *FAST, "--max_steps", 3], nproc=2)
+
+
+# --- Each way to start it ----------------------------------------------------------------------
+
+
+def test_two_ranks_by_torchrun_log_all_steps_and_agreeing_records(two_ranks, sample):
+    check_ranks(two_ranks, [0, 1], steps=3)
+    check_records(two_ranks, 2, steps=3, images=labelled(sample, "train"))
+
+
+@pytest.mark.parametrize("launcher", long_among(["python", "torchrun"], ["torchrun"]))
+def test_one_process_logs_all_steps_and_agreeing_records(launcher, small):
+    run = run_demo([*small, "--max_steps", 3], launcher=launcher)
+    check_ranks(run, [0], steps=3)
+    check_records(run, 1, steps=3, images=44)
+
+
+@LONG
+def test_two_ranks_by_mpirun_log_all_steps_and_agreeing_records(small):
+    require(shutil.which("mpirun"), "mpirun (package openmpi-bin) is not installed")
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    run = run_demo([*small, "--max_steps", 8], nproc=2, launcher="mpirun", env=where)
+    check_ranks(run, [0, 1], steps=8)
+    check_records(run, 2, steps=8, images=44)
+
+
+@LONG
+def test_two_nodes_by_static_rendezvous_log_all_steps_and_agreeing_records(small):
+    """One bare torchrun a node, with two ranks each, as README writes it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
+    command += ["--rdzv_id=123", "--rdzv_backend=static", "--rdzv_endpoint=10.77.0.1:29500"]
+    arguments = [SCRIPT, *small, "--max_steps", 4]
+    with NamespacePair() as pair:
+        nodes = [pair.popen(n, [*command, f"--node_rank={n}", *arguments]) for n in (0, 1)]
+        runs = [node.finish(120) for node in nodes]
+    check_ranks(runs[0], [0, 1], steps=4)
+    check_ranks(runs[1], [2, 3], steps=4)
+    check_records(runs[0], 4, steps=4, images=44)
+
+
+# --- What the log says -------------------------------------------------------------------------
+
+STEP = r"Epoch 1 \| Step \d+ \| Loss: \d+\.\d{4} \| \d+\.\d img/s"
+STEP += r" \| data \d+\.\d ms \| step \d+\.\d ms \| ETA (\d+[hm] )*\d+s"
+EPOCH = r"Epoch 1 complete \| Avg loss: \d+\.\d{4} \| \d+\.\d img/s \| \d+\.\d\ds"
+VALIDATION = r"Epoch 1 validation \| Top-1: \d+\.\d\d% \| \d+ images \| \d+\.\d\ds"
+VALIDATION += r" \| baseline \d+\.\d\d%"
+
+
+@pytest.mark.parametrize(
+    ("mark", "pattern", "ranks"),
+    [("| Step ", STEP, "01"), (" complete | ", EPOCH, "01"), (" validation | ", VALIDATION, "0")],
+    ids=["step", "epoch", "validation"],
+)
+def test_lines_have_the_fields_that_readme_shows(two_ranks, mark, pattern, ranks):
+    """Of every rank, except the validation, which rank 0 alone writes."""
+    found = [line for line in two_ranks.lines() if mark in line]
+    assert {line[:8] for line in found} == {f"[CPU {rank}] " for rank in ranks}
+    assert all(re.fullmatch(pattern, line[8:]) for line in found), found
+
+
+def test_validation_counts_each_labelled_image_once_where_shares_are_uneven(two_ranks, sample):
+    count = labelled(sample, "val")
+    assert count % 2 == 1, "the shares of two ranks have to be uneven"
+    ((top_1, images),) = re.findall(r"\| Top-1: (\S+)% \| (\d+) images", two_ranks.out)
+    assert int(images) == count
+    right = float(top_1) * count / 100
+    assert abs(right - round(right)) < 0.01
+
+
+# --- Resume ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", long_among([1, 2], [2]))
+def test_resumed_in_mid_epoch_ends_with_the_weights_of_an_unbroken_run(parts, small, tmp_path):
+    arguments = [*small, "--accumulate_steps", parts]
+    unbroken = run_demo([*arguments, "--max_steps", 5], nproc=2)
+    assert unbroken.json_line("Run")["steps_per_epoch"] > 2
+    arguments += ["--checkpoint", tmp_path / "run.pt"]
+    run_demo([*arguments, "--max_steps", 2], nproc=2)
+    resumed = run_demo([*arguments, "--max_steps", 5, "--resume"], nproc=2)
+    assert [step for _, step, _ in resumed.steps(1)] == [3, 4, 5]
+    assert weights(resumed) == weights(unbroken)
+
+
+@LONG
+def test_stopped_by_sigterm_and_resumed_ends_with_the_weights_of_an_unbroken_run(tmp_path):
+    """The stop comes in the middle of an epoch of 150 steps; torchrun itself then ends with 1."""
+    arguments = [*make_set(tmp_path / "set", 600), *FAST, "--batch_size", 2, "--max_steps", 60]
+    unbroken = run_demo(arguments, nproc=2)
+    arguments += ["--checkpoint", tmp_path / "run.pt"]
+    with start(demo_command(arguments, nproc=2)) as started:
+        started.wait_for(r"\[CPU 1\] Epoch 1 \| Step 2 ")
+        started.signal(signal.SIGTERM)
+        stopped = started.finish(60, expect=1)
+    steps = re.findall(r"\[CPU \d\] Stopped on SIGTERM \| step (\d+)", stopped.out)
+    assert len(steps) == 2 and steps[0] == steps[1]
+    assert 2 <= int(steps[0]) < 60
+    resumed = run_demo([*arguments, "--resume"], nproc=2)
+    assert resumed.json_line("Run")["start_step"] == int(steps[0])
+    assert weights(resumed) == weights(unbroken)
+
+
+# --- Options and data --------------------------------------------------------------------------
+
+OPTIONS = [
+    "--accumulate_steps 2 --lr_scaling linear --warmup_steps 2 --workers 1 --seed 7",
+    # From here on they run under --ci alone.
+    "--log_every 2 --checkpoint_every 1 --checkpoint run.pt --resume",
+    "--global_batch_size 8 --bucket_cap_mb 5 --timeout 60 --backend gloo",
+    "--precision fp16",
+    "--precision bf16",
+    "--grad_compression fp16",
+    "--grad_compression bf16",
+    "--grad_compression powersgd --powersgd_rank 2",
+    "--compile",
+]
+
+
+@pytest.mark.parametrize("options", long_among(OPTIONS, OPTIONS[1:]))
+def test_options_train_and_stand_in_the_run_record(options, small, tmp_path):
+    arguments = [*small, "--max_steps", 5, *shlex.split(options)]
+    run = run_demo(arguments, launcher="python", cwd=tmp_path, timeout=300)
+    assert run.json_line("Summary")["steps"] == 5
+    record = run.json_line("Run")
+    for name, value in re.findall(r"--(\w+)(?: ([\w.]+))?", options):
+        assert str(record[name]).removesuffix(".0") == (value or "True")
+
+
+@LONG
+def test_real_coco_images_train(tiny_coco):
+    options = ["--image_size", 64, "--batch_size", 10, "--num_epochs", 1]
+    run = run_demo([*data_args(tiny_coco, val=True), *FAST, *options], launcher="python")
+    check_ranks(run, [0], steps=5)
+    check_records(run, 1, steps=5, images=labelled(tiny_coco, "train"))
+    assert f"% | {labelled(tiny_coco, 'val')} images | " in run.out
+
+
+def test_damaged_image_is_named_in_a_warning_and_training_goes_on(tmp_path):
+    arguments = [*make_set(tmp_path, 100), *FAST, "--batch_size", 25, "--num_epochs", 1]
+    damaged = tmp_path / "images/0042.jpg"
+    truncate(damaged)
+    run = run_demo(arguments, launcher="python")
+    assert run.json_line("Summary")["steps"] == 4
+    assert [line for line in run.lines() if "WARNING" in line and str(damaged) in line]
