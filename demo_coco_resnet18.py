@@ -152,7 +152,7 @@ def set_up(args, process):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     process.backend = choose_backend(args, gpus)
     check_process(process, gpus)
-    process.note_phase("rendezvous")  # what it is doing, for error messages
+    process.phase = "rendezvous"  # what it is doing, for error messages
     if gpus:
         # The local rank gives each process of a node a GPU of its own. Otherwise all would take
         # GPU 0: NCCL refuses that, and the other GPUs would be idle.
@@ -473,7 +473,7 @@ def gather(*values):
 @contextmanager
 def share_errors(process, phase):
     """A block that all ranks run: a UserError of one ends all of them, with one line, no hang."""
-    process.note_phase(phase)
+    process.phase = phase
     error = None
     try:
         yield
@@ -749,17 +749,6 @@ class Process:
     stop: str = ""  # why this process asks all ranks to stop
     parent: int = field(default_factory=os.getppid)
     started: float = field(default_factory=perf_counter)
-
-    def note_phase(self, phase):
-        """Notes what this process does now, for its errors and for who asks where it stands."""
-        self.phase = phase
-        if folder := os.environ.get("DEMO_PHASES"):  # in memory, of tools/supervise.py
-            # In one step: who reads it finds the old phase or the new one, never none.
-            new = Path(folder, f".{self.rank}")
-            with suppress(OSError):
-                with suppress(OSError):  # no room: the file is empty then, which says so
-                    new.write_text(phase)
-                new.replace(Path(folder, str(self.rank)))
 
     def ask_to_stop(self, number, _):
         """Handles a stop signal: the ranks decide between two steps, together."""
@@ -1412,7 +1401,7 @@ def fix_bucket_order(run):
 
     The order of a sum decides its last bits: else a resumed run would not equal an unbroken one.
     """
-    run.process.note_phase("warm-up")
+    run.process.phase = "warm-up"
     weights = {name: value.clone() for name, value in run.model.state_dict().items()}
     n, size = run.args.batch_size, run.args.image_size
     forward(run, run.ddp, torch.zeros(n, 3, size, size, dtype=torch.uint8)).sum().backward()
@@ -1437,11 +1426,11 @@ def read_steps(run):
     batches, run.began = iter(run.loader), perf_counter()
     timer.restart()
     while run.step < min(args.max_steps, run.epoch * args.steps_per_epoch):
-        process.note_phase(f"the data of step {run.step + 1}")
+        process.phase = f"the data of step {run.step + 1}"
         timer.note_moment("waiting for data")
         micro_batches = list(islice(batches, args.accumulate_steps))
         timer.note_moment("data")
-        process.note_phase(f"step {run.step + 1}")
+        process.phase = f"step {run.step + 1}"
         yield micro_batches
 
 
@@ -1634,7 +1623,7 @@ def what_to_give(args, name, then):
 
 # --- Log ---------------------------------------------------------------------------------------
 
-LOGGED = re.compile("NCCL_|GLOO_|OMP_|TORCH_NCCL_|TORCH_DIST_|DEMO_SET_")  # of the environment
+LOGGED = re.compile("NCCL_|GLOO_|OMP_|TORCH_NCCL_|TORCH_DIST_")  # of the environment
 
 
 def log(process, text, to=1):

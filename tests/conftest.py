@@ -45,10 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # --- What a test starts of the real parts, told at the end of the output ----------------------
 
-# By what stands in a command line; not with the stand-in of torchrun, nor to read a --help.
+# By what stands in a command line, except to read a --help.
 REAL_PARTS = {
     "torchrun": r"^(?!.*--help).*torch\.distributed\.run",
-    "launcher": r"^(?!.*--help).*(launch_single\.sh|launch_multinode\.sh|supervise\.py)",
+    "launcher": r"^(?!.*--help).*(launch_single\.sh|launch_multinode\.sh|two_nodes\.sh)",
     "namespaces": r"\b(netns|nsenter|unshare)\b",
     "SLURM": r"\b(srun|sbatch|slurmctld)\b",
 }
@@ -59,11 +59,8 @@ def _notice(event: str, values: tuple) -> None:
     """Of each process that this one starts: which real part it is."""
     if event != "subprocess.Popen":
         return
-    _, arguments, _, environ = values
-    command = " ".join(map(os.fsdecode, arguments)).replace("\n", " ")
-    python_path = (os.environ if environ is None else environ).get("PYTHONPATH", "")
-    parts = {part for part, pattern in REAL_PARTS.items() if re.search(pattern, command)}
-    _started.update(parts - ({"torchrun", "launcher"} if "stand_in" in python_path else set()))
+    command = " ".join(map(os.fsdecode, values[1])).replace("\n", " ")
+    _started.update(part for part, pattern in REAL_PARTS.items() if re.search(pattern, command))
 
 
 sys.addaudithook(_notice)
@@ -95,17 +92,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 # These take the longest or wait the most: started last, one of them would run alone at the end.
 FIRST = [
     "demo",
-    "launchers",
     "faults",
     "bad_input",
-    "supervise",
-    "hang_report",
-    "first_cause",
-    "networks",
-    "unharmed",
     "lesson",
     "prepare",
-    "python_env",
     "show_results",
     "pages",
     "classes",

@@ -11,7 +11,7 @@ cd "$root"
 
 if [ "${1:-}" = "--ci" ]; then
     shift
-    export DEMO_REQUIRE_ALL=1 DEMO_LONG=1
+    export TEST_REQUIRE_ALL=1 TEST_LONG=1
     missing=()
     command -v slurmctld >/dev/null || missing+=(slurm-wlm)
     command -v munged >/dev/null || missing+=(munge)
@@ -46,6 +46,6 @@ done < <(find . -name '*.sh' -not -path './.*' -not -path './data/*' -not -path 
 # More workers than cores, as some tests wait. A file's tests stay together, and with them what they share; the longest
 # tests, which --ci adds, differ too much for that: there a worker that has nothing left to do takes from another.
 share=(-n 4 --dist loadfile --no-loadscope-reorder)
-[ "${DEMO_LONG:-}" != 1 ] || share=(-n 3 --dist worksteal)
+[ "${TEST_LONG:-}" != 1 ] || share=(-n 3 --dist worksteal)
 trap - HUP INT TERM USR1 # pytest gets them itself
 exec "$PYTHON" -m pytest "${share[@]}" --durations 10 "$@"

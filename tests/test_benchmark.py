@@ -111,9 +111,7 @@ class Noted(runner.Bench):
     """Starts no process: notes each command in `commands`, and answers as a script would."""
 
     def __init__(self, args, folder, answer):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runner, "adopt_orphans", lambda: None)  # this is pytest's own process
-            super().__init__(tool.parse_arguments(args), folder)
+        super().__init__(tool.parse_arguments(args), folder)
         self.commands, self.answer, self.peak = [], answer, 500.0
 
     def run(self, command, **env):
@@ -170,7 +168,7 @@ def test_each_part_for_gpus_runs_on_a_cpu(part, scratch):
 
 STAND_IN = """
 import subprocess, sys, time
-apart = {"start_new_session": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+apart = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], **apart)
 time.sleep(60 * __file__.endswith("slow.py"))
 sys.exit("[CPU 0] ERROR: no such folder")
@@ -248,7 +246,6 @@ def test_parts_for_gpus_go_on_after_one_that_fails(monkeypatch, capsys, tmp_path
 
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this is pytest's own process
-    monkeypatch.setattr(runner, "adopt_orphans", lambda: None)
     monkeypatch.setattr(figures, "machine", lambda: "here")
     monkeypatch.setattr(gpu, "PARTS", {x: functools.partial(part, name=x) for x in "abc"})
     with pytest.raises(SystemExit, match="2"):

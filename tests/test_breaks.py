@@ -46,7 +46,7 @@ import os, time
 import pytest, tool
 
 def test_double():
-    assert os.environ.get("DEMO_SCRIPT") is None
+    assert os.environ.get("TEST_SCRIPT") is None
     assert tool.double(3) == 6
 
 def test_half():
@@ -62,7 +62,7 @@ def test_root():
 def test_fails():
     assert tool.double(1) == 3
 
-@pytest.mark.skipif(os.environ.get("DEMO_LONG") != "1", reason="slow")
+@pytest.mark.skipif(os.environ.get("TEST_LONG") != "1", reason="slow")
 def test_long():
     assert tool.double(3) == 6
 """
@@ -105,7 +105,7 @@ def small_tree(tmp_path: Path) -> Path:
 
 @LONG
 def test_command_says_of_each_break_whether_it_is_caught(small_tree, monkeypatch):
-    monkeypatch.setenv("DEMO_SCRIPT", "another")
+    monkeypatch.setenv("TEST_SCRIPT", "another")
     command = [sys.executable, small_tree / "tests/breaks/run.py", "--seconds=40"]
     more = {"capture_output": True, "text": True, "timeout": 200}
     done = subprocess.run([*command, "--jobs=3"], **more)

@@ -609,7 +609,7 @@ FAILED = "launch_multinode.sh: failed, see logs/ib/node0.log; root cause:"
     [
         (f"{FAILED} {CAUSE}", CAUSE),
         (f"0: {FAILED.replace('failed', 'failed in the probe of the link')}\n{CAUSE}", CAUSE),
-        (f"supervise.py: error: {CAUSE}\n", CAUSE),
+        (f"launch_multinode.sh: error: {CAUSE}\n", CAUSE),
         (FAILED, "not in this log"),
     ],
 )
@@ -1099,3 +1099,32 @@ def test_loss_noise_by_hand():
     assert loss_noise(read(text, steps=8, epochs=1)) == approx(math.sqrt(2 / 8))
     two = read(text + "[CPU 1] Epoch 1\n", steps=8, epochs=1)  # the mean of two ranks' losses
     assert loss_noise(two) == approx(math.sqrt(2 / 16))
+
+
+# --- What compare_logs.py makes of a log that several runs have written -------------------------
+
+
+def attempt(resume: bool, first: int = 0) -> str:
+    options = {"world": 1, "nodes": 1, "steps": 4, "epochs": 1, "start_step": first}
+    return as_text(one_run(**options, facts={"resume": resume}))
+
+
+WHOLE = attempt(False)
+CUT = WHOLE[: WHOLE.index("[CPU 0] Epoch 1 | Step 4")]
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        (CUT + attempt(True, first=2), "restarted 1 time(s), the last time from"),
+        (CUT + attempt(True), "restarted 1 time(s)"),  # without a checkpoint yet
+        (WHOLE + WHOLE, "1 other run(s) before it in the same log"),
+    ],
+    ids=["restarted", "from the beginning", "another run"],
+)
+def test_restart_is_told_from_another_run_in_the_same_log(tmp_path, text, note):
+    (tmp_path / "node0.log").write_text(text)
+    run = make_run("x", read_log([tmp_path]), {})
+    assert run.complete, run.problems
+    assert len(run.notes) == 1 and note in run.notes[0], run.notes
+    assert run.attempted_again == ("restarted" in note)

@@ -57,7 +57,7 @@ from support.processes import (
 )
 
 FAST = shlex.split("--weights none --image_size 40 --workers 0 --precision fp32 --timeout 30")
-PART_ONE = 345  # lines, which a person reads in one sitting
+PART_ONE = 350  # lines, which a person reads in one sitting
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean, standard deviation of its pixels
 
 
@@ -655,7 +655,7 @@ def test_auto_precision_is_what_all_ranks_do_well(demo, small, best, precision):
 
 
 def test_cores_are_counted_by_the_least_quota(demo, tmp_path):
-    """As tools/launcher/cores.sh counts them: its test has the same cases."""
+    """Of all cgroups above a process the least quota counts."""
     folders = {case: tmp_path / str(n) for n, case in enumerate(CGROUPS)}
     wanted = [make_cgroups(folder, case) or math.inf for case, folder in folders.items()]
     assert demo.run(call=quotas, folders=[*map(str, folders.values())]).result() == wanted
@@ -730,14 +730,6 @@ def test_memory_is_kept_when_all_is_there_that_lives_longer_than_a_step(glibc, s
     argv = [*small, *FAST, "--batch_size", 13, "--num_epochs", 1, "--workers", 1]
     found = glibc.run(argv, call=kept_sizes, names=names).result()
     assert [sizes for _, sizes in found] == kept
-
-
-def test_phases_stand_in_a_file_of_each_rank(demo, small, tmp_path):
-    """Rank 0 may not write its own, which is no reason to end. Which they are: test_faults.py."""
-    folders = [{"env": {"DEMO_PHASES": str(tmp_path / name)}} for name in ("nowhere", "")]
-    argv = [*small, *FAST, "--batch_size", 4, "--max_steps", 2]
-    demo.run(argv, 2, of_rank=lambda rank: folders[rank])
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"1": "step 2"}
 
 
 @pytest.mark.parametrize("kind", [*long("none", "powersgd"), "error"])

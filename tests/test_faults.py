@@ -1,9 +1,6 @@
 """What a run does when something goes wrong: one fault a test, with real processes.
 
-Most ranks are forked, in namespaces where a test needs two nodes. Where torchrun or the launcher
-is what is hit, or what has to notice, the real one is started.
-
-DEMO_ROUNDS=4 makes the endurance test longer; DEMO_SEED chooses another seed for it.
+Ranks are forked, in namespaces where a test needs two nodes.
 """
 
 from __future__ import annotations
@@ -11,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import shlex
 import shutil
@@ -27,12 +23,10 @@ import pytest
 
 from support.datasets import Payload, make_set, truncate
 from support.forks import FOR_ONE_CHECKPOINT, ForkServer, shared, write
-from support.nodes import NEW_MOUNTS, NamespacePair, mount, own_namespaces, small_disk
+from support.nodes import NEW_MOUNTS, mount, own_namespaces, small_disk
 from support.processes import (
     LONG,
-    ROOT,
     Run,
-    Started,
     free_port,
     long_among,
     processes,
@@ -213,23 +207,6 @@ def the_error(run: Run) -> str:
     return found[0]
 
 
-def on_two_nodes(
-    nodes: NamespacePair, argv: Sequence[object], folder: Path, **variables: str
-) -> list[Started]:
-    """The launcher on each node, one rank each."""
-    env = {"LOG_DIR": str(folder), "RUN_NAME": "run", "PYTHON": sys.executable, "PROBE": "0"}
-    env |= {"NNODES": "2", "MASTER_ADDR": nodes.addresses[0], "GPUS_PER_NODE": "1"}
-    env |= {"CONNECT_TIMEOUT": "40", **variables}
-    command = ["bash", ROOT / "launch_multinode.sh", *argv]
-    return [nodes.popen(node, command, env=env | {"NODE_RANK": str(node)}) for node in (0, 1)]
-
-
-def torchrun_pid(started: Started) -> int:
-    """Process id of the torchrun under a launcher."""
-    (pid,) = {*started.pids("distributed.run")} - {*started.pids("supervise.py")}  # names it, too
-    return pid
-
-
 def said(text: str, pattern: str) -> str:
     """The line of a text that matches; fails without."""
     match = re.search(f"^.*(?:{pattern}).*$", text, re.MULTILINE)
@@ -361,7 +338,12 @@ ENDS = {
 TOLD = {  # exit code; kind, phase and text in the error file
     "arguments": (2, "user", "start", ".*: error: --lr .*; see --help"),
     "user": (1, "user", "image list broadcast", r"ERROR: .*none\.json.*"),
-    "stop": (75, "asked", r"step \d+", r"Stopped on SIGTERM \| step \d+ \| exit code 75"),
+    "stop": (
+        75,
+        "asked",
+        r"step \d+",
+        r"Stopped on SIGTERM \| step \d+ \| exit code 75 \| not saved: no --checkpoint",
+    ),
     "no store": (1, "lost", "step 2", "ERROR: in step 2: .*connect.*"),
     "silent store": (1, "lost", "step 2", "ERROR: in step 2: .*[Tt]ime.*"),
     "lost workers": (1, "lost", "step 2", "ERROR: in step 2: Connection reset on purpose"),
@@ -602,60 +584,3 @@ def test_resume_with_another_number_of_ranks(ranks, folder):
 
 
 # --- Restarts --------------------------------------------------------------------------------
-
-
-def progress(run: Started) -> tuple[int, int]:
-    """How many restarts this node has begun, and the last step since."""
-    *before, since = re.split(r"launch_multinode.sh: restart \d+ of", run.text())
-    steps = re.findall(r"\| Step (\d+) ", since)
-    return len(before), int(steps[-1]) if steps else 0
-
-
-def reach(runs: Sequence[Started], restarts: int, step: int) -> None:
-    """Waits until both nodes have made this step after so many restarts, or one has ended."""
-
-    def reached() -> bool:
-        ended = any(run.process.poll() is not None for run in runs)
-        return ended or min(map(progress, runs)) >= (restarts, step)
-
-    wait_until(reached, 120, f"step {step} after {restarts} restarts")
-
-
-def hit(nodes: NamespacePair, run: Started, what: str, node: int) -> None:
-    """Kill something on a node, or cut the link for longer than the script's --timeout."""
-    if what == "link":
-        nodes.link_down(node)
-        time.sleep(10)
-        nodes.ip(node, f"link set {nodes.interface} up")
-    else:
-        pid = run.rank_pid(node) if what == "rank" else torchrun_pid(run)
-        os.kill(pid, signal.SIGKILL)
-
-
-@LONG
-def test_endurance(demo, data, folder):
-    """A run on two nodes that is hit at random steps, and at random moments after these."""
-    rng = random.Random(os.environ.get("DEMO_SEED", "1"))
-    rounds = int(os.environ.get("DEMO_ROUNDS", "1"))
-    hits, epochs = ["rank", "torchrun", "link"] * rounds, 6 * rounds + 1
-    argv = [*data, "--num_epochs", epochs]
-    whole = demo.run([*argv, "--timeout", 30], 2, timeout=10 * epochs + 100)
-    argv += ["--checkpoint", folder / "run" / "c.pt", "--checkpoint_every", 5, "--timeout", 6]
-    every = 6 * epochs // (len(hits) + 1)
-    with NamespacePair() as nodes:
-        runs = on_two_nodes(nodes, argv, folder, RESTARTS=str(len(hits)))
-        for number, what in enumerate(hits):
-            node, step = rng.randrange(2), every * (number + 1) - rng.randrange(every // 2)
-            print(f"{what} of node {node} is hit after step {step}")
-            reach(runs, number, step)
-            time.sleep(rng.random())
-            hit(nodes, runs[node], what, node)
-        ended = [run.finish(180, expect=None) for run in runs]
-    shown = "\n".join(run.tail(40) for run in ended)
-    assert [run.returncode for run in ended] == [0, 0], shown
-    sha = whole.json_line("Summary")["weights_sha256"]
-    assert ended[0].json_line("Summary")["weights_sha256"] == sha
-    text = ended[0].output
-    assert len(re.findall(r"restart \d+ of \d+ after", text)) == len(hits), shown
-    repeated = r"restart \d+ went on from step \d+.*: \d+ steps? repeated"
-    assert len(re.findall(repeated, text)) == len(hits), shown

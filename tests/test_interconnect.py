@@ -15,8 +15,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+import counters
 from analysis import runs
-from launcher import counters
 from support.datasets import make_set
 from support.forks import Job, prepared, run_to_the_end, start, write
 from support.nodes import NamespacePair

@@ -1,10 +1,8 @@
-"""Two nodes as a user's machines are: their own names at 127.0.1.1, no variable set for Gloo.
-
-test_schedulers.py has the same with srun.
-"""
+"""Two nodes as a user's machines are: their own names at 127.0.1.1, no variable set for Gloo."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
@@ -12,6 +10,7 @@ import pytest
 
 import test_faults as faults
 from support.datasets import make_set
+from support.forks import ForkServer, write
 from support.nodes import NamespacePair
 from support.processes import LONG, SCRIPT
 
@@ -52,3 +51,36 @@ def test_interface_that_is_set_stays(demo, nodes, argv):
     ended = demo.run(argv, 2, nodes=nodes, env={"GLOO_SOCKET_IFNAME": "none0"}, expect=1)
     found = faults.errors(ended)
     assert len(found) == 2 and all("none0" in line for line in found), ended.tail()
+
+
+MORE = ("10.77.0.{}1/24", "10.78.0.{}/24", "fd77::{}/64")
+
+
+@pytest.fixture
+def many() -> Iterator[NamespacePair]:
+    """Two nodes with four addresses each: a second one, a second subnet, IPv6."""
+    with NamespacePair() as pair:
+        for node in (0, 1):
+            for address in MORE:
+                nodad = "nodad" if ":" in address.format(0) else ""
+                pair.ip(node, f"addr add {address.format(node + 1)} dev eth0 {nodad}")
+        yield pair
+
+
+MASTERS = [address.format(1).partition("/")[0] for address in MORE]
+
+
+def chosen_interfaces(demo, result, addresses):
+    """What the script takes for Gloo where each of the addresses is MASTER_ADDR."""
+    process, found = demo.Process(world_size=2, backend="gloo"), []
+    for address in addresses:
+        os.environ["MASTER_ADDR"] = address
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        demo.choose_interface(process)
+        found.append(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    write(result, found)
+
+
+def test_script_finds_an_interface_by_each_of_its_addresses(demo: ForkServer, many):
+    job = demo.run((), 2, call=chosen_interfaces, nodes=many, addresses=MASTERS)
+    assert job.result(0) == job.result(1) == ["eth0"] * len(MASTERS)

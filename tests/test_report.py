@@ -67,7 +67,7 @@ def test_foreign_text_does_not_break_it(tmp_path):
     """A cell holds no bar of its own, and what looks like HTML is shown."""
     log, kept = tmp_path / "x.log", tmp_path / "x.md"
     cause = "[CPU 1] ERROR: in <module>"
-    log.write_text(f"{START}{as_text(one_run())[:3000]}\nsupervise.py: error: {cause}\n")
+    log.write_text(f"{START}{as_text(one_run())[:3000]}\nlaunch_multinode.sh: error: {cause}\n")
     out, _ = run_tool(f"a|b={log}", "--report", kept, code=1)
     assert re.match(r"\| +\| +a\\\|b \|\n", out) and f"root cause: {cause}." in out
     assert "root cause: [CPU 1] ERROR: in &lt;module>." in kept.read_text()

@@ -33,7 +33,7 @@ from benchmarks import children, links, one_machine, settings
 from benchmarks.figures import result_of, table, write_json
 from benchmarks.gpu import PARTS, measure_gpu
 from benchmarks.runner import Bench, Failure, say
-from launcher.signals import exit_on_stop_signals
+from common.workers import exit_on_stop_signals
 
 MEASURE = {
     "step": one_machine.measure_step,

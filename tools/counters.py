@@ -38,7 +38,7 @@ BUSY = 0.01  # an interface with less than this share of the traffic is not ment
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Print the kernel's counters of this node.")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     text = "also say what was carried since the last Counters line in this log, if it has one"
     parser.add_argument("--since", metavar="LOG", type=Path, help=text)
     args = parser.parse_args()

@@ -68,7 +68,7 @@ make_venv() {
             break
         fi
     done
-    [ -n "$base" ] || die "there is no Python 3.10 or newer on PATH: install one, or activate an environment that has one"
+    [ -n "$base" ] || die "there is no Python 3.10 or newer on PATH: install one, or activate an environment with one"
     "$base" -c 'import ensurepip, venv' 2>/dev/null ||
         die "$base cannot make environments: install python3-venv (Debian, Ubuntu: apt install python3-venv)"
     [ -w "$root" ] || die "$root cannot be written: make an environment elsewhere, and set PYTHON to its interpreter"
@@ -89,7 +89,7 @@ make_venv() {
     rm "$venv/begun"
 }
 
-# install_packages ARGUMENTS...: installs into .venv by uv, which takes seconds where pip takes minutes; by pip where uv fails.
+# install_packages ARGUMENTS...: installs into .venv by uv, which is several times as fast as pip; by pip if uv fails.
 install_packages() {
     local pip=("$venv/bin/python3" -m pip --disable-pip-version-check) index
     index=${PIP_INDEX_URL:-$("${pip[@]}" config get global.index-url 2>/dev/null || true)}

@@ -76,7 +76,6 @@ open_log() {
 # torchrun ignores SIGINT while it waits for other nodes. Returns the command's exit code when nothing of it is left.
 run() {
     local code
-    waking=
     # bash acts on a signal at once only while it waits for a job in the background. The job has a process group of its
     # own, so that Ctrl-C reaches it through this script alone. tee lives until the last process has closed the pipe.
     set -m
@@ -86,7 +85,7 @@ run() {
     } &
     set +m
     job=$(jobs -p %+)
-    [ -z "$waking" ] || kill -TERM -- "-$job"
+    [ -z "$stopped" ] || kill -TERM -- "-$job" 2>/dev/null || true # it came before there was a job
     while true; do
         waking=
         code=0
@@ -183,8 +182,9 @@ telling='ERROR: |: error: |Stopped on SIG|Signal .* received|exitcode +:' # line
 judge_end() {
     local error
     error=$(cat "$error_file" 2>/dev/null || true) # of the first failed rank, with the script's kind, or of torchrun
-    reason=$(grep -m 1 -E 'ERROR: |: error: ' <<<"$2" || grep -m 1 Signal <<<"$2" || grep -m 1 exitcode <<<"$2" ||
-        echo "torchrun ended with $1")
+    # A killed rank comes first: what the others then say of lost connections follows from it.
+    reason=$(grep -m 1 'Signal 9 ' <<<"$2" || grep -m 1 -E 'ERROR: |: error: ' <<<"$2" || grep -m 1 Signal <<<"$2" ||
+        grep -m 1 exitcode <<<"$2" || echo "torchrun ended with $1")
     if [ "$1" -eq 0 ]; then
         outcome=complete
     elif [[ $error == *'"kind": "asked"'* || $2 == *"Stopped on SIG"* ]]; then

@@ -38,8 +38,7 @@ from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
 
-from common.workers import WorkerEnded, own_cores, results_of
-from launcher.signals import exit_on_stop_signals
+from common.workers import WorkerEnded, exit_on_stop_signals, own_cores, results_of
 
 try:
     import numpy as np

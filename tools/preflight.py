@@ -1,331 +1,219 @@
 #!/usr/bin/env python3
-"""For anyone who is about to start: what would go wrong on this node, in one line each.
+"""For anyone who starts a job soon: what is wrong on this node, and between the nodes.
 
-    python tools/preflight.py --nnodes=2 --node_rank=0 --rdzv_endpoint=10.0.0.1:29500
+    python tools/preflight.py                                              # this node alone
+    NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 python tools/preflight.py    # on node 0, and at the
+    NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 python tools/preflight.py    # same time on node 1
+    srun --nodes=2 --ntasks-per-node=1 python tools/preflight.py           # the same under SLURM
 
-launch_multinode.sh calls it first, on each node. It looks at what NETWORK, IFNAME and
-GLOO_SOCKET_IFNAME ask for, and with several nodes lets them meet at node 0's port, to see whether
-each can reach a port of the other that was chosen at random, as Gloo's and NCCL's are, and whether
-both ends have the same MTU. What a machine does not tell is left out.
-
-Prints the interface that leads to the other nodes, where GLOO_SOCKET_IFNAME is not set: left alone
-Gloo takes the address of the host name, which many machines have at 127.0.1.1. Messages go to
-stderr. With --log_dir, as the launcher calls it, they go to the node's log, too, and it prints
-four lines: that interface or nothing, the run's name, which node 0 has chosen, what
-NCCL_SOCKET_IFNAME should be or nothing, and what this node knows of the series.
-Exit code: 0, also with warnings; 1 an error on this node or another; 2 bad usage; 128 + its number
-where a signal stops it (143, Ctrl-C 130).
+IFNAME=eth0,mlx5_0 names what the job will use. The nodes meet at MASTER_PORT (29500), within
+CONNECT_TIMEOUT (60) seconds. Linux and IPv4 only. Exit code: 1 if a line begins with WRONG.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
+import json
 import os
 import re
-import signal
+import resource
+import shlex
 import socket
+import subprocess
 import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
-from typing import ClassVar
 
-from launcher import nccl_choice
-from launcher.addresses import check_master, connect, create_server, why_no_port
-from launcher.errors import Refused, Stopped
-from launcher.node_checks import (
-    active_adapters,
-    check_host_name,
-    check_node,
-    interface_address,
-    interface_of,
-    is_loopback,
-    mtu_of,
-    route_to,
-    usable_interfaces,
-)
-from launcher.output import Output
-from launcher.process_tree import tied_to
-from launcher.rendezvous import CONNECT_TIMEOUT, LABELS, Plan, Rendezvous
-from launcher.series import Series, keep_earlier, of_this_node, to_environment
-from launcher.signals import exit_code, handle_stop_signals
-from launcher.wire import is_text, printable
+SYS, ROOT = Path("/sys/class"), Path(__file__).resolve().parents[1]
+INTERFACES = [name for _, name in socket.if_nameindex() if name != "lo"]
+ADAPTERS = [path.name for path in SYS.glob("infiniband/*")]
+IFNAME = [name for name in os.environ.get("IFNAME", "").split(",") if name]
+SECONDS = 3  # to reach a port: TCP sends a lost packet again after 1 s
+findings = []
 
-SECONDS = 4  # to reach a port: TCP sends its first packet again after 1 s and after 3 s
+
+def report(wrong: str, fine: str = "") -> None:
+    """One line: what is wrong and what to do, or what is fine."""
+    findings.extend([wrong] if wrong else [])
+    print(f"WRONG: {wrong}" if wrong else f"ok: {fine}", flush=True)
+
+
+# --- This node ---------------------------------------------------------------------------------
+
+
+def ask(python: str, code: str) -> str:
+    return subprocess.getoutput(shlex.join([python, "-c", code])).rpartition("\n")[2]
+
+
+def check_python() -> None:
+    names = ["torch", "torchvision", "pycocotools", "PIL"]
+    code = f"from importlib.util import find_spec as f; print([n for n in {names} if not f(n)])"
+    own = f"{ROOT}/.venv/bin/python3"
+    python = os.environ.get("PYTHON") or (own if Path(own).exists() else sys.executable)
+    lacks = ask(python, code)
+    wrong = f"{python} lacks packages ({lacks}): run tools/environment.sh, or set PYTHON"
+    report("" if lacks == "[]" else wrong, f"{python} has {', '.join(names)}")
+    if lacks == "[]" and Path("/proc/driver/nvidia/version").exists():
+        says = ask(python, "import torch; print(torch.cuda.is_available(), torch.__version__)")
+        wrong = f"torch cannot use the driver ({says}): see nvidia-smi and CUDA_VISIBLE_DEVICES"
+        report("" if says.startswith("True") else wrong, "torch can use the NVIDIA driver")
+
+
+def text_of(path: str) -> str:
+    """Of a file under /sys/class; empty if it cannot be read, as a virtual interface's speed."""
+    with contextlib.suppress(OSError):
+        return (SYS / path).read_text().strip()
+    return ""
+
+
+def address_of(interface: str) -> str:
+    asked = interface.encode().ljust(256, b"\0")
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as trial:
+        return socket.inet_ntoa(fcntl.ioctl(trial, 0x8915, asked)[20:24])  # SIOCGIFADDR
+    return ""
+
+
+def check_interface(name: str) -> None:
+    address, wrong = address_of(name), ""
+    mtu, speed = text_of(f"net/{name}/mtu"), text_of(f"net/{name}/speed")
+    if name not in INTERFACES:
+        wrong = f"there is no {name} on this node: set IFNAME to some of {INTERFACES + ADAPTERS}"
+    elif text_of(f"net/{name}/carrier") != "1":
+        wrong = f"{name} is down: see its cable; ip link set {name} up"
+    elif not address:
+        wrong = f"{name} is up but has no address: ip address add ADDRESS/LENGTH dev {name}"
+    elif speed.isdecimal() and int(speed) < 1000:
+        wrong = f"{name} states a speed of only {speed} Mb/s: see its cable, or set IFNAME"
+    stated = f"{speed} Mb/s" if speed.isdecimal() else "no speed stated"
+    report(wrong, f"{name} is up: {address}, {stated}, MTU {mtu}")
+
+
+def check_adapter(name: str) -> None:
+    """As for NCCL, mlx5_0 stands for all of its ports and mlx5_0:1 for one."""
+    adapter, _, number = name.partition(":")
+    ports = sorted(SYS.glob(f"infiniband/{adapter}/ports/{number or '*'}"))
+    states = [f"{text_of(port / 'state')}, {text_of(port / 'rate')}" for port in ports]
+    wrong = f"no port of {name} is ACTIVE {states}: see ibstat, the cable and the switch"
+    report("" if "ACTIVE" in str(states) else wrong, f"InfiniBand adapter {name}: {states}")
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if os.geteuid() and 0 <= limit < 1 << 30:
+        report(f"only {limit >> 10} KiB may be locked, InfiniBand needs more: ulimit -l unlimited")
+
+
+def check_node() -> None:
+    check_python()
+    # Where IFNAME names none, NCCL may use all that are ready.
+    ready = [n for n in INTERFACES if address_of(n) and text_of(f"net/{n}/carrier") == "1"]
+    ports = SYS.glob("infiniband/*/ports/*")
+    active = sorted({port.parts[-3] for port in ports if "ACTIVE" in text_of(port / "state")})
+    for name in IFNAME or ready + (active or ADAPTERS):
+        is_adapter = name.partition(":")[0] in ADAPTERS
+        check_adapter(name) if is_adapter else check_interface(name)
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        if (address := socket.gethostbyname(name)).startswith("127."):
+            why = "harmless, as the script gives Gloo the interface that leads to MASTER_ADDR"
+            print(f"note: {name} is {address} here (/etc/hosts): {why}", flush=True)
 
 
 # --- Between the nodes -------------------------------------------------------------------------
 
 
-def is_word(value: object) -> bool:
-    """An address, a number as text, or nothing."""
-    return isinstance(value, str) and bool(re.fullmatch(r"[\w.:%-]{0,100}", value))
-
-
-# What the nodes tell each other.
-FACTS = {"port": lambda n: type(n) is int and 0 < n < 65536, "mtu": is_word, "address": is_word}
-REACHED = FACTS | {"closed": is_text, "tried": is_word, "master": is_word}
-
-
-class NodeZeroIsFurther(Exception):
-    """Node 0's supervisor has answered: this launcher was started anew, the nodes have met."""
-
-
-def why_closed(address: str, port: int, seconds: float, look: Callable[[], None]) -> str:
-    """Empty if a connection to it can be made, else the reason; look() may end the wait."""
+def reach(mine: dict, theirs: dict) -> list[str]:
+    """What is wrong on the way to the other node's random port."""
+    place = theirs["address"], theirs["port"]
+    way = f"{mine['name']} cannot reach {theirs['name']} at {place[0]}, random port {place[1]}"
     try:
-        connect(address, port, seconds, look).close()
-    except TimeoutError:
-        return "no answer"
+        socket.create_connection(place, SECONDS).close()
     except OSError as error:
-        return error.strerror or "no answer"
-    return ""
+        return [f"{way} ({error}): a firewall? NCCL and Gloo need all ports from 1024 on open"]
+    return []
 
 
-class Preflight(Rendezvous):
-    """The nodes' first meeting: each tells what it has found, and tries a port of the other's."""
+def meet(connection: socket.socket, rank: int) -> int:
+    """Both nodes do the same: tell of themselves, try the other's port, tell what is wrong."""
+    own = connection.getsockname()[0]
+    leads = [name for name in INTERFACES if address_of(name) == own]
+    interface = ([name for name in IFNAME if address_of(name)] + leads + [""])[0]
+    mine = {"rank": rank, "name": f"node {rank} ({socket.gethostname()})"}
+    mine |= {"mtu": text_of(f"net/{interface}/mtu"), "address": address_of(interface) or own}
+    with socket.create_server(("", 0)) as listener, connection.makefile("rb") as stream:
 
-    purpose = "preflight"
-    shape: ClassVar[dict] = {"preflight": (None, REACHED), "error": (None, is_text)}
-    greeting_shape: ClassVar[dict] = {"preflight": FACTS}
+        def swap(value: object) -> object:
+            connection.sendall(json.dumps(value).encode() + b"\n")
+            return json.loads(stream.readline())
 
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        errors: list[str],
-        output: Output,
-        series: Series | None = None,
-    ) -> None:
-        # Of a series of runs over several networks the nodes agree before, of none they do here.
-        settings = {"NNODES": options.nnodes, LABELS: None}
-        node = {"node_rank": options.node_rank, "host": socket.gethostname(), "settings": settings}
-        host, last = options.host.strip("[]"), options.starts - 1
-        super().__init__(host, options.port, node, last, output.say, series)
-        check_master(host, options.node_rank)
-        self.seconds = min(SECONDS, options.connect_timeout / 3)
-        self.listener = create_server(0)  # that the kernel answers is enough
-        address, self.master = route_to(self.host)
-        self.interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        if not self.interface:
-            self.interface = interface_of(address)
-        address = interface_address(self.interface) or address
-        self.facts = {
-            "port": self.listener.getsockname()[1],
-            "mtu": mtu_of(self.interface),
-            "address": "" if is_loopback(address) else address,
-        }
-        self.error = "; ".join(errors)  # of this node alone
-        self.warnings: list[str] = []
-
-    def greeting(self) -> dict:
-        return {"purpose": self.purpose, "preflight": self.facts}
-
-    def introduction(self, greeting: dict) -> dict:
-        if greeting["purpose"] == "full":  # which says so
-            return self.node
-        if greeting["purpose"] != self.purpose:
-            self.series.run = greeting.get("run") or self.series.run
-            raise NodeZeroIsFurther
-        theirs = greeting["preflight"]
-        self.compare_mtu("node 0", theirs)
-        # On SLURM's node 0 its own name may be loopback: there only the others know its address.
-        address = theirs["address"] or self.master
-        closed = why_closed(address, theirs["port"], self.seconds, self._check)
-        reached = {"closed": closed, "tried": address, "master": self.master}
-        error = printable(self.error)
-        return self.node | {"preflight": self.facts | reached, "error": error}
-
-    def compare_mtu(self, node: str, theirs: dict) -> None:
-        mine = self.facts["mtu"]
-        if mine and theirs["mtu"] and mine != theirs["mtu"]:
-            self.warnings.append(
-                f"the MTU of {self.interface} is {mine} on this node and {theirs['mtu']} on {node}"
-                ": large packets may get lost without an error; give both ends, and the switch "
-                f"between them, the same (ip link set {self.interface} mtu ...)"
-            )
-
-    def objection(self, nodes: list[dict]) -> str:
-        """What is wrong with any node, or the way between it and node 0."""
-        if self.error:
-            return f"node 0 ({self.node['host']}): {self.error}"
-        # A supervisor that has come here says nothing of this: its node was looked at before.
-        found = (self.fault(node) for node in nodes if node.get("preflight"))
-        return next(filter(None, found), "")
-
-    def fault(self, node: dict) -> str:
-        theirs, name = node["preflight"], f"node {node['node_rank']} ({node['host']})"
-        if node["error"]:
-            return f"{name}: {node['error']}"
-        if not self.interface:
-            self.interface = interface_of(theirs["master"])
-        self.compare_mtu(name, theirs)
-        own = f"node 0 ({self.node['host']})"
-        if theirs["closed"]:
-            return closed_port(name, own, theirs["tried"], self.facts["port"], theirs["closed"])
-        closed = why_closed(theirs["address"], theirs["port"], self.seconds, self._check)
-        if closed:
-            return closed_port(own, name, theirs["address"], theirs["port"], closed)
-        return ""
-
-
-def closed_port(here: str, there: str, address: str, port: int, why: str) -> str:
-    return (
-        f"{here} cannot reach {there} at {address}, port {port}, which was chosen at random ({why}"
-        "): a firewall that opens MASTER_PORT alone is not enough, Gloo and NCCL take any port "
-        "from 1024 on; open them between the nodes, or name in IFNAME the interfaces of a network "
-        "that joins them"
-    )
-
-
-def look_at_nccls_choice(options: argparse.Namespace, leads: str, output: Output) -> list[str]:
-    """Where nobody has named a network: what NCCL should leave out; a warning."""
-    if nccl_choice.has_chosen(os.environ):
-        return []
-    interfaces, adapters = usable_interfaces(), active_adapters()
-    options.nccl, out = nccl_choice.to_leave_out(leads, interfaces, adapters)
-    if options.nccl:
-        output.say(
-            f"NCCL_SOCKET_IFNAME={options.nccl}: so that NCCL leaves out {', '.join(out)}, "
-            "virtual interfaces of this node; set it yourself, or IFNAME, to choose"
-        )
-    return nccl_choice.several(interfaces, adapters, out)
-
-
-# --- The command line --------------------------------------------------------------------------
-
-
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error = lambda text: parser.exit(2, f"{parser.prog}: error: {text}; see --help\n")
-    add = parser.add_argument
-    add("--nnodes", type=int, required=True, metavar="N", help="as torchrun's, like the next")
-    add("--node_rank", type=int, default=0, metavar="K", help="0 on the endpoint's node; 0")
-    add("--rdzv_endpoint", default="", metavar="ADDRESS:PORT", help="of node 0")
-    add("--rdzv_backend", choices=["static"], default="static", help="no other can be checked")
-    add("--standalone", action="store_true", help="changes nothing")
-    add("--starts", type=int, default=1, metavar="N", help="a port each: probe, restarts; 1")
-    add("--connect_timeout", type=int, default=CONNECT_TIMEOUT, metavar="S", help="%(default)s s")
-    add("--log_dir", default="", metavar="DIR", help="gets messages, in RUN_NAME/nodeK.log; none")
-    add("--run_name", default="", metavar="NAME", help="the run's; as node 0 has chosen it")
-    add("--goes_on", action="store_true", help="after what an earlier start left in the log")
-    add("--parent", type=int, default=0, metavar="PID", help="of the launcher, to end with it")
-    add("--name", default="preflight.py", help="before each message; preflight.py")
-    options = parser.parse_args(argv)
-    options.host, _, port = options.rdzv_endpoint.rpartition(":")
-    if options.nnodes > 1 and not (options.host and port.isdigit()):
-        parser.error(f"--rdzv_endpoint is '{options.rdzv_endpoint}': give node 0's ADDRESS:PORT")
-    options.port = int(port or 0)
-    if options.nnodes > 1 and (why := why_no_port(options.port, options.starts)):
-        parser.error(why)
-    options.interface = options.nccl = ""
-    return options
-
-
-class EarlyOutput(Output):
-    """Without a log, as long as the run's name is not known; then that gets what was said."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, os.devnull)
-        self.said: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.said.append(text)
-        super().line(text)
-
-    def go_on_in(self, log: str) -> None:
-        self.log = Output(self.name, log).log
-        self._write(self.log, "".join(f"{text}\n" for text in self.said).encode())
-
-
-def open_log(options: argparse.Namespace, output: EarlyOutput, run: str, met: bool) -> None:
-    """On the other nodes of a launcher's run, when its name is known. Raises Refused.
-
-    A node that was not admitted writes nothing where a run may have its log.
-    """
-    if not (options.log_dir and options.node_rank and (met or run)):
-        return
-    foreign = run != options.run_name and ("/.." in f"/{run}" or run.startswith("/"))
-    if not run or foreign:
-        raise Refused(f"node 0 calls the run '{run}', which is no folder: set RUN_NAME here too")
-    folder, node = Path(f"{options.log_dir}/{run}"), options.node_rank
-    log = folder / f"node{node}.log"
-    if not met and log.exists():
-        return
-    if met and folder.exists() and not options.goes_on:
-        pattern = rf"node{node}\.log|nccl\.node{node}\..*\.log"
-        if kept := keep_earlier(folder, re.compile(pattern)):
-            output.say(kept)
-    output.go_on_in(str(log))
-
-
-def meet(
-    options: argparse.Namespace, errors: list[str], output: EarlyOutput, series: Series
-) -> list[str]:
-    """Checks between the nodes; warnings. Raises Refused, on all nodes together, and Stopped."""
-    preflight = Preflight(options, errors, output, series)
-
-    def stop(number: int, _frame: object) -> None:
-        preflight.stopped = preflight.stopped or number
-
-    handle_stop_signals(stop)
-    with preflight.listener:
+        theirs = swap(mine | {"port": listener.getsockname()[1]})
+        both = f"{mine['name']} and {theirs['name']}"
+        wrong = reach(mine, theirs)
+        wrong += swap(wrong)
+        if len({mine["mtu"], theirs["mtu"]} - {""}) == 2:
+            wrong.append(f"{both} have MTU {mine['mtu']} and {theirs['mtu']}: give both the same")
         try:
-            preflight.agree(Plan(), options.connect_timeout)
-        except NodeZeroIsFurther:
-            options.goes_on = True  # what this node has in its log is of this run
-    preflight.close()
-    open_log(options, output, series.run, met=True)
-    if "GLOO_SOCKET_IFNAME" not in os.environ and preflight.interface:
-        options.interface = preflight.interface
-        output.say(f"GLOO_SOCKET_IFNAME={preflight.interface}: it leads to the other nodes")
-    found = [*preflight.warnings, *check_host_name(preflight.interface)]
-    return found + look_at_nccls_choice(options, preflight.interface, output)
+            swap("large packets" * 2000)
+        except (OSError, ValueError):
+            wrong.append(f"large packets from {theirs['name']} get lost: see the switch's MTU")
+    for text in wrong or [""]:
+        report(text, f"{both} reach each other in both directions, MTU {mine['mtu']}")
+    return theirs["rank"]
+
+
+def check_between(nnodes: int, rank: int, host: str, port: int, seconds: int) -> None:
+    if (address := socket.gethostbyname(host)).startswith("127."):
+        report(f"MASTER_ADDR {host} is {address} here (/etc/hosts): give an address others reach")
+        if rank:
+            return
+    try:
+        listener = socket.create_server(("", 0 if rank else port))
+    except OSError as error:
+        report(f"port {port} cannot be used ({error}): see ss -ltnp; set another MASTER_PORT?")
+        return
+    listener.settimeout(1)
+    missing = {0} if rank else set(range(1, nnodes))
+    end, why = time.monotonic() + seconds, ""
+    while missing and time.monotonic() < end:
+        try:
+            if rank:
+                connection = socket.create_connection((host, port), SECONDS)
+            else:
+                connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(2 * SECONDS)
+                came = meet(connection, rank)
+            if came not in missing:
+                report(f"NODE_RANK={came} came twice, or is not below NNODES: give each its own")
+            missing.discard(came)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = error
+            time.sleep(0.5)
+    for other in missing:
+        way = f"this node cannot reach node 0 ({why})" if rank else f"node {other} did not come"
+        report(
+            f"{way}, {host} port {port}, in {seconds} s: was this command started on both, each "
+            "with its own NODE_RANK? Is there a firewall, or another program at that port?"
+        )
 
 
 def main() -> int:
-    options = parse_arguments(sys.argv[1:])
-    if options.parent:
-        tied_to(options.parent, signal.SIGTERM)  # a launcher that is killed leaves nothing
-    several = options.nnodes > 1
-    try:  # before anything is written
-        series = of_this_node(options.node_rank, options.nnodes, options.port, log="")
-        series.run = options.run_name or series.run
-        output = EarlyOutput(options.name)
-        if options.log_dir and not options.node_rank:
-            output.go_on_in(f"{options.log_dir}/{options.run_name}/node0.log")
-    except Refused as error:
-        sys.exit(f"{options.name}: error: {error}")
-    errors, warnings = check_node(several)
-    for error in errors:
-        output.say(f"error: {error}")
-    code = 0
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=form).parse_args()
+    check_node()
+    job = {"NNODES": "1", "NODE_RANK": "0", "MASTER_PORT": "29500", "CONNECT_TIMEOUT": "60"}
+    if "SLURM_STEP_ID" in os.environ:
+        job["NNODES"] = os.environ["SLURM_STEP_NUM_NODES"]
+        job["NODE_RANK"] = os.environ["SLURM_NODEID"]
+        nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
+        job["MASTER_ADDR"] = nodes.partition(",")[0]  # of n[07-09],m it is n07
+    job |= {name: value for name, value in os.environ.items() if value}
     try:
-        warnings += meet(options, errors, output, series) if several else []
-    except Stopped as stopped:
-        output.say("stopped by a signal before the start")
-        code = exit_code(stopped.args[0])
-    except (Refused, OSError) as error:
-        if not errors:
-            output.say(f"error: {error}")
-        code = 1
-    if code:
-        with contextlib.suppress(Refused):
-            open_log(options, output, series.run, met=False)
-        return code
-    for warning in warnings:
-        output.say(f"warning: {warning}")
-    print_facts(options, series)
-    return 1 if errors else 0
-
-
-def print_facts(options: argparse.Namespace, series: Series) -> None:
-    """For the launcher, or the interface for a person."""
-    if options.log_dir:
-        # Node 0's is what it was given: this process holds the lock no longer than it lives.
-        known = os.environ.get("DEMO_SERIES") or to_environment(series)
-        print(options.interface, series.run, options.nccl, known, sep="\n")
-    elif options.interface:
-        print(options.interface)
+        nnodes, rank, seconds = (int(job[n]) for n in ("NNODES", "NODE_RANK", "CONNECT_TIMEOUT"))
+        if nnodes > 1:
+            check_between(nnodes, rank, job["MASTER_ADDR"], int(job["MASTER_PORT"]), seconds)
+    except (KeyError, ValueError, OSError, OverflowError) as error:
+        report(f"{error}: set NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT as for the launcher")
+    except KeyboardInterrupt:
+        return 130
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":

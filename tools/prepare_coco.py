@@ -47,8 +47,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from analysis.units import duration, in_unit, megabytes
-from common.workers import WorkerEnded, own_cores, results_of
-from launcher.signals import exit_on_stop_signals
+from common.workers import WorkerEnded, exit_on_stop_signals, own_cores, results_of
 
 try:
     from PIL import Image, UnidentifiedImageError

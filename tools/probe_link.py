@@ -45,8 +45,8 @@ import torch.distributed as dist
 import torchvision
 
 from analysis import nccl_text
-from common.thresholds import STRAY
-from launcher.counters import difference, groups, names, read_counters, went_wrong
+from common.thresholds import LOSSY, STRAY
+from counters import difference, label, read_counters
 
 SIZES = [2**10, 2**12, 2**15, 2**18, 2**21, 2**24, 2**26]  # bytes, beside the gradients'
 SMALL = 2**12  # bytes: up to here the time is latency
@@ -58,6 +58,7 @@ SHORT_SECONDS = 0.1  # of one size: until then there are more rounds, for a stea
 # or as many as take no longer than this.
 CALLS, TIMING_MS = 10, 100
 LEAST_TIMEOUT = 0.1  # seconds
+RAIL = 0.25  # of the busiest: rails of one network carry about the same
 
 
 def main(process: demo.Process) -> None:
@@ -253,10 +254,21 @@ def rate(rails: list[dict]) -> float:
 
 
 def busiest(interfaces: list[dict], nodes: int) -> list[dict]:
-    """The rails that carried most; with several nodes loopback is not what joins them."""
+    """The interface that carried most, and rails beside it: of its kind, and nearly as busy."""
     able = [link for link in interfaces if nodes == 1 or link["kind"] != "loopback"]
-    able.sort(key=lambda link: -link["wire_Gbps"])
-    return max(groups(able, lambda link: link["wire_Gbps"]), key=rate, default=[])
+    most = max(able, key=lambda link: link["wire_Gbps"], default=None)
+    return [
+        link
+        for link in able
+        if link["kind"] == most["kind"] and link["wire_Gbps"] >= RAIL * most["wire_Gbps"]
+    ]
+
+
+def names(rails: list[dict]) -> str:
+    """As eth0 (ethernet), or mlx5_0:1, mlx5_1:1 (infiniband)."""
+    if len(rails) == 1:
+        return label(rails[0])
+    return f"{', '.join(link['name'] for link in rails)} ({rails[0]['kind']})"
 
 
 def remarks(record: dict, nccl_said: list[tuple[str, str]]) -> list[str]:
@@ -268,7 +280,10 @@ def remarks(record: dict, nccl_said: list[tuple[str, str]]) -> list[str]:
         text = f"bandwidth {shown(8 * bandwidth)} Gb/s (from {smaller} MB to {larger} MB)"
     said = [f"Link: latency {shown(record['latency_ms'])} ms (up to 4 KB), {text}"]
     for node in record["nodes"]:
-        said += [f"Link of {node['host']}: {wrong}" for wrong in went_wrong(node)]
+        tcp = node.get("tcp", {"segments": 0, "retransmits": 0})
+        if tcp["retransmits"] > LOSSY * tcp["segments"]:
+            again = f"{tcp['retransmits']:,} of {tcp['segments']:,} segments again"
+            said.append(f"Link of {node['host']}: TCP sent {again}")
     texts = [words for _, words in nccl_said]
     alike = len(set(texts)) == 1 and len(texts) == len(record["nodes"])
     return said + (texts[:1] if alike else [f"{host}: {words}" for host, words in nccl_said])

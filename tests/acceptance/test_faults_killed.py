@@ -7,15 +7,14 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from support.datasets import make_set
-from support.launchers import FAST, finish_all, launch_single, two_nodes
+from support.launchers import FAST, end_within, finish_all, launch_single, two_nodes
 from support.nodes import small_disk
-from support.processes import LONG, Run, Started, assert_none_left, processes
+from support.processes import LONG, Run, Started, processes
 
 TIMEOUT = 8  # seconds, of --timeout
 STEP_3 = r"\| Step 3 "
@@ -36,15 +35,6 @@ def unbroken(training, tmp_path_factory) -> str:
     with two_nodes(folder) as nodes:
         runs = finish_all(nodes.start_both(*training, *saves))
     return runs[0].json_line("Summary")["weights_sha256"]
-
-
-def end_within(seconds: float, started: list[Started]) -> list[Run]:
-    """Waits until all have ended, each with any exit code; fails on a process that is left."""
-    deadline = time.monotonic() + seconds
-    runs = [one.finish(deadline - time.monotonic(), None, clean=None) for one in started]
-    for one in started:
-        assert_none_left(one.test_id, 10)
-    return runs
 
 
 def victim(started: Started, what: str) -> int:

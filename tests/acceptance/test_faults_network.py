@@ -6,14 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from support.datasets import make_set
-from support.launchers import FAST, NEW, TwoNodes, finish_all, two_nodes
+from support.launchers import FAST, TwoNodes, end_within, finish_all, two_nodes
 from support.nodes import NamespacePair
-from support.processes import LONG, Run, Started, assert_none_left, processes, wait_until
+from support.processes import LONG, Run, Started, processes, wait_until
 
 TIMEOUT = 8  # seconds, of --timeout
 CONNECT = 10  # seconds, of CONNECT_TIMEOUT
@@ -29,14 +28,9 @@ def training(tmp_path_factory) -> list[str]:
     return [*FAST, *images, "--num_epochs", "3", "--timeout", str(TIMEOUT)]
 
 
-def end_within(seconds: float, started: list[Started]) -> list[Run]:
-    """Waits until all have ended, each with an exit code other than 0; fails on a process that is
-    left.
-    """
-    deadline = time.monotonic() + seconds
-    runs = [one.finish(deadline - time.monotonic(), None, clean=None) for one in started]
-    for one in started:
-        assert_none_left(one.test_id, 10)
+def fail_within(seconds: float, started: list[Started]) -> list[Run]:
+    """The same with an exit code other than 0."""
+    runs = end_within(seconds, started)
     for run in runs:
         assert run.returncode != 0, run.tail()
     return runs
@@ -80,7 +74,7 @@ def test_a_cable_that_is_pulled_ends_both_nodes(training, tmp_path):
         for one in started:
             one.wait_for(STEP_3)
         nodes.pair.link_down(1)
-        end_within(TIMEOUT + MARGIN, started)
+        fail_within(TIMEOUT + MARGIN, started)
         for node in (0, 1):
             assert re.search(rf"^\[CPU {node}\] ERROR", nodes.log(node), re.MULTILINE)
 
@@ -98,14 +92,13 @@ def has_rank(started: Started) -> bool:
     return any("RANK" in process.env for process in processes(started.test_id))
 
 
-@NEW
 @LONG
 def test_a_firewall_that_opens_the_rendezvous_alone_is_named(training, tmp_path):
     with two_nodes(tmp_path) as nodes:
         swallow(nodes.pair, "eth0", but=f"{nodes.port}-{nodes.port + 9}")
         started = nodes.start_both(*training)
         wait_until(lambda: all(map(has_rank, started)), 60, "both ranks")
-        runs = end_within(TIMEOUT + MARGIN, started)
+        runs = fail_within(TIMEOUT + MARGIN, started)
         for node, run in enumerate(runs):
             said(run, rf"(?m)^\[CPU {node}\] ERROR.*firewall")
             assert not run.steps(node)
@@ -117,7 +110,7 @@ def test_a_firewall_that_opens_the_rendezvous_alone_is_named(training, tmp_path)
 def test_a_node_that_never_comes_is_counted_and_what_to_check_is_said(training, tmp_path):
     with two_nodes(tmp_path) as nodes:
         started = nodes.start(0, *training, CONNECT_TIMEOUT=5)
-        (run,) = end_within(5 + MARGIN, [started])
+        (run,) = fail_within(5 + MARGIN, [started])
     said(run, r"1/2|1 of 2|missing: node 1")
     said(run, "NODE_RANK|firewall|MASTER_ADDR")
 
@@ -127,7 +120,7 @@ def test_a_launcher_that_refuses_on_one_node_says_why_and_the_other_ends(trainin
     with two_nodes(tmp_path) as nodes:
         first = nodes.start(0, *training, CONNECT_TIMEOUT=CONNECT)
         second = nodes.start(1, *training, CONNECT_TIMEOUT=CONNECT, RESTARTS="many")
-        runs = end_within(CONNECT + MARGIN, [first, second])
+        runs = fail_within(CONNECT + MARGIN, [first, second])
     said(runs[1], r"(?m)^.*error: RESTARTS is 'many'")
     said(runs[0], "NODE_RANK|firewall|MASTER_ADDR")
 
@@ -138,7 +131,7 @@ def test_a_rank_that_fails_before_the_process_group_ends_the_other_node(training
         first = nodes.start(0, *training)
         second = nodes.start(1, *training, "--batch_size", 0)
         second.wait_for("batch_size.*0")
-        runs = end_within(TIMEOUT + MARGIN, [first, second])
+        runs = fail_within(TIMEOUT + MARGIN, [first, second])
     said(runs[1], r"(?m)error: .*--batch_size")
     assert not runs[0].steps()
 
@@ -148,7 +141,7 @@ def test_another_argument_on_one_node_is_named(training, tmp_path):
     with two_nodes(tmp_path) as nodes:
         first = nodes.start(0, *training, CONNECT_TIMEOUT=CONNECT)
         second = nodes.start(1, *training, "--lr", 0.5, CONNECT_TIMEOUT=CONNECT)
-        runs = end_within(CONNECT + MARGIN, [first, second])
+        runs = fail_within(CONNECT + MARGIN, [first, second])
     said(runs[0], r"(?m)^\[CPU 0\] ERROR.*--lr")
 
 
@@ -156,7 +149,7 @@ def test_another_argument_on_one_node_is_named(training, tmp_path):
 def test_two_nodes_with_the_same_rank_end_and_say_what_to_check(training, tmp_path):
     with two_nodes(tmp_path) as nodes:
         variables = {"NODE_RANK": 0, "CONNECT_TIMEOUT": CONNECT}
-        runs = end_within(CONNECT + MARGIN, nodes.start_both(*training, **variables))
+        runs = fail_within(CONNECT + MARGIN, nodes.start_both(*training, **variables))
     for run in runs:
         said(run, "NODE_RANK")
 
@@ -171,10 +164,10 @@ def test_a_port_that_is_taken_is_named(training, tmp_path):
             nodes.pair.popen(0, [sys.executable, "-m", "http.server", port], cwd=tmp_path)
         wait_until(lambda: len(listening(nodes.pair)) == 2, 20, "both servers")
         first, second = nodes.start_both(*training, CONNECT_TIMEOUT=CONNECT)
-        (run,) = end_within(CONNECT + MARGIN, [first])
+        (run,) = fail_within(CONNECT + MARGIN, [first])
         if second.running():
             second.signal(signal.SIGTERM)
-        end_within(5, [second])
+        fail_within(5, [second])
     said(run, rf"error: .*\b({nodes.port}|{nodes.port + 1})\b")
     said(run, "error: .*port")
 
@@ -188,14 +181,13 @@ def listening(pair: NamespacePair) -> list[bytes]:
 # --- Several networks --------------------------------------------------------------------------
 
 
-@NEW
 @LONG
 def test_of_two_networks_one_that_a_node_does_not_have_starts_nothing(training, tmp_path):
     with two_nodes(tmp_path) as nodes:
         spare = "link add eth1 type veth peer name spare"
         nodes.pair.ip(0, spare, "link set spare up", "link set eth1 up")
         started = nodes.start_both(*training, NETWORKS=BOTH, CONNECT_TIMEOUT=CONNECT)
-        runs = end_within(CONNECT + MARGIN, started)
+        runs = fail_within(CONNECT + MARGIN, started)
         assert not (nodes.folder(0) / "logs" / "run" / "two").exists()
     said(runs[1], "(?m)^.*error: .*eth1")
     assert not any("| Step " in run.out for run in runs)
@@ -246,7 +238,6 @@ def test_a_restart_over_one_network_never_meets_the_next_network(training, tmp_p
             assert 24 in steps_of(nodes.log(1, f"run/{label}"), 1)
 
 
-@NEW
 @LONG
 def test_nodes_that_started_different_numbers_of_times_never_pair_two_networks(training, tmp_path):
     """torchrun of node 1 is killed while it waits for node 0, which has not been started yet."""

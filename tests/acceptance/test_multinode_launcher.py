@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.datasets import make_set
-from support.launchers import FAST, MULTINODE, NEW, TwoNodes, finish_all, two_nodes
+from support.launchers import FAST, MULTINODE, TwoNodes, finish_all, two_nodes
 from support.processes import LONG, Run, start, wait_until
 
 
@@ -69,7 +69,7 @@ WRONG = [
     ({"GPUS_PER_NODE": "all"}, "GPU"),
     ({"NETWORK": "token-ring", "IFNAME": "lo"}, "NETWORK is '?token-ring"),
     ({"NETWORK": "ethernet"}, "IFNAME"),
-    pytest.param({"IFNAME": "none0", "CONNECT_TIMEOUT": "2"}, "none0", marks=NEW),
+    pytest.param({"IFNAME": "none0", "CONNECT_TIMEOUT": "2"}, "none0"),
     ({"NETWORKS": "ethernet infiniband"}, "NETWORKS .*=INTERFACE"),
     ({"NETWORKS": "a=lo a=lo"}, "NETWORKS .*a"),
     (dict.fromkeys(NODE), "NNODES.*NODE_RANK.*MASTER_ADDR"),

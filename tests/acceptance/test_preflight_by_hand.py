@@ -14,7 +14,7 @@ from support.nodes import NamespacePair
 from support.processes import LONG, ROOT, Run, Started, require, start
 from support.slurm import SlurmCluster
 
-PREFLIGHT = ROOT / "tools" / "new_preflight.py"
+PREFLIGHT = ROOT / "tools" / "preflight.py"
 PORT = 29500
 HEALTHY = "reach each other in both directions, MTU 9000"
 

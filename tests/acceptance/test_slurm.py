@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from support.datasets import data_args
-from support.launchers import FAST, MULTINODE, NEW
+from support.launchers import FAST, MULTINODE
 from support.processes import (
     LONG,
     ROOT,
@@ -76,18 +76,11 @@ def test_srun_of_the_script_with_two_tasks_a_node(cluster, sample, tmp_path):
     assert run.json_line("Run")["env"]["GLOO_SOCKET_IFNAME"] == cluster.pair.interface
 
 
-# Of a script that is submitted itself SLURM makes a copy, beside which there is no tools/.
-SUBMITTED = {
-    "in a batch script": ["--wrap", f"bash {shlex.quote(str(MULTINODE))} --lr 1"],
-    "itself": [MULTINODE, "--lr", "1"],
-}
-
-
-@pytest.mark.parametrize("how", ["in a batch script", pytest.param("itself", marks=NEW)])
-def test_launcher_in_a_job_without_srun_is_refused_in_one_line(cluster, tmp_path, how):
+def test_launcher_in_a_batch_script_without_srun_is_refused_in_one_line(cluster, tmp_path):
     out = tmp_path / "slurm.out"
     options = ["--parsable", *ONE_TASK, f"--output={out}"]
-    job = cluster.run("sbatch", *options, *SUBMITTED[how], cwd=tmp_path).out.split()[-1]
+    wrapped = f"bash {shlex.quote(str(MULTINODE))} --lr 1"
+    job = cluster.run("sbatch", *options, "--wrap", wrapped, cwd=tmp_path).out.split()[-1]
     wait_until(lambda: cluster.job(job)["JobState"] == "FAILED", 60, "the end of the job")
     (line,) = out.read_text().splitlines()
     assert "error: " in line and "srun" in line

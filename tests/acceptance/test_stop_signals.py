@@ -8,25 +8,21 @@ import shlex
 import shutil
 import signal
 import subprocess
-import time
 
 import pytest
 
 from support.datasets import make_set
 from support.launchers import (
     FAST,
-    NEW,
     SAVED,
     SINGLE,
     TwoNodes,
+    end_within,
     launch_single,
     two_nodes,
 )
 from support.processes import (
     LONG,
-    Run,
-    Started,
-    assert_none_left,
     processes,
     require,
     start,
@@ -41,18 +37,6 @@ def training(tmp_path_factory) -> list[str]:
     """Options of a run that does not end by itself in a test's time."""
     images = make_set(tmp_path_factory.mktemp("set"), 64)
     return [*FAST, *images, "--num_epochs", "999", "--timeout", "30"]
-
-
-def end_within(seconds: float, started: list[Started], expect: int) -> list[Run]:
-    """Waits until all have ended; fails on a process that is left. The time is that of a machine
-    which has nothing else to do, and more on a busy one.
-    """
-    busy = max(1, os.getloadavg()[0] / os.cpu_count())
-    deadline = time.monotonic() + seconds * busy
-    runs = [one.finish(deadline - time.monotonic(), expect, clean=None) for one in started]
-    for one in started:
-        assert_none_left(one.test_id, 10)
-    return runs
 
 
 def stops(log: str, rank: int) -> int:
@@ -83,7 +67,6 @@ def test_a_stop_signal_to_a_launcher_saves_and_ends_both_nodes(training, tmp_pat
     assert (tmp_path / "c.pt").stat().st_size > 0
 
 
-@NEW
 @LONG
 def test_a_stop_without_a_checkpoint_says_that_nothing_is_saved(training, tmp_path):
     with two_nodes(tmp_path) as nodes:
@@ -145,7 +128,6 @@ def test_a_stop_while_waiting_for_the_other_node_ends_at_once(training, tmp_path
         end_within(5, [started], code)
 
 
-@NEW
 @LONG
 def test_a_stop_before_the_first_step_ends_at_once(training, tmp_path):
     """While the ranks still load their libraries."""

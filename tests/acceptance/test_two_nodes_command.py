@@ -19,7 +19,7 @@ from support.launchers import FAST
 from support.nodes import namespaces, require_namespaces
 from support.processes import LONG, ROOT, Run, start
 
-COMMAND = ROOT / "tools" / f"{os.environ.get('TEST_LAUNCHERS', '')}two_nodes.sh"
+COMMAND = ROOT / "tools" / "two_nodes.sh"
 
 
 def two_nodes(

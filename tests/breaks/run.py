@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Made by git, by the launchers and by caches: no part of what is tested.
 LEFT_OUT = (".git", ".venv", "data", "logs", "__pycache__", ".*_cache", ".hypothesis", "*.pt")
 # What would have the tests look at another script, or take a skip for a failure.
-FOREIGN = ("DEMO_SCRIPT", "DEMO_LONG", "DEMO_REQUIRE_ALL", "PYTEST_ADDOPTS")
+FOREIGN = ("TEST_SCRIPT", "TEST_LONG", "TEST_REQUIRE_ALL", "PYTEST_ADDOPTS")
 SECONDS = 300  # for the tests of one break: with some they wait for what does not come
 ENDING = 30  # seconds in which pytest clears away what its tests have started
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -71,7 +71,7 @@ class Copy:
         report = self.folder / "report.xml"
         report.unlink(missing_ok=True)
         env = {name: value for name, value in os.environ.items() if name not in FOREIGN}
-        env |= {"PYTHONDONTWRITEBYTECODE": "1"} | ({"DEMO_LONG": "1"} if long else {})
+        env |= {"PYTHONDONTWRITEBYTECODE": "1"} | ({"TEST_LONG": "1"} if long else {})
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         command += [f"--junit-xml={report}", f"--basetemp={self.folder / 'tmp'}", *options, *tests]
         with (self.folder / "output").open("wb") as output:
@@ -298,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.list:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough
         for one in chosen:
-            say(f"{one.name}{' (DEMO_LONG=1)' * one.long}\n    {one.file}: {one.seen}")
+            say(f"{one.name}{' (TEST_LONG=1)' * one.long}\n    {one.file}: {one.seen}")
         return 0
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     began, good = time.monotonic(), []

@@ -116,7 +116,7 @@ def use_small_network() -> None:
     """Makes torchvision's ResNet-18 one with half of its layers, half as wide: a run of two ranks
     takes a third of the time.
 
-    For speed alone: with DEMO_LONG=1 the same tests run with the whole network, and what torchrun
+    For speed alone: with TEST_LONG=1 the same tests run with the whole network, and what torchrun
     starts has it always.
     """
     import torchvision

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from support.nodes import NamespacePair
-from support.processes import ROOT, Run, Started, free_ports, start
+from support.processes import ROOT, Run, Started, assert_none_left, free_ports, start
 
-# While new launchers stand beside the old ones: TEST_LAUNCHERS=new_ tests new_launch_single.sh.
-_PREFIX = os.environ.get("TEST_LAUNCHERS", "")
-SINGLE = ROOT / f"{_PREFIX}launch_single.sh"
-MULTINODE = ROOT / f"{_PREFIX}launch_multinode.sh"
+SINGLE = ROOT / "launch_single.sh"
+MULTINODE = ROOT / "launch_multinode.sh"
 # A small training: 40 pixels, steps of some 0.1 s, every step in the log.
 FAST = shlex.split("--weights none --image_size 40 --batch_size 4 --workers 0 --log_every 1")
 FAST += ["--precision", "fp32"]
+BUSY = 20  # seconds more than a promised bound: other tests run on the same cores meanwhile
 SAVED = 75  # exit code after a stop signal
-# What the new launchers do on purpose in another way than the old ones.
-NEW = pytest.mark.xfail(not _PREFIX, reason="as the new launchers have it")
 
 
 def launch_single(*arguments: object, cwd: Path, **variables: object) -> Started:
@@ -83,3 +78,14 @@ def two_nodes(tmp_path: Path, rate: str | None = None) -> Iterator[TwoNodes]:
 def finish_all(started: list[Started], timeout: float = 120, expect: int | None = 0) -> list[Run]:
     """Waits for the end of each; fails on another exit code (None: any) and on what is left."""
     return [one.finish(timeout, expect, clean=10) for one in started]
+
+
+def end_within(seconds: float, started: list[Started], expect: int | None = None) -> list[Run]:
+    """Waits until all have ended; fails on another exit code than `expect` (None: any), and on a
+    process that is left 10 s later. `seconds` is what a user is promised on a quiet machine.
+    """
+    deadline = time.monotonic() + seconds + BUSY
+    runs = [one.finish(deadline - time.monotonic(), expect, clean=None) for one in started]
+    for one in started:
+        assert_none_left(one.test_id, 10)
+    return runs

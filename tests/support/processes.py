@@ -30,10 +30,10 @@ from common.records import PREFIX, STEP
 
 ROOT = Path(__file__).resolve().parents[2]
 # Another copy of the script can be put to the tests, to see that they find what is broken in it.
-SCRIPT = Path(os.environ.get("DEMO_SCRIPT", ROOT / "demo_coco_resnet18.py"))
-MARK = "DEMO_TEST_ID"  # in the environment of every process that a test starts
+SCRIPT = Path(os.environ.get("TEST_SCRIPT", ROOT / "demo_coco_resnet18.py"))
+MARK = "TEST_ID"  # in the environment of every process that a test starts
 counter = itertools.count()
-WITH_LONG = os.environ.get("DEMO_LONG") == "1"
+WITH_LONG = os.environ.get("TEST_LONG") == "1"
 LONG = pytest.mark.skipif(not WITH_LONG, reason="slow: tests/run.sh --ci runs it")
 
 
@@ -59,13 +59,13 @@ _FOREIGN = re.compile(
 
 
 def require(ok: object, reason: str) -> None:
-    """Skip the test with `reason` unless `ok`; fail instead where DEMO_REQUIRE_ALL=1 says nothing
+    """Skip the test with `reason` unless `ok`; fail instead where TEST_REQUIRE_ALL=1 says nothing
     may be skipped.
     """
     if ok:
         return
-    if os.environ.get("DEMO_REQUIRE_ALL") == "1":
-        pytest.fail(f"DEMO_REQUIRE_ALL=1, but {reason}", pytrace=False)
+    if os.environ.get("TEST_REQUIRE_ALL") == "1":
+        pytest.fail(f"TEST_REQUIRE_ALL=1, but {reason}", pytrace=False)
     pytest.skip(reason)
 
 
@@ -180,10 +180,6 @@ def assert_none_left(test_id: str, within: float = 5.0, but: int | None = None) 
             found = [f"{process.pid} {process.command[:200]}" for process in left]
             pytest.fail(f"still alive {within:g} s after the run: {found}")
         time.sleep(0.05)
-
-
-# With these variables `python -m torch.distributed.run` is the stand-in, which starts in no time.
-WITH_STAND_IN = {"PYTHONPATH": str(ROOT / "tests" / "support" / "stand_in")}
 
 
 @dataclasses.dataclass

@@ -8,11 +8,12 @@ import sys
 from functools import partial
 
 from analysis import cost_model
+from analysis.logs import parse_text
 from benchmarks import settings
 from benchmarks.figures import record, records, row, speed
 from benchmarks.runner import TOOLS, Failure, rounds, say
 
-# Options and environment of a CPU without bf16, as tests/machines.sh has it.
+# Options and environment of a CPU without bf16.
 OLD_CPU = {"precision": "fp32"}, {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 
 
@@ -75,7 +76,7 @@ def link_figures(log, args):
     summary, parts = record(log, "Summary"), record(log, "Run")["accumulate_steps"]
     # From the other node come its parts of all-reduces, but none of the weights. One more than
     # there are steps: of the pass before the first one.
-    received = highest(record(log, "Node"), "rx_bytes") / (summary["steps"] + 1)
+    received = highest(parse_text(log).nodes[0], "rx_bytes") / (summary["steps"] + 1)
     found = {
         "ms": speed(log, args)["step_ms"] / parts,
         "MB": summary["wire_bytes_per_step"] / parts / 1e6,

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks import children
-from launcher.process_tree import adopt_orphans, descendants, kill
 
 TOOLS = children.SCRIPT.parent / "tools"
 FOREIGN = re.compile(  # what a launcher or scheduler around this process says to its own ranks
@@ -35,7 +34,6 @@ class Bench:
         self.env = {k: v for k, v in os.environ.items() if not FOREIGN.match(k)}
         self.env |= {"PATH": path, "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1"}
         self.env |= {"PYTHONDONTWRITEBYTECODE": "1", "LOG_DIR": str(self.folder / "logs")}
-        adopt_orphans()
 
     def run(self, command, **env):
         """Output of a command. Raises Failure where it fails, or takes over --limit seconds."""
@@ -77,15 +75,13 @@ class Bench:
         return text
 
     def stop(self, process):
-        """Ends a command in good order, then what is left of it."""
+        """Ends a command in good order: torchrun ends its ranks, two_nodes.sh its namespaces."""
         if process.poll() is None:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-        kill({*descendants()} - {process.pid})
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(5)  # two_nodes.sh takes its namespaces down when its launchers are gone
-        kill(descendants())
+                process.wait(40)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
     def script(self, how, options, processes=0, launch=(), **env):

@@ -63,20 +63,13 @@ FOR_PEOPLE = {
         ),
     },
     "Node": {
-        **dict.fromkeys(("node", "seconds", "starts"), "which node, how long, how many starts"),
+        "seconds": "how long the run took on this node",
         **dict.fromkeys(
             [f"interfaces.{name}" for name in ("kind", "speed_Gbps", "tx_bytes", "rx_bytes")],
             "what the run has sent and received; for benchmark.py",
         ),
     },
 }
-
-
-def is_for_programs(line):
-    """Whether a line is a record, beside which a sentence for people stands."""
-    if found := PREFIX.match(line):
-        return bool(RECORD.match(line, found.end()))
-    return bool((found := LAUNCHER.match(line)) and found["node"])
 
 
 def decode(text):

@@ -3,12 +3,30 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from multiprocessing.connection import wait
 
 
 class WorkerEnded(Exception):
     """A process has ended before its work was done; the text says how."""
+
+
+def exit_on_stop_signals():
+    """The first stop signal raises SystemExit, so that what is half done is cleaned up.
+
+    A signal that this process was started to ignore, as SIGHUP by nohup, stays ignored.
+    """
+
+    def stop(number, _frame):
+        for name in names:
+            signal.signal(name, signal.SIG_IGN)
+        sys.exit(128 + number)  # as a shell has it
+
+    names = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+    for name in names:
+        if signal.getsignal(name) != signal.SIG_IGN:
+            signal.signal(name, stop)
 
 
 def own_cores():

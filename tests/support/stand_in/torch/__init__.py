@@ -1,1 +1,0 @@
-"""What the launchers see of torch, for tests: a torchrun that starts in no time."""
