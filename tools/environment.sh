@@ -92,7 +92,7 @@ make_venv() {
 # install_packages ARGUMENTS...: installs into .venv by uv, which is several times as fast as pip; by pip if uv fails.
 install_packages() {
     local pip=("$venv/bin/python3" -m pip --disable-pip-version-check) index
-    index=${PIP_INDEX_URL:-$("${pip[@]}" config get global.index-url 2>/dev/null || true)}
+    index=$("${pip[@]}" config list 2>/dev/null | sed -nE "s/^(global|:env:)\.index-url='(.*)'$/\2/p" | tail -n 1 || true)
     if "${pip[@]}" install --quiet --retries 1 uv &&
         UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index} "$venv/bin/uv" pip install --python "$venv/bin/python3" "$@"; then
         return

@@ -15,7 +15,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
 # ---- Options
 
-rate=unshaped
+rate=
 links=
 export RUN_NAME=${RUN_NAME:-two_nodes-$(date +%Y%m%d-%H%M%S)} GPUS_PER_NODE=1
 while [ "$#" -gt 0 ]; do
@@ -40,7 +40,9 @@ while [ "$#" -gt 0 ]; do
     shift 2
 done
 set_number GPUS_PER_NODE 1 1 4096
-cables=${links:-veth0=$rate}
+[ -z "$rate" ] || [ -z "$links" ] || die "--rate and --links: each of the --links has its own rate"
+[ -z "$links" ] || [[ $links == *,* ]] || die "--links is '$links': name two or more, or give --rate for one cable"
+cables=${links:-veth0=${rate:-unshaped}}
 networks=
 for cable in ${cables//,/ }; do
     [[ $cable =~ ^([A-Za-z][A-Za-z0-9_-]{0,14})=([A-Za-z0-9.]+)$ ]] ||
@@ -57,7 +59,7 @@ done
 
 # ---- Environment and data, once: the nodes have no way to the internet
 
-as_caller=(setpriv --reuid "${SUDO_UID:-0}" --regid "${SUDO_GID:-0}" --init-groups)
+as_caller=(setpriv --reuid "${SUDO_UID:-0}" --regid "${SUDO_GID:-0}" --clear-groups)
 find_python
 export PYTHON
 [ "$#" -gt 0 ] || make_sample

@@ -213,15 +213,9 @@ def steps_of(log: str, rank: int) -> set[int]:
     return {int(step) for step in re.findall(rf"\[CPU {rank}\] .*\| Step (\d+) ", log)}
 
 
-def agree(nodes: TwoNodes, label: str, interface: str) -> bool:
-    """Fails unless both nodes' logs of a network are of the same starts over this interface;
-    whether it was trained over at all.
-    """
-    first, second = (nodes.log(node, f"run/{label}") for node in (0, 1))
-    assert steps_of(first, 0) == steps_of(second, 1)
-    used = re.findall(r'\[CPU 0\] Run \{.*"GLOO_SOCKET_IFNAME": "(\w+)"', first)
-    assert set(used) <= {interface}
-    return bool(used)
+def endpoints(nodes: TwoNodes, node: int, label: str) -> set[str]:
+    """Where this node has met, or waited for, the other one for a network."""
+    return set(re.findall(r"--rdzv_endpoint=(\S+)", nodes.log(node, f"run/{label}")))
 
 
 @LONG
@@ -233,22 +227,28 @@ def test_a_restart_over_one_network_never_meets_the_next_network(training, tmp_p
             one.wait_for(STEP_3)
         subprocess.run(["kill", "-KILL", str(started[1].rank_pid(1))], check=True)
         finish_all(started, 240)
-        assert agree(nodes, "one", "eth0") and agree(nodes, "two", "eth1")
-        for label in ("one", "two"):
-            assert 24 in steps_of(nodes.log(1, f"run/{label}"), 1)
+        for label, interface in (("one", "eth0"), ("two", "eth1")):
+            first, second = (nodes.log(node, f"run/{label}") for node in (0, 1))
+            assert steps_of(first, 0) == steps_of(second, 1) == set(range(1, 25))
+            assert set(re.findall(r'Run \{.*"GLOO_SOCKET_IFNAME": "(\w+)"', first)) == {interface}
+        for node in (0, 1):
+            assert len(endpoints(nodes, node, "one")) == 2, "a start and its restart"
+            assert not endpoints(nodes, node, "one") & endpoints(nodes, 1 - node, "two")
 
 
 @LONG
-def test_nodes_that_started_different_numbers_of_times_never_pair_two_networks(training, tmp_path):
+def test_nodes_that_started_different_numbers_of_times_do_not_meet(training, tmp_path):
     """torchrun of node 1 is killed while it waits for node 0, which has not been started yet."""
-    variables = {"NETWORKS": BOTH, "RESTARTS": 1, "CONNECT_TIMEOUT": 30}
+    variables = {"NETWORKS": BOTH, "RESTARTS": 1, "CONNECT_TIMEOUT": CONNECT}
     with two_nodes(tmp_path) as nodes:
         second_cable(nodes.pair)
         second = nodes.start(1, *training, **variables)
         wait_until(lambda: second.pids("distributed.run"), 60, "torchrun on node 1")
         subprocess.run(["kill", "-KILL", *map(str, second.pids("distributed.run"))], check=True)
+        second.wait_for("restart 1")
         first = nodes.start(0, *training, **variables)
-        for one in (first, second):
-            one.finish(300, None, clean=10)
-        agree(nodes, "one", "eth0")
-        agree(nodes, "two", "eth1")
+        fail_within(CONNECT + MARGIN, [first])
+        second.signal(signal.SIGTERM)
+        fail_within(10, [second])
+        assert "| Step " not in nodes.log(0, "run/one") + nodes.log(1, "run/one")
+        assert not (nodes.folder(0) / "logs" / "run" / "two").exists()

@@ -139,7 +139,7 @@ def test_a_stop_before_the_first_step_ends_at_once(training, tmp_path):
 
 
 @LONG
-@pytest.mark.parametrize("waits", [False, True], ids=["before the next start", "in it"])
+@pytest.mark.parametrize("waits", [False, True], ids=["before", "while_waiting"])
 def test_a_stop_between_two_starts_ends_with_75_where_a_checkpoint_is(training, tmp_path, waits):
     saves = ["--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1]
     with two_nodes(tmp_path) as nodes:
