@@ -41,7 +41,6 @@ while [ "$#" -gt 0 ]; do
 done
 set_number GPUS_PER_NODE 1 1 4096
 [ -z "$rate" ] || [ -z "$links" ] || die "--rate and --links: each of the --links has its own rate"
-[ -z "$links" ] || [[ $links == *,* ]] || die "--links is '$links': name two or more, or give --rate for one cable"
 cables=${links:-veth0=${rate:-unshaped}}
 networks=
 for cable in ${cables//,/ }; do
@@ -51,6 +50,8 @@ for cable in ${cables//,/ }; do
     [[ " $networks" != *" ${BASH_REMATCH[1]}="* ]] || die "--links has two cables named ${BASH_REMATCH[1]}"
     networks+="${BASH_REMATCH[1]}=${BASH_REMATCH[1]} "
 done
+[ -z "$links" ] || [ "$(wc -w <<<"$networks")" -gt 1 ] ||
+    die "--links is '$links': name two or more, or give --rate for one cable"
 [ "$(uname)" = Linux ] || die "network namespaces are a part of Linux: use Linux, or two machines"
 [ "$(id -u)" -eq 0 ] || die "network namespaces need root: start it with sudo, or use two machines"
 for program in ip tc unshare setpriv; do
