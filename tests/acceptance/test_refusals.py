@@ -15,6 +15,8 @@ from support.datasets import digests, instances, make_set, numbered
 from support.launchers import FAST
 from support.processes import LONG, Started, demo_command, free_port, long_among, run_demo, start
 
+# By default the same promises are held by forked ranks, in less time.
+pytestmark = LONG
 # The processes of a test are started in a folder that has this data set.
 GOOD = shlex.split("--coco_image_path set/images --annotation_path set/instances.json")
 SECONDS = 60  # within which a run has to end

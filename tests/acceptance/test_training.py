@@ -27,6 +27,8 @@ from support.processes import (
     start,
 )
 
+# By default the same promises are held by forked ranks, in less time.
+pytestmark = LONG
 LAST_LINE = r"Cleanup complete\. Total wall time: (\d+[hm] )*\d+\.\d\ds \(\d+\.\d{3}s\)"
 
 
