@@ -229,7 +229,7 @@ def stopped_at(text: str, name: str, path: Path, nproc: int = 2) -> int:
 def test_stop_signal_during_validation(ranks, folder):
     """It may take long: the rest of it is left out, and no step is made after it.
 
-    To one rank. To torchrun and to a launcher: test_first_cause.py; to all: test_schedulers.py.
+    To one rank. To a launcher and to all: tests/acceptance/test_stop_signals.py, test_slurm.py.
     """
     path, data = folder / "c.pt", make_set(folder / "set", 16, val=48)
     argv = [*FAST, *data, "--num_epochs", 99, "--checkpoint", path, "--timeout", 20]
