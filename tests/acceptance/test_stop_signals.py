@@ -85,7 +85,7 @@ def test_ctrl_c_on_a_terminal_saves_and_keeps_the_last_lines(training, tmp_path)
     keyboard = tmp_path / "keyboard"
     os.mkfifo(keyboard)
     words = ["bash", SINGLE, *training, "--checkpoint", tmp_path / "c.pt"]
-    command = shlex.quote(shlex.join(map(str, words)))
+    command = shlex.quote("exec " + shlex.join(map(str, words)))  # dash would end with 130
     line = f"exec script -qec {command} /dev/null <{shlex.quote(str(keyboard))}"
     env = {"GPUS": "2", "RUN_NAME": "run"}
     with (
