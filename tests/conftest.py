@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from support.forks import ForkServer, shared
-from support.processes import ROOT, counter, require, wait_until
+from support.processes import ROOT
 from support.slurm import SlurmCluster
 
 # A worker takes seconds to make the test files ready; written once, they and the tools are read by
@@ -89,26 +88,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(f"  {name}")
 
 
-# These take the longest or wait the most: started last, one of them would run alone at the end.
-FIRST = [
-    "demo",
-    "faults",
-    "bad_input",
-    "lesson",
-    "prepare",
-    "show_results",
-    "pages",
-    "classes",
-    "probe",
-]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; the others stay in their order."""
-    places = {f"test_{name}.py": place for place, name in enumerate(FIRST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(FIRST)))
-
-
 @pytest.fixture(scope="session")
 def shared_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One temporary folder for the whole session: the same for all pytest-xdist workers."""
@@ -144,35 +123,8 @@ def tiny_coco() -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def demo() -> ForkServer:
-    """Where the script has been imported once, for all tests of this pytest process."""
-    return shared()
-
-
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[SlurmCluster]:
     """A running SLURM cluster of two nodes."""
     with SlurmCluster() as running:
         yield running
-
-
-@pytest.fixture
-def cgroup_of_one_core() -> Iterator[Path]:
-    """A cgroup of this machine that has a quota of one core."""
-    require(os.geteuid() == 0, "a cgroup of its own needs root")
-    one, two = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
-    top, name, quota = one, "cpu.cfs_quota_us", "100000"
-    if not one.is_dir():
-        top, name, quota = two, "cpu.max", "100000 100000"
-    own = top / f"demo-{os.getpid()}-{next(counter)}"
-    try:
-        own.mkdir()
-        (own / name).write_text(quota)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            own.rmdir()
-        require(False, f"a cgroup with a quota cannot be made here: {error}")
-    yield own
-    wait_until(lambda: not (own / "cgroup.procs").read_text(), 10, "the end of its processes")
-    own.rmdir()

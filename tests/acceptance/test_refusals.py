@@ -10,8 +10,9 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
-from support.datasets import digests, instances, make_set, numbered
+from support.datasets import Payload, digests, instances, make_set, numbered
 from support.launchers import FAST
 from support.processes import LONG, Started, demo_command, free_port, long_among, run_demo, start
 
@@ -40,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(folder / "set/images/0000.jpg", folder / "set/outside.jpg")
     (folder / "broken.json").write_text('{"images": [')
     (folder / "text.pt").write_text("no weights")
+    torch.save(Payload(folder / "made_by_a_weights_file"), folder / "code.pt")
     return folder
 
 
@@ -72,7 +74,14 @@ BAD_INPUT = {  # options: the exit code, and what the line names
     "--weights text.pt": (1, r"text\.pt"),
     "--checkpoint no_folder/run.pt": (1, r"no_folder/run\.pt"),
     "--checkpoint text.pt --resume": (1, r"text\.pt"),
+    "--annotation_path other/images": (1, r"other/images"),
     "--lr 1e9 --num_epochs 20": (1, r"(?i)\bloss\b.*\b(finite|nan)\b"),
+    "--backend nccl": (1, r"--backend nccl: 1 processes for 0 GPU"),
+    "--device mps": (1, r"--device mps needs a Mac"),
+    "--sync_bn": (1, r"--sync_bn needs NVIDIA GPUs"),
+    "--grad_compression powersgd --precision fp16": (1, r"powersgd .* fp16"),
+    "--checkpoint set": (1, r"checkpoint set is a folder"),
+    "--weights code.pt": (1, r"code\.pt"),
 }
 
 
@@ -82,6 +91,16 @@ def test_bad_input_ends_with_one_line_that_names_it(options, folder):
     arguments = [*GOOD, *FAST, *shlex.split(options)]
     run = run_demo(arguments, launcher="python", cwd=folder, timeout=SECONDS, expect=code)
     assert re.search(named, the_error(run.output))
+    assert not (folder / "made_by_a_weights_file").exists()
+
+
+@LONG
+def test_imagenet_weights_that_cannot_be_downloaded_are_one_line_that_says_what_to_do(folder):
+    env = {"TORCH_HOME": str(folder / "home"), "https_proxy": "http://127.0.0.1:9"}
+    arguments = [*GOOD, *FAST, "--weights", "imagenet"]
+    run = run_demo(arguments, launcher="python", cwd=folder, expect=1, env=env)
+    error = the_error(run.output)
+    assert "resnet18-" in error and str(folder / "home") in error and "--weights none" in error
 
 
 @LONG
@@ -114,6 +133,21 @@ def test_port_that_is_taken_is_named(folder):
         with start_rank(0, port, folder) as started:
             run = started.finish(SECONDS, expect=1)
     assert re.search(rf":{port}\b", the_error(run.output))
+
+
+@LONG
+def test_only_rank_0_needs_the_annotations_and_the_weights(folder, tmp_path):
+    """Rank 1 is started in a folder that has the images alone."""
+    arguments = [*GOOD, *FAST, "--max_steps", 1]
+    run_demo([*arguments, "--checkpoint", "good.pt"], launcher="python", cwd=folder)
+    shutil.copytree(folder / "set/images", tmp_path / "set/images")
+    port, weights = free_port(), ("--weights", "good.pt", "--max_steps", 2)
+    with (
+        start_rank(0, port, folder, *weights) as first,
+        start_rank(1, port, tmp_path, *weights) as second,
+    ):
+        runs = [started.finish(SECONDS) for started in (first, second)]
+    assert runs[0].json_line("Summary")["replicas_identical"] is True
 
 
 @LONG

@@ -26,13 +26,14 @@ from typing import Any, NoReturn
 
 import pytest
 
-from common.records import PREFIX, STEP
-
 ROOT = Path(__file__).resolve().parents[2]
 # Another copy of the script can be put to the tests, to see that they find what is broken in it.
 SCRIPT = Path(os.environ.get("TEST_SCRIPT", ROOT / "demo_coco_resnet18.py"))
 MARK = "TEST_ID"  # in the environment of every process that a test starts
 counter = itertools.count()
+# The lines that the script promises: "[GPU 3] ", then a step with its loss.
+PREFIX = re.compile(r"\[(GPU|CPU|MPS) (\d+)\] ")
+STEP = re.compile(r"Epoch (\d+) \| Step (\d+) \| Loss: (-?[\d.]+|-?inf|nan)")
 WITH_LONG = os.environ.get("TEST_LONG") == "1"
 LONG = pytest.mark.skipif(not WITH_LONG, reason="slow: tests/run.sh --ci runs it")
 
@@ -231,7 +232,7 @@ class Run:
 
 class Watched:
     """What runs, or has ended: it has a `text` that it wrote, is `running`, and can `fail` the
-    test. Started is one, forks.Ranks the other.
+    test.
     """
 
     def wait_for(self, pattern: str, timeout: float = 120) -> re.Match:

@@ -1,0 +1,555 @@
+"""The script's parts: shares of the images, pixels, gradients, errors and their kinds."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+import signal
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+from support.datasets import COCO_IDS, instances, make_set, numbered, truncate
+from support.launchers import FAST
+from support.nodes import small_disk
+from support.processes import LONG, SCRIPT, Run, long_among, run_demo, start
+
+OPTIONS = ["--coco_image_path", "any", "--annotation_path", "any", "--workers", "0"]
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("demo", SCRIPT)
+    module = sys.modules["demo"] = importlib.util.module_from_spec(spec)  # for its dataclasses
+    spec.loader.exec_module(module)
+    return module
+
+
+def arguments(demo, *more):
+    return demo.parse_arguments([*OPTIONS, *map(str, more)])
+
+
+def image_list(demo, count):
+    labels = [n % 80 for n in range(count)]
+    return demo.ImageList(numbered(count), labels, dict(enumerate(map(str, range(80)))), 0)
+
+
+def keys(demo, rank, epoch=1, start=0, count=10, ranks=4):
+    """What a rank's sampler gives of so many training images."""
+    process = demo.ProcessInfo(rank=rank, world_size=ranks)
+    loader = demo.make_train_loader(arguments(demo), process, image_list(demo, count))
+    loader.sampler.set_epoch(epoch)
+    loader.sampler.start = start
+    return list(loader.sampler)
+
+
+# --- Shares of the images ----------------------------------------------------------------------
+
+
+def test_shares_are_equally_long_and_complete_and_repeat_only_what_pads(demo):
+    shares = [keys(demo, rank) for rank in range(4)]
+    assert [len(share) for share in shares] == [3, 3, 3, 3]
+    indices = sorted(index for share in shares for _, index in share)
+    assert set(indices) == set(range(10))
+    assert {epoch for share in shares for epoch, _ in share} == {1}
+
+
+def test_shares_change_with_the_epoch(demo):
+    first, second = ([index for _, index in keys(demo, 0, epoch)] for epoch in (1, 2))
+    assert first != second
+
+
+def test_share_can_begin_in_mid_epoch(demo):
+    assert keys(demo, 1, start=2, count=40) == keys(demo, 1, count=40)[2:]
+
+
+@pytest.mark.parametrize("count", [1, 10, 13])
+def test_validation_gives_each_image_once(demo, count):
+    found = []
+    for rank in range(4):
+        process = demo.ProcessInfo(rank=rank, world_size=4)
+        loader = demo.make_val_loader(arguments(demo), process, image_list(demo, count))
+        found += [index for _, index in loader.sampler]
+    assert sorted(found) == list(range(count))
+
+
+def test_workers_start_with_nothing_to_do(demo):
+    """Otherwise they would decode images that nobody uses."""
+
+    class Loader:
+        def __iter__(self):
+            given.append(list(self.sampler))
+            return iter(())
+
+    given, loader, process = [], Loader(), demo.ProcessInfo()
+    plain = demo.make_train_loader(arguments(demo), process, image_list(demo, 10))
+    loader.sampler = plain.sampler
+    demo.start_workers(loader, None)
+    assert given == [[]]
+    assert len(list(loader.sampler)) == 10
+
+
+# --- Image lists -------------------------------------------------------------------------------
+
+
+def test_label_is_the_category_of_the_first_annotation_in_the_file(demo, tmp_path):
+    content = instances(["a.jpg", "b.jpg", "c.jpg"], [90, None, 1])
+    more = {"id": 9, "image_id": 100, "category_id": 1, "iscrowd": 1, "bbox": [0.5] * 4}
+    content["annotations"].insert(0, {**more, "category_id": 13})
+    content["annotations"].append(more)
+    (tmp_path / "file.json").write_text(json.dumps(content))
+    found = demo.read_image_list(tmp_path / "file.json")
+    assert found.names == ["a.jpg", "c.jpg"] and found.unlabelled == 1
+    assert found.labels == [COCO_IDS.index(13), 0]
+    assert list(found.categories) == COCO_IDS
+
+
+# --- Pixels ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A folder with eight images."""
+    folder = tmp_path_factory.mktemp("images")
+    make_set(folder, 8)
+    return folder / "images"
+
+
+def dataset(demo, folder, seed=0, count=8):
+    args = arguments(demo, "--seed", seed, "--image_size", 40, "--coco_image_path", folder)
+    return demo.make_train_loader(args, demo.ProcessInfo(), image_list(demo, count)).dataset
+
+
+def test_pixels_are_a_function_of_seed_epoch_and_index(demo, images):
+    one, same = dataset(demo, images), dataset(demo, images)
+    first = [one[1, index][0] for index in range(8)]
+    again = [same[1, index][0] for index in reversed(range(8))]
+    assert all(map(torch.equal, first, reversed(again)))
+    for other in (
+        [one[2, index][0] for index in range(8)],
+        [dataset(demo, images, seed=1)[1, index][0] for index in range(8)],
+    ):
+        assert not any(map(torch.equal, first, other))
+
+
+KINDS = {"grey.jpg": "L", "cmyk.jpg": "CMYK", "palette.png": "P", "deep.png": "I;16"}
+KINDS |= {"alpha.png": "RGBA", "bitmap.bmp": "RGB", "old.tiff": "L"}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_image_decodes_to_rgb(demo, tmp_path, name, capfd):
+    Image.new(KINDS[name], (20, 30)).save(tmp_path / name)
+    found = dataset(demo, tmp_path).load_image(tmp_path / name)
+    assert (found.shape, found.dtype) == ((3, 30, 20), torch.uint8)
+    assert not capfd.readouterr().out
+
+
+def test_damaged_image_is_black_and_named_once(demo, tmp_path, capfd):
+    make_set(tmp_path, 8)
+    truncate(tmp_path / "images/0003.jpg")
+    image, label = dataset(demo, tmp_path / "images")[1, 3]
+    assert label == 3 and not image.any() and image.shape == (3, 40, 40)
+    (line,) = capfd.readouterr().out.splitlines()
+    assert line.startswith("[CPU 0] WARNING: ") and str(tmp_path / "images/0003.jpg") in line
+
+
+def test_file_that_cannot_be_read_is_no_black_image(demo, images):
+    with pytest.raises(OSError):
+        dataset(demo, images / "gone")[1, 0]
+
+
+# --- A run of one process ----------------------------------------------------------------------
+
+# The script, which also prints the key of each image that it reads.
+WITH_KEYS = f"""
+import sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import demo_coco_resnet18 as demo
+
+def read(dataset, key):
+    print("KEY", *key, flush=True)
+    return plain(dataset, key)
+
+plain, demo.CocoFirstCategory.__getitem__ = demo.CocoFirstCategory.__getitem__, read
+demo.run_and_exit(demo.main)
+"""
+
+
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory) -> Run:
+    folder = tmp_path_factory.mktemp("two_epochs")
+    words = [*make_set(folder, 22), *FAST, "--num_epochs", 2, "--log_every", 3]
+    with start([sys.executable, "-c", WITH_KEYS, *words]) as started:
+        return started.finish()
+
+
+def test_each_epoch_has_each_image_once_in_another_order(two_epochs):
+    keys = [tuple(map(int, found)) for found in re.findall(r"KEY (\d+) (\d+)", two_epochs.out)]
+    first, second = ([index for epoch, index in keys if epoch == number] for number in (1, 2))
+    assert sorted(first) == sorted(second) == list(range(22))
+    assert first != second
+
+
+def test_figures_of_a_run_agree(two_epochs):
+    """22 images in batches of 4 are 6 steps an epoch."""
+    summary = two_epochs.json_line("Summary")
+    assert (summary["epochs"], summary["steps"]) == (2, 12)
+    assert summary["img_per_s"] == pytest.approx(44 / summary["train_s"])
+    (times,) = summary["ranks"]
+    parts = times["data_ms"] + times["compute_ms"] + times["exposed_ms"]
+    assert parts == pytest.approx(times["step_ms"])
+    assert 0.1 < summary["step_ms"] / (1e3 * summary["train_s"] / 12) < 2  # the first one is slow
+    assert [step for _, step, _ in two_epochs.steps()] == [1, 4, 7, 10, 12]
+    for line in two_epochs.lines(0):
+        if found := re.search(r"\| ([\d.]+) img/s \| data ([\d.]+) ms \| step ([\d.]+) ms", line):
+            rate, data, step = map(float, found.groups())
+            assert 0 < data < step
+            assert 1 < rate * step / 1e3 < 4.1  # images in a step
+
+
+def test_a_stop_signal_saves_and_ends_with_75(tmp_path):
+    words = [*make_set(tmp_path, 22), *FAST, "--num_epochs", 99, "--checkpoint", tmp_path / "c.pt"]
+    env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    with start([sys.executable, SCRIPT, *words], env=env) as started:
+        started.wait_for(r"\| Step 3 ")
+        started.signal(signal.SIGUSR1)
+        run = started.finish(expect=75)
+    step = int(
+        re.fullmatch(r"Stopped on SIGUSR1 \| step (\d+) \| exit code 75", run.lines(0)[-1])[1]
+    )
+    assert torch.load(tmp_path / "c.pt", weights_only=True)["step"] == step >= 3
+    assert '"kind": "asked"' in (tmp_path / "error.json").read_text()
+
+
+@LONG
+def test_a_full_disk_ends_the_run_and_leaves_the_older_checkpoint(tmp_path):
+    """There is room for one checkpoint of 135 MB, but not for two."""
+    words = [*make_set(tmp_path, 22), *FAST, "--checkpoint_every", 1]
+    with small_disk(tmp_path / "disk", "200m") as disk:
+        command = [sys.executable, SCRIPT, *words, "--checkpoint", disk / "c.pt"]
+        with start(command) as started:
+            run = started.finish(expect=1)
+        assert torch.load(disk / "c.pt", weights_only=True)["step"] == 1
+    assert re.match(rf"ERROR: .*{disk}/c\.pt not saved at step 2", run.lines(0)[-1])
+
+
+@LONG
+def test_classes_are_those_of_the_annotation_file_and_a_layer_of_others_is_left_out(tmp_path):
+    words = [*make_set(tmp_path / "80", 8), *FAST, "--max_steps", 1]
+    run_demo([*words, "--checkpoint", tmp_path / "80.pt"], launcher="python")
+    words = [*make_set(tmp_path / "3", 9), *FAST, "--max_steps", 1]
+    content = instances(numbered(9), ids=[7, 5, 9])
+    (tmp_path / "3/instances.json").write_text(json.dumps(content))
+    run = run_demo([*words, "--weights", tmp_path / "80.pt"], launcher="python")
+    assert run.json_line("Run")["classes"] == 3
+    assert re.search(r"the last layer, of 80 other classes, is left out: 3 classes here", run.out)
+
+
+@LONG
+def test_ranks_that_end_with_different_weights_are_reported(tmp_path):
+    """One rank changes a weight of its own."""
+    code = WITH_KEYS.partition("def read")[0]
+    code += """
+def drifted(training):
+    next(training.model.parameters()).data += training.process.rank
+    plain(training)
+
+plain, demo.log_summary = demo.log_summary, drifted
+demo.run_and_exit(demo.main)
+"""
+    (tmp_path / "drift.py").write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    words = [*make_set(tmp_path, 16), *FAST, "--max_steps", 1]
+    with start([*command, tmp_path / "drift.py", *words]) as started:
+        run = started.finish()
+    assert run.json_line("Summary")["replicas_identical"] is False
+    assert "replicas identical: False" in run.out
+
+
+@LONG
+def test_a_cpu_without_bf16_instructions_trains_in_fp32(tmp_path):
+    """Here they are hidden from PyTorch's libraries."""
+    env = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    words = [*make_set(tmp_path, 8), *FAST, "--max_steps", 1, "--precision", "auto"]
+    run = run_demo(words, launcher="python", env=env)
+    assert run.json_line("Run")["precision"] == "fp32"
+
+
+# --- Gradients ---------------------------------------------------------------------------------
+
+# One optimizer step over fixed images. Batch norm is in eval mode: in training it would see the
+# images of each rank alone.
+ONE_STEP = f"""
+import sys
+from types import SimpleNamespace
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import torch
+import demo_coco_resnet18 as demo
+
+def main(process):
+    args = demo.parse_arguments(sys.argv[2:])
+    demo.read_environment(process)
+    demo.join_process_group(args, process)
+    demo.complete_arguments(args, process, 16)
+    model = demo.build_model(args, process, 80)
+    ddp, _ = demo.wrap_model(args, process, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    training = demo.Training(args, process, None, "", model, ddp, optimizer, None)
+    model.eval()
+    noise = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (16, 3, 40, 40), dtype=torch.uint8, generator=noise)
+    labels = torch.randint(80, (16,), generator=noise)
+    own = slice(process.rank, None, process.world_size)
+    batches = zip(images[own].split(args.batch_size), labels[own].split(args.batch_size))
+    sent = []
+    if process.world_size > 1:
+        ddp.register_comm_hook(sent, note)
+    before = {{name: values.detach().clone() for name, values in model.named_parameters()}}
+    demo.train_one_epoch(training, Loader(batches), 1)
+    after = dict(model.named_parameters())
+    if process.rank == 0:
+        found = {{name: before[name] - after[name].detach() for name in before}}
+        torch.save({{"gradients": found, "buckets": sent}}, sys.argv[1])
+
+def note(sent, bucket):
+    sent.append(bucket.index())
+    return demo.default_hooks.allreduce_hook(None, bucket)
+
+class Loader(list):
+    sampler = SimpleNamespace(set_epoch=lambda epoch: None)
+
+demo.run_and_exit(main)
+"""
+
+
+def one_step(folder, ranks, *options) -> dict:
+    """What a step of SGD with a learning rate of 1 takes from the weights, and which of DDP's
+    buckets were sent.
+    """
+    script, result = folder / "one_step.py", folder / "gradients.pt"
+    script.write_text(ONE_STEP)
+    words = [*OPTIONS, *FAST, "--num_epochs", 1, "--lr", 1, *options]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={ranks}", script, result, *words]
+    with start(command) as started:
+        started.finish()
+    return torch.load(result)
+
+
+@pytest.fixture(scope="session")
+def of_one_process(tmp_path_factory):
+    return one_step(tmp_path_factory.mktemp("one"), 1, "--batch_size", 16)["gradients"]
+
+
+SHARED = ["--batch_size 4 --accumulate_steps 2", "--batch_size 8"]
+
+
+@pytest.mark.parametrize("options", long_among(SHARED, SHARED[1:]))
+def test_gradients_of_two_ranks_are_those_of_twice_the_batch(options, of_one_process, tmp_path):
+    """And each bucket of them is sent once in a step."""
+    found = one_step(tmp_path, 2, *options.split())
+    assert sorted(found["buckets"]) == list(range(len(found["buckets"])))
+    for name, expected in of_one_process.items():
+        difference = (found["gradients"][name] - expected).abs().max()
+        assert difference <= 1e-3 * expected.abs().max(), name
+
+
+@LONG
+@pytest.mark.parametrize(
+    ("options", "factor"), [("--warmup_steps 2", 1 / 2), ("--lr_scaling linear", 16 / 64)]
+)
+def test_learning_rate_warms_up_and_is_scaled(options, factor, of_one_process, tmp_path):
+    """SGD's step is the gradient times the learning rate."""
+    found = one_step(tmp_path, 1, "--batch_size", 16, *options.split())["gradients"]
+    for name, expected in of_one_process.items():
+        assert torch.allclose(found[name], factor * expected, rtol=1e-4, atol=1e-6), name
+
+
+# --- Resume ------------------------------------------------------------------------------------
+
+
+@LONG
+@pytest.mark.parametrize("buckets", [[], ["--bucket_cap_mb", 25]], ids=["of DDP", "given"])
+def test_resumed_with_four_ranks_ends_with_the_weights_of_an_unbroken_run(buckets, tmp_path):
+    """A sum of four depends on their order, which DDP's buckets decide."""
+    words = [*make_set(tmp_path, 44), *FAST, "--batch_size", 2, *buckets]
+    unbroken = run_demo([*words, "--max_steps", 2], nproc=4)
+    words += ["--checkpoint", tmp_path / "c.pt", "--resume"]
+    run_demo([*words, "--max_steps", 1], nproc=4)
+    resumed = run_demo([*words, "--max_steps", 2], nproc=4)
+    digests = [run.json_line("Summary")["weights_sha256"] for run in (unbroken, resumed)]
+    assert digests[0] == digests[1]
+
+
+@LONG
+def test_resumed_with_another_number_of_ranks_goes_on_at_the_same_global_batch(tmp_path):
+    """And a finished run that is resumed makes no step."""
+    words = [*make_set(tmp_path, 24, val=5), *FAST, "--checkpoint", tmp_path / "c.pt", "--resume"]
+    run_demo([*words, "--batch_size", 8, "--max_steps", 2])
+    resumed = run_demo([*words, "--batch_size", 4, "--max_steps", 4], nproc=2)
+    assert [step for _, step, _ in resumed.steps(1)] == [3, 4]
+    finished = run_demo([*words, "--batch_size", 4, "--max_steps", 4], nproc=2)
+    assert not finished.steps(0)
+    ends = [run.json_line("Summary") for run in (resumed, finished)]
+    assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"]
+
+
+@LONG
+def test_a_stop_during_validation_ends_with_the_epoch_saved_and_is_validated_after(tmp_path):
+    words = [*make_set(tmp_path, 8, val=600), *FAST, "--num_epochs", 1]
+    words += ["--batch_size", 1, "--checkpoint", tmp_path / "c.pt", "--resume"]
+    with start([sys.executable, SCRIPT, *words]) as started:
+        started.wait_for(r"Epoch 1 complete")
+        started.signal(signal.SIGTERM)
+        run = started.finish(expect=75)
+    assert run.lines(0)[-1] == "Stopped on SIGTERM | step 8 | exit code 75"
+    assert not re.search(r" validation \| ", run.out)
+    resumed = run_demo(words, launcher="python")
+    assert re.search(r"Epoch 1 validation \| .* \| 600 images", resumed.out)
+    assert not resumed.steps(0)
+
+
+# --- On a GPU that is not there ----------------------------------------------------------------
+
+
+def test_a_step_keeps_to_the_gpu_and_waits_for_no_copy(demo, monkeypatch):
+    """By fake tensors, which have a device and no data: each operation checks that all of its
+    tensors are on one device. Backward and DDP need a real one.
+    """
+    from torch._subclasses import FakeTensorMode
+    from torch.overrides import TorchFunctionMode
+
+    class Copies(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            if function is torch.Tensor.to and args[0].device.type == "cpu":
+                copies.append(kwargs.get("non_blocking"))
+            assert function not in (torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.tolist)
+            return function(*args, **kwargs)
+
+    def autocast(kind, dtype, enabled):
+        precision.append((kind, dtype, enabled))
+        return contextlib.nullcontext()
+
+    def scale(loss):
+        losses.append(loss)
+        return SimpleNamespace(backward=lambda: None)
+
+    copies, precision, losses, inputs = [], [], [], []
+    cuda = torch.device("cuda", 0)
+    args = arguments(demo, "--precision", "bf16", "--accumulate_steps", 2)
+    nothing = SimpleNamespace(step=lambda *_: None, update=lambda: None, zero_grad=lambda: None)
+    nothing.param_groups, nothing.scale = [{}], scale
+    timer = SimpleNamespace(mark=str, start_step=lambda: None, end_step=lambda images: None)
+    for name in ("agree_to_continue", "log_epoch", "log_step"):
+        monkeypatch.setattr(demo, name, lambda *_: None)
+    monkeypatch.setattr(demo.torch, "autocast", autocast)
+    fake = FakeTensorMode()
+    monkeypatch.setattr(demo, "MEAN", fake.from_tensor(demo.MEAN))
+    monkeypatch.setattr(demo, "STD", fake.from_tensor(demo.STD))
+    with fake, Copies():
+        with cuda:
+            model = demo.torchvision.models.resnet18(num_classes=80)
+        model.no_sync = contextlib.nullcontext
+        model.conv1.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+        batch = torch.zeros(4, 3, 40, 40, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+        training = SimpleNamespace(args=args, process=demo.ProcessInfo(device=cuda), step=0)
+        training.model = training.ddp = model
+        training.timer, training.scaler, training.optimizer = timer, nothing, nothing
+        training.agree_at_step = 99
+        # Two steps of which none is the first or the last: these have a log line.
+        training.step, args.log_every, args.steps_per_epoch, args.max_steps = 1, 9, 3, 4
+        demo.train_one_epoch(training, Batches([batch] * 4), 1)
+    assert len(losses) == len(inputs) == 4
+    assert {str(tensor.device) for tensor in [*losses, *inputs, training.loss_sum]} == {"cuda:0"}
+    assert all(given.is_contiguous(memory_format=torch.channels_last) for given in inputs)
+    assert copies == [True] * 4 * 4  # of images, mean, standard deviation and labels
+    assert set(precision) == {("cuda", torch.bfloat16, True)}
+
+
+class Batches(list):
+    sampler = SimpleNamespace(set_epoch=lambda epoch: None)
+
+
+# --- Time --------------------------------------------------------------------------------------
+
+
+def test_parts_of_a_step_are_told_by_its_moments(demo):
+    timer = demo.StepTimer(torch.device("cpu"), torch.nn.Linear(1, 1))
+    moments = {"begin": 0, "waiting for data": 1, "data": 3, "own gradients": 6, "averaged": 10}
+    timer.unread.append(({**moments, "end": 15}, 4))
+    timer.read()
+    assert timer.steps == [demo.StepTime(data=2, exposed=4, step=15, images=4)]
+    assert not timer.unread
+
+
+def test_own_gradients_are_noted_when_the_first_layers_is_ready(demo):
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    timer = demo.StepTimer(torch.device("cpu"), model)
+    model[1](torch.ones(1)).sum().backward()
+    assert "own gradients" not in timer.moments
+    model(torch.ones(1)).sum().backward()
+    assert "own gradients" in timer.moments
+
+
+# --- Errors ------------------------------------------------------------------------------------
+
+KIND_OF = {  # what a rank that fails raises: the kind, and words of its line
+    "OSError(5, 'Input/output error', 'a.jpg')": ("lost", r"a\.jpg"),
+    "RuntimeError('CUDA out of memory. Tried to allocate 2 GiB')": ("user", "--batch_size"),
+    "RuntimeError('[/a/gloo/pair.cc:1] Connection closed by peer')": ("lost", "another rank"),
+    "EOFError()": ("lost", "EOFError"),
+    "TypeError('a slip')": ("bug", "TypeError: a slip"),
+    "RuntimeError('shapes cannot be multiplied')": ("bug", "shapes cannot be multiplied"),
+}
+
+
+@pytest.mark.parametrize("error", KIND_OF)
+def test_error_of_one_rank_is_one_line_and_has_its_kind(error, tmp_path):
+    """Of a bug there is a traceback as well, with the rank before each line."""
+    kind, words = KIND_OF[error]
+    code = (
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import demo_coco_resnet18 as d"
+    )
+    code += f"\ndef main(process): process.rank = 3; raise {error}\nd.run_and_exit(main)"
+    env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    with start([sys.executable, "-c", code], env=env) as started:
+        run = started.finish(expect=1)
+    assert all(line.startswith("[CPU 3] ") for line in run.lines())
+    assert re.fullmatch(rf"ERROR: .*{words}.*", run.lines(3)[-1])
+    assert ("Traceback" in run.out) == (kind == "bug") == (len(run.lines()) > 1)
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["extraInfo"]["kind"] == kind and message["extraInfo"]["rank"] == 3
+    assert message["message"] == run.lines()[-1]
+
+
+def test_wrong_arguments_are_told_to_the_launcher(tmp_path):
+    env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    with start([sys.executable, SCRIPT, *OPTIONS, "--lr", "0"], env=env) as started:
+        run = started.finish(expect=2)
+    (line,) = run.lines()
+    assert "--lr: 0 is not at least 1e-09" in line
+    assert '"kind": "user"' in (tmp_path / "error.json").read_text()
+
+
+def test_dashes_inside_a_name_are_accepted(demo):
+    args = arguments(demo, "--batch-size", 3, "--lr_scaling=linear", "--image-size=50")
+    assert (args.batch_size, args.lr_scaling, args.image_size) == (3, "linear", 50)
+
+
+# --- The file ----------------------------------------------------------------------------------
+
+
+def test_six_steps_stand_once_and_in_order():
+    assert re.findall(r"# DDP (\d)/6", SCRIPT.read_text()) == list("123456")
+
+
+def test_script_keeps_to_what_is_public():
+    found = re.findall(r".*(?:\._[a-z]|ctypes|DEMO_|/proc/|/sys/).*", SCRIPT.read_text())
+    assert {line.strip() for line in found} == {"os._exit(1)", "os._exit(code)"}
