@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from analysis import judge
 from analysis.logs import parse_text, read_log
+from analysis.runs import make_run
 from counters import describe_traffic, difference, read_counters
+from support.made_logs import as_text, carried, on_gpus, one_run
 from support.nodes import NamespacePair
 from support.processes import ROOT
-from test_compare_logs import as_text, carried, judged, one_run, probed_run
 
 TOOL = ROOT / "tools" / "counters.py"
 
@@ -267,9 +269,10 @@ def line(host: str, time: float, downed: int) -> str:
 
 
 def test_comparison_tells_the_errors_of_the_run():
-    run = probed_run([carried("mlx5_0:1", "infiniband", 100, 90.0)])
-    _, out = judged(run, line("n0", 100, 2) + run + line("n0", 200, 5))
-    assert "Errors counted during the run: link_downed 3 on mlx5_0:1 of n0." in out
+    text = on_gpus([carried("mlx5_0:1", "infiniband", 100, 90.0)])
+    run = make_run("a", parse_text(line("n0", 100, 2) + text + line("n0", 200, 5)), {})
+    (said,) = judge.say_trouble(run)
+    assert said == "Errors counted during the run: link_downed 3 on mlx5_0:1 of n0."
 
 
 def test_only_the_last_run_of_each_file_is_counted(tmp_path):
@@ -280,12 +283,10 @@ def test_only_the_last_run_of_each_file_is_counted(tmp_path):
     (tmp_path / "node0.log").write_text(text)
     lines = [line("n1", time, downed) for time, downed in ((120, 0), (201, 7), (320, 7), (401, 9))]
     (tmp_path / "node1.log").write_text("".join(lines))
-    nodes = [
-        (node["host"], node["seconds"], node["interfaces"]) for node in read_log([tmp_path]).nodes
-    ]
-    assert [(host, seconds, link["errors"]) for host, seconds, (link,) in nodes] == [
-        ("n0", 100, {"link_downed": 1}),
-        ("n1", 81, {"link_downed": 2}),
+    nodes = [(node["host"], node["interfaces"]) for node in read_log([tmp_path]).nodes]
+    assert [(host, link["errors"]) for host, (link,) in nodes] == [
+        ("n0", {"link_downed": 1}),
+        ("n1", {"link_downed": 2}),
     ]
 
 

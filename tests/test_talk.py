@@ -1,77 +1,138 @@
-"""docs/talk.md: what compare_logs.py makes of the talk's logs, and the talk's command."""
+"""docs/networks.md: the talk judged, the expected times, the blocks by hand, any program's log."""
 
 from __future__ import annotations
 
-import json
-import shlex
-import shutil
+import re
 import subprocess
-import sys
-from pathlib import Path
 
-import pytest
+import compare_logs
+from analysis.logs import parse_text
+from analysis.runs import make_run
+from support.datasets import data_args
+from support.nodes import NamespacePair
+from support.processes import LONG, ROOT, base_env, new_test_id, require
+from test_readme import PAGES
 
-from support.datasets import instances, numbered, write_images
-from support.processes import LONG, ROOT, SCRIPT, base_env, new_test_id, require, run_demo
-from test_pages import PAGES
-
-TALK = PAGES["docs/talk.md"]
-LOGS = ROOT.parent / "shared" / "talk"
-NAMES = ("ethernet", "infiniband")
-
-
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory) -> list[str]:
-    """The two logs as the page's commands take them from it, and what its comparisons print."""
-    folder = tmp_path_factory.mktemp("talk")
-    for name in ("docs", "tools"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    commands = [text for text in TALK.commands if "data/talk" in text]
-    script = "\n".join(["set -euo pipefail", *(f"{text}\nprintf '\\0'" for text in commands)])
-    how = dict(cwd=folder, capture_output=True, text=True, timeout=60)
-    done = subprocess.run(["bash", "-c", script], env=base_env(new_test_id()), **how)
-    assert done.returncode == 0, done.stderr
-    taken = [(folder / "data" / "talk" / f"{name}.log").read_text() for name in NAMES]
-    return [*taken, *done.stdout.split("\0")[:-1]]
+PAGE = PAGES["docs/networks.md"]
+TALK = [text for text in PAGE.commands if "docs/talk/ethernet.log" in text]
+PRINTED = [text for text in PAGE.printed if "[CPU 0]" not in text]
+(FOUR_LINES,) = [text for text in PAGE.printed if "[CPU 0]" in text]
 
 
-def test_page_shows_what_the_tool_prints(printed):
-    """Where the tool's words change, print the page's blocks anew with its commands."""
-    shown = [[line.rstrip() for line in text.splitlines()] for text in TALK.printed]
-    assert [[line.rstrip() for line in text.strip().splitlines()] for text in printed] == shown
+def stripped(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def test_conclusions_in_the_text_are_the_tools(printed):
-    verdict, text = " ".join(printed[2].split()), " ".join(TALK.prose.split())
-    assert "a wire that ran at 72 Mb/s (1,850 steps" in verdict and "72 Mb/s explain them" in text
-    assert "this is not a 1 Gb/s result" in verdict and "1 Gb/s cannot explain 4 h 9 min" in text
+def test_page_shows_what_the_tool_prints_of_the_talks_logs():
+    """If the tool's words change, print the page's blocks anew with its commands."""
+    shown = []
+    for command in TALK[1:]:  # the first is the same without `fold`
+        how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
+        env = base_env(new_test_id())
+        done = subprocess.run(["bash", "-eo", "pipefail", "-c", command], env=env, **how)
+        assert done.returncode == 0, done.stderr
+        shown.append(stripped(done.stdout))
+    assert shown == [stripped(text) for text in PRINTED]
+    assert TALK[1].startswith(TALK[0].strip())
+    words = " ".join(shown[0])
+    assert "this is not a 1 Gb/s result" in words and "a wire that ran at 72 Mb/s" in words
 
 
-def test_logs_of_the_page_are_the_talks(printed):
-    require(LOGS.is_dir(), f"the talk's logs are not there: {LOGS}")
-    assert printed[:2] == [(LOGS / f"{name}.log").read_text() for name in NAMES]
+def test_logs_of_the_talk_are_unchanged():
+    folder = ROOT.parent / "shared" / "talk"
+    require(folder.is_dir(), f"the talk's own logs are not there: {folder}")
+    for name in ("ethernet.log", "infiniband.log"):
+        assert (ROOT / "docs/talk" / name).read_bytes() == (folder / name).read_bytes()
 
 
-def save_weights(hub: Path) -> None:
-    """What a download of ImageNet's weights would leave there; the values are made up."""
-    file = hub / "checkpoints" / "resnet18-f37072fd.pth"
-    file.parent.mkdir(parents=True)
-    code = "import sys, torch, torchvision as t; torch.save(t.models.resnet18().state_dict(), "
-    subprocess.run([sys.executable, "-c", f"{code} sys.argv[1])", file], check=True, timeout=120)
+def test_talk_without_its_figures_asks_for_what_is_lacking(capsys):
+    logs = [str(ROOT / "docs/talk" / f"{name}.log") for name in ("ethernet", "infiniband")]
+    assert compare_logs.main(logs) == 0
+    assert "give --steps" in capsys.readouterr().out
+    lacking = ["--images", "118,287", "--epochs", "2", "--global-batch", "128"]
+    assert compare_logs.main([*logs, *lacking]) == 0
+    out = capsys.readouterr().out
+    assert "--link_gbps, --parameters, --processes, --nodes" in out
+    assert re.search(r"\| step +\| +8,076 ms", out)  # 14,939.8 s / (2 * 925)
+
+
+def test_two_nodes_of_the_original_demo_count_their_gpus_from_0(tmp_path, capsys):
+    for node in (0, 1):
+        (tmp_path / f"node{node}.log").write_bytes(
+            (ROOT / "docs/talk/infiniband.log").read_bytes()
+        )
+    options = ["--processes", "4", "--nodes", "2", "--steps", "1850"]
+    assert compare_logs.main([str(tmp_path), *options]) == 0
+    assert compare_logs.main([str(tmp_path), *options, "--processes", "6"]) == 1
+    assert "no line from ranks 4, 5" in capsys.readouterr().out
+
+
+def test_expected_times_are_those_of_the_projection(capsys):
+    rows = re.findall(r"^\| (\d+ Gb/s) \| (.*) \| (.*) \|$", PAGE.text, re.MULTILINE)
+    assert len(rows) == 7
+    words = TALK[0].replace("ethernet=1 --link_gbps infiniband=56", "56").split()[3:]
+    for column, processes in ((1, "2"), (2, "4")):
+        compare_logs.main([*words, "--processes", processes, "--project"])
+        out = capsys.readouterr().out
+        found = re.findall(r"^\| (\d+ Gb/s) +\| +([\d.]+ ms) ", out, re.MULTILINE)
+        assert found == [(row[0], row[column]) for row in rows]
+
+
+def test_the_four_lines_are_a_whole_run_with_a_split():
+    step, end = (FOUR_LINES.splitlines()[n].replace("CPU 0", "CPU 1") for n in (1, 3))
+    run = make_run("mine", parse_text(f"{FOUR_LINES}{step}\n{end}\n"), {})
+    assert run.problems == [] and (run.processes, run.nodes, run.steps) == (2, 2, 20)
+    assert abs(run.data_s + run.compute_s + run.exposed_s - run.step_s) < 1e-6
+    assert run.wire_bytes == 4 * run.parameters
+
+
+BY_HAND = {
+    (int(node), network): text
+    for text in PAGE.commands
+    for node, network in re.findall(r"^# node (\d), (\w+)$", text, re.MULTILINE)
+}
+
+
+def test_blocks_by_hand_differ_between_nodes_in_the_nodes_number_alone():
+    assert BY_HAND.keys() == {(node, net) for node in (0, 1) for net in ("Ethernet", "InfiniBand")}
+    for network in ("Ethernet", "InfiniBand"):
+        one, two = BY_HAND[0, network], BY_HAND[1, network]
+        assert re.sub(r"(node |node_rank=|node)0", r"\g<1>1", one) == two
+    ports = [re.findall(r":(295\d\d) ", BY_HAND[0, net]) for net in ("Ethernet", "InfiniBand")]
+    assert len({*ports[0], *ports[1]}) == 4
+    assert "mlx4_0" in PAGE.prose and "NCCL_IB_HCA" in BY_HAND[0, "InfiniBand"]
+
+
+def test_readmes_commands_by_hand_are_those_of_the_blocks_without_probe():
+    readme = "\n".join(PAGES["README.md"].commands)
+    for network in ("Ethernet", "InfiniBand"):
+        text = BY_HAND[0, network]
+        (variables,) = re.findall(r"^export (NCCL_NET=.*)$", text, re.MULTILINE)
+        (command,) = re.findall(r"^torchrun .* demo_coco_resnet18.py", text, re.MULTILINE)
+        assert f"{variables} \\\n{command} " in readme
 
 
 @LONG
-def test_first_command_trains_two_epochs(tmp_path):
-    """With eight images in COCO's layout."""
-    save_weights(tmp_path / "torch" / "hub")
-    write_images(tmp_path / "coco" / "train2017", numbered(8))
-    notes = tmp_path / "coco" / "annotations"
-    notes.mkdir()
-    (notes / "instances_train2017.json").write_text(json.dumps(instances(numbered(8))))
-    words = shlex.split(TALK.commands[0])
-    assert words[:4] == ["torchrun", "--standalone", "--nnodes=1", "--nproc_per_node=1"]
-    arguments = words[words.index(SCRIPT.name) + 1 :]
-    env = {"TORCH_HOME": str(tmp_path / "torch")}
-    run = run_demo(arguments, env=env, cwd=tmp_path, timeout=400)
-    assert (run.json_line("Run")["num_epochs"], run.json_line("Run")["weights"]) == (2, "imagenet")
-    assert {epoch for epoch, _, _ in run.steps()} == {1, 2}
+def test_blocks_by_hand_run_and_are_compared(tmp_path, sample, capsys):
+    """Those for Ethernet, on two nodes, with a small data set; one process a node."""
+    options = (
+        "--weights none --image_size 64 --batch_size 2 --num_epochs 1 --workers 0 --max_steps 6"
+    )
+    words = " ".join(map(str, data_args(sample)))
+    with NamespacePair("200mbit") as nodes:
+        started = []
+        for node in (0, 1):
+            text = BY_HAND[node, "Ethernet"].replace("10.0.0.1", nodes.addresses[0])
+            text = re.sub(r"^coco=.*$", f"coco=({words} {options})", text, flags=re.MULTILINE)
+            text = text.replace("--max_steps 200", "").replace(
+                "nproc_per_node=2", "nproc_per_node=1"
+            )
+            text = text.replace("logs/", f"{tmp_path}/")
+            command = ["bash", "-c", f"set -eo pipefail\n{text}"]
+            started.append(nodes.popen(node, command, cwd=ROOT, env={"OMP_NUM_THREADS": "1"}))
+        for one in started:
+            one.finish(300)
+    assert compare_logs.main([str(tmp_path / "ethernet")]) == 0
+    out = capsys.readouterr().out
+    assert "ethernet: Bound by its link: " in out and "Over TCP on eth0 (ethernet)" in out
+    assert compare_logs.main([str(tmp_path / "ethernet" / "node0.log")]) == 0

@@ -6,15 +6,16 @@
     python tools/compare_logs.py slow=a.log fast=b.log --link_gbps slow=1 --link_gbps fast=56
     python tools/compare_logs.py logs/eth --plot run.png --csv steps.csv
 
-A run is NAME=PATH: a log file, or a run's folder with node0.log, node1.log, ...; node 0's alone
-will do. Without NAME= it is called as its folder or file. A name that is given again adds a file
+A run is NAME=PATH: a log file, or a run's folder with node0.log, node1.log, ... Node 0's log is
+enough. Without NAME= it is called after its folder or file. A name that is given again adds a file
 to its run, such as the probe's (`slow=probe.log slow=train.log`). The base of every ratio is the
-first run that has not failed. The logs are those of demo_coco_resnet18.py, or of the original demo
-of the talk, which have no Run and no Summary line: what they lack is given as an option, for all
-runs (`--steps 1850`) or for one (`--steps slow=1850`). A log's own figure wins, but `--link_gbps`
-replaces the stated speed.
+first run that has not failed. The logs are those of demo_coco_resnet18.py, or of the talk's
+original demo, which have no Run and no Summary line: give what they lack as an option, for all
+runs (`--steps 1850`) or for one (`--steps slow=1850`). A log's own figure wins, except that
+`--link_gbps` replaces the stated speed.
 
-Exit code: 0 done; 1 done, but a run failed or is incomplete; 2 bad usage, or not like with like.
+Exit code: 0: success; 1: compared, but a run is incomplete or failed; 2: usage error, or unlike
+runs.
 """
 
 import argparse
@@ -24,14 +25,11 @@ import re
 import sys
 from pathlib import Path
 
-from analysis import UserError, print_text
-from analysis.comparable import differences, losses_apart, other_settings, same_wire, set_losses
-from analysis.cost_model import LATENCY_US
+from analysis import UserError, compare, print_text
+from analysis.judge import judge
 from analysis.logs import NODE_LOG, read_log
-from analysis.projection import cross_checks, project, projected, scaling
 from analysis.report import report, write_csv, write_json, write_report
-from analysis.runs import LACKING, make_run, set_floor
-from analysis.verdict import judge
+from analysis.runs import LACKING, make_run
 
 
 def main(argv=None):
@@ -49,7 +47,7 @@ def run_command(args):
     runs = [make_run(name, read_log(files), given[name]) for name, files in paths.items()]
     if args.csv and not any(run.log.steps for run in runs):
         raise UserError(f"--csv {args.csv}: no step line in any of the logs: give whole logs")
-    result = compare(runs, args.latency_us * 1e-6, args.force, args.project)
+    result = compare_runs(runs, args.force, args.project)
     error = print_text(report(result))
     failed = [f"the report cannot be printed: {error}"] if error else []
     for option, (file, write) in outputs.items():
@@ -80,31 +78,31 @@ def asked_outputs(args):
     return {option: (file, writers[option]) for option, file in files.items()}
 
 
-def compare(runs, latency_s, force=False, project_from=None):
-    """Everything the report holds, from Runs; raises UserError where they are not alike."""
+def compare_runs(runs, force=False, project_from=None):
+    """Everything the report holds. Raises UserError if the runs are not alike."""
     base = next((run for run in runs if not run.log.failed), runs[0])
     others = [run for run in runs if run is not base]
-    unlike = [text for run in others for text in differences(base, run)]
+    unlike = [text for run in others for text in compare.differences(base, run)]
     if unlike and not force:
         raise UserError("; ".join(unlike) + " (--force compares all the same)")
     for run in others:
-        if settings := other_settings(base, run):
+        if settings := compare.other_settings(base, run):
             run.notes.append(f"other settings than {base.name}: {', '.join(settings)}")
-    set_losses(runs)
+    compare.set_losses(runs)
     for run in runs:
-        set_floor(run, runs)
-        run.message_s = latency_s if run.message_s is None else run.message_s
+        compare.set_work(run, runs)
+    able = [run for run in runs if compare.can_model(run)]
     return {
         "runs": runs,
         "base": base,
         "differences": unlike,
-        "losses": [text for run in others if (text := losses_apart(base, run))],
-        "same_wire": same_wire(runs),
+        "losses": [text for run in others if (text := compare.losses_apart(base, run))],
+        "same_wire": compare.same_wire(runs),
         "verdicts": {run.name: judge(run) for run in runs},
-        "scaling": scaling(runs),
-        "cross_checks": cross_checks(runs),
-        "projections": {run.name: project(run) for run in runs if run.can_project},
-        "projected": projected(runs, project_from),
+        "scaling": compare.scaling(runs),
+        "projections": {run.name: compare.project(run) for run in able},
+        "projected": compare.projected(runs, project_from),
+        "cross_checks": compare.cross_checks(runs),
     }
 
 
@@ -119,23 +117,17 @@ def parse_arguments(argv):
     add = parser.add_argument
     add("runs", nargs="+", metavar="[NAME=]PATH", help="log or folder of a run")
     add("--plot", metavar="FILE", help="write a picture (PNG, or by the suffix)")
-    add(
-        "--report", metavar="FILE", help="write the report as Markdown, with the picture of --plot"
-    )
+    text = "write the report as Markdown, with the picture of --plot"
+    add("--report", metavar="FILE", help=text)
     add("--csv", metavar="FILE", help="write the step lines: a row for each rank and step")
     add("--json", metavar="FILE", help="write all figures as JSON")
     add("--force", action="store_true", help="compare unlike runs, and mark it")
-    text = "other links and numbers of processes, from this run (default: what is known best)"
+    text = "what to expect at other rates, from this run (default: the one known best)"
     add("--project", metavar="NAME", nargs="?", const="", help=text)
-    latency = "latency of a message in microseconds, where no probe has it (%(default)s)"
-    add("--latency_us", "--latency-us", type=float, default=LATENCY_US, help=latency)
     for option, (_, _, text) in LACKING.items():
         names = dict.fromkeys([f"--{option}", f"--{option.replace('_', '-')}"])
         add(*names, default=[], action="append", metavar="[NAME=]N", help=text)
-    args = parser.parse_intermixed_args(argv)
-    if not 0 <= args.latency_us < 1e6:
-        raise UserError(f"--latency_us {args.latency_us}: give microseconds from 0 to 1e6")
-    return args
+    return parser.parse_intermixed_args(argv)
 
 
 def named_paths(items):

@@ -5,9 +5,9 @@
     python tools/nccl_log.py --json node0.log    # one JSON object
 
 The text is what NCCL writes with NCCL_DEBUG=INFO, to NCCL_DEBUG_FILE or into a job's log, of any
-program, NCCL 2.3 to 2.31 or RCCL. Lines may carry any prefix, be torn, joined or interleaved.
+program, NCCL 2.4 to 2.31 or RCCL. Lines may carry any prefix, be torn, joined or interleaved.
 
-Exit code: 0 decided; 1 NCCL's text decides nothing; 2 no such file, or no text of NCCL in it.
+Exit code: 0: decided; 1: NCCL's text decides nothing; 2: no such file, or no text of NCCL in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import sys
 
 from analysis import UserError, print_text
-from analysis.nccl_text import HOW_TO_ASK, Finding, describe, find_in_files
+from analysis.nccl import HOW_TO_ASK, Finding, describe, find_in_files
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,7 +53,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def tell(found: Finding, as_json: bool) -> OSError | None:
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not have a log's characters
     if as_json:
         return print_text(json.dumps(found.to_dict()))
     if found.decided or found.problems:

@@ -457,13 +457,3 @@ def test_a_cable_has_the_rate_asked_for(training, tmp_path):
         probe = started.finish(240, clean=10).json_line("Probe")
     rates = [link["wire_Gbps"] for node in probe["nodes"] for link in node["interfaces"]]
     assert rates == pytest.approx([0.5, 0.5], rel=0.1)
-
-
-@LONG
-def test_two_cables_are_compared_without_arguments_and_called_emulated(tmp_path):
-    with two_nodes_sh(tmp_path, "--links", "a=unshaped,b=unshaped") as started:
-        run = started.finish(600, clean=10)
-    assert "Emulated: two network namespaces" in run.out
-    assert re.search(r"^\|.*\| +a +\| +b +\|$", run.out, re.MULTILINE)
-    a, b = (logs_in(tmp_path / "logs/run" / label)[0].json_line("Summary") for label in "ab")
-    assert a["steps"] == b["steps"] == 40 and a["weights_sha256"] == b["weights_sha256"]

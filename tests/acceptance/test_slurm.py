@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -18,11 +16,8 @@ from support.processes import (
     Run,
     assert_none_left,
     demo_command,
-    free_port,
     kill_leftover,
     new_test_id,
-    require,
-    run_demo,
     wait_until,
 )
 from support.slurm import SlurmCluster
@@ -86,18 +81,8 @@ def test_launcher_in_a_batch_script_without_srun_is_refused_in_one_line(cluster,
     assert "error: " in line and "srun" in line
 
 
-# What stops the job before it is done, at a moment of our choice.
-INTERRUPTS = {
-    "time limit": lambda job: ["scancel", "--batch", "--signal=USR1", job],
-    "preemption": lambda job: ["srun", "--partition=urgent", "--nodes=2", "true"],
-}
-
-
-@pytest.mark.parametrize("interrupt", INTERRUPTS)
-def test_requeued_batch_job_resumes_and_loses_no_step(cluster, sample, tmp_path, interrupt):
-    """The docs' script. SLURM warns it of its time limit with SIGUSR1, and the tasks of srun of a
-    job of higher priority with SIGTERM.
-    """
+def test_requeued_batch_job_resumes_and_loses_no_step(cluster, sample, tmp_path):
+    """The docs' script. SLURM warns it of its time limit with SIGUSR1."""
     script, out = tmp_path / "job.sh", tmp_path / "slurm.out"
     script.write_text(BATCH_SCRIPT.replace("./launch_multinode.sh", str(MULTINODE)))
     test_id = new_test_id()
@@ -117,7 +102,7 @@ def test_requeued_batch_job_resumes_and_loses_no_step(cluster, sample, tmp_path,
     try:
         wait_until(lambda: len(log().steps()) >= 3 or ended(), 240, "step 3 of the first start")
         assert not ended(), log().tail()
-        cluster.run(*INTERRUPTS[interrupt](job), timeout=120)
+        cluster.run("scancel", "--batch", "--signal=USR1", job, timeout=120)
         wait_until(ended, 300, "the end of the job")
         assert_none_left(test_id)
     finally:
@@ -128,12 +113,3 @@ def test_requeued_batch_job_resumes_and_loses_no_step(cluster, sample, tmp_path,
     stops = re.findall(r"^\[CPU (\d)\] Stopped on \w+ \| step (\d+)", run.out, re.MULTILINE)
     step = run.json_line("Run")["start_step"]
     assert sorted(stops) == [("0", str(step)), ("1", str(step))] and 3 <= step < 60
-
-
-def test_mpirun_starts_the_script(sample):
-    require(shutil.which("mpirun"), "the command mpirun is missing (Debian package openmpi-bin)")
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    argv = [*data_args(sample), *FAST, "--max_steps", 3]
-    run = run_demo(argv, nproc=2, launcher="mpirun", env=env)
-    assert_trained(run, 3, [socket.gethostname()] * 2)
-    assert run.json_line("Run")["launcher"] == "mpirun"

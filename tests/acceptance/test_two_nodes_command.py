@@ -123,6 +123,7 @@ def test_links_are_compared_in_a_table_and_a_picture(tmp_path):
         summaries.append(log.json_line("Summary"))
     slow, fast = summaries
     assert slow["weights_sha256"] == fast["weights_sha256"] and slow["steps"] == 3
+    assert "Emulated: two network namespaces" in run.out
     head = re.search(r"^\|.*\| +slow +\| +fast +\|$", run.out, re.MULTILINE)
     assert head and head[0] in (logs / "compare.md").read_text()
     assert (logs / "compare.png").stat().st_size > 10_000

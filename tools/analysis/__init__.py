@@ -1,4 +1,4 @@
-"""What tools/compare_logs.py is made of."""
+"""What tools/compare_logs.py and tools/nccl_log.py are made of."""
 
 import contextlib
 import os
@@ -6,16 +6,17 @@ import sys
 
 
 class UserError(Exception):
-    """Something the user can put right; shown as one line, exit code 2."""
+    """Something that the user can fix: one line, exit code 2."""
 
 
 def print_text(text):
-    """Returns the error, if it cannot be printed; that `| head` has read enough is none."""
+    """Print it. Returns the OSError if that fails; a reader that has seen enough is no error."""
+    with contextlib.suppress(AttributeError):  # a terminal may lack a log's characters
+        sys.stdout.reconfigure(errors="replace")
     try:
         print(text, flush=True)
     except OSError as error:
-        # What is left in the buffer would make a second error at the end.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # what is left in the buffer would fail again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             return error

@@ -1,242 +1,300 @@
-"""What to check or change next, most likely first: it fits the run, and what that has already."""
+"""What to check or change next: rows of (condition, sentence, ...), most likely first.
+
+What is advised fits the run, and the run does not have it already.
+"""
 
 import statistics
 
-from analysis.cost_model import TCP_SHARE, told_algorithm
-from analysis.nccl_rules import REASONS
-from analysis.used_network import ADAPTERS, ROCE_LOSSES, slow_link_checks
-from common.records import get, objects
-from common.thresholds import EXPOSED_IN_PART, FALLEN_PORT_GBPS, HEALTHY, SLOW_GPU_IMG_PER_S
+from analysis.compare import payload_rate
+from analysis.logs import get, objects
+from analysis.nccl import REASONS
+from analysis.network import ADAPTERS
+from analysis.units import digits, rate
+
+FAST_SOCKETS_GBPS = 25  # from here on one TCP connection, bound by one core, may not fill the link
+FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its cable are bad
+IN_PART = 0.2  # above this share of a step, exposed communication bounds it in part
+# ResNet-18 at 224 px in fp32 trains 750 images/s or more on an RTX 2080 Ti. A GPU that gets a
+# quarter of that most likely waits for images.
+SLOW_GPU_IMG_PER_S = 190
 
 
-def next_checks(run, bound, implied_gbps, in_trouble):
-    """Texts. `bound` as in Verdict; in_trouble: the link has lost data or shown errors."""
-    first = straggler_advice(run) + nccl_advice(run) + adapter_advice(run)
-    if in_trouble and run.network and run.network.names:
-        first.append(losses(run.network))
-    stated = run.link_gbps or 0
-    if bound == "link" and implied_gbps and implied_gbps < HEALTHY * stated:
-        backend = get(run.record("Run"), "backend", str)
-        tcp = stated * TCP_SHARE
-        return unique(first + slow_link_checks(run.network, stated, tcp, backend))
-    by_bound = {
-        "link": for_link,
-        "overlap": for_overlap,
-        "input": for_input,
-        "compute": for_compute,
-        "not the link": for_what_is_not_split,
-    }
-    checks = by_bound[bound](run) if bound in by_bound else []
-    if bound in ("compute", "input") and exposed_in_part(run):
-        less = [f"the exposed communication: {text}" for text in send_less(run)]
-        if run.mostly_waits(run.exposed_s):
-            return first + checks + less
-        return first + algorithm_advice(run) + less + checks
-    return first + checks
+def next_checks(run, bound, slow_link, in_trouble):
+    """Sentences. bound: as in Verdict; slow_link: the link is slower than it states;
+    in_trouble: it has lost data or counted errors.
+    """
+    rows = [*slow_rank_rows(run), *((True, text) for text in nccl_advice(run))]
+    rows += trouble_rows(run, in_trouble)
+    if slow_link:  # then nothing else matters
+        rows += slow_link_rows(run)
+    else:
+        rows += rows_by_bound(run, bound)
+    return list(dict.fromkeys(text for fits, *texts in rows if fits for text in texts))
 
 
-def exposed_in_part(run):
-    """Whether much of a step is exposed; where a rank is waited for, the exposed time is that."""
-    return run.straggler is None and (run.exposed_s or 0) > EXPOSED_IN_PART * run.step_s
+def kind_of(run):
+    """infiniband, roce, efa, ipoib or sockets."""
+    network = run.network
+    if network and network.transport in ADAPTERS:
+        return network.transport
+    return "ipoib" if network and network.adapter else "sockets"
 
 
-def unique(texts):
-    return list(dict.fromkeys(texts))
+def name_of(run):
+    """The interface or adapter that carried it, for a command."""
+    return run.network.names[0] if run.network and run.network.names else "IFNAME"
 
 
-def on_cpu(run):
-    return run.log.kinds == {"CPU"}
-
-
-def straggler_advice(run):
-    """Where to look on the node of a slow rank: its loader, if that is what is slow, or itself."""
+def slow_rank_rows(run):
     if run.straggler is None:
         return []
-    hosts = get(run.record("Run"), "hosts", list)
-    where = f"rank {run.straggler}"
+    hosts = run.setting("hosts", list)
+    who = f"rank {run.straggler}"
     if run.straggler < len(hosts):
-        where += f" on {hosts[run.straggler]}"
+        who += f" on {hosts[run.straggler]}"
     data, compute, _ = run.ranks[run.straggler]
     usual_data, usual_compute = (
         statistics.median_low(times[part] for times in run.ranks.values()) for part in (0, 1)
     )
-    if data - usual_data > compute - usual_compute:
-        return [f"{where}: it waits for images; its disk and load (`iostat -x 5`, `top`)"]
-    if on_cpu(run):
-        return [f"{where}: what else runs on its cores, and their clock (`top`, `lscpu -e`)"]
+    waits = data - usual_data > compute - usual_compute
     look = "nvidia-smi -q -d TEMPERATURE,CLOCK,POWER,PERFORMANCE"
-    return [f"{where}: heat, clock and other load of its GPU (`{look}`, `nvidia-smi`)"]
-
-
-# --- What the network says of itself -------------------------------------------------------------
+    return [
+        (waits, f"{who}: it waits for images; its disk and load (`iostat -x 5`, `top`)"),
+        (
+            not waits and run.on_cpu,
+            f"{who}: what else runs on its cores, and their clock (`top`, `lscpu -e`)",
+        ),
+        (
+            not waits and not run.on_cpu,
+            f"{who}: heat, clock and other load of its GPU (`{look}`, `nvidia-smi`)",
+        ),
+    ]
 
 
 def nccl_advice(run):
-    """What is advised for each problem that NCCL's text shows on any node."""
+    """The advice for each problem that NCCL's text shows on any node."""
     problems = [p for network in run.networks for p in objects(network.finding, "problems")]
-    known = {str(problem.get("id")) for problem in problems}
-    if known & set(REASONS):  # why it fell back says more than that it did
+    if {str(p.get("id")) for p in problems} & set(REASONS):  # says more than that it fell back
         problems = [p for p in problems if p.get("id") != "fell_back_to_sockets"]
-    return unique(text for p in problems if (text := get(p, "advice", str)))
+    return [text for p in problems if (text := get(p, "advice", str))]
 
 
-def adapter_advice(run):
-    """IP over InfiniBand leaves most of what the adapter can do; Gloo has nothing else."""
-    network = run.network
-    if not network or not network.adapter or run.record("Run").get("backend") != "nccl":
-        return []
-    if any(p.get("id") == "fell_back_to_sockets" for p in objects(network.finding, "problems")):
-        return []  # it was asked for
-    port = network.adapter.partition(":")[0]
-    why = "NCCL_DEBUG=INFO shows why NCCL took sockets (/dev/infiniband missing in a container?)"
-    return [f"{why}; then the adapter itself: NETWORK=infiniband IFNAME={port}"]
+def trouble_rows(run, in_trouble):
+    kind, name = kind_of(run), name_of(run)
+    device, link = name.partition(":")[0], name.replace(":", "/")
+    nccl = run.setting("backend") == "nccl"
+    told_why = kind == "ipoib" and run.network.problem("fell_back_to_sockets")
+    adapter = run.network.adapter.partition(":")[0] if kind == "ipoib" else ""
+    lossy = "what loses data: cable, transceiver, switch port"
+    return [
+        (
+            kind == "ipoib" and nccl and not told_why,
+            "NCCL_DEBUG=INFO shows why NCCL took sockets (/dev/infiniband missing in a "
+            f"container?); then the adapter itself: NETWORK=infiniband IFNAME={adapter}",
+        ),
+        (
+            in_trouble and kind == "infiniband",
+            f"{lossy} (`ibqueryerrors`, `mlxlink -d {device} -c -m`)",
+        ),
+        (in_trouble and kind == "roce", roce_losses(link)),
+        (in_trouble and kind == "efa", f"{lossy} (`rdma statistic show link {link}`)"),
+        (
+            in_trouble and kind in ("sockets", "ipoib"),
+            f"{lossy} (`ethtool -S {name}`, optics by `ethtool -m {name}`)",
+        ),
+    ]
 
 
-def only_sockets(run):
-    """The setting that keeps NCCL from adapters, as text, where it used sockets; else empty."""
-    facts = run.record("Run")
-    if not run.network or run.network.transport != "sockets" or facts.get("backend") != "nccl":
-        return ""
-    env = get(facts, "env", dict)
-    settings = {"NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
-    return next((f"{k}={v}" for k, v in settings.items() if env.get(k) == v), "")
+def roce_losses(link):
+    return (
+        f"what is lost: `rdma statistic show link {link}` (out_of_sequence, packet_seq_err, "
+        "local_ack_timeout_err), `ethtool -S` of its interface (discards, pauses), the switch's "
+        "own"
+    )
 
 
-def algorithm_advice(run):
+def slow_link_rows(run):
+    """For a link well below its stated speed, by what carried the bytes."""
+    network, kind, name = run.network, kind_of(run), name_of(run)
+    device, link = name.partition(":")[0], name.replace(":", "/")
+    rails = len(network.names) if network and network.names else 1
+    gbps = digits(run.link_gbps / rails)
+    ip, rdma = kind in ("sockets", "ipoib"), kind in ADAPTERS
+    fast_ip = ip and run.link_gbps >= FAST_SOCKETS_GBPS
+    connections = network.connections if network else 0
+    direct = bool(connections) and network.with_gpudirect == connections
+    direct_known = direct or bool(network and network.problem("gpudirect_off"))
+    more = {
+        "nccl": "NCCL's threads: NCCL_SOCKET_NTHREADS=4, NCCL_NSOCKS_PERTHREAD=4 (at most 64)",
+        "gloo": "Gloo has one connection a pair of ranks: more processes a node, `iperf3 -P 8`",
+    }.get(run.setting("backend"))
+    port = f"the port: `ibstat {device}` should show State Active, Rate {gbps}"
+    alone = f"the link alone: `ib_write_bw -d {device} --report_gbits`, then with PEER on the "
+    alone += f"other node: near {gbps} Gb/s from host memory clears"
+    tcp = rate(payload_rate(run.link_gbps) * 8e-9)
+    return [
+        (
+            network and network.members,
+            "a bond sends a connection over one member: more connections, hashed by layer3+4",
+        ),
+        (fast_ip and kind == "sockets" and more, more),
+        (
+            kind == "sockets",
+            f"the negotiated speed: the switch's ports, `ethtool {name} | grep Speed` on both "
+            "nodes",
+            "the interface: NETWORK= and IFNAME= of launch_multinode.sh keep the traffic on one",
+            "an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev "
+            f"{name}`",
+            f"the link without training: `iperf3 -c PEER` should show {tcp}",
+        ),
+        (
+            kind == "ipoib",
+            f"if it has to be IP, IPoIB's mode: `cat /sys/class/net/{name}/mode`; connected, if "
+            "the driver has it, takes an MTU of 65520",
+            "the link without training: `iperf3 -P 8 -c PEER`",
+        ),
+        (fast_ip and kind == "ipoib" and more, more),
+        (
+            kind == "infiniband",
+            f"{port}; one bad lane lowers it",
+            f"{alone} the link, not the way from GPU to adapter",
+        ),
+        (
+            kind == "roce",
+            roce_losses(link),
+            "a lossless path: PFC for one class on adapters and switch, that of NCCL_IB_TC, with "
+            "ECN",
+            f"{alone} adapter and cable, not the switch under load",
+            port,
+            "the GID: NCCL_IB_GID_INDEX, if set, a RoCE v2 entry of this network (`show_gids`)",
+        ),
+        (
+            kind == "efa",
+            "the adapters: `fi_info -p efa` on each node should list all of them",
+            "the security group: all traffic from and to itself allowed",
+        ),
+        (
+            rdma and not direct_known,
+            "GPUDirect: nvidia-peermem loaded, or DMA-BUF; adapters near their GPU "
+            "(`nvidia-smi topo -m`)",
+        ),
+        (
+            rdma and not connections,
+            "locked memory: `ulimit -l` in the job itself should say unlimited",
+        ),
+    ]
+
+
+def rows_by_bound(run, bound):
+    kept, less = only_sockets(run), send_less(run)
+    between, cpu = run.nodes != 1, run.on_cpu
+    link, overlap = bound == "link", bound == "overlap"
+    data, compute, whole = bound == "input", bound == "compute", bound == "not the link"
+    exposed_s = run.exposed_s or 0.0
+    # Where a rank is waited for, the exposed time is that.
+    exposed = (data or compute) and run.straggler is None and exposed_s > IN_PART * run.step_s
+    wire_first = exposed and not mostly_waits(run, exposed_s)
+    ports = len(run.network.names) if run.network else 0
+    fallen = kind_of(run) == "sockets" and 0 < (run.link_gbps or 0) <= FALLEN_GBPS * ports
+    accumulate = run.setting("accumulate_steps", int) or 1
+    more = f" {2 * accumulate} in place of {accumulate}" if accumulate > 1 else ""
+    workers = run.setting("workers", int)
+    now = "" if workers is None else f" (now {workers})"
+    reduced = run.setting("precision") in ("bf16", "fp16")
+    reduced_where = "bf16 or fp16 where the hardware has it"
+    if cpu:
+        reduced_where = "bf16 where the CPU has it (`lscpu` shows avx512_bf16 or amx_bf16)"
+    each = (run.img_per_s or 0) / (run.processes or 1)
+    in_part = exposed and less and f"the exposed communication: {less}"
     told = told_algorithm(run)
-    return [f"unset NCCL_ALGO (now {told}): NCCL then chooses by bytes and nodes"] if told else []
-
-
-def losses(network):
-    """Where to look for what loses data, with the command that shows its error counters."""
-    name = network.names[0]
-    if network.transport == "roce":
-        return ROCE_LOSSES.format(link=name.replace(":", "/"))
-    counters = f"`ethtool -S {name}`, optics by `ethtool -m {name}`"
-    if network.transport == "infiniband":
-        counters = f"`ibqueryerrors`, `mlxlink -d {name.partition(':')[0]} -c -m`"
-    elif network.transport in ADAPTERS:
-        counters = f"`rdma statistic show link {name.replace(':', '/')}`"
-    return f"what loses data: cable, transceiver, switch port ({counters})"
-
-
-# --- By what bounds the run ----------------------------------------------------------------------
-
-WAY_INSIDE = (
-    "the way between the GPUs: `nvidia-smi topo -m` (NV is NVLink; PIX, PXB, PHB, NODE, SYS are "
-    "ever farther over PCIe), `nvidia-smi topo -p2p r` (not OK: GPU, driver or chipset; OK: "
-    "NCCL_P2P_DISABLE, NCCL_P2P_LEVEL, or too far for NCCL)"
-)
-
-
-def for_link(run):
-    checks = [f"send less: {text}" for text in send_less(run)] + [send_less_often(run)]
-    first = algorithm_advice(run)
-    if run.nodes != 1:
-        first += fallen_port(run)
-        if only_sockets(run):
-            return [*first, faster_link(run), *checks]
-        return [*first, *checks, faster_link(run)]
-    if on_cpu(run):
-        fewer = "fewer processes: on one machine without GPUs they share its cores"
-        return [*first, *checks, fewer]
-    return [*first, WAY_INSIDE, *checks]
-
-
-def fallen_port(run):
-    """A port that itself states 100 Mb/s: it may have been meant for more."""
-    network = run.network
-    over_sockets = network and network.names and network.transport == "sockets"
-    if (
-        not over_sockets
-        or not run.link_gbps
-        or run.link_gbps > FALLEN_PORT_GBPS * len(network.names)
-    ):
-        return []
-    text = "the port: 100 Mb/s is what it falls back to with a bad cable or a fixed setting"
-    return [f"{text} (`ethtool {network.names[0]}`, on the switch, too)"]
-
-
-def faster_link(run):
-    if setting := only_sockets(run):
-        return (
-            f"a faster link: without {setting} (environment, /etc/nccl.conf, ~/.nccl.conf) NCCL "
-            "takes an adapter that `ibstat` shows as active"
-        )
-    return "a faster link: --project shows what to expect of it"
+    return [
+        # A link that delivers, and is too slow.
+        (
+            told and (link or wire_first),
+            f"unset NCCL_ALGO (now {told}): NCCL then chooses by bytes and nodes",
+        ),
+        (wire_first and less, in_part),
+        (
+            link and between and fallen,
+            "the port: 100 Mb/s is what it falls back to with a bad cable or a fixed setting "
+            f"(`ethtool {name_of(run)}`, on the switch too)",
+        ),
+        (
+            link and between and kept,
+            f"a faster link: without {kept} (environment, /etc/nccl.conf, ~/.nccl.conf) NCCL "
+            "takes an adapter that `ibstat` shows as active",
+        ),
+        (
+            link and not between and not cpu,
+            "the way between the GPUs: `nvidia-smi topo -m` (NV is NVLink; PIX, PXB, PHB, NODE, "
+            "SYS are ever farther over PCIe), `nvidia-smi topo -p2p r` (not OK: GPU, driver or "
+            "chipset; OK: NCCL_P2P_DISABLE, NCCL_P2P_LEVEL, or too far for NCCL)",
+        ),
+        # Communication that is not the wire's.
+        (
+            overlap and run.straggler is None,
+            "a slow rank: compare compute times by rank in the Summary line",
+        ),
+        (overlap and cpu, "cores shared by compute and network: fewer OMP_NUM_THREADS than cores"),
+        ((link or overlap) and less, f"send less: {less}"),
+        (link, f"send less often: --accumulate_steps{more}, or a larger --batch_size"),
+        (
+            link and not between and cpu,
+            "fewer processes: on one machine without GPUs they share its cores",
+        ),
+        (link and between and not kept, "a faster link: --project shows what to expect of it"),
+        (
+            data,
+            f"more loader processes: --workers{now}, up to the cores of a node / its processes",
+            "smaller images on disk: tools/prepare_coco.py; decoding is usually most of the work",
+            "storage: copy the images to a local disk, or run a second time with a warm cache",
+        ),
+        (compute and not reduced, f"lower precision: --precision {reduced_where}"),
+        (compute and not run.record("Run").get("compile"), "fused operations: --compile"),
+        (compute and cpu, "more machines, if the network keeps up"),
+        (compute and not cpu, "a larger --batch_size, if the device is not full"),
+        # With much exposed, more processes would wait for each other still longer.
+        (compute and not cpu and not exposed, "more GPUs, a process each"),
+        (exposed and not wire_first and less, in_part),
+        # A log without a split.
+        (
+            whole and "GPU" in run.log.kinds and 0 < each < SLOW_GPU_IMG_PER_S,
+            f"the input pipeline: {each:.0f} img/s per GPU is far below what ResNet-18 reaches on "
+            "any recent one (an RTX 2080 Ti: 750 to 920 in fp32)",
+        ),
+        (
+            whole,
+            "a run of this demo over the same link: its Summary splits the step",
+            "the loader: --workers, disk, processor load (`top`, `iostat -x 5`)",
+        ),
+        (whole and not cpu, "the device: `nvidia-smi dmon` shows whether it waits"),
+    ]
 
 
 def send_less(run):
-    """What makes the gradients smaller than they are now."""
-    now = get(run.record("Run"), "grad_compression", str)
+    """What makes the gradients smaller than they are now; empty where nothing does."""
+    now = run.setting("grad_compression")
     if now == "powersgd":
-        return []
+        return ""
     if now in ("bf16", "fp16"):
-        return [f"--grad_compression powersgd (a small part of the bytes) in place of {now}"]
-    return ["--grad_compression bf16 (half the bytes) or powersgd (a small part)"]
+        return f"--grad_compression powersgd (a small part of the bytes) in place of {now}"
+    return "--grad_compression bf16 (half the bytes) or powersgd (a small part)"
 
 
-def send_less_often(run):
-    now = get(run.record("Run"), "accumulate_steps", int) or 1
-    shown = f" {2 * now} in place of {now}" if now > 1 else ""
-    return f"send less often: --accumulate_steps{shown}, or a larger --batch_size"
+def only_sockets(run):
+    """The setting that keeps NCCL from adapters, as text, if it used sockets; else empty."""
+    if run.network and run.network.transport == "sockets" and run.setting("backend") == "nccl":
+        for name, value in (("NCCL_IB_DISABLE", "1"), ("NCCL_NET", "Socket")):
+            if run.env(name) == value:
+                return f"{name}={value}"
+    return ""
 
 
-def for_overlap(run):
-    checks = []
-    if run.straggler is None:
-        checks.append("a slow rank: compare compute times by rank in the Summary line")
-    if on_cpu(run):
-        checks.append("cores shared by compute and network: fewer OMP_NUM_THREADS than cores")
-    return checks + [f"send less: {text}" for text in send_less(run)]
+def told_algorithm(run):
+    """What NCCL_ALGO says, where NCCL ran; otherwise empty."""
+    return run.env("NCCL_ALGO") if run.setting("backend") == "nccl" else ""
 
 
-def for_input(run):
-    workers = get(run.record("Run"), "workers", int)
-    now = "" if workers is None else f" (now {workers})"
-    return [
-        f"more loader processes: --workers{now}, up to the cores of a node / its processes",
-        "smaller images on disk: tools/prepare_coco.py; decoding is usually most of the work",
-        "storage: copy the images to a local disk, or run a second time with a warm cache",
-    ]
-
-
-def for_compute(run):
-    facts, checks = run.record("Run"), lower_precision(run)
-    if not facts.get("compile"):
-        checks.append("fused operations: --compile")
-    if on_cpu(run):  # further processes of the same machine would share its cores
-        return [*checks, "more machines: --project shows what to expect"]
-    checks.append("a larger --batch_size, if the device is not full")
-    # With much exposed, more processes would wait for each other still longer.
-    if not exposed_in_part(run):
-        checks.append("more GPUs, a process each: --project shows what to expect")
-    return checks
-
-
-def lower_precision(run):
-    """None where the run computes in it already."""
-    if get(run.record("Run"), "precision", str) in ("bf16", "fp16"):
-        return []
-    where = "bf16 or fp16 where the hardware has it"
-    if on_cpu(run):
-        where = "bf16 where the CPU has it (`lscpu` shows avx512_bf16 or amx_bf16)"
-    return [f"lower precision: --precision {where}"]
-
-
-def for_what_is_not_split(run):
-    checks = [
-        "a run of this demo over the same link: its Summary splits the step",
-        "the loader: --workers, disk, processor load (`top`, `iostat -x 5`)",
-    ]
-    if on_cpu(run):
-        return checks
-    checks.append("the device: `nvidia-smi dmon` shows whether it waits")
-    each = (run.img_per_s or 0) / (run.processes or 1)
-    if "GPU" in run.log.kinds and 0 < each < SLOW_GPU_IMG_PER_S:
-        checks.insert(
-            0,
-            f"the input pipeline: {each:.0f} img/s per GPU is far below what ResNet-18 "
-            "reaches on any recent one (an RTX 2080 Ti: 750 to 920 in fp32)",
-        )
-    return checks
+def mostly_waits(run, exposed_s):
+    """Whether most of an exposed time is not the all-reduce's own: for ranks, for cores."""
+    return bool(run.probe_s) and run.probe_s < exposed_s / 2

@@ -1,31 +1,45 @@
-"""What the files of one run say: step lines, records, how it ended; no figure of it is derived."""
+"""What the files of one run say: step lines, records, how it ended; no figure is worked out."""
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from analysis import UserError
-from common.records import (
-    COUNTERS,
-    END,
-    EPOCH,
-    ESCAPES,
-    LAUNCHER,
-    OURS,
-    PREFIX,
-    RECORD,
-    STEP,
-    STOP,
-    VALIDATION,
-    decode,
-    get,
-)
 from counters import difference
 
+# --- The lines that script and launchers write ---------------------------------------------------
 
-@dataclass
+ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]*(?:\x07|\x1b\\)?)")
+PREFIX = re.compile(r"\[(GPU|CPU|MPS) (\d{1,6})\] ")
+# A fixed number of decimals tells a whole number from one that was cut off.
+LOSS = r"(-?inf|nan|-?\d{1,12}\.\d{4}(?!\d))"
+STEP = re.compile(
+    r"Epoch (\d{1,9}) \| Step (\d{1,9}) \| Loss: " + LOSS + r"(?: \| (\d{1,12}\.\d) img/s)?"
+    r"(?: \| data (\d{1,12}\.\d) ms \| step (\d{1,12}\.\d) ms)?"
+)
+EPOCH = re.compile(r"Epoch (\d{1,9}) complete \| Avg loss: " + LOSS)
+VALIDATION = re.compile(
+    r"Epoch \d{1,9} validation \| Top-1: (\d{1,3}\.\d\d)%"
+    r"(?: .*\| baseline (\d{1,3}\.\d\d)%)?"
+)
+END = re.compile(r"Cleanup complete\. Total wall time: [\dhms. ]*\((\d{1,12}\.\d{3})s\)")
+STOP = re.compile(r"(Stopped\b.*|ERROR: .*)")
+RECORD = re.compile(r"(Run|Probe|Summary) (\{.*)")
+COUNTERS = re.compile(r"(?:^|\s)Counters (\{.*)")  # of tools/counters.py
+# A launcher's lines: the Node record of old logs; a start; how it ended, if that was not well.
+LAUNCHER = re.compile(
+    r"(?:^|\s)[\w./-]+\.(?:sh|py): (?:Node (?P<node>\{.*)|(?P<start>\d{4}-\d\d-\d\d [\d:]{8}) "
+    r"|failed\b.*; root cause:\s*(?P<cause>.*)|error: (?P<error>.+))"
+)
+NODE_LOG = r"node\d+\.log"  # a file of a run's folder
+LINE_LIMIT = 1 << 20  # characters read at once: a file without line ends must not fill the memory
+MOST_STEPS = 1_000_000  # step lines kept, about 400 MB
+
+
+@dataclass(slots=True)
 class Step:
-    """One step line: loss, this rank's images/s, and data wait and step in ms (or None)."""
+    """One step line: loss, this rank's images/s, data wait and step in ms (None: not said)."""
 
     loss: float
     img_per_s: float | None
@@ -35,29 +49,47 @@ class Step:
 
 @dataclass
 class Log:
-    """What the files of one run say, the last attempt's line where several say the same."""
+    """What the files of one run say. Of lines that say the same, the last one counts."""
 
-    records: dict = field(default_factory=dict)  # Run, Summary of the last attempt, last Probe
-    nodes: list = field(default_factory=list)  # of each node what its interfaces carried
-    counters: dict = field(default_factory=dict)  # host -> Counters records of the file being read
-    began: float | None = None  # time of the first of them in the first file that has one
-    attempts: int = 0  # of the last run in it
-    earlier: int = 0  # runs before that
+    records: dict = field(default_factory=dict)  # Run and Summary of the last attempt, last Probe
+    nodes: list = field(default_factory=list)  # for each node, what its interfaces carried
+    counters: dict = field(default_factory=dict)  # host -> Counters records of the current file
+    began: float | None = None  # time of the first of them, in the first file that has one
+    attempts: int = 0  # of the last run
+    earlier: int = 0  # runs before it
     steps: dict = field(default_factory=dict)  # (rank, epoch, step) -> Step
-    last_step: dict = field(default_factory=dict)  # rank -> step of its last step line
+    last_step: dict = field(default_factory=dict)  # rank -> number of its last step line
     epochs: dict = field(default_factory=dict)  # (rank, epoch) -> mean loss
-    ended: dict = field(default_factory=dict)  # rank -> wall time in s, no step line after it
+    ended: dict = field(default_factory=dict)  # rank -> wall time in s
     top1: float | None = None  # percent, of the last validation
-    baseline: float | None = None  # percent: what always guessing one class would reach there
+    baseline: float | None = None  # percent: always guessing the most frequent class
     ranks: set = field(default_factory=set)
-    kinds: set = field(default_factory=set)  # GPU, CPU
-    ours: bool = False  # False: the original demo's format
+    kinds: set = field(default_factory=set)  # GPU, CPU, MPS
+    ours: bool = False  # False: the format of the talk's original demo
     torn: int = 0
-    stop: str | None = None  # the last reason a rank gave for stopping
-    failed: str | None = None  # the root cause, where a launcher says that it failed
+    stop: str | None = None  # the last reason that a rank gave for stopping
+    failed: str | None = None  # the cause, where a launcher says that the run failed
 
 
-NODE_LOG = r"node\d+\.log"  # a file of a run's folder
+# --- Files ---------------------------------------------------------------------------------------
+
+
+def read_log(paths):
+    """Parse a run's files into one Log. Raises UserError for a bad path or a foreign file."""
+    files = [file for path in paths for file in log_files(Path(path))]
+    log = Log()
+    try:
+        if len(files) > 1:  # the file with the Run line says what the other files belong to
+            files.sort(key=lambda file: not any("] Run {" in line for line in lines_of(file)))
+        for file in files:
+            parse_lines(lines_of(file), log)
+    except OSError as error:
+        name = error.filename or paths[0]
+        raise UserError(f"{name}: cannot be read: {error.strerror}") from None
+    if not (log.ranks or log.ours or log.failed):
+        names = ", ".join(map(str, paths))
+        raise UserError(f"{names}: no line of the demo in it; give a run's log or folder")
+    return log
 
 
 def log_files(path):
@@ -67,69 +99,70 @@ def log_files(path):
             what = "give a log, a run's folder, or NAME=PATH"
             raise UserError(f"{path}: no such file or folder; {what}")
         return [path]
-    files = [f for f in path.glob("node*.log") if re.fullmatch(NODE_LOG, f.name)]
+    files = [file for file in path.glob("node*.log") if re.fullmatch(NODE_LOG, file.name)]
     if not files:
         raise UserError(f"{path}: no node0.log, node1.log, ... in this folder")
-    return sorted(files, key=lambda f: int(re.sub(r"\D", "", f.name)))
+    return sorted(files, key=lambda file: int(re.sub(r"\D", "", file.name)))
 
 
-def read_log(paths):
-    """Parse the files at `paths` into one Log; damage never raises, a bad path does."""
-    texts, log = [], Log()
-    for path in [file for given in paths for file in log_files(Path(given))]:
-        try:
-            texts.append(path.read_bytes().decode("utf-8", "replace"))
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    for text in sorted(texts, key=lambda text: "] Run {" not in text):  # it opens an attempt
-        parse_text(text, log)
+def lines_of(path):
+    """The lines of a text file, with their ends. A carriage return ends a line too."""
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
+        while line := file.readline(LINE_LIMIT):
+            yield line
+
+
+# --- Lines ---------------------------------------------------------------------------------------
+
+
+def parse_text(text):
+    log = Log()
+    parse_lines(re.split(r"[\r\n]+", text), log)
     return log
 
 
-def parse_text(text, log=None):
-    """Parse one file's text into a Log, or into that of the run's other files.
+def parse_lines(lines, log):
+    """Add what one file says to `log`; damage never raises.
 
-    A record is looked for after each `[KIND rank] ` wherever it stands in a line, so that other
-    programs' lines, prefixes and two lines torn into each other do no harm; a record that is not
-    whole is left out and counted.
+    A record is looked for after each `[KIND rank] `, wherever it stands in a line. So other
+    programs' lines, prefixes and lines torn into each other do no harm. A record that is not whole
+    is left out and counted.
     """
-    log, failed = log or Log(), None
-    text = ESCAPES.sub("", text)
-    ours, ranks = bool(OURS.search(text)), {int(rank) for _, rank in PREFIX.findall(text)}
-    # The original demo counts GPUs on each node from 0; ours prints the global rank.
-    first = max(log.ranks) + 1 if ranks & log.ranks and not ours else 0
-    log.ours |= ours
-    for line in re.split(r"[\r\n]+", text):
+    # The original demo counts the GPUs of each node from 0; ours prints the global rank.
+    first = max(log.ranks) + 1 if log.ranks and not log.ours else 0
+    failed = None
+    for line in lines:
         if failed == "":  # the cause stands on the line after
             failed = line.strip()
-        elif found := COUNTERS.search(line):
+            continue
+        if "\x1b" in line:
+            line = ESCAPES.sub("", line)
+        if "Counters {" in line and (found := COUNTERS.search(line)):
             if record := whole(log, found[1]):
                 log.counters.setdefault(get(record, "host", str), []).append(record)
-        elif found := LAUNCHER.search(line):
+        elif (".sh: " in line or ".py: " in line) and (found := LAUNCHER.search(line)):
+            log.ours |= bool(found["start"])
             if found["node"]:
                 log.nodes.append(whole(log, found["node"]))
-            else:  # a start takes back how the series before it ended
+            else:  # a new start takes back how the one before it ended
                 failed = None if found["start"] else (found["error"] or found["cause"]).strip()
-        for mark in PREFIX.finditer(line):
-            log.kinds.add(mark[1])
-            log.ranks.add(first + int(mark[2]))
-            parse_body(log, first + int(mark[2]), line[mark.end() :])
+        if "PU " in line or "MPS " in line:
+            for mark in PREFIX.finditer(line):
+                log.kinds.add(mark[1])
+                rank = first + int(mark[2])
+                log.ranks.add(rank)
+                parse_body(log, rank, line[mark.end() :])
     add_nodes(log)
     if failed is not None:
         log.failed = log.failed or failed[:300] or "not in this log"
-    return log
 
 
 def parse_body(log, rank, body):
-    """Enter into `log` what stands at the start of `body`, the text after one prefix."""
-    if found := RECORD.match(body):
+    """Add what stands at the start of `body`, the text after one prefix."""
+    if found := STEP.match(body):
+        add_step(log, rank, found)
+    elif found := RECORD.match(body):
         add_record(log, found[1], found[2])
-    elif found := STEP.match(body):
-        epoch, step = int(found[1]), int(found[2])
-        numbers = [None if n is None else float(n) for n in found.group(3, 4, 5, 6)]
-        log.steps[rank, epoch, step] = Step(*numbers)
-        log.last_step[rank] = step
-        log.ended.pop(rank, None)
     elif found := EPOCH.match(body):
         log.epochs[rank, int(found[1])] = float(found[2])
     elif found := VALIDATION.match(body):
@@ -142,14 +175,22 @@ def parse_body(log, rank, body):
         log.torn += 1
 
 
-def add_record(log, word, text):
-    """Enter a Run, Probe or Summary line; a new Run opens a new attempt.
+def add_step(log, rank, found):
+    step = int(found[2])
+    log.ours = log.ours or found[4] is not None
+    if len(log.steps) < MOST_STEPS:
+        numbers = (None if n is None else float(n) for n in found.group(3, 4, 5, 6))
+        log.steps[rank, int(found[1]), step] = Step(*numbers)
+    log.last_step[rank] = step
+    log.ended.pop(rank, None)
 
-    The Probe stays: it comes before the first attempt and is not repeated for the others.
-    """
+
+def add_record(log, word, text):
+    """Add a Run, Probe or Summary. A Run opens a new attempt; the Probe before it stays."""
     found = whole(log, text)
-    if word == "Run":  # even a torn one: what came before it is not this attempt's end
-        # Not by the step alone: a restart begins at 0, too, where no checkpoint was saved yet.
+    log.ours = True
+    if word == "Run":  # even a torn one: what came before it is not the end of this attempt
+        # Not by the step alone: a restart without a checkpoint begins at 0 too.
         if found.get("resume") is False and not found.get("start_step"):
             for counted in log.counters.values():
                 del counted[:-1]  # the last one was printed before this run
@@ -163,7 +204,7 @@ def add_record(log, word, text):
 
 
 def forget_run(log):
-    """What a run of its own, before the one that begins now, has left in the same log."""
+    """Drop what an earlier run has left in the same log."""
     log.earlier += 1
     log.attempts, log.top1 = 0, None
     for gone in (log.steps, log.last_step, log.epochs):
@@ -171,27 +212,51 @@ def forget_run(log):
 
 
 def add_nodes(log):
-    """Enter what was carried between the first and the last Counters record of a file's last run.
+    """Add what was carried between the first and the last Counters record of the last run.
 
-    Only node 0's file, which is read first, has the Run lines that tell where a run begins. In
-    another file the first record is the one nearest in time to node 0's.
+    Only node 0's file has the Run lines that tell where a run begins. In another file the first
+    record is the one nearest in time to node 0's.
     """
     for host, records in log.counters.items():
         times = [get(record, "time") or 0 for record in records]
         log.began = times[0] if log.began is None else log.began
         first = min(range(len(records)), key=lambda n: abs(times[n] - log.began))
-        if first < len(records) - 1:
-            try:
-                carried = difference(records[first], records[-1])
-            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-                log.torn += 1
-                continue
-            log.nodes.append({"host": host, "seconds": times[-1] - times[first], **carried})
+        if first == len(records) - 1:
+            continue
+        try:
+            carried = difference(records[first], records[-1])
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            log.torn += 1  # a damaged record
+        else:
+            log.nodes.append({"host": host, **carried})
     log.counters = {}
+
+
+# --- Records -------------------------------------------------------------------------------------
 
 
 def whole(log, text):
     """The JSON object that `text` begins with; an empty one, and counted, where it is torn."""
-    found = decode(text)
+    try:
+        found = json.JSONDecoder().raw_decode(text)[0]
+    except (ValueError, RecursionError):
+        found = {}
     log.torn += not found
-    return found
+    return found if isinstance(found, dict) else {}
+
+
+def get(record, key, kind=float):
+    """record[key] if it is of this kind; a number must also be finite and not below 0.
+
+    Otherwise None for a number, an empty value of any other kind: damage can leave anything.
+    """
+    value = record.get(key)
+    if kind not in (int, float):
+        return value if isinstance(value, kind) else kind()
+    good = type(value) in (int, float) and 0 <= value < 1e18
+    return kind(value) if good and kind(value) == value else None
+
+
+def objects(record, key):
+    """The objects in the list record[key]."""
+    return [item for item in get(record, key, list) if isinstance(item, dict)]

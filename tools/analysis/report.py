@@ -1,4 +1,4 @@
-"""What is found, as text and as JSON; the step lines as CSV."""
+"""What is found, as a table with sentences, as JSON, and the step lines as CSV."""
 
 import csv
 import json
@@ -6,32 +6,24 @@ import os
 from pathlib import Path
 from urllib.parse import quote
 
-from analysis.cost_model import algorithm, waited_seconds
-from analysis.projection import RATES_GBPS
-from analysis.units import digits, duration, megabytes, ms, part, rate, short, span
+from analysis.compare import time_ratio
+from analysis.units import digits, duration, in_unit, megabytes, ms, part, rate, short
 
 
 def table(head, rows):
     """Lines of a Markdown table whose columns also line up in a terminal."""
-    widths = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
+    cells = [[cell.replace("|", r"\|") for cell in row] for row in [head, *rows]]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
-    head, *rows = ([cell.replace("|", r"\|") for cell in row] for row in [head, *rows])
-    for first, *others in [head, *rows]:
-        cells = [c.rjust(width) for c, width in zip(others, widths[1:], strict=True)]
-        lines.append("| " + " | ".join([first.ljust(widths[0]), *cells]) + " |")
-    rule = ["-" * (widths[0] + 2), *("-" * (w + 1) + ":" for w in widths[1:])]
+    for first, *others in cells:
+        right = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("| " + " | ".join([first.ljust(widths[0]), *right]) + " |")
+    rule = ["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]
     return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
 
 
-def time_ratio(base, run):
-    """How many times as long as the base the run took, or None where that cannot be said."""
-    if None in (base.wall_s, run.wall_s) or base.attempted_again or run.attempted_again:
-        return None
-    return run.wall_s / base.wall_s
-
-
 def column(run, base, verdict):
-    """A run's cells of the main table by their title; None, 0 or "" where the log does not say."""
+    """A run's cells of the main table by their title; None, 0 or "" if the log does not say."""
     ratio, gbps = time_ratio(base, run), run.wire_gbps or verdict.implied_gbps
     against = f"{1 / ratio:.2f} x faster" if ratio and ratio < 1 else f"{ratio or 0:.2f} x as long"
     of = f", {gbps / run.link_gbps:.0%} of stated" if gbps and run.link_gbps else ""
@@ -39,8 +31,7 @@ def column(run, base, verdict):
     cells = {
         "status": run.status,
         "processes on nodes": run.processes and f"{run.processes} on {run.nodes or '?'}",
-        "wall time": run.wall_s
-        and duration(run.wall_s) + (" (part)" if run.attempted_again else ""),
+        "wall time": run.wall_s and duration(run.wall_s) + (" (part)" if run.partial else ""),
         f"against {base.name}": ratio and ("base" if run is base else against),
         "steps": run.steps and f"{run.steps:,}",
         "img/s, job": img_per_s and f"{img_per_s:,.1f}",
@@ -53,21 +44,21 @@ def column(run, base, verdict):
         cells[f"- {title}"] = shown
     return cells | {
         "all-reduce alone": run.probe_s and ms(run.probe_s),
-        "- of up to 4 KB": run.small_s and short(run.small_s),
+        "- of up to 4 KB": run.latency_s and short(run.latency_s),
         "- of ever more bytes": run.bandwidth and f"{digits(run.bandwidth / 1e9)} GB/s",
         "bytes per step and rank": run.wire_bytes and megabytes(run.wire_bytes),
         "link, stated": run.link_gbps and rate(run.link_gbps),
         "wire rate": gbps and rate(gbps) + of + ("" if run.wire_gbps else " (implied)"),
         "transport": run.network and f"{run.network.transport} ({run.network.basis})",
-        "interface": run.interface,
+        "interface": run.network and run.network.shown,
         **{f"loss, epoch {epoch}": f"{loss:.4f}" for epoch, loss in run.losses.items()},
         "top-1 at the end": run.top1 is not None and f"{run.top1:.2f} %",
-        "- by always one class": run.baseline is not None and f"{run.baseline:.2f} %",
+        "- baseline": run.baseline is not None and f"{run.baseline:.2f} %",
     }
 
 
 def main_table(runs, base, verdicts):
-    """The table of all runs; a row that no run can fill is left out, and so are most epochs."""
+    """The table of all runs, without rows that no run can fill and without most epochs."""
     columns = [column(run, base, verdicts[run.name]) for run in runs]
     epochs = sorted({epoch for run in runs for epoch in run.losses})
     hidden = {f"loss, epoch {epoch}" for epoch in epochs[1:-3] if len(epochs) > 6}
@@ -93,13 +84,13 @@ PART = "(part): a part of the run only (restarted or resumed); compare the step 
 
 
 def report(result, picture=None):
-    """The whole report: Markdown that reads well in a terminal, too. `picture`: its address."""
+    """The whole report: Markdown that reads well in a terminal too. `picture`: its address."""
     runs, base, verdicts = result["runs"], result["base"], result["verdicts"]
     lines = []
     for text in result["differences"]:
         lines += [f"FORCED, not like with like: {text}", ""]
     lines += [*main_table(runs, base, verdicts), ""]
-    if any(run.attempted_again for run in runs):
+    if any(run.partial for run in runs):
         lines += [PART, ""]
     ratios = [ratio_sentence(base, run) for run in runs if run is not base]
     sentences = [text for text in ratios if text] + result["losses"]
@@ -110,29 +101,21 @@ def report(result, picture=None):
     lines += [line for text in result["same_wire"] for line in (text, "")]
     lines += [text for run in runs if not run.log.failed for text in verdict_lines(run, verdicts)]
     if rows := result["scaling"]:
-        numbers = [[f"{r['speedup']:.2f}", f"{r['efficiency']:.0%}"] for r in rows]
-        texts = [[r["run"], str(r["processes"]), r["kind"]] for r in rows]
-        cells = [a + b for a, b in zip(texts, numbers, strict=True)]
-        lines += [*table(["Scaling", "processes", "kind", "speed-up", "efficiency"], cells), ""]
-    lines += prediction_lines(result["cross_checks"])
+        head = ["Scaling", "processes", "kind", "speed-up", "efficiency"]
+        cells = [
+            [*(str(row[key]) for key in ("run", "processes", "kind")), f"{row['speedup']:.2f}"]
+            + [f"{row['efficiency']:.0%}"]
+            for row in rows
+        ]
+        lines += [*table(head, cells), ""]
     if chosen := result["projected"]:
-        lines += heading("Projection")
         lines += projection_lines(chosen, result["projections"][chosen.name])
+        lines += check_lines(result["cross_checks"])
     return "\n".join(lines).rstrip()
 
 
 def heading(text):
     return [text, "-" * len(text), ""]
-
-
-def prediction_lines(rows):
-    if not rows:
-        return []
-    lines = ["The model against these logs (a step predicted from another run's log):", ""]
-    for r in rows:
-        to = f"{r['from']} -> {r['to']} at {rate(r['gbps'])}: predicted {ms(r['predicted_s'])}"
-        lines.append(f"- {to}, measured {ms(r['measured_s'])} ({round(100 * r['error']):+d}%)")
-    return [*lines, ""]
 
 
 def verdict_lines(run, verdicts):
@@ -145,44 +128,54 @@ def verdict_lines(run, verdicts):
     return lines
 
 
-def projection_lines(run, cells):
-    of = "data wait and compute" if run.has_split else f"{run.floor_from}'s whole step"
-    latency = f"{short(run.message_s)} a message, {'probed' if run.small_s else 'assumed'}"
-    text = f"From {run.name}, by the model (not measured): from full to no overlap of "
-    text += f"{megabytes(run.wire_bytes)} a step with {ms(run.floor_s)} ({of}); {latency}."
-    if run.can_predict and waited_seconds(run):
-        text += f" It waited {ms(waited_seconds(run))} more than buckets and probe account for, "
-        text += "which stays."
-    rows = [
+def projection_lines(run, rows):
+    of = "data wait and compute" if run.has_split else f"{run.work_from}'s whole step"
+    text = (
+        f"From {run.name}, by the model (not measured): {megabytes(run.wire_bytes)} a step in a "
+    )
+    text += f"ring of {run.processes} on {run.nodes}, beside {ms(run.work_s)} of {of}."
+    cells = [
         [
-            *(rate(c["gbps"]), ms(c["ring_s"]), ms(c["tree_s"]), span(*c["step_s"])),
-            ms(c["best_s"]) if c["best_s"] else "-",
-            span(*c["epoch_s"]) if c["epoch_s"] else "-",
+            *(rate(row["gbps"]), ms(row["alone_s"])),
+            bounded(ms(row["step_s"]), row["bound"]),
+            bounded(in_unit(row["epoch_s"], row["epoch_s"]), row["bound"])
+            if row["epoch_s"]
+            else "-",
         ]
-        for c in cells
-        if c["processes"] == run.processes
+        for row in rows
     ]
-    head = [f"{run.processes} on {run.nodes}", "ring", "tree", "step", "best estimate", "epoch"]
-    lines = [text, "", *table(head, rows), ""]
-    for key, title in (("step_s", "step"), ("epoch_s", "epoch, same batch per process")):
-        grid = {}
-        for cell in cells:
-            if cell[key]:
-                grid.setdefault(cell["processes"], []).append(span(*cell[key]))
-        if grid:
-            by = algorithm(run) or "the quicker of ring and tree"
-            lines += [f"By processes, {title}, {by}:", ""]
-            rows = [[f"{processes:,}", *spans] for processes, spans in grid.items()]
-            lines += [*table(["processes", *map(rate, RATES_GBPS)], rows), ""]
-    return lines
+    head = ["link", "all-reduce alone", "step", "epoch"]
+    upper = "at most: an upper bound, as more of the all-reduce may hide than did in this run."
+    return [*heading("Projection"), text, "", *table(head, cells), "", upper, ""]
+
+
+def bounded(text, bound):
+    return f"at most {text}" if bound else text
+
+
+def check_lines(rows):
+    """The projection held against the other runs."""
+    lines = []
+    for row in rows:
+        at = f" at {rate(row['gbps'])}" if row["gbps"] else ""
+        predicted = bounded(ms(row["predicted_s"]), row["bound"])
+        lines.append(
+            f"- {row['from']} -> {row['to']}{at}: predicted {predicted}, "
+            f"measured {ms(row['measured_s'])} ({round(100 * row['error']):+d}%)"
+        )
+    return ["Each run's step as another run's log predicts it:", "", *lines, ""] if lines else []
+
+
+# --- Files ---------------------------------------------------------------------------------------
 
 
 def as_json(result):
     """The report's figures as plain objects: seconds, bytes, Gb/s, images/s."""
-    runs, more = [], ("complete", "status", "wire_gbps", "interface")
+    runs = []
     for run in result["runs"]:
         figures = {key: value for key, value in vars(run).items() if key != "log"}
-        figures |= {name: getattr(run, name) for name in more} | {"attempts": run.log.attempts}
+        figures |= {name: getattr(run, name) for name in ("complete", "status", "wire_gbps")}
+        figures |= {"interface": run.network and run.network.shown, "attempts": run.log.attempts}
         figures["wall_ratio"] = time_ratio(result["base"], run)
         runs.append(figures | {"verdict": result["verdicts"][run.name]})
     keys = ("differences", "losses", "same_wire", "scaling", "cross_checks", "projections")
@@ -191,33 +184,29 @@ def as_json(result):
     return json.loads(json.dumps(every, default=vars), parse_constant=lambda name: None)
 
 
+def write_json(result, file):
+    Path(file).write_text(json.dumps(as_json(result), indent=1) + "\n")
+
+
 def write_report(result, file, picture=None):
     """The report in a file, which names the picture from where it lies."""
     address = None
-    if picture and os.path.exists(picture):  # else it could not be drawn
+    if picture and os.path.exists(picture):  # otherwise it could not be drawn
         address = quote(os.path.relpath(picture, Path(file).absolute().parent))
     # What other programs have said may look like HTML, which a viewer of Markdown would hide.
     text = report(result, address).replace("<", "&lt;")
     Path(file).write_text(text + "\n", encoding="utf-8")
 
 
-def write_json(result, file):
-    Path(file).write_text(json.dumps(as_json(result), indent=1) + "\n")
-
-
-COLUMNS = ("run", "rank", "epoch", "step", "loss", "img_per_s", "data_ms", "step_ms")
-
-
 def write_csv(result, file):
     """The step lines of all runs in the order of time; what a line does not say stays empty."""
     with open(file, "w", newline="", encoding="utf-8") as target:
         writer = csv.writer(target, lineterminator="\n")
-        writer.writerow(COLUMNS)
+        writer.writerow(
+            ["run", "rank", "epoch", "step", "loss", "img_per_s", "data_ms", "step_ms"]
+        )
         for run in result["runs"]:
-            for (epoch, step, rank), line in steps_in_time(run):
+            in_time = sorted(run.log.steps.items(), key=lambda item: (*item[0][1:], item[0][0]))
+            for (rank, epoch, step), line in in_time:
                 measured = line.loss, line.img_per_s, line.data_ms, line.step_ms
                 writer.writerow([run.name, rank, epoch, step, *measured])
-
-
-def steps_in_time(run):
-    return sorted(((e, s, rank), line) for (rank, e, s), line in run.log.steps.items())

@@ -1,16 +1,15 @@
-"""The figures of one run, from its log, and whether the log is that of a whole run."""
+"""The figures of one run, from its log: seconds, bytes, Gb/s, images/s."""
 
 import math
 import statistics
 from dataclasses import dataclass, field
 
-from analysis.cost_model import all_reduce_seconds
-from analysis.logs import Log
-from analysis.used_network import used_network
-from common.records import get, objects
-from common.thresholds import STRAGGLER, STRAY
+from analysis.logs import Log, get, objects
+from analysis.network import read_network
 
-# What an option gives where the log lacks it: its field of the Run record, type, meaning.
+STRAGGLER = 1.2  # a rank this many times as busy as usual keeps the others waiting
+
+# What an option gives where the log lacks it: field of the Run record, type, meaning.
 LACKING = {
     "images": ("images", int, "images trained on in an epoch"),
     "epochs": ("num_epochs", int, "epochs"),
@@ -25,7 +24,7 @@ LACKING = {
 
 @dataclass
 class Run:
-    """One run's figures; seconds, bytes, Gb/s, images/s; None where the log does not say."""
+    """One run's figures; None where the log does not say."""
 
     name: str
     log: Log
@@ -44,22 +43,20 @@ class Run:
     data_s: float | None = None
     compute_s: float | None = None
     exposed_s: float | None = None
-    ranks: dict = field(default_factory=dict)  # rank -> its part of data_s, compute_s, exposed_s
+    ranks: dict = field(default_factory=dict)  # rank -> its data_s, compute_s, exposed_s
     img_per_s: float | None = None  # whole job
     straggler: int | None = None
     losses: dict = field(default_factory=dict)  # epoch -> mean over ranks
-    top1: float | None = None
-    baseline: float | None = None  # of top1
+    top1: float | None = None  # percent
+    baseline: float | None = None
     wire_bytes: float | None = None  # per step and rank, after compression
-    link_gbps: float | None = None  # stated, of all the interfaces of a node that carried it
+    link_gbps: float | None = None  # stated, of all interfaces of a node that carried it
     probe_s: float | None = None  # all-reduce alone, scaled to wire_bytes
-    small_s: float | None = None  # all-reduce of up to 4 KB
-    message_s: float | None = None  # one message: the model's latency
+    latency_s: float | None = None  # of an all-reduce of up to 4 KB
     bandwidth: float | None = None  # bytes/s of ever larger all-reduces
-    networks: list = field(default_factory=list)  # a UsedNetwork of each probed node
-    buckets: list = field(default_factory=list)  # of DDP: (share of the bytes, ready_s), in order
-    floor_s: float | None = None  # data wait and compute of a step
-    floor_from: str | None = None  # the run that they are of
+    networks: list = field(default_factory=list)  # a Network for each probed node
+    work_s: float | None = None  # data wait and compute of a step
+    work_from: str | None = None  # the run that they are of
 
     @property
     def complete(self):
@@ -70,8 +67,8 @@ class Run:
         return "complete" if self.complete else "failed" if self.log.failed else "INCOMPLETE"
 
     @property
-    def attempted_again(self):
-        """True where the wall time covers only the last of several attempts."""
+    def partial(self):
+        """Whether the wall time covers only the last of several attempts."""
         return self.start_step > 0 or self.log.attempts > 1
 
     @property
@@ -79,25 +76,12 @@ class Run:
         return self.processes, self.nodes, self.global_batch
 
     @property
-    def can_project(self):
-        return all((self.step_s, self.wire_bytes, self.processes, self.nodes))
-
-    @property
-    def can_predict(self):
-        """Whether its step over another link can be told, not only a range for it."""
-        return bool(self.can_project and self.has_split and self.probe_s and self.buckets)
-
-    @property
     def has_split(self):
         return None not in (self.data_s, self.compute_s, self.exposed_s)
 
-    def mostly_waits(self, exposed_s):
-        """Whether most of an exposed time is not the all-reduce's own: for ranks, for cores."""
-        return bool(self.probe_s) and self.probe_s < exposed_s / 2
-
     @property
     def network(self):
-        """That of the slowest node, whose pace is that of all."""
+        """That of the slowest node, which sets the pace of all."""
         return min(self.networks, key=lambda network: network.order, default=None)
 
     @property
@@ -105,27 +89,34 @@ class Run:
         return self.network and self.network.gbps
 
     @property
-    def interface(self):
-        return self.network and self.network.shown
+    def on_cpu(self):
+        return self.log.kinds == {"CPU"}
 
     def record(self, name):
         """The Run, Probe or Summary of the log; empty where there is none."""
         return get(self.log.records, name, dict)
 
+    def setting(self, name, kind=str):
+        return get(self.record("Run"), name, kind)
+
+    def env(self, name):
+        """A variable of rank 0's environment."""
+        return get(self.setting("env", dict), name, str)
+
 
 def make_run(name, log, given):
-    """Take a run's figures from its log, and from `given` (option -> number) what it lacks."""
+    """A run's figures from its log, and from `given` ({option: number}) what the log lacks."""
     run = Run(name, log)
-    facts, summary = run.record("Run"), run.record("Summary")
-    run.start_step = get(facts, "start_step", int) or 0
+    run.start_step = run.setting("start_step", int) or 0
     for option, (key, _, _) in LACKING.items():
-        value = get(facts, key, int)
+        value = run.setting(key, int)
         setattr(run, option, value or given.get(option))
         if value and given.get(option) not in (None, value):
             run.notes.append(f"--{option} is not used: the log itself says {value:,}")
     if run.steps is None and None not in (run.images, run.global_batch, run.epochs):
         run.steps = math.ceil(run.images / run.global_batch) * run.epochs
     run.problems = find_problems(run)
+    summary = run.record("Summary")
     if run.complete:
         add_times(run, summary)
     run.wire_bytes = get(summary, "wire_bytes_per_step")
@@ -135,6 +126,9 @@ def make_run(name, log, given):
     add_probe(run, run.record("Probe"))
     add_notes(run)
     return run
+
+
+# --- Times ---------------------------------------------------------------------------------------
 
 
 def add_times(run, summary):
@@ -153,46 +147,32 @@ def add_times(run, summary):
     run.img_per_s = get(summary, "img_per_s")
     if run.img_per_s is None and run.step_s and run.global_batch:
         run.img_per_s = run.global_batch / run.step_s
-    run.ranks = split_of_ranks(summary)
-    run.buckets = read_buckets(summary)
-    run.straggler = find_straggler(run.ranks)
-
-
-def read_buckets(summary):
-    """[(share of the bytes, seconds from its last gradient to the last of all)], or nothing."""
-    found = [(get(b, "bytes"), get(b, "ready_ms")) for b in objects(summary, "buckets")]
-    total = sum(size or 0 for size, _ in found)
-    if not total or any(None in bucket for bucket in found):
-        return []
-    return [(size / total, milliseconds / 1000) for size, milliseconds in found]
-
-
-def split_of_ranks(summary):
-    """{rank: [data_s, compute_s, exposed_s]} of the ranks of which all is known."""
-    found = {}
     for entry in objects(summary, "ranks"):
         rank = get(entry, "rank", int)
         parts = [get(entry, f"{name}_ms") for name in ("data", "compute", "exposed")]
         if None not in (rank, *parts):
-            found[rank] = [part / 1000 for part in parts]
-    return found
+            run.ranks[rank] = [part / 1000 for part in parts]
+    run.straggler = find_straggler(run.ranks)
 
 
-def busy_of_ranks(ranks):
+def busy_times(ranks):
     """{rank: seconds of a step that are its own: data wait and compute}"""
     return {rank: data + compute for rank, (data, compute, _) in ranks.items()}
 
 
-def usually_busy(busy):
-    """The lower median of all ranks, so that of two the quicker one counts as usual."""
-    return statistics.median_low(busy.values())
-
-
 def find_straggler(ranks):
-    """The rank whose data wait and compute take over STRAGGLER times the usual, or None."""
-    busy = busy_of_ranks(ranks)
+    """The rank that is over STRAGGLER times as busy as usual, or None.
+
+    Usual is the lower median: of two ranks the quicker one.
+    """
+    busy = busy_times(ranks)
     slowest = max(busy, key=busy.get, default=None)
-    return slowest if busy and busy[slowest] > STRAGGLER * usually_busy(busy) else None
+    if slowest is not None and busy[slowest] > STRAGGLER * statistics.median_low(busy.values()):
+        return slowest
+    return None
+
+
+# --- Whether it is whole -------------------------------------------------------------------------
 
 
 def find_problems(run):
@@ -201,7 +181,7 @@ def find_problems(run):
     if log.failed:
         return [f"failed; root cause: {log.failed}"]
     if not log.ranks:
-        return ["no line of the demo in it"]
+        return ["no line of a rank in it"]
     if log.ours and not run.record("Run"):
         problems.append("no Run line: the beginning of the log is missing or damaged")
     if log.ours and not run.record("Summary"):
@@ -210,13 +190,10 @@ def find_problems(run):
     expected = expected_ranks(run)
     present = log.ranks & expected
     ended = present & log.ended.keys()
-    # The original demo's step counter may start again with each epoch.
-    early = {rank for rank in ended if log.ours and not reached_end(run, rank)}
     for what, ranks in (
         ("no line from", expected - present),
         ("lines that the run should not have, from", log.ranks - expected),
         ("no end line from", present - ended),
-        ("the end came early for", early),
     ):
         if ranks:
             problems.append(f"{what} {name_ranks(sorted(ranks), run)}")
@@ -226,9 +203,9 @@ def find_problems(run):
 def expected_ranks(run):
     """Ranks that must have written: all of every node of which there is a line.
 
-    Node 0's log alone will do, as rank 0 writes what all ranks measured.
+    Node 0's log alone is enough, as rank 0 writes what all ranks measured.
     """
-    listed = get(run.record("Run"), "hosts", list), get(run.record("Summary"), "ranks", list)
+    listed = run.setting("hosts", list), get(run.record("Summary"), "ranks", list)
     # The largest of the three: damage that makes one smaller must not hide a rank.
     total = min(max(run.processes or 0, *map(len, listed)), 100_000)
     if not total:  # of the original demo, and nobody said how many
@@ -238,18 +215,9 @@ def expected_ranks(run):
     return {rank for rank in range(total) if rank // per_node in nodes}
 
 
-def reached_end(run, rank):
-    """True where the rank wrote its last planned step, or the end of its last epoch."""
-    last = run.log.last_step.get(rank)
-    if (last or run.start_step) == run.steps:
-        return True
-    # That line may be torn; the epoch's end will do, if it is of this attempt.
-    return (rank, run.epochs) in run.log.epochs and (last or 0) > run.start_step
-
-
 def name_ranks(ranks, run):
     """rank 1 (n1) (last step 18 of 20)"""
-    hosts = get(run.record("Run"), "hosts", list)
+    hosts = run.setting("hosts", list)
     shown = [f"{r} ({hosts[r]})" if r < len(hosts) else str(r) for r in ranks[:8]]
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     text = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(shown) + more
@@ -278,8 +246,11 @@ def add_notes(run):
         run.notes.append(f"log of {seen} of {run.nodes} nodes: loss and lines are of its ranks")
 
 
+# --- The probe -----------------------------------------------------------------------------------
+
+
 def add_probe(run, probe):
-    """What the probe measured; nothing, and a note, where it is of another number of processes."""
+    """What the probe measured; nothing, and a note, if it is of another number of processes."""
     count = get(probe, "world_size", int)
     if count and run.processes and count != run.processes:
         run.notes.append(f"its probe is not used: {count} processes, the run has {run.processes}")
@@ -288,41 +259,27 @@ def add_probe(run, probe):
     moved_gbps = 8e-6 * size / milliseconds if milliseconds and size else 0.0
     if moved_gbps and run.wire_bytes:
         run.probe_s = milliseconds / 1000 * run.wire_bytes / size
-    several = (run.nodes or 1) > 1
-    for node in objects(probe, "nodes"):
-        network = used_network(node, several, STRAY * moved_gbps)
+    nodes = objects(probe, "nodes")
+    several = (run.nodes or len(nodes)) > 1
+    for node in nodes:
+        network = read_network(node, several, moved_gbps)
         if network.names or network.finding or not several:
             run.networks.append(network)
     run.link_gbps = run.link_gbps or (run.network and run.network.stated)
-    run.small_s = (get(probe, "latency_ms") or 0) / 1000 or None
+    run.latency_s = (get(probe, "latency_ms") or 0) / 1000 or None
     run.bandwidth = (get(probe, "bandwidth_GBps") or 0) * 1e9 or None
-    if run.small_s and several and (run.processes or 0) > 1:
-        run.message_s = run.small_s / all_reduce_seconds(run, 0, run.processes, run.nodes, 1, 1)
     if name := unused_interface(run):
         run.notes.append(f"{name}, but {run.networks[0].shown} carried the traffic")
 
 
 def unused_interface(run):
     """The *_SOCKET_IFNAME setting that the probed traffic did not follow, as text, or None."""
-    facts, network = run.record("Run"), run.networks[0] if run.networks else None
+    network = run.networks[0] if run.networks else None
     if not network or network.transport != "sockets" or run.nodes == 1:
         return None  # nothing has to leave the machine, or only start-up goes there
     # The environment in the Run line is rank 0's, and so is the first node.
-    key = "GLOO_SOCKET_IFNAME" if facts.get("backend") == "gloo" else "NCCL_SOCKET_IFNAME"
-    wanted = get(get(facts, "env", dict), key, str)
+    key = "GLOO" if run.record("Run").get("backend") == "gloo" else "NCCL"
+    wanted = run.env(f"{key}_SOCKET_IFNAME")
     names = tuple(name for name in wanted.lstrip("=").split(",") if name)
     followed = wanted.startswith("^") or any(name.startswith(names) for name in network.names)
-    return f"{key}={wanted}" if names and not followed else None
-
-
-def set_floor(run, runs):
-    """The seconds of data wait and compute in a step, and the name of the run they come from.
-
-    Where the log has no split, the fastest run of the same shape stands in with its whole step.
-    """
-    if run.has_split:
-        run.floor_s, run.floor_from = run.data_s + run.compute_s, run.name
-        return
-    alike = [r for r in runs if r.step_s and r.shape == run.shape]
-    if best := min(alike, key=lambda r: r.step_s, default=None):
-        run.floor_s, run.floor_from = best.step_s, best.name
+    return f"{key}_SOCKET_IFNAME={wanted}" if names and not followed else None

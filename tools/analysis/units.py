@@ -45,9 +45,3 @@ def in_unit(seconds, like):
     divisor, unit = (60, "min") if like >= 120 else (1, "s") if like >= 2 else (1e-3, "ms")
     value = seconds / divisor
     return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"
-
-
-def span(low, high):
-    """A range in one unit: 19 to 37 min; one figure where both ends read the same."""
-    low_text, high_text = in_unit(low, high), in_unit(high, high)
-    return high_text if low_text == high_text else f"{low_text.split(' ')[0]} to {high_text}"

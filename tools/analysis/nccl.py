@@ -1,11 +1,10 @@
-"""Reads NCCL's own debug text: which network was used, why not another, what went wrong.
+"""NCCL's own debug text: which network was used, why not another one, what went wrong.
 
 What decides, in this order; a text that holds none of it gives "unknown":
   1. connections that were made: `via NET/X/n`; all of them `via P2P` or `via SHM`: local
   2. `Using network X`
-  3. `Assigned NET plugin X to comm`, `Initialized NET plugin X`, where the text ends before 2
-  4. the adapters of `NET/IB : Using`, else the interfaces of `NET/Socket : Using`
-Everything else that NCCL prints of networks is a wish, a possibility or start-up traffic.
+  3. the adapters of `NET/IB : Using`, else the interfaces of `NET/Socket : Using`
+Everything else that NCCL prints about networks is a wish, a possibility or start-up traffic.
 """
 
 from __future__ import annotations
@@ -21,26 +20,119 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from analysis import UserError
-from analysis.nccl_rules import (
-    ADVICE,
-    BEGINNINGS,
-    KNOWN_NAMES,
-    OVER_ADAPTERS,
-    REASONS,
-    RULES,
-    SLOWEST,
-    SUSPECT_INTERFACES,
-    UNREACHABLE,
-    Rule,
-)
+from analysis.logs import lines_of
 
 HOW_TO_ASK = "start the job with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET,ENV"
-LINE_LIMIT = 1 << 20  # characters read at once, so that a file without line ends fits into memory
+
+# --- Messages; tests/nccl_formats.txt has each as the sources of NCCL, torch and RCCL have it ----
+
+NAMES = "NCCL_IB_HCA|NCCL_IB_DISABLE|NCCL_NET_PLUGIN|NCCL_NET"
+# The name of a network ends with the line, or with the string that a collector made of it.
+NAME = r'([^"`\\\r\n]+)'
+# What is used; Reader has a method for each.
+EVIDENCE = {
+    # Not in "was compiled with NCCL version" or "version mismatch".
+    "version": r"(?<!with N)CCL version(?: :)? (\d+\.\d+\.\d+\w*(?:\+(?:cuda|hip)\d+(?:\.\d+)+)?)"
+    r"(?=[\s,;:)-]|$)",
+    "nodes": r"rank \d+ nRanks \d+ nNodes (\d+) localRanks",
+    "network_channel": r"via NET/([^/]+)/(\d+)",
+    "local_channel": r" via (P2P/MNNVL|P2P/|SHM/|direct shared memory)",
+    "using_network": "Using network " + NAME,
+    "adapters": r"NET/IB : Using((?: ?\[\d+\](?:=\{[^}]*\}?|[^\s;]+))+)",
+    "sockets": r"NET/Socket : Using((?: ?\[\d+\]\S+)+)",
+    "provider": r"NET/OFI Selected [Pp]rovider is (\w+)(?=[ ,*]|$)",
+    # NCCL's own words, or a line of the environment, or an entry of a record in JSON.
+    "wish": rf"\b({NAMES}) set (?:by environment )?to ([^\s\"]+)"
+    rf"|(?:^|[\]:>|)] )\s*(?:export |declare -x )?({NAMES})=\"?([^\s\"]+)"
+    rf"|\"({NAMES})\": \"([^\"]+)\"",
+    # Most machines lack a plugin that nobody has asked for.
+    "plugin_missing": "NET/Plugin ?: (?:Could not find:|.*cannot open shared object file)",
+}
+# What went wrong: (pattern or None, advice), causes before what follows from them.
+PROBLEMS = {
+    "no_ib_device": (
+        r"NET/IB : No device found\.",
+        "NCCL sees no adapter that it may use: in a container, is /dev/infiniband in it? Then "
+        "ibv_devinfo, which looks as NCCL does (libibverbs and its providers), NCCL_IB_HCA",
+    ),
+    "verbs_library_missing": (
+        # The plain name is tried first and alone proves nothing.
+        r"Failed to open libibverbs\.so\[\.1\]|Cou(?:nt|ld) not open libibverbs\.so\.1\b",
+        "install libibverbs (rdma-core) where the job runs, in a container inside it",
+    ),
+    "memlock": (
+        r"Call to ibv_\w+ failed with error Cannot allocate memory",
+        "RDMA pins memory: raise the limit of locked memory (ulimit -l unlimited) in the job "
+        "itself, not in a login shell",
+    ),
+    "plugin_failed": (
+        # NCCL's own two, IB and Socket, fail for reasons that have problems of their own.
+        r"Failed to initialize NET plugin (?!(?:IB|Socket)\b)\S|NET/OFI .*initialization failed"
+        r"|External network plugin .+ is unsupported|Failed to find ncclNetPlugin symbol \(",
+        "the network plugin could not be used: check its path, its own libraries and that it fits "
+        "this NCCL; NCCL_NET_PLUGIN=none does without it",
+    ),
+    "fell_back_to_sockets": (
+        None,
+        "the faster network was asked for and TCP was used: see the other findings, or "
+        "NCCL_DEBUG_SUBSYS=INIT,NET,ENV",
+    ),
+    "gpudirect_off": (
+        None,
+        "data passes through host memory: modprobe nvidia-peermem on each node (lsmod shows "
+        "nvidia_peermem) or DMA-BUF; nvidia-smi topo -m shows whether adapters are near the GPUs",
+    ),
+    "suspect_interface": (
+        None,
+        "this interface seldom joins nodes: set NCCL_SOCKET_IFNAME to the one that does",
+    ),
+    "peer_unreachable": (
+        # 12 is IBV_WC_RETRY_EXC_ERR; 5, flushed, only follows another error.
+        r"Got completion .*(?:error |status=)(?:12\b|\w+\(12\)|\(\w+\)12\b)"
+        r"|onnect.* (?:failed|returned|exceeded).*(?:No route to host|Network is unreachable)"
+        r"|[Cc]onnect to \S+ (?:failed : |returned.*)Connection timed out(?!, retrying)",
+        "the other end did not answer: check cable, switch, routes and firewall, on RoCE the GID "
+        "index, between these two nodes",
+    ),
+    "connection_failed": (
+        r"[Cc]onnect to \S+ (?:failed : |returned -?\d+\()|PollConnect to \S+ failed with error "
+        r"|Connection closed by remote peer|exceeded (?:retries|timeouts|error retry count)\b"
+        r"|Call to (?:recv(?: from \S+)?|send to \S+) failed : ",
+        "look at the other end first: it may have failed before; otherwise a firewall or the "
+        "wrong interface",
+    ),
+    "link_renegotiated": (
+        r"NET/IB : .*speed change detected: "
+        r"|async (?:fatal |error )?event\b.*\bport (?:error|active)",
+        "a link changed its state or speed during the job: check cable, transceiver and switch "
+        "port",
+    ),
+}
+EVIDENCE = {name: re.compile(pattern) for name, pattern in EVIDENCE.items()}
+SIGNS = {name: re.compile(pattern) for name, (pattern, _) in PROBLEMS.items() if pattern}
+# One of these words is in every message above: most lines of a log need no more than this search.
+WORDS = re.compile(
+    "NET/|NET plugin|NCCL_|CCL version|nNodes| via |Using network"
+    "|libibverbs|ibv_|Got completion|onnect|exceeded|Call to|network plugin"
+    "|async |ncclNetPlugin"
+)
+# Of these: why no faster network was used, the most telling first.
+REASONS = ("verbs_library_missing", "no_ib_device", "plugin_failed")
+
+# If a text is cut, its last name may be half a name, except these. The beginning of one of these
+# is half a name wherever it stands.
+KNOWN_NAMES = re.compile(r"Socket|IB|IBext(?:_v\d+)?|(?:AWS )?Libfabric|NCCL RDMA Plugin v\d+")
+BEGINNINGS = ("Socket", "IB", "Libfabric", "AWS Libfabric", "NCCL RDMA Plugin v")
+# Networks of plugins that drive the adapters of the NET/IB list.
+OVER_ADAPTERS = re.compile(r"IB|IBext.*|NCCL RDMA Plugin v.*")
+SUSPECT_INTERFACES = ("lo", "docker*", "veth*", "br-*", "virbr*", "tailscale*")
+# The slowest first: if ranks differ, it sets the pace.
+SLOWEST = ("sockets", "plugin", "unknown", "efa", "roce", "infiniband")
+
+# --- From lines to messages ----------------------------------------------------------------------
+
 MESSAGE_LIMIT = 4096  # NCCL's own limit was 1,023 to 2.28.9; the longest lists have some 2,000
 QUOTE_LIMIT = 300  # characters of a line that a finding quotes
-
-# --- from lines to messages --------------------------------------------------------------------
-
 COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # Where a message begins. The host name is all word characters before the pid, so that the end of
 # a torn message that touches it is lost with it, never taken for a whole one.
@@ -52,28 +144,22 @@ BEGINNING = re.compile(
 
 
 def messages(line: str) -> Iterator[tuple[str, bool]]:
-    """The messages of a line, and of each whether another one that follows may have cut it."""
+    """The messages of a line; for each, whether another one that follows may have cut it."""
     starts = [0, *(match.start() for match in BEGINNING.finditer(line)), len(line)]
     for begin, end in itertools.pairwise(starts):
         yield line[begin:end][:MESSAGE_LIMIT], end < len(line)
 
 
-# --- the finding -------------------------------------------------------------------------------
-
-
-@dataclass
-class Problem:
-    id: str
-    line: str
-    advice: str
+# --- The finding ---------------------------------------------------------------------------------
 
 
 @dataclass
 class Finding:
-    """What a text says of the network. None and empty: the text does not say it.
+    """What a text says about the network. None and empty: the text does not say it.
 
-    channels counts lines of connections: network, p2p, mnnvl (NVLink between nodes), shm;
+    channels counts lines of connections: network, p2p, mnnvl (NVLink between nodes), shm.
     gpudirect is the number of those over the network that have GPUDirect RDMA.
+    problems are {id, line, advice}.
     """
 
     version: str | None = None
@@ -85,8 +171,8 @@ class Finding:
     gpudirect: int | None = None
     channels: dict[str, int] = field(default_factory=dict)
     nodes: int | None = None
-    reason: str | None = None  # why sockets, where nothing failed: somebody asked for them
-    problems: list[Problem] = field(default_factory=list)
+    reason: str | None = None  # why sockets, if nothing failed: somebody asked for them
+    problems: list[dict] = field(default_factory=list)
 
     @property
     def decided(self) -> bool:
@@ -101,17 +187,14 @@ class Reader:
 
     def __init__(self) -> None:
         self.any_text = False
-        self.version = self.version_in_error = None
+        self.version: str | None = None
         self.nodes: int | None = None
         self.channels: Counter[str] = Counter()
         self.with_gpudirect = 0
-        # Names in the order in which they come.
+        # Names, in the order in which they come.
         self.connected: dict[str, None] = {}
         self.using: dict[str, None] = {}
-        self.assigned: dict[str, None] = {}
-        self.initialized: dict[str, None] = {}
         self.adapters_used: set[int] = set()
-        self.adapter_list = False
         self.devices: dict[str, None] = {}  # mlx5_0:1
         self.kinds: dict[int, set[str]] = {}  # IB, RoCE: of the adapter of a number, on any node
         self.interfaces: dict[str, str] = {}  # with the first line that has it
@@ -123,26 +206,24 @@ class Reader:
         """One line with its end; without it, it may be cut there."""
         cut_at_end = not line.endswith("\n")
         self.any_text = self.any_text or "NCCL INFO" in line or "NCCL WARN" in line
-        rules = [rule for rule in RULES if rule.literal in line]
-        if not rules:
+        if not WORDS.search(line):
             return
         for text, followed in messages(COLOURS.sub("", line).rstrip()):
-            for rule in rules:
-                if match := rule.pattern.search(text):
-                    self.take(rule, match, quote(text), followed or cut_at_end)
+            for name, pattern in EVIDENCE.items():
+                if match := pattern.search(text):
+                    self.notes.setdefault(name, quote(text))
+                    if take := getattr(self, f"on_{name}", None):
+                        take(match, quote(text), followed or cut_at_end)
+            for name, pattern in SIGNS.items():
+                if name not in self.notes and pattern.search(text):
+                    self.notes[name] = quote(text)
 
-    def take(self, rule: Rule, match: re.Match, text: str, cut: bool) -> None:
-        self.notes.setdefault(rule.problem or rule.name, text)
-        if method := getattr(self, f"on_{rule.name}", None):
-            method(match, text, cut)
+    # What a message says: `text` is the message, `cut` whether its end may be missing.
 
     def on_version(self, match, text, cut):
-        if cut and match.end() == len(match.string.rstrip()):  # its last number may lack a digit
-            self.version_in_error = self.version_in_error or (match[1] if match[2] else None)
-        elif match[2]:
-            self.version = self.version or match[1] + match[2]
-        else:
-            self.version_in_error = self.version_in_error or match[1]
+        # torch's errors end in the version of NCCL without that of CUDA: a last resort.
+        if "+" not in (self.version or "") and ("+" in match[1] or not self.version):
+            self.version = match[1]
 
     def on_nodes(self, match, text, cut):
         self.nodes = max(self.nodes or 0, int(match[1]))
@@ -161,41 +242,22 @@ class Reader:
         self.channels[kind] += 1
 
     def on_using_network(self, match, text, cut):
-        self.name(self.using, match[1], cut)
-
-    def on_plugin_assigned(self, match, text, cut):
-        self.name(self.assigned, match[1], cut=False)
-
-    def on_plugin_initialized(self, match, text, cut):
-        self.name(self.initialized, match[1], cut)
-
-    def name(self, names: dict[str, None], name: str, cut: bool) -> None:
-        name = name.strip()
+        name = match[1].strip()
         half = cut or any(known.startswith(name) for known in BEGINNINGS)
         if not half or KNOWN_NAMES.fullmatch(name):
-            names.setdefault(name)
+            self.using.setdefault(name)
 
     def on_adapters(self, match, text, cut):
         for number, merged, alone in re.findall(r"\[(\d+)\](?:=\{([^}]*)|([^\s;]+))", match[1]):
             for device, port, kind in re.findall(
                 r"([^\s:\[\],{}/]+):(\d+)[\d:]*/(IB|RoCE)\b", merged or alone
             ):
-                self.adapter_list = True
-                self.adapter(int(number), f"{device}:{port}", kind)
-
-    def on_adapter(self, match, text, cut):
-        self.adapter(int(match[1]), match[2] + match[3], match[4])
-
-    def adapter(self, number: int, name: str, kind: str) -> None:
-        self.devices.setdefault(name)
-        self.kinds.setdefault(number, set()).add(kind)
+                self.devices.setdefault(f"{device}:{port}")
+                self.kinds.setdefault(int(number), set()).add(kind)
 
     def on_sockets(self, match, text, cut):
         for name in re.findall(r"\[\d+\]([^\s:\[\]]+):[^\s<>]+<\d+>", match[1]):
             self.interfaces.setdefault(name, text)
-
-    def on_socket_interface(self, match, text, cut):
-        self.interfaces.setdefault(match[1], text)
 
     def on_provider(self, match, text, cut):
         if not cut or match.end() < len(match.string.rstrip()):
@@ -205,31 +267,13 @@ class Reader:
         name, value = (group for group in match.groups() if group)
         self.wishes.setdefault(name, (value.rstrip("."), text))
 
-    def on_plugin_asked(self, match, text, cut):
-        self.wishes.setdefault("NCCL_NET_PLUGIN", (match[1], text))
-
-    def on_plugin_not_loaded(self, match, text, cut):
-        asked = re.escape(self.wishes.get("NCCL_NET_PLUGIN", ("ccl-net", ""))[0])
-        # A plugin that nobody asked for and that is not there is what most machines have.
-        own = rf"[^\s:]*(?:ccl-net|{asked})[^\s:]*: cannot open shared object file"
-        if re.search(rf"(?:^|\s){own}", match[1]):
-            self.notes.setdefault("plugin_not_found", text)
-        elif re.search(r"\S: \S", match[1]):
-            self.notes.setdefault("plugin_failed", text)
-
-    def on_connect_failed(self, match, text, cut):
-        if UNREACHABLE.search(text):
-            self.notes.setdefault("peer_unreachable", text)
-
-    on_retries_exceeded = on_connect_failed
-
     # What it all amounts to.
 
     def finding(self) -> Finding:
         names, transport = self.decision()
         networks = sorted(names, key=self.speed)
         found = Finding(
-            version=self.version or self.version_in_error,
+            version=self.version,
             network=networks[0] if networks else None,
             networks=networks,
             transport=transport,
@@ -242,7 +286,11 @@ class Reader:
         if transport == "sockets":
             found.reason = self.reason()
         lines = self.problem_lines(found)
-        found.problems = [Problem(id, lines[id], ADVICE[id]) for id in ADVICE if id in lines]
+        found.problems = [
+            {"id": name, "line": lines[name], "advice": advice}
+            for name, (_, advice) in PROBLEMS.items()
+            if name in lines
+        ]
         return found
 
     def decision(self) -> tuple[Iterable[str], str]:
@@ -255,9 +303,7 @@ class Reader:
             return self.using, "local"
         if self.using:
             return self.using, self.slowest(self.using)
-        if plugins := self.assigned or self.initialized:
-            return (), self.slowest(plugins)
-        if self.adapter_list:
+        if self.devices:
             return (), self.adapter_kind()
         # To 2.4.7 sockets were listed before a plugin was tried.
         return (), "sockets" if self.interfaces and not self.providers else "unknown"
@@ -279,7 +325,7 @@ class Reader:
         return "plugin"
 
     def adapter_kind(self) -> str:
-        """Of the adapters listed; where they are of both kinds, of those that are connected."""
+        """Of the adapters listed; if they are of both kinds, of those that are connected."""
         kinds = set().union(*self.kinds.values())
         if len(kinds) > 1 and len(self.connected) == 1 and self.adapters_used <= set(self.kinds):
             kinds = set().union(*(self.kinds[number] for number in self.adapters_used))
@@ -303,15 +349,16 @@ class Reader:
         lines = dict(self.notes)
         plugin_works = any(name not in ("IB", "Socket") for name in found.networks)
         asked = self.wish("NCCL_NET_PLUGIN").lower() not in ("", "none")
-        if "plugin_not_found" in lines and asked and not plugin_works:
-            lines.setdefault("plugin_failed", lines["plugin_not_found"])
+        if "plugin_missing" in lines and asked and not plugin_works:
+            lines.setdefault("plugin_failed", lines["plugin_missing"])
         if found.transport == "sockets":
             if not found.reason and (line := self.asked_for_more(lines)):
                 lines["fell_back_to_sockets"] = line
             for name in filter(suspect, found.interfaces):
                 lines.setdefault("suspect_interface", self.interfaces[name])
-        if line := self.gpudirect_line(found):
-            lines["gpudirect_off"] = line
+        rdma = found.transport in ("infiniband", "roce", "efa") or found.network == "IB"
+        if rdma and found.gpudirect == 0:  # counted, and on no connection
+            lines["gpudirect_off"] = lines["network_channel"]
         return lines
 
     def asked_for_more(self, lines: dict[str, str]) -> str | None:
@@ -325,22 +372,6 @@ class Reader:
                 return line
         return lines.get("plugin_failed")
 
-    def gpudirect_line(self, found: Finding) -> str | None:
-        """The line that shows GPUDirect RDMA off where the network could do it."""
-        if found.transport in ("sockets", "local"):
-            return None
-        over_network = found.channels.get("network", 0)
-        if found.gpudirect == over_network:
-            return None
-        if line := self.notes.get("gpudirect_of_adapter"):
-            return line
-        if found.gpudirect:  # a pair that is far apart is off on healthy machines too
-            return None
-        if line := self.notes.get("gpudirect_of_pair"):
-            return line
-        rdma = found.transport in ("infiniband", "roce", "efa") or found.network == "IB"
-        return self.notes["network_channel"] if over_network and rdma else None
-
 
 def suspect(interface: str) -> bool:
     return any(fnmatch.fnmatchcase(interface, pattern) for pattern in SUSPECT_INTERFACES)
@@ -351,7 +382,7 @@ def quote(text: str) -> str:
     return text if len(text) <= QUOTE_LIMIT else text[: QUOTE_LIMIT - 1] + "…"
 
 
-# --- for people --------------------------------------------------------------------------------
+# --- For people ----------------------------------------------------------------------------------
 
 TRANSPORTS = {
     "infiniband": "InfiniBand",
@@ -359,63 +390,56 @@ TRANSPORTS = {
     "sockets": "TCP sockets",
     "efa": "EFA",
     "plugin": "the network of a plugin",
-    "local": "no network, but NVLink, PCIe or memory inside a node",
+    "local": "no network, only NVLink, PCIe or memory inside a node",
     "unknown": "RDMA adapters, though the text does not say whether InfiniBand or RoCE",
 }
 
 
 def describe(found: Finding) -> list[str]:
-    """Sentences for people: what was used, then why nothing faster, then what to do."""
-    sentences = [used(found)] if found.decided else ["NCCL's text names no network."]
-    sentences += connections(found)
+    """Sentences: what was used, then why nothing faster, then what to do."""
+    sentences = [f"{used(found)}."]
+    parts = []
+    if over_network := found.channels.get("network"):
+        gpudirect = f", {found.gpudirect} of them with GPUDirect RDMA"
+        gpudirect *= found.transport != "sockets"
+        parts.append(f"{over_network} over the network{gpudirect}")
+    if local := sum(count for kind, count in found.channels.items() if kind != "network"):
+        parts.append(f"{local} without a network")
+    if parts:  # each rank writes its own end of a connection
+        sentences.append(f"Connections seen: {'; '.join(parts)}.")
     if len(found.networks) > 1:
         names = ", ".join(found.networks)
         sentences.append(f"Ranks differ ({names}); the slowest sets the pace.")
-    if found.transport == "sockets":
-        sentences.append(why_sockets(found))
-    for problem in found.problems:
-        sentences.append(f"{problem.id}: {problem.line}\n    -> {problem.advice}")
-    return sentences
+    if found.transport == "sockets" and (why := cause(found)):
+        sentences.append(f"Why not another network: {why}.")
+    elif found.transport == "sockets":
+        sentences.append(
+            f"The text does not say why not another network; to see it, {HOW_TO_ASK}."
+        )
+    return sentences + ["{id}: {line}\n    -> {advice}".format(**p) for p in found.problems]
 
 
 def used(found: Finding) -> str:
+    if not found.decided:
+        return "NCCL's text names no network"
     version = f"NCCL {found.version}" if found.version else "NCCL"
     what = TRANSPORTS[found.transport]
     if found.transport == "local" and "mnnvl" in found.channels:
-        what = "no network, but NVLink, between nodes too (MNNVL)"
+        what = "no network, only NVLink, between nodes too (MNNVL)"
     elif found.network and found.transport != "local":
         what += f" (network {found.network})"
     over = found.interfaces if found.transport == "sockets" else found.devices
     if over and found.transport in ("sockets", "infiniband", "roce"):
         what += f" over {', '.join(over)}"
     nodes = f", {found.nodes} node{'s' * (found.nodes > 1)}" if found.nodes else ""
-    return f"{version} used {what}{nodes}."
-
-
-def connections(found: Finding) -> list[str]:
-    """Of the lines of connections; each rank writes its own end."""
-    parts = []
-    if over_network := found.channels.get("network"):
-        gpudirect = f", {found.gpudirect} of them with GPUDirect RDMA"
-        parts.append(
-            f"{over_network} over the network" + gpudirect * (found.transport != "sockets")
-        )
-    if local := sum(count for kind, count in found.channels.items() if kind != "network"):
-        parts.append(f"{local} without a network")
-    return [f"Connections seen: {'; '.join(parts)}."] if parts else []
-
-
-def why_sockets(found: Finding) -> str:
-    if why := cause(found):
-        return f"Why not another network: {why}."
-    return f"The text does not say why not another network; to see it, {HOW_TO_ASK}."
+    return f"{version} used {what}{nodes}"
 
 
 def cause(found: Finding) -> str:
     """Of sockets: who asked for them, or what NCCL says of the others; may be empty."""
     if found.reason:
         return found.reason
-    lines = {problem.id: problem.line for problem in found.problems}
+    lines = {problem["id"]: problem["line"] for problem in found.problems}
     for line in (lines[id] for id in REASONS if id in lines):
         message = re.split(r"NCCL (?:INFO|WARN) ", line)[-1]
         return f'NCCL says "{message}"'
@@ -423,19 +447,15 @@ def cause(found: Finding) -> str:
 
 
 def in_one_line(found: Finding) -> str:
-    """What was used and, of sockets, why; then the names of the problems, to be looked up."""
-    said = used(found).removesuffix(".") if found.decided else "NCCL's text names no network"
-    if found.transport == "sockets":
-        said += f", because {why}" if (why := cause(found)) else ", and does not say why"
-    names = ", ".join(problem.id for problem in found.problems)
-    return f"{said}; problems: {names}" if names else said
+    """What was used and, if it was sockets, why; problems stand in the record."""
+    return " ".join(text for text in describe(found) if "\n" not in text)
 
 
-# --- files -------------------------------------------------------------------------------------
+# --- Files ---------------------------------------------------------------------------------------
 
 
 def files_in(paths: list[str]) -> list[Path]:
-    """The files named, and of each folder those that may be text."""
+    """The files named, and of each folder those that may be text: a checkpoint has gigabytes."""
     found = []
     for name in paths:
         path = Path(name)
@@ -450,16 +470,8 @@ def files_in(paths: list[str]) -> list[Path]:
 
 
 def binary(path: Path) -> bool:
-    """Whether a file of a folder is none to read: a checkpoint can have gigabytes."""
     with path.open("rb") as file:
         return b"\0" in file.read(4096)
-
-
-def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a file as they come; universal newlines end them at carriage returns too."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        while line := file.readline(LINE_LIMIT):
-            yield line
 
 
 def find_in_files(paths: list[str]) -> Finding:
@@ -478,9 +490,9 @@ def find_in_files(paths: list[str]) -> Finding:
 
 
 def of_processes(pattern: str, host: str, pids: Iterable[int]) -> Finding | None:
-    """What processes of one node wrote with NCCL_DEBUG_FILE=`pattern`; None if nothing is there.
+    """What processes of one node wrote with NCCL_DEBUG_FILE=`pattern`; None: nothing.
 
-    By their ids, because earlier runs may have left files of theirs in the same folder.
+    By their ids, because earlier runs may have left files in the same folder.
     """
     names = {"h": host.partition(".")[0], "%": "%"}
     paths = set()

@@ -1,0 +1,369 @@
+"""Why a run took its time: what bounds it, its link against what that states, what to check.
+
+A verdict says what it rests on: measured (the split of a step, the probe, counters of bytes and
+errors), NCCL's word (its debug text), or the model in compare.py.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass, field
+
+from analysis.advice import (
+    FALLEN_GBPS,
+    IN_PART,
+    mostly_waits,
+    nccl_advice,
+    next_checks,
+    only_sockets,
+    told_algorithm,
+)
+from analysis.compare import can_model, payload_rate, ring_bytes
+from analysis.logs import get, objects
+from analysis.nccl import REASONS
+from analysis.network import ADAPTERS
+from analysis.runs import busy_times
+from analysis.units import in_unit, megabytes, ms, part, rate
+
+# TCP that sends this share of its segments again is slowed by it: its rate falls with the root of
+# the loss (Mathis et al., Computer Communication Review 27(3), 1997).
+LOSSY = 0.01
+# These rise on sound links too: frames of protocols that nobody listens to, waiting for credit.
+HARMLESS = ("rx_dropped", "port_xmit_wait")
+HEALTHY = 0.5  # a link below this share of its stated speed is not the link that was meant
+DELIVERS = 0.8  # above it, headers and start-up account for the rest
+TOLERANCE = 0.10  # a time this far outside the model's range still counts as inside
+LINK_FREE_SHARE = 0.10  # an all-reduce below this share of a step cannot be what bounds it
+
+FALLEN = "Likely cause: a port that negotiated 100 Mb/s, or a rate limit."
+
+
+@dataclass
+class Verdict:
+    """`bound`: link, overlap (communication, but not by the wire), input, compute, slow rank,
+    not the link, unknown.
+    """
+
+    bound: str = "unknown"
+    says: list = field(default_factory=list)  # what bounds it, then its network, then the rest
+    checks: list = field(default_factory=list)  # most likely first
+    range_s: tuple | None = None  # of a log without a split: from all hidden to none, by the model
+    inside: bool | None = None
+    implied_gbps: float | None = None
+
+
+def judge(run):
+    """The Verdict on a run whose work_s is set."""
+    if not run.complete:
+        start = "" if run.log.failed else "incomplete, not scored: "
+        return Verdict(says=[f"{start}{'; '.join(run.problems)}."], checks=nccl_advice(run))
+    trouble = say_trouble(run)
+    if run.step_s is None:
+        text = "No step time: give --steps (or images, epochs, batch)."
+        if run.steps and run.steps <= run.start_step:
+            text = "It was resumed at its end, and made no step."
+        return Verdict(says=[text, *say_network(run), *trouble])
+    verdict = Verdict()
+    if can_model(run) and run.steps:
+        excess_s = run.exposed_s if run.has_split else run.step_s - run.work_s
+        carrying_s = run.probe_s or (excess_s if excess_s > 0.02 * run.step_s else None)
+        implied = carrying_s and ring_bytes(run) * 8e-9 / carrying_s
+        verdict.implied_gbps = run.wire_gbps or implied
+    (judge_split if run.has_split else judge_whole)(verdict, run)
+    verdict.says += [*(say_network(run) or say_implied(verdict, run)), *trouble]
+    if run.straggler is not None:
+        verdict.says.append(say_slow_rank(run))
+    elif run.has_split and run.probe_s:
+        verdict.says += say_waiting(run)
+    implied = verdict.implied_gbps or 0.0
+    slow = verdict.bound == "link" and 0 < implied < HEALTHY * (run.link_gbps or 0)
+    verdict.checks = next_checks(run, verdict.bound, slow, bool(trouble))
+    return verdict
+
+
+# --- What bounds it ------------------------------------------------------------------------------
+
+
+def judge_split(verdict, run):
+    """A log with data wait, compute and exposed communication: the largest part bounds."""
+    parts = {"link": run.exposed_s, "input": run.data_s, "compute": run.compute_s}
+    if run.straggler is not None:
+        parts = parts_around_slow_rank(run)
+    verdict.bound = max(parts, key=parts.get)
+    link = name_link(run)
+    # Exposed time far above the all-reduce's own is not the wire's: on a CPU compute and network
+    # share the cores, and ranks wait for each other.
+    if mostly_waits(run, parts["link"]):
+        link = "communication, but not by the wire"
+        if verdict.bound == "link":
+            verdict.bound = "overlap"
+    title = {
+        "input": "its input (waiting for images)",
+        "compute": "compute",
+        "slow rank": f"one slow rank, {run.straggler}, for which the others wait",
+    }.get(verdict.bound, link)
+    if verdict.bound in ("compute", "input") and parts["link"] > IN_PART * run.step_s:
+        title += f", in part by {link}"
+    compute, data, exposed = (
+        f"{ms(seconds)} ({part(seconds, run.step_s)})"
+        for seconds in (run.compute_s, run.data_s, run.exposed_s)
+    )
+    mean = "" if run.straggler is None else ", mean over the ranks"
+    verdict.says.append(
+        f"Bound by {title}: of a step of {ms(run.step_s)}, compute is {compute}, data wait "
+        f"{data}, exposed communication {exposed}, as measured{mean}."
+    )
+
+
+def parts_around_slow_rank(run):
+    """{part of a step: seconds} on the slow rank's way through it.
+
+    Its exposed time is communication; that of the others is waiting for it as well.
+    """
+    busy = busy_times(run.ranks)
+    usual = statistics.median_low(busy.values())
+    data, compute, _ = next(run.ranks[rank] for rank, s in busy.items() if s == usual)
+    return {
+        "slow rank": busy[run.straggler] - usual,
+        "link": run.ranks[run.straggler][2],
+        "input": data,
+        "compute": compute,
+    }
+
+
+def say_slow_rank(run):
+    busy = busy_times(run.ranks)
+    data, compute, _ = run.ranks[run.straggler]
+    return (
+        f"Rank {run.straggler} itself works {ms(busy[run.straggler])} of a step (data wait "
+        f"{ms(data)}, compute {ms(compute)}), the others "
+        f"{ms(statistics.median_low(busy.values()))}."
+    )
+
+
+def say_waiting(run):
+    """That much of the exposed time is not the all-reduce's own."""
+    waited_s = run.exposed_s - run.probe_s
+    if waited_s <= IN_PART * run.step_s:
+        return []
+    return [
+        f"{ms(waited_s)} of the exposed communication is not the all-reduce's own: ranks wait for "
+        "each other, or all-reduce and backward pass share cores."
+    ]
+
+
+def say_implied(verdict, run):
+    """Without a probe: what the exposed time says of the wire."""
+    gbps, stated = verdict.implied_gbps, run.link_gbps
+    if not (run.has_split and verdict.bound == "link" and gbps and stated):
+        return []
+    text = (
+        f"Without a probe: if the exposed time is the all-reduce's, the wire ran at {rate(gbps)}"
+    )
+    text += f", {gbps / stated:.0%} of the stated {rate(stated)}"
+    return [
+        f"{text}: this is not a {rate(stated)} result." if gbps < HEALTHY * stated else f"{text}."
+    ]
+
+
+def name_link(run):
+    if run.nodes == 1:
+        return "communication inside its node"
+    if run.network and run.network.kind == "ipoib":
+        return f"TCP over {run.network.names[0]}, not InfiniBand itself"
+    if run.network and run.network.transport == "roce" and say_trouble(run):
+        return "its network, which loses packets"
+    if through_host_memory(run):
+        return "communication between its nodes, which passes through host memory"
+    return "its link"
+
+
+def judge_whole(verdict, run):
+    """A log without a split: beside a faster run of its shape, and against its stated link."""
+    excess_s, stated = run.step_s - run.work_s, rate(run.link_gbps or 0)
+    steps = (run.steps or 0) - run.start_step
+    known = can_model(run) and run.link_gbps and steps > 0
+    line_s = ring_bytes(run) / (run.link_gbps * 1e9 / 8) if known else math.inf
+    tcp_s = ring_bytes(run) / payload_rate(run.link_gbps) if known else math.inf
+    says = verdict.says
+    if excess_s > run.step_s / 2 and run.nodes != 1:
+        verdict.bound = "link"
+        says.append(
+            f"Bound by its link, or by what stood in for it: {part(excess_s, run.step_s)} of its "
+            f"step of {ms(run.step_s)} comes on top of {run.work_from}'s {ms(run.work_s)}."
+        )
+        if gbps := verdict.implied_gbps:
+            fallen = gbps <= FALLEN_GBPS < (run.link_gbps or 0)
+            of = f", {gbps / run.link_gbps:.0%} of the stated {stated}" if run.link_gbps else ""
+            says.append(
+                f"That implies a wire that ran at {rate(gbps)}{of} ({run.steps:,} steps, no "
+                f"overlap).{f' {FALLEN}' if fallen else ''}"
+            )
+        if known:
+            says.append(
+                f"At {stated} a ring all-reduce takes {ms(line_s)} at line rate and {ms(tcp_s)} "
+                "at what TCP leaves (model)."
+            )
+    elif tcp_s < LINK_FREE_SHARE * run.step_s:
+        verdict.bound = "not the link"
+        says.append(
+            f"Not bound by its link: even with no overlap, all-reduces at {stated} take "
+            f"{steps * line_s:,.0f} to {steps * tcp_s:,.0f} s of {steps * run.step_s:,.0f} s "
+            "(model)."
+        )
+    else:
+        says.append("The log does not split a step: what bounds it cannot be told.")
+    if known:
+        low, high = max(run.work_s, line_s), run.work_s + tcp_s
+        verdict.range_s = low * steps, high * steps
+        verdict.inside = low * (1 - TOLERANCE) <= run.step_s <= high * (1 + TOLERANCE)
+        says.append(say_range(verdict, run.step_s * steps, stated))
+    elif run.nodes != 1:
+        says.append("To judge the link: --link_gbps, --parameters, --processes, --nodes.")
+
+
+def say_range(verdict, took_s, stated):
+    """What the stated link gives, from all communication hidden to none, and what was measured."""
+    low, high = verdict.range_s
+    shortest, longest, took = (in_unit(seconds, high) for seconds in (low, high, took_s))
+    text = f"By the model of a ring, {stated} gives a run of {shortest} (communication fully "
+    text += f"hidden) to {longest} (not hidden); measured {took}"
+    if low <= took_s <= high:
+        return f"{text}: within that."
+    if verdict.inside:
+        return f"{text}: close to that, as the model is good to {TOLERANCE:.0%}."
+    if took_s < low:
+        return f"{text}: faster than that; NCCL took a tree, or the traffic went another way."
+    times = f"{took_s / high:.1f} times the longer of these"
+    return f"{text}, {times}: this is not a {stated} result."
+
+
+# --- The network that carried it -----------------------------------------------------------------
+
+
+def say_network(run):
+    """Which network carried the all-reduces, and what it delivered of what it states."""
+    network = run.network
+    if not network:
+        return []
+    basis = f"by {network.basis}"
+    if run.nodes == 1 and network.gbps:
+        return [f"Inside one node, over {network.shown}, {basis}: {rate(network.gbps)}."]
+    if run.nodes == 1 or network.transport == "local":
+        where = "Inside one node" if run.nodes == 1 else "Between nodes"
+        if network.transport != "local":
+            basis = "as no counter of bytes moved"
+        return [f"{where}, {way_inside(network)}, {basis}: no network is judged."]
+    says = [text for text in [say_fallback(network)] if text]
+    if network.transport in ADAPTERS and network.connections:
+        direct = f"{network.with_gpudirect} of {network.connections} connections"
+        basis += f" (GPUDirect on {direct})"
+    if told := told_algorithm(run):
+        basis += f", with NCCL_ALGO={told}"
+    if kept := only_sockets(run):
+        basis += f", as {kept} keeps NCCL from InfiniBand and RoCE"
+    if network.gbps is None:
+        return [*says, f"Over {network.way}, {basis}; no counter of bytes moved with it."]
+    if network.kind != "ipoib":
+        return [*says, f"Over {network.way}, {basis}: {delivered(run)}"]
+    text = f"IP over InfiniBand: the probe ran at {rate(network.gbps)} on {network.names[0]}"
+    if can := network.adapter_gbps:
+        text += f", {network.gbps / can:.0%} of what {network.adapter or 'its adapter'} can do "
+        text += f"({rate(can)} stated)"
+    text += ", by byte counters"
+    if run.setting("backend") == "nccl" and not network.finding:
+        text += "; NCCL's text, which would say why, is not in the log"
+    return [*says, f"{text}."]
+
+
+def way_inside(network):
+    """Between the GPUs of a node, or of nodes that NVLink joins, as NCCL's text shows it."""
+    kinds = set(get(network.finding, "channels", dict))
+    if "mnnvl" in kinds:
+        return "through NVLink"
+    if kinds == {"p2p"}:
+        return "from GPU to GPU over NVLink or PCIe"
+    if kinds == {"shm"}:
+        return "through the host's memory (NCCL's SHM), not from GPU to GPU"
+    return "through NVLink, PCIe or memory"
+
+
+def say_fallback(network):
+    """That a faster network was asked for and sockets were used, and why; None if not so."""
+    asked = network.problem("fell_back_to_sockets")
+    if not asked:
+        return None
+    what = "InfiniBand" if "IB" in asked else "A faster network"
+    where = ", ".join(network.names) or "an interface that it does not name"
+    cause = next(filter(None, map(network.problem, REASONS)), "")
+    said = cause.replace("NCCL WARN ", "NCCL INFO ").rpartition("NCCL INFO ")[2].strip()
+    why = f'because NCCL says "{said}"' if said else "and its text does not say why"
+    return f"{what} was asked for; NCCL used sockets over {where}, {why}."
+
+
+def through_host_memory(run):
+    """Whether an adapter fell short that no connection used from GPU memory (GPUDirect)."""
+    network = run.network
+    return (
+        network
+        and network.transport in ADAPTERS
+        and network.connections
+        and not network.with_gpudirect
+        and (network.gbps or math.inf) < DELIVERS * (run.link_gbps or 0)
+    )
+
+
+def delivered(run):
+    """What the probe's all-reduce reached of the stated speed, and what that shows."""
+    of = f" ({ms(run.probe_s)} for a step's {megabytes(run.wire_bytes)})" if run.probe_s else ""
+    text = f"the probe's all-reduce{of} ran at {rate(run.wire_gbps)} on the wire"
+    if not run.link_gbps:
+        return f"{text}; its stated speed is not known (--link_gbps)."
+    reached, stated = run.wire_gbps / run.link_gbps, rate(run.link_gbps)
+    text += f", {reached:.0%} of the stated {stated}"
+    sockets = run.network.transport == "sockets"
+    if reached < HEALTHY:
+        text += f": this is not a {stated} result"
+        if sockets and run.wire_gbps <= FALLEN_GBPS:
+            return f"{text}. {FALLEN}"
+    elif reached >= DELIVERS:
+        text += ": the link delivers"
+        if sockets and run.link_gbps <= FALLEN_GBPS:
+            text += ", but 100 Mb/s is what its port falls back to with a bad cable"
+    if through_host_memory(run):
+        text += ". GPUDirect was not used: all bytes passed through host memory, which may be "
+        text += "what limits them; the link itself is not shown to be at fault"
+    return f"{text}."
+
+
+def say_trouble(run):
+    """What went wrong on the link, by the kernel's counters: sentences, none where nothing did."""
+    says, used = [], []
+    for network in run.networks:
+        used += [*network.names, network.adapter]
+    probed = objects(run.record("Probe"), "nodes")
+    over_tcp = run.network is None or run.network.transport == "sockets"
+    healthy = run.wire_gbps and run.link_gbps and run.wire_gbps >= HEALTHY * run.link_gbps
+    for when, nodes in (("during the probe", probed), ("during the run", run.log.nodes)):
+        tcp = [get(node, "tcp", dict) for node in nodes]
+        sent = sum(get(one, "segments") or 0 for one in tcp)
+        again = sum(get(one, "retransmits") or 0 for one in tcp)
+        if sent and again > LOSSY * sent and over_tcp and not healthy:
+            says.append(
+                f"TCP sent {again / sent:.2%} of its segments again {when} ({again:,.0f} of "
+                f"{sent:,.0f}, counted): packets are lost on the way."
+            )
+        found = [
+            f"{key} {count:,.0f} on {interface['name']} of {get(node, 'host', str)}"
+            for node in nodes
+            for interface in objects(node, "interfaces")
+            if interface.get("name") in used
+            for key in get(interface, "errors", dict)
+            if key not in HARMLESS and (count := get(interface["errors"], key))
+        ]
+        if found:
+            meant = ""
+            if run.network.transport == "roce":
+                meant = "; packets were lost or overtaken on the way, in a switch more often "
+                meant += "than in a cable"
+            says.append(f"Errors counted {when}: {', '.join(found)}{meant}.")
+    return says
