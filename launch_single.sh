@@ -21,7 +21,7 @@ if [ "$#" -eq 0 ]; then
     make_sample
     set -- "${sample[@]}" --val_image_path "$root/data/sample_coco/val2017" \
         --val_annotation_path "$root/data/sample_coco/annotations/instances_val2017.json" \
-        --num_epochs 2 --batch_size 16 --image_size 128
+        --num_epochs 2 --batch_size 16 --image_size 128 --lr 3e-4
 fi
 open_log "${LOG_DIR:-logs}/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}/node0.log" "$@"
 set_checkpoint "$@"

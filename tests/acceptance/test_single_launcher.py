@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from support.datasets import make_set
 from support.launchers import FAST, SINGLE, launch_single
-from support.processes import LONG, ROOT, Started, start
+from support.processes import LONG, Started, start
 
 USUAL = {"PYTHON": sys.executable, "RUN_NAME": "run", "PROBE": "0"}
 COMMAND = r"torchrun .*--nproc[-_]per[-_]node[= ]{} .*demo_coco_resnet18\.py"
@@ -29,22 +28,6 @@ def folder(tmp_path: Path) -> Path:
 
 def single(folder: Path, *arguments: object, **variables: object) -> Started:
     return launch_single(*arguments, cwd=folder, **{**USUAL, **variables})
-
-
-@LONG
-def test_without_arguments_it_makes_the_sample_set_and_trains_two_epochs(folder):
-    """In a copy of the project, so that its data/ is made there."""
-    copy = folder / "project"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "data", "logs", "tests"))
-    command = ["bash", copy / SINGLE.name]
-    with start(command, env={"PYTHON": sys.executable}, cwd=folder) as started:
-        run = started.finish(300)
-    assert (copy / "data/sample_coco/annotations/instances_train2017.json").is_file()
-    first, second = map(float, re.findall(r"complete \| Avg loss: (\S+)", run.out))
-    assert second < first
-    assert re.search(r"Epoch 2 validation \| Top-1: \d", run.out)
-    (log,) = folder.glob("logs/*/node0.log")
-    assert "Epoch 2 validation" in log.read_text()
 
 
 def test_two_processes_train_and_the_log_has_all_lines_and_the_command(folder):
