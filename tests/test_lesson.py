@@ -1,167 +1,223 @@
-"""docs/lesson.md: its commands print what the page shows, figures apart."""
+"""docs/lesson/: its programs print what its page shows, and its experiments do what it says."""
 
 from __future__ import annotations
 
-import ast
-import difflib
 import re
-import shlex
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from support.nodes import require_namespaces
-from support.processes import LONG, ROOT, free_port, long_among, start
-from test_pages import ARRAYS, COMMANDS, FENCED, PAGES
+from support.processes import LONG, ROOT, SCRIPT, Run, free_port, long_among, start
+from test_readme import FENCED, PAGES
 
-LESSON = PAGES["docs/lesson.md"]
-SMALL = next(text for text in ARRAYS if text.startswith("small="))
-# What needs root is run by root here; each test has processes of its own at its own port.
-PRELUDE = 'sudo() { "$@"; }\n'
-
-
-def parts() -> dict[str, list[tuple[str, str]]]:
-    """The code blocks of each section of the page, (kind, text), by its title."""
-    _, *found = re.split(r"^#+ (?=[^\n]+\n\n)", LESSON.text, flags=re.MULTILINE)
-    return {
-        part.partition("\n")[0]: [(m[1], m[2]) for m in FENCED.finditer(part)] for part in found
-    }
+PAGE, SHEET, ANSWERS = (PAGES[f"docs/lesson/{name}.md"] for name in ("README", "sheet", "answers"))
+PLAIN, DDP = "docs/lesson/plain.py", "docs/lesson/ddp.py"
+_, *parts = re.split(r"^#+ (.*)\n", PAGE.text, flags=re.M)
+SECTIONS = dict(zip(parts[::2], parts[1::2], strict=True))
+EXPERIMENTS = {int(title[0]): title for title in SECTIONS if re.match(r"\d\. ", title)}
+TWO_NODES = "Two nodes on one laptop"
+DECIMAL = r"-?\d+\.\d+"
 
 
-PARTS = parts()
-SETUP = PARTS["The lesson, to try"][0][1]
-EXPERIMENTS = {int(title[0]): title for title in PARTS if re.match(r"\d\. ", title)}
+def blocks(title: str, kind: str) -> list[str]:
+    """The code blocks of a kind in a section of the page."""
+    return [text for found, text in FENCED.findall(SECTIONS[title]) if found == kind]
 
 
-def blocks(title: str, kind: str) -> str:
-    """All blocks of a kind in a section."""
-    return "\n".join(text for found, text in PARTS[title] if found == kind)
+RUN_PLAIN, RUN_DDP = (text.strip() for text in blocks("First run", "bash"))
 
 
-def shape(line: str) -> str:
-    """A line without its figures, and of an error what the script itself says."""
-    line = re.sub(r"(address\?:).*", r"\1", line.strip())
-    return re.sub(r"\d+(\.\d+)?", "N", line)
+def run(command: str, expect: int = 0) -> Run:
+    """Types a command of the page in the repository's folder."""
+    with start(["bash", "-c", command], cwd=ROOT) as started:
+        return started.finish(120, expect)
+
+
+def is_printed(shown: str, output: str) -> bool:
+    """Whether the output has this line, or a longer one, with nearly the same decimals."""
+    text = re.split(DECIMAL, shown)
+    wanted = [float(number) for number in re.findall(DECIMAL, shown)]
+    pattern = f"({DECIMAL})".join(map(re.escape, text))
+    found = [[*map(float, match.groups())] for match in re.finditer(pattern, output)]
+    return any(numbers == pytest.approx(wanted, abs=0.02) for numbers in found)
+
+
+def changed_copy(title: str, folder: Path) -> Path:
+    """ddp.py with the change that a section shows: one line, where the section says it is."""
+    (number,) = re.findall(r"[Ll]ine (\d+) ", SECTIONS[title].partition("```diff")[0])
+    before, after = blocks(title, "diff")[0].splitlines()
+    lines = (ROOT / DDP).read_text().splitlines()
+    assert (before[0], after[0]) == ("-", "+")
+    assert lines[int(number) - 1] == before[1:]
+    lines[int(number) - 1] = after[1:]
+    path = folder / "ddp.py"
+    path.write_text("\n".join(lines))
+    return path
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Path:
-    """A copy of the repository, in which README's small set has been made."""
-    ignored = shutil.ignore_patterns(".*", "data", "logs", "tests", "__pycache__", "coco", "*.pt")
-    folder = tmp_path_factory.mktemp("lesson") / "a copy"
-    shutil.copytree(ROOT, folder, ignore=ignored)
-    (command,) = re.findall(r"^python (tools/make_sample_coco.py data/small .*)$", COMMANDS, re.M)
-    made = [sys.executable, *shlex.split(command)]
-    subprocess.run(made, cwd=folder, check=True, timeout=120, stdout=subprocess.DEVNULL)
-    return folder
+def original():
+    """What ddp.py prints as it is, with two processes."""
+    return run(RUN_DDP).out
 
 
-def run_page(project: Path, title: str, expect: int = 0) -> list[str]:
-    """The lines that a section's commands print, among which are those that the page shows."""
-    script = "\n".join([PRELUDE, SMALL, SETUP, blocks(title, "bash")])
-    script = script.replace("MASTER_PORT=29500", f"MASTER_PORT={free_port()}")
-    env = {"OMP_NUM_THREADS": None}
-    with start(["bash", "-c", script], env=env, cwd=project, split=True) as started:
-        lines = started.finish(400, expect).output.splitlines()
-    printed = {shape(line) for line in lines}
-    for line in blocks(title, "text").splitlines():
-        assert not line or shape(line) in printed, f"{line!r} is not in:\n" + "\n".join(lines)
-    return lines
+# --- The two programs --------------------------------------------------------------------------
 
 
-# --- The loops ---------------------------------------------------------------------------------
+def test_plain_prints_what_the_page_shows():
+    lines, shown = run(RUN_PLAIN).lines(), blocks("First run", "text")[0]
+    assert len(lines) == len(shown.splitlines())
+    assert all(map(is_printed, shown.splitlines(), lines))
 
 
-def test_plain_loop_knows_nothing_of_the_others_and_each_step_is_in_the_diff():
-    plain, diff = blocks("The diff", "python"), blocks("The diff", "diff")
-    ast.parse(plain)
-    assert not re.search(r"\bdist\b|rank|Distributed", plain)
-    added = "\n".join(line for line in diff.splitlines() if line.startswith("+"))
-    assert re.findall(r"# (\d)/6", added) == ["1", "2", "2", "3", "4", "5", "6", "6"]
+def test_ddp_prints_what_the_page_shows_and_ends_with_the_weights_of_plain(original):
+    plain, shown = (text.splitlines() for text in blocks("First run", "text"))
+    assert len(original.splitlines()) == len(shown)
+    for line in shown:
+        assert is_printed(line, original), line
+    for rank in (0, 1):
+        assert f"[rank {rank}] {plain[-1]}" in shown
 
 
 @LONG
-def test_loop_of_one_process_and_its_ddp_form_print_the_same(project):
-    """Equal text with one process; with two, whose sums have another order, nearly so."""
-    lines = run_page(project, "The diff")
-    plain, ddp, two = lines[:3], lines[3:6], lines[6:]
-    assert plain == ddp
-    losses = [[float(line.split()[-1]) for line in found] for found in (plain, two)]
-    assert losses[1] == pytest.approx(losses[0], abs=2e-3)
-    assert losses[0][2] < losses[0][0]
+@pytest.mark.parametrize(("count", "images"), [(3, 18), (4, 16)])
+def test_other_numbers_of_processes(count, images):
+    output = run(RUN_DDP.replace("node=2", f"node={count}")).out
+    assert output.count(f" of {images} right") == 3
+    assert ("sum 2.20" in output) == (count == 4)
+
+
+def test_diff_is_the_one_that_the_page_explains():
+    command = blocks("The diff", "bash")[0].split()
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20).stdout
+    assert "".join(blocks("The diff", "diff")) == printed
+
+
+def test_six_marks_stand_once_and_in_order_and_mean_functions_of_the_big_script():
+    marks = re.compile(r"# DDP (\d)/6")
+    assert marks.findall((ROOT / PLAIN).read_text()) == []
+    assert marks.findall((ROOT / DDP).read_text()) == [*"123456"]
+    text = SECTIONS["The diff"]
+    assert re.findall(r"^\*\*(\d)/6: ", text, re.M) == [*"123456"]
+    for number, name in re.findall(r"^\| (\d)/6 .*\| `(\w+)`", PAGE.text, re.M):
+        before_mark = SCRIPT.read_text().partition(f"# DDP {number}/6")[0]
+        assert re.findall(r"^def (\w+)", before_mark, re.M)[-1] == name
 
 
 # --- Experiments -------------------------------------------------------------------------------
 
-SED = re.compile(r"^sed (.*) (\S+\.py) > (\S+\.py)$", re.MULTILINE)
+FAIL = {6, 7}  # these end with an error
 
 
-def test_each_copy_has_the_changes_that_its_sed_names(project):
-    """A pattern that fits no line any more would leave the copy as it was."""
-    found = [
-        match for title in EXPERIMENTS.values() for match in SED.finditer(blocks(title, "bash"))
-    ]
-    assert len(found) == 8
-    for match in found:
-        subprocess.run(["bash", "-euc", match[0]], cwd=project, check=True, timeout=20)
-        before, after = ((project / match[n]).read_text().splitlines() for n in (2, 3))
-        ast.parse("\n".join(after))
-        changed = [line for line in difflib.ndiff(before, after) if line[0] == "-"]
-        assert len(changed) == max(1, match[1].count("-e ")), match[0]
-
-
-# Of these experiments the figures are the same on every machine: those of each line, or of the
-# lines with these words.
-SAME = {1: "Run: ", 3: "images [", 6: "ERROR", 8: ""}
-
-
-@pytest.mark.parametrize("number", long_among(EXPERIMENTS, {*EXPERIMENTS} - {2}))
-def test_experiment_prints_what_the_page_shows(project, number):
-    if number == 7:
-        require_namespaces()
+@pytest.mark.parametrize("number", long_among(EXPERIMENTS, {*EXPERIMENTS} - {4}))
+def test_experiment_shows_what_the_page_promises(number, original, tmp_path):
     title = EXPERIMENTS[number]
-    lines = run_page(project, title, expect=int(number == 2))
-    if number in SAME:
-        shown = blocks(title, "text").splitlines()
-        same = [
-            [line for line in found if line and SAME[number] in line] for found in (shown, lines)
-        ]
-        assert sorted(same[0]) == sorted(same[1])
-    if number == 5:  # the mean gradient is that of all images, except for batch norm
-        apart = [float(line.split()[1]) for line in lines if line.endswith(" apart")]
-        assert apart[0] < 1e-4 and apart[1] > 0.01
+    command = RUN_DDP.replace(DDP, f"'{changed_copy(title, tmp_path)}'")
+    ended = run(command, expect=int(number in FAIL))
+    output = ended.out
+    if number == 6:
+        assert ended.seconds > 20
     if number == 7:
-        for name, sent in (("plain", "44.9 MB"), ("powersgd", "1.2 MB")):
-            log = (project / "logs" / name / "node0.log").read_text()
-            number_of_bytes = int(re.search(r'"wire_bytes_per_step": (\d+)', log)[1])
-            assert f"{number_of_bytes / 1e6:.1f} MB" == sent and f"sends {sent}" in LESSON.prose
-    if number == 9:
-        assert (project / "data" / "small" / "processes.png").stat().st_size > 10_000
+        output = output[output.index("Root Cause") :]  # torchrun lists the other ranks above it
+    shown = blocks(title, "text")[0].splitlines()
+    for line in shown:
+        assert is_printed(line, output), f"{line!r} is not in:\n{output}"
+    assert not all(is_printed(line, original) for line in shown)
 
 
-# --- A step in numbers -------------------------------------------------------------------------
+def test_each_experiment_changes_a_line_that_is_there(tmp_path):
+    assert [*EXPERIMENTS] == [1, 2, 3, 4, 5, 6, 7] and f"`{RUN_DDP}`" in SECTIONS["Experiments"]
+    for title in [*EXPERIMENTS.values(), TWO_NODES]:
+        compile(changed_copy(title, tmp_path).read_text(), title, "exec")
+
+
+@LONG
+def test_call_of_rank_0_alone_is_the_mismatch_that_the_answers_quote(tmp_path):
+    call, message = (
+        "    dist.all_reduce(results)",
+        "a distributed collective mismatch in your code",
+    )
+    path = tmp_path / "ddp.py"
+    text = (ROOT / DDP).read_text()
+    path.write_text(text.replace(call, f"    if rank == 0: {call.strip()}"))
+    assert message in run(RUN_DDP.replace(DDP, f"'{path}'"), expect=1).out
+    assert message in ANSWERS.text
+
+
+@LONG
+def test_two_nodes_on_one_laptop(tmp_path, original):
+    def both(path):
+        commands = [
+            text.replace("29500", port).replace(DDP, f"'{path}'")
+            for text in blocks(TWO_NODES, "bash")
+        ]
+        return run(" & ".join(text.strip() for text in commands) + "; wait").out
+
+    port = str(free_port())
+    whole = both(ROOT / DDP)
+    assert re.findall("all ranks: .*", whole) == re.findall("all ranks: .*", original)
+    port = str(free_port())
+    changed = both(changed_copy(TWO_NODES, tmp_path))
+    for line in blocks(TWO_NODES, "text")[0].splitlines():
+        assert is_printed(line, changed), line
+    assert not is_printed("[rank 2] epoch 0: images [12, 11, 2, 4]", whole)
+
+
+# --- Numbers and sheet -------------------------------------------------------------------------
 
 
 def test_worked_step_adds_up():
-    table = re.search(r"\| \| rank 0 \| rank 1 \|\n.*\n((?:\|.*\n)+)", LESSON.text)[1]
-    cells = [line.split("|")[2:4] for line in table.splitlines()]
     number = re.compile(r"(?<![\w-])-?\d+(?:\.\d+)?")
+    table = re.findall(r"^\|(.*)\|(.*)\|(.*)\|$", SECTIONS["A step in numbers"], re.M)[2:]
     shares = [1, 3], [2, 4]
-    means = [sum(2 * x * (x - 2 * x) for x in share) / 2 for share in shares]
+    gradients = [[2 * x * (x - 2 * x) for x in share] for share in shares]
+    mean = sum(map(sum, gradients)) / 4
     for rank, share in enumerate(shares):
-        losses, gradients = [(x - 2 * x) ** 2 for x in share], [2 * x * (x - 2 * x) for x in share]
-        mean = sum(means) / 2
-        rows = [
-            share,
-            losses,
-            [sum(losses) / 2],
-            gradients,
-            [means[rank]],
-            [mean],
-            [1 - 0.05 * mean],
-        ]
-        shown = [[float(found) for found in number.findall(row[rank])] for row in cells]
-        assert [row[-len(wanted) :] for row, wanted in zip(shown, rows, strict=True)] == rows
+        losses = [(x - 2 * x) ** 2 for x in share]
+        rows = [share, losses, [sum(losses) / 2], gradients[rank], [sum(gradients[rank]) / 2]]
+        rows += [[mean], [1 - 0.05 * mean]]
+        for cells, wanted in zip(table, rows, strict=True):
+            shown = [float(found) for found in number.findall(cells[1 + rank])]
+            assert shown[-len(wanted) :] == wanted
+
+
+def test_times_of_the_ring_follow_from_the_formula():
+    size = 4 * 11_217_552
+    found = re.findall(r"^\| (\d+) Gb/s \| ([\d.]+) ms \| ([\d.]+) ms \|$", PAGE.text, re.M)
+    assert len(found) == 3
+    for rate, *times in found:
+        for n, shown in zip((2, 4), times, strict=True):
+            milliseconds = 2 * (n - 1) / n * size * 8 / (float(rate) * 1e9) * 1e3
+            assert float(shown) == pytest.approx(milliseconds, rel=0.01)
+    assert f"**{size / 1e6:.1f} MB**" in PAGE.text and f"{1.5 * size / 1e6:.1f} MB" in PAGE.text
+
+
+@LONG
+def test_gradients_of_the_big_script_have_that_size():
+    from torchvision.models import resnet18
+
+    count = sum(parameter.numel() for parameter in resnet18(num_classes=80).parameters())
+    assert f"{count:,} weights" in PAGE.text
+
+
+def test_plan_sheet_and_answers_fit_together():
+    minutes = re.findall(r"^\| (\d+) \|", SECTIONS["The lesson: DDP in 90 minutes"], re.M)
+    assert sum(map(int, minutes)) == 90
+    questions, answers = (re.findall(r"^(\d+)\. ", page.text, re.M) for page in (SHEET, ANSWERS))
+    assert questions == answers == [str(n + 1) for n in range(len(questions))]
+    assert re.findall(r"^\*\*Experiment (\d)\.", ANSWERS.text, re.M) == [*map(str, EXPERIMENTS)]
+    form = r"^\*\*Experiment ([^\n]*)\*\* \(line (\d+)\)\n\n```diff\n(.*?)^```"
+    wanted = []
+    for title in EXPERIMENTS.values():
+        line = re.search(r"Line (\d+) ", SECTIONS[title])[1]
+        wanted.append((title, line, blocks(title, "diff")[0]))
+    assert re.findall(form, SHEET.text, re.M | re.S) == wanted
+
+
+def test_lines_that_the_text_names_are_those_of_ddp():
+    lines = (ROOT / DDP).read_text().splitlines()
+    named = re.findall(r"`([^`]+)` \(line (\d+)\)", PAGE.text + ANSWERS.text)
+    assert len(named) == 8
+    for code, number in named:
+        assert code in lines[int(number) - 1], number
