@@ -1,198 +1,512 @@
 #!/usr/bin/env python3
-"""For anyone who works on the demo: its speed against its own ceilings, and against other ways.
+"""Measures the demo's speed beside something else, in turns on the same machine.
 
-    python tools/benchmark.py step --repeats 9
-    python tools/benchmark.py COMMAND --help
+    python tools/benchmark.py step       a whole training step, fed from image files
+    python tools/benchmark.py input      the loader alone, on one core
+    python tools/benchmark.py ceiling    a fed step beside a step whose batch stays on the device
+    python tools/benchmark.py peer --peer examples/imagenet/main.py
+    python tools/benchmark.py gpu        what only a GPU can show
 
-Each command prints one table: what (unit), demo, reference, ratio = demo / reference. Figures are
-medians over `--repeats` rounds; a round runs every case once, side by side, and every second round
-in reverse order, so that a machine that warms up or is shared favours none. What `gpu` measures is
-run once. docs/speed.md says what each command is for.
+step and input take --against: another copy of the script, as a file or as a commit of this
+repository. The cases run in turns. Every second round has the reverse order, so that a machine
+that becomes warm or busy favours none. A figure is the median of the rounds. A ratio is that of
+two medians; the range behind it is that of the rounds. gpu runs each case once.
 
-The demo is the real script in processes of its own, and its figures come from its log: a step's
-time and its wait for data from the step lines after the warm-up, within one epoch. There is one
-for each step, but on a GPU, which each of them makes wait. img/s are images over the sum of these
-times, of all processes. Where a case needs more than the log, main() of the script runs with
-changes (benchmarks/children.py). Nothing probes, but in `links` and `predictions`. Pictures are
-generated (make_sample_coco.py) unless --data names COCO's folder; names of larger sets are links
-to some of them. Prepared is what prepare_coco.py makes. All are in the page cache. Peak memory is
-the kernel's figure (ru_maxrss) of the largest process.
+Training is the real script in a process of its own. Its times come from its Summary, which leaves
+out the first three steps. The script gets the variables by which the launchers make glibc keep its
+memory. Where there are fewer images than a run needs, they are repeated. Use a machine that does
+nothing else.
 
-Needs Linux and what the demo needs. Exit codes: 0 done; 2 wrong arguments, or a run that failed,
-in one line; 128 + signal when stopped. Whatever it started ends with it.
+Exit codes: 0 done, 2 wrong arguments or a failed run, 128 + N signal N.
 """
 
 import argparse
-import shutil
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
 import sys
 import tempfile
-from argparse import ArgumentTypeError
+import time
+from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
-from benchmarks import children, links, one_machine, settings
-from benchmarks.figures import result_of, table, write_json
-from benchmarks.gpu import PARTS, measure_gpu
-from benchmarks.runner import Bench, Failure, say
-from common.workers import exit_on_stop_signals
+import torch
 
-MEASURE = {
-    "step": one_machine.measure_step,
-    "input": one_machine.measure_input,
-    "start": one_machine.measure_start,
-    "links": links.measure_links,
-    "predictions": links.measure_predictions,
-    "loss": one_machine.measure_loss,
-    "gpu": measure_gpu,
-    "overlap": links.measure_overlap,
-}
-METHODS = {"links": settings.METHODS, "loss": settings.LOSS_METHODS}
-SMALL = {"batch_size": 16, "image_size": 64}  # what two processes of one thread do quickly
-DEFAULTS = {  # where a command has others than the rest
-    "input": {"repeats": 15},  # a run is over in a second or two: lest that second's luck decides
-    "links": SMALL | {"warm_steps": 6},  # PowerSGD has to have started by then
-    "predictions": SMALL | {"steps": 20},
-    "loss": SMALL | {"steps": 200},
-    "gpu": {"steps": 40, "warm_steps": 10, "batch_size": 256, "limit": 240},
-}
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "demo_coco_resnet18.py"
+WARM_UP = 3  # steps that the script's Summary leaves out
+KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
+OTHER_LAUNCHERS = ("SLURM_", "OMPI_", "TORCHELASTIC_", "RANK", "WORLD_", "LOCAL_", "MASTER_")
+TALK_IMAGES, TALK_EPOCHS, TALK_GPUS = 118_287, 2, 4  # COCO train2017, as in the talk
+
+Data = namedtuple("Data", "images file")  # the folder of images, and their instances file
 
 
-# --- Arguments: what a text must be ------------------------------------------------------------
-
-
-def at_least(least):
-    def whole_number(text):
-        if int(text) < least:
-            raise ArgumentTypeError(f"{text} is not at least {least}")
-        return int(text)
-
-    return whole_number
-
-
-def words(text):
-    return text.split(",")
-
-
-def numbers(text):
-    return [int(part) for part in text.split(",")]
-
-
-def rates(text):
-    found = text.split(",")
-    for rate in found:
-        if not links.gbps(rate) and rate != "unshaped":
-            raise ArgumentTypeError(f"{rate}: write unshaped, 100mbit or 1gbit")
-    return found
-
-
-def path(text):
-    return Path(text).resolve()
-
-
-def script(text):
-    if not path(text).is_file():
-        raise ArgumentTypeError(f"{text} is not there: give the path of a script")
-    return path(text)
-
-
-# --- Arguments: what there are -----------------------------------------------------------------
-
-
-def add_options(add, name):
-    def count(option, default, text, least=1):
-        add(f"--{option}", type=at_least(least), default=default, metavar="N", help=text)
-
-    add("--json", type=path, metavar="FILE", help="write the table as JSON, too")
-    if name == "overlap":
-        return
-    count("steps", 12, "measured steps of a run")
-    count("warm_steps", 3, "steps before them", least=0)
-    count("batch_size", 256 if children.GPU else 32, "images per process")
-    count("image_size", 224, "pixels a side")
-    count("workers", None, "loader workers; unset: the script's own", least=0)
-    count("limit", 1800, "seconds of a run, or of a part of gpu")
-    add("--data", type=path, metavar="DIR", help="COCO's folder; unset: generated pictures")
-    add("--data_folder", type=path, metavar="DIR", help="keeps generated sets for the next time")
-    text = "the script to measure"
-    add("--script", type=script, metavar="FILE", default=children.SCRIPT, help=text)
-    if name not in ("loss", "gpu"):
-        count("repeats", 5, "rounds; fewer than 5 are a trial")
-    if name in ("start", "gpu"):
-        count("images", settings.FULL, "of the full-size set")
-    if name in ("step", "input"):
-        add("--against", type=script, metavar="FILE", help="another version of it, in turns")
-    if name == "step":
-        add("--peer", type=script, metavar="FILE", help="imagenet/main.py of pytorch/examples")
-    if name in ("links", "loss"):
-        known = [*METHODS[name]]
-        add("--methods", type=words, default=known, metavar="M,M", help="none is first")
-    if name == "links":
-        given = ["unshaped", "1gbit", "100mbit"]
-        add("--rates", type=rates, default=given, metavar="R,R", help="as tc writes them")
-    if name == "predictions":
-        given, text = ["unshaped", "1gbit"], "two or more, as tc writes them"
-        add("--rates", type=rates, default=given, metavar="R,R", help=text)
-        add("--old_cpu", action="store_true", help="as on a CPU without bf16")
-    if name == "loss":
-        count("seeds", 3, "runs of each kind")
-    if name == "gpu":
-        add("--part", choices=PARTS, help="one of them; unset: all, one after another")
-        sizes = [256, 64, 512, 128]
-        add("--batch_sizes", type=numbers, default=sizes, metavar="N,N", help="to try")
-        add("--cpu", action="store_true", help="on the CPU: tries the parts, measures no GPU")
-
-
-def parse_arguments(argv):
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.error = lambda text: parser.exit(2, f"benchmark.py: error: {text}; see --help\n")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, measure in MEASURE.items():
-        text = measure.__doc__.split("\n")[0]
-        sub = commands.add_parser(name, help=text, description=text, formatter_class=formatter)
-        sub.error = parser.error
-        add_options(sub.add_argument, name)
-        sub.set_defaults(log_every=1, cpu=False, **DEFAULTS.get(name, {}))
-    args = parser.parse_args(argv)
-    check(args, parser.error)
-    return args
-
-
-def check(args, error):
-    """Ends with one line where arguments do not fit together."""
-    if args.command == "step" and args.peer and args.image_size != 224:
-        error("--peer crops to 224 pixels: leave --image_size at 224")
-    if args.command == "predictions" and len({*args.rates}) < 2:
-        error(f"--rates {','.join(args.rates)}: give two or more, to tell one from another")
-    known = [*METHODS.get(args.command, ())]
-    if known and (args.methods[0] != "none" or not {*args.methods} <= {*known}):
-        given, others = ",".join(args.methods), ", ".join(known)
-        error(f"--methods {given}: give none, then others of {others}")
-
-
-# --- The run -----------------------------------------------------------------------------------
+class UserError(Exception):
+    """What a user can fix, or a run that failed: one line."""
 
 
 def main(argv=None):
     args = parse_arguments(argv)
-    exit_on_stop_signals()
-    folder = tempfile.mkdtemp(prefix="demo-benchmark-")
     try:
-        write_json(args, [])  # so that a place where none can be written is known now
-        bench = Bench(args, folder)
-        rows = MEASURE[args.command](bench)
-        print(table(result_of(args, rows)))
-        write_json(args, rows)
-        if bench.failed:
-            raise Failure("; ".join(bench.failed)[:300])
-    except (Failure, OSError) as error:
-        say(f"benchmark.py: error: {error}")
+        with tempfile.TemporaryDirectory(prefix="demo-benchmark-") as folder:
+            args.folder = Path(folder)
+            print(f"{args.command}: {machine()}, batch of {args.batch_size}, {args.steps} steps")
+            COMMANDS[args.command](args)
+    except (UserError, OSError) as error:
+        print(f"benchmark.py: error: {error}", file=sys.stderr)
         sys.exit(2)
-    except SystemExit:
-        say("benchmark.py: error: stopped on a signal; nothing is left running")
-        raise
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+# ---- The commands
+
+
+def measure_step(args):
+    """a whole training step, fed from image files"""
+    data = make_data(args, needed_images(args))
+    given = options(args, data, max_steps=WARM_UP + args.steps)
+    cases = {}
+    for name, script in scripts(args).items():
+        cases[name] = partial(training_speed, args, [sys.executable, script, *given])
+    show(args, rounds(args, cases), step_time=True)
+
+
+def measure_input(args):
+    """the loader alone, on one core: nothing trains"""
+    data = make_data(args, args.batch_size * (WARM_UP + args.steps))
+    given = [*options(args, data), "--workers", "0"]
+    cases = {
+        name: partial(loader_speed, args, path, given) for name, path in scripts(args).items()
+    }
+    show(args, rounds(args, cases))
+
+
+def measure_ceiling(args):
+    """a fed step beside a step whose batch stays on the device"""
+    data = make_data(args, needed_images(args))
+    given = options(args, data, max_steps=WARM_UP + args.steps)
+    resident = [*child("resident"), *given, "--workers", "0"]
+    cases = {
+        "fed": partial(training_speed, args, [sys.executable, SCRIPT, *given]),
+        "resident": partial(training_speed, args, resident),
+    }
+    found = rounds(args, cases)
+    show(args, found, step_time=True)
+    fed, ceiling = (1e3 * args.batch_size / statistics.median(found[name]) for name in cases)
+    print(f"The loader and the rest cost {fed - ceiling:.1f} ms of a step of {fed:.1f} ms")
+
+
+def measure_peer(args):
+    """the demo beside imagenet/main.py of pytorch/examples
+
+    Each rate comes from the wall times of two runs of different length: so the start does not
+    count, and it does not matter what the peer prints.
+    """
+    if not args.peer.is_file():
+        raise UserError(f"--peer {args.peer} is no file: give the path of imagenet/main.py")
+    if gpu_count():  # the peer would otherwise use all of them
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    batches = {"short": 2, "long": 2 + args.steps}
+    sets = {name: make_data(args, n * args.batch_size, name) for name, n in batches.items()}
+    trees = {name: make_tree(args.folder / f"tree-{name}", data) for name, data in sets.items()}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    demo = {
+        "launch_single.sh": ["bash", ROOT / "launch_single.sh"],
+        "bare torchrun": [*torchrun, "--nproc_per_node=1", SCRIPT],
+    }
+    text = run(args, [*demo["launch_single.sh"], *options(args, sets["short"])])
+    settings = record(text, "Run")
+    peer = [sys.executable, args.peer, "-a", "resnet18", "--epochs", "1"]
+    peer += ["-b", str(args.batch_size), "-j", str(settings["workers"])]
+
+    cases = {}
+    for name, command in demo.items():
+        commands = {size: [*command, *options(args, data)] for size, data in sets.items()}
+        cases[name] = partial(wall_speed, args, commands)
+    commands = {size: [*peer, tree] for size, tree in trees.items()}
+    cases["peer"] = partial(wall_speed, args, commands)
+    print("The demo's precision: {precision}. Loader workers: {workers}".format(**settings))
+    show(args, rounds(args, cases))
+
+
+def measure_gpu(args):
+    """what only a GPU can show: run this first on a GPU machine"""
+    gpus = gpu_count()
+    if not gpus:
+        raise UserError("PyTorch finds no NVIDIA GPU here: run gpu where nvidia-smi lists one")
+    print(f"{'':24} {'img/s':>9} {'step':>8} {'data':>8} {'compute':>8} {'exposed':>8} ms   peak")
+    steps = {}
+    for processes in sorted({1, gpus}):
+        for precision, kind in itertools.product(("bf16", "fp32"), ("fed", "resident")):
+            summary = gpu_summary(args, processes, precision, kind)
+            steps[kind, precision] = summary["step_ms"]
+    count = TALK_EPOCHS * math.ceil(TALK_IMAGES / (TALK_GPUS * args.batch_size))
+    print(f"The talk's job ({TALK_EPOCHS} epochs of {TALK_IMAGES} images, {TALK_GPUS} GPUs)")
+    print(f"is {count} steps of {TALK_GPUS} x {args.batch_size} images. At the times of the last")
+    for precision in ("bf16", "fp32"):
+        fed, resident = (count * steps[k, precision] / 1e3 for k in ("fed", "resident"))
+        print(f"{precision} rows it takes {fed:.0f} s fed, {resident:.0f} s with resident batches")
+
+
+def gpu_summary(args, processes, precision, kind):
+    """One run: prints its row, returns its Summary. Times are by the clock of the GPU."""
+    args.precision = precision
+    data = make_data(args, processes * needed_images(args))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={processes}", *child(kind)[1:]]
+    command += options(args, data, max_steps=WARM_UP + args.steps)
+    command += ["--workers", "0"] if kind == "resident" else []
+    text = run(args, command)
+    summary = record(text, "Summary")
+    times = [summary[f"{part}_ms"] for part in ("step", "data", "compute", "exposed")]
+    rate = 1e3 * processes * args.batch_size / times[0]
+    name = f"{processes} GPU(s), {precision}, {kind}"
+    row = " ".join(f"{ms:8.2f}" for ms in times)
+    memory = record(text, "Memory")["peak_GB"]
+    print(f"{name:24} {rate:9.1f} {row} ms {memory:6.2f} GB", flush=True)
+    return summary
+
+
+COMMANDS = {
+    "step": measure_step,
+    "input": measure_input,
+    "ceiling": measure_ceiling,
+    "peer": measure_peer,
+    "gpu": measure_gpu,
+}
+
+
+# ---- Arguments
+
+
+def parse_arguments(argv):
+    """The arguments. Wrong ones end the process with one line and exit code 2."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers = [parser]
+    for name, measure in COMMANDS.items():
+        text = measure.__doc__.splitlines()[0]
+        sub = commands.add_parser(name, help=text, description=text)
+        add_options(sub.add_argument, name)
+        parsers.append(sub)
+    for each in parsers:
+        each.error = lambda text: parser.exit(2, f"benchmark.py: error: {text}; see --help\n")
+    args = parser.parse_args(argv)
+    if args.command == "peer" and args.image_size != 224:
+        parser.error("the peer crops to 224 pixels: leave out --image_size")
+    return args
+
+
+def add_options(add, command):
+    gpu = gpu_count() > 0
+    add("--data", type=full_path, metavar="DIR", help="COCO's folder; unset: the sample set")
+    # The loader works ahead by two batches for each worker. Ten hide that.
+    steps = 10 * cores() if gpu else 12
+    text = f"measured steps of a run, after a warm-up ({steps})"
+    add("--steps", type=positive, default=steps, metavar="N", help=text)
+    batch_size = 256 if gpu else 32
+    text = f"images per process ({batch_size})"
+    add("--batch_size", type=positive, default=batch_size, metavar="N", help=text)
+    add("--image_size", type=positive, default=224, metavar="N", help="pixels a side (224)")
+    add("--limit", type=positive, default=1800, metavar="S", help="seconds of a run (1800)")
+    if command != "gpu":
+        add("--rounds", type=positive, default=5, metavar="N", help="how often all run (5)")
+        kinds = ["auto", "fp32", "fp16", "bf16"]
+        add("--precision", choices=kinds, default="auto", help="of the training (auto)")
+    if command in ("step", "input"):
+        text = "another copy of the script, or a commit that has one"
+        add("--against", metavar="FILE_OR_COMMIT", help=text)
+    if command == "peer":
+        text = "imagenet/main.py of pytorch/examples"
+        add("--peer", type=full_path, required=True, metavar="FILE", help=text)
+
+
+def positive(text):
+    """A type for add_argument: a whole number, 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return int(text)
+
+
+def full_path(text):
+    return Path(text).resolve()
+
+
+def scripts(args):
+    """{name: path} of the scripts to measure. Raises UserError."""
+    found = {"this script": SCRIPT}
+    if args.against:
+        path = full_path(args.against)
+        if not path.is_file():
+            command = ["git", "-C", str(ROOT), "show", f"{args.against}:{SCRIPT.name}"]
+            done = subprocess.run(command, capture_output=True, timeout=60)
+            if done.returncode:
+                raise UserError(f"--against {args.against}: no file and no commit that has one")
+            path = args.folder / SCRIPT.name
+            path.write_bytes(done.stdout)
+        found[args.against] = path
+    return found
+
+
+# ---- Data
+
+
+def make_data(args, count, name="data"):
+    """Data of exactly so many labelled images, repeated if there are fewer. Raises UserError."""
+    source = args.data or ROOT / "data" / "sample_coco"
+    if not args.data:
+        run(args, [sys.executable, ROOT / "tools" / "make_sample_coco.py", source])
+    path = source / "annotations" / "instances_train2017.json"
+    try:
+        content = json.loads(path.read_text())
+        first = {}  # the category of each image's first annotation
+        for annotation in content["annotations"]:
+            first.setdefault(annotation["image_id"], annotation["category_id"])
+        known = [(i["file_name"], first[i["id"]]) for i in content["images"] if i["id"] in first]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"cannot use {path}: {type(error).__name__} {error}") from error
+    if not known:
+        raise UserError(f"{path}: no image has an annotation")
+    images, annotations = [], []
+    for n, (file_name, category) in zip(range(1, count + 1), itertools.cycle(known), strict=False):
+        images.append({"id": n, "file_name": file_name})
+        annotations.append({"id": n, "image_id": n, "category_id": category})
+    content = {"images": images, "annotations": annotations, "categories": content["categories"]}
+    file = args.folder / f"{name}.json"
+    file.write_text(json.dumps(content))
+    return Data(source / "train2017", file)
+
+
+def needed_images(args):
+    """Of one process, so that the loader still has work in the last step."""
+    return args.batch_size * (WARM_UP + args.steps + 2 * cores())
+
+
+def make_tree(folder, data):
+    """The same images as links in a tree for ImageFolder. The labels do not matter for speed."""
+    (folder / "train" / "any").mkdir(parents=True)
+    (folder / "val" / "any").mkdir(parents=True)
+    for image in json.loads(data.file.read_text())["images"]:
+        link = folder / "train" / "any" / f"{image['id']}.jpg"
+        link.symlink_to(data.images / image["file_name"])
+    (folder / "val" / "any" / "1.jpg").symlink_to(link.resolve())
+    return folder
+
+
+# ---- Runs
+
+
+def run(args, command, variables=()):
+    """What a command prints. Raises UserError if it fails or takes over --limit seconds.
+
+    variables: of the environment, where the user has not set them.
+    """
+    command = [str(word) for word in command]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(OTHER_LAUNCHERS)}
+    env = {**dict(variables), **env}
+    env |= {"PYTHON": sys.executable, "GPUS": "1", "RESTARTS": "0", "PYTHONUNBUFFERED": "1"}
+    env |= {"LOG_DIR": str(args.folder / "logs"), "RUN_NAME": str(time.monotonic_ns())}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    text = {"text": True, "errors": "replace"}
+    process = subprocess.Popen(command, cwd=args.folder, env=env, **pipes, **text)
+    try:
+        output, _ = process.communicate(timeout=args.limit)
+    except subprocess.TimeoutExpired as error:
+        text = f"not done after {args.limit} s, see --limit"
+        raise UserError(f"{text}: {shlex.join(command)[:300]}") from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if process.poll() is None:
+            process.terminate()  # not kill: torchrun and the launcher have to end their processes
+            process.communicate()
+    if process.returncode:
+        last = " | ".join([line.strip() for line in output.splitlines() if line.strip()][-3:])
+        failed = f"exit code {process.returncode}: {shlex.join(command)[:300]}"
+        raise UserError(f"{failed}: {last[-600:]}")
+    return output
+
+
+def options(args, data, **more):
+    """The script's options for one epoch of the data."""
+    given = {
+        "coco_image_path": data.images,
+        "annotation_path": data.file,
+        "weights": "none",
+        "num_epochs": 1,
+        "batch_size": args.batch_size,
+        "image_size": args.image_size,
+        "precision": args.precision,
+    }
+    pairs = (given | more).items()
+    return [str(word) for name, value in pairs for word in (f"--{name}", value)]
+
+
+def record(text, kind):
+    """A record of rank 0: Run, Summary, Memory or Loader. Raises UserError."""
+    found = re.findall(rf"^\[\w+ 0\] {kind} (\{{.*\}})$", text, re.MULTILINE)
+    if not found:
+        raise UserError(f"a run has printed no {kind} record: is it a copy of the demo's script?")
+    return json.loads(found[-1])
+
+
+def training_speed(args, command):
+    """Images/s of a run, without its first steps."""
+    text = run(args, command, KEPT_MEMORY)
+    return 1e3 * args.batch_size / record(text, "Summary")["step_ms"]
+
+
+def loader_speed(args, script, given):
+    """Images/s of the loader of a script."""
+    text = run(args, [*child("loader", script), *given], KEPT_MEMORY | {"OMP_NUM_THREADS": "1"})
+    return record(text, "Loader")["img_per_s"]
+
+
+def wall_speed(args, commands):
+    """Images/s by which the long one of two runs takes longer than the short one."""
+    seconds = {}
+    for size, command in commands.items():
+        began = time.perf_counter()
+        run(args, command)
+        seconds[size] = time.perf_counter() - began
+    longer = seconds["long"] - seconds["short"]
+    if longer <= 0:
+        raise UserError("the long run took no longer than the short one: give more --steps")
+    return args.steps * args.batch_size / longer
+
+
+# ---- In a process that is measured
+
+
+def child(kind, script=SCRIPT):
+    """The command of such a process. The script's options follow."""
+    return [sys.executable, __file__, "child", kind, script]
+
+
+def run_child(kind, script, options):
+    """Runs a script with a change.
+
+    fed: it also logs its memory. resident: as fed, but its one batch stays on the device. loader:
+    it only loads.
+    """
+    demo = load_script(script)
+    sys.argv = [script, *options]
+    if kind == "loader":
+        time_loader(demo, demo.parse_arguments(options))
+        return
+    make_loader, log_summary = demo.make_train_loader, demo.log_summary
+
+    def log_memory_too(training):
+        log_summary(training)
+        memory = {"peak_GB": torch.cuda.max_memory_allocated() / 1e9}
+        demo.log_from_rank_0(training.process, "Memory " + json.dumps(memory))
+
+    demo.log_summary = log_memory_too
+    if kind == "resident":
+        demo.make_train_loader = lambda args, process, images: Resident(
+            make_loader(args, process, images), process
+        )
+    demo.run_and_exit(demo.main)
+
+
+def load_script(path):
+    """A copy of the script as a module. Ends this process with one line if it is none."""
+    try:
+        sys.path.insert(0, str(Path(path).parent))  # loader workers may import it again
+        spec = importlib.util.spec_from_file_location(SCRIPT.stem, path)
+        demo = sys.modules[SCRIPT.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(demo)
+        demo.make_train_loader, demo.read_image_list, demo.ProcessInfo  # noqa: B018
+    except Exception as error:
+        text = f"{path} has other names than this script: use its own commit's benchmark.py"
+        sys.exit(f"{text} ({error})")
+    return demo
+
+
+def time_loader(demo, args):
+    """Logs images/s of the training loader in this process, without its first batches."""
+    images = demo.read_image_list(args.annotation_path)
+    process = demo.ProcessInfo()
+    loader = demo.make_train_loader(args, process, images)
+    loader.sampler.set_epoch(1)
+    batches = iter(loader)
+    for _ in range(WARM_UP):
+        next(batches)
+    began = time.perf_counter()
+    loaded = sum(len(labels) for _, labels in batches)
+    rate = loaded / (time.perf_counter() - began)
+    demo.log(process, "Loader " + json.dumps({"img_per_s": rate}))
+
+
+class Resident:
+    """In place of a loader: its first batch for ever, on the device."""
+
+    def __init__(self, loader, process):
+        self.sampler = loader.sampler
+        self.sampler.set_epoch(1)
+        images, labels = next(iter(loader))
+        images = images.to(process.device, memory_format=process.memory_format)
+        self.batch = images, labels.to(process.device)
+
+    def __iter__(self):
+        return itertools.repeat(self.batch)
+
+
+# ---- Figures
+
+
+def rounds(args, cases):
+    """{name: [images/s of each round]} of {name: function}. The cases take turns."""
+    found = {name: [] for name in cases}
+    for number in range(args.rounds):
+        for name in list(cases)[:: -1 if number % 2 else 1]:
+            rate = cases[name]()
+            found[name].append(rate)
+            text = f"round {number + 1} of {args.rounds}: {name}: {rate:.1f} img/s"
+            print(text, file=sys.stderr, flush=True)
+    return found
+
+
+def show(args, found, step_time=False):
+    """Prints the medians, and the ratio of the other cases to the last one, which is not ours."""
+    medians = {name: statistics.median(rates) for name, rates in found.items()}
+    for name, rate in medians.items():
+        step = f", {1e3 * args.batch_size / rate:.1f} ms a step" if step_time else ""
+        print(f"{name}: {rate:.1f} img/s{step}")
+    *names, last = found
+    for name in names:
+        ratios = [a / b for a, b in zip(found[name], found[last], strict=True)]
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} round(s)"
+        print(f"img/s, {name} / {last}: {medians[name] / medians[last]:.3f} ({spread})")
+
+
+def cores():
+    """How many cores this process may use; not every system can tell them from the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def gpu_count():
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def machine():
+    names = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
+    return ", ".join([*names, f"{cores()} cores", f"torch {torch.__version__}"])
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["child"]:
+        run_child(sys.argv[2], sys.argv[3], sys.argv[4:])
+    else:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        main()

@@ -1,0 +1,350 @@
+"""README.md and docs/: commands parse, links resolve, tables agree with the code.
+
+All bash blocks of a page run as one script, in which functions take the place of the commands and
+note how they were called. Under --ci README's first commands, and those for own data and an own
+model, really run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import demo_coco_resnet18 as demo
+import pytest
+from torch.distributed.run import get_args_parser
+
+from analysis.logs import END, EPOCH, PREFIX, STEP, VALIDATION
+from support.datasets import numbered, write_images
+from support.processes import LONG, ROOT, SCRIPT, base_env, new_test_id, start
+
+README, RUNNING, LESSON = "README.md", "docs/running.md", "docs/lesson/README.md"
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def anchor(title: str) -> str:
+    """GitHub's: lower case, spaces to dashes, without punctuation."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+class Page:
+    """A page, by its path under the repository's root."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.text = name, (ROOT / name).read_text()
+        blocks = [(m[1], m[2]) for m in FENCED.finditer(self.text)]
+        shell = [text for kind, text in blocks if kind == "bash"]
+        self.commands = [text for text in shell if not text.startswith("#!")]
+        self.printed = [text for kind, text in blocks if kind == "text"]
+        self.prose = FENCED.sub("", self.text)
+        self.anchors = [*map(anchor, re.findall(r"^#+ (.*)$", self.prose, re.MULTILINE))]
+        self.links = re.findall(r"\]\(([^)]+)\)", self.prose)
+
+
+DOCS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = {name: Page(name) for name in [README, *DOCS]}
+every_page = pytest.mark.parametrize("page", PAGES.values(), ids=lambda page: page.name)
+COMMANDS = "\n".join(text for page in PAGES.values() for text in page.commands)
+MADE = ["make_coco.py", "demo_resnet50.py", "coco.sbatch"]  # files that the reader makes
+MADE += ["examples/imagenet/main.py"]  # and one of pytorch/examples
+
+# A call is written down as its words, each ended by a zero byte, and a second one.
+PROGRAMS = """
+python python3 ./launch_single.sh ./launch_multinode.sh tests/run.sh tools/environment.sh source
+curl unzip torchrun sudo srun sbatch mpirun pip module apptainer docker sed grep diff
+"""
+NOTING = "\n".join(
+    f"function {name} {{ printf '%s\\0' {name} \"$@\" '' >>calls; }}" for name in PROGRAMS.split()
+)
+# What running.md sets first, for pages that use it.
+COCO = "coco=(--coco_image_path images --annotation_path file.json)"
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory) -> list[list[str]]:
+    """The calls that the commands of all pages make; nothing runs.
+
+    Bash that is not sound, an unknown command, or one that fails, fails the test.
+    """
+    found = []
+    for page in PAGES.values():
+        folder = tmp_path_factory.mktemp("calls")
+        (folder / "calls").touch()
+        script = "\n".join(["set -euo pipefail", NOTING, COCO, *page.commands])
+        how = dict(env=base_env(new_test_id()), cwd=folder, capture_output=True, text=True)
+        done = subprocess.run(["bash", "-c", script], **how, timeout=20)
+        assert (done.returncode, done.stderr) == (0, ""), page.name
+        noted = (folder / "calls").read_text().split("\0\0")
+        found += [call.split("\0") for call in noted if call]
+    return found
+
+
+def rows(head: str) -> list[list[str]]:
+    """The cells of the table whose first column is called `head`; one page has it."""
+    table = re.compile(rf"^\| {re.escape(head)} \|.*\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE)
+    (found,) = [match for page in PAGES.values() for match in table.finditer(page.text)]
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in found[1].splitlines()]
+    return [[cell.strip() for cell in cells] for cells in lines]
+
+
+def source(*patterns: str) -> str:
+    return "\n".join(path.read_text() for pattern in patterns for path in ROOT.glob(pattern))
+
+
+# --- Commands ----------------------------------------------------------------------------------
+
+
+def test_script_takes_the_arguments_of_the_commands(calls):
+    """Through whatever launcher they go to it; a launcher without arguments is fine."""
+    targets = {SCRIPT.name, "./launch_single.sh", "./launch_multinode.sh", *MADE, "--"}
+    parsed = 0
+    for call in calls:
+        at = [i for i, word in enumerate(call) if word in targets]
+        if call[0] not in ("sed", "docker") and at and call[at[0] + 1 :]:
+            args = demo.parse_arguments(call[at[0] + 1 :])  # exits if it refuses them
+            assert args.coco_image_path and args.annotation_path
+            parsed += 1
+    assert parsed >= 18
+
+
+def test_tools_take_the_arguments_of_the_commands(calls, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    parsed = set()
+    for call in calls:
+        if call[0] == "python" and call[1].startswith("tools/"):
+            tool = importlib.import_module(Path(call[1]).stem)
+            if parse := getattr(tool, "parse_arguments", None):  # others take no arguments
+                parse(call[2:])  # exits if it refuses them
+                parsed.add(tool.__name__)
+    assert parsed >= {"benchmark", "compare_logs", "prepare_coco", "show_results"}
+
+
+def test_torchrun_takes_the_arguments_of_the_commands(calls):
+    torchruns = [vars(get_args_parser().parse_args(c[1:])) for c in calls if c[0] == "torchrun"]
+    assert len(torchruns) >= 5
+    scripts = (SCRIPT.name, "docs/lesson/ddp.py", "tools/probe_link.py")
+    for known in torchruns:
+        assert known["training_script"] in scripts
+        if not known["standalone"]:
+            assert int(known["nnodes"]) > known["node_rank"]
+            assert known["rdzv_backend"] == "static" and known["rdzv_endpoint"]
+
+
+def test_commands_of_the_launcher_of_nodes_have_what_it_needs():
+    found = re.findall(r"^(.*) \./launch_multinode\.sh", COMMANDS, re.MULTILINE)
+    assert len(found) >= 6
+    for before in found:
+        by_hand = re.search(r"\bNNODES=2 NODE_RANK=[01] MASTER_ADDR=10\.0\.0\.1\b", before)
+        assert by_hand or before.startswith("srun --nodes=2 --ntasks-per-node=1 "), before
+
+
+def test_readmes_commands_use_no_variable_that_was_set_before():
+    """Each may be typed in a terminal of its own; the loop that fetches COCO is one command."""
+    used = re.findall(r"\$\{?(\w+)", "".join(PAGES[README].commands))
+    assert {*used} == {"name"}
+
+
+def test_files_that_commands_name_exist(calls):
+    for call in calls:
+        for part in call:
+            if re.fullmatch(r"(\./)?[\w/]+\.(sh|py|txt)", part) and part not in MADE:
+                assert (ROOT / part).is_file(), part
+                assert not part.endswith(".sh") or os.access(ROOT / part, os.X_OK), part
+
+
+@LONG
+def test_readmes_first_commands_train_and_compare(tmp_path):
+    ignored = shutil.ignore_patterns(".*", "data", "logs", "tests", "__pycache__", "*.pt")
+    project = shutil.copytree(ROOT, tmp_path / "project", ignore=ignored)
+    trains, compares, *_ = PAGES[README].commands
+    lines = [line for line in trains.splitlines() if not line.startswith("tests/")]
+    script = "\n".join(["set -eo pipefail; source() { true; }", *lines, compares])
+    with start(["bash", "-c", script], cwd=project) as started:
+        run = started.finish(600)
+    assert run.out.count("Cleanup complete") == 3
+    first, second = map(float, re.findall(r"Epoch \d complete \| Avg loss: (\S+)", run.out)[:2])
+    assert second < first
+    assert re.search(r"Epoch 2 validation \| Top-1: \d", run.out)
+    assert run.json_line("Summary")["replicas_identical"]
+    assert re.search(r"^two: .*[Bb]ound by", run.out, re.MULTILINE)  # the verdict
+
+
+def test_readmes_log_is_one_that_the_comparison_reads_whole():
+    (excerpt,) = PAGES[README].printed
+    first, *others = (PREFIX.sub("", line) for line in excerpt.splitlines())
+    assert first.startswith("Run: 1 process on 1 node, ")
+    for line in others:
+        found = [form.match(line) for form in (STEP, EPOCH, VALIDATION, END)]
+        assert any(match and None not in match.groups() for match in found), line
+
+
+# --- Tables and the code -----------------------------------------------------------------------
+
+
+@every_page
+def test_options_that_the_text_names_exist(page):
+    """In the script, in torchrun, in the source of a tool, or in a program of others."""
+    option = r"(?<![\w-])--[a-z][\w-]*"
+    known = {*re.findall(option, source("tools/*.*", "tools/*/*.py", "tests/run.sh"))}
+    known |= {*demo.make_parser()._option_string_actions}
+    known |= {*get_args_parser()._option_string_actions}
+    known |= {"--cpus-per-task", "--nv", "--gpus", "--shm-size", "--network", "--install"}
+    assert {*re.findall(option, page.prose)} - known == set()
+
+
+def test_variables_of_the_launchers():
+    """All that the launchers' headers name are in the table, with their defaults."""
+    table = {name: row for row in rows("variable") for name in re.findall(r"`(\w+)`", row[0])}
+    code = source("launch_*.sh", "tools/*.sh")
+    for name in table:
+        assert re.search(rf"\$\{{?{name}\b", code), f"no launcher reads {name}"
+    heads = code.split("Other environment variables")[1:]  # of the two launchers
+    heads = "".join(head.partition("\nset -e")[0] for head in heads)
+    named = re.findall(r"^#   ([A-Z_]+(?:, [A-Z_]+)*)(?:=(\S+))? ", heads, re.MULTILINE)
+    assert len(named) >= 12
+    for names, default in named:
+        for name in names.split(", "):
+            row = table["NNODES" if name == "WORLD_SIZE" else name]
+            assert default in row[1], name
+
+
+def test_variables_that_a_network_sets():
+    table = [name for row in rows("network") for name in re.findall(r"`([A-Z_]+=?\w*)`", row[1])]
+    code = source("launch_multinode.sh", "tools/network.sh")
+    for name in table:
+        assert f"prefer {name.replace('=', ' ')}" in code, f"the launcher does not set {name}"
+    for name in re.findall(r"\bprefer ([A-Z]+_[A-Z_]+) ", code):
+        assert name in {entry.partition("=")[0] for entry in table}, f"{name} is not explained"
+
+
+def test_step_table_names_the_marked_functions():
+    functions, marked = [], {}
+    for name, number in re.findall(r"^ *def (\w+)|# DDP (\d)/6", SCRIPT.read_text(), re.MULTILINE):
+        functions += [name] * bool(name)
+        marked |= {number: f"`{functions[-1]}`"} if number else {}
+    assert {row[0]: row[1] for row in rows("step")} == marked and len(marked) == 6
+
+
+def test_settings_that_a_resumed_run_must_share():
+    listed = re.search(r"(?s)must share these settings.*?the data set", PAGES[RUNNING].prose)[0]
+    wanted = [f"--{name}" for name in demo.SAME_ON_RESUME]
+    assert re.findall(r"`(--\w+)`", listed) == wanted
+    (compression,) = (row for row in rows("option") if row[0] == "`--grad_compression`")
+    assert f"from step {demo.WARM_UP + 1} on" in compression[1]
+
+
+def test_messages_of_the_fault_table_are_those_of_the_code():
+    code = source("*.py", "*.sh", "tools/*.sh")
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # strings that stand on several lines
+    messages = [text for row in rows("message") for text in re.findall(r"`([^`]+)`", row[0])]
+    assert len(messages) >= 25
+    for text in messages:
+        assert text in code, text
+
+
+def test_malloc_variables_are_those_of_the_launchers():
+    found = re.findall(r"(MALLOC_\w+_)=(\d+)", PAGES["docs/speed.md"].text)
+    assert len(found) == 2
+    for name, value in found:
+        assert f"${{{name}-{value}}}" in source("tools/environment.sh")
+
+
+def test_figures_of_readmes_comparison_are_those_of_the_whole_one():
+    def cells(page):
+        lines = re.findall(r"^\| .*\|$", PAGES[page].text, re.MULTILINE)
+        return [[cell.strip() for cell in line.split("|")] for line in lines]
+
+    short = [row for row in cells(README) if re.search(r"\d ms|%|\d\.\d{4}|^\d+$", row[2])]
+    assert len(short) >= 7
+    assert all(row in cells("docs/networks.md") for row in short)
+
+
+def test_development_page_has_each_file_of_tools():
+    named = {*re.findall(r"`(?:tools/)?(\w+\.(?:py|sh))`", PAGES["docs/development.md"].text)}
+    assert {path.name for path in (ROOT / "tools").glob("*.*")} <= named
+    assert all([*ROOT.glob(name), *ROOT.glob(f"tools/{name}")] for name in named)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("tools/*.py")), ids=lambda path: path.name)
+def test_each_tool_answers_help(path):
+    assert os.access(path, os.X_OK)
+    done = subprocess.run([path, "--help"], capture_output=True, text=True, env=base_env("help"))
+    assert done.returncode == 0 and done.stdout.startswith("usage: ")
+
+
+def test_script_imports_nothing_of_this_repository():
+    imported = re.findall(r"^(?:import|from) (\w+)", SCRIPT.read_text(), re.MULTILINE)
+    assert {*imported} <= {*sys.stdlib_module_names, "torch", "torchvision", "PIL", "pycocotools"}
+
+
+# --- Links -------------------------------------------------------------------------------------
+
+
+@every_page
+def test_links_resolve_and_sections_have_names_of_their_own(page):
+    assert len({*page.anchors}) == len(page.anchors)  # a second one would get another anchor
+    for link in page.links:
+        path, _, place = link.partition("#")
+        target = (ROOT / page.name).parent.joinpath(path).resolve() if path else ROOT / page.name
+        name = os.path.relpath(target, ROOT)
+        if link.startswith("https://"):
+            continue
+        assert target.is_file() and target.is_relative_to(ROOT), link
+        assert not place or place in PAGES[name].anchors, f"{link}: no such section in {name}"
+
+
+def test_each_picture_is_shown_on_a_page():
+    shown = {os.path.basename(link) for page in PAGES.values() for link in page.links}
+    assert {path.name for path in ROOT.glob("docs/*.png")} <= shown
+
+
+@every_page
+def test_readme_links_each_page_and_each_page_links_back(page):
+    """The lesson's sheet and answers hang on the lesson's page."""
+    if page.name == README:
+        return
+    above = README if page.name.count("/") == 1 or page.name == LESSON else LESSON
+    back = os.path.relpath(ROOT / above, (ROOT / page.name).parent)
+    assert os.path.relpath(page.name, os.path.dirname(above)) in PAGES[above].links
+    assert any(link.startswith(back) for link in page.links)
+
+
+# --- Own data, own model -----------------------------------------------------------------------
+
+# A small, short training in place of each, without weights that would have to be downloaded.
+FAST = """
+python() {
+    case $1 in
+    demo_*) command python "$@" --weights none --image_size 64 --max_steps 2 --workers 0 ;;
+    *) command python "$@" ;;
+    esac
+}
+"""
+
+
+@LONG
+def test_own_data_and_own_model_train_as_written(tmp_path):
+    """The page's lines, and its line that loads a checkpoint into torchvision's own model."""
+    for number, (name, count) in enumerate({"cat": 11, "dog": 6}.items()):
+        write_images(tmp_path / "photos" / name, numbered(count), seed=number)
+    shutil.copy(SCRIPT, tmp_path)
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    page = PAGES[RUNNING]
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page.text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "make_coco.py").write_text(program)
+    own = [text for text in page.commands if '"${own[@]}"' in text]
+    (load,) = [text for text in page.commands if "torch.load" in text]
+    load = load.replace("coco.pt", "photos.pt")
+    script = "\n".join(["set -euo pipefail", FAST, *own, load])
+    with start(["bash", "-c", script], cwd=tmp_path) as started:
+        run = started.finish(600)
+    found = re.findall(r"Top-1: (\S+)% \| 5 images", run.out)  # every fifth of 11 and of 6
+    assert len(found) == 6 and found[1] == found[2] and found[4] == found[5]
+    assert run.out.count('"classes": 2') == 2
+    assert run.json_line("Run")["parameters"] == 23_512_130  # ResNet-50 with two classes
+    assert "<All keys matched successfully>" in run.out
