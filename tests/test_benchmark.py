@@ -103,6 +103,8 @@ def test_another_copy_that_sleeps_comes_out_slower(sample, tmp_path):
     this, other = rates(out)["this script"], rates(out)[str(slow)]
     assert 4 / other > SLEEP and ratio(out) > 1
     assert ratio(out) == pytest.approx(this / other, rel=0.2)
+    low, high = map(float, re.search(r"\(([\d.]+) to ([\d.]+) in 1 round", out).groups())
+    assert low == high == pytest.approx(ratio(out), abs=0.01)
 
 
 def test_a_commit_is_taken_from_this_repository(sample):
