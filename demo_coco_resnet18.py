@@ -69,7 +69,6 @@ import sys
 import tempfile
 import threading
 import time
-import timeit
 import traceback
 from collections import Counter, namedtuple
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
@@ -566,7 +565,8 @@ def complete_arguments(args, process, images):
 
 # The same four numbers, as each launcher names them.
 TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
-MPIRUN = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+MPIRUN = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"]
+MPIRUN += ["OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"]
 SRUN = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
 PRECISIONS = ["fp32", "fp16", "bf16"]  # each is fast only on hardware that is fast in those before
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # USR1: SLURM's, at a time limit
@@ -639,11 +639,15 @@ def fastest_precision(process):
     if process.device.type == "mps":
         return "fp32"
     # CPUs with bf16 instructions multiply several times faster in it, others many times slower.
-    matrices = [torch.ones(256, 256, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    seconds = {torch.float32: [], torch.bfloat16: []}
+    for _ in range(50):
+        for dtype in seconds:
+            matrix = torch.ones(256, 256, dtype=dtype)
+            began = perf_counter()
+            torch.mm(matrix, matrix)
+            seconds[dtype].append(perf_counter() - began)
     # Other programs disturb some of these measurements, but hardly the fastest ones.
-    turns = [[timeit.timeit(lambda m=m: m @ m, number=1) for m in matrices] for _ in range(50)]
-    fp32, bf16 = map(min, zip(*turns, strict=True))
-    return "bf16" if bf16 < fp32 else "fp32"
+    return "bf16" if min(seconds[torch.bfloat16]) < min(seconds[torch.float32]) else "fp32"
 
 
 def choose_interface(process):
@@ -778,8 +782,8 @@ def check_start(args, process, train_list, val_list):
     expected = from_rank_0(lambda: own)
     with errors_end_all_ranks():
         for name, value in expected.items():
-            if own[name] != value:
-                text = f"{name} is {own[name]} here, but {value} on rank 0"
+            if own.get(name) != value:  # another version of the script may not have it
+                text = f"{name} is {own.get(name)} here, but {value} on rank 0"
                 raise UserError(f"{text}: start all ranks alike")
     return own["sizes of the images"]
 
@@ -1132,7 +1136,8 @@ def write_checkpoint(training, path):
             os.fsync(file.fileno())  # on the disk, before it replaces the old one
             os.replace(f"{path}.new", path)
     finally:
-        Path(f"{path}.new").unlink(missing_ok=True)  # what does not fit on a full disk
+        with suppress(OSError):
+            Path(f"{path}.new").unlink(missing_ok=True)  # what does not fit on a full disk
 
 
 def load_checkpoint(training):

@@ -50,7 +50,7 @@ missing_from() {
     for module in torch torchvision pycocotools PIL; do
         has "$1" "$module" || lacks="$lacks $module"
     done
-    # Builds of some distributions do not tell their version here; the script looks again.
+    # A build without this metadata is taken as new enough.
     version=$("$1" -c 'import importlib.metadata; print(importlib.metadata.version("torch"))' 2>/dev/null || true)
     minor=${version#*.}
     if [ -n "$version" ] && [ $((${version%%.*} * 1000 + ${minor%%.*})) -lt 2011 ]; then
