@@ -85,3 +85,6 @@ dist.all_gather(everyone, weights)
 if rank == 0:
     say(f"replicas identical: {all(torch.equal(weights, other) for other in everyone)}")
 dist.destroy_process_group()
+# NOTE: ends here at once. Gloo's threads still run, and could abort Python at its own end.
+sys.stdout.flush()
+os._exit(0)

@@ -163,7 +163,7 @@ def test_peer_that_never_comes_is_waited_for_no_longer_than_the_timeout(folder):
     with start_rank(0, free_port(), folder, "--timeout", 5) as started:
         run = started.finish(5 + 10 + 10, expect=1)
     assert run.seconds > 5
-    the_error(run.output)
+    assert "did all nodes start" in the_error(run.output)
 
 
 OTHER = {  # what rank 1 is given: what the line names
