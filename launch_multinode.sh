@@ -15,14 +15,14 @@
 #   RESTARTS=0           how many times to restart from the last checkpoint after a failure
 #   CONNECT_TIMEOUT=300  seconds to wait for the other nodes
 #   LOG_DIR=logs         this node's log is LOG_DIR/RUN_NAME/nodeK.log
-#   RUN_NAME             the date and time
+#   RUN_NAME             the date and time; give the same name to all nodes where they share the folder
 #   OMP_NUM_THREADS      threads per process: cores / processes
 # Exit code: 0: finished; 75: stopped by a signal after saving; 128 + N: signal N came before training; else failed.
 set -euo pipefail
 # shellcheck source=tools/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/tools/environment.sh"
 # shellcheck source=tools/network.sh
-source "$root/tools/network.sh" # check_network, use_network
+source "$root/tools/network.sh" # set_networks, check_networks, use_network, train_over_each
 
 # ---- Settings
 
@@ -54,24 +54,15 @@ set_number RESTARTS 0 0 1000
 set_number PROBE 1 0 1
 set_number CONNECT_TIMEOUT 300 1 1000000
 set_processes GPUS_PER_NODE
-[[ ${NETWORK:-} =~ ^(ethernet|infiniband|)$ ]] || die "NETWORK is '$NETWORK': give ethernet or infiniband"
-[ -z "${NETWORK:-}" ] || [ -n "${IFNAME:-}" ] || die "NETWORK=$NETWORK needs IFNAME: for example eth0, ib0 or mlx5_0"
-[[ ${IFNAME:-} != *" "* ]] || die "IFNAME is '$IFNAME': separate names by commas"
-NETWORKS=${NETWORKS:-}
-if [ -n "$NETWORKS" ]; then
-    [ -z "${NETWORK:-}${IFNAME:-}" ] || die "NETWORKS and NETWORK or IFNAME are set: unset the latter"
-    [[ " $* " != *" --resume "* ]] || die "NETWORKS and --resume: it would continue the previous network's run, drop it"
-    twice=$(tr ' ' '\n' <<<"$NETWORKS" | sed 's/=.*//' | sort | uniq -d)
-    [ -z "$twice" ] || die "NETWORKS names $twice twice: give each network a label of its own"
-fi
-networks=${NETWORKS:-"${NETWORK:-}=${IFNAME:-}"} # LABEL=NAMES of each
+set_networks "$@"
 ports_per_network=$((2 + RESTARTS))
 set_number MASTER_PORT 29500 1 "$((65536 - ports_per_network * $(wc -w <<<"$networks")))"
 
 # ---- Starts over one network
 
-# on_all_nodes START PROGRAM ARGUMENTS...: torchrun; `outcome` and `reason` then say how it ended (judge_end in
-# launching.sh). A start has the same number and port on every node, so that a node in start 1 never joins start 2.
+# on_all_nodes START PROGRAM ARGUMENTS...: runs torchrun. Then `outcome` is complete, asked (a stop signal), user (an error
+# that would come again), apart (the nodes did not meet) or lost (anything else), and `reason` is one line.
+# A start has the same number and port on every node, so that a node in start 1 never joins start 2.
 on_all_nodes() {
     local port=$((first_port + $1))
     start_torchrun --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \
@@ -99,10 +90,10 @@ train_over() { # LABEL=NAMES ARGUMENTS...
         variables+=("NCCL_DEBUG_FILE=${log%/*}/nccl.node$NODE_RANK.%h.%p.log")
     fi
     set_checkpoint "$@"
-    [ "$RESTARTS" -eq 0 ] || set -- "$@" --checkpoint "$checkpoint"
+    [ "$RESTARTS" -eq 0 ] || set -- "$@" --checkpoint "$checkpoint" # what a restart resumes from
     if [ "$PROBE" -eq 1 ] && [ $((NNODES * GPUS_PER_NODE)) -gt 1 ]; then
         on_all_nodes 0 "$root/tools/probe_link.py" "$@"
-        [ "$outcome" = complete ] || return 0
+        [ "$outcome" = complete ] || return 0 # `outcome` says why there is no training
     fi
     count_traffic
     on_all_nodes 1 "$root/demo_coco_resnet18.py" "$@"
@@ -115,55 +106,23 @@ train_over() { # LABEL=NAMES ARGUMENTS...
 
 # ---- The run
 
-for network in $networks; do
-    [ -z "$NETWORKS" ] || [[ $network =~ ^[A-Za-z0-9._-]+=[^=]+$ ]] ||
-        die "NETWORKS has '$network': write LABEL=INTERFACE, as in ethernet=eth0 infiniband=mlx5_0"
-    check_network "$network"
-done
+check_networks
 find_python
 if [ "$#" -eq 0 ]; then
     make_sample
     # Small enough that, even on a slow CPU, a step spends less time computing than sending at 1 Gb/s.
     set -- "${sample[@]}" --batch_size 4 --image_size 64 --num_epochs 100 --max_steps 40
 fi
-timeout=$(option --timeout "$@")
+timeout=$(option --timeout "$@") # the script's
 timeout=${timeout:-300}
 timeout=${timeout%.*}
 rendezvous_timeout=$CONNECT_TIMEOUT
 first_port=$MASTER_PORT
 folder=${LOG_DIR:-logs}/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}
 
-if [ -z "$NETWORKS" ]; then
-    label=run
-    open_log "$folder/node$NODE_RANK.log" "$@"
-    train_over "$networks" "$@"
-    finish
-fi
+[ -z "${NETWORKS:-}" ] || train_over_each "$@" # and leave
 
-code=0
-comparison=("$root/tools/compare_logs.py" --report "$folder/compare.md")
-for network in $networks; do
-    label=${network%%=*}
-    open_log "$folder/$label/node$NODE_RANK.log" "$@"
-    train_over "$network" "$@"
-    case $outcome in
-    complete) ;;
-    lost) # the others are still worth a run
-        say "error: network $label: $reason"
-        code=1
-        ;;
-    *) finish ;;
-    esac
-    leave_if_stopped
-    first_port=$((first_port + ports_per_network))
-    comparison+=("$label=$folder/$label")
-done
-[ "$NODE_RANK" -eq 0 ] || exit "$code"
-log= # the comparison has a file of its own
-if has "$PYTHON" matplotlib; then
-    comparison+=(--plot "$folder/compare.png")
-else
-    say "skipping the picture: matplotlib is not installed"
-fi
-run "$PYTHON" "${comparison[@]}" || code=$?
-exit "$code"
+label=run
+open_log "$folder/node$NODE_RANK.log" "$@"
+train_over "$networks" "$@"
+finish

@@ -25,7 +25,7 @@ if [ "$#" -eq 0 ]; then
 fi
 open_log "${LOG_DIR:-logs}/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}/node0.log" "$@"
 set_checkpoint "$@"
-[ "$RESTARTS" -eq 0 ] || set -- "$@" --checkpoint "$checkpoint"
+[ "$RESTARTS" -eq 0 ] || set -- "$@" --checkpoint "$checkpoint" # what a restart resumes from
 
 variables=("OMP_NUM_THREADS=$OMP_NUM_THREADS")
 start=1

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,52 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.chmod(scratch.name, 0o711)  # tests that become another user go through it
         os.environ["TMPDIR"] = scratch.name
         config.add_cleanup(scratch.cleanup)
-
-
-# --- What a test starts of the real parts, told at the end of the output ----------------------
-
-# By what stands in a command line, except to read a --help.
-REAL_PARTS = {
-    "torchrun": r"^(?!.*--help).*torch\.distributed\.run",
-    "launcher": r"^(?!.*--help).*(launch_single\.sh|launch_multinode\.sh|two_nodes\.sh)",
-    "namespaces": r"\b(netns|nsenter|unshare)\b",
-    "SLURM": r"\b(srun|sbatch|slurmctld)\b",
-}
-_started: set[str] = set()
-
-
-def _notice(event: str, values: tuple) -> None:
-    """Of each process that this one starts: which real part it is."""
-    if event != "subprocess.Popen":
-        return
-    command = " ".join(map(os.fsdecode, values[1])).replace("\n", " ")
-    _started.update(part for part, pattern in REAL_PARTS.items() if re.search(pattern, command))
-
-
-sys.addaudithook(_notice)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator:
-    report = yield
-    if call.when == "teardown":
-        report.user_properties += [("real part", part) for part in sorted(_started)]
-        _started.clear()
-    return report
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Which tests have started torchrun, the launchers, namespaces or SLURM."""
-    tests: dict[str, set[str]] = {part: set() for part in REAL_PARTS}
-    for report in terminalreporter.getreports(""):  # of set-ups and of ends that went well
-        for key, part in report.user_properties:
-            if key == "real part":
-                tests[part].add(report.nodeid.partition("[")[0])
-    terminalreporter.section("real parts that tests have started")
-    for part, names in tests.items():
-        terminalreporter.write_line(f"{part}: {len(names)} tests")
-        for name in sorted(names):
-            terminalreporter.write_line(f"  {name}")
 
 
 @pytest.fixture(scope="session")

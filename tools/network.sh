@@ -1,4 +1,4 @@
-# Sourced by launch_multinode.sh: the variables that keep NCCL's and Gloo's traffic on a network.
+# Sourced by launch_multinode.sh: the networks to train over, and the variables that keep NCCL's and Gloo's traffic on one.
 # shellcheck shell=bash
 # A network is LABEL=NAMES: ethernet=eth0, infiniband=mlx5_0,mlx5_1 or, with an interface for the start-up, mlx5_0,ib0.
 
@@ -6,19 +6,43 @@ is_adapter() { # mlx5_0, or mlx5_0:1 for one of its ports
     [ -e "/sys/class/infiniband/${1%%:*}" ]
 }
 
-check_network() { # LABEL=NAMES: ends the launcher if an interface or adapter is missing or down
-    local name state
-    for name in $(tr ',' ' ' <<<"${1#*=}"); do
-        if is_adapter "$name"; then
-            state=$(cat "/sys/class/infiniband/${name%%:*}/ports"/*/state)
-            [[ $state == *ACTIVE* ]] || die "no port of $name is active: look at its cable, ibstat, the subnet manager"
-        else
-            [ -e "/sys/class/net/$name" ] ||
-                die "this node has no $name: 'ip -br link' lists interfaces, 'ls /sys/class/infiniband' adapters"
-            [ "$(cat "/sys/class/net/$name/carrier" 2>/dev/null)" = 1 ] ||
-                die "interface $name is down, or has no cable: 'ip -br link' shows it"
-        fi
+set_networks() { # ARGUMENTS...: sets `networks`, the LABEL=NAMES of each network to train over
+    local twice
+    [[ ${NETWORK:-} =~ ^(ethernet|infiniband|)$ ]] || die "NETWORK is '$NETWORK': give ethernet or infiniband"
+    [ -z "${NETWORK:-}" ] || [ -n "${IFNAME:-}" ] ||
+        die "NETWORK=$NETWORK needs IFNAME: for example eth0, ib0 or mlx5_0"
+    [[ ${IFNAME:-} != *" "* ]] || die "IFNAME is '$IFNAME': separate names by commas"
+    networks="${NETWORK:-}=${IFNAME:-}"
+    [ -n "${NETWORKS:-}" ] || return 0
+    [ -z "${NETWORK:-}${IFNAME:-}" ] || die "NETWORKS and NETWORK or IFNAME are set: unset the latter"
+    [[ " $* " != *" --resume "* ]] || die "NETWORKS and --resume: it would continue the previous network's run, drop it"
+    twice=$(tr ' ' '\n' <<<"$NETWORKS" | sed 's/=.*//' | sort | uniq -d)
+    [ -z "$twice" ] || die "NETWORKS names $twice twice: give each network a label of its own"
+    networks=$NETWORKS
+}
+
+check_networks() { # ends the launcher if any interface or adapter is missing or down
+    local network name
+    for network in $networks; do
+        [ -z "${NETWORKS:-}" ] || [[ $network =~ ^[A-Za-z0-9._-]+=[^=]+$ ]] ||
+            die "NETWORKS has '$network': write LABEL=INTERFACE, as in ethernet=eth0 infiniband=mlx5_0"
+        for name in $(tr ',' ' ' <<<"${network#*=}"); do
+            check_interface "$name"
+        done
     done
+}
+
+check_interface() { # NAME
+    local state
+    if is_adapter "$1"; then
+        state=$(cat "/sys/class/infiniband/${1%%:*}/ports"/*/state)
+        [[ $state == *ACTIVE* ]] || die "no port of $1 is active: look at its cable, ibstat, the subnet manager"
+    else
+        [ -e "/sys/class/net/$1" ] ||
+            die "this node has no $1: 'ip -br link' lists interfaces, 'ls /sys/class/infiniband' adapters"
+        [ "$(cat "/sys/class/net/$1/carrier" 2>/dev/null)" = 1 ] ||
+            die "interface $1 is down, or has no cable: 'ip -br link' shows it"
+    fi
 }
 
 use_network() { # LABEL=NAMES: adds to `variables` what keeps NCCL and Gloo on this network
@@ -58,4 +82,35 @@ leave_out_virtual() { # NCCL may mistake a container bridge for the network betw
     address=$(getent ahosts "$MASTER_ADDR" | sed -n '1s/ .*//p' || true)
     found=$(ip -o route get "$address" 2>/dev/null; ip -o address show to "$address" 2>/dev/null) || true
     grep -qE " $virtual" <<<"$found" || prefer NCCL_SOCKET_IFNAME "^lo,docker,br-,veth,virbr"
+}
+
+# shellcheck disable=SC2034,SC2154  # the launcher's variables
+train_over_each() { # ARGUMENTS...: NETWORKS: one network after another; on node 0 the comparison. Ends the launcher.
+    local network code=0 comparison
+    comparison=("$root/tools/compare_logs.py" --report "$folder/compare.md")
+    for network in $networks; do
+        label=${network%%=*}
+        open_log "$folder/$label/node$NODE_RANK.log" "$@"
+        train_over "$network" "$@"
+        case $outcome in
+        complete) ;;
+        lost) # the other networks are still worth a run
+            say "error: network $label: $reason"
+            code=1
+            ;;
+        *) finish ;;
+        esac
+        leave_if_stopped
+        first_port=$((first_port + ports_per_network))
+        comparison+=("$label=$folder/$label")
+    done
+    [ "$NODE_RANK" -eq 0 ] || exit "$code"
+    log= # the comparison has its own file
+    if has "$PYTHON" matplotlib; then
+        comparison+=(--plot "$folder/compare.png")
+    else
+        say "skipping the picture: matplotlib is not installed"
+    fi
+    run "$PYTHON" "${comparison[@]}" || code=$?
+    exit "$code"
 }

@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from support.datasets import Payload, digests, instances, make_set, numbered
-from support.launchers import FAST
+from support.launchers import BUSY, FAST
 from support.processes import LONG, Started, demo_command, free_port, long_among, run_demo, start
 
-# By default the same promises are held by forked ranks, in less time.
-pytestmark = LONG
 # The processes of a test are started in a folder that has this data set.
 GOOD = shlex.split("--coco_image_path set/images --annotation_path set/instances.json")
 SECONDS = 60  # within which a run has to end
@@ -57,11 +55,10 @@ def the_error(output: str) -> str:
 
 BAD_INPUT = {  # options: the exit code, and what the line names
     "--batch_size 0": (2, r"--batch_size\b.*\b0\b"),
-    "--coco_image_path no_folder": (1, "no_folder"),
     "--annotation_path missing_image.json": (1, r"set/images\b.*\bgone\.jpg"),
-    "--annotation_path broken.json": (1, r"broken\.json"),
     # From here on they run under --ci alone.
-    "--batch_size many": (2, r"--batch_size\b.*\bmany\b"),
+    "--coco_image_path no_folder": (1, "no_folder"),
+    "--annotation_path broken.json": (1, r"broken\.json"),
     "--batchsize 4": (2, "--batchsize"),
     "--resume": (2, "--checkpoint"),
     "--val_image_path set/images": (2, "--val_annotation_path"),
@@ -74,7 +71,6 @@ BAD_INPUT = {  # options: the exit code, and what the line names
     "--weights text.pt": (1, r"text\.pt"),
     "--checkpoint no_folder/run.pt": (1, r"no_folder/run\.pt"),
     "--checkpoint text.pt --resume": (1, r"text\.pt"),
-    "--annotation_path other/images": (1, r"other/images"),
     "--lr 1e9 --num_epochs 20": (1, r"(?i)\bloss\b.*\b(finite|nan)\b"),
     "--backend nccl": (1, r"--backend nccl: 1 processes for 0 GPU"),
     "--device mps": (1, r"--device mps needs a Mac"),
@@ -85,7 +81,7 @@ BAD_INPUT = {  # options: the exit code, and what the line names
 }
 
 
-@pytest.mark.parametrize("options", long_among(BAD_INPUT, list(BAD_INPUT)[4:]))
+@pytest.mark.parametrize("options", long_among(BAD_INPUT, list(BAD_INPUT)[2:]))
 def test_bad_input_ends_with_one_line_that_names_it(options, folder):
     code, named = BAD_INPUT[options]
     arguments = [*GOOD, *FAST, *shlex.split(options)]
@@ -159,9 +155,9 @@ def test_rank_beyond_the_world_size_is_named(folder):
 
 @LONG
 def test_peer_that_never_comes_is_waited_for_no_longer_than_the_timeout(folder):
-    """Within 10 s of it; ten more are for the start of Python."""
+    """Within 10 s of it, and what the start of Python takes on a busy machine."""
     with start_rank(0, free_port(), folder, "--timeout", 5) as started:
-        run = started.finish(5 + 10 + 10, expect=1)
+        run = started.finish(5 + 10 + BUSY, expect=1)
     assert run.seconds > 5
     assert "did all nodes start" in the_error(run.output)
 
@@ -172,7 +168,8 @@ OTHER = {  # what rank 1 is given: what the line names
 }
 
 
-@pytest.mark.parametrize("options", long_among(OTHER, list(OTHER)[1:]))
+@LONG
+@pytest.mark.parametrize("options", OTHER)
 def test_ranks_that_are_not_started_alike_both_end_and_one_line_names_the_difference(
     options, folder
 ):

@@ -71,6 +71,13 @@ def test_srun_of_the_script_with_two_tasks_a_node(cluster, sample, tmp_path):
     assert run.json_line("Run")["env"]["GLOO_SOCKET_IFNAME"] == cluster.pair.interface
 
 
+def test_srun_with_two_tasks_a_node_is_refused_on_each(cluster, tmp_path):
+    tasks = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "bash", MULTINODE, "--lr", 1]
+    run = cluster.run("srun", *tasks, expect=None, cwd=tmp_path)
+    assert len(re.findall("error: .*--ntasks-per-node=1", run.out)) == 4, run.tail()
+    assert run.returncode and not (tmp_path / "logs").exists()
+
+
 def test_launcher_in_a_batch_script_without_srun_is_refused_in_one_line(cluster, tmp_path):
     out = tmp_path / "slurm.out"
     options = ["--parsable", *ONE_TASK, f"--output={out}"]

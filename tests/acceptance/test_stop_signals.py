@@ -7,29 +7,23 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 
 import pytest
 
 from support.datasets import make_set
 from support.launchers import (
     FAST,
+    MULTINODE,
     SAVED,
     SINGLE,
-    TwoNodes,
+    STEP_3,
     end_within,
-    launch_single,
+    has_rank,
+    launch,
     two_nodes,
 )
-from support.processes import (
-    LONG,
-    processes,
-    require,
-    start,
-    wait_until,
-)
-
-STEP_3 = r"\| Step 3 "
+from support.nodes import require_namespaces
+from support.processes import LONG, ROOT, long_among, require, start, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +48,7 @@ HITS = [("SIGTERM", [1]), ("SIGINT", [0]), ("SIGUSR1", [1]), ("SIGHUP", [0]), ("
 )
 def test_a_stop_signal_to_a_launcher_saves_and_ends_both_nodes(training, tmp_path, name, hit):
     with two_nodes(tmp_path) as nodes:
-        started = nodes.start_both(*training, "--checkpoint", tmp_path / "c.pt", RESTARTS=1)
-        for one in started:
-            one.wait_for(STEP_3)
+        started = nodes.train(*training, "--checkpoint", tmp_path / "c.pt", RESTARTS=1)
         for node in hit:
             started[node].signal(signal.Signals[name])
         end_within(10, started, SAVED)
@@ -70,9 +62,7 @@ def test_a_stop_signal_to_a_launcher_saves_and_ends_both_nodes(training, tmp_pat
 @LONG
 def test_a_stop_without_a_checkpoint_says_that_nothing_is_saved(training, tmp_path):
     with two_nodes(tmp_path) as nodes:
-        started = nodes.start_both(*training)
-        for one in started:
-            one.wait_for(STEP_3)
+        started = nodes.train(*training)
         started[1].signal(signal.SIGTERM)
         first, _ = end_within(10, started, SAVED)
         assert [stops(nodes.log(node), rank=node) for node in (0, 1)] == [1, 1]
@@ -111,31 +101,51 @@ def test_a_hang_up_is_ignored_under_nohup(training, tmp_path):
     assert run.steps()[-1][1] == 60 and "Stopped on" not in run.out
 
 
-def node_0_waits(nodes: TwoNodes) -> bool:
-    """Whether anything listens on node 0, whose network is otherwise unused."""
-    command = ["ip", "netns", "exec", nodes.pair.names[0], "ss", "-Hltn"]
-    return bool(subprocess.run(command, capture_output=True, check=True).stdout)
-
-
 @pytest.mark.parametrize(
     ("name", "code"), [("SIGTERM", 143), pytest.param("SIGINT", 130, marks=LONG)]
 )
 def test_a_stop_while_waiting_for_the_other_node_ends_at_once(training, tmp_path, name, code):
     with two_nodes(tmp_path) as nodes:
         started = nodes.start(0, *training)
-        wait_until(lambda: node_0_waits(nodes), 60, "node 0 to wait for the other")
+        wait_until(nodes.listens, 60, "node 0 to wait for the other")
         started.signal(signal.Signals[name])
         end_within(5, [started], code)
 
 
 @LONG
-def test_a_stop_before_the_first_step_ends_at_once(training, tmp_path):
-    """While the ranks still load their libraries."""
-    with launch_single(*training, cwd=tmp_path) as started:
-        wait_until(lambda: any("RANK" in p.env for p in processes(started.test_id)), 60, "a rank")
+def test_a_stop_before_the_first_step_ends_at_once_and_is_not_called_saved(training, tmp_path):
+    """While the ranks still load their libraries; a file of that name is of an earlier run."""
+    (tmp_path / "old.pt").touch()
+    with launch(SINGLE, tmp_path, *training, "--checkpoint", "old.pt") as started:
+        wait_until(lambda: has_rank(started), 60, "a rank")
         started.signal(signal.SIGTERM)
         (run,) = end_within(10, [started], 128 + signal.SIGTERM)
     assert not run.steps()
+
+
+TWO_NODES = ROOT / "tools" / "two_nodes.sh"
+LAUNCHERS = [SINGLE, MULTINODE, TWO_NODES]
+
+
+@pytest.mark.parametrize("launcher", long_among(LAUNCHERS, LAUNCHERS[1:]), ids=lambda p: p.name)
+def test_a_stop_while_the_sample_set_is_made_ends_at_once(tmp_path, launcher):
+    if launcher == TWO_NODES:
+        require_namespaces()
+    project = tmp_path / "project"  # a copy, without a sample set
+    shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".*", "data", "logs", "tests"))
+    with launch(project / launcher.relative_to(ROOT), tmp_path) as started:
+        wait_until(lambda: started.pids("make_sample"), 60, "the sample set")
+        started.signal(signal.SIGTERM)
+        started.finish(10, 128 + signal.SIGTERM)
+
+
+@LONG
+def test_a_stop_in_the_first_of_two_networks_ends_the_series(training, tmp_path):
+    with launch(MULTINODE, tmp_path, *training, NETWORKS="one=lo two=lo") as started:
+        started.wait_for(STEP_3)
+        started.signal(signal.SIGTERM)
+        end_within(10, [started], SAVED)
+    assert [path.name for path in (tmp_path / "logs/run").iterdir()] == ["one"]
 
 
 @LONG
@@ -143,13 +153,11 @@ def test_a_stop_before_the_first_step_ends_at_once(training, tmp_path):
 def test_a_stop_between_two_starts_ends_with_75_where_a_checkpoint_is(training, tmp_path, waits):
     saves = ["--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1]
     with two_nodes(tmp_path) as nodes:
-        first, second = nodes.start_both(*training, *saves, RESTARTS=1)
-        for one in (first, second):
-            one.wait_for(STEP_3)
+        first, second = nodes.train(*training, *saves, RESTARTS=1)
         second.kill()  # the whole node is gone
         first.wait_for(r"(?i)\brestart(ing)? 1\b")
         if waits:
-            wait_until(lambda: node_0_waits(nodes), 60, "node 0 to wait again")
+            wait_until(nodes.listens, 60, "node 0 to wait again")
         first.signal(signal.SIGTERM)
         end_within(5, [first], SAVED)
         log = nodes.log(0)

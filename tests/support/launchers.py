@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from support.nodes import NamespacePair
-from support.processes import ROOT, Run, Started, assert_none_left, free_ports, start
+from support.processes import ROOT, Run, Started, assert_none_left, free_ports, processes, start
 
 SINGLE = ROOT / "launch_single.sh"
 MULTINODE = ROOT / "launch_multinode.sh"
@@ -19,12 +20,27 @@ FAST = shlex.split("--weights none --image_size 40 --batch_size 4 --workers 0 --
 FAST += ["--precision", "fp32"]
 BUSY = 40  # seconds more than a promised bound: other tests run on the same cores meanwhile
 SAVED = 75  # exit code after a stop signal
+STEP_3 = r"\| Step 3 "
+LOG = "logs/run/node0.log"  # of a launcher on this machine
+# The line with the torchrun command, which a launcher prints before it runs it.
+COMMAND = re.compile(r"^\S+\.sh: [\d-]+ [\d:]+ (.*\btorchrun .*)$", re.MULTILINE)
 
 
-def launch_single(*arguments: object, cwd: Path, **variables: object) -> Started:
-    """Starts launch_single.sh in a folder; `variables` are its environment."""
-    env = {name: str(value) for name, value in variables.items()}
-    return start(["bash", SINGLE, *arguments], env=env, cwd=cwd)
+def launch(launcher: Path, folder: Path, *arguments: object, **variables: object) -> Started:
+    """Starts a launcher on this machine; `variables` are its environment, None unsets one."""
+    env = {"PYTHON": sys.executable, "RUN_NAME": "run", "NNODES": "1", "PROBE": "0"}
+    env |= {"MASTER_PORT": str(free_ports(4))}
+    env |= {name: None if value is None else str(value) for name, value in variables.items()}
+    return start(["bash", launcher, *arguments], env=env, cwd=folder)
+
+
+def starts(output: str) -> int:
+    """How often a launcher has started torchrun."""
+    return len(COMMAND.findall(output))
+
+
+def has_rank(started: Started) -> bool:
+    return any("RANK" in process.env for process in processes(started.test_id))
 
 
 class TwoNodes:
@@ -68,6 +84,24 @@ class TwoNodes:
         """The same on both nodes."""
         return [self.start(node, *arguments, **variables) for node in (0, 1)]
 
+    def train(self, *arguments: object, **variables: object) -> list[Started]:
+        """Starts both nodes, and waits until each has logged step 3."""
+        started = self.start_both(*arguments, **variables)
+        for one in started:
+            one.wait_for(STEP_3)
+        return started
+
+    def second_cable(self) -> None:
+        """Joins the nodes by eth1, too."""
+        self.pair.ip(0, f"link add eth1 type veth peer name eth1 netns {self.pair.names[1]}")
+        for node in (0, 1):
+            address = f"addr add 10.78.0.{node + 1}/24 dev eth1"
+            self.pair.ip(node, address, "link set eth1 up")
+
+    def listens(self, node: int = 0) -> list[bytes]:
+        """Sockets on a node that wait for connections."""
+        return self.pair.output(node, "ss", "-Hltn").splitlines()
+
 
 @contextmanager
 def two_nodes(tmp_path: Path, rate: str | None = None) -> Iterator[TwoNodes]:
@@ -81,11 +115,12 @@ def finish_all(started: list[Started], timeout: float = 120, expect: int | None 
 
 
 def end_within(seconds: float, started: list[Started], expect: int | None = None) -> list[Run]:
-    """Waits until all have ended; fails on another exit code than `expect` (None: any), and on a
-    process that is left 10 s later. `seconds` is what a user is promised on a quiet machine.
+    """Waits until all have ended; fails on another exit code than `expect` (None: any but 0), and
+    on a process that is left 10 s later. `seconds` is what a user is promised on a quiet machine.
     """
     deadline = time.monotonic() + seconds + BUSY
     runs = [one.finish(deadline - time.monotonic(), expect, clean=None) for one in started]
-    for one in started:
+    for one, run in zip(started, runs, strict=True):
         assert_none_left(one.test_id, 10)
+        assert expect is not None or run.returncode != 0, run.tail()
     return runs

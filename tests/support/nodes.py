@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -83,40 +81,6 @@ def _delete_namespace(name: str) -> None:
     _ip(f"netns del {name}", check=False)
 
 
-NEW_MOUNTS, NEW_HOSTNAME = 0x20000, 0x4000000  # CLONE_NEWNS, CLONE_NEWUTS of <sched.h>
-BIND, RECURSIVE, PRIVATE = 1 << 12, 1 << 14, 1 << 18  # MS_BIND, ... of <sys/mount.h>
-
-
-def _libc(name: str, *arguments: int | str | None) -> None:
-    """A function of the C library, which Python itself has from 3.12 on."""
-    given = [a.encode() if isinstance(a, str) else a for a in arguments]
-    if getattr(ctypes.CDLL(None, use_errno=True), name)(*given):
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
-
-
-def own_namespaces(*flags: int) -> None:
-    """This process gets namespaces of its own; what it mounts is seen by it alone."""
-    _libc("unshare", sum(flags))
-    _libc("mount", "none", "/", None, RECURSIVE | PRIVATE, None)
-
-
-def mount(source: str, target: str, kind: str | None = None, data: str | None = None) -> None:
-    """For this process alone, after `own_namespaces`; without a kind: one path for another."""
-    _libc("mount", source, target, kind, 0 if kind else BIND, data)
-
-
-def enter_node(netns: str, hostname: str, hosts: str) -> None:
-    """Makes this process one of a node of a `NamespacePair`."""
-    descriptor = os.open(f"/run/netns/{netns}", os.O_RDONLY)
-    _libc("setns", descriptor, 0)
-    os.close(descriptor)
-    own_namespaces(NEW_MOUNTS, NEW_HOSTNAME)
-    socket.sethostname(hostname)
-    mount(hosts, "/etc/hosts")
-    mount("sysfs", "/sys", "sysfs")  # the old one goes on showing the machine's interfaces
-
-
 class NamespacePair:
     """Two nodes on one machine: namespaces `node0` (10.77.0.1) and `node1` (10.77.0.2), joined by
     interface eth0.
@@ -187,10 +151,12 @@ class NamespacePair:
         """Pull the cable: packets are lost without an error, connections stay open."""
         self.ip(node, f"link set {self.interface} down")
 
-    def place(self, node: int) -> dict[str, str]:
-        """Of a node, for `enter_node`."""
-        facts = {"netns": self.names[node], "hostname": self.hostnames[node]}
-        return facts | {"hosts": str(self.hosts(node))}
+    def output(self, node: int, *command: str, text: str = "") -> bytes:
+        """What a command prints that is run on the network of a node."""
+        words = ["ip", "netns", "exec", self.names[node], *command]
+        return subprocess.run(
+            words, input=text.encode(), check=True, stdout=subprocess.PIPE
+        ).stdout
 
     def enter(self, node: int, command: Sequence[object]) -> list[str]:
         """The command line that runs `command` on `node`; its process id stays that of the process

@@ -38,11 +38,6 @@ WITH_LONG = os.environ.get("TEST_LONG") == "1"
 LONG = pytest.mark.skipif(not WITH_LONG, reason="slow: tests/run.sh --ci runs it")
 
 
-def long(*values: object) -> list:
-    """Of a test's parameters those with which it runs under --ci alone."""
-    return [pytest.param(value, marks=LONG) for value in values]
-
-
 def long_among(values: Collection, slow: Collection) -> list:
     """A test's parameters, the `slow` ones of them for --ci alone."""
     assert all(value in values for value in slow), slow
@@ -113,7 +108,8 @@ def base_env(test_id: str, extra: Mapping[str, str | None] | None = None) -> dic
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
     if sys.prefix != sys.base_prefix:
         env["VIRTUAL_ENV"] = sys.prefix
-    env.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONDONTWRITEBYTECODE="1")
+    # The first process writes PyTorch's bytecode; otherwise each one would take seconds for it.
+    env.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONDONTWRITEBYTECODE="")
     env |= {MARK: test_id, **MALLOC, **(extra or {})}
     return {name: value for name, value in env.items() if value is not None}
 

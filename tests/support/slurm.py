@@ -21,7 +21,7 @@ _SBIN = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 # linuxproc and task/none: no cgroup is needed. config_overrides: the CPUs stated here count, not
 # those of the machine, so two nodes fit a small one. cred_expire is also how long a requeued job
 # waits before it starts again (default 120 s); the scheduler's own intervals are cut down to
-# match. A job of partition `urgent` takes the nodes from one of `main`.
+# match.
 _SLURM_CONF = """
 ClusterName=demo
 SlurmctldHost=node0(10.77.0.1)
@@ -48,12 +48,9 @@ KillWait=5
 SelectType=select/linear
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
 NodeName=node0 NodeAddr=10.77.0.1 CPUs=4 State=UNKNOWN
 NodeName=node1 NodeAddr=10.77.0.2 CPUs=4 State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=10 PriorityTier=1 PreemptMode=REQUEUE GraceTime=40
-PartitionName=urgent Nodes=ALL MaxTime=10 PriorityTier=2 PreemptMode=OFF
+PartitionName=main Nodes=ALL Default=YES MaxTime=10
 """
 
 

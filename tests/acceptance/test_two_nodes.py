@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -15,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from support.datasets import make_set
-from support.launchers import FAST
+from support.launchers import FAST, SAVED, STEP_3
 from support.nodes import namespaces, require_namespaces
-from support.processes import LONG, ROOT, Run, start
+from support.processes import LONG, ROOT, Run, require, start
 
 COMMAND = ROOT / "tools" / "two_nodes.sh"
 
@@ -56,6 +57,15 @@ def test_wrong_options_are_refused_in_one_line(tmp_path, options, words):
     assert not (tmp_path / "logs").exists()
 
 
+def test_without_root_it_is_refused():
+    other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    tried = subprocess.run([*other, "test", "-r", COMMAND], capture_output=True)
+    require(tried.returncode == 0, "no other user can be made that reads this checkout")
+    with start([*other, "bash", COMMAND, "--", "--lr", 1], cwd="/") as started:
+        (line,) = started.finish(20, expect=1).lines()
+    assert "error: " in line and "root" in line
+
+
 @pytest.fixture(scope="module")
 def caller() -> pwd.struct_passwd:
     return pwd.getpwnam("nobody")
@@ -75,27 +85,29 @@ def python_for(user: pwd.struct_passwd) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def folder(caller) -> Iterator[Path]:
-    """The folder of a user behind sudo, where a training over a slow cable was started."""
+    """The folder of a user behind sudo, who has trained with four ranks over a slow cable."""
     require_namespaces()
     variables = {**python_for(caller), "SUDO_UID": caller.pw_uid, "SUDO_GID": caller.pw_gid}
     with tempfile.TemporaryDirectory(prefix="mein Gerät-") as name:  # pytest's own is for root
         os.chown(name, caller.pw_uid, caller.pw_gid)
         path = Path(name)
         path.chmod(0o755)
-        command = ["--rate", "100mbit", "--name", "slow", "--", *make_set(path / "set", 32), *FAST]
-        two_nodes(path, *command, "--max_steps", 3, TMPDIR=path, **variables)
+        command = ["--rate", "100mbit", "--gpus_per_node", 2, "--name", "slow", "--"]
+        command += [*make_set(path / "set", 32), *FAST, "--max_steps", 2]
+        two_nodes(path, *command, TMPDIR=path, **variables)
         yield path
 
 
 @LONG
 def test_both_nodes_train_over_a_cable_of_the_rate_asked_for(folder):
-    """A step sends 45 MB of gradients each way: 3.6 s at 100 Mb/s."""
-    for node in (0, 1):
-        log = (folder / f"logs/slow/node{node}.log").read_text()
-        times = re.findall(rf"^\[CPU {node}\] .*\| step (\S+) ms", log, re.MULTILINE)
-        assert len(times) == 3 and all(float(time) > 3000 for time in times)
+    """A step sends 1.5 times 45 MB of gradients each way: 5.4 s at 100 Mb/s."""
+    for node, ranks in enumerate([(0, 1), (2, 3)]):
+        log = Run([], 0, (folder / f"logs/slow/node{node}.log").read_text(), 0)
+        assert [rank for rank in range(4) if log.steps(rank)] == [*ranks]
+        times = re.findall(r"\| step (\S+) ms", log.out)
+        assert len(times) == 4 and all(float(time) > 4500 for time in times)
     facts = Run([], 0, (folder / "logs/slow/node0.log").read_text(), 0).json_line("Run")
-    assert facts["hosts"] == ["node0", "node1"]
+    assert facts["hosts"] == ["node0", "node0", "node1", "node1"]
 
 
 @LONG
@@ -119,7 +131,12 @@ def test_links_are_compared_in_a_table_and_a_picture(tmp_path):
         log = Run([], 0, (logs / label / "node0.log").read_text(), 0)
         assert "[CPU 1] " in (logs / label / "node1.log").read_text()
         assert log.json_line("Run")["env"]["GLOO_SOCKET_IFNAME"] == label
-        assert log.json_line("Probe")["world_size"] == 2
+        probe = log.json_line("Probe")
+        assert probe["world_size"] == 2
+        if label == "slow":
+            links = [link for node in probe["nodes"] for link in node["interfaces"]]
+            rates = [link["wire_Gbps"] for link in links if link["name"] == "slow"]
+            assert rates == pytest.approx([0.5, 0.5], rel=0.1)
         summaries.append(log.json_line("Summary"))
     slow, fast = summaries
     assert slow["weights_sha256"] == fast["weights_sha256"] and slow["steps"] == 3
@@ -127,3 +144,19 @@ def test_links_are_compared_in_a_table_and_a_picture(tmp_path):
     head = re.search(r"^\|.*\| +slow +\| +fast +\|$", run.out, re.MULTILINE)
     assert head and head[0] in (logs / "compare.md").read_text()
     assert (logs / "compare.png").stat().st_size > 10_000
+
+
+@LONG
+def test_a_stop_saves_on_both_nodes_and_leaves_no_namespace(tmp_path):
+    require_namespaces()
+    words = ["--", *make_set(tmp_path / "set", 32), *FAST, "--num_epochs", 99, "--timeout", 30]
+    env = {"PYTHON": sys.executable, "PROBE": "0", "RUN_NAME": "run"}
+    with start(["bash", COMMAND, *words], env=env, cwd=tmp_path) as started:
+        for rank in (0, 1):
+            started.wait_for(rf"\[CPU {rank}\] .*{STEP_3}")
+        started.signal(signal.SIGTERM)
+        started.finish(20, SAVED, clean=10)
+    assert not namespaces(started)
+    for node in (0, 1):
+        log = (tmp_path / f"logs/run/node{node}.log").read_text()
+        assert f"[CPU {node}] Stopped on SIGTERM" in log

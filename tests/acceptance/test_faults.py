@@ -1,0 +1,297 @@
+"""Two nodes survive what is killed, and otherwise end in time and say what to check."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from support.datasets import make_set
+from support.launchers import FAST, TwoNodes, end_within, finish_all, has_rank, starts, two_nodes
+from support.processes import LONG, Run, Started, processes, wait_until
+
+pytestmark = LONG
+TIMEOUT = 8  # seconds, of --timeout
+CONNECT = 10  # seconds, of CONNECT_TIMEOUT
+MARGIN = 15  # seconds that an end may take beyond these
+BOTH = "one=eth0 two=eth1"
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory) -> list[str]:
+    """Options of a run of 12 steps on two nodes."""
+    images = make_set(tmp_path_factory.mktemp("set"), 32)
+    return [*FAST, *images, "--num_epochs", "3", "--timeout", str(TIMEOUT)]
+
+
+@pytest.fixture(scope="module")
+def unbroken(training, tmp_path_factory) -> str:
+    """The digest of the weights after a run that nothing interrupts."""
+    with two_nodes(tmp_path_factory.mktemp("unbroken")) as nodes:
+        runs = finish_all(nodes.start_both(*training))
+    return weights(runs[0])
+
+
+def weights(run: Run) -> str:
+    return run.json_line("Summary")["weights_sha256"]
+
+
+def said(run: Run, pattern: str) -> None:
+    assert re.search(pattern, run.out, re.MULTILINE), f"no {pattern!r} in\n{run.tail()}"
+
+
+def victim(started: Started, what: str) -> int:
+    """A process of node 1: its rank, its torchrun, or a loader worker."""
+    rank = started.rank_pid(1)
+    found = processes(started.test_id)
+    chosen = {
+        "rank": rank,
+        "torchrun": next(p.parent for p in found if p.pid == rank),
+        "worker": next((p.pid for p in found if p.parent == rank), None),
+    }
+    return chosen[what]
+
+
+# --- What a restart survives -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "workers"), [("rank", 0), ("torchrun", 0), ("worker", 1), ("cable", 0)], ids=str
+)
+def test_a_run_restarts_and_ends_with_the_weights_of_an_unbroken_one(
+    training, unbroken, tmp_path, what, workers
+):
+    """After a kill on node 1, or a cable that comes back after the timeout."""
+    saves = ["--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 2, "--workers", workers]
+    with two_nodes(tmp_path) as nodes:
+        started = nodes.train(*training, *saves, RESTARTS=1)
+        if what == "cable":
+            nodes.pair.link_down()
+            for one in started:
+                one.wait_for("restart 1 of 1")
+            nodes.pair.ip(1, "link set eth0 up")
+        else:
+            os.kill(victim(started[1], what), signal.SIGKILL)
+        first, second = finish_all(started, 180)
+        logs = [nodes.log(node) for node in (0, 1)]
+    assert first.json_line("Run")["start_step"] >= 2, "it was not resumed"
+    for node, log in enumerate(logs):
+        assert f"[CPU {node}] Cleanup complete" in log
+    assert first.steps(0)[-1][1] == second.steps(1)[-1][1] == 12
+    assert weights(first) == unbroken
+
+
+# --- What is lost for good ---------------------------------------------------------------------
+
+
+def test_a_cable_that_is_pulled_ends_both_nodes(training, tmp_path):
+    with two_nodes(tmp_path) as nodes:
+        started = nodes.train(*training, "--num_epochs", 99)
+        nodes.pair.link_down(1)
+        for node, run in enumerate(end_within(TIMEOUT + MARGIN, started)):
+            said(run, rf"^\[CPU {node}\] ERROR")
+
+
+def test_a_stopped_rank_ends_the_other_node_and_its_own_after_a_signal(training, tmp_path):
+    """SIGSTOP: the rank does nothing, and cannot be asked to stop."""
+    with two_nodes(tmp_path) as nodes:
+        started = nodes.train(*training, "--num_epochs", 99)
+        os.kill(victim(started[1], "rank"), signal.SIGSTOP)
+        (first,) = end_within(TIMEOUT + 15, started[:1])
+        started[1].signal(signal.SIGTERM)
+        end_within(40, started[1:])
+    said(first, r"^\[CPU 0\] .*ERROR")
+
+
+def test_an_image_that_disappears_on_one_node_is_named_and_ends_both(tmp_path):
+    images = ["--coco_image_path", "images", "--annotation_path", "instances.json"]
+    with two_nodes(tmp_path) as nodes:
+        for node in (0, 1):
+            make_set(nodes.folder(node), 64)
+        started = nodes.train(*FAST, *images, "--num_epochs", 99, "--timeout", TIMEOUT)
+        (nodes.folder(1) / "images" / "0005.jpg").unlink()
+        started[1].wait_for(r"^\[CPU 1\] .*0005\.jpg")
+        first, second = end_within(20, started)
+    said(first, r"^\[CPU 0\] ERROR")
+    said(second, r"^\[CPU 1\] .*0005\.jpg")
+
+
+# --- Nodes that do not reach each other, or come otherwise -------------------------------------
+
+
+def swallow(nodes: TwoNodes, interface: str, but: str) -> None:
+    """A firewall on node 1 drops all TCP of an interface, except to and from these ports."""
+    dropped = f"tcp sport != {but} tcp dport != {but} drop"
+    rules = f"""
+    table inet demo {{
+        chain input {{
+            type filter hook input priority 0;
+            iifname {interface} {dropped}
+        }}
+        chain output {{
+            type filter hook output priority 0;
+            oifname {interface} {dropped}
+        }}
+    }}"""
+    nodes.pair.output(1, "nft", "-f", "-", text=rules)
+
+
+def test_hosts_files_that_call_the_own_name_loopback_do_not_matter(training, tmp_path):
+    with two_nodes(tmp_path) as nodes:
+        nodes.pair.usual_hosts()
+        runs = finish_all(nodes.start_both(*training, "--max_steps", 3))
+    for node, run in enumerate(runs):
+        assert run.steps(node)[-1][1] == 3
+
+
+def test_a_firewall_that_opens_the_rendezvous_alone_is_named(training, tmp_path):
+    with two_nodes(tmp_path) as nodes:
+        swallow(nodes, "eth0", but=f"{nodes.port}-{nodes.port + 9}")
+        started = nodes.start_both(*training)
+        wait_until(lambda: all(map(has_rank, started)), 60, "both ranks")
+        for node, run in enumerate(end_within(TIMEOUT + MARGIN, started)):
+            said(run, rf"^\[CPU {node}\] ERROR.*firewall")
+            assert not run.steps(node)
+
+
+def test_a_node_that_never_comes_is_counted_and_what_to_check_is_said(training, tmp_path):
+    with two_nodes(tmp_path) as nodes:
+        started = nodes.start(0, *training, CONNECT_TIMEOUT=5)
+        (run,) = end_within(5 + MARGIN, [started])
+    said(run, "1/2")
+    said(run, "NODE_RANK|firewall|MASTER_ADDR")
+
+
+def test_a_launcher_that_refuses_on_one_node_says_why_and_the_other_ends(training, tmp_path):
+    with two_nodes(tmp_path) as nodes:
+        first = nodes.start(0, *training, CONNECT_TIMEOUT=CONNECT)
+        second = nodes.start(1, *training, CONNECT_TIMEOUT=CONNECT, RESTARTS="many")
+        runs = end_within(CONNECT + MARGIN, [first, second])
+    said(runs[1], "^.*error: RESTARTS is 'many'")
+    said(runs[0], "NODE_RANK|firewall|MASTER_ADDR")
+
+
+def test_a_rank_that_fails_before_the_process_group_ends_the_other_node(training, tmp_path):
+    with two_nodes(tmp_path) as nodes:
+        first = nodes.start(0, *training)
+        second = nodes.start(1, *training, "--batch_size", 0)
+        second.wait_for("batch_size.*0")
+        runs = end_within(TIMEOUT + MARGIN, [first, second])
+    said(runs[1], "error: .*--batch_size")
+    assert not runs[0].steps()
+
+
+def test_another_argument_on_one_node_is_named_and_not_tried_again(training, tmp_path):
+    variables = {"CONNECT_TIMEOUT": CONNECT, "RESTARTS": 1}
+    with two_nodes(tmp_path) as nodes:
+        first = nodes.start(0, *training, **variables)
+        second = nodes.start(1, *training, "--lr", 0.5, **variables)
+        runs = end_within(CONNECT + MARGIN, [first, second])
+    said(runs[0], r"^\[CPU 0\] ERROR.*--lr")
+    assert [starts(run.out) for run in runs] == [1, 1]
+
+
+def test_two_nodes_with_the_same_rank_end_and_say_what_to_check(training, tmp_path):
+    with two_nodes(tmp_path) as nodes:
+        variables = {"NODE_RANK": 0, "CONNECT_TIMEOUT": CONNECT}
+        for run in end_within(CONNECT + MARGIN, nodes.start_both(*training, **variables)):
+            said(run, "NODE_RANK")
+
+
+def test_a_port_that_is_taken_is_named(training, tmp_path):
+    """By a server that takes connections and never answers what it does not understand. For such
+    a one the other node may wait until it is told to stop.
+    """
+    with two_nodes(tmp_path) as nodes:
+        port = nodes.port + 1  # that of the training
+        nodes.pair.popen(0, [sys.executable, "-m", "http.server", port], cwd=tmp_path)
+        wait_until(nodes.listens, 20, "the server")
+        first, second = nodes.start_both(*training, CONNECT_TIMEOUT=CONNECT)
+        (run,) = end_within(CONNECT + MARGIN, [first])
+        if second.running():
+            second.signal(signal.SIGTERM)
+        end_within(5, [second])
+    said(run, rf"error: .*\b{port}\b.*port")
+
+
+# --- Several networks --------------------------------------------------------------------------
+
+
+def test_of_two_networks_one_that_a_node_does_not_have_starts_nothing(training, tmp_path):
+    with two_nodes(tmp_path) as nodes:
+        spare = "link add eth1 type veth peer name spare"
+        nodes.pair.ip(0, spare, "link set spare up", "link set eth1 up")
+        started = nodes.start_both(*training, NETWORKS=BOTH, CONNECT_TIMEOUT=CONNECT)
+        runs = end_within(CONNECT + MARGIN, started)
+        assert not (nodes.folder(0) / "logs" / "run" / "two").exists()
+    said(runs[1], "^.*error: .*eth1")
+    assert not any("| Step " in run.out for run in runs)
+    assert starts(runs[1].out) == 0
+
+
+def test_networks_in_another_order_on_each_node_are_never_mixed(training, tmp_path):
+    with two_nodes(tmp_path) as nodes:
+        nodes.second_cable()
+        orders = enumerate(["one=eth0 two=eth1", "two=eth1 one=eth0"])
+        started = [nodes.start(k, *training, NETWORKS=n, CONNECT_TIMEOUT=5) for k, n in orders]
+        runs = finish_all(started, expect=1)
+    assert not any("| Step " in run.out for run in runs)
+
+
+def test_a_network_whose_probe_fails_is_left_out_and_the_other_is_compared(training, tmp_path):
+    with two_nodes(tmp_path) as nodes:
+        nodes.second_cable()
+        swallow(nodes, "eth1", but="1")
+        started = nodes.start_both(*training, NETWORKS="two=eth1 one=eth0", PROBE=1)
+        runs = finish_all(started, 240, expect=None)
+        logs = [(nodes.log(node, "run/two"), nodes.log(node, "run/one")) for node in (0, 1)]
+        comparison = (nodes.folder(0) / "logs" / "run" / "compare.md").read_text()
+    for bad, good in logs:
+        assert "| Step 1 " not in bad and "| Step 12 " in good
+    assert all(run.returncode for run in runs)
+    assert re.search(r"(?m)^.*\btwo\b.*(missing|no |not |incomplete|failed)", comparison)
+
+
+def steps_of(log: str, rank: int) -> set[int]:
+    return {int(step) for step in re.findall(rf"\[CPU {rank}\] .*\| Step (\d+) ", log)}
+
+
+def endpoints(nodes: TwoNodes, node: int, label: str) -> set[str]:
+    """Where this node has met, or waited for, the other one for a network."""
+    return set(re.findall(r"--rdzv_endpoint=(\S+)", nodes.log(node, f"run/{label}")))
+
+
+def test_a_restart_over_one_network_never_meets_the_next_network(training, tmp_path):
+    with two_nodes(tmp_path) as nodes:
+        nodes.second_cable()
+        started = nodes.train(*training, NETWORKS=BOTH, RESTARTS=1)
+        os.kill(started[1].rank_pid(1), signal.SIGKILL)
+        finish_all(started, 240)
+        for label, interface in (("one", "eth0"), ("two", "eth1")):
+            first, second = (nodes.log(node, f"run/{label}") for node in (0, 1))
+            assert steps_of(first, 0) == steps_of(second, 1) == set(range(1, 13))
+            assert set(re.findall(r'Run \{.*"GLOO_SOCKET_IFNAME": "(\w+)"', first)) == {interface}
+        for node in (0, 1):
+            assert len(endpoints(nodes, node, "one")) == 2, "a start and its restart"
+            assert not endpoints(nodes, node, "one") & endpoints(nodes, 1 - node, "two")
+
+
+def test_nodes_that_started_different_numbers_of_times_do_not_meet(training, tmp_path):
+    """torchrun of node 1 is killed while it waits for node 0, which has not been started yet."""
+    variables = {"NETWORKS": BOTH, "RESTARTS": 1, "CONNECT_TIMEOUT": CONNECT}
+    with two_nodes(tmp_path) as nodes:
+        nodes.second_cable()
+        second = nodes.start(1, *training, **variables)
+        wait_until(lambda: second.pids("distributed.run"), 60, "torchrun on node 1")
+        subprocess.run(["kill", "-KILL", *map(str, second.pids("distributed.run"))], check=True)
+        second.wait_for("restart 1")
+        first = nodes.start(0, *training, **variables)
+        end_within(CONNECT + MARGIN, [first])
+        second.signal(signal.SIGTERM)
+        end_within(10, [second])
+        assert "| Step " not in nodes.log(0, "run/one") + nodes.log(1, "run/one")
+        assert not (nodes.folder(0) / "logs" / "run" / "two").exists()

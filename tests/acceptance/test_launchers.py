@@ -1,0 +1,432 @@
+"""The launchers start torchrun with what was chosen, log what it prints, and refuse the rest."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from support.datasets import make_set
+from support.launchers import (
+    COMMAND,
+    FAST,
+    LOG,
+    MULTINODE,
+    SAVED,
+    SINGLE,
+    STEP_3,
+    TwoNodes,
+    finish_all,
+    has_rank,
+    launch,
+    starts,
+    two_nodes,
+)
+from support.nodes import require_namespaces, small_disk
+from support.processes import LONG, ROOT, SCRIPT, Run, Started, start, wait_until
+
+HERE = {"PYTHON": sys.executable, "RUN_NAME": "run", "NNODES": "1", "PROBE": "0"}
+
+
+def command(started: Started) -> set[str]:
+    """The words of the torchrun command, as it is printed before it runs."""
+    return set(shlex.split(started.wait_for(COMMAND.pattern)[1]))
+
+
+def chosen(started: Started) -> set[str]:
+    """What that command sets for NCCL and Gloo, except NCCL's debug text."""
+    return {word for word in command(started) if re.match("(NCCL|GLOO)_(?!DEBUG)", word)}
+
+
+def refused(started: Started, words: str) -> None:
+    """The launcher has to end with one line that has these words."""
+    run = started.finish(30, expect=None)
+    (line,) = run.lines()
+    assert run.returncode not in (0, SAVED) and re.search(f"error: .*{words}", line), run.tail()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The launcher is started in a folder with a space and an accent in its name."""
+    path = tmp_path / "mein Gerät"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory) -> list[str]:
+    """Options of a run of 80 steps on one process that saves every second step."""
+    images = make_set(tmp_path_factory.mktemp("set"), 64)
+    return [*FAST, *images, "--timeout", "8", "--checkpoint_every", "2", "--num_epochs", "5"]
+
+
+# --- On this machine --------------------------------------------------------------------------
+
+
+def test_two_processes_train_and_the_log_has_all_lines_and_the_command(folder):
+    """The arguments have a space and an accent, of which the locale knows nothing."""
+    arguments = [*make_set(folder / "größer", 16), *FAST, "--max_steps", 2]
+    with launch(SINGLE, folder, *arguments, GPUS=2, LC_ALL="C") as started:
+        run = started.finish(120)
+    assert [run.steps(rank)[-1][1] for rank in (0, 1)] == [2, 2]
+    log = (folder / LOG).read_text()
+    for rank in (0, 1):
+        assert all(f"[CPU {rank}] {line}\n" in log for line in run.lines(rank))
+    assert log.index(COMMAND.search(run.out)[0]) < log.index("[CPU 0]")
+
+
+def test_it_trains_in_the_background_of_a_script_where_sigint_is_ignored(folder):
+    arguments = [*make_set(folder / "set", 8), *FAST, "--max_steps", 2]
+    background = ["bash", "-c", 'bash "$@" & wait "$!"', "bash", SINGLE, *arguments]
+    with start(background, env=HERE, cwd=folder) as started:
+        run = started.finish(120)
+    assert run.json_line("Summary")["steps"] == 2
+
+
+@LONG
+def test_a_rank_that_is_killed_is_restarted_from_the_checkpoint(training, folder):
+    with launch(SINGLE, folder, *training, GPUS=2, RESTARTS=1) as started:
+        started.wait_for(r"\| Step 5 ")
+        os.kill(started.rank_pid(1), signal.SIGKILL)
+        run = started.finish(180)
+    assert starts(run.out) == 2 and (folder / "logs/run/checkpoint.pt").is_file()
+    resumed = run.json_line("Run")["start_step"]
+    steps = [step for _, step, _ in run.steps(1)]
+    assert 4 <= resumed < 40 and steps[resumed - 40 :] == list(range(resumed + 1, 41))
+    assert run.json_line("Summary")["replicas_identical"] is True
+
+
+@LONG
+@pytest.mark.parametrize(("restarts", "gpus"), [(0, 2), (1, 1)])
+def test_a_killed_rank_ends_the_run_with_its_signal(training, folder, restarts, gpus):
+    """In each start one is killed; of two ranks torchrun ends the other one by another signal."""
+    with launch(SINGLE, folder, *training, RESTARTS=restarts, GPUS=gpus) as started:
+        for n in range(restarts + 1):
+            started.wait_for(rf"(?s)(\] Run {{.*?){{{n + 1}}}\| Step ")
+            os.kill(started.rank_pid(0), signal.SIGKILL)
+        run = started.finish(60, expect=1)
+    assert starts(run.out) == restarts + 1
+    assert re.search("SIGKILL|exitcode *: -9", run.lines()[-1]), run.tail()
+
+
+def test_an_error_of_the_script_is_the_last_line_and_is_not_restarted(folder):
+    _, *rest = make_set(folder / "set", 4)
+    arguments = ["--coco_image_path", folder / "nowhere", *rest[1:], *FAST]
+    with launch(SINGLE, folder, *arguments, RESTARTS=1) as started:
+        run = started.finish(120, expect=1)
+    assert starts(run.out) == 1
+    assert "ERROR: " in run.lines()[-1] and f"{folder}/nowhere" in run.lines()[-1]
+
+
+@LONG
+def test_a_reader_that_goes_away_ends_neither_the_run_nor_its_log(training, folder):
+    pipe = ["bash", "-c", '"$@" 2>&1 | head -n 1; exit "${PIPESTATUS[0]}"', "bash", "bash"]
+    with start([*pipe, SINGLE, *training, "--max_steps", 3], env=HERE, cwd=folder) as started:
+        started.finish()
+    log = (folder / LOG).read_text()
+    assert "| Step 3 " in log and "[CPU 0] Cleanup complete" in log
+
+
+@LONG
+def test_a_second_ctrl_c_ends_at_once(training, folder):
+    """The rank is stopped, and cannot answer the first one."""
+    with launch(SINGLE, folder, *training) as started:
+        started.wait_for(STEP_3)
+        os.kill(started.rank_pid(0), signal.SIGSTOP)
+        started.signal(signal.SIGINT)
+        time.sleep(1)
+        assert started.running()
+        started.signal(signal.SIGINT)
+        wait_until(lambda: not started.running(), 5, "its end")
+        assert started.process.returncode == 128 + signal.SIGINT
+
+
+@LONG
+def test_a_failed_probe_is_never_followed_by_the_training(training, folder):
+    variables = {"PROBE": 1, "GPUS_PER_NODE": 2, "RESTARTS": 1}
+    with launch(MULTINODE, folder, *training, **variables) as started:
+        wait_until(lambda: has_rank(started), 60, "a rank")
+        os.kill(started.rank_pid(0), signal.SIGKILL)
+        run = started.finish(60, expect=1)
+    assert starts(run.out) == 1
+
+
+READ_ONLY = 'mount --bind "$0" "$0"; mount -o remount,bind,ro "$0"; exec bash "$@"'
+
+
+@LONG
+def test_a_checkout_mounted_read_only_trains(training, folder):
+    require_namespaces()
+    project = folder / "project"
+    shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".*", "data", "logs", "tests"))
+    words = ["unshare", "-m", "sh", "-ec", READ_ONLY, project, project / SINGLE.name]
+    with start([*words, *training, "--max_steps", 2], env=HERE, cwd=folder) as started:
+        assert started.finish().json_line("Summary")["steps"] == 2
+
+
+# --- A name that is used twice, and where the log goes -----------------------------------------
+
+
+@LONG
+def test_a_second_run_of_a_name_appends_to_the_log_and_renames_the_checkpoint(training, folder):
+    """The third goes on from the second. The comparison takes that one, and says so."""
+    runs = []
+    for options in (["2"], ["2"], ["4", "--resume"]):
+        with launch(SINGLE, folder, *training, "--max_steps", *options, RESTARTS=1) as started:
+            runs.append(started.finish(120))
+    assert starts((folder / LOG).read_text()) == 3
+    assert [run.out.count("has a run already") for run in runs] == [0, 1, 0]
+    assert [[step for _, step, _ in run.steps()] for run in runs] == [[1, 2], [1, 2], [3, 4]]
+    assert [run.out.count("renamed") for run in runs] == [0, 1, 0]
+    assert len([*folder.glob("logs/run/checkpoint.pt.2*")]) == 1
+    with start([sys.executable, ROOT / "tools/compare_logs.py", folder / LOG]) as started:
+        compared = started.finish(60)
+    assert re.search(r"^\| steps +\| +4 \|$", compared.out, re.MULTILINE), compared.tail()
+    assert "1 other run(s) before it in the same log" in compared.out
+
+
+def test_a_log_folder_that_cannot_be_made_is_refused(folder):
+    (folder / "file").touch()
+    with launch(SINGLE, folder, "--lr", 1, LOG_DIR=folder / "file/logs") as started:
+        refused(started, f"{folder}/file/logs")
+
+
+@LONG
+def test_training_goes_on_when_the_disk_of_the_log_is_full(training, folder):
+    with small_disk(folder / "disk", "1m") as disk:
+        # 160 steps, more lines than the log's last page can take
+        options = ["--num_epochs", 10, "--checkpoint_every", 0]
+        with launch(SINGLE, folder, *training, *options, LOG_DIR=disk) as started:
+            started.wait_for(STEP_3)
+            with pytest.raises(OSError, match="No space"):
+                (disk / "full").write_bytes(bytes(2**21))
+            run = started.finish(120)
+        log = (disk / "run" / "node0.log").read_text()
+    assert run.steps()[-1][1] == 160 and "[CPU 0] Cleanup complete" in run.out
+    assert "| Step 3 " in log and "Cleanup complete" not in log, "the disk was not full"
+
+
+# --- Settings ---------------------------------------------------------------------------------
+
+CORES = len(os.sched_getaffinity(0))
+ALL, HALF = (f"OMP_NUM_THREADS={n}" for n in (CORES, max(1, CORES // 2)))
+NCCL_FILE = "NCCL_DEBUG_FILE=logs/run/{}nccl.node0.%h.%p.log"
+PRINTED = [  # launcher, variables, options, words of the torchrun command, what it has not
+    (SINGLE, "GPUS=all CUDA_VISIBLE_DEVICES=0,2", "", "--nproc_per_node=2", "--checkpoint"),
+    (SINGLE, "GPUS=all CUDA_VISIBLE_DEVICES=1,-1,0", "", "--nproc_per_node=1", "--checkpoint"),
+    (SINGLE, "CUDA_VISIBLE_DEVICES=0,2", "", f"--nproc_per_node=1 {ALL}", "--checkpoint"),
+    (MULTINODE, "CUDA_VISIBLE_DEVICES=GPU-8f,MIG-2e", "", "--nproc_per_node=2", "--checkpoint"),
+    (MULTINODE, "GPUS_PER_NODE=2", "", HALF, "--checkpoint"),
+    (MULTINODE, "GPUS_PER_NODE=2 OMP_NUM_THREADS=3", "", "OMP_NUM_THREADS=3", "--checkpoint"),
+    (SINGLE, "RESTARTS=1", "--checkpoint own.pt", "--checkpoint own.pt", "checkpoint.pt"),
+    (MULTINODE, "RESTARTS=1", "", "--checkpoint logs/run/checkpoint.pt", "--resume"),
+    (MULTINODE, "", "", NCCL_FILE.format(""), "--checkpoint"),
+    (MULTINODE, "NETWORKS=a=lo", "", NCCL_FILE.format("a/"), "--resume"),
+    (MULTINODE, "NCCL_DEBUG=WARN", "", "", "NCCL_DEBUG"),  # as it is in the environment already
+]
+
+
+@pytest.mark.parametrize(("launcher", "variables", "options", "words", "absent"), PRINTED)
+def test_settings_and_defaults_are_seen_in_the_torchrun_command(
+    tmp_path, launcher, variables, options, words, absent
+):
+    given = {"OMP_NUM_THREADS": None} | dict(word.split("=", 1) for word in variables.split())
+    with launch(launcher, tmp_path, "--lr", 1, *options.split(), **given) as started:
+        found = command(started)
+    assert set(words.split()) <= found and not [word for word in found if absent in word]
+
+
+@pytest.mark.parametrize("value", ["0", "two", "-1", "all"])
+def test_wrong_number_of_processes_is_refused(folder, value):
+    """All GPUs are wrong where there is none."""
+    with launch(SINGLE, folder, "--lr", 1, GPUS=value) as started:
+        refused(started, f"GPUS.*{value}|GPUS=all")
+
+
+# Of a node that is otherwise right; each with the words that the one line must have.
+NODE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "203.0.113.1"}
+WRONG = [
+    ({"NODE_RANK": None}, "NODE_RANK"),
+    ({"NODE_RANK": "2"}, "NODE_RANK is '?2"),
+    ({"WORLD_SIZE": "4"}, "NNODES.*WORLD_SIZE"),
+    ({"NNODES": "two"}, "NNODES is '?two"),
+    ({"MASTER_ADDR": None}, "MASTER_ADDR"),
+    ({"MASTER_PORT": "99999"}, "MASTER_PORT is '?99999"),
+    ({"RESTARTS": "-1"}, "RESTARTS is '?-1"),
+    ({"GPUS_PER_NODE": "all"}, "GPU"),
+    ({"NETWORK": "token-ring", "IFNAME": "lo"}, "NETWORK is '?token-ring"),
+    ({"NETWORK": "ethernet"}, "IFNAME"),
+    ({"IFNAME": "none0"}, "none0"),
+    ({"NETWORKS": "ethernet infiniband"}, "NETWORKS .*=INTERFACE"),
+    ({"NETWORKS": "a=lo a=lo"}, "NETWORKS .*a"),
+    ({"PYTHON": "/nowhere/python"}, "/nowhere/python"),
+    (dict.fromkeys(NODE), "NNODES.*NODE_RANK.*MASTER_ADDR"),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), WRONG)
+def test_wrong_settings_are_refused(tmp_path, settings, words):
+    with launch(MULTINODE, tmp_path, "--lr", 1, **{**NODE, **settings}) as started:
+        refused(started, words)
+
+
+def test_an_exported_cdpath_changes_nothing(tmp_path):
+    """With it `cd` prints where it goes, and may go elsewhere."""
+    (tmp_path / ROOT.name / "tools").mkdir(parents=True)
+    words = ["bash", SINGLE.relative_to(ROOT.parent)]
+    with start(words, env={"CDPATH": f"{tmp_path}:.", "GPUS": "0"}, cwd=ROOT.parent) as started:
+        refused(started, "GPUS")
+
+
+def test_launcher_counts_on_the_scripts_timeout_where_none_is_given():
+    default = re.search(r"^TIMEOUT = (\d+)", SCRIPT.read_text(), re.MULTILINE)[1]
+    assert f"timeout=${{timeout:-{default}}}\n" in MULTINODE.read_text()
+
+
+# --- Networks ---------------------------------------------------------------------------------
+
+# The kernel's files of adapters that no machine for tests has, for this start alone.
+ADAPTERS = """
+cp -a /sys/class/net "$0"
+mount -t tmpfs none /sys/class
+mv "$0/net" /sys/class
+for name in mlx5_0 mlx5_1 mlx5_2 rdmap0s6; do
+    mkdir -p /sys/class/infiniband/$name/ports/1 /sys/class/infiniband/$name/device
+    echo "4: ACTIVE" >/sys/class/infiniband/$name/ports/1/state
+    ln -s /sys/bus/pci/drivers/mlx5_core /sys/class/infiniband/$name/device/driver
+done
+ln -sfn /sys/bus/pci/drivers/efa /sys/class/infiniband/rdmap0s6/device/driver
+echo "1: DOWN" >/sys/class/infiniband/mlx5_2/ports/1/state
+exec "$@"
+"""
+VERBS = {"NCCL_IB_DISABLE=0", "NCCL_NET=IB"}
+SOCKETS = {"NCCL_IB_DISABLE=1", "NCCL_NET=Socket"}
+ETH0 = {"NCCL_SOCKET_IFNAME==eth0", "GLOO_SOCKET_IFNAME=eth0"}
+CHOSEN = [
+    ({"IFNAME": "mlx5_0,mlx5_1"}, VERBS | {"NCCL_IB_HCA==mlx5_0,mlx5_1"}),
+    ({"IFNAME": "mlx5_0,eth0"}, VERBS | {"NCCL_IB_HCA==mlx5_0"} | ETH0),
+    ({"IFNAME": "eth0", "NETWORK": "infiniband"}, VERBS | ETH0),
+    ({"NETWORKS": "infiniband=eth0"}, SOCKETS | ETH0),
+    ({"IFNAME": "rdmap0s6,eth0"}, ETH0),
+]
+REFUSED = [
+    ({"IFNAME": "mlx5_0,mlx5_2"}, [], "mlx5_2"),
+    ({"IFNAME": "mlx5_0", "NETWORK": "ethernet"}, [], "NETWORK=ethernet.*mlx5_0"),
+    ({"IFNAME": "down0"}, [], "down0 .*down"),
+    ({"NETWORKS": "one=eth0 two=loose0"}, [], "loose0 .*cable"),
+    ({"NETWORKS": "one=eth0 two=lo"}, ["--resume"], "--resume"),
+]
+
+
+def with_adapters(nodes: TwoNodes, *options: object, **variables: str) -> Started:
+    """The launcher on node 0, which has adapters, an interface that is down, and a loose one."""
+    nodes.pair.ip(0, "link add down0 type bridge", "link add loose0 up type veth peer name end")
+    env = HERE | {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "10.77.0.1"} | variables
+    words = ["sh", "-ec", ADAPTERS, nodes.folder(0), "bash", MULTINODE, "--lr", 1, *options]
+    return nodes.pair.popen(0, words, env=env, cwd=nodes.folder(0))
+
+
+@pytest.mark.parametrize(("variables", "expected"), CHOSEN)
+def test_nccl_is_kept_on_the_adapters_or_interface_except_with_efa(tmp_path, variables, expected):
+    with two_nodes(tmp_path) as nodes:
+        assert chosen(with_adapters(nodes, **variables)) == expected
+
+
+@pytest.mark.parametrize(("variables", "options", "words"), REFUSED)
+def test_a_network_that_is_missing_or_contradictory_is_refused(
+    tmp_path, variables, options, words
+):
+    with two_nodes(tmp_path) as nodes:
+        refused(with_adapters(nodes, *options, **variables), words)
+
+
+def test_a_users_own_variable_of_nccl_stays_and_a_line_says_so(tmp_path):
+    with two_nodes(tmp_path) as nodes:
+        started = nodes.start(0, "--lr", 1, IFNAME="eth0", NCCL_IB_DISABLE="0")
+        assert chosen(started) == ETH0 | SOCKETS - {"NCCL_IB_DISABLE=1"}
+        started.wait_for(r"\.sh: keeping your NCCL_IB_DISABLE='0'")
+
+
+VETH0 = ["link set eth0 down", "link set eth0 name veth0", "link set veth0 up"]
+BRIDGE = ["link add br-x up type bridge", "link add veth7 up type veth peer name end"]
+MEMBER = [*BRIDGE, "link set eth0 master br-x", "addr flush dev eth0"]
+CONTAINERS = {  # commands on the node, variables, whether container networks are left out
+    "bridge": (BRIDGE, {}, True),
+    "none": ([], {}, False),
+    "veth joins": (VETH0, {}, False),
+    "bridge joins": ([*MEMBER, "addr add 10.77.0.2/24 dev br-x"], {}, False),
+    "InfiniBand": ([*BRIDGE, "link add ib0 type bridge"], {}, False),  # which NCCL takes first
+    "chosen": (BRIDGE, {"NCCL_SOCKET_IFNAME": "eth0"}, False),
+}
+
+
+@pytest.mark.parametrize("case", CONTAINERS)
+def test_container_networks_are_left_out_unless_they_join_the_nodes(tmp_path, case):
+    commands, variables, expected = CONTAINERS[case]
+    with two_nodes(tmp_path) as nodes:
+        nodes.pair.ip(1, *commands)
+        found = " ".join(chosen(nodes.start(1, "--lr", 1, **variables)))
+    names = found.removeprefix("NCCL_SOCKET_IFNAME=^").split(",")
+    assert {"lo", "docker", "br-", "veth"} <= set(names) if expected else not found
+
+
+def test_each_node_has_its_own_interface_under_one_label(tmp_path):
+    with two_nodes(tmp_path) as nodes:
+        nodes.pair.ip(1, *VETH0)
+        for node, name in enumerate(["eth0", "veth0"]):
+            words = command(nodes.start(node, "--lr", 1, NETWORKS=f"one={name}"))
+            assert {f"GLOO_SOCKET_IFNAME={name}", "--rdzv_id=one-1"} <= words
+
+
+# --- Two nodes --------------------------------------------------------------------------------
+
+
+def record(nodes: TwoNodes, kind: str) -> dict:
+    """The last such record in node 0's log."""
+    return Run([], 0, nodes.log(0), 0).json_line(kind)
+
+
+def test_both_nodes_train_and_each_logs_its_command_and_its_own_ranks(tmp_path):
+    folder = tmp_path / "mein Gerät"
+    data = make_set(folder / "set", 32)
+    with two_nodes(folder) as nodes:
+        runs = finish_all(nodes.start_both(*data, *FAST, "--max_steps", 3))
+        facts, summary = record(nodes, "Run"), record(nodes, "Summary")
+        logs = [nodes.log(node) for node in (0, 1)]
+    for node, (run, log) in enumerate(zip(runs, logs, strict=True)):
+        assert [step for _, step, _ in run.steps(node)] == [1, 2, 3], run.tail()
+        assert all(f"[CPU {node}] {line}\n" in log for line in run.lines(node))
+        assert f"[CPU {1 - node}]" not in log
+        words = COMMAND.search(log)
+        assert words.start() < log.index("[CPU ")
+        given = {"--rdzv_backend=static", f"--node_rank={node}", "--rdzv_id=run-1"}
+        assert given <= set(shlex.split(words[1]))
+    assert (facts["world_size"], facts["hosts"]) == (2, ["node0", "node1"])
+    assert facts["env"]["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert summary["steps"] == 3 and summary["replicas_identical"] is True
+
+
+@LONG
+def test_the_probe_comes_first_and_the_interface_used_is_named_and_the_idle_one_is_not(
+    training, tmp_path
+):
+    """In each node's log after the second of two Counters lines, and in the comparison."""
+    with two_nodes(tmp_path) as nodes:
+        nodes.second_cable()
+        finish_all(nodes.start_both(*training, "--max_steps", 3, PROBE=1))
+        compare = [sys.executable, ROOT / "tools/compare_logs.py", nodes.folder(0) / LOG]
+        comparison = nodes.pair.popen(0, compare).finish(60).out
+        logs = [nodes.log(node) for node in (0, 1)]
+        assert record(nodes, "Probe")["world_size"] == 2
+    for log in logs:
+        assert re.findall(r"^Sent .* on (\S+) \(ethernet\) in \d+ s$", log, re.M) == ["eth0"]
+    order = re.findall(r"^(?:\[CPU 0\] )?(Probe|Counters|Run|Summary) \{", logs[0], re.M)
+    assert order == ["Probe", "Counters", "Run", "Summary", "Counters"]
+    assert "TCP on eth0 (ethernet), by byte counters" in comparison and "eth1" not in comparison
