@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from pytest import approx
 
 import compare_logs
-from analysis.compare import payload_rate, ring_bytes
-from analysis.logs import parse_text, read_log
+from analysis import compare
+from analysis.logs import read_log
 from analysis.report import as_json, report
 from analysis.runs import find_straggler, make_run
 from support.datasets import data_args
@@ -38,23 +38,16 @@ from support.made_logs import (
     carried,
     end_line,
     ethernet,
+    log_of,
     on_gpus,
     one_run,
 )
-from support.processes import LONG, ROOT, SCRIPT, WITH_LONG
+from support.processes import LONG, ROOT, SCRIPT
 
 TOOL = ROOT / "tools" / "compare_logs.py"
-QUICK = settings(
-    max_examples=30 if WITH_LONG else 10,
-    deadline=None,
-    database=None,  # leaves no folder behind
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-
-# One set-up as it was measured on three rates: 64 px, batch 16, two ranks on two nodes.
+# One set-up as it was measured on two rates: 64 px, batch 16, two ranks on two nodes.
 FREE = {"exposed_ms": 101.0, "probe_ms": 52.0}
 GIGABIT = {"exposed_ms": 401.0, "probe_ms": 376.0, "interfaces": ethernet(10, 0.998, "veth0")}
-HUNDRED = {"exposed_ms": 3828.0, "probe_ms": 3760.0, "interfaces": ethernet(10, 0.0998, "veth0")}
 TEXT = as_text(one_run())
 HALF = TEXT[: len(TEXT) // 2]
 
@@ -90,13 +83,13 @@ def error_of(*arguments):
     return err
 
 
-def read(text, **given):
-    return make_run("a", parse_text(text), given)
+def read(text):
+    return make_run("a", log_of(text), {})
 
 
-def compared(*texts, force=True):
-    runs = [make_run(f"run{i}", parse_text(text), {}) for i, text in enumerate(texts)]
-    return compare_logs.compare_runs(runs, force)
+def compared(*texts):
+    runs = [make_run(f"run{i}", log_of(text), {}) for i, text in enumerate(texts)]
+    return compare_logs.compare_runs(runs, force=True)
 
 
 def verdict_on(text):
@@ -145,7 +138,7 @@ VERDICTS = {
         "link",
         "Bound by communication between its nodes, which passes through host memory|19% of the "
         "stated 200 Gb/s: this is not a 200 Gb/s result. GPUDirect was not used|not shown to be",
-        "modprobe nvidia-peermem|ib_write_bw -d mlx5_0 --report_gbits!GPUDirect: |ulimit",
+        "modprobe nvidia-peermem|ib_write_bw -d mlx5_0 --report_gbits!GPUDirect: ",
     ),
     "InfiniBand with a bad lane": (
         on_gpus([carried("mlx5_0:1", "infiniband", 100, 19.0, errors=BAD_LANE)], IB, small=True),
@@ -161,9 +154,8 @@ VERDICTS = {
         ),
         "link",
         "Bound by its network, which loses packets|Over RoCE on mlx5_0:1|out_of_sequence 41,877 "
-        "on mlx5_0:1 of n0|in a switch more often than in a cable",
-        "what is lost: `rdma statistic show link mlx5_0/1`|a lossless path|NCCL_IB_GID_INDEX"
-        "!bad lane|ulimit",
+        "on mlx5_0:1 of n0",
+        "what is lost: `rdma statistic show link mlx5_0/1`|a lossless path!bad lane",
     ),
     "RoCE by its bytes": (
         on_gpus(rails(1, 100, 85.0, "roce")),
@@ -184,11 +176,11 @@ VERDICTS = {
         "NCCL sees no adapter that it may use|ib0/mode!NETWORK=infiniband|was asked for and",
     ),
     "IP over InfiniBand by its bytes": (
-        on_gpus([IPOIB[0] | {"carrier": None, "speed_Gbps": None}, IPOIB[1]], small=True),
+        on_gpus(IPOIB, small=True),
         "link",
         "24% of what mlx5_0:1 can do (100 Gb/s stated), by byte counters; NCCL's text, which "
         "would say why, is not in the log.",
-        "NCCL_DEBUG=INFO shows why|NETWORK=infiniband IFNAME=mlx5_0!ethtool|tc qdisc",
+        "NCCL_DEBUG=INFO shows why|NETWORK=infiniband IFNAME=mlx5_0|ib0/mode!ethtool|tc qdisc",
     ),
     "four rails": (
         on_gpus(rails(4, 400, 370.0), IB + 4 * GDR, each=8),
@@ -217,7 +209,7 @@ VERDICTS = {
         on_gpus(BOND, small=True),
         "link",
         "Over TCP on bond0 (ethernet of eth0 + eth1), by byte counters: |48% of the stated 50",
-        "a bond sends a connection over one member|NCCL's threads: |ethtool bond0",
+        "a bond sends a connection over one member|NCCL_NSOCKS_PERTHREAD=4|ethtool bond0",
     ),
     "NVLink on one node": (
         on_gpus(ethernet(10, 0.01), CHANNEL[1:] + "P2P/CUMEM", moving=2000, nodes=1, each=8),
@@ -282,29 +274,17 @@ VERDICTS = {
         "94% of the stated 10 Gb/s: the link delivers.",
         "send less: --grad_compression bf16|a faster link: --project!what loses data",
     ),
-    "a bridge over an interface": (
-        on_gpus([carried("br0", "other", 100, 9.5), *ethernet(10, 9.4)], SOCKET, 9, small=True),
-        "link",
-        "Over TCP on eth0 (ethernet), by NCCL's word: |94% of the stated",
-        "send less",
-    ),
     "counters that cannot be read": (
         on_gpus(ethernet(1, 0.3), IB + GDR, moving=180),
         "compute",
         "Over InfiniBand on mlx5_0:1, by NCCL's word (GPUDirect on 1 of 1 connections); no",
         "--batch_size",
     ),
-    "stray bytes alone": (
-        on_gpus(ethernet(1, 0.3), moving=180),
-        "compute",
-        "Bound by compute: ",
-        "--batch_size!eth0",
-    ),
     "a link that bounds in part": (
-        on_gpus(ethernet(25, 22.5), SOCKET, exposed_ms=28.0, facts={"env": {"NCCL_ALGO": "Tree"}}),
+        on_gpus(ethernet(25, 22.5), SOCKET, exposed_ms=28.0),
         "compute",
-        "Bound by compute, in part by its link: |with NCCL_ALGO=Tree: |90% of the stated 25 Gb/s",
-        "unset NCCL_ALGO (now Tree)|the exposed communication: --grad_compression!more GPUs",
+        "Bound by compute, in part by its link: |90% of the stated 25 Gb/s",
+        "the exposed communication: --grad_compression!more GPUs",
     ),
     "the loader": (
         on_gpus(FAST, IB + GDR, data_ms=240.0, facts={"workers": 2}),
@@ -379,7 +359,6 @@ def test_verdict_names_the_cause_then_the_network_then_what_to_check(name):
     assert wanted.split("|")[0] in "".join(verdict.checks[:1]), found
     assert all(words in found for words in wanted.split("|")), found
     assert not any(words in says + found for words in never.split("|") if words), found
-    assert "{" not in says + found
 
 
 def test_slowest_node_sets_the_pace():
@@ -391,14 +370,6 @@ def test_slowest_node_sets_the_pace():
     nodes = {"nodes": [fast["nodes"][0], probe["nodes"][1]]}
     _, says, _ = verdict_on(text.replace(line, f"[GPU 0] Probe {json.dumps(probe | nodes)}"))
     assert "NCCL used sockets over eth0, and its text does not say why. Over TCP on eth0" in says
-
-
-def test_old_logs_node_record_tells_errors_of_the_run():
-    down = carried("veth0", "ethernet", 10, 0, errors={"carrier_changes": 2})
-    node = f"launch_multinode.sh: Node {json.dumps({'host': 'n0', 'interfaces': [down]})}\n"
-    assert (
-        "Errors counted during the run: carrier_changes 2 on veth0" in verdict_on(TEXT + node)[1]
-    )
 
 
 @pytest.mark.parametrize(
@@ -418,55 +389,25 @@ def test_both_runs_over_one_wire_are_pointed_out():
     assert "the same wire" not in report(compared(run, other))
 
 
-def test_traffic_that_left_the_named_interface_is_noted(save):
-    wrong = {"env": {"GLOO_SOCKET_IFNAME": "eth9"}}
-    out, _ = run_tool(save("a", facts=wrong), save("b"))
-    assert "GLOO_SOCKET_IFNAME=eth9, but veth0 (ethernet) carried the traffic" in out
-
-
 # --- The model -----------------------------------------------------------------------------------
 
 
-def test_all_reduce_by_hand():
-    run = read(as_text(one_run(world=4)))
-    # 2 * 3/4 * 44,870,208 bytes; 538 Mb / (1448 of 1538 bytes) = 0.572 s over TCP
-    assert ring_bytes(run) == 67_305_312
-    assert ring_bytes(run) / payload_rate(1) == approx(0.5719, abs=1e-4)
+def test_projection_by_hand(save):
+    """141 ms of work, and 401 - 376 = 25 ms waited; 376 ms hid nothing.
 
-
-def test_projection_keeps_what_was_hidden_and_what_was_waited(save, tmp_path):
-    words = [save("free", **FREE), save("gigabit", **GIGABIT), save("hundred", **HUNDRED)]
-    out, _ = run_tool(*words, "--project", "gigabit", "--json", tmp_path / "all.json")
-    # 141 ms of work, and 401 - 376 = 25 ms waited; 376 ms hid nothing. 44.87 MB * 8 / 941.5 Mb/s
-    # = 381.3 ms: an upper bound; 38.1 ms at ten times the rate
+    44.87 MB * 8 / (1 Gb/s * 1448 of 1538 bytes) = 381.3 ms: an upper bound; 38.1 ms at 10 Gb/s.
+    """
+    words = [save("free", **FREE), save("gigabit", **GIGABIT)]
+    out, _ = run_tool(*words, "--project", "gigabit")
     assert re.search(r"\| 1 Gb/s +\| +381 ms \| at most 547 ms \| +at most 5.5 s \|", out)
     assert re.search(r"\| 10 Gb/s +\| +38.1 ms \| +204 ms \|", out)
-    # free: 52 ms alone, so it waited for 49: 141 + 376 + 49 = 566
-    assert "- free -> gigabit at 998 Mb/s: predicted at most 566 ms, measured 542 ms (+4%)" in out
-    rows = json.loads((tmp_path / "all.json").read_text())["cross_checks"]
-    assert len(rows) == 6 and all(abs(row["error"]) < 0.15 for row in rows), rows
     assert "Projection" not in run_tool(*words)[0]
 
 
 def test_hidden_part_shrinks_with_the_all_reduce():
     """376 ms alone, 100 exposed: 276 hidden; of 52 ms 52 * 276/376 = 38.2 hide."""
-    hidden = as_text(one_run(**GIGABIT | {"exposed_ms": 100.0}))
-    (row, back) = compared(hidden, as_text(one_run(**FREE)))["cross_checks"]
-    assert row["predicted_s"] == approx(0.141 + 0.052 - 0.0382, abs=1e-4) and not row["bound"]
-    assert back["predicted_s"] == approx(0.141 + 0.376 + 0.049) and back["bound"]
-
-
-def test_scaling_weak_and_strong(save):
-    alone = {"rank": 0, "step_ms": 142.0, "data_ms": 1.0}
-    weak = {"world": 2, "nodes": 2, "steps": 20, "exposed_ms": 47.0}
-    out, _ = run_tool(
-        save("p1", world=1, nodes=1, steps=40, exposed_ms=0.0, summary={"ranks": [alone]}),
-        save("p2", **weak),
-        save("strong", **weak | {"per_process": 8, "steps": 40}),
-    )
-    # 2 * 141 / 188 = 1.50 times; half the batch in the same time: 0.75
-    assert re.search(r"\| p2 +\| +2 \| +weak \| +1.50 \| +75% \|", out)
-    assert re.search(r"\| strong +\| +2 \| +strong \| +0.75 \| +38% \|", out)
+    (run,) = compared(as_text(one_run(**GIGABIT | {"exposed_ms": 100.0})))["runs"]
+    assert compare.step_over(run, 0.052) == approx(0.141 + 0.052 - 0.0382, abs=1e-4)
 
 
 # --- Like with like ------------------------------------------------------------------------------
@@ -476,17 +417,10 @@ def test_scaling_weak_and_strong(save):
     ("word", "one", "other"),
     [
         ("global batch differs: 32 in a, 16 in b", {}, {"per_process": 8}),
-        ("epoch count", {}, {"epochs": 1}),
         ("number of steps", {}, {"steps": 10}),
         ("image count", {}, {"facts": {"images": 319}}),
-        ("precision", {}, {"facts": {"precision": "fp32"}}),
         ("compression", {}, {"facts": {"grad_compression": "bf16"}}),
         ("model", {}, {"facts": {"parameters": 11_689_512}}),
-        (
-            "size of the images in the files",
-            {"facts": {"picture_sizes": "3f"}},
-            {"facts": {"picture_sizes": "99"}},
-        ),
         (
             "powersgd_rank differs: 1 in a, 2 in b",
             *({"facts": {"grad_compression": "powersgd", "powersgd_rank": n}} for n in (1, 2)),
@@ -511,7 +445,6 @@ def test_other_settings_and_losses_that_differ_are_noted(save, tmp_path):
     broken = re.sub(r"Avg loss: 2\.\d{4}", "Avg loss: nan", TEXT)
     kept = tmp_path / "all.json"
     assert "losses of epoch 2 differ" in run_tool(old, save("d", broken), "--json", kept)[0]
-    assert "NaN" not in kept.read_text()
     assert json.loads(kept.read_text())["runs"][1]["losses"]["2"] is None
 
 
@@ -541,7 +474,7 @@ def test_folder_files_and_node_0s_log_alone(tmp_path):
     assert "no line from rank 3 (n1)" in run_tool(folder, code=1)[0]
 
 
-def test_probe_in_a_file_of_its_own_belongs_to_the_run(tmp_path, save):
+def test_probe_in_a_file_of_its_own_belongs_to_the_run(save):
     (_, probe), *lines = one_run(**GIGABIT)
     one, two = save("p", f"[CPU 0] {probe}\n"), save("t", as_text(lines))
     for files in ((one, two), (two, one)):
@@ -565,18 +498,17 @@ CUT = attempt(False).split("[CPU 0] Epoch 2 | Step 16")[0]
         (CUT + attempt(True), "restarted 1 time(s)"),  # before there was a checkpoint
         (attempt(False) * 2, "1 other run(s) before it in the same log, left out"),
         (attempt(True, start_step=10), "resumed from step 10"),
-        (TEXT.replace("Step 6 |", "Step 6 |\nx"), "torn line(s) left out"),
+        (TEXT.replace("Step 6 |", "Step 6 |\nx"), "2 torn line(s) left out"),
     ],
 )
 def test_restarts_and_several_runs_in_one_log_are_noted(save, text, note):
     out, _ = run_tool(save("a", text))
-    assert f"Note: {note}" in out or note in out
+    assert f"Note: {note}" in out
     assert ("(part)" in out) == ("restarted" in note or "resumed" in note)
 
 
-@pytest.mark.parametrize("start", [10, 20])
-def test_an_earlier_attempt_lends_nothing_to_the_last(start):
-    second = attempt(True, start_step=start)
+def test_an_earlier_attempt_lends_nothing_to_the_last():
+    second = attempt(True, start_step=10)
     assert read(TEXT + second).complete
     for end in range(second.index("\n"), len(second) - 1, 97):
         assert not read(TEXT + second[:end]).complete
@@ -596,26 +528,26 @@ def test_cut_log_is_compared_with_its_last_step_and_exit_code_1(save):
     assert "it says: Stopped on SIGTERM | step 17" in out and "times as long" not in out
 
 
+@pytest.mark.parametrize("lost", [r"0\] Run {", r"0\] Summary {", r"0\] Cleanup", r"1\] Cleanup"])
+def test_a_run_that_lacks_an_essential_line_is_incomplete(lost):
+    lines = TEXT.splitlines(True)
+    run = read("".join(line for line in lines if not re.search(r"\[CPU " + lost, line)))
+    assert not run.complete
+    assert (run.wall_s, run.step_s, run.img_per_s) == (None, None, None)
+
+
 START = "launch_multinode.sh: 2025-01-01 12:00:00 torchrun --nnodes=2 demo.py\n"
 CAUSE = "[CPU 1] ERROR: rendezvous at 10.0.0.1:29500: refused"
-FAILED = "launch_multinode.sh: failed, see logs/ib/node0.log; root cause:"
 
 
-@pytest.mark.parametrize(
-    ("end", "cause"),
-    [
-        (f"launch_multinode.sh: error: {CAUSE}\n", CAUSE),
-        (f"0: {FAILED}\n{CAUSE}", CAUSE),
-        (FAILED, "not in this log"),
-    ],
-)
-def test_failed_network_is_a_column_and_leaves_the_others_compared(save, end, cause):
-    text = START + HALF + "\n" + end
-    out, _ = run_tool(save("ib", text), save("a"), save("b", **GIGABIT), code=1)
+def test_failed_network_is_a_column_and_leaves_the_others_compared(save):
+    end = f"0: launch_multinode.sh: error: network ib: {CAUSE}"
+    words = save("ib", f"{START}{HALF}\n{end}"), save("a"), save("b", **GIGABIT)
+    out, _ = run_tool(*words, code=1)
     assert re.search(r"\| status +\| +failed \| +complete \| +complete \|", out)
-    assert f"Verdict\n-------\n\nib: failed; root cause: {cause}.\n" in out
+    assert f"Verdict\n-------\n\nib: failed; root cause: network ib: {CAUSE}.\n" in out
     assert re.findall(r"(\w+) took (.*) times as long as (\w+)", out) == [("b", "1.77", "a")]
-    assert read(f"{START}{FAILED} {CAUSE}\n{START}{TEXT}").complete  # a later start takes it back
+    assert read(f"{START}{end}\n{START}{TEXT}").complete  # a later start takes it back
 
 
 # --- Damage --------------------------------------------------------------------------------------
@@ -627,21 +559,15 @@ def test_failed_network_is_a_column_and_leaves_the_others_compared(save, end, ca
         "[default0]:{}",
         "2025-01-01T10:00:00.123Z {}",
         "\x1b[32m{}\x1b[0m",
-        "\x1b]0;title\x07[default1]:\x1b[1m{}",
-        "{}\r",
         "{} W0101 torchrun] noise",
         "é\x00\xff[rank0]: Traceback\n\n{}",
         "n0:41:77 [0] NCCL INFO Channel 00/02 :    0   1\n{}",
-        START + "{}",
         "{}\n[CPU 0] Summary: 2 epochs, 20 steps, 37.0 img/s; replicas identical: True",
-        "{}\nEpoch 1 | Step 3 | Loss: 9.9999\n[GPU x] Epoch 1",
     ],
 )
 def test_prefixes_colours_and_foreign_lines_change_nothing(dress):
     dressed = "\n".join(dress.format(line) for line in TEXT.splitlines())
-    assert parse_text(dressed) == parse_text(TEXT)
-    coloured = TEXT.replace("] ", "] \x1b[1m").replace(" | ", " \x1b[2m|\x1b[0m ")
-    assert parse_text(coloured) == parse_text(TEXT)
+    assert log_of(dressed) == log_of(TEXT)
 
 
 def test_a_line_torn_at_any_place_gives_its_loss_or_none():
@@ -649,112 +575,50 @@ def test_a_line_torn_at_any_place_gives_its_loss_or_none():
     for cut in range(len(line)):
         for after in ("[CPU 1] Epoch 1 complete | Avg loss: 3.0000", " noise", "\n"):
             for text in (line[:cut] + after + line[cut:], line[:cut] + after):
-                steps = parse_text(text).steps
+                steps = log_of(text).steps
                 assert not steps or steps[0, 1, 906].loss == 12.0805
-    for number in ("12.08059", "12.", "1e3"):
-        assert not parse_text(line.replace("12.0805", number)).steps, number
 
 
-ESSENTIAL = [r"0\] Run {", r"0\] Summary {", r"0\] Cleanup", r"1\] Cleanup"]
-
-
-@st.composite
-def damaged(draw, text):
-    """`text` with lines lost, doubled and torn into each other, and bytes overwritten."""
-    lines = text.splitlines(True)
-    for kind in draw(st.lists(st.sampled_from(["lose", "double", "tear"]), max_size=6)):
-        if len(lines) < 3:
-            break
-        at = draw(st.integers(0, len(lines) - 2))
-        one, two = lines[at : at + 2]
-        cut = draw(st.integers(0, len(one)))  # where the next line breaks into this one
-        made = {"lose": [two], "double": [one, one, two], "tear": [one[:cut] + two + one[cut:]]}
-        lines[at : at + 2] = made[kind]
-    data = list("".join(lines))
-    places, bytes_ = st.integers(0, len(data)), st.sampled_from('#\x00\x1b[]{}"~é\n\r')
-    for at, byte in draw(st.dictionaries(places, bytes_, max_size=8)).items():
-        data[at : at + 1] = byte
-    return "".join(data)
-
-
-@pytest.mark.parametrize("lost", ESSENTIAL)
-@QUICK
-@given(data=st.data())
-def test_a_run_that_lacks_an_essential_line_never_counts_as_complete(lost, data):
-    lines = as_text(one_run(nodes=1)).splitlines(True)
-    short = "".join(line for line in lines if not re.search(r"\[CPU " + lost, line))
-    run = read(data.draw(damaged(short)))
-    assert not run.complete and run.problems
-    assert (run.wall_s, run.step_s, run.img_per_s) == (None, None, None)
-
-
-def told(*texts):
-    """The report on runs, which is JSON too."""
-    result = compared(*texts)
-    json.dumps(as_json(result), allow_nan=False)
-    assert "Verdict" in report(result)
-
-
-@QUICK
-@given(st.data())
-def test_damage_neither_invents_a_figure_nor_crashes_the_report(data):
-    broken, want = data.draw(damaged(TEXT)), parse_text(TEXT)
-    got = parse_text(broken)
-    for name in ("steps", "ended", "epochs"):
-        found, true = getattr(got, name), getattr(want, name)
-        assert found.keys() <= true.keys()
-        for key, value in found.items():
-            assert getattr(value, "loss", value) == getattr(true[key], "loss", true[key])
-    told(broken, data.draw(damaged(TEXT)))
-
-
-ODD = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
-    max_leaves=4,
-)
+ODD = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+ODD |= st.lists(ODD, max_size=3) | st.dictionaries(st.text(max_size=3), ODD, max_size=3)
 KEYS = ["world_size", "nodes", "images", "max_steps", "start_step", "parameters", "env", "hosts"]
 KEYS += ["step_ms", "data_ms", "exposed_ms", "ranks", "wire_bytes_per_step", "img_per_s"]
 
 
-@QUICK
-@given(st.data())
-def test_any_json_value_is_survived(data):
+@settings(max_examples=15, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+@given(data=st.data())
+def test_no_damage_ends_in_a_traceback(data):
+    """Odd values in every record, lines lost or doubled, bytes overwritten."""
+
     def odd(mapping, keys=None):
         at = st.dictionaries(st.sampled_from(keys or [*mapping]), ODD, max_size=2)
         return mapping | data.draw(at)
 
     own, links = odd({}, KEYS), [odd(link | {"errors": odd({"x": 3})}) for link in IPOIB]
-    made = {
-        "interfaces": links,
-        "node": odd({"tcp": odd({"segments": 5}), "nccl": {"problems": 7}}),
-    }
-    told(as_text(one_run(facts=own, summary=own, latency_ms=1, **made)), TEXT)
-
-
-def test_nvlink_between_nodes_has_no_wire_and_a_probe_of_no_time_no_rate():
-    run = read(VERDICTS["NVLink between nodes"][0])
-    assert (run.wire_gbps, run.link_gbps, run.network.names) == (None, None, [])
-    assert read(as_text(one_run(probe_ms=0))).probe_s is None
-
-
-def test_deep_nesting_is_survived():
-    assert not read("[CPU 0] Run {" + '"a": ' + "[" * 100_000).complete
+    node = odd({"tcp": odd({"segments": 5}), "nccl": {"problems": 7}})
+    text = as_text(one_run(facts=own, summary=own, latency_ms=1, interfaces=links, node=node))
+    places = st.lists(st.integers(0, len(text)), max_size=8)
+    for at in data.draw(places):
+        text = text[:at] + data.draw(st.sampled_from('#\x00\x1b[]{}"~é\n\r')) + text[at + 1 :]
+    lines = text.splitlines(True)
+    shuffled = [lines[at % len(lines)] for at in data.draw(places)] + lines[len(lines) // 9 :]
+    for broken in (text, "".join(shuffled), "[CPU 0] Run {" + '"a": ' + "[" * 100_000):
+        result = compared(broken, TEXT)
+        json.dumps(as_json(result), allow_nan=False)
+        assert "Verdict" in report(result)
 
 
 # --- The command ---------------------------------------------------------------------------------
 
 
 def test_run_with_all_rows_of_the_table(save):
-    options = {"latency_ms": 0.6, "bandwidth_GBps": 0.98}
-    out, _ = run_tool(save("free", **FREE, **options), save("gigabit", **GIGABIT))
+    out, _ = run_tool(save("free", **FREE, latency_ms=0.6), save("gigabit", **GIGABIT))
     for row in (
         r"processes on nodes +\| +2 on 2 \| +2 on 2",
         r"wall time +\| +7.84s \| +13.84s",
         r"against free +\| +base \| +1.77 x as long",
         r"- exposed communication +\| +101 ms \(42%\) \| +401 ms \(74%\)",
-        r"- of up to 4 KB +\| +600 us \| +-",
-        r"- of ever more bytes +\| +0.98 GB/s \| +-",
+        r"- of up to 4 KB +\| +0.6 ms \| +-",
         r"wire rate +\| +6.9 Gb/s, 69% of stated \| 998 Mb/s, 10% of stated",
         r"loss, epoch 2 +\| +2.0050 \| +2.0050",
         r"- baseline +\| +25.00 % \| +25.00 %",
@@ -781,17 +645,13 @@ def test_link_gbps_replaces_the_stated_speed_and_judges_a_run_without_a_probe(sa
         (["=a log.txt"], "=a log.txt: write NAME=PATH"),
         (["a log.txt", "other/a log.txt"], "a run is named a log already: write NAME=PATH"),
         (["empty.log"], "empty.log: no line of the demo in it"),
-        (["binary.log"], "binary.log: no line of the demo in it"),
         (["a log.txt", "x=binary.log"], "binary.log: no line of the demo in it"),
         (["a=."], "no node0.log"),
         (["a log.txt", "--steps", "many"], "--steps many"),
-        (["a log.txt", "--link_gbps", "0"], "--link_gbps 0"),
         (["a log.txt", "--link_gbps", "c=1"], "no run is named c"),
         (["a log.txt", "--project", "c"], "--project c: no such run"),
-        *(
-            (["a log.txt", option, "no/x"], f"{option} no/x: no such folder")
-            for option in ("--csv", "--json", "--plot", "--report")
-        ),
+        (["a log.txt", "--csv", "no/x"], "--csv no/x: no such folder"),
+        (["a log.txt", "--json", "."], "error: --json .: cannot be written: "),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, monkeypatch, words, said):
@@ -802,7 +662,8 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, monkeypatch, words, 
     Path("empty.log").touch()
     Path("binary.log").write_bytes(bytes(range(256)) * 40)
     before = sorted(tmp_path.rglob("*"))
-    assert said in error_of(*words)
+    _, error = run_tool(*words, code=2)
+    assert said in error and len(error.splitlines()) == 1
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -838,39 +699,29 @@ def test_report_is_markdown_that_names_its_picture(save, tmp_path, monkeypatch):
     assert text.replace(f"{line}\n", "") == out
 
 
-@pytest.mark.parametrize(
-    "text",
-    [TEXT, as_text(one_run(world=1, nodes=1)), HALF, "[GPU 0] " + end_line(9.0) + "\n"],
-    ids=["two ranks", "one process", "cut", "the end alone"],
-)
-def test_picture_of_one_run(save, tmp_path, text):
+@pytest.mark.parametrize("text", [HALF, "[GPU 0] " + end_line(9.0) + "\n"], ids=["cut", "end"])
+def test_picture_of_what_little_a_log_has(save, tmp_path, text):
     pytest.importorskip("matplotlib")
-    code = int("Cleanup" not in text)
-    run_tool(save("run", text), "--plot", tmp_path / "run.png", code=code)
+    run_tool(save("run", text), "--plot", tmp_path / "run.png", code=int("Cleanup" not in text))
     assert png_size(tmp_path / "run.png") == (1920, 624)
-
-
-def shell(command, *words, **how):
-    words = [sys.executable, "-S", TOOL, *words]  # -S: without any installed package
-    text = command.replace("TOOL", " ".join(f"'{word}'" for word in words))
-    how = {"capture_output": True, "text": True, "timeout": 60} | how
-    return subprocess.run(["bash", "-c", text], **how)
 
 
 @pytest.mark.parametrize(
     ("command", "code", "said"),
     [
-        ("TOOL >/dev/null", 0, ""),
         ("TOOL | :; exit ${PIPESTATUS[0]}", 0, ""),
         ("TOOL >&-", 0, ""),
         ("PYTHONIOENCODING=ascii TOOL >/dev/null", 0, ""),
         ("TOOL >/dev/full", 2, "error: the report cannot be printed: "),
-        ("TOOL --json .", 2, "error: --json .: cannot be written: "),
         ("TOOL --plot x.png", 2, "error: --plot needs matplotlib"),
     ],
 )
 def test_output_that_cannot_go_anywhere(save, tmp_path, command, code, said):
-    done = shell(command, save("a"), save("bé"), cwd=tmp_path)
+    """-S: without any installed package."""
+    words = [sys.executable, "-S", TOOL, save("a"), save("bé")]
+    text = command.replace("TOOL", " ".join(f"'{word}'" for word in words))
+    how = {"capture_output": True, "text": True, "timeout": 60, "cwd": tmp_path}
+    done = subprocess.run(["bash", "-c", text], **how)
     assert done.returncode == code, done.stderr
     assert said in done.stderr and len(done.stderr.splitlines()) == bool(said), done.stderr
 
@@ -912,7 +763,7 @@ def test_each_line_of_script_and_counters_is_known(sample, tmp_path):
     (tmp_path / "run.log").write_text(counted + out + counted)
     log = read_log([tmp_path / "run.log"])
     assert log.torn == 0 and log.ours and log.attempts == 1
-    assert log.records.keys() == {"Run", "Summary"} and len(log.nodes) == 1
+    assert log.records.keys() == {"Run", "Summary"} and len(*log.counters.values()) == 2
     assert log.steps.keys() == {(0, 1, 1), (0, 1, 2), (0, 1, 3)}
     assert all(None not in (step.img_per_s, step.step_ms) for step in log.steps.values())
     run = make_run("real", log, {})

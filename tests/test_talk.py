@@ -6,9 +6,9 @@ import re
 import subprocess
 
 import compare_logs
-from analysis.logs import parse_text
 from analysis.runs import make_run
 from support.datasets import data_args
+from support.made_logs import log_of
 from support.nodes import NamespacePair
 from support.processes import LONG, ROOT, base_env, new_test_id, require
 from test_readme import PAGES
@@ -80,7 +80,7 @@ def test_expected_times_are_those_of_the_projection(capsys):
 
 def test_the_four_lines_are_a_whole_run_with_a_split():
     step, end = (FOUR_LINES.splitlines()[n].replace("CPU 0", "CPU 1") for n in (1, 3))
-    run = make_run("mine", parse_text(f"{FOUR_LINES}{step}\n{end}\n"), {})
+    run = make_run("mine", log_of(f"{FOUR_LINES}{step}\n{end}\n"), {})
     assert run.problems == [] and (run.processes, run.nodes, run.steps) == (2, 2, 20)
     assert abs(run.data_s + run.compute_s + run.exposed_s - run.step_s) < 1e-6
     assert run.wire_bytes == 4 * run.parameters

@@ -25,10 +25,10 @@ import re
 import sys
 from pathlib import Path
 
-from analysis import UserError, compare, print_text
+from analysis import compare
 from analysis.judge import judge
-from analysis.logs import NODE_LOG, read_log
-from analysis.report import report, write_csv, write_json, write_report
+from analysis.logs import NODE_LOG, UserError, read_log
+from analysis.report import print_text, report, write_csv, write_json, write_report
 from analysis.runs import LACKING, make_run
 
 
@@ -99,10 +99,8 @@ def compare_runs(runs, force=False, project_from=None):
         "losses": [text for run in others if (text := compare.losses_apart(base, run))],
         "same_wire": compare.same_wire(runs),
         "verdicts": {run.name: judge(run) for run in runs},
-        "scaling": compare.scaling(runs),
         "projections": {run.name: compare.project(run) for run in able},
         "projected": compare.projected(runs, project_from),
-        "cross_checks": compare.cross_checks(runs),
     }
 
 

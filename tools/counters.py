@@ -16,7 +16,6 @@ import contextlib
 import json
 import socket
 import time
-from collections import Counter
 from pathlib import Path
 
 KINDS = {1: "ethernet", 32: "ipoib", 772: "loopback"}  # linux/if_arp.h
@@ -32,8 +31,6 @@ ERRORS = [  # files of an interface or of an adapter's port that stand still on 
     "hw_counters/local_ack_timeout_err",
     "hw_counters/out_of_sequence",
 ]
-WAYS = ("tx_bytes", "rx_bytes")
-HEADERS = 0.1  # what lies below another interface counts more headers: a rest up to this share
 BUSY = 0.01  # an interface with less than this share of the traffic is not mentioned
 
 
@@ -62,6 +59,9 @@ def last_record(log: str, host: str) -> dict | None:
     return None
 
 
+# --- Reading -------------------------------------------------------------------------------------
+
+
 def read_counters(root: str | Path = "/") -> dict:
     """What the kernel has counted so far: {"interfaces": {name: facts}, "tcp": {...} or None}."""
     classes = Path(root, "sys/class")
@@ -75,7 +75,7 @@ def read_counters(root: str | Path = "/") -> dict:
 def read_tcp(snmp: str) -> dict | None:
     """What TCP sent: the file has a line of names and a line of values."""
     lines = [line.split() for line in snmp.splitlines() if line.startswith("Tcp:")]
-    with contextlib.suppress(ValueError, KeyError, TypeError):  # another kernel
+    with contextlib.suppress(ValueError, KeyError):  # another kernel
         names, values = lines
         counts = dict(zip(names, values, strict=True))
         return {"segments": int(counts["OutSegs"]), "retransmits": int(counts["RetransSegs"])}
@@ -83,28 +83,25 @@ def read_tcp(snmp: str) -> dict | None:
 
 
 def read_interface(net: Path) -> dict:
-    """Facts of a folder of /sys/class/net. below: what counts its bytes and errors as well."""
+    """Facts of a folder of /sys/class/net. below: what counts its bytes as well."""
     facts = {
         "kind": KINDS.get(number(net / "type"), "other"),
         "speed_Gbps": number(net / "speed") / 1000 or None,
         "tx_bytes": int(number(net / "statistics/tx_bytes")),
         "rx_bytes": int(number(net / "statistics/rx_bytes")),
         "below": [path.name.removeprefix("lower_") for path in sorted(net.glob("lower_*"))],
+        "errors": read_errors(net),
     }
     if (net / "bonding").is_dir():
         facts["members"] = facts["below"]
-    ends = [number(net / "ifindex"), number(net / "iflink")]
-    if ends[0] != ends[1]:  # of a veth: its other end, here or in another namespace
-        facts["ends"] = ends
-    folders = [net, *net.glob("lower_*")]
     adapter = next((net / "device/infiniband").glob("*"), None)
     if facts["kind"] == "ipoib" and adapter:
         port = adapter / f"ports/{number(net / 'dev_port') + 1:.0f}"
-        folders.append(port)
         facts["carrier"] = f"{adapter.name}:{port.name}"
         facts["below"] = [facts["carrier"]]
-        facts["speed_Gbps"] = facts["speed_Gbps"] or number(port / "rate") or None
-    return facts | {"errors": read_errors(folders)}
+        facts["speed_Gbps"] = number(port / "rate") or None
+        facts["errors"] |= read_errors(port)
+    return facts
 
 
 def read_port(port: Path) -> dict:
@@ -118,14 +115,14 @@ def read_port(port: Path) -> dict:
         "tx_bytes": int(sent),
         "rx_bytes": int(received),
         "below": [],
-        "errors": read_errors([port]),
+        "errors": read_errors(port),
     }
 
 
-def read_errors(folders: list[Path]) -> dict[str, int]:
-    """Those that were ever counted, added up over the folders."""
-    counts = {name: sum(int(number(folder / name)) for folder in folders) for name in ERRORS}
-    return {name.split("/")[-1]: count for name, count in counts.items() if count}
+def read_errors(folder: Path) -> dict[str, int]:
+    """Those that were ever counted."""
+    counts = {name.split("/")[-1]: int(number(folder / name)) for name in ERRORS}
+    return {name: count for name, count in counts.items() if count}
 
 
 def number(path: Path) -> float:
@@ -142,22 +139,23 @@ def text_of(path: Path) -> str:
     return ""
 
 
-def difference(before: dict, after: dict) -> dict:
-    """What was carried between two readings: {"interfaces": [...], "tcp": {...} where known}.
+# --- Between two readings ------------------------------------------------------------------------
 
-    The busiest interface stands first; idle and new ones are left out. Of each {name, kind,
-    speed_Gbps (stated), tx_bytes, rx_bytes}, and where there are any carrier (the port below IP
-    over InfiniBand), members (of a bond) and errors {name: count}.
+
+def difference(before: dict, after: dict) -> dict:
+    """What was carried from one reading to the other, the busiest interface first, and TCP's part.
+
+    What lies below a bond, a bridge, a VLAN or IP over InfiniBand is left out, unless it carried
+    over twice as much for itself.
     """
     old, new = before["interfaces"], after["interfaces"]
     links = {name: added(old[name], new[name]) for name in new if name in old}
     found = []
     for name, link in links.items():
-        once = counted_once(name, links)
-        if traffic(once) > HEADERS * traffic(link):
-            more = {key: link[key] for key in ("carrier", "members", "errors") if link.get(key)}
-            entry = {"name": name, "kind": link["kind"], "speed_Gbps": link["speed_Gbps"]}
-            found.append(entry | once | more)
+        above = sum(traffic(upper) for upper in links.values() if name in upper["below"])
+        if traffic(link) > 2 * above:
+            entry = {"name": name} | link
+            found.append({key: fact for key, fact in entry.items() if fact not in ({}, [])})
     carried: dict = {"interfaces": sorted(found, key=traffic, reverse=True)}
     if before["tcp"] and after["tcp"]:
         carried["tcp"] = {key: after["tcp"][key] - before["tcp"][key] for key in after["tcp"]}
@@ -166,23 +164,9 @@ def difference(before: dict, after: dict) -> dict:
 
 def added(then: dict, now: dict) -> dict:
     """An interface's facts with what was added; a counter that was reset has added nothing."""
-    more = {way: max(0, now[way] - then[way]) for way in WAYS}
-    return now | more | {"errors": dict(Counter(now["errors"]) - Counter(then["errors"]))}
-
-
-def counted_once(name: str, links: dict[str, dict]) -> dict[str, int]:
-    """The bytes of an interface without those that one above it has counted as well.
-
-    Above are a bond, a VLAN, a bridge, IP over InfiniBand, and of a veth the end named first.
-    """
-    link = links[name]
-    rest = {way: link[way] for way in WAYS}
-    for other, upper in links.items():
-        if name in upper["below"]:
-            rest = {way: max(0, rest[way] - upper[way]) for way in WAYS}
-        elif other < name and "ends" in link and upper.get("ends") == link["ends"][::-1]:
-            rest = dict.fromkeys(WAYS, 0)
-    return rest
+    more = {way: max(0, now[way] - then[way]) for way in ("tx_bytes", "rx_bytes")}
+    errors = {name: count - then["errors"].get(name, 0) for name, count in now["errors"].items()}
+    return now | more | {"errors": {name: count for name, count in errors.items() if count > 0}}
 
 
 def traffic(link: dict) -> int:
@@ -190,10 +174,11 @@ def traffic(link: dict) -> int:
 
 
 def describe_traffic(carried: dict) -> str:
-    """As "Sent 9.19 kB and received 4.1 MB on eth0 (ethernet)"; empty where there was none."""
+    """As "Sent 9.2 MB and received 4.1 MB on eth0 (ethernet)"; empty where there was none."""
     least = BUSY * sum(map(traffic, carried["interfaces"]))
     said = [
-        f"sent {size(link['tx_bytes'])} and received {size(link['rx_bytes'])} on {label(link)}"
+        f"sent {link['tx_bytes'] / 1e6:,.1f} MB and received {link['rx_bytes'] / 1e6:,.1f} MB on "
+        f"{label(link)}"
         for link in carried["interfaces"]
         if traffic(link) >= least
     ]
@@ -206,15 +191,6 @@ def label(link: dict) -> str:
     over = f" over {link['carrier']}" if "carrier" in link else ""
     errors = "".join(f", {name} {count:,}" for name, count in link.get("errors", {}).items())
     return f"{link['name']} ({link['kind']}{over}{errors})"
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ import argparse
 import json
 import sys
 
-from analysis import UserError, print_text
+from analysis.logs import UserError
 from analysis.nccl import HOW_TO_ASK, Finding, describe, find_in_files
+from analysis.report import print_text
 
 
 class Parser(argparse.ArgumentParser):

@@ -44,8 +44,8 @@ import torch.distributed as dist
 import torchvision
 
 from analysis import nccl
-from analysis.units import digits, megabytes, rate
-from counters import difference, label, read_counters
+from analysis.runs import digits, megabytes, rate, read_network
+from counters import difference, read_counters
 
 CLASSES = 80  # COCO's; another number changes the gradients' size by little
 SIZES = [2**10, 2**12, 2**15, 2**18, 2**21, 2**24]  # bytes, beside the gradients'
@@ -56,8 +56,6 @@ SHORT_SECONDS = 0.1  # of one size: until then there are more rounds, for a stea
 # To start NCCL and to wait for it takes longer than a small all-reduce: ten are timed together,
 # or as many as take no longer than this.
 CALLS, TIMING_MS = 10, 100
-RAIL = 0.25  # of the busiest: rails of one network carry about the same
-STRAY = 0.01  # an interface with less than this share of the gradients did not carry them
 LOSSY = 0.01  # TCP that sends this share of its segments again is slowed by it
 
 
@@ -232,39 +230,19 @@ def in_words(record: dict) -> list[str]:
 
 def sentence(record: dict) -> str:
     """all-reduce of 44.9 MB in 364 ms: 994 Mb/s on eth0 (ethernet), 10 % of its stated 10 Gb/s"""
-    count, ms = record["all_reduce_bytes"], record["all_reduce_ms"]
-    text = f"all-reduce of {megabytes(count)} in {digits(ms)} ms"
-    links = [busiest(node["interfaces"], len(record["nodes"])) for node in record["nodes"]]
-    rails = min(filter(None, links), key=wire_gbps, default=[])
-    if wire_gbps(rails) < STRAY * 8e-6 * count / ms:
-        where = "inside the node, on no interface"
-        if len(record["nodes"]) > 1:
-            where = "on no interface whose bytes are counted"
-        return f"{text}: {rate(8 * record['algbw_GBps'])} {where}"
-    names = label(rails[0])
-    if len(rails) > 1:
-        names = f"{', '.join(link['name'] for link in rails)} ({rails[0]['kind']})"
-    text += f": {rate(wire_gbps(rails))} on {names}"
-    stated = [link["speed_Gbps"] for link in rails]
-    if not all(stated):
+    text = f"all-reduce of {megabytes(record['all_reduce_bytes'])} "
+    text += f"in {digits(record['all_reduce_ms'])} ms: "
+    moved, several = 8 * record["algbw_GBps"], len(record["nodes"]) > 1
+    networks = [read_network(node, several, moved) for node in record["nodes"]]
+    slowest = min(networks, key=lambda network: network.order)
+    if slowest.gbps is None:
+        where = "no interface whose bytes are counted" if several else "no interface, in the node"
+        return f"{text}{rate(moved)} on {where}"
+    text += f"{rate(slowest.gbps)} on {slowest.shown}"
+    if not slowest.stated:
         return text
-    share, whose = wire_gbps(rails) / sum(stated), "their" if len(rails) > 1 else "its"
-    return f"{text}, {100 * share:.0f} % of {whose} stated {rate(sum(stated))}"
-
-
-def wire_gbps(rails: list[dict]) -> float:
-    return sum(link["wire_Gbps"] for link in rails)
-
-
-def busiest(interfaces: list[dict], nodes: int) -> list[dict]:
-    """The interface that carried most, and rails beside it: of its kind, and nearly as busy."""
-    able = [link for link in interfaces if nodes == 1 or link["kind"] != "loopback"]
-    most = max(able, key=lambda link: link["wire_Gbps"], default=None)
-    return [
-        link
-        for link in able
-        if link["kind"] == most["kind"] and link["wire_Gbps"] >= RAIL * most["wire_Gbps"]
-    ]
+    share = 100 * slowest.gbps / slowest.stated
+    return f"{text}, {share:.0f} % of its stated {rate(slowest.stated)}"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from analysis import nccl
-from analysis.units import duration
+from analysis.logs import Log, parse_lines
+from analysis.runs import duration
 
 GRADIENT_BYTES = 44_870_208  # 4 * 11,217,552 parameters: ResNet-18 with 80 classes
 
@@ -16,6 +17,13 @@ EFA = "NET/OFI Selected Provider is efa (found 4 nics)|Using network Libfabric"
 ASKED = "NCCL_IB_HCA set by environment to mlx5_0.|"
 CHANNEL = "|Channel 00/0 : 0[0] -> 1[0] [send] via "
 GDR = CHANNEL + "NET/IB/0/GDRDMA"
+
+
+def log_of(text: str) -> Log:
+    """What compare_logs.py reads in a file of this text."""
+    log = Log()
+    parse_lines(text.splitlines(keepends=True), log)
+    return log
 
 
 def finding(text: str) -> dict:

@@ -8,8 +8,7 @@ import statistics
 from analysis.compare import payload_rate
 from analysis.logs import get, objects
 from analysis.nccl import REASONS
-from analysis.network import ADAPTERS
-from analysis.units import digits, rate
+from analysis.runs import ADAPTERS, digits, rate
 
 FAST_SOCKETS_GBPS = 25  # from here on one TCP connection, bound by one core, may not fill the link
 FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its cable are bad
@@ -28,7 +27,7 @@ def next_checks(run, bound, slow_link, in_trouble):
     if slow_link:  # then nothing else matters
         rows += slow_link_rows(run)
     else:
-        rows += rows_by_bound(run, bound)
+        rows += link_rows(run, bound) + other_rows(run, bound)
     return list(dict.fromkeys(text for fits, *texts in rows if fits for text in texts))
 
 
@@ -37,7 +36,7 @@ def kind_of(run):
     network = run.network
     if network and network.transport in ADAPTERS:
         return network.transport
-    return "ipoib" if network and network.adapter else "sockets"
+    return "ipoib" if network and network.kind == "ipoib" else "sockets"
 
 
 def name_of(run):
@@ -57,17 +56,11 @@ def slow_rank_rows(run):
         statistics.median_low(times[part] for times in run.ranks.values()) for part in (0, 1)
     )
     waits = data - usual_data > compute - usual_compute
-    look = "nvidia-smi -q -d TEMPERATURE,CLOCK,POWER,PERFORMANCE"
+    heat = "heat, clock and other load of its GPU (`nvidia-smi -q -d TEMPERATURE,CLOCK`)"
+    cores = "what else runs on its cores, and their clock (`top`, `lscpu -e`)"
     return [
         (waits, f"{who}: it waits for images; its disk and load (`iostat -x 5`, `top`)"),
-        (
-            not waits and run.on_cpu,
-            f"{who}: what else runs on its cores, and their clock (`top`, `lscpu -e`)",
-        ),
-        (
-            not waits and not run.on_cpu,
-            f"{who}: heat, clock and other load of its GPU (`{look}`, `nvidia-smi`)",
-        ),
+        (not waits, f"{who}: {cores if run.on_cpu else heat}"),
     ]
 
 
@@ -82,13 +75,12 @@ def nccl_advice(run):
 def trouble_rows(run, in_trouble):
     kind, name = kind_of(run), name_of(run)
     device, link = name.partition(":")[0], name.replace(":", "/")
-    nccl = run.setting("backend") == "nccl"
     told_why = kind == "ipoib" and run.network.problem("fell_back_to_sockets")
     adapter = run.network.adapter.partition(":")[0] if kind == "ipoib" else ""
     lossy = "what loses data: cable, transceiver, switch port"
     return [
         (
-            kind == "ipoib" and nccl and not told_why,
+            kind == "ipoib" and run.setting("backend") == "nccl" and not told_why,
             "NCCL_DEBUG=INFO shows why NCCL took sockets (/dev/infiniband missing in a "
             f"container?); then the adapter itself: NETWORK=infiniband IFNAME={adapter}",
         ),
@@ -98,10 +90,7 @@ def trouble_rows(run, in_trouble):
         ),
         (in_trouble and kind == "roce", roce_losses(link)),
         (in_trouble and kind == "efa", f"{lossy} (`rdma statistic show link {link}`)"),
-        (
-            in_trouble and kind in ("sockets", "ipoib"),
-            f"{lossy} (`ethtool -S {name}`, optics by `ethtool -m {name}`)",
-        ),
+        (in_trouble and kind in ("sockets", "ipoib"), f"{lossy} (`ethtool -S {name}`)"),
     ]
 
 
@@ -117,18 +106,11 @@ def slow_link_rows(run):
     """For a link well below its stated speed, by what carried the bytes."""
     network, kind, name = run.network, kind_of(run), name_of(run)
     device, link = name.partition(":")[0], name.replace(":", "/")
-    rails = len(network.names) if network and network.names else 1
-    gbps = digits(run.link_gbps / rails)
+    gbps = digits(run.link_gbps / (len(network.names) if network and network.names else 1))
     ip, rdma = kind in ("sockets", "ipoib"), kind in ADAPTERS
-    fast_ip = ip and run.link_gbps >= FAST_SOCKETS_GBPS
     connections = network.connections if network else 0
     direct = bool(connections) and network.with_gpudirect == connections
     direct_known = direct or bool(network and network.problem("gpudirect_off"))
-    more = {
-        "nccl": "NCCL's threads: NCCL_SOCKET_NTHREADS=4, NCCL_NSOCKS_PERTHREAD=4 (at most 64)",
-        "gloo": "Gloo has one connection a pair of ranks: more processes a node, `iperf3 -P 8`",
-    }.get(run.setting("backend"))
-    port = f"the port: `ibstat {device}` should show State Active, Rate {gbps}"
     alone = f"the link alone: `ib_write_bw -d {device} --report_gbits`, then with PEER on the "
     alone += f"other node: near {gbps} Gb/s from host memory clears"
     tcp = rate(payload_rate(run.link_gbps) * 8e-9)
@@ -137,7 +119,11 @@ def slow_link_rows(run):
             network and network.members,
             "a bond sends a connection over one member: more connections, hashed by layer3+4",
         ),
-        (fast_ip and kind == "sockets" and more, more),
+        (
+            ip and run.link_gbps >= FAST_SOCKETS_GBPS,
+            "more connections, as one may not fill this link: NCCL_SOCKET_NTHREADS=4 and "
+            "NCCL_NSOCKS_PERTHREAD=4 (NCCL), more processes a node (Gloo)",
+        ),
         (
             kind == "sockets",
             f"the negotiated speed: the switch's ports, `ethtool {name} | grep Speed` on both "
@@ -153,10 +139,10 @@ def slow_link_rows(run):
             "the driver has it, takes an MTU of 65520",
             "the link without training: `iperf3 -P 8 -c PEER`",
         ),
-        (fast_ip and kind == "ipoib" and more, more),
         (
             kind == "infiniband",
-            f"{port}; one bad lane lowers it",
+            f"the port: `ibstat {device}` should show State Active, Rate {gbps}; one bad lane "
+            "lowers it",
             f"{alone} the link, not the way from GPU to adapter",
         ),
         (
@@ -165,8 +151,6 @@ def slow_link_rows(run):
             "a lossless path: PFC for one class on adapters and switch, that of NCCL_IB_TC, with "
             "ECN",
             f"{alone} adapter and cable, not the switch under load",
-            port,
-            "the GID: NCCL_IB_GID_INDEX, if set, a RoCE v2 entry of this network (`show_gids`)",
         ),
         (
             kind == "efa",
@@ -178,42 +162,20 @@ def slow_link_rows(run):
             "GPUDirect: nvidia-peermem loaded, or DMA-BUF; adapters near their GPU "
             "(`nvidia-smi topo -m`)",
         ),
-        (
-            rdma and not connections,
-            "locked memory: `ulimit -l` in the job itself should say unlimited",
-        ),
     ]
 
 
-def rows_by_bound(run, bound):
+def link_rows(run, bound):
+    """For communication that bounds the run, in part or whole, over a link that delivers."""
     kept, less = only_sockets(run), send_less(run)
     between, cpu = run.nodes != 1, run.on_cpu
     link, overlap = bound == "link", bound == "overlap"
-    data, compute, whole = bound == "input", bound == "compute", bound == "not the link"
-    exposed_s = run.exposed_s or 0.0
-    # Where a rank is waited for, the exposed time is that.
-    exposed = (data or compute) and run.straggler is None and exposed_s > IN_PART * run.step_s
-    wire_first = exposed and not mostly_waits(run, exposed_s)
     ports = len(run.network.names) if run.network else 0
     fallen = kind_of(run) == "sockets" and 0 < (run.link_gbps or 0) <= FALLEN_GBPS * ports
     accumulate = run.setting("accumulate_steps", int) or 1
     more = f" {2 * accumulate} in place of {accumulate}" if accumulate > 1 else ""
-    workers = run.setting("workers", int)
-    now = "" if workers is None else f" (now {workers})"
-    reduced = run.setting("precision") in ("bf16", "fp16")
-    reduced_where = "bf16 or fp16 where the hardware has it"
-    if cpu:
-        reduced_where = "bf16 where the CPU has it (`lscpu` shows avx512_bf16 or amx_bf16)"
-    each = (run.img_per_s or 0) / (run.processes or 1)
-    in_part = exposed and less and f"the exposed communication: {less}"
-    told = told_algorithm(run)
     return [
-        # A link that delivers, and is too slow.
-        (
-            told and (link or wire_first),
-            f"unset NCCL_ALGO (now {told}): NCCL then chooses by bytes and nodes",
-        ),
-        (wire_first and less, in_part),
+        (exposed_too(run, bound) and less, f"the exposed communication: {less}"),
         (
             link and between and fallen,
             "the port: 100 Mb/s is what it falls back to with a bad cable or a fixed setting "
@@ -230,7 +192,6 @@ def rows_by_bound(run, bound):
             "SYS are ever farther over PCIe), `nvidia-smi topo -p2p r` (not OK: GPU, driver or "
             "chipset; OK: NCCL_P2P_DISABLE, NCCL_P2P_LEVEL, or too far for NCCL)",
         ),
-        # Communication that is not the wire's.
         (
             overlap and run.straggler is None,
             "a slow rank: compare compute times by rank in the Summary line",
@@ -243,19 +204,36 @@ def rows_by_bound(run, bound):
             "fewer processes: on one machine without GPUs they share its cores",
         ),
         (link and between and not kept, "a faster link: --project shows what to expect of it"),
+    ]
+
+
+def other_rows(run, bound):
+    """For a run that its link does not bound."""
+    data, compute, whole = bound == "input", bound == "compute", bound == "not the link"
+    cpu, exposed = run.on_cpu, exposed_too(run, bound)
+    workers = run.setting("workers", int)
+    now = "" if workers is None else f" (now {workers})"
+    reduced = run.setting("precision") in ("bf16", "fp16")
+    where = "hardware has it"
+    if cpu:
+        where = "CPU has it (`lscpu` shows avx512_bf16 or amx_bf16)"
+    each = (run.img_per_s or 0) / (run.processes or 1)
+    return [
         (
             data,
             f"more loader processes: --workers{now}, up to the cores of a node / its processes",
             "smaller images on disk: tools/prepare_coco.py; decoding is usually most of the work",
             "storage: copy the images to a local disk, or run a second time with a warm cache",
         ),
-        (compute and not reduced, f"lower precision: --precision {reduced_where}"),
+        (
+            compute and not reduced,
+            f"lower precision: --precision bf16{'' if cpu else ' or fp16'} where the {where}",
+        ),
         (compute and not run.record("Run").get("compile"), "fused operations: --compile"),
         (compute and cpu, "more machines, if the network keeps up"),
         (compute and not cpu, "a larger --batch_size, if the device is not full"),
         # With much exposed, more processes would wait for each other still longer.
         (compute and not cpu and not exposed, "more GPUs, a process each"),
-        (exposed and not wire_first and less, in_part),
         # A log without a split.
         (
             whole and "GPU" in run.log.kinds and 0 < each < SLOW_GPU_IMG_PER_S,
@@ -269,6 +247,13 @@ def rows_by_bound(run, bound):
         ),
         (whole and not cpu, "the device: `nvidia-smi dmon` shows whether it waits"),
     ]
+
+
+def exposed_too(run, bound):
+    """Whether exposed communication is a large part beside what bounds the run."""
+    # Where a rank is waited for, the exposed time is that.
+    large = (run.exposed_s or 0.0) > IN_PART * (run.step_s or 0.0)
+    return bound in ("input", "compute") and run.straggler is None and large
 
 
 def send_less(run):
@@ -288,13 +273,3 @@ def only_sockets(run):
             if run.env(name) == value:
                 return f"{name}={value}"
     return ""
-
-
-def told_algorithm(run):
-    """What NCCL_ALGO says, where NCCL ran; otherwise empty."""
-    return run.env("NCCL_ALGO") if run.setting("backend") == "nccl" else ""
-
-
-def mostly_waits(run, exposed_s):
-    """Whether most of an exposed time is not the all-reduce's own: for ranks, for cores."""
-    return bool(run.probe_s) and run.probe_s < exposed_s / 2

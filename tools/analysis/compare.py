@@ -12,8 +12,8 @@ Over a slower link the backward pass may hide more than it did: there the step i
 import itertools
 import math
 
-from analysis import UserError
-from analysis.units import rate
+from analysis.logs import UserError
+from analysis.runs import rate
 
 RATES_GBPS = (1, 10, 25, 56, 100, 200, 400)
 # The share of an Ethernet line that is TCP's payload, MTU 1500: a packet without the headers of IP
@@ -124,25 +124,6 @@ def time_ratio(base, run):
     return run.wall_s / base.wall_s
 
 
-def scaling(runs):
-    """Speed-up and efficiency against the smallest run; empty where all have one size."""
-    sized = [run for run in runs if run.processes and run.img_per_s]
-    if len({run.processes for run in sized}) < 2:
-        return []
-    base, rows = min(sized, key=lambda run: run.processes), []
-    for run in sorted(sized, key=lambda run: run.processes):
-        speedup, kind = run.img_per_s / base.img_per_s, "mixed"
-        if run.processes == base.processes:
-            kind = "base"
-        elif is_weak_pair(base, run):
-            kind = "weak"
-        elif run.global_batch == base.global_batch:
-            kind = "strong"
-        row = {"run": run.name, "processes": run.processes, "kind": kind, "speedup": speedup}
-        rows.append(row | {"efficiency": speedup * base.processes / run.processes})
-    return rows
-
-
 def set_work(run, runs):
     """Seconds of data wait and compute in a step, and the name of the run they come from.
 
@@ -195,12 +176,6 @@ def step_over(run, there_s):
     return run.work_s + there_s - hidden + waited
 
 
-def is_bound(run, there_s):
-    """Whether that is an upper bound only."""
-    here_s = alone_s(run)
-    return not (run.has_split and here_s) or there_s > here_s
-
-
 def projected(runs, name):
     """The run to project from: the named one; with "" the one best known; with None none.
 
@@ -219,26 +194,13 @@ def projected(runs, name):
 
 def project(run):
     """Expected step and epoch at RATES_GBPS: dicts of gbps, alone_s, step_s, bound, epoch_s."""
-    rows = []
+    rows, here_s = [], alone_s(run)
     for gbps in RATES_GBPS:
         there_s = ring_bytes(run) / payload_rate(gbps)
-        step_s = step_over(run, there_s)
-        epoch_s = None
+        step_s, epoch_s = step_over(run, there_s), None
         if run.images and run.global_batch:
             epoch_s = step_s * math.ceil(run.images / run.global_batch)
+        bound = not (run.has_split and here_s) or there_s > here_s
         row = {"gbps": gbps, "alone_s": there_s, "step_s": step_s}
-        rows.append(row | {"bound": is_bound(run, there_s), "epoch_s": epoch_s})
-    return rows
-
-
-def cross_checks(runs):
-    """Each probed run's step, as the projection from each other one tells it."""
-    able = [run for run in runs if can_model(run) and run.has_split and run.probe_s]
-    rows = []
-    for a, b in itertools.permutations(able, 2):
-        if a.shape == b.shape and abs(a.wire_bytes - b.wire_bytes) < 0.01 * a.wire_bytes:
-            step_s = step_over(a, b.probe_s)
-            row = {"from": a.name, "to": b.name, "gbps": b.wire_gbps, "predicted_s": step_s}
-            row |= {"bound": is_bound(a, b.probe_s), "measured_s": b.step_s}
-            rows.append(row | {"error": step_s / b.step_s - 1})
+        rows.append(row | {"bound": bound, "epoch_s": epoch_s})
     return rows

@@ -8,21 +8,11 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
-from analysis.advice import (
-    FALLEN_GBPS,
-    IN_PART,
-    mostly_waits,
-    nccl_advice,
-    next_checks,
-    only_sockets,
-    told_algorithm,
-)
+from analysis.advice import FALLEN_GBPS, IN_PART, nccl_advice, next_checks, only_sockets
 from analysis.compare import can_model, payload_rate, ring_bytes
 from analysis.logs import get, objects
-from analysis.nccl import REASONS
-from analysis.network import ADAPTERS
-from analysis.runs import busy_times
-from analysis.units import in_unit, megabytes, ms, part, rate
+from analysis.nccl import REASONS, message
+from analysis.runs import ADAPTERS, busy_times, in_unit, megabytes, ms, part, rate
 
 # TCP that sends this share of its segments again is slowed by it: its rate falls with the root of
 # the loss (Mathis et al., Computer Communication Review 27(3), 1997).
@@ -46,9 +36,7 @@ class Verdict:
     bound: str = "unknown"
     says: list = field(default_factory=list)  # what bounds it, then its network, then the rest
     checks: list = field(default_factory=list)  # most likely first
-    range_s: tuple | None = None  # of a log without a split: from all hidden to none, by the model
-    inside: bool | None = None
-    implied_gbps: float | None = None
+    implied_gbps: float | None = None  # measured on the wire, else what the exposed time implies
 
 
 def judge(run):
@@ -92,7 +80,7 @@ def judge_split(verdict, run):
     link = name_link(run)
     # Exposed time far above the all-reduce's own is not the wire's: on a CPU compute and network
     # share the cores, and ranks wait for each other.
-    if mostly_waits(run, parts["link"]):
+    if run.probe_s and run.probe_s < parts["link"] / 2:
         link = "communication, but not by the wire"
         if verdict.bound == "link":
             verdict.bound = "overlap"
@@ -213,27 +201,22 @@ def judge_whole(verdict, run):
     else:
         says.append("The log does not split a step: what bounds it cannot be told.")
     if known:
-        low, high = max(run.work_s, line_s), run.work_s + tcp_s
-        verdict.range_s = low * steps, high * steps
-        verdict.inside = low * (1 - TOLERANCE) <= run.step_s <= high * (1 + TOLERANCE)
-        says.append(say_range(verdict, run.step_s * steps, stated))
+        low_s, high_s = max(run.work_s, line_s), run.work_s + tcp_s
+        says.append(say_range(steps * low_s, steps * high_s, steps * run.step_s, stated))
     elif run.nodes != 1:
         says.append("To judge the link: --link_gbps, --parameters, --processes, --nodes.")
 
 
-def say_range(verdict, took_s, stated):
+def say_range(low_s, high_s, took_s, stated):
     """What the stated link gives, from all communication hidden to none, and what was measured."""
-    low, high = verdict.range_s
-    shortest, longest, took = (in_unit(seconds, high) for seconds in (low, high, took_s))
+    shortest, longest, took = (in_unit(seconds, high_s) for seconds in (low_s, high_s, took_s))
     text = f"By the model of a ring, {stated} gives a run of {shortest} (communication fully "
     text += f"hidden) to {longest} (not hidden); measured {took}"
-    if low <= took_s <= high:
-        return f"{text}: within that."
-    if verdict.inside:
-        return f"{text}: close to that, as the model is good to {TOLERANCE:.0%}."
-    if took_s < low:
+    if took_s < low_s * (1 - TOLERANCE):
         return f"{text}: faster than that; NCCL took a tree, or the traffic went another way."
-    times = f"{took_s / high:.1f} times the longer of these"
+    if took_s <= high_s * (1 + TOLERANCE):
+        return f"{text}: within that."
+    times = f"{took_s / high_s:.1f} times the longer of these"
     return f"{text}, {times}: this is not a {stated} result."
 
 
@@ -257,8 +240,6 @@ def say_network(run):
     if network.transport in ADAPTERS and network.connections:
         direct = f"{network.with_gpudirect} of {network.connections} connections"
         basis += f" (GPUDirect on {direct})"
-    if told := told_algorithm(run):
-        basis += f", with NCCL_ALGO={told}"
     if kept := only_sockets(run):
         basis += f", as {kept} keeps NCCL from InfiniBand and RoCE"
     if network.gbps is None:
@@ -266,7 +247,7 @@ def say_network(run):
     if network.kind != "ipoib":
         return [*says, f"Over {network.way}, {basis}: {delivered(run)}"]
     text = f"IP over InfiniBand: the probe ran at {rate(network.gbps)} on {network.names[0]}"
-    if can := network.adapter_gbps:
+    if can := network.stated:  # the kernel states its adapter's rate
         text += f", {network.gbps / can:.0%} of what {network.adapter or 'its adapter'} can do "
         text += f"({rate(can)} stated)"
     text += ", by byte counters"
@@ -295,8 +276,7 @@ def say_fallback(network):
     what = "InfiniBand" if "IB" in asked else "A faster network"
     where = ", ".join(network.names) or "an interface that it does not name"
     cause = next(filter(None, map(network.problem, REASONS)), "")
-    said = cause.replace("NCCL WARN ", "NCCL INFO ").rpartition("NCCL INFO ")[2].strip()
-    why = f'because NCCL says "{said}"' if said else "and its text does not say why"
+    why = f'because NCCL says "{message(cause)}"' if cause else "and its text does not say why"
     return f"{what} was asked for; NCCL used sockets over {where}, {why}."
 
 
@@ -337,13 +317,12 @@ def delivered(run):
 
 def say_trouble(run):
     """What went wrong on the link, by the kernel's counters: sentences, none where nothing did."""
-    says, used = [], []
-    for network in run.networks:
-        used += [*network.names, network.adapter]
+    says = []
+    used = [name for network in run.networks for name in network.names]
     probed = objects(run.record("Probe"), "nodes")
     over_tcp = run.network is None or run.network.transport == "sockets"
     healthy = run.wire_gbps and run.link_gbps and run.wire_gbps >= HEALTHY * run.link_gbps
-    for when, nodes in (("during the probe", probed), ("during the run", run.log.nodes)):
+    for when, nodes in (("during the probe", probed), ("during the run", run.traffic)):
         tcp = [get(node, "tcp", dict) for node in nodes]
         sent = sum(get(one, "segments") or 0 for one in tcp)
         again = sum(get(one, "retransmits") or 0 for one in tcp)
@@ -361,9 +340,5 @@ def say_trouble(run):
             if key not in HARMLESS and (count := get(interface["errors"], key))
         ]
         if found:
-            meant = ""
-            if run.network.transport == "roce":
-                meant = "; packets were lost or overtaken on the way, in a switch more often "
-                meant += "than in a cable"
-            says.append(f"Errors counted {when}: {', '.join(found)}{meant}.")
+            says.append(f"Errors counted {when}: {', '.join(found)}.")
     return says

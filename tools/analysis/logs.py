@@ -5,12 +5,9 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from analysis import UserError
-from counters import difference
-
 # --- The lines that script and launchers write ---------------------------------------------------
 
-ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]*(?:\x07|\x1b\\)?)")
+COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 PREFIX = re.compile(r"\[(GPU|CPU|MPS) (\d{1,6})\] ")
 # A fixed number of decimals tells a whole number from one that was cut off.
 LOSS = r"(-?inf|nan|-?\d{1,12}\.\d{4}(?!\d))"
@@ -27,14 +24,17 @@ END = re.compile(r"Cleanup complete\. Total wall time: [\dhms. ]*\((\d{1,12}\.\d
 STOP = re.compile(r"(Stopped\b.*|ERROR: .*)")
 RECORD = re.compile(r"(Run|Probe|Summary) (\{.*)")
 COUNTERS = re.compile(r"(?:^|\s)Counters (\{.*)")  # of tools/counters.py
-# A launcher's lines: the Node record of old logs; a start; how it ended, if that was not well.
+# The launcher's lines: a start, and how it ended if that was not well.
 LAUNCHER = re.compile(
-    r"(?:^|\s)[\w./-]+\.(?:sh|py): (?:Node (?P<node>\{.*)|(?P<start>\d{4}-\d\d-\d\d [\d:]{8}) "
-    r"|failed\b.*; root cause:\s*(?P<cause>.*)|error: (?P<error>.+))"
+    r"launch_\w+\.sh: (?:(?P<start>\d{4}-\d\d-\d\d [\d:]{8}) |error: (?P<error>.+))"
 )
 NODE_LOG = r"node\d+\.log"  # a file of a run's folder
 LINE_LIMIT = 1 << 20  # characters read at once: a file without line ends must not fill the memory
 MOST_STEPS = 1_000_000  # step lines kept, about 400 MB
+
+
+class UserError(Exception):
+    """Something that the user can fix: one line, exit code 2."""
 
 
 @dataclass(slots=True)
@@ -52,9 +52,7 @@ class Log:
     """What the files of one run say. Of lines that say the same, the last one counts."""
 
     records: dict = field(default_factory=dict)  # Run and Summary of the last attempt, last Probe
-    nodes: list = field(default_factory=list)  # for each node, what its interfaces carried
-    counters: dict = field(default_factory=dict)  # host -> Counters records of the current file
-    began: float | None = None  # time of the first of them, in the first file that has one
+    counters: dict = field(default_factory=dict)  # host -> its last two Counters records
     attempts: int = 0  # of the last run
     earlier: int = 0  # runs before it
     steps: dict = field(default_factory=dict)  # (rank, epoch, step) -> Step
@@ -68,7 +66,7 @@ class Log:
     ours: bool = False  # False: the format of the talk's original demo
     torn: int = 0
     stop: str | None = None  # the last reason that a rank gave for stopping
-    failed: str | None = None  # the cause, where a launcher says that the run failed
+    failed: str | None = None  # the reason, where a launcher says that the run failed
 
 
 # --- Files ---------------------------------------------------------------------------------------
@@ -79,7 +77,7 @@ def read_log(paths):
     files = [file for path in paths for file in log_files(Path(path))]
     log = Log()
     try:
-        if len(files) > 1:  # the file with the Run line says what the other files belong to
+        if len(files) > 1:  # a Run line opens an attempt: what other files say comes after it
             files.sort(key=lambda file: not any("] Run {" in line for line in lines_of(file)))
         for file in files:
             parse_lines(lines_of(file), log)
@@ -115,12 +113,6 @@ def lines_of(path):
 # --- Lines ---------------------------------------------------------------------------------------
 
 
-def parse_text(text):
-    log = Log()
-    parse_lines(re.split(r"[\r\n]+", text), log)
-    return log
-
-
 def parse_lines(lines, log):
     """Add what one file says to `log`; damage never raises.
 
@@ -132,29 +124,23 @@ def parse_lines(lines, log):
     first = max(log.ranks) + 1 if log.ranks and not log.ours else 0
     failed = None
     for line in lines:
-        if failed == "":  # the cause stands on the line after
-            failed = line.strip()
-            continue
         if "\x1b" in line:
-            line = ESCAPES.sub("", line)
+            line = COLOURS.sub("", line)
         if "Counters {" in line and (found := COUNTERS.search(line)):
             if record := whole(log, found[1]):
-                log.counters.setdefault(get(record, "host", str), []).append(record)
-        elif (".sh: " in line or ".py: " in line) and (found := LAUNCHER.search(line)):
+                records = log.counters.setdefault(get(record, "host", str), [])
+                records[:] = [*records[-1:], record]
+        elif ".sh: " in line and (found := LAUNCHER.search(line)):
             log.ours |= bool(found["start"])
-            if found["node"]:
-                log.nodes.append(whole(log, found["node"]))
-            else:  # a new start takes back how the one before it ended
-                failed = None if found["start"] else (found["error"] or found["cause"]).strip()
+            failed = found["error"]  # a new start takes back how the one before it ended
         if "PU " in line or "MPS " in line:
             for mark in PREFIX.finditer(line):
                 log.kinds.add(mark[1])
                 rank = first + int(mark[2])
                 log.ranks.add(rank)
                 parse_body(log, rank, line[mark.end() :])
-    add_nodes(log)
-    if failed is not None:
-        log.failed = log.failed or failed[:300] or "not in this log"
+    if failed:
+        log.failed = failed.strip()[:300]
 
 
 def parse_body(log, rank, body):
@@ -191,45 +177,16 @@ def add_record(log, word, text):
     log.ours = True
     if word == "Run":  # even a torn one: what came before it is not the end of this attempt
         # Not by the step alone: a restart without a checkpoint begins at 0 too.
-        if found.get("resume") is False and not found.get("start_step"):
-            for counted in log.counters.values():
-                del counted[:-1]  # the last one was printed before this run
-            if log.attempts:
-                forget_run(log)
+        if log.attempts and found.get("resume") is False and not found.get("start_step"):
+            log.earlier += 1
+            log.attempts, log.top1 = 0, None
+            for gone in (log.steps, log.last_step, log.epochs):
+                gone.clear()
         log.attempts += 1
         log.records.pop("Summary", None)
         log.ended.clear()
         log.stop = None
     log.records[word] = found
-
-
-def forget_run(log):
-    """Drop what an earlier run has left in the same log."""
-    log.earlier += 1
-    log.attempts, log.top1 = 0, None
-    for gone in (log.steps, log.last_step, log.epochs):
-        gone.clear()
-
-
-def add_nodes(log):
-    """Add what was carried between the first and the last Counters record of the last run.
-
-    Only node 0's file has the Run lines that tell where a run begins. In another file the first
-    record is the one nearest in time to node 0's.
-    """
-    for host, records in log.counters.items():
-        times = [get(record, "time") or 0 for record in records]
-        log.began = times[0] if log.began is None else log.began
-        first = min(range(len(records)), key=lambda n: abs(times[n] - log.began))
-        if first == len(records) - 1:
-            continue
-        try:
-            carried = difference(records[first], records[-1])
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            log.torn += 1  # a damaged record
-        else:
-            log.nodes.append({"host": host, **carried})
-    log.counters = {}
 
 
 # --- Records -------------------------------------------------------------------------------------

@@ -5,48 +5,37 @@ What decides, in this order; a text that holds none of it gives "unknown":
   2. `Using network X`
   3. the adapters of `NET/IB : Using`, else the interfaces of `NET/Socket : Using`
 Everything else that NCCL prints about networks is a wish, a possibility or start-up traffic.
+A message that is cut, or broken by another one, counts as not written.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
-import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from analysis import UserError
-from analysis.logs import lines_of
+from analysis.logs import COLOURS, UserError, lines_of
 
 HOW_TO_ASK = "start the job with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET,ENV"
 
-# --- Messages; tests/nccl_formats.txt has each as the sources of NCCL, torch and RCCL have it ----
+# --- Messages; tests/nccl_formats.txt has each as the sources of NCCL and torch have it ----------
 
-NAMES = "NCCL_IB_HCA|NCCL_IB_DISABLE|NCCL_NET_PLUGIN|NCCL_NET"
-# The name of a network ends with the line, or with the string that a collector made of it.
-NAME = r'([^"`\\\r\n]+)'
-# What is used; Reader has a method for each.
+# What is used; Reader has a method for each. A name that ends in another text is not whole.
 EVIDENCE = {
-    # Not in "was compiled with NCCL version" or "version mismatch".
-    "version": r"(?<!with N)CCL version(?: :)? (\d+\.\d+\.\d+\w*(?:\+(?:cuda|hip)\d+(?:\.\d+)+)?)"
-    r"(?=[\s,;:)-]|$)",
-    "nodes": r"rank \d+ nRanks \d+ nNodes (\d+) localRanks",
-    "network_channel": r"via NET/([^/]+)/(\d+)",
+    "version": r"NCCL version (\d+\.\d+\.\d+\+cuda\d+\.\d+)",
+    "nodes": r"nRanks \d+ nNodes (\d+) localRanks",
+    "network_channel": r"via NET/([^/\n]+)/\d+(?:\(\d+\))?(/GDRDMA)?",
     "local_channel": r" via (P2P/MNNVL|P2P/|SHM/|direct shared memory)",
-    "using_network": "Using network " + NAME,
-    "adapters": r"NET/IB : Using((?: ?\[\d+\](?:=\{[^}]*\}?|[^\s;]+))+)",
-    "sockets": r"NET/Socket : Using((?: ?\[\d+\]\S+)+)",
-    "provider": r"NET/OFI Selected [Pp]rovider is (\w+)(?=[ ,*]|$)",
-    # NCCL's own words, or a line of the environment, or an entry of a record in JSON.
-    "wish": rf"\b({NAMES}) set (?:by environment )?to ([^\s\"]+)"
-    rf"|(?:^|[\]:>|)] )\s*(?:export |declare -x )?({NAMES})=\"?([^\s\"]+)"
-    rf"|\"({NAMES})\": \"([^\"]+)\"",
-    # Most machines lack a plugin that nobody has asked for.
-    "plugin_missing": "NET/Plugin ?: (?:Could not find:|.*cannot open shared object file)",
+    "using_network": r"Using network (Socket|IB|IBext\w*|(?:AWS )?Libfabric|"
+    r"NCCL RDMA Plugin v\d+)(?=\W|$)",
+    "adapters": r"NET/IB : Using((?: ?\[\d+\](?:=\{[^}]*\}|[^\s;]+))+)",
+    "sockets": r"NET/Socket : Using((?: ?\[\d+\]\S+<\d+>)+)",
+    "provider": r"NET/OFI Selected [Pp]rovider is (\w+)[ ,]",
+    "wish": r"\b(NCCL_IB_HCA|NCCL_IB_DISABLE|NCCL_NET) set (?:by environment )?to ([^\s.]+)",
 }
 # What went wrong: (pattern or None, advice), causes before what follows from them.
 PROBLEMS = {
@@ -67,10 +56,8 @@ PROBLEMS = {
     ),
     "plugin_failed": (
         # NCCL's own two, IB and Socket, fail for reasons that have problems of their own.
-        r"Failed to initialize NET plugin (?!(?:IB|Socket)\b)\S|NET/OFI .*initialization failed"
-        r"|External network plugin .+ is unsupported|Failed to find ncclNetPlugin symbol \(",
-        "the network plugin could not be used: check its path, its own libraries and that it fits "
-        "this NCCL; NCCL_NET_PLUGIN=none does without it",
+        r"Failed to initialize NET plugin (?!(?:IB|Socket)\b)\S|NET/OFI .*initialization failed",
+        "the network plugin could not be used: check its own libraries and that it fits this NCCL",
     ),
     "fell_back_to_sockets": (
         None,
@@ -82,73 +69,28 @@ PROBLEMS = {
         "data passes through host memory: modprobe nvidia-peermem on each node (lsmod shows "
         "nvidia_peermem) or DMA-BUF; nvidia-smi topo -m shows whether adapters are near the GPUs",
     ),
-    "suspect_interface": (
-        None,
-        "this interface seldom joins nodes: set NCCL_SOCKET_IFNAME to the one that does",
-    ),
-    "peer_unreachable": (
-        # 12 is IBV_WC_RETRY_EXC_ERR; 5, flushed, only follows another error.
-        r"Got completion .*(?:error |status=)(?:12\b|\w+\(12\)|\(\w+\)12\b)"
-        r"|onnect.* (?:failed|returned|exceeded).*(?:No route to host|Network is unreachable)"
-        r"|[Cc]onnect to \S+ (?:failed : |returned.*)Connection timed out(?!, retrying)",
-        "the other end did not answer: check cable, switch, routes and firewall, on RoCE the GID "
-        "index, between these two nodes",
-    ),
     "connection_failed": (
-        r"[Cc]onnect to \S+ (?:failed : |returned -?\d+\()|PollConnect to \S+ failed with error "
-        r"|Connection closed by remote peer|exceeded (?:retries|timeouts|error retry count)\b"
-        r"|Call to (?:recv(?: from \S+)?|send to \S+) failed : ",
-        "look at the other end first: it may have failed before; otherwise a firewall or the "
-        "wrong interface",
-    ),
-    "link_renegotiated": (
-        r"NET/IB : .*speed change detected: "
-        r"|async (?:fatal |error )?event\b.*\bport (?:error|active)",
-        "a link changed its state or speed during the job: check cable, transceiver and switch "
-        "port",
+        # 12 is IBV_WC_RETRY_EXC_ERR; 5, flushed, only follows another error.
+        r"[Cc]onnect to \S+ (?:failed : |returned -?\d+\()|Connection closed by remote peer"
+        r"|Got completion .*(?:error |status=)(?:12\b|\w+\(12\))",
+        "look at the other end first: it may have failed before; otherwise a firewall, the wrong "
+        "interface, a cable, or on RoCE the GID index",
     ),
 }
 EVIDENCE = {name: re.compile(pattern) for name, pattern in EVIDENCE.items()}
 SIGNS = {name: re.compile(pattern) for name, (pattern, _) in PROBLEMS.items() if pattern}
 # One of these words is in every message above: most lines of a log need no more than this search.
 WORDS = re.compile(
-    "NET/|NET plugin|NCCL_|CCL version|nNodes| via |Using network"
-    "|libibverbs|ibv_|Got completion|onnect|exceeded|Call to|network plugin"
-    "|async |ncclNetPlugin"
+    "NET/|NET plugin|NCCL_|NCCL version|nNodes| via |Using network|libibverbs|ibv_|"
+    "Got completion|onnect"
 )
 # Of these: why no faster network was used, the most telling first.
 REASONS = ("verbs_library_missing", "no_ib_device", "plugin_failed")
-
-# If a text is cut, its last name may be half a name, except these. The beginning of one of these
-# is half a name wherever it stands.
-KNOWN_NAMES = re.compile(r"Socket|IB|IBext(?:_v\d+)?|(?:AWS )?Libfabric|NCCL RDMA Plugin v\d+")
-BEGINNINGS = ("Socket", "IB", "Libfabric", "AWS Libfabric", "NCCL RDMA Plugin v")
-# Networks of plugins that drive the adapters of the NET/IB list.
-OVER_ADAPTERS = re.compile(r"IB|IBext.*|NCCL RDMA Plugin v.*")
-SUSPECT_INTERFACES = ("lo", "docker*", "veth*", "br-*", "virbr*", "tailscale*")
+# Networks that drive the adapters of the NET/IB list: NCCL's own, and that of HPC-X.
+OVER_ADAPTERS = re.compile(r"IB|IBext\w*|NCCL RDMA Plugin v\d+")
 # The slowest first: if ranks differ, it sets the pace.
 SLOWEST = ("sockets", "plugin", "unknown", "efa", "roce", "infiniband")
-
-# --- From lines to messages ----------------------------------------------------------------------
-
-MESSAGE_LIMIT = 4096  # NCCL's own limit was 1,023 to 2.28.9; the longest lists have some 2,000
 QUOTE_LIMIT = 300  # characters of a line that a finding quotes
-COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-# Where a message begins. The host name is all word characters before the pid, so that the end of
-# a torn message that touches it is lost with it, never taken for a whole one.
-BEGINNING = re.compile(
-    r"(?<![\w.-])[\w.-]{1,253}:\d+:\d+ \["
-    r"(?:-?\d+\] (?:\S+:\d+ (?:\(\S*\) )?)?NCCL (?:INFO|WARN)\b)?"
-    r"|NCCL (?:INFO|WARN)\b"
-)
-
-
-def messages(line: str) -> Iterator[tuple[str, bool]]:
-    """The messages of a line; for each, whether another one that follows may have cut it."""
-    starts = [0, *(match.start() for match in BEGINNING.finditer(line)), len(line)]
-    for begin, end in itertools.pairwise(starts):
-        yield line[begin:end][:MESSAGE_LIMIT], end < len(line)
-
 
 # --- The finding ---------------------------------------------------------------------------------
 
@@ -194,78 +136,60 @@ class Reader:
         # Names, in the order in which they come.
         self.connected: dict[str, None] = {}
         self.using: dict[str, None] = {}
-        self.adapters_used: set[int] = set()
         self.devices: dict[str, None] = {}  # mlx5_0:1
-        self.kinds: dict[int, set[str]] = {}  # IB, RoCE: of the adapter of a number, on any node
-        self.interfaces: dict[str, str] = {}  # with the first line that has it
+        self.kinds: set[str] = set()  # of the devices: IB, RoCE
+        self.interfaces: dict[str, None] = {}
         self.providers: set[str] = set()
-        self.wishes: dict[str, tuple[str, str]] = {}
+        self.wishes: dict[str, tuple[str, str]] = {}  # value and line
         self.notes: dict[str, str] = {}  # first lines, by problem or rule
 
     def read(self, line: str) -> None:
-        """One line with its end; without it, it may be cut there."""
-        cut_at_end = not line.endswith("\n")
+        """One line. Without its end it may be cut, and is left out."""
         self.any_text = self.any_text or "NCCL INFO" in line or "NCCL WARN" in line
-        if not WORDS.search(line):
+        if not line.endswith("\n") or not WORDS.search(line):
             return
-        for text, followed in messages(COLOURS.sub("", line).rstrip()):
-            for name, pattern in EVIDENCE.items():
-                if match := pattern.search(text):
-                    self.notes.setdefault(name, quote(text))
-                    if take := getattr(self, f"on_{name}", None):
-                        take(match, quote(text), followed or cut_at_end)
-            for name, pattern in SIGNS.items():
-                if name not in self.notes and pattern.search(text):
-                    self.notes[name] = quote(text)
+        text = COLOURS.sub("", line).strip()
+        quote = text if len(text) <= QUOTE_LIMIT else text[: QUOTE_LIMIT - 1] + "…"
+        for name, pattern in EVIDENCE.items():
+            for match in pattern.finditer(text):  # texts of two processes may share a line
+                self.notes.setdefault(name, quote)
+                getattr(self, f"on_{name}")(match, quote)
+        for name, pattern in SIGNS.items():
+            if name not in self.notes and pattern.search(text):
+                self.notes[name] = quote
 
-    # What a message says: `text` is the message, `cut` whether its end may be missing.
+    def on_version(self, match, quote):
+        self.version = match[1]
 
-    def on_version(self, match, text, cut):
-        # torch's errors end in the version of NCCL without that of CUDA: a last resort.
-        if "+" not in (self.version or "") and ("+" in match[1] or not self.version):
-            self.version = match[1]
-
-    def on_nodes(self, match, text, cut):
+    def on_nodes(self, match, quote):
         self.nodes = max(self.nodes or 0, int(match[1]))
 
-    def on_network_channel(self, match, text, cut):
+    def on_network_channel(self, match, quote):
         self.connected.setdefault(match[1])
-        gpudirect = "/GDRDMA" in match.string[match.end() :]
-        if cut and not gpudirect:  # its end may have said so: then it counts for neither
-            return
         self.channels["network"] += 1
-        self.with_gpudirect += gpudirect
-        self.adapters_used.add(int(match[2]))
+        self.with_gpudirect += bool(match[2])
 
-    def on_local_channel(self, match, text, cut):
-        kind = {"P2P/": "p2p", "P2P/MNNVL": "mnnvl"}.get(match[1], "shm")
-        self.channels[kind] += 1
+    def on_local_channel(self, match, quote):
+        self.channels[{"P2P/": "p2p", "P2P/MNNVL": "mnnvl"}.get(match[1], "shm")] += 1
 
-    def on_using_network(self, match, text, cut):
-        name = match[1].strip()
-        half = cut or any(known.startswith(name) for known in BEGINNINGS)
-        if not half or KNOWN_NAMES.fullmatch(name):
-            self.using.setdefault(name)
+    def on_using_network(self, match, quote):
+        self.using.setdefault(match[1])
 
-    def on_adapters(self, match, text, cut):
-        for number, merged, alone in re.findall(r"\[(\d+)\](?:=\{([^}]*)|([^\s;]+))", match[1]):
-            for device, port, kind in re.findall(
-                r"([^\s:\[\],{}/]+):(\d+)[\d:]*/(IB|RoCE)\b", merged or alone
-            ):
-                self.devices.setdefault(f"{device}:{port}")
-                self.kinds.setdefault(int(number), set()).add(kind)
+    def on_adapters(self, match, quote):
+        adapter = r"([^\s:\[\],{}/]+):(\d+)[\d:]*/(IB|RoCE)\b"
+        for device, port, kind in re.findall(adapter, match[1]):
+            self.devices.setdefault(f"{device}:{port}")
+            self.kinds.add(kind)
 
-    def on_sockets(self, match, text, cut):
-        for name in re.findall(r"\[\d+\]([^\s:\[\]]+):[^\s<>]+<\d+>", match[1]):
-            self.interfaces.setdefault(name, text)
+    def on_sockets(self, match, quote):
+        for name in re.findall(r"\[\d+\]([^\s:\[\]]+):", match[1]):
+            self.interfaces.setdefault(name)
 
-    def on_provider(self, match, text, cut):
-        if not cut or match.end() < len(match.string.rstrip()):
-            self.providers.add(match[1])
+    def on_provider(self, match, quote):
+        self.providers.add(match[1])
 
-    def on_wish(self, match, text, cut):
-        name, value = (group for group in match.groups() if group)
-        self.wishes.setdefault(name, (value.rstrip("."), text))
+    def on_wish(self, match, quote):
+        self.wishes.setdefault(match[1], (match[2], quote))
 
     # What it all amounts to.
 
@@ -280,7 +204,7 @@ class Reader:
             devices=list(self.devices),
             interfaces=list(self.interfaces) if transport == "sockets" else [],
             gpudirect=self.with_gpudirect if self.channels["network"] else None,
-            channels=dict(+self.channels),
+            channels=dict(self.channels),
             nodes=self.nodes,
         )
         if transport == "sockets":
@@ -299,7 +223,7 @@ class Reader:
             return self.connected, self.slowest(self.connected)
         # A rank amid its node has none but local channels, though others leave the node.
         amid_node = (self.nodes or 1) > 1 and not self.channels["mnnvl"]
-        if self.channels and not amid_node:
+        if +self.channels and not amid_node:
             return self.using, "local"
         if self.using:
             return self.using, self.slowest(self.using)
@@ -318,68 +242,38 @@ class Reader:
         """What moves the data of a network that goes by this name."""
         if name == "Socket":
             return "sockets"
-        if name in ("Libfabric", "AWS Libfabric"):
+        if name.endswith("Libfabric"):
             return "efa" if self.providers == {"efa"} else "plugin"
         if OVER_ADAPTERS.fullmatch(name) and (name == "IB" or self.devices):
             return self.adapter_kind()
         return "plugin"
 
     def adapter_kind(self) -> str:
-        """Of the adapters listed; if they are of both kinds, of those that are connected."""
-        kinds = set().union(*self.kinds.values())
-        if len(kinds) > 1 and len(self.connected) == 1 and self.adapters_used <= set(self.kinds):
-            kinds = set().union(*(self.kinds[number] for number in self.adapters_used))
-        if len(kinds) != 1:
+        """Of the adapters listed; unknown if they are of both kinds."""
+        if len(self.kinds) != 1:
             return "unknown"
-        return "infiniband" if "IB" in kinds else "roce"
-
-    def wish(self, name: str) -> str:
-        return self.wishes.get(name, ("", ""))[0]
+        return "infiniband" if "IB" in self.kinds else "roce"
 
     def reason(self) -> str | None:
         """Who asked for sockets."""
-        if self.wish("NCCL_IB_DISABLE") not in ("", "0"):
-            return f"NCCL_IB_DISABLE={self.wish('NCCL_IB_DISABLE')} turned InfiniBand and RoCE off"
-        if self.wish("NCCL_NET") == "Socket":
+        disabled, _ = self.wishes.get("NCCL_IB_DISABLE", ("0", ""))
+        if disabled != "0":
+            return f"NCCL_IB_DISABLE={disabled} turned InfiniBand and RoCE off"
+        if self.wishes.get("NCCL_NET", ("", ""))[0] == "Socket":
             return "NCCL_NET=Socket asked for sockets"
         return None
 
     def problem_lines(self, found: Finding) -> dict[str, str]:
         """Each problem's id, and the line that told it."""
         lines = dict(self.notes)
-        plugin_works = any(name not in ("IB", "Socket") for name in found.networks)
-        asked = self.wish("NCCL_NET_PLUGIN").lower() not in ("", "none")
-        if "plugin_missing" in lines and asked and not plugin_works:
-            lines.setdefault("plugin_failed", lines["plugin_missing"])
-        if found.transport == "sockets":
-            if not found.reason and (line := self.asked_for_more(lines)):
-                lines["fell_back_to_sockets"] = line
-            for name in filter(suspect, found.interfaces):
-                lines.setdefault("suspect_interface", self.interfaces[name])
+        asked = [line for name, (value, line) in self.wishes.items() if value != "Socket"]
+        asked += [lines[name] for name in ("plugin_failed",) if name in lines]
+        if found.transport == "sockets" and not found.reason and asked:
+            lines["fell_back_to_sockets"] = asked[0]
         rdma = found.transport in ("infiniband", "roce", "efa") or found.network == "IB"
         if rdma and found.gpudirect == 0:  # counted, and on no connection
             lines["gpudirect_off"] = lines["network_channel"]
         return lines
-
-    def asked_for_more(self, lines: dict[str, str]) -> str | None:
-        """The line that shows that something faster than sockets was meant to be used.
-
-        NCCL_IB_DISABLE is 0 here: any other value is a reason.
-        """
-        for name, (value, line) in self.wishes.items():
-            names_one = name == "NCCL_NET" and OVER_ADAPTERS.fullmatch(value)
-            if names_one or name in ("NCCL_IB_HCA", "NCCL_IB_DISABLE"):
-                return line
-        return lines.get("plugin_failed")
-
-
-def suspect(interface: str) -> bool:
-    return any(fnmatch.fnmatchcase(interface, pattern) for pattern in SUSPECT_INTERFACES)
-
-
-def quote(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= QUOTE_LIMIT else text[: QUOTE_LIMIT - 1] + "…"
 
 
 # --- For people ----------------------------------------------------------------------------------
@@ -441,9 +335,13 @@ def cause(found: Finding) -> str:
         return found.reason
     lines = {problem["id"]: problem["line"] for problem in found.problems}
     for line in (lines[id] for id in REASONS if id in lines):
-        message = re.split(r"NCCL (?:INFO|WARN) ", line)[-1]
-        return f'NCCL says "{message}"'
+        return f'NCCL says "{message(line)}"'
     return ""
+
+
+def message(line: str) -> str:
+    """What stands behind NCCL's prefix."""
+    return re.split(r"NCCL (?:INFO|WARN) ", line)[-1].strip()
 
 
 def in_one_line(found: Finding) -> str:
@@ -461,17 +359,12 @@ def files_in(paths: list[str]) -> list[Path]:
         path = Path(name)
         if path.is_dir():
             inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
-            found += [file for file in inside if not binary(file)]
+            found += [file for file in inside if b"\0" not in file.open("rb").read(4096)]
         elif path.exists():
             found.append(path)
         else:
             raise UserError(f"no such file or folder: {name}")
     return found
-
-
-def binary(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b"\0" in file.read(4096)
 
 
 def find_in_files(paths: list[str]) -> Finding:
@@ -494,11 +387,8 @@ def of_processes(pattern: str, host: str, pids: Iterable[int]) -> Finding | None
 
     By their ids, because earlier runs may have left files in the same folder.
     """
-    names = {"h": host.partition(".")[0], "%": "%"}
-    paths = set()
-    for pid in pids:
-        names["p"] = str(pid)
-        paths.add(re.sub("%(.)", lambda match: names.get(match[1], match[0]), pattern))
+    pattern = pattern.replace("%h", host.partition(".")[0])
+    paths = {pattern.replace("%p", str(pid)) for pid in pids}
     with contextlib.suppress(UserError):
         return find_in_files(sorted(filter(os.path.isfile, paths)))
     return None

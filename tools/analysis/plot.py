@@ -10,9 +10,8 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure  # without pyplot, which may look for a display
 
-LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
+LINES = ("-", "--", ":", "-.", "-")
 COLOURS = ("#111111", "#1f5fa8", "#c1440e", "#4d8f3a", "#7a3f98")
-MOST_RANKS = 8  # of a single run, each with a bar of its own
 PARTS = {  # of a step: colour, hatching
     "compute": ("#555555", ""),
     "data wait": ("#cccccc", ".."),
@@ -31,19 +30,12 @@ def draw(result, file):
         draw_split(split, runs)
         draw_throughput(throughput, runs)
         draw_loss(loss, runs)
-        if len(runs) == 1:
-            figure.suptitle(runs[0].name if runs[0].complete else f"{runs[0].name} (incomplete)")
         figure.savefig(file, dpi=120, format=None if Path(file).suffix else "png")
 
 
 def draw_split(axis, runs):
-    """Stacked bars, one for each run; of a single run one for each rank: a slow one shows."""
+    """A stacked bar for each run."""
     bars = {run.name: parts_of(run) for run in runs if run.step_s}
-    if len(runs) == 1 and 1 < len(runs[0].ranks) <= MOST_RANKS:
-        bars = {
-            f"rank {rank}": (compute, data, exposed, 0, 0)
-            for rank, (data, compute, exposed) in sorted(runs[0].ranks.items())
-        }
     bottom = [0.0] * len(bars)
     for i, (name, (colour, hatch)) in enumerate(PARTS.items()):
         heights = [1000 * parts[i] for parts in bars.values()]

@@ -1,13 +1,15 @@
 """What is found, as a table with sentences, as JSON, and the step lines as CSV."""
 
+import contextlib
 import csv
 import json
 import os
+import sys
 from pathlib import Path
 from urllib.parse import quote
 
 from analysis.compare import time_ratio
-from analysis.units import digits, duration, in_unit, megabytes, ms, part, rate, short
+from analysis.runs import digits, duration, in_unit, megabytes, ms, part, rate
 
 
 def table(head, rows):
@@ -44,16 +46,15 @@ def column(run, base, verdict):
         cells[f"- {title}"] = shown
     return cells | {
         "all-reduce alone": run.probe_s and ms(run.probe_s),
-        "- of up to 4 KB": run.latency_s and short(run.latency_s),
-        "- of ever more bytes": run.bandwidth and f"{digits(run.bandwidth / 1e9)} GB/s",
+        "- of up to 4 KB": run.latency_s and f"{digits(run.latency_s * 1000)} ms",
         "bytes per step and rank": run.wire_bytes and megabytes(run.wire_bytes),
         "link, stated": run.link_gbps and rate(run.link_gbps),
         "wire rate": gbps and rate(gbps) + of + ("" if run.wire_gbps else " (implied)"),
         "transport": run.network and f"{run.network.transport} ({run.network.basis})",
         "interface": run.network and run.network.shown,
         **{f"loss, epoch {epoch}": f"{loss:.4f}" for epoch, loss in run.losses.items()},
-        "top-1 at the end": run.top1 is not None and f"{run.top1:.2f} %",
-        "- baseline": run.baseline is not None and f"{run.baseline:.2f} %",
+        "top-1 at the end": run.log.top1 is not None and f"{run.log.top1:.2f} %",
+        "- baseline": run.log.baseline is not None and f"{run.log.baseline:.2f} %",
     }
 
 
@@ -100,17 +101,8 @@ def report(result, picture=None):
     lines += [text for run in runs if run.log.failed for text in verdict_lines(run, verdicts)]
     lines += [line for text in result["same_wire"] for line in (text, "")]
     lines += [text for run in runs if not run.log.failed for text in verdict_lines(run, verdicts)]
-    if rows := result["scaling"]:
-        head = ["Scaling", "processes", "kind", "speed-up", "efficiency"]
-        cells = [
-            [*(str(row[key]) for key in ("run", "processes", "kind")), f"{row['speedup']:.2f}"]
-            + [f"{row['efficiency']:.0%}"]
-            for row in rows
-        ]
-        lines += [*table(head, cells), ""]
     if chosen := result["projected"]:
         lines += projection_lines(chosen, result["projections"][chosen.name])
-        lines += check_lines(result["cross_checks"])
     return "\n".join(lines).rstrip()
 
 
@@ -153,20 +145,21 @@ def bounded(text, bound):
     return f"at most {text}" if bound else text
 
 
-def check_lines(rows):
-    """The projection held against the other runs."""
-    lines = []
-    for row in rows:
-        at = f" at {rate(row['gbps'])}" if row["gbps"] else ""
-        predicted = bounded(ms(row["predicted_s"]), row["bound"])
-        lines.append(
-            f"- {row['from']} -> {row['to']}{at}: predicted {predicted}, "
-            f"measured {ms(row['measured_s'])} ({round(100 * row['error']):+d}%)"
-        )
-    return ["Each run's step as another run's log predicts it:", "", *lines, ""] if lines else []
+# --- Output --------------------------------------------------------------------------------------
 
 
-# --- Files ---------------------------------------------------------------------------------------
+def print_text(text):
+    """Print it. Returns the OSError if that fails; a reader that has seen enough is no error."""
+    with contextlib.suppress(AttributeError):  # a terminal may lack a log's characters
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # what is left in the buffer would fail again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            return error
+    return None
 
 
 def as_json(result):
@@ -178,7 +171,7 @@ def as_json(result):
         figures |= {"interface": run.network and run.network.shown, "attempts": run.log.attempts}
         figures["wall_ratio"] = time_ratio(result["base"], run)
         runs.append(figures | {"verdict": result["verdicts"][run.name]})
-    keys = ("differences", "losses", "same_wire", "scaling", "cross_checks", "projections")
+    keys = ("differences", "losses", "same_wire", "projections")
     every = {"base": result["base"].name, "runs": runs} | {key: result[key] for key in keys}
     # JSON has no word for nan and infinity: null.
     return json.loads(json.dumps(every, default=vars), parse_constant=lambda name: None)

@@ -1,13 +1,20 @@
-"""The figures of one run, from its log: seconds, bytes, Gb/s, images/s."""
+"""The figures of one run, from its log: seconds, bytes, Gb/s, images/s; and which network carried
+its probe's all-reduces, by NCCL's word, else by the bytes. At the end, figures in words.
+"""
 
 import math
 import statistics
 from dataclasses import dataclass, field
 
 from analysis.logs import Log, get, objects
-from analysis.network import read_network
+from counters import difference
 
 STRAGGLER = 1.2  # a rank this many times as busy as usual keeps the others waiting
+# An interface with less than this share of what the all-reduces moved was not the link: it carried
+# other traffic of the node, or the few messages by which the ranks find each other.
+STRAY = 0.01
+ADAPTERS = {"infiniband": "InfiniBand", "roce": "RoCE", "efa": "EFA"}
+TITLES = ADAPTERS | {"sockets": "TCP", "plugin": "a plugin's network"}
 
 # What an option gives where the log lacks it: field of the Run record, type, meaning.
 LACKING = {
@@ -47,14 +54,12 @@ class Run:
     img_per_s: float | None = None  # whole job
     straggler: int | None = None
     losses: dict = field(default_factory=dict)  # epoch -> mean over ranks
-    top1: float | None = None  # percent
-    baseline: float | None = None
     wire_bytes: float | None = None  # per step and rank, after compression
     link_gbps: float | None = None  # stated, of all interfaces of a node that carried it
     probe_s: float | None = None  # all-reduce alone, scaled to wire_bytes
     latency_s: float | None = None  # of an all-reduce of up to 4 KB
-    bandwidth: float | None = None  # bytes/s of ever larger all-reduces
     networks: list = field(default_factory=list)  # a Network for each probed node
+    traffic: list = field(default_factory=list)  # of each node in the run: host, interfaces, tcp
     work_s: float | None = None  # data wait and compute of a step
     work_from: str | None = None  # the run that they are of
 
@@ -122,8 +127,8 @@ def make_run(name, log, given):
     run.wire_bytes = get(summary, "wire_bytes_per_step")
     if not run.wire_bytes and run.parameters:
         run.wire_bytes = 4 * run.parameters  # fp32 gradients, as in the original demo
-    run.top1, run.baseline = log.top1, log.baseline
     add_probe(run, run.record("Probe"))
+    add_traffic(run)
     add_notes(run)
     return run
 
@@ -189,11 +194,10 @@ def find_problems(run):
         problems.append(f"no Summary line: the run did not end, or the end is missing{reason}")
     expected = expected_ranks(run)
     present = log.ranks & expected
-    ended = present & log.ended.keys()
     for what, ranks in (
         ("no line from", expected - present),
         ("lines that the run should not have, from", log.ranks - expected),
-        ("no end line from", present - ended),
+        ("no end line from", present - log.ended.keys()),
     ):
         if ranks:
             problems.append(f"{what} {name_ranks(sorted(ranks), run)}")
@@ -246,7 +250,7 @@ def add_notes(run):
         run.notes.append(f"log of {seen} of {run.nodes} nodes: loss and lines are of its ranks")
 
 
-# --- The probe -----------------------------------------------------------------------------------
+# --- Probe and counters --------------------------------------------------------------------------
 
 
 def add_probe(run, probe):
@@ -267,19 +271,161 @@ def add_probe(run, probe):
             run.networks.append(network)
     run.link_gbps = run.link_gbps or (run.network and run.network.stated)
     run.latency_s = (get(probe, "latency_ms") or 0) / 1000 or None
-    run.bandwidth = (get(probe, "bandwidth_GBps") or 0) * 1e9 or None
-    if name := unused_interface(run):
-        run.notes.append(f"{name}, but {run.networks[0].shown} carried the traffic")
 
 
-def unused_interface(run):
-    """The *_SOCKET_IFNAME setting that the probed traffic did not follow, as text, or None."""
-    network = run.networks[0] if run.networks else None
-    if not network or network.transport != "sockets" or run.nodes == 1:
-        return None  # nothing has to leave the machine, or only start-up goes there
-    # The environment in the Run line is rank 0's, and so is the first node.
-    key = "GLOO" if run.record("Run").get("backend") == "gloo" else "NCCL"
-    wanted = run.env(f"{key}_SOCKET_IFNAME")
-    names = tuple(name for name in wanted.lstrip("=").split(",") if name)
-    followed = wanted.startswith("^") or any(name.startswith(names) for name in network.names)
-    return f"{key}_SOCKET_IFNAME={wanted}" if names and not followed else None
+def add_traffic(run):
+    """What each node's interfaces carried between its last two Counters records."""
+    for host, records in run.log.counters.items():
+        try:
+            if len(records) > 1:
+                run.traffic.append({"host": host, **difference(*records)})
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            run.log.torn += 1  # a damaged record
+
+
+@dataclass
+class Network:
+    """What carried the probe's all-reduces on one node; rates in Gb/s, None: not known."""
+
+    host: str
+    transport: str  # infiniband, roce, efa, plugin, sockets, local (no network), or unknown
+    basis: str  # what says so: NCCL's word, or byte counters
+    finding: dict  # what nccl.py reads in NCCL's text
+    names: list  # of the interfaces or adapters
+    kind: str = ""
+    members: list = field(default_factory=list)  # of a bond
+    gbps: float | None = None  # measured, of all of them together, headers included
+    stated: float | None = None
+    adapter: str = ""  # under IP over InfiniBand
+
+    @property
+    def order(self):
+        """The slowest first: a node that had to use sockets, then by rate."""
+        return self.transport in ADAPTERS, math.inf if self.gbps is None else self.gbps
+
+    @property
+    def connections(self):
+        """How many NCCL's text shows that leave the node."""
+        return get(get(self.finding, "channels", dict), "network", int) or 0
+
+    @property
+    def with_gpudirect(self):
+        return get(self.finding, "gpudirect", int) or 0
+
+    def problem(self, name):
+        """The line of NCCL's text that shows this problem; empty where none does."""
+        lines = {str(p.get("id")): get(p, "line", str) for p in objects(self.finding, "problems")}
+        return lines.get(name, "")
+
+    @property
+    def shown(self):
+        """eth0 (ethernet); None where no interface is known to have carried it."""
+        more = ["..."] if len(self.names) > 4 else []
+        names = ", ".join(self.names[:4] + more)
+        kind = " of ".join(filter(None, [self.kind, " + ".join(self.members)]))
+        kind += f" over {self.adapter}" if self.adapter else ""
+        return f"{names} ({kind})" if kind else names or None
+
+    @property
+    def way(self):
+        """TCP on eth0 (ethernet); RoCE on mlx5_0:1."""
+        title = TITLES.get(self.transport, "a network that NCCL does not name")
+        where = ", ".join(self.names) if self.transport in ADAPTERS else self.shown
+        return f"{title} on {where}" if where else title
+
+
+def read_network(node, several, moved_gbps):
+    """What carried the all-reduces on a node of the Probe: NCCL's word first, then the bytes.
+
+    `several`: whether there is more than one node; `moved_gbps`: size over time of an all-reduce.
+    """
+    finding = get(node, "nccl", dict)
+    transport, basis = get(finding, "transport", str), "NCCL's word"
+    seen = [link for link in objects(node, "interfaces") if wire_gbps(link) > STRAY * moved_gbps]
+    # Within a node bytes cross no interface except loopback; nodes on one host use it too.
+    inside = [link for link in seen if link.get("kind") == "loopback"]
+    outside = [link for link in seen if link not in inside] if several else []
+    rails = carriers(outside or inside, finding)
+    kind = get(rails[0], "kind", str) if rails else ""
+    if transport not in (*TITLES, "local"):
+        transport = kind if kind in ADAPTERS else "sockets" if rails else "unknown"
+        basis = "byte counters"
+    names = [get(rail, "name", str) for rail in rails]
+    if not rails:
+        said = "interfaces" if transport == "sockets" else "devices"
+        names = [str(name) for name in get(finding, said, list)]
+    network = Network(get(node, "host", str), transport, basis, finding, names, kind)
+    if rails:
+        speeds = [get(rail, "speed_Gbps") for rail in rails]
+        network.gbps = sum(map(wire_gbps, rails))
+        network.stated = sum(speeds) if all(speeds) else None
+        network.members = [str(member) for member in get(rails[0], "members", list)]
+        network.adapter = get(rails[0], "carrier", str)
+    return network
+
+
+def wire_gbps(link):
+    return get(link, "wire_Gbps") or 0.0
+
+
+def carriers(seen, finding):
+    """Of the interfaces with traffic, those that carried the gradients, none of them twice."""
+    transport, named = finding.get("transport"), get(finding, "interfaces", list)
+    if transport == "local":
+        return []
+    adapters = [link for link in seen if get(link, "kind", str) in ADAPTERS]
+    others = [link for link in seen if link not in adapters]
+    if transport == "sockets":
+        seen = [link for link in others if link.get("name") in named] or others
+    elif transport in list(ADAPTERS):
+        seen = adapters
+    else:  # the bytes of IP over InfiniBand pass its adapter too
+        over_ip = sum(wire_gbps(link) for link in others if link.get("kind") == "ipoib")
+        seen = others + [link for link in adapters if wire_gbps(link) > 2 * over_ip]
+    top = max(seen, key=wire_gbps, default={})
+    # Adapters work together, and so do interfaces that NCCL names. Otherwise a bridge or tunnel
+    # and what is under it would count twice.
+    together = top in adapters or top.get("name") in named
+    return [one for one in seen if one is top or (together and one.get("kind") == top.get("kind"))]
+
+
+# --- Figures in words ----------------------------------------------------------------------------
+
+
+def digits(value):
+    """With three digits that count, and never as a power of ten: 0.123, 12.3, 1,234."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}" if value >= 1e-3 else "0"
+
+
+def rate(gbps):
+    """Gb/s as text, in Mb/s below 1 Gb/s."""
+    if gbps >= 0.9995:
+        return f"{digits(gbps)} Gb/s"
+    return f"{gbps * 1000:.0f} Mb/s" if gbps >= 0.01 else f"{digits(gbps * 1000)} Mb/s"
+
+
+def ms(seconds):
+    return f"{seconds * 1000:,.1f} ms" if seconds < 0.1 else f"{seconds * 1000:,.0f} ms"
+
+
+def part(value, total):
+    return f"{value / total:.0%}" if total else "-"
+
+
+def megabytes(nbytes):
+    return f"{digits(nbytes / 1e6)} MB"
+
+
+def duration(seconds):
+    """Seconds as the demo's log writes them: 4h 8m 59.79s."""
+    hours, rest = divmod(seconds, 3600)
+    minutes, rest = divmod(rest, 60)
+    text = f"{int(hours)}h " if hours else ""
+    return text + (f"{int(minutes)}m " if hours or minutes else "") + f"{rest:.2f}s"
+
+
+def in_unit(seconds, like):
+    """Seconds in the unit that fits `like`: minutes, seconds or milliseconds."""
+    divisor, unit = (60, "min") if like >= 120 else (1, "s") if like >= 2 else (1e-3, "ms")
+    value = seconds / divisor
+    return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"
