@@ -76,13 +76,6 @@ def run_tool(*arguments, code=0):
     return out.getvalue(), err.getvalue()
 
 
-def error_of(*arguments):
-    """The one line of a refused call."""
-    out, err = run_tool(*arguments, code=2)
-    assert out == "" and len(err.splitlines()) == 1, (out, err)
-    return err
-
-
 def read(text):
     return make_run("a", log_of(text), {})
 
@@ -157,12 +150,6 @@ VERDICTS = {
         "on mlx5_0:1 of n0",
         "what is lost: `rdma statistic show link mlx5_0/1`|a lossless path!bad lane",
     ),
-    "RoCE by its bytes": (
-        on_gpus(rails(1, 100, 85.0, "roce")),
-        "compute",
-        "Over RoCE on mlx5_0:1, by byte counters: ",
-        "--batch_size",
-    ),
     "IP over InfiniBand by NCCL's word": (
         on_gpus(
             IPOIB,
@@ -233,7 +220,7 @@ VERDICTS = {
         as_text(one_run(nodes=1, **GIGABIT)),
         "link",
         "Bound by communication inside its node: ",
-        "send less: |fewer processes: on one machine without GPUs!nvidia|a faster link",
+        "send less: |fewer processes: !nvidia|a faster link",
     ),
     "a port at 100 Mb/s": (
         on_gpus(ethernet(0.1, 0.094), SOCKET),
@@ -267,18 +254,6 @@ VERDICTS = {
         "11% of the stated 10 Gb/s: this is not a 10 Gb/s result. TCP sent 3.00% of its segments "
         "again during the probe (54,000 of 1,800,000, counted): packets are lost",
         "what loses data: cable, transceiver, switch port (`ethtool -S eth0`",
-    ),
-    "losses that do no harm": (
-        on_gpus(ethernet(10, 9.4), SOCKET, node=LOST, small=True),
-        "link",
-        "94% of the stated 10 Gb/s: the link delivers.",
-        "send less: --grad_compression bf16|a faster link: --project!what loses data",
-    ),
-    "counters that cannot be read": (
-        on_gpus(ethernet(1, 0.3), IB + GDR, moving=180),
-        "compute",
-        "Over InfiniBand on mlx5_0:1, by NCCL's word (GPUDirect on 1 of 1 connections); no",
-        "--batch_size",
     ),
     "a link that bounds in part": (
         on_gpus(ethernet(25, 22.5), SOCKET, exposed_ms=28.0),
@@ -317,31 +292,18 @@ VERDICTS = {
     ),
     "compressed already": (
         as_text(one_run(**GIGABIT | {"interfaces": ethernet(1, 0.998)}, facts={
-            "grad_compression": "bf16", "accumulate_steps": 4
+            "grad_compression": "bf16"
         })),
         "link",
         "100% of the stated 1 Gb/s: the link delivers.",
-        "send less: --grad_compression powersgd (a small part of the bytes) in place of bf16|"
-        "--accumulate_steps 8 in place of 4!half the bytes",
+        "send less: --grad_compression powersgd (a small part of the bytes) in place of bf16"
+        "!half the bytes",
     ),
     "communication that is not the wire's": (
         as_text(one_run(exposed_ms=300.0)),
         "overlap",
-        "Bound by communication, but not by the wire: |248 ms of the exposed communication is not "
-        "the all-reduce's own",
+        "Bound by communication, but not by the wire: ",
         "a slow rank: compare|cores shared|send less",
-    ),
-    "no split": (
-        as_text(one_run(summary={"compute_ms": None})),
-        "unknown",
-        "The log does not split a step: what bounds it cannot be told.",
-        "",
-    ),
-    "no probe": (
-        as_text(one_run(probe=False, **GIGABIT)),
-        "link",
-        "Bound by its link: of a step of 542 ms",
-        "send less",
     ),
 }  # fmt: skip
 
@@ -429,7 +391,7 @@ def test_hidden_part_shrinks_with_the_all_reduce():
 )
 def test_unlike_runs_are_refused_by_the_setting_that_differs(save, word, one, other):
     pair = (save("a", **one), save("b", **other))
-    error = error_of(*pair)
+    _, error = run_tool(*pair, code=2)
     assert word in error and "in a" in error and "in b" in error and "--force" in error
     out, _ = run_tool(*pair, "--force")
     assert "FORCED, not like with like: " in out and word in out
@@ -451,23 +413,17 @@ def test_other_settings_and_losses_that_differ_are_noted(save, tmp_path):
 # --- Which run, and whether it is whole ----------------------------------------------------------
 
 
-def write_folder(folder, lines):
-    """A run's folder as the launcher writes it: nodeK.log holds the ranks of node K of two."""
-    folder.mkdir()
-    world = max(rank for rank, _ in lines) + 1
-    for node in (0, 1):
-        own = [(rank, text) for rank, text in lines if rank * 2 // world == node]
-        (folder / f"node{node}.log").write_text(as_text(own))
-    return folder
-
-
 def test_folder_files_and_node_0s_log_alone(tmp_path):
-    folder = write_folder(tmp_path / "eth", one_run(world=4))
+    folder = tmp_path / "eth"
+    folder.mkdir()
     node0, node1 = folder / "node0.log", folder / "node1.log"
-    for words, name in (([folder], "eth"), ([node0], "eth"), ([f"x={node1}", f"x={node0}"], "x")):
+    lines = one_run(world=4)
+    node0.write_text(as_text((rank, text) for rank, text in lines if rank < 2))
+    node1.write_text(as_text((rank, text) for rank, text in lines if rank >= 2))
+    for words in ([folder], [f"eth={node1}", f"eth={node0}"]):
         out, _ = run_tool(*words)
-        assert out.splitlines()[0].split() == ["|", "|", name, "|"]
-        assert re.search(r"loss, epoch 1 +\| +3\.0" + ("150" if name == "x" else ""), out)
+        assert out.splitlines()[0].split() == ["|", "|", "eth", "|"]
+        assert re.search(r"loss, epoch 1 +\| +3\.0150", out)  # of all four ranks
     assert "log of 1 of 2 nodes" in run_tool(node0)[0]
     assert "no Run line" in run_tool(node1, code=1)[0]  # nobody knows what ran
     node1.write_text("".join(x for x in node1.read_text().splitlines(True) if "CPU 3]" not in x))
@@ -512,12 +468,6 @@ def test_an_earlier_attempt_lends_nothing_to_the_last():
     assert read(TEXT + second).complete
     for end in range(second.index("\n"), len(second) - 1, 97):
         assert not read(TEXT + second[:end]).complete
-
-
-def test_run_that_was_resumed_at_its_end_has_no_step_to_judge():
-    none = dict.fromkeys(("data_ms", "compute_ms", "exposed_ms", "step_ms", "img_per_s"), 0.0)
-    verdict, says, _ = verdict_on(as_text(one_run(start_step=20, summary=none)))
-    assert verdict.bound == "unknown" and says.startswith("It was resumed at its end")
 
 
 def test_cut_log_is_compared_with_its_last_step_and_exit_code_1(save):

@@ -1,14 +1,12 @@
-"""What to check or change next: rows of (condition, sentence, ...), most likely first.
+"""What to check or change next: rows of (condition, sentence), most likely first.
 
 What is advised fits the run, and the run does not have it already.
 """
 
-import statistics
-
 from analysis.compare import payload_rate
 from analysis.logs import get, objects
 from analysis.nccl import REASONS
-from analysis.runs import ADAPTERS, digits, rate
+from analysis.runs import ADAPTERS, digits, rate, usual_times
 
 FAST_SOCKETS_GBPS = 25  # from here on one TCP connection, bound by one core, may not fill the link
 FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its cable are bad
@@ -23,12 +21,14 @@ def next_checks(run, bound, slow_link, in_trouble):
     in_trouble: it has lost data or counted errors.
     """
     rows = [*slow_rank_rows(run), *((True, text) for text in nccl_advice(run))]
-    rows += trouble_rows(run, in_trouble)
+    rows += adapter_rows(run)
+    if in_trouble:
+        rows += trouble_rows(run)
     if slow_link:  # then nothing else matters
         rows += slow_link_rows(run)
     else:
-        rows += link_rows(run, bound) + other_rows(run, bound)
-    return list(dict.fromkeys(text for fits, *texts in rows if fits for text in texts))
+        rows += good_link_rows(run, bound) + other_rows(run, bound)
+    return list(dict.fromkeys(text for fits, text in rows if fits))
 
 
 def kind_of(run):
@@ -52,16 +52,14 @@ def slow_rank_rows(run):
     if run.straggler < len(hosts):
         who += f" on {hosts[run.straggler]}"
     data, compute, _ = run.ranks[run.straggler]
-    usual_data, usual_compute = (
-        statistics.median_low(times[part] for times in run.ranks.values()) for part in (0, 1)
-    )
-    waits = data - usual_data > compute - usual_compute
-    heat = "heat, clock and other load of its GPU (`nvidia-smi -q -d TEMPERATURE,CLOCK`)"
-    cores = "what else runs on its cores, and their clock (`top`, `lscpu -e`)"
-    return [
-        (waits, f"{who}: it waits for images; its disk and load (`iostat -x 5`, `top`)"),
-        (not waits, f"{who}: {cores if run.on_cpu else heat}"),
-    ]
+    usual_data, usual_compute = usual_times(run.ranks)
+    if data - usual_data > compute - usual_compute:
+        look = "it waits for images; its disk and load (`iostat -x 5`, `top`)"
+    elif run.on_cpu:
+        look = "what else runs on its cores, and their clock (`top`, `lscpu -e`)"
+    else:
+        look = "heat, clock and other load of its GPU (`nvidia-smi -q -d TEMPERATURE,CLOCK`)"
+    return [(True, f"{who}: {look}")]
 
 
 def nccl_advice(run):
@@ -72,25 +70,25 @@ def nccl_advice(run):
     return [text for p in problems if (text := get(p, "advice", str))]
 
 
-def trouble_rows(run, in_trouble):
+def adapter_rows(run):
+    """For IP over InfiniBand whose reason is not known."""
+    if kind_of(run) != "ipoib" or run.setting("backend") != "nccl":
+        return []
+    adapter = run.network.adapter.partition(":")[0]
+    text = "NCCL_DEBUG=INFO shows why NCCL took sockets (/dev/infiniband missing in a "
+    text += f"container?); then the adapter itself: NETWORK=infiniband IFNAME={adapter}"
+    return [(not run.network.problem("fell_back_to_sockets"), text)]
+
+
+def trouble_rows(run):
     kind, name = kind_of(run), name_of(run)
     device, link = name.partition(":")[0], name.replace(":", "/")
-    told_why = kind == "ipoib" and run.network.problem("fell_back_to_sockets")
-    adapter = run.network.adapter.partition(":")[0] if kind == "ipoib" else ""
     lossy = "what loses data: cable, transceiver, switch port"
     return [
-        (
-            kind == "ipoib" and run.setting("backend") == "nccl" and not told_why,
-            "NCCL_DEBUG=INFO shows why NCCL took sockets (/dev/infiniband missing in a "
-            f"container?); then the adapter itself: NETWORK=infiniband IFNAME={adapter}",
-        ),
-        (
-            in_trouble and kind == "infiniband",
-            f"{lossy} (`ibqueryerrors`, `mlxlink -d {device} -c -m`)",
-        ),
-        (in_trouble and kind == "roce", roce_losses(link)),
-        (in_trouble and kind == "efa", f"{lossy} (`rdma statistic show link {link}`)"),
-        (in_trouble and kind in ("sockets", "ipoib"), f"{lossy} (`ethtool -S {name}`)"),
+        (kind == "infiniband", f"{lossy} (`ibqueryerrors`, `mlxlink -d {device} -c -m`)"),
+        (kind == "roce", roce_losses(link)),
+        (kind == "efa", f"{lossy} (`rdma statistic show link {link}`)"),
+        (kind in ("sockets", "ipoib"), f"{lossy} (`ethtool -S {name}`)"),
     ]
 
 
@@ -107,102 +105,80 @@ def slow_link_rows(run):
     network, kind, name = run.network, kind_of(run), name_of(run)
     device, link = name.partition(":")[0], name.replace(":", "/")
     gbps = digits(run.link_gbps / (len(network.names) if network and network.names else 1))
-    ip, rdma = kind in ("sockets", "ipoib"), kind in ADAPTERS
+    tcp = rate(payload_rate(run.link_gbps) * 8e-9)
     connections = network.connections if network else 0
     direct = bool(connections) and network.with_gpudirect == connections
     direct_known = direct or bool(network and network.problem("gpudirect_off"))
+    bond = "a bond sends a connection over one member: more connections, hashed by layer3+4"
+    more = "more connections, as one may not fill this link: NCCL_SOCKET_NTHREADS=4 and "
+    more += "NCCL_NSOCKS_PERTHREAD=4 (NCCL), more processes a node (Gloo)"
     alone = f"the link alone: `ib_write_bw -d {device} --report_gbits`, then with PEER on the "
     alone += f"other node: near {gbps} Gb/s from host memory clears"
-    tcp = rate(payload_rate(run.link_gbps) * 8e-9)
-    return [
-        (
-            network and network.members,
-            "a bond sends a connection over one member: more connections, hashed by layer3+4",
-        ),
-        (
-            ip and run.link_gbps >= FAST_SOCKETS_GBPS,
-            "more connections, as one may not fill this link: NCCL_SOCKET_NTHREADS=4 and "
-            "NCCL_NSOCKS_PERTHREAD=4 (NCCL), more processes a node (Gloo)",
-        ),
-        (
-            kind == "sockets",
+    direct = "GPUDirect: nvidia-peermem loaded, or DMA-BUF; adapters near their GPU "
+    direct += "(`nvidia-smi topo -m`)"
+    by_kind = {
+        "sockets": [
             f"the negotiated speed: the switch's ports, `ethtool {name} | grep Speed` on both "
             "nodes",
             "the interface: NETWORK= and IFNAME= of launch_multinode.sh keep the traffic on one",
             "an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev "
             f"{name}`",
             f"the link without training: `iperf3 -c PEER` should show {tcp}",
-        ),
-        (
-            kind == "ipoib",
+        ],
+        "ipoib": [
             f"if it has to be IP, IPoIB's mode: `cat /sys/class/net/{name}/mode`; connected, if "
             "the driver has it, takes an MTU of 65520",
             "the link without training: `iperf3 -P 8 -c PEER`",
-        ),
-        (
-            kind == "infiniband",
+        ],
+        "infiniband": [
             f"the port: `ibstat {device}` should show State Active, Rate {gbps}; one bad lane "
             "lowers it",
             f"{alone} the link, not the way from GPU to adapter",
-        ),
-        (
-            kind == "roce",
+        ],
+        "roce": [
             roce_losses(link),
             "a lossless path: PFC for one class on adapters and switch, that of NCCL_IB_TC, with "
             "ECN",
             f"{alone} adapter and cable, not the switch under load",
-        ),
-        (
-            kind == "efa",
+        ],
+        "efa": [
             "the adapters: `fi_info -p efa` on each node should list all of them",
             "the security group: all traffic from and to itself allowed",
-        ),
-        (
-            rdma and not direct_known,
-            "GPUDirect: nvidia-peermem loaded, or DMA-BUF; adapters near their GPU "
-            "(`nvidia-smi topo -m`)",
-        ),
+        ],
+    }
+    return [
+        (network and network.members, bond),
+        (kind in ("sockets", "ipoib") and run.link_gbps >= FAST_SOCKETS_GBPS, more),
+        *((True, text) for text in by_kind[kind]),
+        (kind in ADAPTERS and not direct_known, direct),
     ]
 
 
-def link_rows(run, bound):
+def good_link_rows(run, bound):
     """For communication that bounds the run, in part or whole, over a link that delivers."""
     kept, less = only_sockets(run), send_less(run)
     between, cpu = run.nodes != 1, run.on_cpu
     link, overlap = bound == "link", bound == "overlap"
     ports = len(run.network.names) if run.network else 0
     fallen = kind_of(run) == "sockets" and 0 < (run.link_gbps or 0) <= FALLEN_GBPS * ports
-    accumulate = run.setting("accumulate_steps", int) or 1
-    more = f" {2 * accumulate} in place of {accumulate}" if accumulate > 1 else ""
+    port = "the port: 100 Mb/s is what it falls back to with a bad cable or a fixed setting "
+    port += f"(`ethtool {name_of(run)}`, on the switch too)"
+    faster = f"a faster link: without {kept} (environment, /etc/nccl.conf, ~/.nccl.conf) NCCL "
+    faster += "takes an adapter that `ibstat` shows as active"
+    way = "the way between the GPUs: `nvidia-smi topo -m` (NV is NVLink; PIX, PXB, PHB, NODE, SYS "
+    way += "are ever farther over PCIe), `nvidia-smi topo -p2p r` (OK, but still unused: "
+    way += "NCCL_P2P_DISABLE, NCCL_P2P_LEVEL)"
+    cores = "cores shared by compute and network: fewer OMP_NUM_THREADS than cores"
     return [
         (exposed_too(run, bound) and less, f"the exposed communication: {less}"),
-        (
-            link and between and fallen,
-            "the port: 100 Mb/s is what it falls back to with a bad cable or a fixed setting "
-            f"(`ethtool {name_of(run)}`, on the switch too)",
-        ),
-        (
-            link and between and kept,
-            f"a faster link: without {kept} (environment, /etc/nccl.conf, ~/.nccl.conf) NCCL "
-            "takes an adapter that `ibstat` shows as active",
-        ),
-        (
-            link and not between and not cpu,
-            "the way between the GPUs: `nvidia-smi topo -m` (NV is NVLink; PIX, PXB, PHB, NODE, "
-            "SYS are ever farther over PCIe), `nvidia-smi topo -p2p r` (not OK: GPU, driver or "
-            "chipset; OK: NCCL_P2P_DISABLE, NCCL_P2P_LEVEL, or too far for NCCL)",
-        ),
-        (
-            overlap and run.straggler is None,
-            "a slow rank: compare compute times by rank in the Summary line",
-        ),
-        (overlap and cpu, "cores shared by compute and network: fewer OMP_NUM_THREADS than cores"),
+        (link and between and fallen, port),
+        (link and between and kept, faster),
+        (link and not between and not cpu, way),
+        (overlap, "a slow rank: compare compute times by rank in the Summary line"),
+        (overlap and cpu, cores),
         ((link or overlap) and less, f"send less: {less}"),
-        (link, f"send less often: --accumulate_steps{more}, or a larger --batch_size"),
-        (
-            link and not between and cpu,
-            "fewer processes: on one machine without GPUs they share its cores",
-        ),
+        (link, "send less often: a larger --accumulate_steps or --batch_size"),
+        (link and not between and cpu, "fewer processes: they share one machine's cores"),
         (link and between and not kept, "a faster link: --project shows what to expect of it"),
     ]
 
@@ -210,41 +186,34 @@ def link_rows(run, bound):
 def other_rows(run, bound):
     """For a run that its link does not bound."""
     data, compute, whole = bound == "input", bound == "compute", bound == "not the link"
-    cpu, exposed = run.on_cpu, exposed_too(run, bound)
-    workers = run.setting("workers", int)
-    now = "" if workers is None else f" (now {workers})"
-    reduced = run.setting("precision") in ("bf16", "fp16")
-    where = "hardware has it"
+    cpu, settings = run.on_cpu, run.record("Run")
+    workers = f" (now {settings['workers']})" if "workers" in settings else ""
+    loaders = f"more loader processes: --workers{workers}, up to the cores of a node / its "
+    loaders += "processes"
+    small = "smaller images on disk: tools/prepare_coco.py; decoding is usually most of the work"
+    storage = "storage: copy the images to a local disk, or run a second time with a warm cache"
+    lower = "lower precision: --precision bf16 or fp16 where the hardware has it"
     if cpu:
-        where = "CPU has it (`lscpu` shows avx512_bf16 or amx_bf16)"
+        lower = "lower precision: --precision bf16 where the CPU has it (`lscpu` shows "
+        lower += "avx512_bf16 or amx_bf16)"
     each = (run.img_per_s or 0) / (run.processes or 1)
+    slow_gpu = "GPU" in run.log.kinds and 0 < each < SLOW_GPU_IMG_PER_S
+    pipeline = f"the input pipeline: {each:.0f} img/s per GPU is far below what ResNet-18 reaches "
+    pipeline += "on any recent one (an RTX 2080 Ti: 750 to 920 in fp32)"
     return [
-        (
-            data,
-            f"more loader processes: --workers{now}, up to the cores of a node / its processes",
-            "smaller images on disk: tools/prepare_coco.py; decoding is usually most of the work",
-            "storage: copy the images to a local disk, or run a second time with a warm cache",
-        ),
-        (
-            compute and not reduced,
-            f"lower precision: --precision bf16{'' if cpu else ' or fp16'} where the {where}",
-        ),
-        (compute and not run.record("Run").get("compile"), "fused operations: --compile"),
+        (data, loaders),
+        (data, small),
+        (data, storage),
+        (compute and run.setting("precision") not in ("bf16", "fp16"), lower),
+        (compute and not settings.get("compile"), "fused operations: --compile"),
         (compute and cpu, "more machines, if the network keeps up"),
         (compute and not cpu, "a larger --batch_size, if the device is not full"),
         # With much exposed, more processes would wait for each other still longer.
-        (compute and not cpu and not exposed, "more GPUs, a process each"),
+        (compute and not cpu and not exposed_too(run, bound), "more GPUs, a process each"),
         # A log without a split.
-        (
-            whole and "GPU" in run.log.kinds and 0 < each < SLOW_GPU_IMG_PER_S,
-            f"the input pipeline: {each:.0f} img/s per GPU is far below what ResNet-18 reaches on "
-            "any recent one (an RTX 2080 Ti: 750 to 920 in fp32)",
-        ),
-        (
-            whole,
-            "a run of this demo over the same link: its Summary splits the step",
-            "the loader: --workers, disk, processor load (`top`, `iostat -x 5`)",
-        ),
+        (whole and slow_gpu, pipeline),
+        (whole, "a run of this demo over the same link: its Summary splits the step"),
+        (whole, "the loader: --workers, disk, processor load (`top`, `iostat -x 5`)"),
         (whole and not cpu, "the device: `nvidia-smi dmon` shows whether it waits"),
     ]
 
@@ -259,11 +228,10 @@ def exposed_too(run, bound):
 def send_less(run):
     """What makes the gradients smaller than they are now; empty where nothing does."""
     now = run.setting("grad_compression")
-    if now == "powersgd":
-        return ""
     if now in ("bf16", "fp16"):
         return f"--grad_compression powersgd (a small part of the bytes) in place of {now}"
-    return "--grad_compression bf16 (half the bytes) or powersgd (a small part)"
+    less = "--grad_compression bf16 (half the bytes) or powersgd (a small part)"
+    return "" if now == "powersgd" else less
 
 
 def only_sockets(run):

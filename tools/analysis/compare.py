@@ -39,14 +39,6 @@ OTHER_SETTINGS += ["warmup_steps", "bucket_cap_mb", "val_images", "versions", "d
 # --- Like with like ------------------------------------------------------------------------------
 
 
-def is_weak_pair(a, b):
-    """More processes with the same batch each: global batch and steps differ by design."""
-    if None in (a.processes, b.processes, a.global_batch, b.global_batch):
-        return False
-    same = a.global_batch * b.processes == b.global_batch * a.processes
-    return a.processes != b.processes and same
-
-
 def differences(base, run):
     """What keeps `run` from being compared with `base`, one text each."""
     facts = [one.record("Run") for one in (base, run)]
@@ -55,8 +47,7 @@ def differences(base, run):
         keys.append("powersgd_rank")
     pairs = [(MUST_MATCH.get(key, key), *(fact.get(key) for fact in facts)) for key in keys]
     own = {"images": "image count", "epochs": "epoch count", "parameters": "model (parameters)"}
-    if not is_weak_pair(base, run):
-        own |= {"global_batch": "global batch", "steps": "number of steps"}
+    own |= {"global_batch": "global batch", "steps": "number of steps"}
     pairs += [(text, getattr(base, name), getattr(run, name)) for name, text in own.items()]
     return [
         f"{text} differs: {a} in {base.name}, {b} in {run.name}"
@@ -67,8 +58,7 @@ def differences(base, run):
 
 def other_settings(base, run):
     one, two = base.record("Run"), run.record("Run")
-    keys = [key for key in OTHER_SETTINGS if key in one and key in two and one[key] != two[key]]
-    return keys if base.processes == run.processes else [k for k in keys if k != "devices"]
+    return [key for key in OTHER_SETTINGS if key in one and key in two and one[key] != two[key]]
 
 
 def same_wire(runs):

@@ -5,14 +5,13 @@ errors), NCCL's word (its debug text), or the model in compare.py.
 """
 
 import math
-import statistics
 from dataclasses import dataclass, field
 
 from analysis.advice import FALLEN_GBPS, IN_PART, nccl_advice, next_checks, only_sockets
 from analysis.compare import can_model, payload_rate, ring_bytes
 from analysis.logs import get, objects
 from analysis.nccl import REASONS, message
-from analysis.runs import ADAPTERS, busy_times, in_unit, megabytes, ms, part, rate
+from analysis.runs import ADAPTERS, in_unit, megabytes, ms, part, rate, usual_times
 
 # TCP that sends this share of its segments again is slowed by it: its rate falls with the root of
 # the loss (Mathis et al., Computer Communication Review 27(3), 1997).
@@ -60,8 +59,6 @@ def judge(run):
     verdict.says += [*(say_network(run) or say_implied(verdict, run)), *trouble]
     if run.straggler is not None:
         verdict.says.append(say_slow_rank(run))
-    elif run.has_split and run.probe_s:
-        verdict.says += say_waiting(run)
     implied = verdict.implied_gbps or 0.0
     slow = verdict.bound == "link" and 0 < implied < HEALTHY * (run.link_gbps or 0)
     verdict.checks = next_checks(run, verdict.bound, slow, bool(trouble))
@@ -107,36 +104,18 @@ def parts_around_slow_rank(run):
 
     Its exposed time is communication; that of the others is waiting for it as well.
     """
-    busy = busy_times(run.ranks)
-    usual = statistics.median_low(busy.values())
-    data, compute, _ = next(run.ranks[rank] for rank, s in busy.items() if s == usual)
-    return {
-        "slow rank": busy[run.straggler] - usual,
-        "link": run.ranks[run.straggler][2],
-        "input": data,
-        "compute": compute,
-    }
+    data, compute, exposed = run.ranks[run.straggler]
+    usual = usual_times(run.ranks)
+    slow = data + compute - sum(usual)
+    return {"slow rank": slow, "link": exposed, "input": usual[0], "compute": usual[1]}
 
 
 def say_slow_rank(run):
-    busy = busy_times(run.ranks)
     data, compute, _ = run.ranks[run.straggler]
     return (
-        f"Rank {run.straggler} itself works {ms(busy[run.straggler])} of a step (data wait "
-        f"{ms(data)}, compute {ms(compute)}), the others "
-        f"{ms(statistics.median_low(busy.values()))}."
+        f"Rank {run.straggler} itself works {ms(data + compute)} of a step (data wait {ms(data)}, "
+        f"compute {ms(compute)}), the others {ms(sum(usual_times(run.ranks)))}."
     )
-
-
-def say_waiting(run):
-    """That much of the exposed time is not the all-reduce's own."""
-    waited_s = run.exposed_s - run.probe_s
-    if waited_s <= IN_PART * run.step_s:
-        return []
-    return [
-        f"{ms(waited_s)} of the exposed communication is not the all-reduce's own: ranks wait for "
-        "each other, or all-reduce and backward pass share cores."
-    ]
 
 
 def say_implied(verdict, run):
@@ -144,13 +123,10 @@ def say_implied(verdict, run):
     gbps, stated = verdict.implied_gbps, run.link_gbps
     if not (run.has_split and verdict.bound == "link" and gbps and stated):
         return []
-    text = (
-        f"Without a probe: if the exposed time is the all-reduce's, the wire ran at {rate(gbps)}"
-    )
-    text += f", {gbps / stated:.0%} of the stated {rate(stated)}"
-    return [
-        f"{text}: this is not a {rate(stated)} result." if gbps < HEALTHY * stated else f"{text}."
-    ]
+    text = "Without a probe: if the exposed time is the all-reduce's, the wire ran at "
+    text += f"{rate(gbps)}, {gbps / stated:.0%} of the stated {rate(stated)}"
+    text += f": this is not a {rate(stated)} result" if gbps < HEALTHY * stated else ""
+    return [f"{text}."]
 
 
 def name_link(run):
@@ -236,7 +212,7 @@ def say_network(run):
         if network.transport != "local":
             basis = "as no counter of bytes moved"
         return [f"{where}, {way_inside(network)}, {basis}: no network is judged."]
-    says = [text for text in [say_fallback(network)] if text]
+    says = say_fallback(network)
     if network.transport in ADAPTERS and network.connections:
         direct = f"{network.with_gpudirect} of {network.connections} connections"
         basis += f" (GPUDirect on {direct})"
@@ -269,15 +245,15 @@ def way_inside(network):
 
 
 def say_fallback(network):
-    """That a faster network was asked for and sockets were used, and why; None if not so."""
+    """That a faster network was asked for and sockets were used, and why; empty if not so."""
     asked = network.problem("fell_back_to_sockets")
     if not asked:
-        return None
+        return []
     what = "InfiniBand" if "IB" in asked else "A faster network"
     where = ", ".join(network.names) or "an interface that it does not name"
     cause = next(filter(None, map(network.problem, REASONS)), "")
     why = f'because NCCL says "{message(cause)}"' if cause else "and its text does not say why"
-    return f"{what} was asked for; NCCL used sockets over {where}, {why}."
+    return [f"{what} was asked for; NCCL used sockets over {where}, {why}."]
 
 
 def through_host_memory(run):

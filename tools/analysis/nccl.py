@@ -24,7 +24,7 @@ HOW_TO_ASK = "start the job with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET,
 
 # --- Messages; tests/nccl_formats.txt has each as the sources of NCCL and torch have it ----------
 
-# What is used; Reader has a method for each. A name that ends in another text is not whole.
+# What is used. A name that ends in another text is not whole.
 EVIDENCE = {
     "version": r"NCCL version (\d+\.\d+\.\d+\+cuda\d+\.\d+)",
     "nodes": r"nRanks \d+ nNodes (\d+) localRanks",
@@ -86,8 +86,8 @@ WORDS = re.compile(
 )
 # Of these: why no faster network was used, the most telling first.
 REASONS = ("verbs_library_missing", "no_ib_device", "plugin_failed")
-# Networks that drive the adapters of the NET/IB list: NCCL's own, and that of HPC-X.
-OVER_ADAPTERS = re.compile(r"IB|IBext\w*|NCCL RDMA Plugin v\d+")
+ADAPTER = re.compile(r"([^\s:\[\],{}/]+:\d+)[\d:]*/(IB|RoCE)\b")  # of a list: name, kind
+INTERFACE = re.compile(r"\[\d+\]([^\s:\[\]]+):")
 # The slowest first: if ranks differ, it sets the pace.
 SLOWEST = ("sockets", "plugin", "unknown", "efa", "roce", "infiniband")
 QUOTE_LIMIT = 300  # characters of a line that a finding quotes
@@ -129,19 +129,8 @@ class Reader:
 
     def __init__(self) -> None:
         self.any_text = False
-        self.version: str | None = None
-        self.nodes: int | None = None
-        self.channels: Counter[str] = Counter()
-        self.with_gpudirect = 0
-        # Names, in the order in which they come.
-        self.connected: dict[str, None] = {}
-        self.using: dict[str, None] = {}
-        self.devices: dict[str, None] = {}  # mlx5_0:1
-        self.kinds: set[str] = set()  # of the devices: IB, RoCE
-        self.interfaces: dict[str, None] = {}
-        self.providers: set[str] = set()
-        self.wishes: dict[str, tuple[str, str]] = {}  # value and line
-        self.notes: dict[str, str] = {}  # first lines, by problem or rule
+        self.seen = {name: Counter() for name in EVIDENCE}  # groups of a match -> how often
+        self.lines: dict = {}  # the first line of each problem and of each match
 
     def read(self, line: str) -> None:
         """One line. Without its end it may be cut, and is left out."""
@@ -152,62 +141,49 @@ class Reader:
         quote = text if len(text) <= QUOTE_LIMIT else text[: QUOTE_LIMIT - 1] + "…"
         for name, pattern in EVIDENCE.items():
             for match in pattern.finditer(text):  # texts of two processes may share a line
-                self.notes.setdefault(name, quote)
-                getattr(self, f"on_{name}")(match, quote)
+                self.seen[name][match.groups()] += 1
+                self.lines.setdefault(match.groups(), quote)
         for name, pattern in SIGNS.items():
-            if name not in self.notes and pattern.search(text):
-                self.notes[name] = quote
+            if name not in self.lines and pattern.search(text):
+                self.lines[name] = quote
 
-    def on_version(self, match, quote):
-        self.version = match[1]
-
-    def on_nodes(self, match, quote):
-        self.nodes = max(self.nodes or 0, int(match[1]))
-
-    def on_network_channel(self, match, quote):
-        self.connected.setdefault(match[1])
-        self.channels["network"] += 1
-        self.with_gpudirect += bool(match[2])
-
-    def on_local_channel(self, match, quote):
-        self.channels[{"P2P/": "p2p", "P2P/MNNVL": "mnnvl"}.get(match[1], "shm")] += 1
-
-    def on_using_network(self, match, quote):
-        self.using.setdefault(match[1])
-
-    def on_adapters(self, match, quote):
-        adapter = r"([^\s:\[\],{}/]+):(\d+)[\d:]*/(IB|RoCE)\b"
-        for device, port, kind in re.findall(adapter, match[1]):
-            self.devices.setdefault(f"{device}:{port}")
-            self.kinds.add(kind)
-
-    def on_sockets(self, match, quote):
-        for name in re.findall(r"\[\d+\]([^\s:\[\]]+):", match[1]):
-            self.interfaces.setdefault(name)
-
-    def on_provider(self, match, quote):
-        self.providers.add(match[1])
-
-    def on_wish(self, match, quote):
-        self.wishes.setdefault(match[1], (match[2], quote))
-
-    # What it all amounts to.
+    def texts(self, name: str) -> list[str]:
+        """What this evidence names, in the order in which it came, each once."""
+        return list(dict.fromkeys(groups[0] for groups in self.seen[name]))
 
     def finding(self) -> Finding:
-        names, transport = self.decision()
-        networks = sorted(names, key=self.speed)
+        adapters = [pair for text in self.texts("adapters") for pair in ADAPTER.findall(text)]
+        interfaces = [name for text in self.texts("sockets") for name in INTERFACE.findall(text)]
         found = Finding(
-            version=self.version,
-            network=networks[0] if networks else None,
-            networks=networks,
-            transport=transport,
-            devices=list(self.devices),
-            interfaces=list(self.interfaces) if transport == "sockets" else [],
-            gpudirect=self.with_gpudirect if self.channels["network"] else None,
-            channels=dict(self.channels),
-            nodes=self.nodes,
+            version=next(iter(self.texts("version")), None),
+            devices=list(dict.fromkeys(name for name, _ in adapters)),
+            channels=self.channels(),
+            nodes=max(map(int, self.texts("nodes")), default=None),
         )
-        if transport == "sockets":
+        kinds = {kind for _, kind in adapters}
+        adapter_kind = {"IB": "infiniband", "RoCE": "roce"}[kinds.pop()] if len(kinds) == 1 else ""
+        providers = self.texts("provider")
+        used = {
+            name: transport_of(name, adapter_kind or "unknown", providers)
+            for name in self.texts("network_channel") or self.texts("using_network")
+        }
+        found.networks = sorted(used, key=lambda name: SLOWEST.index(used[name]))
+        found.network = next(iter(found.networks), None)
+        # A rank amid its node has none but local channels, though others leave the node.
+        amid_node = (found.nodes or 1) > 1 and "mnnvl" not in found.channels
+        if found.channels and "network" not in found.channels and not amid_node:
+            found.transport = "local"
+        elif used:
+            found.transport = used[found.network]
+        elif adapters:
+            found.transport = adapter_kind or "unknown"
+        elif interfaces and not providers:  # to 2.4.7 they were listed before a plugin was tried
+            found.transport = "sockets"
+        if "network" in found.channels:
+            gpudirect = self.seen["network_channel"].items()
+            found.gpudirect = sum(count for (_, direct), count in gpudirect if direct)
+        if found.transport == "sockets":
+            found.interfaces = list(dict.fromkeys(interfaces))
             found.reason = self.reason()
         lines = self.problem_lines(found)
         found.problems = [
@@ -217,63 +193,45 @@ class Reader:
         ]
         return found
 
-    def decision(self) -> tuple[Iterable[str], str]:
-        """The networks that the first two kinds of evidence name, and the transport."""
-        if self.connected:
-            return self.connected, self.slowest(self.connected)
-        # A rank amid its node has none but local channels, though others leave the node.
-        amid_node = (self.nodes or 1) > 1 and not self.channels["mnnvl"]
-        if +self.channels and not amid_node:
-            return self.using, "local"
-        if self.using:
-            return self.using, self.slowest(self.using)
-        if self.devices:
-            return (), self.adapter_kind()
-        # To 2.4.7 sockets were listed before a plugin was tried.
-        return (), "sockets" if self.interfaces and not self.providers else "unknown"
-
-    def slowest(self, names: Iterable[str]) -> str:
-        return SLOWEST[min(map(self.speed, names))]
-
-    def speed(self, name: str) -> int:
-        return SLOWEST.index(self.transport(name))
-
-    def transport(self, name: str) -> str:
-        """What moves the data of a network that goes by this name."""
-        if name == "Socket":
-            return "sockets"
-        if name.endswith("Libfabric"):
-            return "efa" if self.providers == {"efa"} else "plugin"
-        if OVER_ADAPTERS.fullmatch(name) and (name == "IB" or self.devices):
-            return self.adapter_kind()
-        return "plugin"
-
-    def adapter_kind(self) -> str:
-        """Of the adapters listed; unknown if they are of both kinds."""
-        if len(self.kinds) != 1:
-            return "unknown"
-        return "infiniband" if "IB" in self.kinds else "roce"
+    def channels(self) -> dict[str, int]:
+        """{network, p2p, mnnvl, shm: how many connections}, without those that have none."""
+        counts: Counter[str] = Counter()
+        for (way,), count in self.seen["local_channel"].items():
+            counts[{"P2P/": "p2p", "P2P/MNNVL": "mnnvl"}.get(way, "shm")] += count
+        if over_network := self.seen["network_channel"].total():
+            counts["network"] = over_network
+        return dict(counts)
 
     def reason(self) -> str | None:
         """Who asked for sockets."""
-        disabled, _ = self.wishes.get("NCCL_IB_DISABLE", ("0", ""))
+        wishes = dict(self.seen["wish"].keys())
+        disabled = wishes.get("NCCL_IB_DISABLE", "0")
         if disabled != "0":
             return f"NCCL_IB_DISABLE={disabled} turned InfiniBand and RoCE off"
-        if self.wishes.get("NCCL_NET", ("", ""))[0] == "Socket":
-            return "NCCL_NET=Socket asked for sockets"
-        return None
+        socket = wishes.get("NCCL_NET") == "Socket"
+        return "NCCL_NET=Socket asked for sockets" if socket else None
 
     def problem_lines(self, found: Finding) -> dict[str, str]:
         """Each problem's id, and the line that told it."""
-        lines = dict(self.notes)
-        asked = [line for name, (value, line) in self.wishes.items() if value != "Socket"]
+        lines = {name: line for name, line in self.lines.items() if name in PROBLEMS}
+        asked = [self.lines[wish] for wish in self.seen["wish"]]
         asked += [lines[name] for name in ("plugin_failed",) if name in lines]
         if found.transport == "sockets" and not found.reason and asked:
             lines["fell_back_to_sockets"] = asked[0]
         rdma = found.transport in ("infiniband", "roce", "efa") or found.network == "IB"
         if rdma and found.gpudirect == 0:  # counted, and on no connection
-            lines["gpudirect_off"] = lines["network_channel"]
+            lines["gpudirect_off"] = self.lines[next(iter(self.seen["network_channel"]))]
         return lines
+
+
+def transport_of(network: str, adapter_kind: str, providers: list[str]) -> str:
+    """What moves the data of a network that goes by this name."""
+    if network == "Socket":
+        return "sockets"
+    if network.endswith("Libfabric"):
+        return "efa" if providers == ["efa"] else "plugin"
+    # NCCL's own, and that of HPC-X.
+    return adapter_kind if network.startswith(("IB", "NCCL RDMA Plugin")) else "plugin"
 
 
 # --- For people ----------------------------------------------------------------------------------
@@ -334,9 +292,8 @@ def cause(found: Finding) -> str:
     if found.reason:
         return found.reason
     lines = {problem["id"]: problem["line"] for problem in found.problems}
-    for line in (lines[id] for id in REASONS if id in lines):
-        return f'NCCL says "{message(line)}"'
-    return ""
+    line = next((lines[name] for name in REASONS if name in lines), "")
+    return line and f'NCCL says "{message(line)}"'
 
 
 def message(line: str) -> str:
@@ -377,7 +334,7 @@ def find_in_files(paths: list[str]) -> Finding:
                 reader.read(line)
     except OSError as error:
         raise UserError(f"cannot read {error.filename or path}: {error.strerror}") from None
-    if not (reader.notes or reader.any_text):
+    if not (reader.lines or reader.any_text):
         raise UserError(f"no text of NCCL in {', '.join(paths)}: {HOW_TO_ASK}")
     return reader.finding()
 

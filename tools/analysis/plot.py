@@ -28,8 +28,14 @@ def draw(result, file):
         figure = Figure(figsize=(16, 5.2), layout="constrained")
         split, throughput, loss = figure.subplots(1, 3)
         draw_split(split, runs)
-        draw_throughput(throughput, runs)
-        draw_loss(loss, runs)
+        for i, run in enumerate(runs):
+            draw_line(throughput, i, run, "img_per_s", run.processes or 1)
+            draw_line(loss, i, run, "loss", 1)
+        throughput.set_ylim(0, max(throughput.get_ylim()[1], 1e-9) * 1.2)
+        throughput.set(xlabel="step", ylabel="images/s, whole job", title="Throughput")
+        loss.set(xlabel="step", ylabel="cross entropy, mean over ranks", title="Loss")
+        finish(throughput, "no throughput in these logs")
+        finish(loss, "no step lines in these logs")
         figure.savefig(file, dpi=120, format=None if Path(file).suffix else "png")
 
 
@@ -59,48 +65,21 @@ def parts_of(run):
     return 0, 0, 0, run.work_s, run.step_s - run.work_s
 
 
-def series(run, name):
-    """(step, mean over ranks of that figure) for the steps that every rank has a line of."""
+def draw_line(axis, i, run, name, factor):
+    """Run i's mean over ranks of that figure, times factor, for steps that every rank has."""
     by_step = {}
     for (_, epoch, step), line in sorted(run.log.steps.items()):
         value = getattr(line, name)
         if value is not None and math.isfinite(value):
             by_step.setdefault((epoch, step), []).append(value)
     most = max(map(len, by_step.values()), default=0)
-    return [(step, sum(v) / len(v)) for (_, step), v in by_step.items() if len(v) == most]
-
-
-def look_of(i, run, more=""):
-    """Line of run i; its mark stands at the end, so that a short run is seen too."""
-    return {
-        "label": run.name + (more if run.complete else " (incomplete)"),
-        "color": COLOURS[i % 5],
-        "linestyle": LINES[i % 5],
-        "linewidth": 2,
-        "marker": "osD^v"[i % 5],
-        "markevery": [-1],
-    }
-
-
-def draw_throughput(axis, runs):
-    for i, run in enumerate(runs):
-        points = series(run, "img_per_s")
-        if points and run.processes:
-            steps, rates = zip(*points, strict=True)
-            axis.plot(steps, [rate * run.processes for rate in rates], **look_of(i, run))
-        elif run.img_per_s and run.steps:
-            axis.plot([0, run.steps], [run.img_per_s] * 2, **look_of(i, run, ", mean"))
-    axis.set_ylim(0, max(axis.get_ylim()[1], 1e-9) * 1.2)
-    axis.set(xlabel="step", ylabel="images/s, whole job", title="Throughput")
-    finish(axis, "no throughput in these logs")
-
-
-def draw_loss(axis, runs):
-    for i, run in enumerate(runs):
-        if points := series(run, "loss"):
-            axis.plot(*zip(*points, strict=True), **look_of(i, run))
-    axis.set(xlabel="step", ylabel="cross entropy, mean over ranks", title="Loss")
-    finish(axis, "no step lines in these logs")
+    points = [(step, sum(v) / most) for (_, step), v in by_step.items() if len(v) == most]
+    if points:
+        label = run.name if run.complete else f"{run.name} (incomplete)"
+        look = {"label": label, "color": COLOURS[i % 5], "linestyle": LINES[i % 5], "linewidth": 2}
+        # The mark stands at the end, so that a short run is seen too.
+        look |= {"marker": "osD^v"[i % 5], "markevery": [-1]}
+        axis.plot([step for step, _ in points], [factor * mean for _, mean in points], **look)
 
 
 def finish(axis, otherwise):

@@ -160,17 +160,14 @@ def add_times(run, summary):
     run.straggler = find_straggler(run.ranks)
 
 
-def busy_times(ranks):
-    """{rank: seconds of a step that are its own: data wait and compute}"""
-    return {rank: data + compute for rank, (data, compute, _) in ranks.items()}
+def usual_times(ranks):
+    """Data wait and compute of a typical rank: the lower median, of two ranks the quicker one."""
+    return [statistics.median_low(parts[n] for parts in ranks.values()) for n in (0, 1)]
 
 
 def find_straggler(ranks):
-    """The rank that is over STRAGGLER times as busy as usual, or None.
-
-    Usual is the lower median: of two ranks the quicker one.
-    """
-    busy = busy_times(ranks)
+    """The rank that is over STRAGGLER times as busy as a typical one, or None."""
+    busy = {rank: data + compute for rank, (data, compute, _) in ranks.items()}
     slowest = max(busy, key=busy.get, default=None)
     if slowest is not None and busy[slowest] > STRAGGLER * statistics.median_low(busy.values()):
         return slowest
