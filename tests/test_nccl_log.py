@@ -262,14 +262,10 @@ def test_start_up_wishes_and_halves_decide_nothing(kind, text):
     assert find(INFO + text, *JOBS[kind]).to_dict() | {"problems": []} == whole
 
 
-@pytest.mark.parametrize(
-    "prefix",
-    ["", "[default1]:", "2026-01-31T12:00:00.123Z | ", "\x1b[36m(Worker pid=7)\x1b[0m ", "x" * 99],
-)
+@pytest.mark.parametrize("prefix", ["", "[default1]:", "2026-01-31T12:00:00.123Z | ", "\x1b[36m"])
 @pytest.mark.parametrize("kind", JOBS)
 def test_neither_prefix_nor_order_changes_what_a_text_says(kind, prefix):
-    found = find(*(prefix + line for line in reversed(JOBS[kind])))
-    whole = find(*JOBS[kind])
+    found, whole = find(*(prefix + line for line in reversed(JOBS[kind]))), find(*JOBS[kind])
     assert whole.transport == kind
     assert found.to_dict() | {"problems": []} == whole.to_dict() | {"problems": []}
 

@@ -43,8 +43,8 @@ def test_record_and_words_of_a_link_of_a_known_rate(tmp_path, capsys):
     for size in record["sizes"]:  # with two ranks a ring carries each byte once
         assert size["algbw_GBps"] == size["busbw_GBps"]
         assert size["algbw_GBps"] == pytest.approx(size["bytes"] / size["ms"] / 1e6)
-    # By the clock, by the slope and by the counters; a busy machine is slower.
-    rates = [8 * record["algbw_GBps"], 8 * record["bandwidth_GBps"]]
+    # By the clock and by the counters; a busy machine is slower.
+    rates = [8 * record["algbw_GBps"]]
     rates += [node["interfaces"][0]["wire_Gbps"] for node in record["nodes"]]
     assert all(0.2 < rate < 0.315 for rate in rates), rates
     assert [node["host"] for node in record["nodes"]] == ["node0", "node1"]
@@ -69,14 +69,12 @@ def test_latency_and_losses_are_seen():
     assert 40 < record["latency_ms"] < 400
     for node in record["nodes"]:
         assert node["tcp"]["retransmits"] > 0.01 * node["tcp"]["segments"]
-        assert f"Link of {node['host']}: TCP sent {node['tcp']['retransmits']:,} of" in run.out
 
 
 @pytest.mark.parametrize(
     ("words", "code", "out", "error"),
     [
         ("", 0, "[CPU 0] Probe: one process has no link to probe\n", ""),
-        ("--timeout 0", 1, "", "ERROR: probe_link.py: --timeout 0.0 is not at least 0.1"),
         ("--backend smoke", 1, "", "ERROR: probe_link.py: argument --backend: invalid choice: "),
     ],
 )

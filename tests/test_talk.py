@@ -1,9 +1,13 @@
-"""docs/networks.md: the talk judged, the expected times, the blocks by hand, any program's log."""
+"""docs/networks.md: the talk and the emulated runs judged, the expected times, the blocks by hand,
+any program's log.
+"""
 
 from __future__ import annotations
 
 import re
 import subprocess
+
+import pytest
 
 import compare_logs
 from analysis.runs import make_run
@@ -15,7 +19,7 @@ from test_readme import PAGES
 
 PAGE = PAGES["docs/networks.md"]
 TALK = [text for text in PAGE.commands if "docs/talk/ethernet.log" in text]
-PRINTED = [text for text in PAGE.printed if "[CPU 0]" not in text]
+PRINTED = re.findall(r"(?s)```bash\n([^`]+)\n```\n\n```text\n(.*?)```", PAGE.text)
 (FOUR_LINES,) = [text for text in PAGE.printed if "[CPU 0]" in text]
 
 
@@ -23,19 +27,29 @@ def stripped(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def test_page_shows_what_the_tool_prints_of_the_talks_logs():
-    """If the tool's words change, print the page's blocks anew with its commands."""
-    shown = []
-    for command in TALK[1:]:  # the first is the same without `fold`
-        how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
-        env = base_env(new_test_id())
-        done = subprocess.run(["bash", "-eo", "pipefail", "-c", command], env=env, **how)
-        assert done.returncode == 0, done.stderr
-        shown.append(stripped(done.stdout))
-    assert shown == [stripped(text) for text in PRINTED]
-    assert TALK[1].startswith(TALK[0].strip())
-    words = " ".join(shown[0])
+@pytest.mark.parametrize(("command", "printed"), PRINTED)
+def test_page_shows_what_the_tool_prints(command, printed):
+    """If the tool's words change, print the page's blocks anew with their commands."""
+    how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
+    env = base_env(new_test_id())
+    done = subprocess.run(["bash", "-eo", "pipefail", "-c", command], env=env, **how)
+    assert done.returncode == 0, done.stderr
+    assert stripped(done.stdout) == stripped(printed)
+
+
+def test_page_judges_the_talk_and_the_emulated_runs():
+    talk, wire, emulated = sorted(PRINTED, key=lambda pair: "emulated" in pair[0])
+    assert talk[0].startswith(TALK[0].strip())
+    words = " ".join(stripped(talk[1]))
     assert "this is not a 1 Gb/s result" in words and "a wire that ran at 72 Mb/s" in words
+    assert "36 Mb/s" in wire[1] and "slow: Bound by its link: " in emulated[1]
+
+
+@pytest.mark.parametrize("name", ["slow", "fast"])
+def test_emulated_logs_hold_no_path_of_a_machine(name):
+    log = (ROOT / f"docs/emulated/{name}.log").read_text()
+    assert re.findall(r"(?<![\w.])/(?:root|home|tmp|work|usr|opt|mnt|var)\b", log) == []
+    assert '"hosts": ["node0", "node1"]' in log
 
 
 def test_logs_of_the_talk_are_unchanged():

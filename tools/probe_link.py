@@ -14,13 +14,12 @@ Rank 0 writes a table as nccl-tests does, and a record for compare_logs.py, `[CP
     algbw_GBps        all_reduce_bytes over that time, in 10^9 bytes/s; busbw_GBps: what each
                       rank's link then has to carry. Source: PERFORMANCE.md of nccl-tests
     latency_ms        the median of the sizes up to 4 KB
-    bandwidth_GBps    the slope between the two largest sizes, as algbw; null if it has none
     sizes             for each {bytes, ms, algbw_GBps, busbw_GBps}, rising
     nodes             for each {host, interfaces, tcp, nccl}, as counters.py and nccl_log.py have
                       them; nccl is null without NCCL or its NCCL_DEBUG_FILE. An interface also has
                       wire_Gbps (of the busier direction)
-The bytes of an interface are those of the gradients' rounds, whoever sent them; errors and tcp are
-of the whole probe. The first round of each size is a warm-up.
+What interfaces and tcp have counted is that of the gradients' rounds, whoever sent it. The first
+round of each size is a warm-up.
 
 Exit code: 0: success, or one process alone, which has no link; otherwise an error.
 """
@@ -56,7 +55,6 @@ SHORT_SECONDS = 0.1  # of one size: until then there are more rounds, for a stea
 # To start NCCL and to wait for it takes longer than a small all-reduce: ten are timed together,
 # or as many as take no longer than this.
 CALLS, TIMING_MS = 10, 100
-LOSSY = 0.01  # TCP that sends this share of its segments again is slowed by it
 
 
 def main(process: demo.ProcessInfo) -> None:
@@ -101,7 +99,7 @@ def probe(process: demo.ProcessInfo) -> dict:
     gradients = gradient_bytes()
     buffer = torch.zeros(max(*SIZES, gradients) // 4, device=process.device)
     dist.barrier()  # makes connections
-    start, rounds = read_counters(), {}
+    rounds = {}
     for size in sorted({*SIZES, gradients}):
         before = read_counters()
         dist.barrier()  # all have read theirs
@@ -121,9 +119,8 @@ def probe(process: demo.ProcessInfo) -> dict:
         "algbw_GBps": own["algbw_GBps"],
         "busbw_GBps": own["busbw_GBps"],
         "latency_ms": statistics.median(s["ms"] for s in sizes if s["bytes"] <= SMALL),
-        "bandwidth_GBps": slope(*sizes[-2:]),
         "sizes": sizes,
-        "nodes": of_all_nodes(process, carried, difference(start, read_counters())),
+        "nodes": of_all_nodes(process, carried),
     }
 
 
@@ -170,23 +167,13 @@ def timing(process: demo.ProcessInfo, size: int, ms: float) -> dict:
     return {"bytes": size, "ms": ms, "algbw_GBps": algbw, "busbw_GBps": busbw}
 
 
-def slope(smaller: dict, larger: dict) -> float | None:
-    ms = larger["ms"] - smaller["ms"]
-    return (larger["bytes"] - smaller["bytes"]) / ms / 1e6 if ms > 0 else None
-
-
-def of_all_nodes(process: demo.ProcessInfo, carried: dict, whole: dict) -> list[dict]:
-    """What each node's interfaces carried, their errors in the whole probe, what NCCL wrote."""
+def of_all_nodes(process: demo.ProcessInfo, carried: dict) -> list[dict]:
+    """What each node's interfaces and TCP have counted, and what NCCL wrote."""
     host = socket.gethostname()
     places = gather((host, os.getpid()))
     node = None
     if process.local_rank == 0:  # all processes of a node read the same counters
-        errors = {link["name"]: link.get("errors") for link in whole["interfaces"]}
-        for link in carried["interfaces"]:
-            if wrong := errors.get(link["name"]):
-                link["errors"] = wrong
-        node = {"host": host, "interfaces": carried["interfaces"]}
-        node |= {"tcp": whole["tcp"]} if "tcp" in whole else {}
+        node = {"host": host, **carried}
         pattern = os.environ.get("NCCL_DEBUG_FILE", "") if process.backend == "nccl" else ""
         found = nccl.of_processes(pattern, host, [pid for name, pid in places if name == host])
         node["nccl"] = found and found.to_dict()
@@ -213,19 +200,11 @@ def table(record: dict) -> list[str]:
 
 
 def in_words(record: dict) -> list[str]:
-    """The record for people: the slowest node's link, what went wrong, what NCCL used."""
+    """The record for people: the slowest node's link, what NCCL used."""
     lines = ["Probe: " + sentence(record)]
-    bandwidth = record["bandwidth_GBps"]
-    more = f"bandwidth {rate(8 * bandwidth)} (by the largest sizes)" if bandwidth else "no slope"
-    lines.append(f"Link: latency {digits(record['latency_ms'])} ms (up to 4 KB), {more}")
-    for node in record["nodes"]:
-        tcp = node.get("tcp", {"segments": 0, "retransmits": 0})
-        if tcp["retransmits"] > LOSSY * tcp["segments"]:
-            again = f"{tcp['retransmits']:,} of {tcp['segments']:,} segments again"
-            lines.append(f"Link of {node['host']}: TCP sent {again}")
-        if node["nccl"]:
-            lines.append(f"{node['host']}: {nccl.in_one_line(nccl.Finding(**node['nccl']))}")
-    return lines
+    lines.append(f"Link: latency {digits(record['latency_ms'])} ms (up to 4 KB)")
+    found = [(node["host"], node["nccl"]) for node in record["nodes"] if node["nccl"]]
+    return lines + [f"{host}: {nccl.in_one_line(nccl.Finding(**text))}" for host, text in found]
 
 
 def sentence(record: dict) -> str:
