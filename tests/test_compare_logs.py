@@ -409,16 +409,13 @@ def test_unlike_runs_are_refused_by_the_setting_that_differs(save, word, one, ot
     assert "FORCED, not like with like: " in out and word in out
 
 
-def test_other_settings_and_losses_that_differ_are_noted(save, tmp_path):
+def test_other_settings_that_differ_are_noted(save, tmp_path):
     old = save("a", facts={"powersgd_rank": 1, "workers": 1, "seed": 0})
     facts = {"powersgd_rank": 2, "picture_sizes": "3f", "workers": 7, "seed": 3}
-    out, _ = run_tool(old, save("b", facts=facts, loss_scale=1.08))
+    out, _ = run_tool(old, save("b", facts=facts))
     assert "other settings than a: seed, workers" in out
-    assert "The losses of epoch 1 differ by more than 5%: 3.0050 in a, 3.2454 in b." in out
-    assert "losses of epoch" not in run_tool(old, save("c", loss_scale=1.01))[0]
-    broken = re.sub(r"Avg loss: 2\.\d{4}", "Avg loss: nan", TEXT)
-    kept = tmp_path / "all.json"
-    assert "losses of epoch 2 differ" in run_tool(old, save("d", broken), "--json", kept)[0]
+    broken, kept = re.sub(r"Avg loss: 2\.\d{4}", "Avg loss: nan", TEXT), tmp_path / "all.json"
+    run_tool(old, save("d", broken), "--json", kept)
     assert json.loads(kept.read_text())["runs"][1]["losses"]["2"] is None
 
 

@@ -96,7 +96,6 @@ def compare_runs(runs, force=False, project_from=None):
         "runs": runs,
         "base": base,
         "differences": unlike,
-        "losses": [text for run in others if (text := compare.losses_apart(base, run))],
         "same_wire": compare.same_wire(runs),
         "verdicts": {run.name: judge(run) for run in runs},
         "projections": {run.name: compare.project(run) for run in able},

@@ -21,7 +21,6 @@ RATES_GBPS = (1, 10, 25, 56, 100, 200, 400)
 # preamble 8 and gap 12. 941 of 1000 Mb/s.
 TCP_SHARE = (1500 - 20 - 20 - 12) / (1500 + 14 + 4 + 8 + 12)
 SAME_RATE = 1.2  # rates within this factor can be those of one wire
-LOSS_TOLERANCE = 0.05  # a larger difference between epochs' mean losses is pointed out
 
 # Settings of the Run record that must be the same,
 MUST_MATCH = {
@@ -88,20 +87,6 @@ def set_losses(runs):
             lines = {key: loss for key, loss in run.log.epochs.items() if key[1] == epoch}
             same = [loss for key, loss in lines.items() if key in shared] or lines.values()
             run.losses[epoch] = sum(same) / len(same)
-
-
-def losses_apart(base, run):
-    """The first epoch whose mean losses differ by more than LOSS_TOLERANCE, as text, or None."""
-    for epoch in sorted(base.losses.keys() & run.losses.keys()):
-        a, b = base.losses[epoch], run.losses[epoch]
-        # Written so that a loss of nan or inf on one side differs too.
-        if not abs(a - b) <= LOSS_TOLERANCE * abs(a) and repr(a) != repr(b):
-            return (
-                f"The losses of epoch {epoch} differ by more than {LOSS_TOLERANCE:.0%}: "
-                f"{a:.4f} in {base.name}, {b:.4f} in {run.name}. In a short run that may be "
-                "chance; otherwise the runs did not learn the same."
-            )
-    return None
 
 
 # --- Ratios --------------------------------------------------------------------------------------

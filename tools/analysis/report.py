@@ -72,8 +72,6 @@ def main_table(runs, base, verdicts):
 
 def ratio_sentence(base, run):
     value = time_ratio(base, run)
-    if value is None:
-        return None
     slow, quick, times = (run, base, value) if value >= 1 else (base, run, 1 / value)
     return (
         f"{slow.name} took {times:.2f} times as long as {quick.name}: "
@@ -93,9 +91,8 @@ def report(result, picture=None):
     lines += [*main_table(runs, base, verdicts), ""]
     if any(run.partial for run in runs):
         lines += [PART, ""]
-    ratios = [ratio_sentence(base, run) for run in runs if run is not base]
-    sentences = [text for text in ratios if text] + result["losses"]
-    lines += [*sentences, ""] if sentences else []
+    others = [run for run in runs if run is not base and time_ratio(base, run)]
+    lines += [*(ratio_sentence(base, run) for run in others), ""] if others else []
     lines += [f"![Parts of a step, throughput and loss]({picture})", ""] if picture else []
     lines += heading("Verdict")
     lines += [text for run in runs if run.log.failed for text in verdict_lines(run, verdicts)]
@@ -171,7 +168,7 @@ def as_json(result):
         figures |= {"interface": run.network and run.network.shown, "attempts": run.log.attempts}
         figures["wall_ratio"] = time_ratio(result["base"], run)
         runs.append(figures | {"verdict": result["verdicts"][run.name]})
-    keys = ("differences", "losses", "same_wire", "projections")
+    keys = ("differences", "same_wire", "projections")
     every = {"base": result["base"].name, "runs": runs} | {key: result[key] for key in keys}
     # JSON has no word for nan and infinity: null.
     return json.loads(json.dumps(every, default=vars), parse_constant=lambda name: None)
