@@ -360,7 +360,7 @@ def test_the_command_says_in_sentences_what_was_used_and_why_not_another(tmp_pat
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.splitlines() == [
         "NCCL 2.30.7+cuda13.3 used TCP sockets (network Socket) over eth0, 2 nodes.",
-        "Connections seen: 2 over the network; 1 without a network.",
+        "Connections seen: 2 over the network, 1 without.",
         'Why not another network: NCCL says "NET/IB : No device found.".',
         f"no_ib_device: {NO_DEVICE}",
         f"    -> {nccl.PROBLEMS['no_ib_device'][1]}",

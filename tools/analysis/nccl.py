@@ -250,24 +250,20 @@ TRANSPORTS = {
 def describe(found: Finding) -> list[str]:
     """Sentences: what was used, then why nothing faster, then what to do."""
     sentences = [f"{used(found)}."]
-    parts = []
-    if over_network := found.channels.get("network"):
-        gpudirect = f", {found.gpudirect} of them with GPUDirect RDMA"
-        gpudirect *= found.transport != "sockets"
-        parts.append(f"{over_network} over the network{gpudirect}")
-    if local := sum(count for kind, count in found.channels.items() if kind != "network"):
-        parts.append(f"{local} without a network")
-    if parts:  # each rank writes its own end of a connection
-        sentences.append(f"Connections seen: {'; '.join(parts)}.")
+    if found.channels:  # each rank writes its own end of a connection
+        over = found.channels.get("network", 0)
+        rdma = over and found.transport != "sockets"
+        direct = f" ({found.gpudirect} with GPUDirect RDMA)" if rdma else ""
+        local = sum(found.channels.values()) - over
+        sentences.append(f"Connections seen: {over} over the network{direct}, {local} without.")
     if len(found.networks) > 1:
         names = ", ".join(found.networks)
         sentences.append(f"Ranks differ ({names}); the slowest sets the pace.")
-    if found.transport == "sockets" and (why := cause(found)):
-        sentences.append(f"Why not another network: {why}.")
-    elif found.transport == "sockets":
-        sentences.append(
-            f"The text does not say why not another network; to see it, {HOW_TO_ASK}."
-        )
+    if found.transport == "sockets":
+        lines = {problem["id"]: problem["line"] for problem in found.problems}
+        said = [f'NCCL says "{message(lines[name])}"' for name in REASONS if name in lines]
+        why = [found.reason] if found.reason else [*said, f"unknown; to see it, {HOW_TO_ASK}"]
+        sentences.append(f"Why not another network: {why[0]}.")
     return sentences + ["{id}: {line}\n    -> {advice}".format(**p) for p in found.problems]
 
 
@@ -285,15 +281,6 @@ def used(found: Finding) -> str:
         what += f" over {', '.join(over)}"
     nodes = f", {found.nodes} node{'s' * (found.nodes > 1)}" if found.nodes else ""
     return f"{version} used {what}{nodes}"
-
-
-def cause(found: Finding) -> str:
-    """Of sockets: who asked for them, or what NCCL says of the others; may be empty."""
-    if found.reason:
-        return found.reason
-    lines = {problem["id"]: problem["line"] for problem in found.problems}
-    line = next((lines[name] for name in REASONS if name in lines), "")
-    return line and f'NCCL says "{message(line)}"'
 
 
 def message(line: str) -> str:
@@ -316,7 +303,7 @@ def files_in(paths: list[str]) -> list[Path]:
         path = Path(name)
         if path.is_dir():
             inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
-            found += [file for file in inside if b"\0" not in file.open("rb").read(4096)]
+            found += [file for file in inside if is_text(file)]
         elif path.exists():
             found.append(path)
         else:
@@ -324,16 +311,20 @@ def files_in(paths: list[str]) -> list[Path]:
     return found
 
 
+def is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" not in file.read(4096)
+
+
 def find_in_files(paths: list[str]) -> Finding:
     """What the text of one job says, of any of its ranks and nodes."""
     reader = Reader()
-    path: Path | str = ", ".join(paths)
     try:
         for path in files_in(paths):
             for line in lines_of(path):
                 reader.read(line)
     except OSError as error:
-        raise UserError(f"cannot read {error.filename or path}: {error.strerror}") from None
+        raise UserError(f"cannot read {error.filename or paths}: {error.strerror}") from None
     if not (reader.lines or reader.any_text):
         raise UserError(f"no text of NCCL in {', '.join(paths)}: {HOW_TO_ASK}")
     return reader.finding()
