@@ -161,10 +161,12 @@ class Reader:
             nodes=max(map(int, self.texts("nodes")), default=None),
         )
         kinds = {kind for _, kind in adapters}
-        adapter_kind = {"IB": "infiniband", "RoCE": "roce"}[kinds.pop()] if len(kinds) == 1 else ""
+        adapter_kind = "unknown"  # of both kinds, or without a list
+        if len(kinds) == 1:
+            adapter_kind = "infiniband" if "IB" in kinds else "roce"
         providers = self.texts("provider")
         used = {
-            name: transport_of(name, adapter_kind or "unknown", providers)
+            name: transport_of(name, adapter_kind, providers)
             for name in self.texts("network_channel") or self.texts("using_network")
         }
         found.networks = sorted(used, key=lambda name: SLOWEST.index(used[name]))
@@ -176,7 +178,7 @@ class Reader:
         elif used:
             found.transport = used[found.network]
         elif adapters:
-            found.transport = adapter_kind or "unknown"
+            found.transport = adapter_kind
         elif interfaces and not providers:  # to 2.4.7 they were listed before a plugin was tried
             found.transport = "sockets"
         if "network" in found.channels:
@@ -215,7 +217,8 @@ class Reader:
         """Each problem's id, and the line that told it."""
         lines = {name: line for name, line in self.lines.items() if name in PROBLEMS}
         asked = [self.lines[wish] for wish in self.seen["wish"]]
-        asked += [lines[name] for name in ("plugin_failed",) if name in lines]
+        if "plugin_failed" in lines:
+            asked.append(lines["plugin_failed"])
         if found.transport == "sockets" and not found.reason and asked:
             lines["fell_back_to_sockets"] = asked[0]
         rdma = found.transport in ("infiniband", "roce", "efa") or found.network == "IB"
