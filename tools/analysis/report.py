@@ -166,6 +166,7 @@ def as_json(result):
         figures = {key: value for key, value in vars(run).items() if key != "log"}
         figures |= {name: getattr(run, name) for name in ("complete", "status", "wire_gbps")}
         figures |= {"interface": run.network and run.network.shown, "attempts": run.log.attempts}
+        figures |= {"top1": run.log.top1, "baseline": run.log.baseline}
         figures["wall_ratio"] = time_ratio(result["base"], run)
         runs.append(figures | {"verdict": result["verdicts"][run.name]})
     keys = ("differences", "same_wire", "projections")
