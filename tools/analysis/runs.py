@@ -271,7 +271,8 @@ def add_probe(run, probe):
 
 
 def add_traffic(run):
-    """What each node's interfaces carried between its last two Counters records."""
+    """What each node's interfaces carried: Node records, or the last two Counters records."""
+    run.traffic = list(run.log.nodes)
     for host, records in run.log.counters.items():
         try:
             if len(records) > 1:
