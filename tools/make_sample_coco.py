@@ -19,15 +19,9 @@ import random
 import signal
 import sys
 import tempfile
-import time
-from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 
-try:
-    from PIL import Image, ImageDraw, ImageFont
-except ImportError:
-    sys.exit("make_sample_coco.py: error: Pillow is missing: pip install pillow")
+from PIL import Image, ImageDraw, ImageFont
 
 # COCO's 80 categories in the order of their ids, 1 to 90. Where a name is empty, COCO has none.
 CATEGORIES = {
@@ -188,8 +182,7 @@ def draw_crowd(rng, icon, side):
 # ---- Images and annotations
 
 
-@lru_cache
-def noise(seed):
+def make_noise(seed):
     """What makes the files as heavy to decode as photographs."""
     return Image.frombytes("RGB", (900, 900), random.Random(seed).randbytes(3 * 900 * 900))
 
@@ -211,8 +204,8 @@ def paste(image, drawn, x, y):
     return [left, top, right - left, bottom - top]
 
 
-def draw_image(folder, seed, number):
-    """Writes image `number`. Returns its entry in the instances file and its annotations."""
+def draw_image(number, seed, noise):
+    """Image `number` and its annotations."""
     rng = random.Random(f"{seed} {number}")
     width, height = rng.choice(SIZES)
     image = background(rng, (width, height))
@@ -231,36 +224,30 @@ def draw_image(folder, seed, number):
         draw = draw_crowd if crowd else draw_icon
         drawn = draw(rng, icon, round(side * min(width, height)))
         box = paste(image, drawn, x * width, y * height)
-        left, top, wide, high = box
-        outline = [left, top, left + wide, top, left + wide, top + high, left, top + high]
         annotation = {"image_id": number, "category_id": icon[1], "iscrowd": int(crowd)}
-        annotations.append(
-            annotation | {"bbox": box, "area": wide * high, "segmentation": [outline]}
-        )
+        annotations.append(annotation | {"bbox": box, "area": box[2] * box[3]})
     x, y = rng.randrange(900 - width), rng.randrange(900 - height)
-    image = Image.blend(image, noise(seed).crop((x, y, x + width, y + height)), 0.08)
+    image = Image.blend(image, noise.crop((x, y, x + width, y + height)), 0.08)
     if number % 41 == 2:  # a few are greyscale
         image = image.convert("L")
-    entry = {"id": number, "file_name": f"{number:012d}.jpg", "width": width, "height": height}
-    image.save(folder / entry["file_name"], "JPEG", quality=91, subsampling="4:4:4")
-    return entry, annotations
+    return image, annotations
 
 
 def draw_split(folder, split, seed, numbers):
     """Writes the images of a split, and its instances file."""
     (folder / split).mkdir()
-    entries, annotations = [], []
+    noise = make_noise(seed)
+    images, annotations = [], []
     for number in numbers:
-        entry, found = draw_image(folder / split, seed, number)
-        entries.append(entry)
-        annotations += [{"id": len(annotations) + n} | a for n, a in enumerate(found, 1)]
-    content = {
-        "info": {"description": "Icons, drawn in the format of COCO 2017"},
-        "licenses": [],
-        "images": entries,
-        "annotations": annotations,
-        "categories": categories(),
-    }
+        image, found = draw_image(number, seed, noise)
+        name = f"{number:012d}.jpg"
+        image.save(folder / split / name, "JPEG", quality=91, subsampling="4:4:4")
+        width, height = image.size
+        images.append({"id": number, "file_name": name, "width": width, "height": height})
+        annotations += found
+    for number, annotation in enumerate(annotations, 1):
+        annotation["id"] = number
+    content = {"images": images, "annotations": annotations, "categories": categories()}
     path = folder / "annotations" / f"instances_{split}.json"
     path.write_text(json.dumps(content) + "\n")
 
@@ -278,24 +265,13 @@ def categories():
 # ---- The set
 
 
-def is_complete(args):
-    """Whether the set is in the folder. Raises FileExistsError if something else is."""
-    if not args.folder.exists() or not any(args.folder.iterdir()):
-        return False
-    with suppress(OSError, ValueError):
-        images = sum(1 for _ in args.folder.glob("*2017/*.jpg"))
-        record = json.loads((args.folder / "sample.json").read_text())
-        if record == record_of(args) and images == args.images + args.val_images:
-            return True
-    raise FileExistsError(0, "holds something else than this set, whole: remove it")
+def has_set(folder, record):
+    """Whether the folder has the set that was made with these arguments."""
+    path = folder / "sample.json"
+    return path.is_file() and path.read_text() == record
 
 
-def record_of(args):
-    names = ["images", "val_images", "seed"]
-    return {"version": VERSION} | {name: vars(args)[name] for name in names}
-
-
-def make_set(args):
+def make_set(args, record):
     """Draws the set in a folder beside its own, which it becomes when it is complete."""
     parent = args.folder.resolve().parent
     parent.mkdir(parents=True, exist_ok=True)
@@ -304,47 +280,39 @@ def make_set(args):
         (folder / "annotations").mkdir(parents=True)
         numbers = range(1, 1 + args.images + args.val_images)
         draw_split(folder, "train2017", args.seed, numbers[: args.images])
-        if args.val_images:
-            draw_split(folder, "val2017", args.seed, numbers[args.images :])
-        (folder / "sample.json").write_text(json.dumps(record_of(args)) + "\n")
+        draw_split(folder, "val2017", args.seed, numbers[args.images :])
+        (folder / "sample.json").write_text(record)
         try:
             folder.rename(args.folder)
         except OSError:
-            if not is_complete(args):  # another process may have made it meanwhile
+            if not has_set(args.folder, record):  # another process may have made it meanwhile
                 raise
 
 
-def count(text):
-    """A type for add_argument: a whole number, 0 or more."""
-    if int(text) < 0:
-        raise ValueError
-    return int(text)
-
-
-def main(argv=None):
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("folder", metavar="FOLDER", type=Path, help="to make; left alone if it has this set")
-    add("--images", type=count, default=512, metavar="N", help="for training (%(default)s)")
-    add("--val_images", type=count, default=64, metavar="N", help="and validation (%(default)s)")
-    add("--seed", type=count, default=0, metavar="N", help="another one draws other images")
-    parser.error = lambda text: parser.exit(2, f"make_sample_coco.py: error: {text}; see --help\n")
-    args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    add("--images", type=int, default=512, metavar="N", help="for training (%(default)s)")
+    add("--val_images", type=int, default=64, metavar="N", help="and validation (%(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="another one draws other images")
+    args = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):  # so that the unfinished folder is removed
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    settings = {name: vars(args)[name] for name in ("images", "val_images", "seed")}
+    record = json.dumps({"version": VERSION} | settings) + "\n"
     try:
-        if is_complete(args):
+        if has_set(args.folder, record):
             print(f"{args.folder} has this set already")
             return
-        began = time.perf_counter()
-        make_set(args)
+        if args.folder.exists() and any(args.folder.iterdir()):
+            sys.exit(f"make_sample_coco.py: error: {args.folder}: holds something else: remove it")
+        make_set(args, record)
     except OSError as error:
         sys.exit(f"make_sample_coco.py: error: {args.folder}: {error.strerror}")
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-    seconds = time.perf_counter() - began
-    print(f"{args.folder}: {args.images} + {args.val_images} images in {seconds:.1f} s")
+    print(f"{args.folder}: {args.images} + {args.val_images} images")
 
 
 if __name__ == "__main__":
