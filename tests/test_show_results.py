@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,59 +16,51 @@ from PIL import Image
 
 import show_results as tool
 from support.datasets import instances, numbered, truncate, write_images
-from support.processes import ROOT, SCRIPT
+from support.processes import SCRIPT, run_demo
 
-CLASSES = {4: "four", 6: "6", 7: "$odd$ 猫", 9: "\ud800"}  # the last is half a character
+CLASSES = [4, 6, 7, 9]
 FAST = shlex.split("--weights none --image_size 40 --workers 0 --precision fp32 --batch_size 8")
-LABELS = np.random.default_rng(0).choice([*CLASSES], 40).tolist()
+LABELS = np.random.default_rng(0).choice(CLASSES, 40).tolist()
 
 
-def write_set(folder: Path, part: str, labels: list, classes: dict) -> list[str]:
+def write_set(folder: Path, part: str, labels: list, classes: list) -> list[str]:
     """Images and their instances file; returns the script's options for them."""
     names = numbered(len(labels))
     write_images(folder / part, names)
-    content = instances(names, labels, [*classes])
-    content["categories"] = [{"id": number, "name": classes[number]} for number in classes]
-    (folder / f"{part}.json").write_text(json.dumps(content))
+    (folder / f"{part}.json").write_text(json.dumps(instances(names, labels, classes)))
     return [str(folder / part), str(folder / f"{part}.json")]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> SimpleNamespace:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A run of four classes: its checkpoint, its last line on the validation, and the tool's
     arguments for the same 40 images, one of which is damaged.
     """
     folder = tmp_path_factory.mktemp("trained")
-    images, notes = write_set(folder, "train", [*CLASSES] * 4, CLASSES)
+    images, notes = write_set(folder, "train", CLASSES * 4, CLASSES)
     val_images, val_notes = write_set(folder, "val", LABELS, CLASSES)
     truncate(folder / "val" / "0007.jpg")
-    command = [sys.executable, SCRIPT, "--coco_image_path", images, "--annotation_path", notes]
-    command += ["--val_image_path", val_images, "--val_annotation_path", val_notes]
-    command += [*FAST, "--checkpoint", folder / "c.pt"]
-    run = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
+    options = ["--coco_image_path", images, "--annotation_path", notes]
+    options += ["--val_image_path", val_images, "--val_annotation_path", val_notes]
+    run = run_demo([*options, *FAST, "--checkpoint", folder / "c.pt"], launcher="python")
     argv = [str(folder / "c.pt"), "--coco_image_path", val_images, "--annotation_path", val_notes]
-    line = re.findall(r"validation \| (.*)", run.stdout)[-1]
+    line = re.findall(r"validation \| (.*)", run.out)[-1]
     return SimpleNamespace(folder=folder, line=line, argv=[*argv, "--script", str(SCRIPT)])
 
 
-def test_top_1_and_baseline_are_those_of_the_scripts_validation(trained, tmp_path):
+def test_top_1_and_baseline_are_those_of_the_scripts_validation(trained, tmp_path, capsys):
     picture = tmp_path / "a picture.png"
-    command = [sys.executable, ROOT / "tools" / "show_results.py", *trained.argv]
-    command += ["--output", picture]
-    run = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
+    tool.main([*trained.argv, "--output", str(picture)])
     theirs = re.fullmatch(r"(Top-1: (.*)%) \| (40 images) \| .*s \| (baseline .*%)", trained.line)
     assert 0 < float(theirs[2]) < 100, "could not tell one model from another"
-    line, where = run.stdout.splitlines()[-2:]
-    assert line.startswith(f"{theirs[1]} | {theirs[3]} | {theirs[4]} (always ")
+    line, where = capsys.readouterr().out.splitlines()[-2:]
+    assert line.startswith(f"{theirs[1]} | {theirs[3]} | {theirs[4]} (always category ")
     assert where == f"Picture: {picture}"
-    assert "0007.jpg is damaged" in run.stdout + run.stderr
     with Image.open(picture) as image:
         assert image.format == "PNG" and image.width > 1000
 
 
-def test_changed_copy_of_the_script_draws_its_own_model(trained, tmp_path, capsys):
+def test_changed_copy_of_the_script_draws_its_own_model(trained, tmp_path):
     state = torch.load(trained.argv[0], weights_only=True)
     state["model"] = torchvision.models.resnet34(num_classes=len(CLASSES)).state_dict()
     torch.save(state, tmp_path / "34.pt")
@@ -78,14 +68,13 @@ def test_changed_copy_of_the_script_draws_its_own_model(trained, tmp_path, capsy
     copy.write_text(SCRIPT.read_text().replace("models.resnet18(", "models.resnet34("))
     output = str(tmp_path / "34.png")
     argv = [str(tmp_path / "34.pt"), *trained.argv[1:], "--output", output]
-    assert tool.main(argv) == 2 and "--script names the script" in capsys.readouterr().err
-    assert tool.main([*argv, "--script", str(copy)]) == 0
+    tool.main([*argv, "--script", str(copy)])
     assert Path(output).is_file()
 
 
 @pytest.mark.parametrize(
     ("right", "wrong", "shown"),
-    [(30, 30, (8, 8)), (30, 3, (13, 3)), (2, 30, (2, 14)), (3, 2, (3, 2)), (0, 1, (0, 1))],
+    [(30, 30, (8, 8)), (30, 3, (13, 3)), (2, 30, (2, 8)), (0, 1, (0, 1))],
 )
 def test_half_of_the_images_are_wrong_ones_from_the_surest_on(right, wrong, shown):
     order = torch.randperm(right + wrong, generator=torch.Generator().manual_seed(right))
@@ -114,18 +103,8 @@ def test_rows_of_classes_count_each_answer_once():
     ]
 
 
-@pytest.mark.parametrize(
-    ("classes", "images", "name"),
-    [
-        (4, 40, "class {}"),
-        (1, 20, "$only$ {}"),
-        (200, 3000, "a name without much room {}"),
-        (3, 2, "猫"),
-    ],
-)
-def test_frames_signs_and_words_tell_right_from_wrong(
-    tmp_path, monkeypatch, classes, images, name
-):
+@pytest.mark.parametrize(("classes", "images"), [(200, 3000), (3, 2)])
+def test_frames_signs_and_words_tell_right_from_wrong(tmp_path, monkeypatch, classes, images):
     figures = []
     make = tool.Figure
     monkeypatch.setattr(tool, "Figure", lambda **o: figures.append(make(**o)) or figures[0])
@@ -133,21 +112,19 @@ def test_frames_signs_and_words_tell_right_from_wrong(
     labels = torch.randint(0, classes, (images,), generator=draw)
     guesses = labels.where(torch.rand(images, generator=draw) < 0.6, 0)
     found = SimpleNamespace(
-        names=[name.format(i) for i in range(classes)],
+        names=[f"a name without much room {i}" for i in range(classes)],
         labels=labels,
         guesses=guesses,
         confidence=torch.rand(images, generator=draw),
         dataset={(0, i): (torch.zeros(3, 8, 8), label) for i, label in enumerate(labels)},
     )
     tool.draw(found, tmp_path / "picture.png")
-    with Image.open(tmp_path / "picture.png") as image:
-        assert image.format == "PNG"
-    shown = [axis for axis in figures[0].findobj(tool.matplotlib.axes.Axes) if axis.images]
+    shown = [axis for axis in figures[0].axes if axis.images]
     chosen = tool.choose(labels == guesses, found.confidence)
     assert len(shown) == len(chosen) == min(images, 16)
     for axis, position in zip(shown, chosen, strict=True):
         right = bool(labels[position] == guesses[position])
-        assert axis.get_title()[0] == ("✓" if right else "✗")
+        assert axis.axison and axis.get_title()[0] == ("✓" if right else "✗")
         assert {spine.get_linestyle() == "solid" for spine in axis.spines.values()} == {right}
         label = tool.short(found.names[labels[position]])
         assert axis.get_xlabel() == ("" if right else f"is {label}")
@@ -156,35 +133,28 @@ def test_frames_signs_and_words_tell_right_from_wrong(
 # What is given in place of what is right, {} being the folder of the checkpoint, and what the
 # line says.
 BAD = {
-    "no checkpoint": (["{}/none.pt"], "{}/none.pt is no checkpoint of the demo: FileNotFound"),
-    "an image": (["{}/val/0001.jpg"], "0001.jpg is no checkpoint of the demo: "),
-    "a list": (["{}/list.pt"], "list.pt is no checkpoint of the demo: TypeError"),
-    "weights alone": (["{}/weights.pt"], "weights.pt is no checkpoint of the demo: KeyError"),
+    "no checkpoint": (["{}/none.pt"], "{}/none.pt is no checkpoint of the demo: "),
+    "weights alone": (["{}/weights.pt"], "weights.pt is no checkpoint of the demo: "),
+    "another model": (["{}/empty.pt"], "empty.pt has another model, see --script: "),
     "other classes": (["--annotation_path", "{}/other.json"], "{}/other.json has other classes"),
     "no annotations": (["--annotation_path", "{}/none.json"], "annotation file {}/none.json"),
-    "a list of them": (["--annotation_path", "{}/list.json"], "annotation file {}/list.json"),
     "no images": (["--coco_image_path", "{}/none"], "{}/none lacks 40 of 40 listed"),
-    "no such folder": (["--output", "{}/none/a.png"], "none/a.png: its folder is not there"),
-    "a folder": (["--output", "{}"], "--output {} cannot be written"),
-    "no such format": (["--output", "{}/a.xyz"], "a.xyz cannot be written: Format 'xyz'"),
-    "no script": (["--script", "{}/none.py"], "--script {}/none.py is no copy of the demo"),
-    "another script": (["--script", tool.__file__], "is no copy of the demo's script: "),
+    "no such format": (["--output", "{}/a.xyz"], "Format 'xyz' is not supported"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_and_leaves_no_picture(trained, tmp_path, capsys, name):
+def test_bad_input_is_one_line_and_leaves_no_picture(trained, tmp_path, name):
     folder = trained.folder
-    torch.save([1], folder / "list.pt")
-    torch.save(torch.load(trained.argv[0], weights_only=True)["model"], folder / "weights.pt")
-    (folder / "list.json").write_text("[]")
-    write_set(folder, "other", [1, 2], {1: "one", 2: "two"})
+    state = torch.load(trained.argv[0], weights_only=True)
+    torch.save(state["model"], folder / "weights.pt")
+    torch.save(state | {"model": {}}, folder / "empty.pt")
+    write_set(folder, "other", [1, 2], [1, 2])
     given, words = BAD[name]
     given = [part.format(folder) for part in given]
     argv = trained.argv[1:] if not given[0].startswith("-") else trained.argv
-    code = tool.main([*argv, "--output", str(tmp_path / "picture.png"), *given])
-    out, err = capsys.readouterr()
-    assert code == 2 and "Top-1" not in out
-    assert err.startswith("show_results.py: error: ") and err.count("\n") == 1
-    assert words.format(folder) in err
-    assert not [*tmp_path.iterdir()]
+    with pytest.raises(SystemExit) as ended:
+        tool.main([*argv, "--output", str(tmp_path / "picture.png"), *given])
+    (line,) = ended.value.code.splitlines()
+    assert line.startswith("show_results.py: error: ") and words.format(folder) in line
+    assert not [*tmp_path.iterdir()] and not (folder / "a.xyz").exists()

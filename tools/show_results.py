@@ -11,19 +11,19 @@ The picture shows 16 images, as far as possible 8 right answers (solid frame) an
 their images are right, and what the wrong ones were taken for most.
 
 Printed is Top-1, the accuracy, and the baseline: what always guessing the most frequent class
-would reach. Exit code: 0 done, 2 an error.
+would reach. Exit code: 0 done, 2 wrong arguments, else 1.
 """
 
 import argparse
 import importlib.util
 import sys
-import warnings
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 try:
-    import matplotlib
     from matplotlib.figure import Figure  # without pyplot, which may look for a display
 except ImportError:
     sys.exit("show_results.py: error: matplotlib is missing: pip install matplotlib")
@@ -34,111 +34,70 @@ MOST_CLASSES = 18  # each with a row of its own
 LONGEST = 16  # characters of a name that have room
 
 
-class UserError(Exception):
-    """What a user can fix, in one line."""
-
-
 # ---- The model's answers
 
 
 def load_script(path):
-    """The script as a module: model, list of images and crops are its own. Raises UserError."""
-    try:
-        spec = importlib.util.spec_from_file_location("demo", path)
-        demo = sys.modules["demo"] = importlib.util.module_from_spec(spec)  # for its dataclasses
-        spec.loader.exec_module(demo)
-        demo.read_image_list, demo.make_val_loader, demo.build_model, demo.forward  # noqa: B018
-    except ImportError as error:
-        raise UserError(f"{error}: activate the environment that trains, see README") from error
-    except Exception as error:
-        raise UserError(f"--script {path} is no copy of the demo's script: {error}") from error
+    """The script as a module: model, list of images and crops are its own."""
+    spec = importlib.util.spec_from_file_location("demo", path)
+    demo = sys.modules["demo"] = importlib.util.module_from_spec(spec)  # for its dataclasses
+    spec.loader.exec_module(demo)
     return demo
 
 
 def results_of(demo, args):
-    """What the checkpoint's model answers on the images. Raises UserError.
+    """What the checkpoint's model answers on the images. Raises demo.UserError.
 
     names: of the classes. labels, guesses, confidence: a tensor each, (n,). dataset: the images.
     """
-    try:
-        state = demo.torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+    with demo.as_user_error(f"{args.checkpoint} is no checkpoint of the demo"):
+        state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
         names, weights, trained = state["categories"], state["model"], state["settings"]
         image_size, precision = trained["--image_size"], trained["--precision"]
-    except Exception as error:  # the file can hold anything
-        text = f"{args.checkpoint} is no checkpoint of the demo: {first_line(error)}"
-        raise UserError(text) from error
+    image_list = demo.read_image_list(args.annotation_path)
+    demo.check_images(args.coco_image_path, image_list.names)
+    if list(image_list.categories.values()) != names:
+        text = f"{args.annotation_path} has other classes than {args.checkpoint}"
+        raise demo.UserError(f"{text}: give annotations of the data set that it was trained on")
     images, file = args.coco_image_path, args.annotation_path
     argv = [f"--coco_image_path={images}", f"--annotation_path={file}", "--weights=none"]
     argv += [f"--val_image_path={images}", f"--val_annotation_path={file}", "--workers=0"]
     argv += [f"--image_size={image_size}", f"--precision={precision}"]
-    settings = demo.parse_arguments(argv)
-    process = demo.ProcessInfo()
+    settings, process = demo.parse_arguments(argv), demo.ProcessInfo()
     demo.join_process_group(settings, process)  # chooses the device; it is alone in its group
-    loader = demo.make_val_loader(settings, process, read_images(demo, args, names))
+    loader = demo.make_val_loader(settings, process, image_list)
     model = demo.build_model(settings, process, len(names))
-    try:
+    with demo.as_user_error(f"{args.checkpoint} has another model, see --script"):
         model.load_state_dict(weights)
-    except RuntimeError as error:
-        text = f"{args.checkpoint} has another model: --script names the script that trained it"
-        raise UserError(text) from error
     training = SimpleNamespace(args=settings, process=process)  # what forward needs of it
-    found = SimpleNamespace(names=[printable(name) for name in names], dataset=loader.dataset)
-    found.labels, found.guesses, found.confidence = answers(demo, training, model, loader)
-    return found
+    labels, guesses, confidence = answers(demo, training, model, loader)
+    return SimpleNamespace(
+        names=names, dataset=loader.dataset, labels=labels, guesses=guesses, confidence=confidence
+    )
 
 
 def answers(demo, training, model, loader):
     """Labels, guesses and the guesses' probabilities, a tensor each, (n,)."""
     found = []
     model.eval()
-    with demo.torch.inference_mode():
+    with torch.inference_mode():
         for images, labels in loader:
             confidence, guesses = demo.forward(training, model, images).softmax(1).max(1)
             found.append((labels, guesses.cpu(), confidence.cpu()))
-    return [demo.torch.cat(parts) for parts in zip(*found, strict=True)]
-
-
-def first_line(error):
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def read_images(demo, args, names):
-    """The script's list of the images, all of which are there. Raises UserError."""
-    try:
-        image_list = demo.read_image_list(args.annotation_path)
-        demo.check_images(args.coco_image_path, image_list.names)
-    except demo.UserError:
-        raise
-    except Exception as error:  # a file with other contents can raise anything
-        text = (
-            f"cannot use annotation file {args.annotation_path}: {type(error).__name__}: {error}"
-        )
-        raise UserError(text.splitlines()[0]) from error
-    if list(image_list.categories.values()) != names:
-        text = f"{args.annotation_path} has other classes than {args.checkpoint}"
-        raise UserError(f"{text}: give annotations of the data set that it was trained on")
-    return image_list
-
-
-def printable(name):
-    """Half a character, for example, could be neither printed nor drawn."""
-    return "".join(c if c.isprintable() else "?" for c in name)
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
 def choose(right, confidence):
     """Positions of at most MOST_IMAGES images: right ones, then wrong ones."""
-    order = confidence.argsort(descending=True, stable=True).tolist()
-    kinds = [i for i in order if right[i]], [i for i in order if not right[i]]
-    half = MOST_IMAGES // 2
-    wrong = min(len(kinds[1]), max(half, MOST_IMAGES - len(kinds[0])))
-    return spread(kinds[0], MOST_IMAGES - wrong) + spread(kinds[1], wrong)
+    order = confidence.argsort(descending=True, stable=True)
+    wrong = spread(order[~right[order]], MOST_IMAGES // 2)
+    return spread(order[right[order]], MOST_IMAGES - len(wrong)) + wrong
 
 
 def spread(positions, count):
     """`count` of them in equal steps, the first and the last included; or all."""
-    if len(positions) <= count or count < 2:
-        return positions[:count]
-    return [positions[i * (len(positions) - 1) // (count - 1)] for i in range(count)]
+    steps = torch.linspace(0, len(positions) - 1, min(count, len(positions)))
+    return positions[steps.round().long()].tolist()
 
 
 def class_rows(results):
@@ -146,15 +105,16 @@ def class_rows(results):
 
     The mistake is what the class was taken for most often, "" if for nothing.
     """
-    counts = Counter(zip(results.labels.tolist(), results.guesses.tolist(), strict=True))
     rows = []
-    for label in sorted({label for label, _ in counts}):
-        guesses = Counter({guess: n for (other, guess), n in counts.items() if other == label})
-        images, right = guesses.total(), guesses.pop(label, 0)
-        mistake, times = guesses.most_common(1)[0] if guesses else (None, 0)
-        wrong_name = results.names[mistake] if guesses else ""
-        rows.append((results.names[label], images, right, wrong_name, times))
-    return sorted(rows, key=lambda row: -row[1])
+    for label, images in Counter(results.labels.tolist()).most_common():
+        guesses = Counter(results.guesses[results.labels == label].tolist())
+        right = guesses.pop(label, 0)
+        mistake, times = "", 0
+        if guesses:
+            guess, times = guesses.most_common(1)[0]
+            mistake = results.names[guess]
+        rows.append((results.names[label], images, right, mistake, times))
+    return rows
 
 
 def in_words(results):
@@ -175,27 +135,22 @@ def short(name):
 
 def draw(results, file):
     """Images on the left, classes on the right. Raises OSError or ValueError."""
-    matplotlib.rcParams["text.parse_math"] = False  # a name may have a $
     figure = Figure(figsize=(11, 6.8), layout="constrained")
     figure.suptitle(in_words(results)[:100])
     left, right = figure.subfigures(1, 2, width_ratios=[6, 5])
     draw_images(left, results)
     draw_classes(right, results)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of letters that the font lacks: it draws a box
-        figure.savefig(file, dpi=110, format=Path(file).suffix[1:] or "png")
+    figure.savefig(file, dpi=110)
 
 
 def draw_images(figure, results):
     right = results.labels == results.guesses
     chosen = choose(right, results.confidence)
-    for axis, position in zip(
-        figure.subplots(4, 4).flat, chosen + [None] * MOST_IMAGES, strict=False
-    ):
+    axes = figure.subplots(4, 4).ravel()
+    for axis in axes[len(chosen) :]:
+        axis.set_axis_off()
+    for axis, position in zip(axes, chosen, strict=False):
         axis.set(xticks=[], yticks=[])
-        if position is None:
-            axis.set_axis_off()
-            continue
         image, label = results.dataset[0, position]
         axis.imshow(image.permute(1, 2, 0).numpy())
         sign = "✓" if right[position] else "✗"
@@ -248,33 +203,26 @@ def parse_arguments(argv=None):
     add("--output", metavar="FILE", default="results.png", help=text)
     text = "the script that trained the model, if it was a changed copy"
     add("--script", metavar="FILE", default=str(SCRIPT), help=text)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not Path(args.output).absolute().parent.is_dir():
+        parser.error(f"--output {args.output}: its folder is not there")
+    return args
 
 
 def main(argv=None):
     args = parse_arguments(argv)
+    demo = load_script(args.script)
     try:
-        if not Path(args.output).absolute().parent.is_dir():
-            raise UserError(f"--output {args.output}: its folder is not there")
-        demo = load_script(args.script)
-        try:
-            results = results_of(demo, args)
-        except demo.UserError as error:
-            raise UserError(str(error)) from error
-        finally:
-            if demo.dist.is_initialized():
-                demo.dist.destroy_process_group()
-        try:
-            draw(results, args.output)
-        except (OSError, ValueError) as error:
-            raise UserError(f"--output {args.output} cannot be written: {error}") from error
-    except UserError as error:
-        print(f"show_results.py: error: {error}", file=sys.stderr)
-        return 2
+        results = results_of(demo, args)
+        draw(results, args.output)
+    except (demo.UserError, OSError, ValueError) as error:
+        sys.exit(f"show_results.py: error: {error}")
+    finally:
+        if demo.dist.is_initialized():
+            demo.dist.destroy_process_group()
     print(in_words(results))
     print(f"Picture: {args.output}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
