@@ -17,7 +17,7 @@ out the first three steps. The script gets the variables by which the launchers 
 memory. Where there are fewer images than a run needs, they are repeated. Use a machine that does
 nothing else.
 
-Exit codes: 0 done, 2 wrong arguments or a failed run, 128 + N signal N.
+Exit codes: 0 done, 2 wrong arguments, 1 a failed run.
 """
 
 import argparse
@@ -28,7 +28,6 @@ import math
 import os
 import re
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
@@ -44,7 +43,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "demo_coco_resnet18.py"
 WARM_UP = 3  # steps that the script's Summary leaves out
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
-OTHER_LAUNCHERS = ("SLURM_", "OMPI_", "TORCHELASTIC_", "RANK", "WORLD_", "LOCAL_", "MASTER_")
 TALK_IMAGES, TALK_EPOCHS, TALK_GPUS = 118_287, 2, 4  # COCO train2017, as in the talk
 
 Data = namedtuple("Data", "images file")  # the folder of images, and their instances file
@@ -56,16 +54,13 @@ class UserError(Exception):
 
 def main(argv=None):
     args = parse_arguments(argv)
-    try:
-        with tempfile.TemporaryDirectory(prefix="demo-benchmark-") as folder:
-            args.folder = Path(folder)
-            print(f"{args.command}: {machine()}, batch of {args.batch_size}, {args.steps} steps")
+    print(f"{args.command}: {machine()}, batch of {args.batch_size}, {args.steps} steps")
+    with tempfile.TemporaryDirectory(prefix="demo-benchmark-") as folder:
+        args.folder = Path(folder)
+        try:
             COMMANDS[args.command](args)
-    except (UserError, OSError) as error:
-        print(f"benchmark.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+        except (UserError, OSError) as error:
+            sys.exit(f"benchmark.py: error: {error}")
 
 
 # ---- The commands
@@ -120,8 +115,9 @@ def measure_peer(args):
     sets = {name: make_data(args, n * args.batch_size, name) for name, n in batches.items()}
     trees = {name: make_tree(args.folder / f"tree-{name}", data) for name, data in sets.items()}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    variables = [f"PYTHON={sys.executable}", f"LOG_DIR={args.folder}/logs", "GPUS=1", "RESTARTS=0"]
     demo = {
-        "launch_single.sh": ["bash", ROOT / "launch_single.sh"],
+        "launch_single.sh": ["env", *variables, "bash", ROOT / "launch_single.sh"],
         "bare torchrun": [*torchrun, "--nproc_per_node=1", SCRIPT],
     }
     text = run(args, [*demo["launch_single.sh"], *options(args, sets["short"])])
@@ -190,23 +186,15 @@ COMMANDS = {
 
 
 def parse_arguments(argv):
-    """The arguments. Wrong ones end the process with one line and exit code 2."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    parsers = [parser]
     for name, measure in COMMANDS.items():
         text = measure.__doc__.splitlines()[0]
         sub = commands.add_parser(name, help=text, description=text)
         add_options(sub.add_argument, name)
-        parsers.append(sub)
-    for each in parsers:
-        each.error = lambda text: parser.exit(2, f"benchmark.py: error: {text}; see --help\n")
-    args = parser.parse_args(argv)
-    if args.command == "peer" and args.image_size != 224:
-        parser.error("the peer crops to 224 pixels: leave out --image_size")
-    return args
+    return parser.parse_args(argv)
 
 
 def add_options(add, command):
@@ -219,8 +207,8 @@ def add_options(add, command):
     batch_size = 256 if gpu else 32
     text = f"images per process ({batch_size})"
     add("--batch_size", type=positive, default=batch_size, metavar="N", help=text)
-    add("--image_size", type=positive, default=224, metavar="N", help="pixels a side (224)")
-    add("--limit", type=positive, default=1800, metavar="S", help="seconds of a run (1800)")
+    if command != "peer":  # it crops to 224 pixels
+        add("--image_size", type=positive, default=224, metavar="N", help="pixels a side (224)")
     if command != "gpu":
         add("--rounds", type=positive, default=5, metavar="N", help="how often all run (5)")
         kinds = ["auto", "fp32", "fp16", "bf16"]
@@ -309,32 +297,20 @@ def make_tree(folder, data):
 
 
 def run(args, command, variables=()):
-    """What a command prints. Raises UserError if it fails or takes over --limit seconds.
+    """What a command prints. Raises UserError if it fails.
 
     variables: of the environment, where the user has not set them.
     """
     command = [str(word) for word in command]
-    env = {k: v for k, v in os.environ.items() if not k.startswith(OTHER_LAUNCHERS)}
-    env = {**dict(variables), **env}
-    env |= {"PYTHON": sys.executable, "GPUS": "1", "RESTARTS": "0", "PYTHONUNBUFFERED": "1"}
-    env |= {"LOG_DIR": str(args.folder / "logs"), "RUN_NAME": str(time.monotonic_ns())}
+    env = {**dict(variables), **os.environ, "PYTHONUNBUFFERED": "1"}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    text = {"text": True, "errors": "replace"}
-    process = subprocess.Popen(command, cwd=args.folder, env=env, **pipes, **text)
-    try:
-        output, _ = process.communicate(timeout=args.limit)
-    except subprocess.TimeoutExpired as error:
-        text = f"not done after {args.limit} s, see --limit"
-        raise UserError(f"{text}: {shlex.join(command)[:300]}") from error
-    finally:
-        if process.poll() is None:
-            process.terminate()  # not kill: torchrun and the launcher have to end their processes
-            process.communicate()
-    if process.returncode:
-        last = " | ".join([line.strip() for line in output.splitlines() if line.strip()][-3:])
-        failed = f"exit code {process.returncode}: {shlex.join(command)[:300]}"
+    # In the folder, because the peer writes its checkpoints where it is started.
+    done = subprocess.run(command, cwd=args.folder, env=env, **pipes, text=True, errors="replace")
+    if done.returncode:
+        last = " | ".join([line.strip() for line in done.stdout.splitlines() if line.strip()][-3:])
+        failed = f"exit code {done.returncode}: {shlex.join(command)[:300]}"
         raise UserError(f"{failed}: {last[-600:]}")
-    return output
+    return done.stdout
 
 
 def options(args, data, **more):
@@ -345,7 +321,7 @@ def options(args, data, **more):
         "weights": "none",
         "num_epochs": 1,
         "batch_size": args.batch_size,
-        "image_size": args.image_size,
+        "image_size": vars(args).get("image_size", 224),
         "precision": args.precision,
     }
     pairs = (given | more).items()
@@ -420,16 +396,11 @@ def run_child(kind, script, options):
 
 
 def load_script(path):
-    """A copy of the script as a module. Ends this process with one line if it is none."""
-    try:
-        sys.path.insert(0, str(Path(path).parent))  # loader workers may import it again
-        spec = importlib.util.spec_from_file_location(SCRIPT.stem, path)
-        demo = sys.modules[SCRIPT.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(demo)
-        demo.make_train_loader, demo.read_image_list, demo.ProcessInfo  # noqa: B018
-    except Exception as error:
-        text = f"{path} has other names than this script: use its own commit's benchmark.py"
-        sys.exit(f"{text} ({error})")
+    """A copy of the script as a module."""
+    sys.path.insert(0, str(Path(path).parent))  # loader workers may import it again
+    spec = importlib.util.spec_from_file_location(SCRIPT.stem, path)
+    demo = sys.modules[SCRIPT.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
     return demo
 
 
@@ -508,5 +479,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:
         run_child(sys.argv[2], sys.argv[3], sys.argv[4:])
     else:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         main()
