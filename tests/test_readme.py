@@ -143,12 +143,6 @@ def test_commands_of_the_launcher_of_nodes_have_what_it_needs():
         assert by_hand or before.startswith("srun --nodes=2 --ntasks-per-node=1 "), before
 
 
-def test_readmes_commands_use_no_variable_that_was_set_before():
-    """Each may be typed in a terminal of its own; the loop that fetches COCO is one command."""
-    used = re.findall(r"\$\{?(\w+)", "".join(PAGES[README].commands))
-    assert {*used} == {"name"}
-
-
 def test_files_that_commands_name_exist(calls):
     for call in calls:
         for part in call:
@@ -159,8 +153,11 @@ def test_files_that_commands_name_exist(calls):
 
 @LONG
 def test_readmes_first_commands_train_and_compare(tmp_path):
+    """On 96 of the 512 drawn images."""
     ignored = shutil.ignore_patterns(".*", "data", "logs", "tests", "__pycache__", "*.pt")
     project = shutil.copytree(ROOT, tmp_path / "project", ignore=ignored)
+    drawing = project / "tools" / "make_sample_coco.py"
+    drawing.write_text(drawing.read_text().replace("default=512", "default=96"))
     trains, compares, *_ = PAGES[README].commands
     lines = [line for line in trains.splitlines() if not line.startswith("tests/")]
     script = "\n".join(["set -eo pipefail; source() { true; }", *lines, compares])
@@ -247,29 +244,13 @@ def test_messages_of_the_fault_table_are_those_of_the_code():
         assert text in code, text
 
 
-def test_malloc_variables_are_those_of_the_launchers():
-    found = re.findall(r"(MALLOC_\w+_)=(\d+)", PAGES["docs/speed.md"].text)
-    assert len(found) == 2
-    for name, value in found:
-        assert f"${{{name}-{value}}}" in source("tools/environment.sh")
-
-
-def test_figures_of_readmes_comparison_are_those_of_the_whole_one():
-    def cells(page):
-        lines = re.findall(r"^\| .*\|$", PAGES[page].text, re.MULTILINE)
-        return [[cell.strip() for cell in line.split("|")] for line in lines]
-
-    short = [row for row in cells(README) if re.search(r"\d ms|%|\d\.\d{4}|^\d+$", row[2])]
-    assert len(short) >= 7
-    assert all(row in cells("docs/networks.md") for row in short)
-
-
 def test_development_page_has_each_file_of_tools():
     named = {*re.findall(r"`(?:tools/)?(\w+\.(?:py|sh))`", PAGES["docs/development.md"].text)}
     assert {path.name for path in (ROOT / "tools").glob("*.*")} <= named
     assert all([*ROOT.glob(name), *ROOT.glob(f"tools/{name}")] for name in named)
 
 
+@LONG
 @pytest.mark.parametrize("path", sorted(ROOT.glob("tools/*.py")), ids=lambda path: path.name)
 def test_each_tool_answers_help(path):
     assert os.access(path, os.X_OK)
@@ -296,11 +277,6 @@ def test_links_resolve_and_sections_have_names_of_their_own(page):
             continue
         assert target.is_file() and target.is_relative_to(ROOT), link
         assert not place or place in PAGES[name].anchors, f"{link}: no such section in {name}"
-
-
-def test_each_picture_is_shown_on_a_page():
-    shown = {os.path.basename(link) for page in PAGES.values() for link in page.links}
-    assert {path.name for path in ROOT.glob("docs/*.png")} <= shown
 
 
 @every_page
