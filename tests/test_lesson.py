@@ -82,11 +82,9 @@ def test_ddp_prints_what_the_page_shows_and_ends_with_the_weights_of_plain(origi
 
 
 @LONG
-@pytest.mark.parametrize(("count", "images"), [(3, 18), (4, 16)])
-def test_other_numbers_of_processes(count, images):
-    output = run(RUN_DDP.replace("node=2", f"node={count}")).out
-    assert output.count(f" of {images} right") == 3
-    assert ("sum 2.20" in output) == (count == 4)
+def test_three_processes_see_two_images_twice():
+    output = run(RUN_DDP.replace("node=2", "node=3")).out
+    assert output.count(" of 18 right") == 3
 
 
 def test_diff_is_the_one_that_the_page_explains():
@@ -106,6 +104,7 @@ def test_six_marks_stand_once_and_in_order_and_mean_functions_of_the_big_script(
         assert re.findall(r"^def (\w+)", before_mark, re.M)[-1] == name
 
 
+@LONG
 def test_no_thread_of_the_group_is_left(tmp_path):
     """On a busy machine one could abort Python at its end: SIGABRT, after all results."""
     program = tmp_path / "program.py"
@@ -160,21 +159,16 @@ def test_call_of_rank_0_alone_is_the_mismatch_that_the_answers_quote(tmp_path):
 
 @LONG
 def test_two_nodes_on_one_laptop(tmp_path, original):
-    def both(path):
-        commands = [
-            text.replace("29500", port).replace(DDP, f"'{path}'")
-            for text in blocks(TWO_NODES, "bash")
-        ]
-        return run(" & ".join(text.strip() for text in commands) + "; wait").out
-
-    port = str(free_port())
-    whole = both(ROOT / DDP)
-    assert re.findall("all ranks: .*", whole) == re.findall("all ranks: .*", original)
-    port = str(free_port())
-    changed = both(changed_copy(TWO_NODES, tmp_path))
-    for line in blocks(TWO_NODES, "text")[0].splitlines():
-        assert is_printed(line, changed), line
-    assert not is_printed("[rank 2] epoch 0: images [12, 11, 2, 4]", whole)
+    path, port = changed_copy(TWO_NODES, tmp_path), str(free_port())
+    commands = [
+        text.strip().replace("29500", port).replace(DDP, f"'{path}'")
+        for text in blocks(TWO_NODES, "bash")
+    ]
+    output = run(" & ".join(commands) + "; wait").out
+    shown = blocks(TWO_NODES, "text")[0].splitlines()
+    for line in shown:
+        assert is_printed(line, output), line
+    assert not all(is_printed(line, original) for line in shown)
 
 
 # --- Numbers and sheet -------------------------------------------------------------------------
