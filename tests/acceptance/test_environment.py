@@ -177,6 +177,7 @@ def test_venv_is_made_once(checkout, index):
     runs = [started.finish(300) for started in both]
     assert [environment_of(run) for run in runs] == [checkout.venv] * 2
     assert sorted("waiting" in run.err for run in runs) == [False, True]
+    assert sum("once, some minutes" in run.err for run in runs) == 1
     before = {path: path.stat().st_mtime_ns for path in checkout.venv.rglob("*")}
     again = checkout.start().finish(60)
     assert environment_of(again) == checkout.venv and again.err == ""
