@@ -170,21 +170,14 @@ def timing(process: demo.ProcessInfo, size: int, ms: float) -> dict:
 def of_all_nodes(process: demo.ProcessInfo, carried: dict) -> list[dict]:
     """What each node's interfaces and TCP have counted, and what NCCL wrote."""
     host = socket.gethostname()
-    places = gather((host, os.getpid()))
+    places = demo.all_gather((host, os.getpid()))
     node = None
     if process.local_rank == 0:  # all processes of a node read the same counters
         node = {"host": host, **carried}
         pattern = os.environ.get("NCCL_DEBUG_FILE", "") if process.backend == "nccl" else ""
         found = nccl.of_processes(pattern, host, [pid for name, pid in places if name == host])
         node["nccl"] = found and found.to_dict()
-    return [node for node in gather(node) if node]
-
-
-def gather(value: object) -> list:
-    """What it is on all ranks, in the order of the ranks."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return [node for node in demo.all_gather(node) if node]
 
 
 # --- For people ----------------------------------------------------------------------------------

@@ -139,6 +139,7 @@ for k in 0 1; do
     launchers+=("$!")
 done
 set +m
+[ -z "$stopped" ] || forward "$stopped" # it came before there was a launcher
 
 code=0
 for launcher in "${launchers[@]}"; do
