@@ -74,7 +74,7 @@ def adapter_rows(run):
     """For IP over InfiniBand whose reason is not known."""
     if kind_of(run) != "ipoib" or run.setting("backend") != "nccl":
         return []
-    adapter = run.network.adapter.partition(":")[0]
+    adapter = run.network.adapter.partition(":")[0] or "ADAPTER"
     text = "NCCL_DEBUG=INFO shows why NCCL took sockets (/dev/infiniband missing in a "
     text += f"container?); then the adapter itself: NETWORK=infiniband IFNAME={adapter}"
     return [(not run.network.problem("fell_back_to_sockets"), text)]
