@@ -64,6 +64,12 @@ as_caller=(setpriv --reuid "${SUDO_UID:-0}" --regid "${SUDO_GID:-0}" --clear-gro
 find_python
 export PYTHON
 [ "$#" -gt 0 ] || make_sample
+if [ -n "${SUDO_UID:-}" ]; then # what was made belongs to the user behind sudo
+    [ ! -O "$root/data" ] || chown "$SUDO_UID:$SUDO_GID" "$root/data"
+    for made in "$venv" "$root/data/sample_coco"; do
+        [ ! -O "$made" ] || chown -R "$SUDO_UID:$SUDO_GID" "$made"
+    done
+fi
 
 # ---- The nodes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,6 +118,24 @@ def test_what_it_makes_belongs_to_the_user_behind_sudo(folder, caller):
     owners = {(path.lstat().st_uid, path.lstat().st_gid) for path in made}
     assert owners == {(caller.pw_uid, caller.pw_gid)}
     assert (folder / "set").stat().st_uid == os.geteuid()  # which was there before
+
+
+@LONG
+def test_the_sample_set_belongs_to_the_user_behind_sudo(tmp_path, caller):
+    """It is stopped as soon as the set is made."""
+    require_namespaces()
+    project = tmp_path / "project"  # a copy, without a sample set
+    shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".*", "data", "logs", "tests"))
+    env = {"PYTHON": sys.executable}
+    env |= {"SUDO_UID": str(caller.pw_uid), "SUDO_GID": str(caller.pw_gid)}
+    with start(["bash", project / "tools/two_nodes.sh"], env=env, cwd=tmp_path) as started:
+        started.wait_for("Emulated: ")
+        started.signal(signal.SIGTERM)
+        started.finish(30, expect=None, clean=10)
+    made = [project / "data", *(project / "data").rglob("*")]
+    assert len(made) > 500
+    owners = {(path.stat().st_uid, path.stat().st_gid) for path in made}
+    assert owners == {(caller.pw_uid, caller.pw_gid)}
 
 
 @LONG
