@@ -6,7 +6,9 @@ times, usually once for each GPU. Each process trains its own copy of the model 
 own share of the images. In each step DDP averages the gradients of all processes, so the replicas
 stay equal.
 
-One GPU, or the CPU if there is none:
+It needs Linux or macOS, Python 3.10 or newer, and what requirements.txt lists.
+
+One GPU, or the CPU if there is none (python in place of torchrun and its options does the same):
     torchrun --standalone --nnodes=1 --nproc_per_node=1 demo_coco_resnet18.py \
         --coco_image_path DIR --annotation_path FILE
 All GPUs of one machine:
@@ -29,9 +31,9 @@ With N processes a step covers N times as many images, so an epoch has 1/N as ma
     images per step (global batch size) = world size x batch size x accumulate steps
 --batch_size counts the images of one process. With --accumulate_steps each process adds up the
 gradients of several batches (micro-batches) before a step. A step of N processes does what one
-process would do with all these images, except that batch norm sees the images of its own process
-only, and that sums may differ in their last bits. The learning rate does not depend on N unless
-you ask for --lr_scaling.
+process would do with all these images, with three differences: batch norm sees the images of its
+own process only, an epoch may end with repeated images (3/6), and sums may differ in their last
+bits. The learning rate does not depend on N unless you ask for --lr_scaling.
 
 Six changes make a training script distributed. Each is marked in the code:
     1/6  a process learns its rank from the environment       read_environment
@@ -46,15 +48,15 @@ collective call is an exchange between all ranks: all-reduce (every rank gets th
 all values), all-gather (every rank gets a list of all values), broadcast (every rank gets one
 rank's value) or barrier (no value: the ranks only wait). In each call a rank waits for the others.
 If one rank leaves a call out, the others fail after --timeout seconds. Calls that do not match
-hang, or mix up data.
+hang, or mix up data. Functions that make such a call say so: "All ranks make this call".
 
-The file reads in this order: main, the six changes, then what they use.
+The file reads in this order: main, the six changes, what all ranks do together, then what these
+use. For a first lesson main and the six changes are enough.
 
 Exit codes: 0 done, 1 error, 2 wrong arguments, 75 stopped by a signal (--checkpoint is saved).
 """
 
 import argparse
-import fcntl
 import gc
 import hashlib
 import json
@@ -64,7 +66,6 @@ import os
 import re
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import threading
@@ -135,7 +136,7 @@ def main(process):
     last_epoch = math.ceil(args.max_steps / args.steps_per_epoch)
     for epoch in range(first_epoch, last_epoch + 1):
         train_one_epoch(training, train_loader, epoch)  # 5/6
-        # All ranks make this call, though only rank 0 writes: the others wait for it.
+        # Like all calls in main, each rank makes this one, though only rank 0 writes.
         save_checkpoint(training)
         if val_loader:
             evaluate(training, val_loader, epoch)  # 6/6
@@ -226,12 +227,14 @@ def read_environment(process):
 
 
 def join_process_group(args, process):
-    """Chooses the device and the backend, and joins the process group. Raises UserError."""
+    """Chooses the device and the backend, and joins the process group. All ranks make this call.
+
+    Raises UserError.
+    """
     # DDP 2/6: each process takes a device of its own, then joins the group of all processes. The
     # backend moves tensors between them: NCCL between NVIDIA GPUs, one for each process; Gloo
     # between CPUs, or with --backend gloo between processes that share a GPU.
     choose_device(args, process)
-    choose_interface(process)  # by which Gloo reaches the other nodes
     where = f"rendezvous at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     # NOTE: this call may take longer than its own timeout. Gloo waits several times as long for an
     # address that does not answer, and NCCL waits for ever.
@@ -287,9 +290,12 @@ def make_val_loader(args, process, val_list):
 
 
 def build_model(args, process, classes):
-    """ResNet-18 on this process's device. Until 4/6 only rank 0 has the weights of --weights."""
+    """ResNet-18 on this process's device. All ranks make this call.
+
+    Until 4/6 only rank 0 has the weights of --weights.
+    """
     torch.manual_seed(args.seed)  # makes a run repeatable; DDP (4/6) makes the ranks equal
-    # For another model change this line, and the last layer's name (fc) in load_weights.
+    # For another model change this line, and load_weights and download_weights.
     model = torchvision.models.resnet18(num_classes=classes)
     with errors_end_all_ranks():
         if process.rank == 0 and args.weights != "none":
@@ -302,7 +308,10 @@ def build_model(args, process, classes):
 
 
 def wrap_model(args, process, model):
-    """The model in DDP, and the state of --grad_compression powersgd or None."""
+    """The model in DDP, and the state of --grad_compression powersgd or None.
+
+    All ranks make this call.
+    """
     if process.device.type == "mps":  # a Mac's GPU: one process, and DDP has no backend for it
         model.no_sync = nullcontext
         return model, None
@@ -322,7 +331,10 @@ def wrap_model(args, process, model):
 
 
 def train_one_epoch(training, loader, epoch):
-    """Trains what is left of an epoch: all of it, unless the run was resumed in it."""
+    """Trains what is left of an epoch: all of it, unless the run was resumed in it.
+
+    All ranks make this call.
+    """
     args, process, ddp, timer = training.args, training.process, training.ddp, training.timer
     # Seed and epoch decide the order of the images, and so the shares. Without this call each
     # epoch would repeat the first one.
@@ -349,6 +361,7 @@ def train_one_epoch(training, loader, epoch):
             with sync:
                 logits = forward(training, ddp, images)
                 labels = labels.to(process.device, non_blocking=process.gpu)
+                # A share of the mean over this rank's images of the whole step.
                 loss = cross_entropy(logits, labels, reduction="sum") / images_in_step
                 # DDP 5/6: backward works from the last layer to the first. As soon as the
                 # gradients of some layers (a bucket) are ready, DDP starts to average them over
@@ -358,7 +371,8 @@ def train_one_epoch(training, loader, epoch):
                 training.scaler.scale(loss).backward()
             loss_of_step += loss.detach()
         timer.mark("averaged")
-        # Equal weights and equal gradients on all ranks: the weights stay equal.
+        # Equal weights and equal gradients on all ranks: the weights stay equal. (With fp16 the
+        # scaler skips a step that overflows, on all ranks, because their gradients are equal.)
         training.scaler.step(training.optimizer)
         training.scaler.update()
         training.optimizer.zero_grad()
@@ -371,7 +385,7 @@ def train_one_epoch(training, loader, epoch):
         shown_loss = loss_of_step.item() if log_due else None  # waits for a GPU: not in each step
         timer.end_step(images_in_step)
         if log_due:
-            log_step(training, epoch, shown_loss)
+            log_step(training, epoch, shown_loss)  # every rank: its loss is that of its own images
         save_due = args.checkpoint_every and training.step % args.checkpoint_every == 0
         if save_due or training.step >= training.agree_at_step:
             agree_to_continue(training)
@@ -390,12 +404,12 @@ def train_one_epoch(training, loader, epoch):
 
 @torch.inference_mode()
 def evaluate(training, loader, epoch):
-    """Logs the accuracy over all validation images."""
+    """Logs the accuracy over all validation images. All ranks make this call."""
     process, model, began = training.process, training.model, perf_counter()
     correct = images_seen = 0
     model.eval()
     for images, labels in loader:
-        if process.stop:  # a stop signal has come to this rank
+        if process.stop:  # on this rank; it may leave the loop alone, which has no collective call
             break
         guesses = forward(training, model, images).argmax(1).cpu()
         correct += (guesses == labels).sum().item()
@@ -421,6 +435,49 @@ def forward(training, model, images):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     with torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None):
         return model((images - mean) / std).float()
+
+
+# ---- What all ranks do together
+
+
+def all_gather(value):
+    """A list of the ranks' values, in the order of the ranks. All ranks make this call."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_rank_0(read):
+    """What read() returns on rank 0, on every rank; its UserError on every rank, too.
+
+    All ranks make this call.
+    """
+    result = [None]
+    with errors_end_all_ranks():
+        if dist.get_rank() == 0:
+            result = [read()]
+    dist.broadcast_object_list(result, src=0)
+    return result[0]
+
+
+@contextmanager
+def errors_end_all_ranks():
+    """A block that all ranks run. It ends with a collective call, also after an error.
+
+    If the block raises UserError on one rank, all ranks raise it. Example: an image is missing on
+    the node of rank 1. Without this, rank 1 would end alone. Rank 0 would wait for it in the next
+    collective call, and fail with an error about a lost connection.
+    """
+    error = ""
+    try:
+        yield
+    except UserError as failure:
+        error = str(failure)
+    errors = all_gather(error)
+    failed = [rank for rank, text in enumerate(errors) if text]
+    if failed:
+        which = f" (rank {', '.join(map(str, failed))})" if len(failed) < len(errors) else ""
+        raise UserError(errors[failed[0]] + which)
 
 
 # ---- Arguments
@@ -527,7 +584,11 @@ def parse_arguments(argv):
 
 
 def complete_arguments(args, process, images):
-    """Sets what depends on the hardware and on the number of images. Raises UserError."""
+    """Sets what depends on the hardware and on the number of images. Raises UserError.
+
+    All ranks make this call. It makes some collective calls only with certain arguments: it may,
+    because check_start has made sure that all ranks have the same.
+    """
     with errors_end_all_ranks():
         if args.sync_bn and not process.gpu:
             raise UserError("--sync_bn needs NVIDIA GPUs: PyTorch has no other SyncBatchNorm")
@@ -570,7 +631,6 @@ MPIRUN += ["OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"]
 SRUN = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
 PRECISIONS = ["fp32", "fp16", "bf16"]  # each is fast only on hardware that is fast in those before
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # USR1: SLURM's, at a time limit
-SIOCGIFADDR = 0x8915  # Linux's request for an interface's address, see netdevice(7)
 
 
 def find_launcher():
@@ -638,7 +698,8 @@ def fastest_precision(process):
         return "fp16" if torch.cuda.get_device_capability() >= (7, 0) else "fp32"
     if process.device.type == "mps":
         return "fp32"
-    # CPUs with bf16 instructions multiply several times faster in it, others many times slower.
+    # CPUs with bf16 instructions multiply several times faster in it, others many times slower:
+    # the choice hardly varies.
     seconds = {torch.float32: [], torch.bfloat16: []}
     for _ in range(50):
         for dtype in seconds:
@@ -650,48 +711,11 @@ def fastest_precision(process):
     return "bf16" if min(seconds[torch.bfloat16]) < min(seconds[torch.float32]) else "fp32"
 
 
-def choose_interface(process):
-    """Sets GLOO_SOCKET_IFNAME, if it is unset, to the interface of the route to MASTER_ADDR.
-
-    By default Gloo takes the address of the host name. Debian and Ubuntu map that to 127.0.1.1,
-    which the other nodes cannot reach.
-    """
-    one_node = process.world_size == process.local_world_size
-    if one_node or process.backend != "gloo" or "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    addresses = {name: ipv4_address(name) for _, name in socket.if_nameindex()}
-    usable = [name for name in addresses if addresses[name].partition(".")[0] not in ("", "127")]
-    own_address = address_towards(os.environ["MASTER_ADDR"])
-    on_route = [name for name in usable if addresses[name] == own_address]
-    if on_route:
-        os.environ["GLOO_SOCKET_IFNAME"] = on_route[0]
-    elif len(usable) == 1:  # on rank 0's node MASTER_ADDR may be 127.0.1.1
-        os.environ["GLOO_SOCKET_IFNAME"] = usable[0]
-    else:
-        text = f"no interface leads to MASTER_ADDR {os.environ['MASTER_ADDR']}"
-        log(process, f"WARNING: {text}: export GLOO_SOCKET_IFNAME=NAME ('ip -br addr' lists them)")
-
-
-def ipv4_address(interface):
-    """The address of an interface of this node, or an empty string."""
-    request = struct.pack("40s", interface.encode())
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, suppress(OSError):
-        return socket.inet_ntoa(fcntl.ioctl(any_socket, SIOCGIFADDR, request)[20:24])
-    return ""
-
-
-def address_towards(host):
-    """This node's address on the route to a host, or an empty string. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect((host, 9))
-        return probe.getsockname()[0]
-    return ""
-
-
 def end_unconnected(args, process, where):
     """Ends this process, which has waited too long for the others."""
     text = f"after {args.timeout:g} s this rank is not connected to all others"
-    advice = "a firewall between the nodes, or the wrong interface? Try tools/preflight.py"
+    name = "NCCL_SOCKET_IFNAME" if process.backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    advice = f"a firewall, or the wrong interface (export {name}=NAME)? Try tools/preflight.py"
     text = f"ERROR: {where}: {text}: {advice}"
     log(process, text, STDERR)
     write_error_file(process, "lost", text)
@@ -763,7 +787,8 @@ PER_NODE += ["checkpoint", "workers"]
 def check_start(args, process, train_list, val_list):
     """Whether all ranks were started alike, and have the images. Raises UserError if not.
 
-    Returns a digest of the sizes of some images, which tells resized images from the originals.
+    All ranks make this call. Returns a digest of the sizes of some images, which tells resized
+    images from the originals.
     """
     own = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
     own["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
@@ -814,7 +839,7 @@ class CocoFirstCategory(Dataset):
 
     A key is (epoch, index). Key and seed alone decide how an image is cropped, so it looks the
     same on whichever rank, and in a resumed run. For another kind of data write a Dataset with
-    such keys, and a function in place of read_image_list.
+    such keys and with `labels`, and functions in place of read_image_list and check_images.
     """
 
     def __init__(self, args, process, folder, image_list, transform):
@@ -974,10 +999,10 @@ def compress_gradients(args, ddp):
 def arrange_buckets(training):
     """Runs a forward and a backward pass over blank images, before any step.
 
-    After its first backward pass DDP changes which gradients are in which bucket. The buckets
-    decide the order in which the gradients of the ranks are added, and so the last bits of the
-    sums. Without this pass a resumed run would not equal an unbroken one bit for bit. (On a GPU,
-    cuDNN may also change an order of sums from run to run.)
+    All ranks make this call. After its first backward pass DDP changes which gradients are in
+    which bucket. The buckets decide the order in which the gradients of the ranks are added, and
+    so the last bits of the sums. Without this pass a resumed run would not equal an unbroken one
+    bit for bit. (On a GPU, cuDNN may also change an order of sums from run to run.)
     """
     before = [buffer.clone() for buffer in training.model.buffers()]
     size = training.args.image_size
@@ -1067,7 +1092,8 @@ def mean_time(steps):
 def agree_to_continue(training):
     """All ranks go on, or all end: by UserError, or with a checkpoint and exit code 75.
 
-    About once a second, because the ranks wait for each other, and for their GPUs.
+    All ranks make this call, about once a second, because here they wait for each other and for
+    their GPUs.
     """
     process, timer = training.process, training.timer
     # A torchrun that is killed leaves its ranks behind. They then have another parent.
@@ -1109,7 +1135,7 @@ def settings_of(training):
 
 
 def save_checkpoint(training):
-    """Rank 0 writes. All ranks make this call, so that all end if it fails. Raises UserError."""
+    """All ranks make this call, and all end if it fails; rank 0 writes. Raises UserError."""
     step, path = training.step, training.args.checkpoint
     with errors_end_all_ranks():
         if not all(parameter.isfinite().all() for parameter in training.model.parameters()):
@@ -1141,7 +1167,14 @@ def write_checkpoint(training, path):
 
 
 def load_checkpoint(training):
-    """Restores what was saved. Rank 0 reads the file. Returns what to log. Raises UserError."""
+    """Restores what was saved. Returns what to log. Raises UserError.
+
+    All ranks make this call; rank 0 reads the file. A resumed run equals an unbroken one bit for
+    bit, because the order of the images and their crops depend on seed, epoch and index alone
+    (EpochSampler, CocoFirstCategory), because DDP adds up in the same order (arrange_buckets), and
+    because the rest of what a step needs is in the file. ResNet-18 draws no random numbers. A
+    model that does (dropout) would need the state of torch's generators there as well.
+    """
     path = training.args.checkpoint
     state = from_rank_0(lambda: read_file(path) if os.path.exists(path) else None)
     if state is None:
@@ -1192,7 +1225,10 @@ def counted(number, one, more):
 
 
 def log_run(training, val_list, resumed):
-    """Rank 0 writes what runs, on what hardware, with which settings, and on which data."""
+    """What runs, on what hardware, with which settings, and on which data.
+
+    All ranks make this call; rank 0 writes.
+    """
     args, process, train_list = training.args, training.process, training.train_list
     device = torch.cuda.get_device_name() if process.gpu else os.uname().machine
     if process.device.type == "mps":
@@ -1259,7 +1295,10 @@ def log_validation(training, loader, epoch, correct, images, began):
 
 
 def log_summary(training):
-    """Rank 0 writes the Summary, and whether the replicas are equal, bit for bit."""
+    """The Summary, and whether the replicas are equal, bit for bit.
+
+    All ranks make this call; rank 0 writes.
+    """
     process, steps = training.process, training.timer.steps
     weights = hashlib.sha256()
     for value in training.model.state_dict().values():
@@ -1293,46 +1332,6 @@ def log_summary(training):
     epochs = counted(summary["epochs"], "epoch", "epochs")
     made = counted(training.step, "step", "steps")
     log_from_rank_0(process, f"Summary: {epochs}, {made}, {text.format(**summary)}")
-
-
-# ---- What all ranks do together
-
-
-def all_gather(value):
-    """A list of what `value` is on each rank, in the order of the ranks. A collective call."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def from_rank_0(read):
-    """What read() returns on rank 0, on every rank; its UserError on every rank, too."""
-    result = [None]
-    with errors_end_all_ranks():
-        if dist.get_rank() == 0:
-            result = [read()]
-    dist.broadcast_object_list(result, src=0)
-    return result[0]
-
-
-@contextmanager
-def errors_end_all_ranks():
-    """A block that all ranks run. It ends with a collective call, also after an error.
-
-    If the block raises UserError on one rank, all ranks raise it. Example: an image is missing on
-    the node of rank 1. Without this, rank 1 would end alone. Rank 0 would wait for it in the next
-    collective call, and fail with an error about a lost connection.
-    """
-    error = ""
-    try:
-        yield
-    except UserError as failure:
-        error = str(failure)
-    errors = all_gather(error)
-    failed = [rank for rank, text in enumerate(errors) if text]
-    if failed:
-        which = f" (rank {', '.join(map(str, failed))})" if len(failed) < len(errors) else ""
-        raise UserError(errors[failed[0]] + which)
 
 
 # ---- Errors and the end

@@ -11,6 +11,7 @@ from analysis.runs import duration
 GRADIENT_BYTES = 44_870_208  # 4 * 11,217,552 parameters: ResNet-18 with 80 classes
 
 IB = "NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>|Using network IB"
+FOUR = IB.replace("/IB [RO]", "/IB [1]mlx5_1:1/IB [2]mlx5_2:1/IB [3]mlx5_3:1/IB [RO]")
 ROCE = IB.replace("/IB [RO]", "/RoCE [RO]")
 SOCKET = "NET/Socket : Using [0]eth0:10.0.0.1<0>|Using network Socket"
 EFA = "NET/OFI Selected Provider is efa (found 4 nics)|Using network Libfabric"

@@ -110,20 +110,29 @@ def slow_link_rows(run):
     direct = bool(connections) and network.with_gpudirect == connections
     direct_known = direct or bool(network and network.problem("gpudirect_off"))
     bond = "a bond sends a connection over one member: more connections, hashed by layer3+4"
-    more = "more connections, as one may not fill this link: NCCL_SOCKET_NTHREADS=4 and "
-    more += "NCCL_NSOCKS_PERTHREAD=4 (NCCL), more processes a node (Gloo)"
+    more = "more connections, as one may not fill this link: "
+    more += "more processes per node" if run.on_cpu else "NCCL_SOCKET_NTHREADS=4 and "
+    more += "" if run.on_cpu else "NCCL_NSOCKS_PERTHREAD=4"
     alone = f"the link alone: `ib_write_bw -d {device} --report_gbits`, then with PEER on the "
     alone += f"other node: near {gbps} Gb/s from host memory clears"
     direct = "GPUDirect: nvidia-peermem loaded, or DMA-BUF; adapters near their GPU "
     direct += "(`nvidia-smi topo -m`)"
+    several = bool(network and network.members) or run.link_gbps >= FAST_SOCKETS_GBPS
+    speed = (
+        f"the negotiated speed: the switch's ports, `ethtool {name} | grep Speed` on both nodes"
+    )
+    if network and network.stated:
+        speed = "a port that negotiated less: the switches', as both nodes' own state "
+        speed += rate(network.stated)
     by_kind = {
         "sockets": [
-            f"the negotiated speed: the switch's ports, `ethtool {name} | grep Speed` on both "
-            "nodes",
-            "the interface: NETWORK= and IFNAME= of launch_multinode.sh keep the traffic on one",
+            speed,
+            "the interface: NETWORK= and IFNAME= of launch_multinode.sh keep the traffic on "
+            f"{name if network else 'one'}",
             "an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev "
             f"{name}`",
-            f"the link without training: `iperf3 -c PEER` should show {tcp}",
+            f"the link without training: `iperf3 {'-P 8 ' if several else ''}-c PEER` should show "
+            f"{'about ' if several else ''}{tcp}",
         ],
         "ipoib": [
             f"if it has to be IP, IPoIB's mode: `cat /sys/class/net/{name}/mode`; connected, if "
@@ -131,8 +140,8 @@ def slow_link_rows(run):
             "the link without training: `iperf3 -P 8 -c PEER`",
         ],
         "infiniband": [
-            f"the port: `ibstat {device}` should show State Active, Rate {gbps}; one bad lane "
-            "lowers it",
+            f"the port: `mlxlink -d {device}` shows the active beside the supported width and "
+            "speed; one bad lane lowers it",
             f"{alone} the link, not the way from GPU to adapter",
         ],
         "roce": [
@@ -143,7 +152,8 @@ def slow_link_rows(run):
         ],
         "efa": [
             "the adapters: `fi_info -p efa` on each node should list all of them",
-            "the security group: all traffic from and to itself allowed",
+            "the instance type's own limit; one placement group for both nodes",
+            "the link alone: libfabric's `fi_rma_bw -p efa`, then with PEER on the other node",
         ],
     }
     return [
@@ -151,6 +161,10 @@ def slow_link_rows(run):
         (kind in ("sockets", "ipoib") and run.link_gbps >= FAST_SOCKETS_GBPS, more),
         *((True, text) for text in by_kind[kind]),
         (kind in ADAPTERS and not direct_known, direct),
+        (
+            kind in ("infiniband", "roce"),
+            "the adapter's PCIe link: `lspci -vv`, LnkSta as wide and fast as LnkCap",
+        ),
     ]
 
 
@@ -169,17 +183,21 @@ def good_link_rows(run, bound):
     way += "are ever farther over PCIe), `nvidia-smi topo -p2p r` (OK, but still unused: "
     way += "NCCL_P2P_DISABLE, NCCL_P2P_LEVEL)"
     cores = "cores shared by compute and network: fewer OMP_NUM_THREADS than cores"
+    probe = "a probe before the run (PROBE=1): it shows which network carries it, and how fast"
     return [
+        (link and between and not run.network, probe),
         (exposed_too(run, bound) and less, f"the exposed communication: {less}"),
         (link and between and fallen, port),
         (link and between and kept, faster),
         (link and not between and not cpu, way),
-        (overlap, "a slow rank: compare compute times by rank in the Summary line"),
         (overlap and cpu, cores),
         ((link or overlap) and less, f"send less: {less}"),
         (link, "send less often: a larger --accumulate_steps or --batch_size"),
         (link and not between and cpu, "fewer processes: they share one machine's cores"),
-        (link and between and not kept, "a faster link: --project shows what to expect of it"),
+        (
+            link and between and run.network and kind_of(run) != "ipoib" and not kept,
+            "a faster link: --project shows what to expect of it",
+        ),
     ]
 
 

@@ -56,7 +56,7 @@ def judge(run):
         implied = carrying_s and ring_bytes(run) * 8e-9 / carrying_s
         verdict.implied_gbps = run.wire_gbps or implied
     (judge_split if run.has_split else judge_whole)(verdict, run)
-    verdict.says += [*(say_network(run) or say_implied(verdict, run)), *trouble]
+    verdict.says += [*say_network(run), *say_implied(verdict, run), *trouble]
     if run.straggler is not None:
         verdict.says.append(say_slow_rank(run))
     implied = verdict.implied_gbps or 0.0
@@ -121,7 +121,7 @@ def say_slow_rank(run):
 def say_implied(verdict, run):
     """Without a probe: what the exposed time says of the wire."""
     gbps, stated = verdict.implied_gbps, run.link_gbps
-    if not (run.has_split and verdict.bound == "link" and gbps and stated):
+    if run.network or not (run.has_split and verdict.bound == "link" and gbps and stated):
         return []
     text = "Without a probe: if the exposed time is the all-reduce's, the wire ran at "
     text += f"{rate(gbps)}, {gbps / stated:.0%} of the stated {rate(stated)}"
@@ -132,9 +132,11 @@ def say_implied(verdict, run):
 def name_link(run):
     if run.nodes == 1:
         return "communication inside its node"
-    if run.network and run.network.kind == "ipoib":
+    if not run.network:  # nothing shows that the link is what is slow
+        return "communication between its nodes"
+    if run.network.kind == "ipoib":
         return f"TCP over {run.network.names[0]}, not InfiniBand itself"
-    if run.network and run.network.transport == "roce" and say_trouble(run):
+    if run.network.transport == "roce" and say_trouble(run):
         return "its network, which loses packets"
     if through_host_memory(run):
         return "communication between its nodes, which passes through host memory"
@@ -176,10 +178,10 @@ def judge_whole(verdict, run):
         )
     else:
         says.append("The log does not split a step: what bounds it cannot be told.")
-    if known:
+    if known and run.work_from != run.name:
         low_s, high_s = max(run.work_s, line_s), run.work_s + tcp_s
         says.append(say_range(steps * low_s, steps * high_s, steps * run.step_s, stated))
-    elif run.nodes != 1:
+    elif not known and run.nodes != 1:
         says.append("To judge the link: --link_gbps, --parameters, --processes, --nodes.")
 
 
@@ -203,15 +205,19 @@ def say_network(run):
     """Which network carried the all-reduces, and what it delivered of what it states."""
     network = run.network
     if not network:
-        return []
+        if not run.log.ours or run.nodes == 1:
+            return []
+        why = "no counter of bytes moved with the probe" if run.record("Probe") else "no probe"
+        return [f"Which network carried it is not known ({why})."]
     basis = f"by {network.basis}"
     if run.nodes == 1 and network.gbps:
         return [f"Inside one node, over {network.shown}, {basis}: {rate(network.gbps)}."]
     if run.nodes == 1 or network.transport == "local":
         where = "Inside one node" if run.nodes == 1 else "Between nodes"
         if network.transport != "local":
-            basis = "as no counter of bytes moved"
-        return [f"{where}, {way_inside(network)}, {basis}: no network is judged."]
+            basis = "as no interface moved these bytes"
+        way = "through memory" if run.on_cpu else way_inside(network)
+        return [f"{where}, {way}, {basis}: no network is judged."]
     says = say_fallback(network)
     if network.transport in ADAPTERS and network.connections:
         direct = f"{network.with_gpudirect} of {network.connections} connections"
@@ -219,7 +225,7 @@ def say_network(run):
     if kept := only_sockets(run):
         basis += f", as {kept} keeps NCCL from InfiniBand and RoCE"
     if network.gbps is None:
-        return [*says, f"Over {network.way}, {basis}; no counter of bytes moved with it."]
+        return [*says, f"Over {network.way}, {basis}; the log has no counter of its bytes."]
     if network.kind != "ipoib":
         return [*says, f"Over {network.way}, {basis}: {delivered(run)}"]
     text = f"IP over InfiniBand: the probe ran at {rate(network.gbps)} on {network.names[0]}"
