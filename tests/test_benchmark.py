@@ -15,7 +15,7 @@ from support.processes import LONG, SCRIPT
 
 TINY = ["--steps", "2", "--batch_size", "4", "--image_size", "40"]
 ONCE = [*TINY, "--rounds", "1", "--precision", "fp32"]
-SLEEP = 3  # seconds: much longer than a step, also on a busy machine
+SLEEP = 1  # seconds: longer than a step, also on a busy machine
 
 # Takes 0.2 s for each batch of two images after a start of 3 s, and prints nothing.
 PEER = """

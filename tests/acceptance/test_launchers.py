@@ -30,7 +30,7 @@ from support.launchers import (
     two_nodes,
 )
 from support.nodes import require_namespaces, small_disk
-from support.processes import LONG, ROOT, SCRIPT, Run, Started, start, wait_until
+from support.processes import LONG, ROOT, SCRIPT, Run, Started, processes, start, wait_until
 
 HERE = {"PYTHON": sys.executable, "RUN_NAME": "run", "NNODES": "1", "PROBE": "0"}
 
@@ -91,10 +91,13 @@ def test_it_trains_in_the_background_of_a_script_where_sigint_is_ignored(folder)
 
 
 @LONG
-def test_a_rank_that_is_killed_is_restarted_from_the_checkpoint(training, folder):
-    with launch(SINGLE, folder, *training, GPUS=2, RESTARTS=1) as started:
+def test_after_a_loader_worker_was_killed_it_restarts_from_the_checkpoint(training, folder):
+    """For a killed rank see test_faults.py."""
+    with launch(SINGLE, folder, *training, "--workers", 1, GPUS=2, RESTARTS=1) as started:
         started.wait_for(r"\| Step 5 ")
-        os.kill(started.rank_pid(1), signal.SIGKILL)
+        rank = started.rank_pid(1)
+        (worker,) = [p.pid for p in processes(started.test_id) if p.parent == rank]
+        os.kill(worker, signal.SIGKILL)
         run = started.finish(180)
     assert starts(run.out) == 2 and (folder / "logs/run/checkpoint.pt").is_file()
     resumed = run.json_line("Run")["start_step"]
@@ -201,15 +204,15 @@ def test_a_log_folder_that_cannot_be_made_is_refused(folder):
 @LONG
 def test_training_goes_on_when_the_disk_of_the_log_is_full(training, folder):
     with small_disk(folder / "disk", "1m") as disk:
-        # 160 steps, more lines than the log's last page can take
-        options = ["--num_epochs", 10, "--checkpoint_every", 0]
+        # 80 steps, more lines than the log's last page can take
+        options = ["--checkpoint_every", 0]
         with launch(SINGLE, folder, *training, *options, LOG_DIR=disk) as started:
             started.wait_for(STEP_3)
             with pytest.raises(OSError, match="No space"):
                 (disk / "full").write_bytes(bytes(2**21))
             run = started.finish(120)
         log = (disk / "run" / "node0.log").read_text()
-    assert run.steps()[-1][1] == 160 and "[CPU 0] Cleanup complete" in run.out
+    assert run.steps()[-1][1] == 80 and "[CPU 0] Cleanup complete" in run.out
     assert "| Step 3 " in log and "Cleanup complete" not in log, "the disk was not full"
 
 
