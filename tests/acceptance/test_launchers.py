@@ -62,9 +62,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory) -> list[str]:
-    """Options of a run of 80 steps on one process that saves every second step."""
+    """Options of a run of 48 steps on one process that saves every fourth step."""
     images = make_set(tmp_path_factory.mktemp("set"), 64)
-    return [*FAST, *images, "--timeout", "8", "--checkpoint_every", "2", "--num_epochs", "5"]
+    return [*FAST, *images, "--timeout", "8", "--checkpoint_every", "4", "--num_epochs", "3"]
 
 
 # --- On this machine --------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_after_a_loader_worker_was_killed_it_restarts_from_the_checkpoint(traini
     assert starts(run.out) == 2 and (folder / "logs/run/checkpoint.pt").is_file()
     resumed = run.json_line("Run")["start_step"]
     steps = [step for _, step, _ in run.steps(1)]
-    assert 4 <= resumed < 40 and steps[resumed - 40 :] == list(range(resumed + 1, 41))
+    assert 4 <= resumed < 24 and steps[resumed - 24 :] == list(range(resumed + 1, 25))
     assert run.json_line("Summary")["replicas_identical"] is True
 
 
@@ -205,7 +205,7 @@ def test_a_log_folder_that_cannot_be_made_is_refused(folder):
 def test_training_goes_on_when_the_disk_of_the_log_is_full(training, folder):
     with small_disk(folder / "disk", "1m") as disk:
         # 80 steps, more lines than the log's last page can take
-        options = ["--checkpoint_every", 0]
+        options = ["--num_epochs", 5, "--checkpoint_every", 0]
         with launch(SINGLE, folder, *training, *options, LOG_DIR=disk) as started:
             started.wait_for(STEP_3)
             with pytest.raises(OSError, match="No space"):
