@@ -468,7 +468,7 @@ def test_old_logs_node_record_tells_errors_of_the_run():
 
 @pytest.mark.parametrize(
     ("busy", "slow"),
-    [([1.3, 1], 0), ([1, 1, 1.3, 1.4], 3), ([1, 1.1], None), ([1, 2, 2, 2], None)],
+    [([1.25, 1], 0), ([1, 1, 1.3, 1.4], 3), ([1, 1.15], None), ([1, 2, 2, 2], None)],
 )
 def test_slow_rank_is_over_a_fifth_busier_than_usual(busy, slow):
     ranks = {rank: (0.001, 0.14 * times, 0.1) for rank, times in enumerate(busy)}

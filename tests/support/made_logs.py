@@ -61,7 +61,6 @@ def one_run(
     nccl_says=None,
     backend="gloo",
     loss_scale=1.0,
-    busy=(),
     probe=True,
     facts=(),
     summary=(),
@@ -71,8 +70,8 @@ def one_run(
     """A run's lines by rank, [(rank, text), ...], in the order in which they are written.
 
     interfaces: what carried the probe on each node; default: veth0 of 10 Gb/s at 6.9. nccl_says:
-    NCCL's lines, parted by `|`. busy: for the first ranks, how many times the usual their compute
-    is. facts, summary, node, link: more of the Run, the Summary, a Probe's node, the Probe.
+    NCCL's lines, parted by `|`. facts, summary, node, link: more of the Run, the Summary, a
+    Probe's node, the Probe.
     """
     batch, step_ms = per_process * world, data_ms + compute_ms + exposed_ms
     speed = f"{per_process / step_ms * 1000:.1f} img/s"
@@ -102,15 +101,11 @@ def one_run(
             {"host": f"n{n}", "interfaces": links, "nccl": text} | dict(node) for n in range(nodes)
         ],
     } | link
-    busy = [*busy, *[1] * (world - len(busy))]
-    parts = {"data_ms": data_ms, "exposed_ms": exposed_ms, "step_ms": step_ms}
+    parts = {"data_ms": data_ms, "compute_ms": compute_ms, "exposed_ms": exposed_ms}
     end = parts | {
+        "step_ms": step_ms,
         "img_per_s": batch / step_ms * 1000,
-        "compute_ms": compute_ms * sum(busy) / world,
-        "ranks": [
-            {"rank": rank} | parts | {"compute_ms": compute_ms * times}
-            for rank, times in enumerate(busy)
-        ],
+        "ranks": [{"rank": rank, **parts, "step_ms": step_ms} for rank in range(world)],
         "wire_bytes_per_step": GRADIENT_BYTES,
     }
     lines = [(0, f"Run {json.dumps(run)}")]
