@@ -45,6 +45,7 @@ check_interface() { # NAME
     fi
 }
 
+# shellcheck disable=SC2154  # set_processes sets `gpus`
 use_network() { # LABEL=NAMES: adds to `variables` what keeps NCCL and Gloo on this network
     local name sockets="" adapters="" efa=""
     for name in $(tr ',' ' ' <<<"${1#*=}"); do
