@@ -29,11 +29,12 @@ Two nodes with two GPUs each have four processes. Their number, 4, is the world 
 
 With N processes a step covers N times as many images, so an epoch has 1/N as many steps:
     images per step (global batch size) = world size x batch size x accumulate steps
---batch_size counts the images of one process. With --accumulate_steps each process adds up the
-gradients of several batches (micro-batches) before a step. A step of N processes does what one
-process would do with all these images, with three differences: batch norm sees the images of its
-own process only, an epoch may end with repeated images (3/6), and sums may differ in their last
-bits. The learning rate does not depend on N unless you ask for --lr_scaling.
+--batch_size sets the images of one process; --global_batch_size sets those of all, for any N.
+With --accumulate_steps each process adds up the gradients of several batches (micro-batches)
+before a step. A step of N processes does what one process would do with all these images, with
+three differences: batch norm sees the images of its own process only, an epoch may end with
+repeated images (3/6), and sums may differ in their last bits. The learning rate does not depend on
+N unless you ask for --lr_scaling.
 
 Six changes make a training script distributed. Each is marked in the code:
     1/6  a process learns its rank from the environment       read_environment
@@ -51,7 +52,7 @@ If one rank leaves a call out, the others fail after --timeout seconds. Calls th
 hang, or mix up data. Functions that make such a call say so: "All ranks make this call".
 
 The file reads in this order: main, the six changes, what all ranks do together, then what these
-use. For a first lesson main and the six changes are enough.
+use. For a first lesson read up to "What all ranks do together", and look up the rest.
 
 Exit codes: 0 done, 1 error, 2 wrong arguments, 75 stopped by a signal (--checkpoint is saved).
 """
@@ -123,11 +124,12 @@ def main(process):
     # The model and DDP share their weights: the optimizer may be given those of either.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
     training = Training(args, process, train_list, image_sizes, model, ddp, optimizer, powersgd)
+    # Every rank loads the same state, so the replicas stay equal.
     resumed = load_checkpoint(training) if args.resume else "Not resumed"
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, process.ask_to_stop)
-    start_workers(train_loader, val_loader)
-    arrange_buckets(training)
+    start_workers(train_loader, val_loader)  # the loader's processes
+    arrange_buckets(training)  # what a resumed run needs to equal an unbroken one
     log_run(training, val_list, resumed)
 
     # The checkpoint of an epoch is saved before its validation. A run that resumes from it has no
@@ -265,10 +267,10 @@ def make_train_loader(args, process, train_list):
     """The batches of this rank's share of the training images."""
     transform = v2.Compose([v2.RandomResizedCrop(args.image_size), v2.RandomHorizontalFlip()])
     dataset = CocoFirstCategory(args, process, args.coco_image_path, train_list, transform)
-    # DDP 3/6: DistributedSampler gives each rank its own share of the images, a different one in
-    # each epoch (set_epoch, in train_one_epoch). A step has collective calls (5/6), so all ranks
-    # must make the same number of steps, and all shares have the same length. Of 10 images each
-    # of 4 ranks gets 3: two images are repeated as padding.
+    # DDP 3/6: DistributedSampler (EpochSampler is one) gives each rank its own share of the
+    # images, a different one in each epoch (set_epoch, in train_one_epoch). A step has collective
+    # calls (5/6), so all ranks must make the same number of steps, and all shares have the same
+    # length. Of 10 images each of 4 ranks gets 3: two images are repeated as padding.
     sampler = EpochSampler(dataset, process.world_size, process.rank, seed=args.seed)
     return make_loader(args, process, dataset, sampler)
 
@@ -295,7 +297,8 @@ def build_model(args, process, classes):
     Until 4/6 only rank 0 has the weights of --weights.
     """
     torch.manual_seed(args.seed)  # makes a run repeatable; DDP (4/6) makes the ranks equal
-    # For another model change this line, and load_weights and download_weights.
+    # For another model change this line, load_weights and download_weights, and StepTimer if its
+    # first parameter is not the last one that gets a gradient.
     model = torchvision.models.resnet18(num_classes=classes)
     with errors_end_all_ranks():
         if process.rank == 0 and args.weights != "none":
@@ -343,7 +346,7 @@ def train_one_epoch(training, loader, epoch):
     loader.sampler.start = steps_done * args.accumulate_steps * args.batch_size
     batches, began = iter(loader), perf_counter()
     training.loss_sum, training.images_seen = torch.zeros((), device=process.device), 0
-    timer.start_step()
+    timer.start_step()  # the timer's marks measure the parts of each step, see StepTimer
     while training.step < min(args.max_steps, epoch * args.steps_per_epoch):
         timer.mark("waiting for data")
         micro_batches = list(islice(batches, args.accumulate_steps))  # an epoch's last step: fewer
@@ -380,18 +383,7 @@ def train_one_epoch(training, loader, epoch):
         training.step += 1
         training.images_seen += images_in_step
         training.loss_sum += loss_of_step * images_in_step
-        # Steps 1, 6, 11, ... with --log_every 5, and the last one.
-        log_due = (training.step - 1) % args.log_every == 0 or training.step == args.max_steps
-        shown_loss = loss_of_step.item() if log_due else None  # waits for a GPU: not in each step
-        timer.end_step(images_in_step)
-        if log_due:
-            log_step(training, epoch, shown_loss)  # every rank: its loss is that of its own images
-        save_due = args.checkpoint_every and training.step % args.checkpoint_every == 0
-        if save_due or training.step >= training.agree_at_step:
-            agree_to_continue(training)
-        if save_due:
-            save_checkpoint(training)
-            timer.start_step()  # the time to save is not part of a step
+        finish_step(training, epoch, loss_of_step, images_in_step)
 
     # Each rank has batch-norm statistics of its own images. All ranks must validate the same
     # model: they take rank 0's.
@@ -402,6 +394,23 @@ def train_one_epoch(training, loader, epoch):
     log_epoch(training, epoch, began)
 
 
+def finish_step(training, epoch, loss, images):
+    """Logs the step, and agrees to go on and saves where that is due. All ranks make this call."""
+    args, timer = training.args, training.timer
+    # Steps 1, 6, 11, ... with --log_every 5, and the last one.
+    log_due = (training.step - 1) % args.log_every == 0 or training.step == args.max_steps
+    shown_loss = loss.item() if log_due else None  # waits for a GPU: not in each step
+    timer.end_step(images)
+    if log_due:
+        log_step(training, epoch, shown_loss)  # on every rank: of its own images
+    save_due = args.checkpoint_every and training.step % args.checkpoint_every == 0
+    if save_due or training.step >= training.agree_at_step:
+        agree_to_continue(training)
+    if save_due:
+        save_checkpoint(training)
+        timer.start_step()  # the time to save is not part of a step
+
+
 @torch.inference_mode()
 def evaluate(training, loader, epoch):
     """Logs the accuracy over all validation images. All ranks make this call."""
@@ -409,7 +418,7 @@ def evaluate(training, loader, epoch):
     correct = images_seen = 0
     model.eval()
     for images, labels in loader:
-        if process.stop:  # on this rank; it may leave the loop alone, which has no collective call
+        if process.stop:  # on this rank. The loop has no collective call: it may end here alone
             break
         guesses = forward(training, model, images).argmax(1).cpu()
         correct += (guesses == labels).sum().item()
@@ -629,7 +638,7 @@ TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
 MPIRUN = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"]
 MPIRUN += ["OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"]
 SRUN = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
-PRECISIONS = ["fp32", "fp16", "bf16"]  # each is fast only on hardware that is fast in those before
+PRECISIONS = ["fp32", "fp16", "bf16"]  # hardware that is fast in one is fast in those before it
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # USR1: SLURM's, at a time limit
 
 
@@ -1169,11 +1178,13 @@ def write_checkpoint(training, path):
 def load_checkpoint(training):
     """Restores what was saved. Returns what to log. Raises UserError.
 
-    All ranks make this call; rank 0 reads the file. A resumed run equals an unbroken one bit for
-    bit, because the order of the images and their crops depend on seed, epoch and index alone
-    (EpochSampler, CocoFirstCategory), because DDP adds up in the same order (arrange_buckets), and
-    because the rest of what a step needs is in the file. ResNet-18 draws no random numbers. A
-    model that does (dropout) would need the state of torch's generators there as well.
+    All ranks make this call; rank 0 reads the file. With as many processes as before, a resumed
+    run equals an unbroken one bit for bit, because the order of the images and their crops depend
+    on seed, epoch and index alone (EpochSampler, CocoFirstCategory), because DDP adds up in the
+    same order (arrange_buckets), and because the rest of what a step needs is in the file. (Batch
+    norm's statistics are rank 0's: a step does not use them, and validation takes rank 0's.) This
+    does not hold for PowerSGD, nor for a GPU on which cuDNN changes an order of sums. A model with
+    dropout would need the state of torch's random generators in the file, too.
     """
     path = training.args.checkpoint
     state = from_rank_0(lambda: read_file(path) if os.path.exists(path) else None)

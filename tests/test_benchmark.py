@@ -69,9 +69,9 @@ def test_what_cannot_run_ends_in_one_line(benchmark, words, line):
 def test_another_copy_that_sleeps_comes_out_slower(benchmark, tmp_path):
     """The ratio is this script's rate to the other one's."""
     slow = tmp_path / "slow copy.py"
-    before = "        timer.end_step(images_in_step)\n"
+    before = "    timer.end_step(images)\n"
     assert SCRIPT.read_text().count(before) == 1
-    sleeping = f"        __import__('time').sleep({SLEEP})\n{before}"
+    sleeping = f"    time.sleep({SLEEP})\n{before}"
     slow.write_text(SCRIPT.read_text().replace(before, sleeping))
     out = benchmark("step", *ONCE, "--against", slow)
     this, other = rates(out)["this script"], rates(out)[str(slow)]

@@ -120,7 +120,7 @@ IPOIB = [
     carried("ib0", "ipoib", 100, 24.0, carrier="mlx5_0:1"),
     carried("mlx5_0:1", "infiniband", 100, 24.5),
 ]
-BAD_LANE = {"symbol_error": 0, "link_error_recovery": 4, "port_xmit_wait": 7}
+BAD_LANE = {"symbol_error": 41, "link_downed": 0, "port_xmit_wait": 7}
 OUT_OF_ORDER = {"out_of_sequence": 41_877}
 LOST = {"tcp": {"segments": 900_000, "retransmits": 27_000}}
 BOND = [carried("bond0", "ethernet", 50, 24.0, members=["eth0", "eth1"])]
@@ -156,7 +156,7 @@ VERDICTS = {
         [
             "Bound by its link: ",
             "19% of the stated 100 Gb/s: this is not a 100 Gb/s result. Errors counted during "
-            "the probe: link_error_recovery 4 on mlx5_0:1 of n0, link_error_recovery",
+            "the probe: symbol_error 41 on mlx5_0:1 of n0, symbol_error",
         ],
         [
             "what loses data: cable, transceiver, switch port (`ibqueryerrors`",
