@@ -242,7 +242,6 @@ VERDICTS = {
         [
             "a bond sends a connection over one member",
             "NCCL_NSOCKS_PERTHREAD=4",
-            "traffic on bond0",
             "iperf3 -P 8 -c PEER` should show about 47.1 Gb/s",
         ],
         [],
@@ -297,7 +296,8 @@ VERDICTS = {
             "Likely cause: a port that negotiated 100 Mb/s, or a rate limit."
         ],
         [
-            "a port that negotiated less: the switches', as both nodes' own state 1 Gb/s",
+            "a port between the nodes that negotiated less, on a switch: the nodes' own ports "
+            "state 1 Gb/s",
             "tc qdisc show dev eth0",
             "iperf3 -c PEER` should show 941 Mb/s",
         ],

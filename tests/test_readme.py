@@ -224,7 +224,7 @@ def test_step_table_names_the_marked_functions():
     for name, number in re.findall(r"^ *def (\w+)|# DDP (\d)/6", SCRIPT.read_text(), re.MULTILINE):
         functions += [name] * bool(name)
         marked |= {number: f"`{functions[-1]}`"} if number else {}
-    assert {row[0]: row[1] for row in rows("step")} == marked and len(marked) == 6
+    assert {row[0]: row[1] for row in rows("change")} == marked and len(marked) == 6
 
 
 def test_settings_that_a_resumed_run_must_share():

@@ -122,13 +122,13 @@ def slow_link_rows(run):
         f"the negotiated speed: the switch's ports, `ethtool {name} | grep Speed` on both nodes"
     )
     if network and network.stated:
-        speed = "a port that negotiated less: the switches', as both nodes' own state "
-        speed += rate(network.stated)
+        speed = "a port between the nodes that negotiated less, on a switch: the nodes' own ports "
+        speed += f"state {rate(network.stated)}"
     by_kind = {
         "sockets": [
             speed,
-            "the interface: NETWORK= and IFNAME= of launch_multinode.sh keep the traffic on "
-            f"{name if network else 'one'}",
+            "the interface: NETWORK= and IFNAME= of launch_multinode.sh keep the traffic on one "
+            "interface",
             "an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev "
             f"{name}`",
             f"the link without training: `iperf3 {'-P 8 ' if several else ''}-c PEER` should show "

@@ -154,8 +154,9 @@ def judge_whole(verdict, run):
     if excess_s > run.step_s / 2 and run.nodes != 1:
         verdict.bound = "link"
         says.append(
-            f"Bound by its link, or by what stood in for it: {part(excess_s, run.step_s)} of its "
-            f"step of {ms(run.step_s)} comes on top of {run.work_from}'s {ms(run.work_s)}."
+            f"Bound by its link, or by what carried the traffic instead: "
+            f"{part(excess_s, run.step_s)} of its step of {ms(run.step_s)} is more than "
+            f"{run.work_from}'s whole step of {ms(run.work_s)}."
         )
         if gbps := verdict.implied_gbps:
             fallen = gbps <= FALLEN_GBPS < (run.link_gbps or 0)
@@ -167,7 +168,7 @@ def judge_whole(verdict, run):
         if known:
             says.append(
                 f"At {stated} a ring all-reduce takes {ms(line_s)} at line rate and {ms(tcp_s)} "
-                "at what TCP leaves (model)."
+                "at the rate that TCP leaves (model)."
             )
     elif tcp_s < LINK_FREE_SHARE * run.step_s:
         verdict.bound = "not the link"

@@ -244,7 +244,9 @@ def add_notes(run):
         run.notes.append("its replicas are not identical: the ranks have trained different models")
     if run.complete and run.nodes and len(log.ranks) < (run.processes or 0):
         seen = max(1, len(log.ranks) * run.nodes // run.processes)
-        run.notes.append(f"log of {seen} of {run.nodes} nodes: loss and lines are of its ranks")
+        run.notes.append(
+            f"log of {seen} of {run.nodes} nodes: losses and lines are its ranks' own"
+        )
 
 
 # --- Probe and counters --------------------------------------------------------------------------
