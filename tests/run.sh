@@ -43,9 +43,7 @@ while IFS= read -r path; do
 done < <(find . -name '*.sh' -not -path './.*' -not -path './data/*' -not -path './logs/*')
 "$bin/shellcheck" --external-sources "${shell_scripts[@]}"
 
-# More workers than cores, as some tests wait. A file's tests stay together, and with them what they share; the longest
-# tests, which --ci adds, differ too much for that: there a worker that has nothing left to do takes from another.
+# More workers than cores, as some tests wait. A file's tests stay together, and with them what they share.
 share=(-n 4 --dist loadfile --no-loadscope-reorder)
-[ "${TEST_LONG:-}" != 1 ] || share=(-n 3 --dist worksteal)
 trap - HUP INT TERM USR1 # pytest gets them itself
 exec "$PYTHON" -m pytest "${share[@]}" --durations 10 "$@"

@@ -296,7 +296,7 @@ VERDICTS = {
             "Likely cause: a port that negotiated 100 Mb/s, or a rate limit."
         ],
         [
-            "a port between the nodes that negotiated less, on a switch: the nodes' own ports "
+            "between the nodes, a switch port that negotiated a lower speed: the nodes' own ports "
             "state 1 Gb/s",
             "tc qdisc show dev eth0",
             "iperf3 -c PEER` should show 941 Mb/s",
@@ -553,7 +553,7 @@ def test_folder_files_and_node_0s_log_alone(tmp_path):
         out, _ = run_tool(*words)
         assert out.splitlines()[0].split() == ["|", "|", "eth", "|"]
         assert re.search(r"loss, epoch 1 +\| +3\.0150", out)  # of all four ranks
-    assert "log of 1 of 2 nodes" in run_tool(node0)[0]
+    assert "of 2 nodes only the logs of 1 are here" in run_tool(node0)[0]
     assert "no Run line" in run_tool(node1, code=1)[0]  # nobody knows what ran
     node1.write_text("".join(x for x in node1.read_text().splitlines(True) if "CPU 3]" not in x))
     assert "no line from rank 3 (n1)" in run_tool(folder, code=1)[0]

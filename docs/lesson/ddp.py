@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # here: if SGD imports it later, it keeps the process group alive
+import torch.distributed.nn  # SGD would import it later, and so keep the process group alive
 from torch.nn import AdaptiveAvgPool2d, Conv2d, Flatten, Linear, ReLU, Sequential
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -85,6 +85,7 @@ everyone = [torch.empty_like(weights) for _ in range(world_size)]
 dist.all_gather(everyone, weights)
 if rank == 0:
     say(f"replicas identical: {all(torch.equal(weights, other) for other in everyone)}")
-# The group ends its threads once nothing refers to it. Running threads could crash Python's exit.
+# The group ends its threads once nothing refers to it. Threads that still run could make Python
+# crash when it exits.
 del ddp, outputs, loss
 dist.destroy_process_group()

@@ -103,13 +103,16 @@ def test_one_run_gets_a_table_a_verdict_and_files(folder, tmp_path):
 
 @LONG
 def test_runs_are_compared_in_one_table_and_refused_if_they_are_not_alike(folder, tmp_path):
-    (tmp_path / "second.log").write_text(train(folder).out)
+    """The second is the first one, as if each rank had taken a tenth longer."""
+    log = (folder / "run.log").read_text()
+    longer = re.sub(
+        r"\((\d+\.\d{3})s\)$", lambda m: f"({1.1 * float(m[1]):.3f}s)", log, flags=re.M
+    )
+    (tmp_path / "second.log").write_text(longer)
     names = {"first": folder / "run.log", "second": tmp_path / "second.log"}
     run = tool("compare_logs.py", *(f"{name}={path}" for name, path in names.items()))
     assert re.search(r"^\| +\| +first \| +second \|$", run.out, re.MULTILINE)
-    losses = re.search(r"^\| loss, epoch 2 +\| +(\S+) \| +(\S+) \|$", run.out, re.MULTILINE)
-    assert losses[1] == losses[2]
-    assert re.search(r"^(first took .* second|second took .* first)\b", run.out, re.MULTILINE)
+    assert re.search(r"^second took 1\.10 times as long as first\b", run.out, re.MULTILINE)
     assert all(re.search(r"(?i)\bbound by\b", verdict(run, name)) for name in names)
     other = (tmp_path / "second.log").read_text().replace('"image_size": 40', '"image_size": 48')
     (tmp_path / "other.log").write_text(other)
@@ -146,19 +149,3 @@ def test_talks_two_logs_differ_12_8_times_and_the_link_bounds_ethernet():
     assert re.search(r"\b12\.82?\b.* (faster|as long as)\b", run.out)
     assert re.search(r"(?i)^bound by its link\b", verdict(run, "ethernet"))
     assert re.search(r"(?i)\bnot bound by its link\b", verdict(run, "infiniband"))
-
-
-@LONG
-def test_probe_of_two_ranks_by_torchrun_says_what_the_link_delivers(folder):
-    """It takes the script's place and its arguments; its log is one more file of the run."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    arguments = ["--nproc_per_node=2", ROOT / "tools/probe_link.py"]
-    arguments += [*data_args(folder / "set"), *FAST]
-    with start([*torchrun, *arguments]) as started:
-        run = started.finish(120)
-    probe = run.json_line("Probe")
-    assert probe["world_size"] == 2
-    assert probe["all_reduce_ms"] > 0 and probe["busbw_GBps"] > 0
-    (folder / "probe.log").write_text(run.out)
-    compared = tool("compare_logs.py", f"a={folder / 'probe.log'}", f"a={folder / 'run.log'}")
-    assert "all-reduce alone" in compared.out

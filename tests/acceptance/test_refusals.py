@@ -23,7 +23,6 @@ from support.processes import (
     Started,
     demo_command,
     free_port,
-    long_among,
     run_demo,
     start,
     wait_until,
@@ -109,24 +108,16 @@ for options in sys.argv[1:]:
 """
 
 
-@pytest.fixture(scope="module")
-def ended(folder) -> dict[str, tuple[int, str]]:
-    """How the script has ended with each of these options: its exit code and its output."""
+def test_bad_input_ends_with_one_line_that_names_it(folder):
     options = list(BAD_INPUT) if WITH_LONG else list(BAD_INPUT)[:2]
     arguments = [shlex.join([*GOOD, *FAST, *shlex.split(words)]) for words in options]
     with start([sys.executable, "-c", EACH, *arguments], cwd=folder) as started:
         run = started.finish(SECONDS + 5 * len(options))
-    found = re.findall(r"^OPTIONS .*\n([\s\S]*?)^CODE (\d+)$", run.out, re.MULTILINE)
-    assert len(found) == len(options), run.tail()
-    return {words: (int(code), out) for words, (out, code) in zip(options, found, strict=True)}
-
-
-@pytest.mark.parametrize("options", long_among(BAD_INPUT, list(BAD_INPUT)[2:]))
-def test_bad_input_ends_with_one_line_that_names_it(options, ended, folder):
-    code, named = BAD_INPUT[options]
-    found, output = ended[options]
-    assert found == code, output
-    assert re.search(named, the_error(output))
+    ends = re.findall(r"^OPTIONS .*\n([\s\S]*?)^CODE (\d+)$", run.out, re.MULTILINE)
+    for words, (output, found) in zip(options, ends, strict=True):
+        code, named = BAD_INPUT[words]
+        assert int(found) == code, f"{words}: {output}"
+        assert re.search(named, the_error(output)), f"{words}: {output}"
     assert not (folder / "made_by_a_weights_file").exists()
 
 
@@ -211,25 +202,18 @@ def is_listening(port: int) -> bool:
     return any(re.search(rf":{port:04X} \S+ 0A ", table) for table in tables)
 
 
-OTHER = {  # what rank 1 is given: what the line names
-    "--lr 0.5": r"--lr\b.*\b0\.5\b",
-    "--coco_image_path other/images --annotation_path other/instances.json": r"\b0004\.jpg",
-}
-
-
 @LONG
-@pytest.mark.parametrize("options", OTHER)
-def test_ranks_that_are_not_started_alike_both_end_and_one_line_names_the_difference(
-    options, folder
-):
+def test_ranks_with_other_data_both_end_and_one_line_names_the_difference(folder):
+    """For another argument see test_faults.py."""
     port = free_port()
+    other = shlex.split("--coco_image_path other/images --annotation_path other/instances.json")
     with (
         start_rank(0, port, folder) as first,
-        start_rank(1, port, folder, *shlex.split(options)) as second,
+        start_rank(1, port, folder, *other) as second,
     ):
         runs = [started.finish(SECONDS, expect=1) for started in (first, second)]
     output = "".join(run.output for run in runs)
     assert "Traceback" not in output
     errors = [line for line in output.splitlines() if "ERROR: " in line]
-    assert len([line for line in errors if re.search(OTHER[options], line)]) == 1, output
+    assert len([line for line in errors if re.search(r"\b0004\.jpg", line)]) == 1, output
     assert not any(run.steps(rank) for rank, run in enumerate(runs))

@@ -122,8 +122,8 @@ def slow_link_rows(run):
         f"the negotiated speed: the switch's ports, `ethtool {name} | grep Speed` on both nodes"
     )
     if network and network.stated:
-        speed = "a port between the nodes that negotiated less, on a switch: the nodes' own ports "
-        speed += f"state {rate(network.stated)}"
+        speed = "between the nodes, a switch port that negotiated a lower speed: the nodes' own "
+        speed += f"ports state {rate(network.stated)}"
     by_kind = {
         "sockets": [
             speed,

@@ -154,9 +154,9 @@ def judge_whole(verdict, run):
     if excess_s > run.step_s / 2 and run.nodes != 1:
         verdict.bound = "link"
         says.append(
-            f"Bound by its link, or by what carried the traffic instead: "
-            f"{part(excess_s, run.step_s)} of its step of {ms(run.step_s)} is more than "
-            f"{run.work_from}'s whole step of {ms(run.work_s)}."
+            "Bound by its link, or by what carried the traffic instead: of its step of "
+            f"{ms(run.step_s)}, {part(excess_s, run.step_s)} is time beyond {run.work_from}'s "
+            f"whole step of {ms(run.work_s)}."
         )
         if gbps := verdict.implied_gbps:
             fallen = gbps <= FALLEN_GBPS < (run.link_gbps or 0)

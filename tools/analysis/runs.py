@@ -244,9 +244,8 @@ def add_notes(run):
         run.notes.append("its replicas are not identical: the ranks have trained different models")
     if run.complete and run.nodes and len(log.ranks) < (run.processes or 0):
         seen = max(1, len(log.ranks) * run.nodes // run.processes)
-        run.notes.append(
-            f"log of {seen} of {run.nodes} nodes: losses and lines are its ranks' own"
-        )
+        text = f"of {run.nodes} nodes only the logs of {seen} are here"
+        run.notes.append(f"{text}: the losses and the step lines are of their ranks")
 
 
 # --- Probe and counters --------------------------------------------------------------------------
