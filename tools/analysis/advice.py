@@ -115,7 +115,8 @@ def slow_link_rows(run):
     more += "" if run.on_cpu else "NCCL_NSOCKS_PERTHREAD=4"
     alone = f"the link alone: `ib_write_bw -d {device} --report_gbits`, then with PEER on the "
     alone += f"other node: near {gbps} Gb/s from host memory clears"
-    direct = "GPUDirect: nvidia-peermem loaded, or DMA-BUF; adapters near their GPU "
+    module = "efa_nv_peermem" if kind == "efa" else "nvidia-peermem"
+    direct = f"GPUDirect: {module} loaded, or DMA-BUF; adapters near their GPU "
     direct += "(`nvidia-smi topo -m`)"
     several = bool(network and network.members) or run.link_gbps >= FAST_SOCKETS_GBPS
     speed = (
@@ -151,9 +152,9 @@ def slow_link_rows(run):
             f"{alone} adapter and cable, not the switch under load",
         ],
         "efa": [
+            "the instance type's own limit, which the adapter does not state; one placement group",
             "the adapters: `fi_info -p efa` on each node should list all of them",
-            "the instance type's own limit; one placement group for both nodes",
-            "the link alone: libfabric's `fi_rma_bw -p efa`, then with PEER on the other node",
+            "the link alone: libfabric's `fi_rma_bw -p efa -E`, then with PEER on the other node",
         ],
     }
     return [
@@ -184,6 +185,9 @@ def good_link_rows(run, bound):
     way += "NCCL_P2P_DISABLE, NCCL_P2P_LEVEL)"
     cores = "cores shared by compute and network: fewer OMP_NUM_THREADS than cores"
     probe = "a probe before the run (PROBE=1): it shows which network carries it, and how fast"
+    if run.probe_s:
+        probe = "the interface: `ip route get PEER` on each node shows the one that is used; "
+        probe += "NETWORK= and IFNAME= set it"
     return [
         (link and between and not run.network, probe),
         (exposed_too(run, bound) and less, f"the exposed communication: {less}"),

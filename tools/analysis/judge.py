@@ -136,7 +136,8 @@ def name_link(run):
         return "communication between its nodes"
     if run.network.kind == "ipoib":
         return f"TCP over {run.network.names[0]}, not InfiniBand itself"
-    if run.network.transport == "roce" and say_trouble(run):
+    lost = any("packets are lost" in text for text in say_trouble(run))
+    if lost or (run.network.transport == "roce" and say_trouble(run)):
         return "its network, which loses packets"
     if through_host_memory(run):
         return "communication between its nodes, which passes through host memory"
@@ -208,8 +209,11 @@ def say_network(run):
     if not network:
         if not run.log.ours or run.nodes == 1:
             return []
-        why = "no counter of bytes moved with the probe" if run.record("Probe") else "no probe"
-        return [f"Which network carried it is not known ({why})."]
+        text = "Which network carried it is not known"
+        if not run.probe_s:
+            return [f"{text} (no probe)."]
+        took = f"the probe's all-reduce took {ms(run.probe_s)} for a step's "
+        return [f"{text}: {took}{megabytes(run.wire_bytes)}, but no interface moved these bytes."]
     basis = f"by {network.basis}"
     if run.nodes == 1 and network.gbps:
         return [f"Inside one node, over {network.shown}, {basis}: {rate(network.gbps)}."]

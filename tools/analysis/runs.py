@@ -293,6 +293,9 @@ class Network:
     names: list  # of the interfaces or adapters
     kind: str = ""
     members: list = field(default_factory=list)  # of a bond
+    over: list = field(
+        default_factory=list
+    )  # tunnels or bridges over it, which carried it as well
     gbps: float | None = None  # measured, of all of them together, headers included
     stated: float | None = None
     adapter: str = ""  # under IP over InfiniBand
@@ -330,7 +333,8 @@ class Network:
         """TCP on eth0 (ethernet); RoCE on mlx5_0:1."""
         title = TITLES.get(self.transport, "a network that NCCL does not name")
         where = ", ".join(self.names) if self.transport in ADAPTERS else self.shown
-        return f"{title} on {where}" if where else title
+        under = f", under {', '.join(self.over)}" if self.over else ""
+        return f"{title} on {where}{under}" if where else title
 
 
 def read_network(node, several, moved_gbps):
@@ -359,6 +363,10 @@ def read_network(node, several, moved_gbps):
         network.gbps = sum(map(wire_gbps, rails))
         network.stated = sum(speeds) if all(speeds) else None
         network.members = [str(member) for member in get(rails[0], "members", list)]
+        if transport == "sockets" and kind != "ipoib":
+            beside = [link for link in outside if link not in rails]
+            same = [link for link in beside if wire_gbps(link) > network.gbps / 2]
+            network.over = [get(link, "name", str) for link in same]
         network.adapter = get(rails[0], "carrier", str)
     return network
 
