@@ -258,6 +258,8 @@ def join_process_group(args, process):
         )
     except (RuntimeError, ValueError) as error:
         text = f"{where}: did all nodes start, with rank 0's address?"
+        if process.backend == "gloo":  # by default it takes the address of the node's own name
+            text += " Is GLOO_SOCKET_IFNAME the interface between them?"
         raise UserError(f"{text} {one_line(error)}", kind="lost") from error
     finally:
         alarm.cancel()
@@ -1428,7 +1430,10 @@ def run_and_exit(main):
 
 
 def leave_process_group(process, code):
-    """The end of a run, and of all ranks after an error that they share."""
+    """The end of a run, and of all ranks after an error that they share.
+
+    All ranks make this call.
+    """
     if not dist.is_initialized():
         return
     # A rank that is done waits here for all others. If it ended first, its connections would

@@ -324,7 +324,7 @@ VERDICTS = {
         [
             "Bound by its network, which loses packets: ",
             "11% of the stated 10 Gb/s: this is not a 10 Gb/s result. TCP sent 3.00% of its "
-            "segments again during the probe (4,800 of 160,000, counted): packets are lost"
+            "segments again during the probe (4,800 of 160,000, counted): packets are lost",
         ],
         ["what loses data: cable, transceiver, switch port (`ethtool -S eth0`"],
         [],
@@ -422,7 +422,7 @@ VERDICTS = {
         "link",
         [
             "Bound by communication between its nodes: ",
-            "Which network carried it is not known (no probe).",
+            "Which network carried it is not known (no probe of this run).",
         ],
         ["a probe before the run (PROBE=1)"],
         ["a faster link"],
@@ -480,6 +480,18 @@ def test_old_logs_node_record_tells_errors_of_the_run():
 def test_slow_rank_is_over_a_fifth_busier_than_usual(busy, slow):
     ranks = {rank: (0.001, 0.14 * times, 0.1) for rank, times in enumerate(busy)}
     assert find_straggler(ranks) == slow
+
+
+def test_a_port_of_a_node_that_states_less_is_looked_at_first():
+    """Node 1's own port states 1 Gb/s; the rate of the pair is node 0's by counters."""
+    text = on_gpus(ethernet(10, 0.94), SOCKET)
+    line = next(line for line in text.splitlines() if "Probe {" in line)
+    probe = json.loads(line[line.index("{") :])
+    probe["nodes"][1]["interfaces"][0]["speed_Gbps"] = 1
+    checks = verdict_on(text.replace(line, f"[GPU 0] Probe {json.dumps(probe)}"))[2]
+    assert checks.startswith(
+        "the negotiated speed: the switch's ports, `ethtool eth0 | grep Speed"
+    )
 
 
 def test_both_runs_over_one_wire_are_pointed_out():

@@ -29,9 +29,8 @@ set_number() {
 }
 
 # set_processes NAME: how many processes this node starts, and the threads of each. torchrun alone would set 1 thread.
-# Sets `gpus`, too: how many there are.
 set_processes() {
-    local cores threads
+    local gpus cores threads
     if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
         gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^-/,$d' | grep -c . || true) # up to -1, as CUDA does
     else

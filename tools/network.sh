@@ -45,7 +45,6 @@ check_interface() { # NAME
     fi
 }
 
-# shellcheck disable=SC2154  # set_processes sets `gpus`
 use_network() { # LABEL=NAMES: adds to `variables` what keeps NCCL and Gloo on this network
     local name sockets="" adapters="" efa=""
     for name in $(tr ',' ' ' <<<"${1#*=}"); do
@@ -73,20 +72,23 @@ use_network() { # LABEL=NAMES: adds to `variables` what keeps NCCL and Gloo on t
     if [ -n "$sockets" ]; then
         prefer NCCL_SOCKET_IFNAME "=${sockets#,}" # without the = eth1 would also match eth10
         prefer GLOO_SOCKET_IFNAME "${sockets#,}"
-    elif [ "$NNODES" -gt 1 ] && [ "$gpus" -eq 0 ]; then
+    elif [ "$NNODES" -gt 1 ]; then
         name_route
     fi
 }
 
 name_route() { # Gloo would take the address of this node's name, which Debian's /etc/hosts says is 127.0.1.1
     local address name
-    address=$(getent ahostsv4 "$MASTER_ADDR" | sed -n '1s/ .*//p' || true)
-    name=$(ip -o -4 address show to "$address" 2>/dev/null | awk '{ print $2 }' || true) # on the node of MASTER_ADDR
+    address=$(getent ahostsv4 "$MASTER_ADDR" 2>/dev/null | sed -n '1s/ .*//p' || true)
+    name=$(interfaces to "$address") # on the node of MASTER_ADDR
     [ -n "$name" ] || name=$(ip -o route get "$address" 2>/dev/null | sed -n 's/.* dev \([^ ]*\).*/\1/p' || true)
-    if [ -z "$name" ] || [ "$name" = lo ]; then # MASTER_ADDR is this node's name: another interface, if there is only one
-        name=$(ip -o -4 address show up scope global 2>/dev/null | awk '{ print $2 }' || true)
-    fi
+    # Where MASTER_ADDR is this node's own name: another interface, if there is only one.
+    if [ -z "$name" ] || [ "$name" = lo ]; then name=$(interfaces up scope global); fi
     [ "$(wc -w <<<"$name")" -ne 1 ] || prefer GLOO_SOCKET_IFNAME "$name"
+}
+
+interfaces() { # OPTIONS of ip address show: their names, without lo
+    ip -o -4 address show "$@" 2>/dev/null | sed 's/^[0-9]*: *\([^ ]*\) .*/\1/' | grep -vx lo | sort -u || true
 }
 
 leave_out_virtual() { # NCCL may mistake a container bridge for the network between the nodes

@@ -112,7 +112,7 @@ def check_node() -> None:
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         if (address := socket.gethostbyname(name)).startswith("127."):
-            why = "harmless, as the script gives Gloo the interface that leads to MASTER_ADDR"
+            why = "for CPUs without launch_multinode.sh export GLOO_SOCKET_IFNAME=INTERFACE"
             print(f"note: {name} is {address} here (/etc/hosts): {why}", flush=True)
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from support.datasets import data_args
 from support.launchers import FAST
-from support.processes import LONG, ROOT, Run, require, run_demo, start
+from support.processes import LONG, ROOT, Run, run_demo, start
 
-TALK = ROOT.parent / "shared" / "talk"
+TALK = ROOT / "docs" / "talk"
 
 
 def tool(name: str, *arguments: object, expect: int | None = 0, timeout: float = 120) -> Run:
@@ -141,7 +141,6 @@ def test_file_that_is_no_log_is_no_result(tmp_path):
 
 
 def test_talks_two_logs_differ_12_8_times_and_the_link_bounds_ethernet():
-    require(TALK.is_dir(), f"the talk's logs are not there: {TALK}")
     lacking = "--images 118287 --epochs 2 --global_batch 128 --parameters 11217552"
     lacking += " --processes 4 --nodes 2 --link_gbps ethernet=1 --link_gbps infiniband=56"
     logs = [f"{name}={TALK / name}.log" for name in ("ethernet", "infiniband")]

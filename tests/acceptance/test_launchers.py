@@ -311,7 +311,7 @@ exec "$@"
 """
 VERBS = {"NCCL_IB_DISABLE=0", "NCCL_NET=IB"}
 SOCKETS = {"NCCL_IB_DISABLE=1", "NCCL_NET=Socket"}
-ROUTE = {"GLOO_SOCKET_IFNAME=eth0"}  # where no interface is named, and no GPU is there
+ROUTE = {"GLOO_SOCKET_IFNAME=eth0"}  # where no interface is named
 ETH0 = {"NCCL_SOCKET_IFNAME==eth0"} | ROUTE
 CHOSEN = [
     ({"IFNAME": "mlx5_0,mlx5_1"}, VERBS | {"NCCL_IB_HCA==mlx5_0,mlx5_1"} | ROUTE),

@@ -130,7 +130,8 @@ def test_healthy_nodes_have_no_finding_and_their_own_name_at_127_0_1_1_is_a_note
         assert not wrong(run) and HEALTHY in run.out
         assert f"ok: eth0 is up: {nodes.addresses[node]}, 10000 Mb/s, MTU 9000" in run.out
         assert "torch, torchvision, pycocotools, PIL" in run.out
-        assert f"note: node{node} is 127.0.1.1 here" in run.out
+        (note,) = [line for line in run.lines() if f"note: node{node} is 127.0.1.1 here" in line]
+        assert "export GLOO_SOCKET_IFNAME=" in note
 
 
 @pytest.mark.parametrize(("node", "verdict"), [(0, "drop"), (1, "reject")])

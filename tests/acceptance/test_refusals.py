@@ -95,9 +95,10 @@ BAD_INPUT = {  # options: the exit code, and what the line names
 
 # Loads PyTorch once, which takes seconds, then runs the script in a process for each argument.
 EACH = f"""
-import os, shlex, sys
-sys.path.insert(0, {str(SCRIPT.parent)!r})
-import demo_coco_resnet18 as demo
+import importlib.util, os, shlex, sys
+spec = importlib.util.spec_from_file_location("demo", {str(SCRIPT)!r})
+demo = sys.modules["demo"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(demo)
 
 for options in sys.argv[1:]:
     print("OPTIONS", options, flush=True)

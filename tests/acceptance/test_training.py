@@ -98,7 +98,7 @@ def test_two_ranks_by_mpirun_log_all_steps_and_agreeing_records(small):
 
 @LONG
 def test_two_nodes_by_static_rendezvous_log_all_steps_and_agreeing_records(small):
-    """One bare torchrun a node, as README writes it."""
+    """One bare torchrun a node, as in README; one process each."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     command += ["--rdzv_id=123", "--rdzv_backend=static", "--rdzv_endpoint=10.77.0.1:29500"]
     arguments = [SCRIPT, *small, "--max_steps", 4]
@@ -108,6 +108,20 @@ def test_two_nodes_by_static_rendezvous_log_all_steps_and_agreeing_records(small
     check_ranks(runs[0], [0], steps=4)
     check_ranks(runs[1], [1], steps=4)
     check_records(runs[0], 2, steps=4, images=44)
+
+
+@LONG
+def test_without_the_launcher_a_node_that_is_loopback_to_itself_names_the_variable_that_helps(
+    small,
+):
+    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
+    command = [sys.executable, SCRIPT, *small, "--timeout", 5]
+    with NamespacePair() as pair:
+        pair.usual_hosts()
+        ranks = [pair.popen(n, command, env=place | {"RANK": str(n)}) for n in (0, 1)]
+        for rank in ranks:
+            assert re.search("ERROR: .*GLOO_SOCKET_IFNAME", rank.finish(60, expect=1).out)
 
 
 # --- What the log says -------------------------------------------------------------------------
@@ -145,6 +159,7 @@ def test_validation_counts_each_labelled_image_once_where_shares_are_uneven(two_
 
 @LONG
 def test_one_rank_resumed_in_mid_epoch_ends_with_the_weights_of_an_unbroken_run(small, tmp_path):
+    small = [*small, "--workers", 1]
     unbroken = run_demo([*small, "--max_steps", 5], launcher="python")
     assert unbroken.json_line("Run")["steps_per_epoch"] == 11
     arguments = [*small, "--checkpoint", tmp_path / "run.pt"]

@@ -111,8 +111,9 @@ def slow_link_rows(run):
     direct_known = direct or bool(network and network.problem("gpudirect_off"))
     bond = "a bond sends a connection over one member: more connections, hashed by layer3+4"
     more = "more connections, as one may not fill this link: "
-    more += "more processes per node" if run.on_cpu else "NCCL_SOCKET_NTHREADS=4 and "
-    more += "" if run.on_cpu else "NCCL_NSOCKS_PERTHREAD=4"
+    gloo = run.setting("backend") == "gloo"
+    nccls = "NCCL_SOCKET_NTHREADS=4 and NCCL_NSOCKS_PERTHREAD=4"
+    more += "more processes per node" if gloo else nccls
     alone = f"the link alone: `ib_write_bw -d {device} --report_gbits`, then with PEER on the "
     alone += f"other node: near {gbps} Gb/s from host memory clears"
     module = "efa_nv_peermem" if kind == "efa" else "nvidia-peermem"
@@ -122,7 +123,8 @@ def slow_link_rows(run):
     speed = (
         f"the negotiated speed: the switch's ports, `ethtool {name} | grep Speed` on both nodes"
     )
-    if network and network.stated:
+    own_ports = {each.stated for each in run.networks}
+    if len(own_ports) == 1 and network.stated and network.stated >= run.link_gbps:
         speed = "between the nodes, a switch port that negotiated a lower speed: the nodes' own "
         speed += f"ports state {rate(network.stated)}"
     by_kind = {

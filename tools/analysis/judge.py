@@ -121,7 +121,11 @@ def say_slow_rank(run):
 def say_implied(verdict, run):
     """Without a probe: what the exposed time says of the wire."""
     gbps, stated = verdict.implied_gbps, run.link_gbps
-    if run.network or not (run.has_split and verdict.bound == "link" and gbps and stated):
+    if (
+        run.network
+        or run.probe_s
+        or not (run.has_split and verdict.bound == "link" and gbps and stated)
+    ):
         return []
     text = "Without a probe: if the exposed time is the all-reduce's, the wire ran at "
     text += f"{rate(gbps)}, {gbps / stated:.0%} of the stated {rate(stated)}"
@@ -211,7 +215,7 @@ def say_network(run):
             return []
         text = "Which network carried it is not known"
         if not run.probe_s:
-            return [f"{text} (no probe)."]
+            return [f"{text} (no probe of this run)."]
         took = f"the probe's all-reduce took {ms(run.probe_s)} for a step's "
         return [f"{text}: {took}{megabytes(run.wire_bytes)}, but no interface moved these bytes."]
     basis = f"by {network.basis}"
