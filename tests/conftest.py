@@ -41,6 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(scratch.cleanup)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The script's own tests come first: they take long, and would otherwise start last."""
+    items.sort(key=lambda item: item.path.name != "test_script.py")
+
+
 @pytest.fixture(scope="session")
 def shared_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One temporary folder for the whole session: the same for all pytest-xdist workers."""

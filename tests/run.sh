@@ -44,6 +44,6 @@ done < <(find . -name '*.sh' -not -path './.*' -not -path './data/*' -not -path 
 "$bin/shellcheck" --external-sources "${shell_scripts[@]}"
 
 # More workers than cores, as some tests wait. A file's tests stay together, and with them what they share.
-share=(-n 4 --dist loadfile)
+share=(-n 4 --dist loadfile --no-loadscope-reorder)
 trap - HUP INT TERM USR1 # pytest gets them itself
 exec "$PYTHON" -m pytest "${share[@]}" --durations 10 "$@"
