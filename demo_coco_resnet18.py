@@ -1456,11 +1456,12 @@ def end_at_once(process, error):
         if part in str(error):
             kind, advice = known_kind, f": {what_to_do}"
             break
-    if kind == "bug":
-        for line in traceback.format_exc().splitlines():
-            log(process, line, STDERR)
     text = f"ERROR: {one_line(error)}{advice}"
-    log(process, text, STDERR)
+    with suppress(OSError):  # nobody may read any more: then that is the error
+        if kind == "bug":
+            for line in traceback.format_exc().splitlines():
+                log(process, line, STDERR)
+        log(process, text, STDERR)
     write_error_file(process, kind, text)
     # Loader workers ignore SIGTERM, and could outlive this process.
     for worker in multiprocessing.active_children():

@@ -548,6 +548,15 @@ def test_error_of_one_rank_is_one_line_and_has_its_kind(error, failing):
     assert message["message"] == f"[CPU {rank}] {lines[-1]}"
 
 
+@LONG
+def test_a_run_whose_output_nobody_reads_ends(tmp_path):
+    """Its loader worker, too."""
+    words = [*make_set(tmp_path, 64), *FAST, "--workers", 1, "--num_epochs", 99]
+    pipe = ["bash", "-c", '"$@" 2>&1 | head -n 1; exit "${PIPESTATUS[0]}"', "bash"]
+    with start([*pipe, sys.executable, SCRIPT, *words]) as started:
+        started.finish(60, expect=1)
+
+
 def test_wrong_arguments_are_told_to_the_launcher(tmp_path):
     env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
     with start([sys.executable, SCRIPT, *OPTIONS, "--lr", "0"], env=env) as started:
