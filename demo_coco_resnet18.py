@@ -258,7 +258,8 @@ def join_process_group(args, process):
         )
     except (RuntimeError, ValueError) as error:
         text = f"{where}: did all nodes start, with rank 0's address?"
-        if process.backend == "gloo":  # by default it takes the address of the node's own name
+        several_nodes = process.world_size > process.local_world_size
+        if process.backend == "gloo" and several_nodes:  # by default it uses the node's own name
             text += " Is GLOO_SOCKET_IFNAME the interface between them?"
         raise UserError(f"{text} {one_line(error)}", kind="lost") from error
     finally:
@@ -473,7 +474,7 @@ def from_rank_0(read):
 
 @contextmanager
 def errors_end_all_ranks():
-    """A block that all ranks run. It ends with a collective call, also after an error.
+    """A block that ends with a collective call, also after an error. All ranks make this call.
 
     If the block raises UserError on one rank, all ranks raise it. Example: an image is missing on
     the node of rank 1. Without this, rank 1 would end alone. Rank 0 would wait for it in the next

@@ -186,12 +186,12 @@ def good_link_rows(run, bound):
     way += "are ever farther over PCIe), `nvidia-smi topo -p2p r` (OK, but still unused: "
     way += "NCCL_P2P_DISABLE, NCCL_P2P_LEVEL)"
     cores = "cores shared by compute and network: fewer OMP_NUM_THREADS than cores"
-    probe = "a probe before the run (PROBE=1): it shows which network carries it, and how fast"
-    if run.probe_s:
-        probe = "the interface: `ip route get PEER` on each node shows the one that is used; "
-        probe += "NETWORK= and IFNAME= set it"
+    unknown = "a probe before the run (PROBE=1): it shows which network carries it, and how fast"
+    if run.probe_s:  # there was one, but it saw no interface that moved its bytes
+        unknown = "the interface: `ip route get PEER` on each node shows the one that is used; "
+        unknown += "NETWORK= and IFNAME= set it"
     return [
-        (link and between and not run.network, probe),
+        (link and between and not run.network, unknown),
         (exposed_too(run, bound) and less, f"the exposed communication: {less}"),
         (link and between and fallen, port),
         (link and between and kept, faster),

@@ -293,9 +293,7 @@ class Network:
     names: list  # of the interfaces or adapters
     kind: str = ""
     members: list = field(default_factory=list)  # of a bond
-    over: list = field(
-        default_factory=list
-    )  # tunnels or bridges over it, which carried it as well
+    over: list = field(default_factory=list)  # tunnels or bridges that carried the same bytes
     gbps: float | None = None  # measured, of all of them together, headers included
     stated: float | None = None
     adapter: str = ""  # under IP over InfiniBand
