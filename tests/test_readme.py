@@ -153,7 +153,7 @@ def test_files_that_commands_name_exist(calls):
 
 @LONG
 def test_readmes_first_commands_train_and_compare(tmp_path):
-    """On 96 of the 512 drawn images."""
+    """On 96 of the 512 images."""
     ignored = shutil.ignore_patterns(".*", "data", "logs", "tests", "__pycache__", "*.pt")
     project = shutil.copytree(ROOT, tmp_path / "project", ignore=ignored)
     drawing = project / "tools" / "make_sample_coco.py"

@@ -58,7 +58,8 @@ def slow_rank_rows(run):
     elif run.on_cpu:
         look = "what else runs on its cores, and their clock (`top`, `lscpu -e`)"
     else:
-        look = "heat, clock and other load of its GPU (`nvidia-smi -q -d TEMPERATURE,CLOCK`)"
+        look = "heat, power, clock and other load of its GPU (`nvidia-smi -q -d "
+        look += "PERFORMANCE,TEMPERATURE`)"
     return [(True, f"{who}: {look}")]
 
 
@@ -109,7 +110,8 @@ def slow_link_rows(run):
     connections = network.connections if network else 0
     direct = bool(connections) and network.with_gpudirect == connections
     direct_known = direct or bool(network and network.problem("gpudirect_off"))
-    bond = "a bond sends a connection over one member: more connections, hashed by layer3+4"
+    bond = "a bond sends a connection over one member: more connections, hashed by layer3+4 here "
+    bond += f"and on the switch (`cat /proc/net/bonding/{name}`)"
     more = "more connections, as one may not fill this link: "
     gloo = run.setting("backend") == "gloo"
     nccls = "NCCL_SOCKET_NTHREADS=4 and NCCL_NSOCKS_PERTHREAD=4"
@@ -119,19 +121,23 @@ def slow_link_rows(run):
     module = "efa_nv_peermem" if kind == "efa" else "nvidia-peermem"
     direct = f"GPUDirect: {module} loaded, or DMA-BUF; adapters near their GPU "
     direct += "(`nvidia-smi topo -m`)"
-    several = bool(network and network.members) or run.link_gbps >= FAST_SOCKETS_GBPS
+    bonded = bool(network and network.members)
+    several = bonded or run.link_gbps >= FAST_SOCKETS_GBPS
     speed = (
         f"the negotiated speed: the switch's ports, `ethtool {name} | grep Speed` on both nodes"
     )
     own_ports = {each.stated for each in run.networks}
-    if len(own_ports) == 1 and network.stated and network.stated >= run.link_gbps:
+    if bonded:
+        speed = f"between the nodes, a path slower than {rate(run.link_gbps)}"
+    elif len(own_ports) == 1 and network.stated and network.stated >= run.link_gbps:
         speed = "between the nodes, a switch port that negotiated a lower speed: the nodes' own "
         speed += f"ports state {rate(network.stated)}"
+    interface = "the interface: NETWORK= and IFNAME= of launch_multinode.sh keep the traffic on "
+    interface += "one interface"
     by_kind = {
         "sockets": [
             speed,
-            "the interface: NETWORK= and IFNAME= of launch_multinode.sh keep the traffic on one "
-            "interface",
+            *(() if network and len(network.names) == 1 else (interface,)),
             "an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev "
             f"{name}`",
             f"the link without training: `iperf3 {'-P 8 ' if several else ''}-c PEER` should show "
@@ -156,11 +162,11 @@ def slow_link_rows(run):
         "efa": [
             "the instance type's own limit, which the adapter does not state; one placement group",
             "the adapters: `fi_info -p efa` on each node should list all of them",
-            "the link alone: libfabric's `fi_rma_bw -p efa -E`, then with PEER on the other node",
+            "the link alone: fabtests' `fi_rma_bw -p efa -E`, then with PEER on the other node",
         ],
     }
     return [
-        (network and network.members, bond),
+        (bonded, bond),
         (kind in ("sockets", "ipoib") and run.link_gbps >= FAST_SOCKETS_GBPS, more),
         *((True, text) for text in by_kind[kind]),
         (kind in ADAPTERS and not direct_known, direct),
@@ -230,7 +236,7 @@ def other_rows(run, bound):
         (data, storage),
         (compute and run.setting("precision") not in ("bf16", "fp16"), lower),
         (compute and not settings.get("compile"), "fused operations: --compile"),
-        (compute and cpu, "more machines, if the network keeps up"),
+        (compute and cpu and not exposed_too(run, bound), "more machines"),
         (compute and not cpu, "a larger --batch_size, if the device is not full"),
         # With much exposed, more processes would wait for each other still longer.
         (compute and not cpu and not exposed_too(run, bound), "more GPUs, a process each"),

@@ -35,7 +35,7 @@ class Verdict:
     bound: str = "unknown"
     says: list = field(default_factory=list)  # what bounds it, then its network, then the rest
     checks: list = field(default_factory=list)  # most likely first
-    implied_gbps: float | None = None  # measured on the wire, else what the exposed time implies
+    wire_gbps: float | None = None  # by counters, else what the time of an all-reduce implies
 
 
 def judge(run):
@@ -51,18 +51,28 @@ def judge(run):
         return Verdict(says=[text, *say_network(run), *trouble])
     verdict = Verdict()
     if can_model(run) and run.steps:
-        excess_s = run.exposed_s if run.has_split else run.step_s - run.work_s
-        carrying_s = run.probe_s or (excess_s if excess_s > 0.02 * run.step_s else None)
-        implied = carrying_s and ring_bytes(run) * 8e-9 / carrying_s
-        verdict.implied_gbps = run.wire_gbps or implied
+        took_s = all_reduce_s(run)
+        verdict.wire_gbps = run.wire_gbps or (took_s and ring_bytes(run) * 8e-9 / took_s)
     (judge_split if run.has_split else judge_whole)(verdict, run)
-    verdict.says += [*say_network(run), *say_implied(verdict, run), *trouble]
+    verdict.says += [*say_network(run), *trouble]
     if run.straggler is not None:
         verdict.says.append(say_slow_rank(run))
-    implied = verdict.implied_gbps or 0.0
-    slow = verdict.bound == "link" and 0 < implied < HEALTHY * (run.link_gbps or 0)
+    gbps = verdict.wire_gbps or 0.0
+    slow = verdict.bound == "link" and 0 < gbps < HEALTHY * (run.link_gbps or 0)
     verdict.checks = next_checks(run, verdict.bound, slow, bool(trouble))
     return verdict
+
+
+def all_reduce_s(run):
+    """How long a step's all-reduce took: by the probe, or in a log without a split all that is
+    beyond the work. Exposed time does not say it: it counts waiting, and not what was hidden.
+    """
+    if run.has_split and (not run.network or run.network.transport == "local"):
+        return None
+    if run.probe_s or run.has_split:
+        return run.probe_s
+    excess_s = run.step_s - run.work_s
+    return excess_s if excess_s > 0.02 * run.step_s else None
 
 
 # --- What bounds it ------------------------------------------------------------------------------
@@ -78,7 +88,7 @@ def judge_split(verdict, run):
     # Exposed time far above the all-reduce's own is not the wire's: on a CPU compute and network
     # share the cores, and ranks wait for each other.
     if run.probe_s and run.probe_s < parts["link"] / 2:
-        link = "communication, but not by the wire"
+        link = f"communication, but not by the wire (an all-reduce alone takes {ms(run.probe_s)})"
         if verdict.bound == "link":
             verdict.bound = "overlap"
     title = {
@@ -118,21 +128,6 @@ def say_slow_rank(run):
     )
 
 
-def say_implied(verdict, run):
-    """Without a probe: what the exposed time says of the wire."""
-    gbps, stated = verdict.implied_gbps, run.link_gbps
-    if (
-        run.network
-        or run.probe_s
-        or not (run.has_split and verdict.bound == "link" and gbps and stated)
-    ):
-        return []
-    text = "Without a probe: if the exposed time is the all-reduce's, the wire ran at "
-    text += f"{rate(gbps)}, {gbps / stated:.0%} of the stated {rate(stated)}"
-    text += f": this is not a {rate(stated)} result" if gbps < HEALTHY * stated else ""
-    return [f"{text}."]
-
-
 def name_link(run):
     if run.nodes == 1:
         return "communication inside its node"
@@ -140,9 +135,11 @@ def name_link(run):
         return "communication between its nodes"
     if run.network.kind == "ipoib":
         return f"TCP over {run.network.names[0]}, not InfiniBand itself"
-    lost = any("packets are lost" in text for text in say_trouble(run))
-    if lost or (run.network.transport == "roce" and say_trouble(run)):
+    trouble = say_trouble(run)
+    if any("packets are lost" in text for text in trouble):
         return "its network, which loses packets"
+    if trouble and run.network.transport == "roce":
+        return "its network, which loses or reorders packets"
     if through_host_memory(run):
         return "communication between its nodes, which passes through host memory"
     return "its link"
@@ -163,7 +160,7 @@ def judge_whole(verdict, run):
             f"{ms(run.step_s)}, {part(excess_s, run.step_s)} is time beyond {run.work_from}'s "
             f"whole step of {ms(run.work_s)}."
         )
-        if gbps := verdict.implied_gbps:
+        if gbps := verdict.wire_gbps:
             fallen = gbps <= FALLEN_GBPS < (run.link_gbps or 0)
             of = f", {gbps / run.link_gbps:.0%} of the stated {stated}" if run.link_gbps else ""
             says.append(
@@ -217,7 +214,8 @@ def say_network(run):
         if not run.probe_s:
             return [f"{text} (no probe of this run)."]
         took = f"the probe's all-reduce took {ms(run.probe_s)} for a step's "
-        return [f"{text}: {took}{megabytes(run.wire_bytes)}, but no interface moved these bytes."]
+        took += megabytes(run.wire_bytes)
+        return [f"{text}: {took}, but no interface that the probe could read moved these bytes."]
     basis = f"by {network.basis}"
     if run.nodes == 1 and network.gbps:
         return [f"Inside one node, over {network.shown}, {basis}: {rate(network.gbps)}."]

@@ -26,7 +26,7 @@ def table(head, rows):
 
 def column(run, base, verdict):
     """A run's cells of the main table by their title; None, 0 or "" if the log does not say."""
-    ratio, gbps = time_ratio(base, run), run.wire_gbps or verdict.implied_gbps
+    ratio, gbps = time_ratio(base, run), verdict.wire_gbps or run.wire_gbps
     against = f"{1 / ratio:.2f} x faster" if ratio and ratio < 1 else f"{ratio or 0:.2f} x as long"
     of = f", {gbps / run.link_gbps:.0%} of stated" if gbps and run.link_gbps else ""
     img_per_s = run.img_per_s or 0
