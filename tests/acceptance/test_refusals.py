@@ -7,18 +7,18 @@ import re
 import shlex
 import shutil
 import socket
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 
-from support.datasets import Payload, digests, instances, make_set, numbered
+from support.datasets import Payload, instances, make_set, numbered
+from support.forks import run_forked
 from support.launchers import FAST
 from support.processes import (
     LONG,
-    SCRIPT,
     WITH_LONG,
     Started,
     demo_command,
@@ -90,39 +90,23 @@ BAD_INPUT = {  # options: the exit code, and what the line names
     "--grad_compression powersgd --precision fp16": (1, r"powersgd .* fp16"),
     "--checkpoint set": (1, r"checkpoint set is a folder"),
     "--weights code.pt": (1, r"code\.pt"),
+    "--checkpoint run.pt --resume --image_size 48": (1, r"run\.pt\b.*--image_size"),
 }
 
 
-# Loads PyTorch once, which takes seconds, then runs the script in a process for each argument.
-EACH = f"""
-import importlib.util, os, shlex, sys
-spec = importlib.util.spec_from_file_location("demo", {str(SCRIPT)!r})
-demo = sys.modules["demo"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(demo)
-
-for options in sys.argv[1:]:
-    print("OPTIONS", options, flush=True)
-    if os.fork() == 0:
-        sys.argv = ["demo_coco_resnet18.py", *shlex.split(options)]
-        try:
-            demo.run_and_exit(demo.main)
-        except SystemExit as end:
-            os._exit(end.code)  # Python's own end takes a second after a fork
-    print("CODE", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-"""
-
-
 def test_bad_input_ends_with_one_line_that_names_it(folder):
+    """And a checkpoint of another run is kept."""
     options = list(BAD_INPUT) if WITH_LONG else list(BAD_INPUT)[:2]
-    arguments = [shlex.join([*GOOD, *FAST, *shlex.split(words)]) for words in options]
-    with start([sys.executable, "-c", EACH, *arguments], cwd=folder) as started:
-        run = started.finish(SECONDS + 5 * len(options))
-    ends = re.findall(r"^OPTIONS .*\n([\s\S]*?)^CODE (\d+)$", run.out, re.MULTILINE)
-    for words, (output, found) in zip(options, ends, strict=True):
+    made = [*GOOD, *FAST, "--max_steps", 1, "--checkpoint", "run.pt"]
+    runs = [(0, made), *((0, [*GOOD, *FAST, *shlex.split(words)]) for words in options)]
+    first, *others = run_forked(runs, cwd=folder, expect=None)
+    assert first.returncode == 0, first.tail()
+    for words, run in zip(options, others, strict=True):
         code, named = BAD_INPUT[words]
-        assert int(found) == code, f"{words}: {output}"
-        assert re.search(named, the_error(output)), f"{words}: {output}"
+        assert run.returncode == code, run.tail()
+        assert re.search(named, the_error(run.output)), run.tail()
     assert not (folder / "made_by_a_weights_file").exists()
+    assert torch.load(folder / "run.pt", weights_only=True)["step"] == 1
 
 
 @LONG
@@ -132,18 +116,6 @@ def test_imagenet_weights_that_cannot_be_downloaded_are_one_line_that_says_what_
     run = run_demo(arguments, launcher="python", cwd=folder, expect=1, env=env)
     error = the_error(run.output)
     assert "resnet18-" in error and str(folder / "home") in error and "--weights none" in error
-
-
-@LONG
-def test_checkpoint_of_another_run_is_refused_and_kept(folder, tmp_path):
-    arguments = [*GOOD, *FAST, "--checkpoint", tmp_path / "run.pt"]
-    run_demo([*arguments, "--max_steps", 1], launcher="python", cwd=folder)
-    before = digests(tmp_path)["run.pt"]
-    other = [*arguments, "--image_size", 48, "--resume"]
-    run = run_demo(other, launcher="python", cwd=folder, timeout=SECONDS, expect=1)
-    error = the_error(run.output)
-    assert str(tmp_path / "run.pt") in error and "--image_size" in error
-    assert digests(tmp_path)["run.pt"] == before
 
 
 # --- Processes that are started by hand, with torchrun's variables ------------------------------
@@ -169,8 +141,7 @@ def test_port_that_is_taken_is_named(folder):
 @LONG
 def test_only_rank_0_needs_the_annotations_and_the_weights(folder, tmp_path):
     """Rank 1 is started in a folder that has the images alone."""
-    arguments = [*GOOD, *FAST, "--max_steps", 1]
-    run_demo([*arguments, "--checkpoint", "good.pt"], launcher="python", cwd=folder)
+    torch.save(torchvision.models.resnet18(num_classes=80).state_dict(), folder / "good.pt")
     shutil.copytree(folder / "set/images", tmp_path / "set/images")
     port, weights = free_port(), ("--weights", "good.pt", "--max_steps", 2)
     with (
@@ -208,9 +179,10 @@ def is_listening(port: int) -> bool:
 
 @LONG
 def test_ranks_with_other_data_both_end_and_one_line_names_the_difference(folder):
-    """For another argument see test_faults.py."""
+    """Another argument, too."""
     port = free_port()
     other = shlex.split("--coco_image_path other/images --annotation_path other/instances.json")
+    other += ["--lr", "0.5"]
     with (
         start_rank(0, port, folder) as first,
         start_rank(1, port, folder, *other) as second,

@@ -10,6 +10,7 @@ from analysis.runs import ADAPTERS, digits, rate, usual_times
 
 FAST_SOCKETS_GBPS = 25  # from here on one TCP connection, bound by one core, may not fill the link
 FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its cable are bad
+DELIVERS = 0.8  # above this share of its stated speed, headers and start-up account for the rest
 IN_PART = 0.2  # above this share of a step, exposed communication bounds it in part
 # ResNet-18 at 224 px in fp32 trains 750 images/s or more on an RTX 2080 Ti. A GPU that gets a
 # quarter of that most likely waits for images.
@@ -42,6 +43,14 @@ def kind_of(run):
 def name_of(run):
     """The interface or adapter that carried it, for a command."""
     return run.network.names[0] if run.network and run.network.names else "IFNAME"
+
+
+def tunnel_of(run):
+    """The tunnel or bridge over a link that it does not fill; empty if there is none."""
+    network = run.network
+    if not network or not network.gbps or network.gbps >= DELIVERS * (run.link_gbps or 0):
+        return ""
+    return ", ".join(network.over)
 
 
 def slow_rank_rows(run):
@@ -196,16 +205,20 @@ def good_link_rows(run, bound):
     if run.probe_s:  # there was one, but it saw no interface that moved its bytes
         unknown = "the interface: `ip route get PEER` on each node shows the one that is used; "
         unknown += "NETWORK= and IFNAME= set it"
+    tunnel = tunnel_of(run)
+    around = f"{tunnel}: `iperf3 -c` to PEER's address on {name_of(run)}, then on {tunnel}; the "
+    around += f"difference is what {tunnel} costs (`mpstat -P ALL 1` shows a core that is full)"
     return [
         (link and between and not run.network, unknown),
+        (tunnel and (link or exposed_too(run, bound)), around),
         (exposed_too(run, bound) and less, f"the exposed communication: {less}"),
         (link and between and fallen, port),
         (link and between and kept, faster),
         (link and not between and not cpu, way),
         (overlap and cpu, cores),
+        (link and not between and cpu, "fewer processes: they share one machine's cores"),
         ((link or overlap) and less, f"send less: {less}"),
         (link, "send less often: a larger --accumulate_steps or --batch_size"),
-        (link and not between and cpu, "fewer processes: they share one machine's cores"),
         (
             link and between and run.network and kind_of(run) != "ipoib" and not kept,
             "a faster link: --project shows what to expect of it",

@@ -7,7 +7,15 @@ errors), NCCL's word (its debug text), or the model in compare.py.
 import math
 from dataclasses import dataclass, field
 
-from analysis.advice import FALLEN_GBPS, IN_PART, nccl_advice, next_checks, only_sockets
+from analysis.advice import (
+    DELIVERS,
+    FALLEN_GBPS,
+    IN_PART,
+    nccl_advice,
+    next_checks,
+    only_sockets,
+    tunnel_of,
+)
 from analysis.compare import can_model, payload_rate, ring_bytes
 from analysis.logs import get, objects
 from analysis.nccl import REASONS, message
@@ -19,7 +27,6 @@ LOSSY = 0.01
 # These rise on sound links too: frames of protocols that nobody listens to, waiting for credit.
 HARMLESS = ("rx_dropped", "port_xmit_wait")
 HEALTHY = 0.5  # a link below this share of its stated speed is not the link that was meant
-DELIVERS = 0.8  # above it, headers and start-up account for the rest
 TOLERANCE = 0.10  # a time this far outside the model's range still counts as inside
 LINK_FREE_SHARE = 0.10  # an all-reduce below this share of a step cannot be what bounds it
 
@@ -135,6 +142,8 @@ def name_link(run):
         return "communication between its nodes"
     if run.network.kind == "ipoib":
         return f"TCP over {run.network.names[0]}, not InfiniBand itself"
+    if tunnel := tunnel_of(run):
+        return f"communication through {tunnel}"
     trouble = say_trouble(run)
     if any("packets are lost" in text for text in trouble):
         return "its network, which loses packets"

@@ -1,0 +1,68 @@
+"""Runs of the script that share one start of Python, which takes seconds to load PyTorch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+MARKS = re.compile(r"^BEGIN\n(.*?)^END (\d+)\n", re.MULTILINE | re.DOTALL)
+
+
+def run_forked(runs: list[tuple[int, Iterable[object]]], **options: Any) -> list:
+    """Runs the script once for each (ranks, arguments), one after another, to their ends.
+
+    Each rank is a process with the variables that torchrun would give it; 0 ranks: one process
+    without them. `program` is another module with `main` and `run_and_exit`, `expect` an exit
+    code (None: any); the rest are options of `Started`.
+    """
+    from support.processes import SCRIPT, Run, free_port, start
+
+    program, expect = options.pop("program", SCRIPT), options.pop("expect", 0)
+    texts = [(ranks, [*map(str, arguments)]) for ranks, arguments in runs]
+    command = [sys.executable, "-u", __file__, program, free_port(), json.dumps(texts)]
+    with start(command, **options) as started:
+        whole = started.finish(60 + 30 * len(texts))
+    found = MARKS.findall(whole.out)
+    assert len(found) == len(texts), whole.tail()
+    ended = []
+    for (_, words), (output, code) in zip(texts, found, strict=True):
+        ended.append(Run([str(program), *words], int(code), output, whole.seconds))
+        assert expect in (None, int(code)), ended[-1].tail()
+    return ended
+
+
+def run_rank(module: Any, arguments: list[str], variables: dict[str, str]) -> None:
+    """In a process of its own: the program with these arguments."""
+    sys.argv[1:] = arguments
+    os.environ.update(variables)
+    try:
+        module.run_and_exit(module.main)
+    except SystemExit as end:
+        sys.stdout.flush()
+        os._exit(end.code)  # Python's own end takes a second after a fork
+
+
+def main() -> None:
+    program, port, runs = sys.argv[1:]
+    spec = importlib.util.spec_from_file_location("demo", program)
+    module = sys.modules["demo"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for ranks, arguments in json.loads(runs):
+        print("BEGIN")
+        for rank in range(max(1, ranks)):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+            place |= {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            variables = {name: str(value) for name, value in place.items()}
+            if os.fork() == 0:
+                run_rank(module, arguments, variables if ranks else {})
+        codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(max(1, ranks))]
+        print("END", max(codes))
+
+
+if __name__ == "__main__":
+    main()
