@@ -371,32 +371,7 @@ def test_learning_rate_warms_up_and_is_scaled(options, factor, of_one_process, t
         assert torch.allclose(found[name], factor * expected, rtol=1e-4, atol=1e-6), name
 
 
-# --- Resume ------------------------------------------------------------------------------------
-
-
-@LONG
-def test_resumed_with_three_ranks_ends_with_the_weights_of_an_unbroken_run(tmp_path):
-    """A sum of three depends on their order, which DDP's buckets decide."""
-    words = [*make_set(tmp_path, 44), *FAST, "--batch_size", 2]
-    unbroken = run_demo([*words, "--max_steps", 2], nproc=3)
-    words += ["--checkpoint", tmp_path / "c.pt", "--resume"]
-    run_demo([*words, "--max_steps", 1], nproc=3)
-    resumed = run_demo([*words, "--max_steps", 2], nproc=3)
-    digests = [run.json_line("Summary")["weights_sha256"] for run in (unbroken, resumed)]
-    assert digests[0] == digests[1]
-
-
-@LONG
-def test_resumed_with_another_number_of_ranks_goes_on_at_the_same_global_batch(tmp_path):
-    """And a finished run that is resumed makes no step."""
-    words = [*make_set(tmp_path, 24, val=5), *FAST, "--checkpoint", tmp_path / "c.pt", "--resume"]
-    run_demo([*words, "--batch_size", 8, "--max_steps", 2], launcher="python")
-    resumed = run_demo([*words, "--batch_size", 4, "--max_steps", 4], nproc=2)
-    assert [step for _, step, _ in resumed.steps(1)] == [3, 4]
-    finished = run_demo([*words, "--batch_size", 8, "--max_steps", 4], launcher="python")
-    assert not finished.steps(0)
-    ends = [run.json_line("Summary") for run in (resumed, finished)]
-    assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"]
+# --- A stop during validation ------------------------------------------------------------------
 
 
 @LONG
