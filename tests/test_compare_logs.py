@@ -274,7 +274,7 @@ VERDICTS = {
     "processes of one CPU": (
         as_text(one_run(nodes=1, **GIGABIT | {"interfaces": ethernet(10, 0.001)})),
         "link",
-        ["Bound by communication inside its node: ", "Inside one node, through memory, as no"],
+        ["Bound by communication inside its node: ", "Inside one node: no interface of a network"],
         ["fewer processes: ", "send less: "],
         ["nvidia", "a faster link"],
     ),

@@ -15,9 +15,10 @@ import torch
 from PIL import Image
 
 from support.datasets import COCO_IDS, instances, make_set, numbered, truncate
+from support.forks import run_forked
 from support.launchers import FAST
 from support.nodes import small_disk
-from support.processes import LONG, SCRIPT, Run, long_among, run_demo, start
+from support.processes import LONG, SCRIPT, Run, run_demo, start
 
 OPTIONS = ["--coco_image_path", "any", "--annotation_path", "any", "--workers", "0"]
 
@@ -242,11 +243,11 @@ def test_a_full_disk_ends_the_run_and_leaves_the_older_checkpoint(tmp_path):
 @LONG
 def test_classes_are_those_of_the_annotation_file_and_a_layer_of_others_is_left_out(tmp_path):
     words = [*make_set(tmp_path / "80", 8), *FAST, "--max_steps", 1]
-    run_demo([*words, "--checkpoint", tmp_path / "80.pt"], launcher="python")
-    words = [*make_set(tmp_path / "3", 9), *FAST, "--max_steps", 1]
+    others = [*make_set(tmp_path / "3", 9), *FAST, "--max_steps", 1]
     content = instances(numbered(9), ids=[7, 5, 9])
     (tmp_path / "3/instances.json").write_text(json.dumps(content))
-    run = run_demo([*words, "--weights", tmp_path / "80.pt"], launcher="python")
+    made = [*words, "--checkpoint", tmp_path / "80.pt"]
+    _, run = run_forked([(0, made), (0, [*others, "--weights", tmp_path / "80.pt"])])
     assert run.json_line("Run")["classes"] == 3
     assert re.search(r"the last layer, of 80 other classes, is left out: 3 classes here", run.out)
 
@@ -261,13 +262,11 @@ def drifted(training):
     plain(training)
 
 plain, demo.log_summary = demo.log_summary, drifted
-demo.run_and_exit(demo.main)
+main, run_and_exit = demo.main, demo.run_and_exit
 """
     (tmp_path / "drift.py").write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     words = [*make_set(tmp_path, 16), *FAST, "--max_steps", 1]
-    with start([*command, tmp_path / "drift.py", *words]) as started:
-        run = started.finish()
+    (run,) = run_forked([(2, words)], program=tmp_path / "drift.py")
     assert run.json_line("Summary")["replicas_identical"] is False
     assert "replicas identical: False" in run.out
 
@@ -291,6 +290,8 @@ from types import SimpleNamespace
 sys.path.insert(0, {str(SCRIPT.parent)!r})
 import torch
 import demo_coco_resnet18 as demo
+
+run_and_exit = demo.run_and_exit
 
 def main(process):
     args = demo.parse_arguments(sys.argv[2:])
@@ -323,52 +324,48 @@ def note(sent, bucket):
 
 class Loader(list):
     sampler = SimpleNamespace(set_epoch=lambda epoch: None)
-
-demo.run_and_exit(main)
 """
 
 
-def one_step(folder, ranks, *options) -> dict:
-    """What a step of SGD with a learning rate of 1 takes from the weights, and which of DDP's
-    buckets were sent.
+ONE_PROCESS = ["--batch_size 16", "--batch_size 16 --warmup_steps 2"]
+ONE_PROCESS += ["--batch_size 16 --lr_scaling linear"]
+TWO_RANKS = ["--batch_size 8", "--batch_size 4 --accumulate_steps 2"]
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory) -> dict[str, dict]:
+    """By options: what a step of SGD with a learning rate of 1 takes from the weights, and which
+    of DDP's buckets were sent.
     """
-    script, result = folder / "one_step.py", folder / "gradients.pt"
-    script.write_text(ONE_STEP)
-    words = [*OPTIONS, *FAST, "--num_epochs", 1, "--lr", 1, *options]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={ranks}", script, result, *words]
-    with start(command) as started:
-        started.finish()
-    return torch.load(result)
+    folder = tmp_path_factory.mktemp("one_step")
+    (folder / "one_step.py").write_text(ONE_STEP)
+    runs = {}
+    for ranks, cases in ((1, ONE_PROCESS), (2, TWO_RANKS)):
+        for number, options in enumerate(cases):
+            words = [*OPTIONS, *FAST, "--num_epochs", 1, "--lr", 1, *options.split()]
+            runs[options] = ranks, [folder / f"{ranks}-{number}.pt", *words]
+    run_forked([*runs.values()], program=folder / "one_step.py")
+    return {options: torch.load(words[0]) for options, (_, words) in runs.items()}
 
 
-@pytest.fixture(scope="session")
-def of_one_process(tmp_path_factory):
-    return one_step(tmp_path_factory.mktemp("one"), 1, "--batch_size", 16)["gradients"]
-
-
-SHARED = ["--batch_size 4 --accumulate_steps 2", "--batch_size 8"]
-
-
-@pytest.mark.parametrize("options", long_among(SHARED, SHARED[1:]))
-def test_gradients_of_two_ranks_are_those_of_twice_the_batch(options, of_one_process, tmp_path):
+@pytest.mark.parametrize("options", TWO_RANKS)
+def test_gradients_of_two_ranks_are_those_of_twice_the_batch(options, one_step):
     """And each bucket of them is sent once in a step."""
-    found = one_step(tmp_path, 2, *options.split())
+    found = one_step[options]
     assert sorted(found["buckets"]) == list(range(len(found["buckets"])))
-    for name, expected in of_one_process.items():
+    for name, expected in one_step[ONE_PROCESS[0]]["gradients"].items():
         difference = (found["gradients"][name] - expected).abs().max()
         assert difference <= 1e-3 * expected.abs().max(), name
 
 
-@LONG
 @pytest.mark.parametrize(
-    ("options", "factor"), [("--warmup_steps 2", 1 / 2), ("--lr_scaling linear", 16 / 64)]
+    ("options", "factor"), [(ONE_PROCESS[1], 1 / 2), (ONE_PROCESS[2], 16 / 64)]
 )
-def test_learning_rate_warms_up_and_is_scaled(options, factor, of_one_process, tmp_path):
+def test_learning_rate_warms_up_and_is_scaled(options, factor, one_step):
     """SGD's step is the gradient times the learning rate."""
-    found = one_step(tmp_path, 1, "--batch_size", 16, *options.split())["gradients"]
-    for name, expected in of_one_process.items():
-        assert torch.allclose(found[name], factor * expected, rtol=1e-4, atol=1e-6), name
+    for name, expected in one_step[ONE_PROCESS[0]]["gradients"].items():
+        found = one_step[options]["gradients"][name]
+        assert torch.allclose(found, factor * expected, rtol=1e-4, atol=1e-6), name
 
 
 # --- A stop during validation ------------------------------------------------------------------
@@ -376,7 +373,7 @@ def test_learning_rate_warms_up_and_is_scaled(options, factor, of_one_process, t
 
 @LONG
 def test_a_stop_during_validation_ends_with_the_epoch_saved_and_is_validated_after(tmp_path):
-    words = [*make_set(tmp_path, 8, val=600), *FAST, "--num_epochs", 1]
+    words = [*make_set(tmp_path, 8, val=400), *FAST, "--num_epochs", 1]
     words += ["--batch_size", 1, "--checkpoint", tmp_path / "c.pt", "--resume"]
     with start([sys.executable, SCRIPT, *words]) as started:
         started.wait_for(r"Epoch 1 complete")
@@ -385,7 +382,7 @@ def test_a_stop_during_validation_ends_with_the_epoch_saved_and_is_validated_aft
     assert run.lines(0)[-1] == "Stopped on SIGTERM | step 8 | exit code 75"
     assert not re.search(r" validation \| ", run.out)
     resumed = run_demo(words, launcher="python")
-    assert re.search(r"Epoch 1 validation \| .* \| 600 images", resumed.out)
+    assert re.search(r"Epoch 1 validation \| .* \| 400 images", resumed.out)
     assert not resumed.steps(0)
 
 

@@ -126,7 +126,7 @@ def slow_link_rows(run):
     nccls = "NCCL_SOCKET_NTHREADS=4 and NCCL_NSOCKS_PERTHREAD=4"
     more += "more processes per node" if gloo else nccls
     alone = f"the link alone: `ib_write_bw -d {device} --report_gbits`, then with PEER on the "
-    alone += f"other node: near {gbps} Gb/s from host memory clears"
+    alone += f"other node: near {gbps} Gb/s from host memory"
     module = "efa_nv_peermem" if kind == "efa" else "nvidia-peermem"
     direct = f"GPUDirect: {module} loaded, or DMA-BUF; adapters near their GPU "
     direct += "(`nvidia-smi topo -m`)"
@@ -160,13 +160,13 @@ def slow_link_rows(run):
         "infiniband": [
             f"the port: `mlxlink -d {device}` shows the active beside the supported width and "
             "speed; one bad lane lowers it",
-            f"{alone} the link, not the way from GPU to adapter",
+            f"{alone} leaves the way from GPU to adapter to be looked at",
         ],
         "roce": [
             roce_losses(link),
             "a lossless path: PFC for one class on adapters and switch, that of NCCL_IB_TC, with "
             "ECN",
-            f"{alone} adapter and cable, not the switch under load",
+            f"{alone} clears adapter and cable, not the switch under load",
         ],
         "efa": [
             "the instance type's own limit, which the adapter does not state; one placement group",

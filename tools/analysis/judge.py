@@ -230,10 +230,9 @@ def say_network(run):
         return [f"Inside one node, over {network.shown}, {basis}: {rate(network.gbps)}."]
     if run.nodes == 1 or network.transport == "local":
         where = "Inside one node" if run.nodes == 1 else "Between nodes"
-        if network.transport != "local":
-            basis = "as no interface moved these bytes"
-        way = "through memory" if run.on_cpu else way_inside(network)
-        return [f"{where}, {way}, {basis}: no network is judged."]
+        if network.transport == "local":
+            return [f"{where}, {way_inside(network)}, {basis}: no network is judged."]
+        return [f"{where}: no interface of a network moved these bytes, so none is judged."]
     says = say_fallback(network)
     if network.transport in ADAPTERS and network.connections:
         direct = f"{network.with_gpudirect} of {network.connections} connections"
