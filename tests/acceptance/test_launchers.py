@@ -70,10 +70,13 @@ def training(tmp_path_factory) -> list[str]:
 # --- On this machine --------------------------------------------------------------------------
 
 
-def test_two_processes_train_and_the_log_has_all_lines_and_the_command(folder):
-    """The arguments have a space and an accent, of which the locale knows nothing."""
+def test_in_the_background_of_a_script_two_processes_train_and_the_log_has_all_lines(folder):
+    """SIGINT is ignored there. The arguments have a space and an accent, of which the locale
+    knows nothing.
+    """
     arguments = [*make_set(folder / "größer", 16), *FAST, "--max_steps", 2]
-    with launch(SINGLE, folder, *arguments, GPUS=2, LC_ALL="C") as started:
+    background = ["bash", "-c", 'bash "$@" & wait "$!"', "bash", SINGLE, *arguments]
+    with start(background, env=HERE | {"GPUS": "2", "LC_ALL": "C"}, cwd=folder) as started:
         run = started.finish(120)
     assert [run.steps(rank)[-1][1] for rank in (0, 1)] == [2, 2]
     log = (folder / LOG).read_text()
@@ -82,40 +85,29 @@ def test_two_processes_train_and_the_log_has_all_lines_and_the_command(folder):
     assert log.index(COMMAND.search(run.out)[0]) < log.index("[CPU 0]")
 
 
-def test_it_trains_in_the_background_of_a_script_where_sigint_is_ignored(folder):
-    arguments = [*make_set(folder / "set", 8), *FAST, "--max_steps", 2]
-    background = ["bash", "-c", 'bash "$@" & wait "$!"', "bash", SINGLE, *arguments]
-    with start(background, env=HERE, cwd=folder) as started:
-        run = started.finish(120)
-    assert run.json_line("Summary")["steps"] == 2
-
-
 @LONG
 def test_after_a_loader_worker_was_killed_it_restarts_from_the_checkpoint(training, folder):
     """For a killed rank see test_faults.py."""
-    with launch(SINGLE, folder, *training, "--workers", 1, GPUS=2, RESTARTS=1) as started:
+    with launch(SINGLE, folder, *training, "--workers", 1, RESTARTS=1) as started:
         started.wait_for(r"\| Step 5 ")
-        rank = started.rank_pid(1)
+        rank = started.rank_pid(0)
         (worker,) = [p.pid for p in processes(started.test_id) if p.parent == rank]
         os.kill(worker, signal.SIGKILL)
         run = started.finish(180)
     assert starts(run.out) == 2 and (folder / "logs/run/checkpoint.pt").is_file()
     resumed = run.json_line("Run")["start_step"]
-    steps = [step for _, step, _ in run.steps(1)]
-    assert 4 <= resumed < 24 and steps[resumed - 24 :] == list(range(resumed + 1, 25))
-    assert run.json_line("Summary")["replicas_identical"] is True
+    steps = [step for _, step, _ in run.steps()]
+    assert 4 <= resumed < 48 and steps[resumed - 48 :] == list(range(resumed + 1, 49))
 
 
 @LONG
-@pytest.mark.parametrize(("restarts", "gpus"), [(0, 2), (1, 1)])
-def test_a_killed_rank_ends_the_run_with_its_signal(training, folder, restarts, gpus):
-    """In each start one is killed; of two ranks torchrun ends the other one by another signal."""
-    with launch(SINGLE, folder, *training, RESTARTS=restarts, GPUS=gpus) as started:
-        for n in range(restarts + 1):
-            started.wait_for(rf"(?s)(\] Run {{.*?){{{n + 1}}}\| Step ")
-            os.kill(started.rank_pid(0), signal.SIGKILL)
+def test_a_killed_rank_ends_the_run_with_its_signal(training, folder):
+    """torchrun ends the other one by another signal."""
+    with launch(SINGLE, folder, *training, GPUS=2) as started:
+        started.wait_for(STEP_3)
+        os.kill(started.rank_pid(0), signal.SIGKILL)
         run = started.finish(60, expect=1)
-    assert starts(run.out) == restarts + 1
+    assert starts(run.out) == 1
     assert re.search("SIGKILL|exitcode *: -9", run.lines()[-1]), run.tail()
 
 
@@ -126,15 +118,6 @@ def test_an_error_of_the_script_is_the_last_line_and_is_not_restarted(folder):
         run = started.finish(120, expect=1)
     assert starts(run.out) == 1
     assert "ERROR: " in run.lines()[-1] and f"{folder}/nowhere" in run.lines()[-1]
-
-
-@LONG
-def test_a_reader_that_goes_away_ends_neither_the_run_nor_its_log(training, folder):
-    pipe = ["bash", "-c", '"$@" 2>&1 | head -n 1; exit "${PIPESTATUS[0]}"', "bash", "bash"]
-    with start([*pipe, SINGLE, *training, "--max_steps", 3], env=HERE, cwd=folder) as started:
-        started.finish()
-    log = (folder / LOG).read_text()
-    assert "| Step 3 " in log and "[CPU 0] Cleanup complete" in log
 
 
 @LONG
@@ -165,13 +148,16 @@ READ_ONLY = 'mount --bind "$0" "$0"; mount -o remount,bind,ro "$0"; exec bash "$
 
 
 @LONG
-def test_a_checkout_mounted_read_only_trains(training, folder):
+def test_a_read_only_checkout_trains_and_a_reader_that_goes_away_changes_nothing(training, folder):
     require_namespaces()
     project = folder / "project"
     shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".*", "data", "logs", "tests"))
     words = ["unshare", "-m", "sh", "-ec", READ_ONLY, project, project / SINGLE.name]
-    with start([*words, *training, "--max_steps", 2], env=HERE, cwd=folder) as started:
-        assert started.finish().json_line("Summary")["steps"] == 2
+    pipe = ["bash", "-c", '"$@" 2>&1 | head -n 1; exit "${PIPESTATUS[0]}"', "bash"]
+    with start([*pipe, *words, *training, "--max_steps", 3], env=HERE, cwd=folder) as started:
+        started.finish()
+    log = (folder / LOG).read_text()
+    assert "| Step 3 " in log and "[CPU 0] Cleanup complete" in log
 
 
 # --- A name that is used twice, and where the log goes -----------------------------------------
@@ -204,15 +190,15 @@ def test_a_log_folder_that_cannot_be_made_is_refused(folder):
 @LONG
 def test_training_goes_on_when_the_disk_of_the_log_is_full(training, folder):
     with small_disk(folder / "disk", "1m") as disk:
-        # 80 steps, more lines than the log's last page can take
-        options = ["--num_epochs", 5, "--checkpoint_every", 0]
+        # 64 steps, more lines than the log's last page can take
+        options = ["--num_epochs", 4, "--checkpoint_every", 0]
         with launch(SINGLE, folder, *training, *options, LOG_DIR=disk) as started:
             started.wait_for(STEP_3)
             with pytest.raises(OSError, match="No space"):
                 (disk / "full").write_bytes(bytes(2**21))
             run = started.finish(120)
         log = (disk / "run" / "node0.log").read_text()
-    assert run.steps()[-1][1] == 80 and "[CPU 0] Cleanup complete" in run.out
+    assert run.steps()[-1][1] == 64 and "[CPU 0] Cleanup complete" in run.out
     assert "| Step 3 " in log and "Cleanup complete" not in log, "the disk was not full"
 
 
@@ -399,9 +385,11 @@ def record(nodes: TwoNodes, kind: str) -> dict:
 
 
 def test_both_nodes_train_and_each_logs_its_command_and_its_own_ranks(tmp_path):
+    """Their hosts files map their own names to loopback, as Debian's do."""
     folder = tmp_path / "mein Gerät"
     data = make_set(folder / "set", 32)
     with two_nodes(folder) as nodes:
+        nodes.pair.usual_hosts()
         runs = finish_all(nodes.start_both(*data, *FAST, "--max_steps", 3))
         facts, summary = record(nodes, "Run"), record(nodes, "Summary")
         logs = [nodes.log(node) for node in (0, 1)]
@@ -416,22 +404,3 @@ def test_both_nodes_train_and_each_logs_its_command_and_its_own_ranks(tmp_path):
     assert (facts["world_size"], facts["hosts"]) == (2, ["node0", "node1"])
     assert facts["env"]["GLOO_SOCKET_IFNAME"] == "eth0"
     assert summary["steps"] == 3 and summary["replicas_identical"] is True
-
-
-@LONG
-def test_the_probe_comes_first_and_the_interface_used_is_named_and_the_idle_one_is_not(
-    training, tmp_path
-):
-    """In each node's log after the second of two Counters lines, and in the comparison."""
-    with two_nodes(tmp_path) as nodes:
-        nodes.second_cable()
-        finish_all(nodes.start_both(*training, "--max_steps", 3, PROBE=1))
-        compare = [sys.executable, ROOT / "tools/compare_logs.py", nodes.folder(0) / LOG]
-        comparison = nodes.pair.popen(0, compare).finish(60).out
-        logs = [nodes.log(node) for node in (0, 1)]
-        assert record(nodes, "Probe")["world_size"] == 2
-    for log in logs:
-        assert re.findall(r"^Sent .* on (\S+) \(ethernet\) in \d+ s$", log, re.M) == ["eth0"]
-    order = re.findall(r"^(?:\[CPU 0\] )?(Probe|Counters|Run|Summary) \{", logs[0], re.M)
-    assert order == ["Probe", "Counters", "Run", "Summary", "Counters"]
-    assert "TCP on eth0 (ethernet), by byte counters" in comparison and "eth1" not in comparison
