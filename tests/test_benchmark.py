@@ -54,6 +54,7 @@ def test_what_cannot_run_ends_in_one_line(benchmark, words, line):
     assert re.match(f"benchmark.py: error: {line}", said)
 
 
+@LONG
 def test_another_copy_that_sleeps_comes_out_slower(benchmark, tmp_path):
     """The ratio is this script's rate to the other one's."""
     slow = tmp_path / "slow copy.py"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import LONG, ROOT, SCRIPT, Run, free_port, long_among, start
+from support.processes import LONG, ROOT, SCRIPT, Run, free_port, start
 from test_readme import FENCED, PAGES
 
 PAGE, SHEET, ANSWERS = (PAGES[f"docs/lesson/{name}.md"] for name in ("README", "sheet", "answers"))
@@ -102,7 +102,8 @@ def test_six_marks_stand_once_and_in_order_and_mean_functions_of_the_big_script(
 FAIL = {6, 7}  # these end with an error
 
 
-@pytest.mark.parametrize("number", long_among(EXPERIMENTS, {*EXPERIMENTS} - {4}))
+@LONG
+@pytest.mark.parametrize("number", EXPERIMENTS)
 def test_experiment_shows_what_the_page_promises(number, original, tmp_path):
     title = EXPERIMENTS[number]
     command = RUN_DDP.replace(DDP, f"'{changed_copy(title, tmp_path)}'")

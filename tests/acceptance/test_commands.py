@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.datasets import data_args
+from support.forks import run_forked
 from support.launchers import FAST
 from support.processes import LONG, ROOT, Run, run_demo, start
 
@@ -37,12 +38,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a sample set, and what a run of two ranks on it has left: run.pt, run.log."""
     folder = tmp_path_factory.mktemp("commands")
     tool("make_sample_coco.py", folder / "set", "--images", 24, "--val_images", 12)
-    (folder / "run.log").write_text(train(folder, "--checkpoint", folder / "run.pt").out)
+    words = [*data_args(folder / "set", val=True), *FAST, "--checkpoint", folder / "run.pt"]
+    (run,) = run_forked([(2, words)])
+    (folder / "run.log").write_text(run.out)
     return folder
-
-
-def train(folder: Path, *options: object) -> Run:
-    return run_demo([*data_args(folder / "set", val=True), *FAST, *options], nproc=2)
 
 
 def is_png(path: Path) -> bool:

@@ -65,14 +65,6 @@ def require(ok: object, reason: str) -> None:
     pytest.skip(reason)
 
 
-def refusal(capsys, parse: Callable, words: str) -> str:
-    """The one line with which a command's parser refuses these words."""
-    with pytest.raises(SystemExit, match="2"):
-        parse(words.split())
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
 def free_port() -> int:
     """A TCP port that was free a moment ago, in this network namespace."""
     with socket.socket() as probe:
