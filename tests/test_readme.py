@@ -211,7 +211,7 @@ def test_variables_of_the_launchers():
 
 
 def test_variables_that_a_network_sets():
-    table = [name for row in rows("network") for name in re.findall(r"`([A-Z_]+=?\w*)`", row[1])]
+    table = [name for row in rows("case") for name in re.findall(r"`([A-Z_]+=?\w*)`", row[1])]
     code = source("launch_multinode.sh", "tools/network.sh")
     for name in table:
         assert f"prefer {name.replace('=', ' ')}" in code, f"the launcher does not set {name}"
