@@ -43,7 +43,7 @@ from support.made_logs import (
     on_gpus,
     one_run,
 )
-from support.processes import LONG, ROOT, SCRIPT
+from support.processes import LONG, ROOT, SCRIPT, base_env, new_test_id
 
 TOOL = ROOT / "tools" / "compare_logs.py"
 # One set-up as it was measured on two rates: 64 px, batch 16, two ranks on two nodes.
@@ -865,9 +865,11 @@ def test_each_line_of_script_and_counters_is_known(sample, tmp_path):
     options = "--weights none --num_epochs 1 --image_size 40 --batch_size 2 --workers 0"
     command = [sys.executable, SCRIPT, *data_args(sample), *options.split(), "--max_steps", "3"]
     how = {"check": True, "timeout": 120, "capture_output": True, "text": True}
+    how["env"] = base_env(new_test_id())
     out = subprocess.run([*map(str, command), "--log_every", "1"], **how).stdout
     counted = subprocess.run([sys.executable, ROOT / "tools/counters.py"], **how).stdout
     (tmp_path / "run.log").write_text(counted + out + counted)
+    assert "run: Bound by " in run_tool(tmp_path / "run.log")[0]
     log = read_log([tmp_path / "run.log"])
     assert log.torn == 0 and log.ours and log.attempts == 1
     assert log.records.keys() == {"Run", "Summary"} and len(*log.counters.values()) == 2

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from support.datasets import digests, instances, numbered, truncate, write_images
-from support.processes import ROOT
+from support.datasets import data_args, digests, instances, numbered, truncate, write_images
+from support.launchers import FAST
+from support.processes import LONG, ROOT, run_demo
 
 
 def start(*arguments: object) -> subprocess.Popen:
@@ -127,6 +128,12 @@ def test_small_damaged_and_unusual_images_are_copied(source, tmp_path):
     assert err.count("\n") == 1 and f"{images[2]} is damaged" in err
     old, new = digests(source / "train2017"), digests(tmp_path / "small" / "train2017")
     assert [name for name in old if old[name] != new[name]] == ["0003.jpg"]
+
+
+@LONG
+def test_a_prepared_set_trains(prepared):
+    words = [*data_args(prepared, val=True), *FAST, "--max_steps", 2]
+    assert run_demo(words, launcher="python").json_line("Summary")["steps"] == 2
 
 
 # ---- Stopped and started again

@@ -214,6 +214,7 @@ def test_figures_of_a_run_agree(two_epochs):
             assert 1 < rate * step / 1e3 < 4.1  # images in a step
 
 
+@LONG
 def test_a_stop_signal_saves_and_ends_with_75(tmp_path):
     words = [*make_set(tmp_path, 22), *FAST, "--num_epochs", 99, "--checkpoint", tmp_path / "c.pt"]
     env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
@@ -529,6 +530,7 @@ def test_a_run_whose_output_nobody_reads_ends(tmp_path):
         started.finish(60, expect=1)
 
 
+@LONG
 def test_wrong_arguments_are_told_to_the_launcher(tmp_path):
     env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
     with start([sys.executable, SCRIPT, *OPTIONS, "--lr", "0"], env=env) as started:
