@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,8 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The script's own tests come first: they take long, and would otherwise start last."""
-    items.sort(key=lambda item: item.path.name != "test_script.py")
+    """Files with many long tests come first: started last, they would end long after the rest."""
+    count = Counter(item.path for item in items if item.get_closest_marker("skipif"))
+    items.sort(key=lambda item: -count[item.path])
 
 
 @pytest.fixture(scope="session")
