@@ -44,6 +44,11 @@ def rates(out: str) -> dict[str, float]:
         ("peer --peer none.py", f"--peer {Path.cwd() / 'none.py'} is no file"),
         ("step --against none", "--against none: no file and no commit that has one"),
         ("step --data none", f"cannot use {Path.cwd()}/none/annotations/instances_train2017.json"),
+        pytest.param(
+            "step --image_size 9",
+            r"exit code 2: .*--image_size: 9 is not at least 33",
+            marks=LONG,
+        ),
     ],
 )
 def test_what_cannot_run_ends_in_one_line(benchmark, words, line):

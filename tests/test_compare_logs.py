@@ -274,7 +274,7 @@ VERDICTS = {
     "processes of one CPU": (
         as_text(one_run(nodes=1, **GIGABIT | {"interfaces": ethernet(10, 0.001)})),
         "link",
-        ["Bound by communication inside its node: ", "Inside one node: no interface of a network"],
+        ["Bound by communication inside its node: ", "Inside one node: no network is judged."],
         ["fewer processes: ", "send less: "],
         ["nvidia", "a faster link"],
     ),
@@ -341,7 +341,7 @@ VERDICTS = {
         as_text(
             one_run(
                 exposed_ms=50.0,
-                interfaces=[carried("tun0", "ethernet", 10, 6.7), *ethernet(10, 7.0)],
+                interfaces=[carried("tun0", "other", 10, 6.7), *ethernet(10, 7.0)],
             )
         ),
         "compute",
@@ -352,6 +352,26 @@ VERDICTS = {
         ],
         ["tun0: `iperf3 -c` to PEER's address on eth0, then on tun0", "the exposed communication"],
         ["more machines"],
+    ),
+    "a slow tunnel": (
+        on_gpus([carried("tun0", "other", 10, 2.9), *ethernet(25, 3.0)], SOCKET, small=True),
+        "link",
+        ["Bound by communication through tun0: ", "12% of the stated 25 Gb/s"],
+        ["tun0: `iperf3 -c` to PEER's address on eth0, then on tun0"],
+        ["IFNAME="],
+    ),
+    "two interfaces at once": (
+        as_text(
+            one_run(
+                exposed_ms=201.0,
+                probe_ms=190.0,
+                interfaces=[*ethernet(10, 1.0), *ethernet(10, 0.9, "eth1")],
+            )
+        ),
+        "link",
+        ["Bound by its link: ", "Over TCP on eth0 (ethernet), by byte counters: "],
+        ["a switch port", "NETWORK= and IFNAME="],
+        ["under eth1", "eth1 costs"],
     ),
     "a link that bounds in part": (
         on_gpus(ethernet(25, 22.5), SOCKET, exposed_ms=20.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -95,6 +96,20 @@ def test_six_marks_stand_once_and_in_order_and_mean_functions_of_the_big_script(
     for number, name in re.findall(r"^\| (\d)/6 .*\| `(\w+)`", PAGE.text, re.M):
         before_mark = SCRIPT.read_text().partition(f"# DDP {number}/6")[0]
         assert re.findall(r"^def (\w+)", before_mark, re.M)[-1] == name
+
+
+@LONG
+def test_three_processes_see_two_images_twice_and_leave_no_thread(tmp_path):
+    """On a busy machine one could abort Python at its end: SIGABRT, after all results."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import pathlib, runpy\n"
+        f"runpy.run_path({str(ROOT / DDP)!r})\n"
+        "print(*[path.read_text() for path in pathlib.Path('/proc/self/task').glob('*/comm')])\n"
+    )
+    output = run(f"torchrun --standalone --nproc_per_node=3 {shlex.quote(str(program))}").out
+    assert output.count(" of 18 right") == 3
+    assert "python" in output and "gloo" not in output
 
 
 # --- Experiments -------------------------------------------------------------------------------

@@ -49,8 +49,7 @@ def test_record_and_words_of_a_link_of_a_known_rate(tmp_path, capsys):
     assert [node["interfaces"][0]["name"] for node in record["nodes"]] == ["eth0", "eth0"]
     assert [node["nccl"] for node in record["nodes"]] == [None, None]
     assert all(node["tcp"]["segments"] > 1000 for node in record["nodes"])
-    small = [size["ms"] for size in record["sizes"][:2]]  # up to 4 KB
-    assert record["latency_ms"] == pytest.approx(sum(small) / 2)
+    assert 0 < record["latency_ms"] < record["all_reduce_ms"] / 10
     words = (
         r"Probe: all-reduce of 44\.9 MB in [\d,]+ ms: \d+ Mb/s on eth0 \(ethernet\), \d % of its"
     )

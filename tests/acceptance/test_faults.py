@@ -77,7 +77,7 @@ def test_after_each_fault_both_nodes_restart_and_end_with_the_weights_of_an_unbr
             if what == "cable":
                 nodes.pair.ip(1, "link set eth0 up")
             else:
-                started[1].wait_for(rf"restart {restart} of 3[\s\S]*\| Step {3 + 5 * restart} ")
+                started[1].wait_for(rf"restart {restart} of 3[\s\S]*\| Step ")
         finish_all(started, 300)
         digests = []
         for label, interface, begun in (("one", "eth0", 4), ("two", "eth1", 1)):
@@ -91,7 +91,19 @@ def test_after_each_fault_both_nodes_restart_and_end_with_the_weights_of_an_unbr
             digests.append(weights(Run([], 0, logs[0], 0)))
             assert logs[0].count("Resumed from") == begun - 1
         assert digests[0] == digests[1]
-        assert not endpoints(nodes, 0, "one") & endpoints(nodes, 1, "two")
+        for node in (0, 1):
+            assert not endpoints(nodes, node, "one") & endpoints(nodes, 1 - node, "two")
+
+
+def test_a_stopped_rank_ends_the_other_node_and_its_own_after_a_signal(training, tmp_path):
+    """SIGSTOP: the rank does nothing, and cannot be asked to stop."""
+    with two_nodes(tmp_path) as nodes:
+        started = nodes.train(*training, "--num_epochs", 99)
+        os.kill(victim(started[1], "rank"), signal.SIGSTOP)
+        (first,) = end_within(TIMEOUT + MARGIN, started[:1])
+        started[1].signal(signal.SIGTERM)
+        end_within(40, started[1:])
+    said(first, r"^\[CPU 0\] .*ERROR")
 
 
 def test_an_image_that_disappears_on_one_node_is_named_and_ends_both(tmp_path):

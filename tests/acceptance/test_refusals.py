@@ -177,19 +177,23 @@ def is_listening(port: int) -> bool:
     return any(re.search(rf":{port:04X} \S+ 0A ", table) for table in tables)
 
 
+OTHER = {  # what one of two ranks has, and what the line names
+    "--coco_image_path other/images --annotation_path other/instances.json": r"\b0004\.jpg",
+    "--lr 0.5": "--lr",
+}
+
+
 @LONG
-def test_ranks_with_other_data_both_end_and_one_line_names_the_difference(folder):
-    """Another argument, too."""
+@pytest.mark.parametrize("other", OTHER)
+def test_ranks_with_other_data_or_arguments_end_and_one_line_names_what(folder, other):
     port = free_port()
-    other = shlex.split("--coco_image_path other/images --annotation_path other/instances.json")
-    other += ["--lr", "0.5"]
     with (
         start_rank(0, port, folder) as first,
-        start_rank(1, port, folder, *other) as second,
+        start_rank(1, port, folder, *shlex.split(other)) as second,
     ):
         runs = [started.finish(SECONDS, expect=1) for started in (first, second)]
     output = "".join(run.output for run in runs)
     assert "Traceback" not in output
     errors = [line for line in output.splitlines() if "ERROR: " in line]
-    assert len([line for line in errors if re.search(r"\b0004\.jpg", line)]) == 1, output
+    assert len([line for line in errors if re.search(OTHER[other], line)]) == 1, output
     assert not any(run.steps(rank) for rank, run in enumerate(runs))

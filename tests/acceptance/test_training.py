@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from support.processes import (
     LONG,
     SCRIPT,
     Run,
+    demo_command,
     free_port,
     require,
     run_demo,
@@ -138,17 +140,32 @@ def test_validation_counts_each_labelled_image_once_where_shares_are_uneven(two_
 @LONG
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_run_resumed_in_mid_epoch_ends_with_the_weights_of_an_unbroken_one(tmp_path, ranks):
-    """A sum of three depends on their order, which DDP's buckets decide. For two ranks, and after
-    a signal, see test_faults.py and test_slurm.py.
-    """
+    """A sum of three depends on their order, which DDP's buckets decide."""
     small = [*make_set(tmp_path, 44), *FAST, "--workers", 1, "--accumulate_steps", 2]
     small += ["--batch_size", 2]
     saves = [*small, "--checkpoint", tmp_path / "run.pt", "--resume"]
     lengths = [(small, 4), (saves, 2), (saves, 4)]
     runs = [(ranks, [*words, "--max_steps", steps]) for words, steps in lengths]
     unbroken, _, resumed = run_forked(runs)
-    assert unbroken.json_line("Run")["steps_per_epoch"] > 4 / ranks
+    assert unbroken.json_line("Run")["steps_per_epoch"] > 2
     assert [step for _, step, _ in resumed.steps(0)] == [3, 4]
+    assert weights(resumed) == weights(unbroken)
+
+
+@LONG
+def test_stopped_by_sigterm_and_resumed_ends_with_the_weights_of_an_unbroken_run(tmp_path):
+    """The signal goes to torchrun, which itself then ends with 1."""
+    words = [*make_set(tmp_path / "set", 600), *FAST, "--batch_size", 2]
+    saves = [*words, "--checkpoint", tmp_path / "run.pt"]
+    with start(demo_command(saves, nproc=2)) as started:
+        started.wait_for(r"\[CPU 1\] Epoch 1 \| Step 2 ")
+        started.signal(signal.SIGTERM)
+        stopped = started.finish(60, expect=1)
+    steps = re.findall(r"\[CPU \d\] Stopped on SIGTERM \| step (\d+)", stopped.out)
+    assert len(steps) == 2 and steps[0] == steps[1]
+    end = ["--max_steps", int(steps[0]) + 2]
+    unbroken, resumed = run_forked([(2, [*words, *end]), (2, [*saves, *end, "--resume"])])
+    assert resumed.json_line("Run")["start_step"] == int(steps[0])
     assert weights(resumed) == weights(unbroken)
 
 

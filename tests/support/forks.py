@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterable
 from typing import Any
 
-MARKS = re.compile(r"^BEGIN\n(.*?)^END (\d+)\n", re.MULTILINE | re.DOTALL)
+MARKS = re.compile(r"^BEGIN\n(.*?)^END (-?\d+)\n", re.MULTILINE | re.DOTALL)
 
 
 def run_forked(runs: list[tuple[int, Iterable[object]]], **options: Any) -> list:
@@ -20,11 +22,11 @@ def run_forked(runs: list[tuple[int, Iterable[object]]], **options: Any) -> list
     without them. `program` is another module with `main` and `run_and_exit`, `expect` an exit
     code (None: any); the rest are options of `Started`.
     """
-    from support.processes import SCRIPT, Run, free_port, start
+    from support.processes import SCRIPT, Run, start
 
     program, expect = options.pop("program", SCRIPT), options.pop("expect", 0)
     texts = [(ranks, [*map(str, arguments)]) for ranks, arguments in runs]
-    command = [sys.executable, "-u", __file__, program, free_port(), json.dumps(texts)]
+    command = [sys.executable, "-u", __file__, program, json.dumps(texts)]
     with start(command, **options) as started:
         whole = started.finish(60 + 30 * len(texts))
     found = MARKS.findall(whole.out)
@@ -36,32 +38,38 @@ def run_forked(runs: list[tuple[int, Iterable[object]]], **options: Any) -> list
     return ended
 
 
-def run_rank(module: Any, arguments: list[str], variables: dict[str, str]) -> None:
-    """In a process of its own: the program with these arguments."""
-    sys.argv[1:] = arguments
+def run_rank(module: Any, words: list[str], variables: dict[str, str]) -> None:
+    """In a process of its own: the program with these arguments. It does not return."""
+    sys.argv[:] = words
     os.environ.update(variables)
+    code: Any = 1
     try:
         module.run_and_exit(module.main)
     except SystemExit as end:
+        code = end.code or 0
+    finally:
         sys.stdout.flush()
-        os._exit(end.code)  # Python's own end takes a second after a fork
+        os._exit(code)  # Python's own end takes a second after a fork
 
 
 def main() -> None:
-    program, port, runs = sys.argv[1:]
+    program, runs = sys.argv[1:]
+    multiprocessing.set_start_method("fork")  # loader workers find the module in no other way
     spec = importlib.util.spec_from_file_location("demo", program)
     module = sys.modules["demo"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for ranks, arguments in json.loads(runs):
         print("BEGIN")
+        with socket.create_server(("", 0)) as probe:
+            port = probe.getsockname()[1]
         for rank in range(max(1, ranks)):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
             place |= {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             variables = {name: str(value) for name, value in place.items()}
             if os.fork() == 0:
-                run_rank(module, arguments, variables if ranks else {})
+                run_rank(module, [program, *arguments], variables if ranks else {})
         codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(max(1, ranks))]
-        print("END", max(codes))
+        print("END", next((code for code in codes if code), 0))
 
 
 if __name__ == "__main__":

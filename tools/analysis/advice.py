@@ -53,6 +53,13 @@ def tunnel_of(run):
     return ", ".join(network.over)
 
 
+def tunnel_rows(run):
+    tunnel = tunnel_of(run)
+    text = f"{tunnel}: `iperf3 -c` to PEER's address on {name_of(run)}, then on {tunnel}; the "
+    text += f"difference is what {tunnel} costs (`mpstat -P ALL 1` shows a core that is full)"
+    return [(tunnel, text)]
+
+
 def slow_rank_rows(run):
     if run.straggler is None:
         return []
@@ -136,17 +143,18 @@ def slow_link_rows(run):
         f"the negotiated speed: the switch's ports, `ethtool {name} | grep Speed` on both nodes"
     )
     own_ports = {each.stated for each in run.networks}
-    if bonded:
+    if bonded and len(own_ports) == 1:
         speed = f"between the nodes, a path slower than {rate(run.link_gbps)}"
     elif len(own_ports) == 1 and network.stated and network.stated >= run.link_gbps:
         speed = "between the nodes, a switch port that negotiated a lower speed: the nodes' own "
         speed += f"ports state {rate(network.stated)}"
     interface = "the interface: NETWORK= and IFNAME= of launch_multinode.sh keep the traffic on "
     interface += "one interface"
+    one_alone = network and network.alone and len(network.names) == 1
     by_kind = {
         "sockets": [
             speed,
-            *(() if network and len(network.names) == 1 else (interface,)),
+            *(() if one_alone else (interface,)),
             "an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev "
             f"{name}`",
             f"the link without training: `iperf3 {'-P 8 ' if several else ''}-c PEER` should show "
@@ -175,6 +183,7 @@ def slow_link_rows(run):
         ],
     }
     return [
+        *tunnel_rows(run),
         (bonded, bond),
         (kind in ("sockets", "ipoib") and run.link_gbps >= FAST_SOCKETS_GBPS, more),
         *((True, text) for text in by_kind[kind]),
@@ -205,12 +214,9 @@ def good_link_rows(run, bound):
     if run.probe_s:  # there was one, but it saw no interface that moved its bytes
         unknown = "the interface: `ip route get PEER` on each node shows the one that is used; "
         unknown += "NETWORK= and IFNAME= set it"
-    tunnel = tunnel_of(run)
-    around = f"{tunnel}: `iperf3 -c` to PEER's address on {name_of(run)}, then on {tunnel}; the "
-    around += f"difference is what {tunnel} costs (`mpstat -P ALL 1` shows a core that is full)"
     return [
         (link and between and not run.network, unknown),
-        (tunnel and (link or exposed_too(run, bound)), around),
+        *(tunnel_rows(run) if link or exposed_too(run, bound) else ()),
         (exposed_too(run, bound) and less, f"the exposed communication: {less}"),
         (link and between and fallen, port),
         (link and between and kept, faster),

@@ -26,6 +26,7 @@ from analysis.runs import ADAPTERS, in_unit, megabytes, ms, part, rate, usual_ti
 LOSSY = 0.01
 # These rise on sound links too: frames of protocols that nobody listens to, waiting for credit.
 HARMLESS = ("rx_dropped", "port_xmit_wait")
+LOST_ON_ROCE = ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err")
 HEALTHY = 0.5  # a link below this share of its stated speed is not the link that was meant
 TOLERANCE = 0.10  # a time this far outside the model's range still counts as inside
 LINK_FREE_SHARE = 0.10  # an all-reduce below this share of a step cannot be what bounds it
@@ -147,7 +148,7 @@ def name_link(run):
     trouble = say_trouble(run)
     if any("packets are lost" in text for text in trouble):
         return "its network, which loses packets"
-    if trouble and run.network.transport == "roce":
+    if run.network.transport == "roce" and any(name in " ".join(trouble) for name in LOST_ON_ROCE):
         return "its network, which loses or reorders packets"
     if through_host_memory(run):
         return "communication between its nodes, which passes through host memory"
@@ -169,7 +170,7 @@ def judge_whole(verdict, run):
             f"{ms(run.step_s)}, {part(excess_s, run.step_s)} is time beyond {run.work_from}'s "
             f"whole step of {ms(run.work_s)}."
         )
-        if gbps := verdict.wire_gbps:
+        if (gbps := verdict.wire_gbps) and not run.probe_s:
             fallen = gbps <= FALLEN_GBPS < (run.link_gbps or 0)
             of = f", {gbps / run.link_gbps:.0%} of the stated {stated}" if run.link_gbps else ""
             says.append(
@@ -232,7 +233,7 @@ def say_network(run):
         where = "Inside one node" if run.nodes == 1 else "Between nodes"
         if network.transport == "local":
             return [f"{where}, {way_inside(network)}, {basis}: no network is judged."]
-        return [f"{where}: no interface of a network moved these bytes, so none is judged."]
+        return [f"{where}: no network is judged."]
     says = say_fallback(network)
     if network.transport in ADAPTERS and network.connections:
         direct = f"{network.with_gpudirect} of {network.connections} connections"

@@ -294,6 +294,7 @@ class Network:
     kind: str = ""
     members: list = field(default_factory=list)  # of a bond
     over: list = field(default_factory=list)  # tunnels or bridges that carried the same bytes
+    alone: bool = True  # no other interface carried a good part of them
     gbps: float | None = None  # measured, of all of them together, headers included
     stated: float | None = None
     adapter: str = ""  # under IP over InfiniBand
@@ -364,7 +365,9 @@ def read_network(node, several, moved_gbps):
         if transport == "sockets" and kind != "ipoib":
             beside = [link for link in outside if link not in rails]
             same = [link for link in beside if wire_gbps(link) > network.gbps / 2]
-            network.over = [get(link, "name", str) for link in same]
+            virtual = [link for link in same if link.get("kind") == "other"]
+            network.over = [get(link, "name", str) for link in virtual]
+            network.alone = same == virtual
         network.adapter = get(rails[0], "carrier", str)
     return network
 
