@@ -26,7 +26,7 @@ def next_checks(run, bound, slow_link, in_trouble):
     if in_trouble:
         rows += trouble_rows(run)
     if slow_link:  # then nothing else matters
-        rows += slow_link_rows(run)
+        rows += tunnel_rows(run) if tunnel_of(run) else slow_link_rows(run)
     else:
         rows += good_link_rows(run, bound) + other_rows(run, bound)
     return list(dict.fromkeys(text for fits, text in rows if fits))
@@ -54,10 +54,14 @@ def tunnel_of(run):
 
 
 def tunnel_rows(run):
-    tunnel = tunnel_of(run)
-    text = f"{tunnel}: `iperf3 -c` to PEER's address on {name_of(run)}, then on {tunnel}; the "
-    text += f"difference is what {tunnel} costs (`mpstat -P ALL 1` shows a core that is full)"
-    return [(tunnel, text)]
+    tunnel, name = tunnel_of(run), name_of(run)
+    route = (
+        f"the route: `ip route get` with PEER's address on {name}; `dev {tunnel}` in its answer "
+    )
+    route += f"means that the bytes go through {tunnel}"
+    alone = f"what {tunnel} costs: `iperf3 -c` to PEER's address on {tunnel}, then to one that it "
+    alone += "does not carry; `mpstat -P ALL 1` shows a core that is full"
+    return [(tunnel, route), (tunnel, alone)]
 
 
 def slow_rank_rows(run):
@@ -143,18 +147,19 @@ def slow_link_rows(run):
         f"the negotiated speed: the switch's ports, `ethtool {name} | grep Speed` on both nodes"
     )
     own_ports = {each.stated for each in run.networks}
+    count = len(network.names) if network else 0
     if bonded and len(own_ports) == 1:
         speed = f"between the nodes, a path slower than {rate(run.link_gbps)}"
-    elif len(own_ports) == 1 and network.stated and network.stated >= run.link_gbps:
+    elif len(own_ports) == count == 1 and network.stated and network.stated >= run.link_gbps:
         speed = "between the nodes, a switch port that negotiated a lower speed: the nodes' own "
         speed += f"ports state {rate(network.stated)}"
     interface = "the interface: NETWORK= and IFNAME= of launch_multinode.sh keep the traffic on "
     interface += "one interface"
-    one_alone = network and network.alone and len(network.names) == 1
     by_kind = {
         "sockets": [
+            *((interface,) if count > 1 else ()),
             speed,
-            *(() if one_alone else (interface,)),
+            *((interface,) if count == 0 else ()),
             "an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev "
             f"{name}`",
             f"the link without training: `iperf3 {'-P 8 ' if several else ''}-c PEER` should show "
@@ -183,7 +188,6 @@ def slow_link_rows(run):
         ],
     }
     return [
-        *tunnel_rows(run),
         (bonded, bond),
         (kind in ("sockets", "ipoib") and run.link_gbps >= FAST_SOCKETS_GBPS, more),
         *((True, text) for text in by_kind[kind]),

@@ -294,7 +294,6 @@ class Network:
     kind: str = ""
     members: list = field(default_factory=list)  # of a bond
     over: list = field(default_factory=list)  # tunnels or bridges that carried the same bytes
-    alone: bool = True  # no other interface carried a good part of them
     gbps: float | None = None  # measured, of all of them together, headers included
     stated: float | None = None
     adapter: str = ""  # under IP over InfiniBand
@@ -365,9 +364,7 @@ def read_network(node, several, moved_gbps):
         if transport == "sockets" and kind != "ipoib":
             beside = [link for link in outside if link not in rails]
             same = [link for link in beside if wire_gbps(link) > network.gbps / 2]
-            virtual = [link for link in same if link.get("kind") == "other"]
-            network.over = [get(link, "name", str) for link in virtual]
-            network.alone = same == virtual
+            network.over = [get(link, "name", str) for link in same]
         network.adapter = get(rails[0], "carrier", str)
     return network
 
@@ -391,10 +388,12 @@ def carriers(seen, finding):
         over_ip = sum(wire_gbps(link) for link in others if link.get("kind") == "ipoib")
         seen = others + [link for link in adapters if wire_gbps(link) > 2 * over_ip]
     top = max(seen, key=wire_gbps, default={})
-    # Adapters work together, and so do interfaces that NCCL names. Otherwise a bridge or tunnel
-    # and what is under it would count twice.
-    together = top in adapters or top.get("name") in named
-    return [one for one in seen if one is top or (together and one.get("kind") == top.get("kind"))]
+    alike = [link for link in seen if link.get("kind") == top.get("kind")]
+    if top in adapters or top.get("name") in named:
+        return alike
+    if top.get("kind") == "ethernet":  # two may have shared the bytes
+        return [link for link in alike if wire_gbps(link) > wire_gbps(top) / 2]
+    return [top] if top else []  # a bridge or tunnel and what is under it carry the same bytes
 
 
 # --- Figures in words ----------------------------------------------------------------------------
