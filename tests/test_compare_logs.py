@@ -358,7 +358,7 @@ VERDICTS = {
         "link",
         ["Bound by communication through tun0: ", "12% of the stated 25 Gb/s"],
         ["the route: `ip route get`", "what tun0 costs"],
-        ["IFNAME=", "23.5", "a switch port"],
+        ["NETWORK=", "23.5", "a switch port"],
     ),
     "two interfaces at once": (
         as_text(
@@ -374,7 +374,12 @@ VERDICTS = {
             "Over TCP on eth0, eth1 (ethernet), by byte counters: ",
             "ran at 1.9 Gb/s on the wire, 10% of the stated 20 Gb/s",
         ],
-        ["the interface: NETWORK= and IFNAME="],
+        [
+            "the negotiated speed",
+            "one interface alone: ",
+            "each link without training",
+            "9.41 Gb/s",
+        ],
         ["own ports", "eth1 costs"],
     ),
     "a link that bounds in part": (

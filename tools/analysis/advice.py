@@ -55,10 +55,11 @@ def tunnel_of(run):
 
 def tunnel_rows(run):
     tunnel, name = tunnel_of(run), name_of(run)
-    route = (
-        f"the route: `ip route get` with PEER's address on {name}; `dev {tunnel}` in its answer "
+    route = "the route: `ip route get` with the address of PEER that `ss -tn` shows during a run; "
+    route += (
+        f"`dev {tunnel}` means that the bytes go through {tunnel}. IFNAME={name} leaves it, if "
     )
-    route += f"means that the bytes go through {tunnel}"
+    route += f"the nodes reach each other by {name}"
     alone = f"what {tunnel} costs: `iperf3 -c` to PEER's address on {tunnel}, then to one that it "
     alone += "does not carry; `mpstat -P ALL 1` shows a core that is full"
     return [(tunnel, route), (tunnel, alone)]
@@ -125,8 +126,9 @@ def slow_link_rows(run):
     """For a link well below its stated speed, by what carried the bytes."""
     network, kind, name = run.network, kind_of(run), name_of(run)
     device, link = name.partition(":")[0], name.replace(":", "/")
-    gbps = digits(run.link_gbps / (len(network.names) if network and network.names else 1))
-    tcp = rate(payload_rate(run.link_gbps) * 8e-9)
+    count = len(network.names) if network else 0
+    gbps = digits(run.link_gbps / max(1, count))
+    tcp = rate(payload_rate(run.link_gbps / max(1, count)) * 8e-9)
     connections = network.connections if network else 0
     direct = bool(connections) and network.with_gpudirect == connections
     direct_known = direct or bool(network and network.problem("gpudirect_off"))
@@ -147,23 +149,25 @@ def slow_link_rows(run):
         f"the negotiated speed: the switch's ports, `ethtool {name} | grep Speed` on both nodes"
     )
     own_ports = {each.stated for each in run.networks}
-    count = len(network.names) if network else 0
     if bonded and len(own_ports) == 1:
         speed = f"between the nodes, a path slower than {rate(run.link_gbps)}"
     elif len(own_ports) == count == 1 and network.stated and network.stated >= run.link_gbps:
         speed = "between the nodes, a switch port that negotiated a lower speed: the nodes' own "
         speed += f"ports state {rate(network.stated)}"
-    interface = "the interface: NETWORK= and IFNAME= of launch_multinode.sh keep the traffic on "
-    interface += "one interface"
+    interface = "one interface alone: NETWORK= and IFNAME= of launch_multinode.sh keep to it"
+    without = "the link without training: `iperf3 -c PEER` should show "
+    if several:
+        without = "the link without training: `iperf3 -P 8 -c PEER` should show about "
+    if count > 1:
+        without = "each link without training: `iperf3 -c` to PEER's address on each of these "
+        without += "interfaces should show "
     by_kind = {
         "sockets": [
-            *((interface,) if count > 1 else ()),
             speed,
-            *((interface,) if count == 0 else ()),
+            *((interface,) if count != 1 else ()),
             "an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev "
             f"{name}`",
-            f"the link without training: `iperf3 {'-P 8 ' if several else ''}-c PEER` should show "
-            f"{'about ' if several else ''}{tcp}",
+            f"{without}{tcp}",
         ],
         "ipoib": [
             f"if it has to be IP, IPoIB's mode: `cat /sys/class/net/{name}/mode`; connected, if "
