@@ -333,7 +333,10 @@ VERDICTS = {
     "a bridge over an interface": (
         on_gpus([carried("br0", "other", 100, 9.5), *ethernet(10, 9.4)], SOCKET, 9, small=True),
         "link",
-        ["Over TCP on eth0 (ethernet), under br0, by NCCL's word: ", "94% of the stated"],
+        [
+            "Over TCP on eth0 (ethernet), by NCCL's word; through br0 too, by byte counters: ",
+            "94% of the stated",
+        ],
         ["send less"],
         [],
     ),
@@ -347,10 +350,10 @@ VERDICTS = {
         "compute",
         [
             "Bound by compute, in part by communication through tun0: ",
-            "Over TCP on eth0 (ethernet), under tun0, by byte counters: ",
+            "Over TCP on eth0 (ethernet), by byte counters; through tun0 too: ",
             "70% of the stated",
         ],
-        ["the route: `ip route get`", "what tun0 costs", "the exposed communication"],
+        ["the route: `ip route get`", "IFNAME=eth0", "what tun0 costs", "the exposed"],
         ["more machines"],
     ),
     "a slow tunnel": (
@@ -358,7 +361,7 @@ VERDICTS = {
         "link",
         ["Bound by communication through tun0: ", "12% of the stated 25 Gb/s"],
         ["the route: `ip route get`", "what tun0 costs"],
-        ["NETWORK=", "23.5", "a switch port"],
+        ["IFNAME=", "23.5", "a switch port"],
     ),
     "two interfaces at once": (
         as_text(

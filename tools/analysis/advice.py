@@ -56,10 +56,9 @@ def tunnel_of(run):
 def tunnel_rows(run):
     tunnel, name = tunnel_of(run), name_of(run)
     route = "the route: `ip route get` with the address of PEER that `ss -tn` shows during a run; "
-    route += (
-        f"`dev {tunnel}` means that the bytes go through {tunnel}. IFNAME={name} leaves it, if "
-    )
-    route += f"the nodes reach each other by {name}"
+    route += f"`dev {tunnel}` means that the bytes go through {tunnel}"
+    if run.network and not run.network.finding:  # or NCCL is on it already
+        route += f". IFNAME={name} leaves it, if the nodes reach each other by {name}"
     alone = f"what {tunnel} costs: `iperf3 -c` to PEER's address on {tunnel}, then to one that it "
     alone += "does not carry; `mpstat -P ALL 1` shows a core that is full"
     return [(tunnel, route), (tunnel, alone)]

@@ -238,6 +238,9 @@ def say_network(run):
     if network.transport in ADAPTERS and network.connections:
         direct = f"{network.with_gpudirect} of {network.connections} connections"
         basis += f" (GPUDirect on {direct})"
+    if network.over:
+        basis += f"; through {', '.join(network.over)} too"
+        basis += "" if network.basis == "byte counters" else ", by byte counters"
     if kept := only_sockets(run):
         basis += f", as {kept} keeps NCCL from InfiniBand and RoCE"
     if network.gbps is None:

@@ -331,8 +331,7 @@ class Network:
         """TCP on eth0 (ethernet); RoCE on mlx5_0:1."""
         title = TITLES.get(self.transport, "a network that NCCL does not name")
         where = ", ".join(self.names) if self.transport in ADAPTERS else self.shown
-        under = f", under {', '.join(self.over)}" if self.over else ""
-        return f"{title} on {where}{under}" if where else title
+        return f"{title} on {where}" if where else title
 
 
 def read_network(node, several, moved_gbps):
