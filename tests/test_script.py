@@ -506,6 +506,7 @@ def failing(tmp_path_factory):
         return started.finish(), folder
 
 
+@LONG
 @pytest.mark.parametrize("error", KIND_OF)
 def test_error_of_one_rank_is_one_line_and_has_its_kind(error, failing):
     """Of a bug there is a traceback as well, with the rank before each line."""
