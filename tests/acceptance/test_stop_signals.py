@@ -23,7 +23,7 @@ from support.launchers import (
     two_nodes,
 )
 from support.nodes import require_namespaces
-from support.processes import LONG, ROOT, long_among, require, start, wait_until
+from support.processes import LONG, ROOT, require, start, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +115,10 @@ def test_a_stop_before_the_first_step_ends_at_once_and_is_not_called_saved(train
 
 
 TWO_NODES = ROOT / "tools" / "two_nodes.sh"
-LAUNCHERS = [SINGLE, MULTINODE, TWO_NODES]
+LAUNCHERS = [SINGLE, *(pytest.param(other, marks=LONG) for other in (MULTINODE, TWO_NODES))]
 
 
-@pytest.mark.parametrize("launcher", long_among(LAUNCHERS, LAUNCHERS[1:]), ids=lambda p: p.name)
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda path: path.name)
 def test_a_stop_while_the_sample_set_is_made_ends_at_once(tmp_path, launcher):
     if launcher == TWO_NODES:
         require_namespaces()

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,12 +36,6 @@ PREFIX = re.compile(r"\[(GPU|CPU|MPS) (\d+)\] ")
 STEP = re.compile(r"Epoch (\d+) \| Step (\d+) \| Loss: (-?[\d.]+|-?inf|nan)")
 WITH_LONG = os.environ.get("TEST_LONG") == "1"
 LONG = pytest.mark.skipif(not WITH_LONG, reason="slow: tests/run.sh --ci runs it")
-
-
-def long_among(values: Collection, slow: Collection) -> list:
-    """A test's parameters, the `slow` ones of them for --ci alone."""
-    assert all(value in values for value in slow), slow
-    return [pytest.param(value, marks=LONG) if value in slow else value for value in values]
 
 
 # A surrounding scheduler or launcher would tell the script a rank of its own, and a GPU would
