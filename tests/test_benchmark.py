@@ -5,13 +5,15 @@ What can be told of a busy machine: that figures agree with each other, and whic
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 import benchmark as tool
-from support.processes import LONG, SCRIPT
+from support.processes import LONG, ROOT, SCRIPT
 
 TINY = ["--steps", "2", "--batch_size", "4", "--image_size", "40"]
 ONCE = [*TINY, "--rounds", "1", "--precision", "fp32"]
@@ -57,6 +59,24 @@ def test_what_cannot_run_ends_in_one_line(benchmark, words, line):
         benchmark(command, "--steps", 1, *others)
     (said,) = ended.value.code.splitlines()
     assert re.match(f"benchmark.py: error: {line}", said)
+
+
+def of_the_launchers(**given: str) -> dict[str, str]:
+    """The variables that a launcher adds to an environment."""
+    env = {"PATH": os.environ["PATH"], **given}
+    command = ["bash", "-c", "source tools/environment.sh; env -0"]
+    out = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    found = dict(line.split("=", 1) for line in out.stdout.split("\0") if line)
+    return {name: found[name] for name in found if re.match("MALLOC_|GOMP_", name)}
+
+
+def test_runs_get_the_variables_of_the_launchers_which_the_page_names():
+    assert of_the_launchers() == tool.FASTER
+    words = " ".join(f"{name}={value}" for name, value in tool.FASTER.items())
+    assert f"export {words}\n" in (ROOT / "docs" / "speed.md").read_text()
+    given = {"MALLOC_MMAP_MAX_": "9", "MALLOC_TRIM_THRESHOLD_": "8"}
+    assert of_the_launchers(**given, GOMP_SPINCOUNT="7") == given | {"GOMP_SPINCOUNT": "7"}
+    assert of_the_launchers(**given, OMP_WAIT_POLICY="active") == given
 
 
 @LONG
