@@ -19,6 +19,17 @@ TINY = ["--steps", "2", "--batch_size", "4", "--image_size", "40"]
 ONCE = [*TINY, "--rounds", "1", "--precision", "fp32"]
 SLEEP = 1  # seconds: longer than a step, also on a busy machine
 
+# Takes 0.2 s for each batch of two images after a start of 3 s, and prints nothing.
+PEER = """
+import sys, time
+from pathlib import Path
+options, data = sys.argv[1:-1], Path(sys.argv[-1])
+assert options == "-a resnet18 --epochs 1 -b 2 -j 1".split(), options
+assert len([path.read_bytes() for path in data.glob("val/*/*.jpg")]) == 1
+images = [path.read_bytes() for path in data.glob("train/*/*.jpg")]
+time.sleep(3 + 0.2 * len(images) / 2)
+"""
+
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, sample: Path):
@@ -110,6 +121,17 @@ def test_ceiling_tells_a_step_without_the_loader(benchmark):
     cost, step = re.search(r"cost (-?[\d.]+) ms of a step of ([\d.]+) ms", out).groups()
     assert float(step) == pytest.approx(fed, rel=0.1)
     assert float(cost) == pytest.approx(fed - resident, abs=0.1 * (fed + resident))
+
+
+@LONG
+def test_peer_is_measured_by_the_clock_alone(benchmark, tmp_path):
+    """With steps enough that they take longer than starts differ, also on a busy machine."""
+    (tmp_path / "main.py").write_text(PEER)
+    words = ["--steps", 30, "--batch_size", 2, "--rounds", 1, "--precision", "fp32"]
+    out = benchmark("peer", "--peer", tmp_path / "main.py", *words)
+    assert list(rates(out)) == ["launch_single.sh", "bare torchrun", "peer"]
+    assert rates(out)["peer"] == pytest.approx(2 / 0.2, rel=0.3)
+    assert "The demo's precision: fp32. Loader workers: 1" in out
 
 
 @LONG
