@@ -10,7 +10,8 @@ venv=$root/.venv
 
 # glibc would give the memory of each step back to the kernel, and take it again page by page.
 export MALLOC_MMAP_MAX_="${MALLOC_MMAP_MAX_-0}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_-2147483647}"
-# A thread of OpenMP that waits for another would keep its core for about 3 ms. A loader worker can use it after 0.1 ms.
+# An OpenMP thread that waits for another one would keep its core busy for about 3 ms. Now a loader worker gets the core
+# after 0.1 ms.
 [ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
 
 # find_python: sets PYTHON.
