@@ -439,14 +439,13 @@ def evaluate(training, loader, epoch):
 def forward(training, model, images):
     """Logits, float32 (n, classes), of images, uint8 (n, 3, size, size)."""
     process, precision = training.process, training.args.precision
-    images = images.to(
-        process.device, memory_format=process.memory_format, non_blocking=process.gpu
-    )
+    images = images.to(process.device, non_blocking=process.gpu)
     mean = MEAN.to(process.device, non_blocking=process.gpu)
     std = STD.to(process.device, non_blocking=process.gpu)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     with torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None):
-        return model((images - mean) / std).float()
+        images = ((images - mean) / std).to(memory_format=process.memory_format)
+        return model(images).float()
 
 
 # ---- What all ranks do together
