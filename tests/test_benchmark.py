@@ -75,9 +75,9 @@ def test_what_cannot_run_ends_in_one_line(benchmark, words, line):
 def of_the_launchers(**given: str) -> dict[str, str]:
     """The variables that a launcher adds to an environment."""
     env = {"PATH": os.environ["PATH"], **given}
-    command = ["bash", "-c", "source tools/environment.sh; env -0"]
+    command = ["bash", "-c", "source tools/environment.sh; env"]
     out = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    found = dict(line.split("=", 1) for line in out.stdout.split("\0") if line)
+    found = dict(line.split("=", 1) for line in out.stdout.splitlines())
     return {name: found[name] for name in found if re.match("MALLOC_|GOMP_", name)}
 
 

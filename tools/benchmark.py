@@ -43,8 +43,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "demo_coco_resnet18.py"
 WARM_UP = 3  # steps that the script's Summary leaves out
 # The variables by which tools/environment.sh makes the script faster on a CPU.
-FASTER = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
-FASTER["GOMP_SPINCOUNT"] = "10000"
+FASTER = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "2147483647",
+    "GOMP_SPINCOUNT": "10000",
+}
 TALK_IMAGES, TALK_EPOCHS, TALK_GPUS = 118_287, 2, 4  # COCO train2017, as in the talk
 
 Data = namedtuple("Data", "images file")  # the folder of images, and their instances file
