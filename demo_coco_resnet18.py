@@ -6,7 +6,7 @@ times, usually once for each GPU. Each process trains its own copy of the model 
 own share of the images. In each step DDP averages the gradients of all processes, so the replicas
 stay equal.
 
-It needs Linux or macOS, Python 3.10 or newer, and what requirements.txt lists.
+It needs Linux or macOS (on Windows: WSL2), Python 3.10 or newer, and what requirements.txt lists.
 
 One GPU, or the CPU if there is none (python in place of torchrun and its options does the same):
     torchrun --standalone --nnodes=1 --nproc_per_node=1 demo_coco_resnet18.py \
@@ -72,16 +72,20 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
+import zlib
 from collections import Counter, namedtuple
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from glob import iglob
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
+
+if sys.platform == "win32":
+    sys.exit("demo_coco_resnet18.py needs Linux or macOS: on Windows start it inside WSL2")
 
 import torch
 import torch.distributed as dist
@@ -92,7 +96,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from torchvision.io import decode_image
 from torchvision.transforms import v2
 
 # What to change first. Each is the default of the option with its name; --help lists all options.
@@ -111,9 +114,12 @@ def main(process):
     join_process_group(args, process)  # 2/6
 
     # Rank 0 reads, every rank receives: only the images have to be on every node.
-    train_list = from_rank_0(lambda: read_image_list(args.annotation_path))
+    log_from_rank_0(process, "Reading the annotations")
+    train_list = from_rank_0(lambda: read_image_list(args.annotation_path, args.coco_image_path))
     classes = train_list.categories
-    val_list = from_rank_0(lambda: read_image_list(args.val_annotation_path, classes))
+    val_list = from_rank_0(
+        lambda: read_image_list(args.val_annotation_path, args.val_image_path, classes)
+    )
     image_sizes = check_start(args, process, train_list, val_list)
     complete_arguments(args, process, len(train_list.names))
     train_loader = make_train_loader(args, process, train_list)  # 3/6
@@ -220,9 +226,13 @@ def read_environment(process):
         process.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     except (KeyError, ValueError) as error:
         names = ", ".join(TORCHRUN)
-        raise UserError(f"{process.launcher} should set {names}: {one_line(error)}") from error
+        raise UserError(f"{process.launcher} should set {names} to whole numbers") from error
     if not 0 <= process.rank < process.world_size:
         raise UserError(f"RANK {process.rank} is not below WORLD_SIZE {process.world_size}")
+    if process.world_size == process.local_world_size:
+        # On one node they meet at its own address. torchrun would give its name, which does not
+        # resolve on every machine.
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
     if "MASTER_ADDR" not in os.environ:
         raise UserError("MASTER_ADDR is not set: export it (mpirun -x), with rank 0's address")
     os.environ.setdefault("MASTER_PORT", "29500")
@@ -275,7 +285,7 @@ def make_train_loader(args, process, train_list):
     # calls (5/6), so all ranks must make the same number of steps, and all shares have the same
     # length. Of 10 images each of 4 ranks gets 3: two images are repeated as padding.
     sampler = EpochSampler(dataset, process.world_size, process.rank, seed=args.seed)
-    return make_loader(args, process, dataset, sampler)
+    return make_loader(args, process, dataset, sampler, args.workers)
 
 
 def make_val_loader(args, process, val_list):
@@ -291,7 +301,7 @@ def make_val_loader(args, process, val_list):
     sampler.end = len(dataset) // process.world_size
     if process.rank < len(dataset) % process.world_size:
         sampler.end += 1
-    return make_loader(args, process, dataset, sampler)
+    return make_loader(args, process, dataset, sampler, args.val_workers)
 
 
 def build_model(args, process, classes):
@@ -495,6 +505,7 @@ def errors_end_all_ranks():
 
 LR_BATCH = 64  # the global batch size for which --lr is meant, with --lr_scaling linear
 LOG_EVERY_CPU, LOG_EVERY_GPU = 5, 20  # steps; a GPU has to wait for each log line
+MOST_WORKERS, MOST_VAL_WORKERS = 16, 4  # each worker has batches in shared memory
 
 
 def make_parser():
@@ -509,7 +520,8 @@ def make_parser():
     add("--val_image_path", help="folder of the validation images")
     add("--val_annotation_path", help="their COCO instances file")
     add("--image_size", type=at_least(int, 33), default=IMAGE_SIZE, help="pixels a side")
-    text = "loader processes of each rank; unset: cores - 1, on a CPU 1"
+    text = "loader processes of each rank; unset: 1 on a CPU, else as many as it has cores - 1, "
+    text += f"at most {MOST_WORKERS}, and {MOST_VAL_WORKERS} for validation"
     add("--workers", type=at_least(int, 0), help=text)
 
     add = parser.add_argument_group("training").add_argument
@@ -537,7 +549,7 @@ def make_parser():
     add("--compile", action="store_true", help="torch.compile the model")
     add("--sync_bn", action="store_true", help="batch norm over the images of all GPUs")
     text = "auto: NVIDIA GPU, else CPU; mps: a Mac's GPU"
-    add("--device", choices=["auto", "mps"], default="auto", help=text)
+    add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help=text)
 
     add = parser.add_argument_group("communication").add_argument
     text = "auto: nccl on NVIDIA GPUs, else gloo"
@@ -591,6 +603,7 @@ def parse_arguments(argv):
         refuse("--val_image_path and --val_annotation_path go together: give both")
     if args.resume and not args.checkpoint:
         refuse("--resume needs --checkpoint FILE")
+    args.val_workers = args.workers
     return args
 
 
@@ -620,7 +633,8 @@ def complete_arguments(args, process, images):
         base, args.lr = args.lr, args.lr * global_batch / LR_BATCH
         log_from_rank_0(process, f"--lr {base:g} x {global_batch} / {LR_BATCH} = {args.lr:g}")
     if args.workers is None:
-        args.workers = max(1, process.cores - 1) if process.gpu else 1
+        workers = max(1, process.cores - 1) if process.gpu else 1
+        args.workers, args.val_workers = min(workers, MOST_WORKERS), min(workers, MOST_VAL_WORKERS)
     if args.log_every is None:
         args.log_every = LOG_EVERY_GPU if all(all_gather(process.gpu)) else LOG_EVERY_CPU
     if args.precision == "auto":  # the fastest one that suits all ranks
@@ -637,38 +651,65 @@ def complete_arguments(args, process, images):
 
 # The same four numbers, as each launcher names them.
 TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
-MPIRUN = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"]
-MPIRUN += ["OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"]
-SRUN = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
+OPEN_MPI = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"]
+OPEN_MPI += ["OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"]
+MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]  # and Intel MPI
+# SLURM_NTASKS is the number of tasks of the job. srun starts those of a job step.
+SRUN = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
 PRECISIONS = ["fp32", "fp16", "bf16"]  # hardware that is fast in one is fast in those before it
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # USR1: SLURM's, at a time limit
+if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup makes a process ignore it
+    STOP_SIGNALS.append(signal.SIGHUP)
 
 
 def find_launcher():
-    """Who started this process. Sets torchrun's variables from those of mpirun or srun."""
+    """Who started this process. Sets torchrun's variables from those of mpirun or srun.
+
+    Raises UserError if one of several processes cannot learn its rank.
+    """
     env = os.environ
+    in_job_step = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env  # a batch script is in none
     if "RANK" in env:
         return "torchrun"
     if "OMPI_COMM_WORLD_RANK" in env:
-        launcher, names = "mpirun", MPIRUN
-    elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # a batch script has no step
+        launcher, names = "mpirun", OPEN_MPI
+    elif "MPI_LOCALRANKID" in env:  # before srun, which MPICH uses inside a SLURM job
+        launcher, names = "mpirun", MPICH
+    elif in_job_step:
         launcher, names = "srun", SRUN
-        # node[01-04] is a list of nodes; the first one is node01.
-        name, digits = re.match(r"([^\[,]+)\[?(\d*)", env["SLURM_STEP_NODELIST"]).groups()
-        env.setdefault("MASTER_ADDR", name + digits)
-        # Other jobs may use the same node: a port from the numbers of job and step.
-        port = int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"])
-        env.setdefault("MASTER_PORT", str(20000 + port % 12000))
+    elif env.get("PMI_SIZE", "1") != "1":
+        text = f"PMI_SIZE is {env['PMI_SIZE']}: an unknown launcher has started several processes"
+        raise UserError(f"{text}: set {', '.join(TORCHRUN)} for each, or use torchrun")
     else:
         return "python"
     for name, other_name in zip(TORCHRUN, names, strict=True):
-        env[name] = env.get(other_name, "").partition("(")[0]  # SLURM writes 2(x3)
+        env[name] = env.get(other_name, "")
+    if launcher == "srun":
+        env["LOCAL_WORLD_SIZE"] = tasks_of_this_node(env)
+        # node[01-04] is a list of nodes; the first one is node01.
+        name, digits = re.match(r"([^\[,]+)\[?(\d*)", env["SLURM_STEP_NODELIST"]).groups()
+        env.setdefault("MASTER_ADDR", name + digits)
+        job = int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"])
+    else:  # of Open MPI 5, of Open MPI 4; MPICH gives a job no number
+        job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
+        job = job and zlib.crc32(job.encode())
+    if job:  # other jobs may use the same node: a port from the number of this one
+        env.setdefault("MASTER_PORT", str(20000 + job % 12000))
     return launcher
+
+
+def tasks_of_this_node(env):
+    """How many tasks srun has started here. SLURM lists them as 2(x3),1: three nodes with 2."""
+    tasks = []
+    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        number, _, times = part.rstrip(")").partition("(x")
+        tasks += [number] * int(times or 1)
+    return tasks[int(env.get("SLURM_NODEID", 0))]
 
 
 def choose_device(args, process):
     """Sets the device, the backend and the number of cores. Raises UserError."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = usable_gpus(args)
     process.backend = args.backend
     if args.backend == "auto":
         process.backend = "nccl" if gpus else "gloo"
@@ -699,6 +740,28 @@ def choose_device(args, process):
     process.cores = cores if pinned else max(1, cores // process.local_world_size)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(process.cores)
+
+
+def usable_gpus(args):
+    """The number of NVIDIA GPUs to choose from. Raises UserError if PyTorch cannot use them."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()  # warns of the reason, the first time
+    if args.device in ("cpu", "mps"):
+        return 0
+    gpus = torch.cuda.device_count()
+    if gpus and not usable:
+        reasons = [str(warning.message) for warning in caught] or ["without a reason from PyTorch"]
+        reason = reasons[0].partition(" (Triggered internally")[0].partition(" Please update")[0]
+        raise UserError(
+            f"PyTorch {torch.__version__} cannot use this node's {counted(gpus, 'GPU', 'GPUs')}: "
+            f"{reason} | Install a build for this driver (UV_TORCH_BACKEND=auto, or a wheel for "
+            "CUDA 12.x: driver 525 or newer; for CUDA 13: 580), or a newer driver, or give "
+            "--device cpu"
+        )
+    if args.device == "cuda" and not gpus:
+        raise UserError("--device cuda: PyTorch sees no GPU: see nvidia-smi, CUDA_VISIBLE_DEVICES")
+    return gpus
 
 
 def fastest_precision(process):
@@ -740,10 +803,10 @@ def end_unconnected(args, process, where):
 ImageList = namedtuple("ImageList", "names labels categories unlabelled")
 
 
-def read_image_list(path, categories=None):
+def read_image_list(path, folder=None, categories=None):
     """ImageList of a COCO instances file; None without a path. Raises UserError.
 
-    categories: those of the training images, for validation images.
+    folder: that of the images. categories: those of the training images, for validation images.
     """
     if not path:
         return None
@@ -766,6 +829,9 @@ def read_image_list(path, categories=None):
         if not labelled:
             raise UserError(f"annotation file {path}: no image has an annotation")
         names = [image["file_name"] for image in labelled]
+        if folder and any("\\" in name for name in names):  # an export made on Windows
+            absent = set(missing_images(folder, names))
+            names = [name.replace("\\", "/") if name in absent else name for name in names]
         outside = [name for name in names if os.path.isabs(name) or ".." in name.split("/")]
         if outside:
             raise UserError(f"annotation file {path}: {outside[0]} leaves the image folder")
@@ -776,23 +842,36 @@ def read_image_list(path, categories=None):
 
 def check_images(folder, names):
     """Raises UserError unless all images are in the folder; returns the sizes of some of them."""
-    # Listing the folder once is faster than looking for each of 118,287 files.
-    present = set(iglob("**", root_dir=folder, recursive=True))
-    if missing := [name for name in names if name not in present]:
+    missing = missing_images(folder, names)
+    if missing:
         raise UserError(
             f"the folder of images {folder} lacks {len(missing)} of {len(names)} listed images, "
             f"the first is {missing[0]}: check the path"
         )
     sizes = []
     for name in names[:: 1 + len(names) // 64]:
-        with suppress(Exception), Image.open(os.path.join(folder, name)) as image:
-            sizes.append(image.size)  # a damaged image has none
+        with warnings.catch_warnings(), suppress(Exception):  # a damaged image has no size
+            warnings.simplefilter("ignore")
+            with Image.open(os.path.join(folder, name)) as image:
+                sizes.append(image.size)
     return sizes
+
+
+def missing_images(folder, names):
+    """Those of the names that the folder lacks."""
+    # To list a folder once is faster than to look for each of 118,287 files.
+    files = {}
+    for subfolder in {os.path.dirname(name) for name in names}:
+        try:
+            files[subfolder] = set(os.listdir(os.path.join(folder, subfolder)))
+        except OSError:
+            files[subfolder] = set()
+    return [name for name in names if os.path.basename(name) not in files[os.path.dirname(name)]]
 
 
 # These may differ from node to node.
 PER_NODE = ["coco_image_path", "annotation_path", "val_image_path", "val_annotation_path"]
-PER_NODE += ["checkpoint", "workers"]
+PER_NODE += ["checkpoint", "workers", "val_workers"]
 
 
 def check_start(args, process, train_list, val_list):
@@ -805,6 +884,8 @@ def check_start(args, process, train_list, val_list):
     own["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
     own["PyTorch"] = str(torch.__version__)
     own["script"] = digest(Path(__file__).read_text())
+    count = len(train_list.names) + len(val_list.names if val_list else [])
+    log_from_rank_0(process, f"Looking for {counted(count, 'image', 'images')}")
     with errors_end_all_ranks():
         sizes = check_images(args.coco_image_path, train_list.names)
         if val_list:
@@ -843,6 +924,7 @@ def digest(*parts):
 # pretrained weights expect images that are normalized by these.
 MEAN = 255 * torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
 STD = 255 * torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+Image.MAX_IMAGE_PIXELS = None  # Pillow would refuse very large images
 
 
 class CocoFirstCategory(Dataset):
@@ -886,14 +968,31 @@ class CocoFirstCategory(Dataset):
 
 
 def decode(data):
-    """uint8 (3, height, width), RGB, of a file's bytes."""
-    try:
-        image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), "RGB")
-    except RuntimeError:  # Pillow knows more formats
-        return v2.functional.pil_to_tensor(Image.open(BytesIO(data)).convert("RGB"))
-    if image.dim() == 4:  # an animated GIF
-        image = image[0]
-    return v2.functional.to_dtype(image, torch.uint8, scale=True)  # a PNG may have 16 bits
+    """uint8 (3, height, width), RGB, of a file's bytes: its first frame, as Pillow shows it.
+
+    Raises an error of any type if the data are damaged.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow warns of what it has decoded all the same
+        image = Image.open(BytesIO(data))
+        if image.mode[0] in "IF":
+            image = to_8_bits(image)
+        return v2.functional.pil_to_tensor(image.convert("RGB"))
+
+
+def to_8_bits(image):
+    """A grey image of 16 or 32 bits in 8 bits. NOTE: convert("RGB") would only clip its values.
+
+    16 bits have a range of their own. Values of 32 bits have none: the least one becomes black,
+    the greatest one white. Raises ValueError if that is not possible.
+    """
+    is_16_bit = image.mode.startswith("I;16") or image.format in ("PNG", "PPM")
+    image = image.convert("I").convert("F") if image.mode != "F" else image
+    low, high = (0, 2**16 - 1) if is_16_bit else image.getextrema()
+    if not 0 < high - low < math.inf:
+        raise ValueError(f"its values, from {low} to {high}, have no range to scale")
+    scale = 255 / (high - low)
+    return image.point(lambda value: value * scale + (0.5 - low * scale)).convert("L")
 
 
 class EpochSampler(DistributedSampler):
@@ -912,16 +1011,16 @@ class EpochSampler(DistributedSampler):
         return ((self.epoch, index) for index in part)
 
 
-def make_loader(args, process, dataset, sampler):
+def make_loader(args, process, dataset, sampler, workers):
     return DataLoader(
         dataset,
         batch_size=args.batch_size,
         sampler=sampler,
-        num_workers=args.workers,
+        num_workers=workers,
         worker_init_fn=ignore_stop_signals,
-        persistent_workers=args.workers > 0,
+        persistent_workers=workers > 0,
         pin_memory=process.gpu,
-        timeout=args.timeout if args.workers else 0,
+        timeout=args.timeout if workers else 0,
     )
 
 
@@ -952,6 +1051,7 @@ def load_weights(process, model, source):
 
     The last layer is left out if it belongs to other classes.
     """
+    log(process, f"Loading weights: --weights {source}")
     with as_user_error(f"--weights {source}: these are not weights of ResNet-18"):
         state = download_weights() if source == "imagenet" else read_file(source)
         state = state.get("model", state)  # a checkpoint has more than weights
@@ -1355,6 +1455,7 @@ EXIT_STOPPED = os.EX_TEMPFAIL  # 75, from sysexits.h: try again later
 KNOWN_ERRORS = [
     ("out of memory", "user", "use a smaller --batch_size"),
     ("shared memory", "user", "enlarge /dev/shm (docker: --shm-size=1g), or use --workers 0"),
+    ("no kernel image", "user", "this PyTorch has no code for this GPU: install a build that has"),
     ("DataLoader worker (pid", "lost", "something outside has ended it: is the memory full?"),
     ("DataLoader timed out", "lost", "does the storage of the images still answer?"),
     ("unhandled system error", "lost", "NCCL_DEBUG=INFO says more"),

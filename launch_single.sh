@@ -29,9 +29,9 @@ set_checkpoint "$@"
 
 variables=("OMP_NUM_THREADS=$OMP_NUM_THREADS")
 start=1
-start_torchrun --standalone --nproc_per_node="$GPUS" "$root/demo_coco_resnet18.py" "$@"
+start_torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node="$GPUS" "$root/demo_coco_resnet18.py" "$@"
 while may_restart "$start"; do
     start=$((start + 1))
-    start_torchrun --standalone --nproc_per_node="$GPUS" "$root/demo_coco_resnet18.py" "$@" --resume
+    start_torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node="$GPUS" "$root/demo_coco_resnet18.py" "$@" --resume
 done
 finish

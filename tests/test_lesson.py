@@ -107,7 +107,8 @@ def test_three_processes_see_two_images_twice_and_leave_no_thread(tmp_path):
         f"runpy.run_path({str(ROOT / DDP)!r})\n"
         "print(*[path.read_text() for path in pathlib.Path('/proc/self/task').glob('*/comm')])\n"
     )
-    output = run(f"torchrun --standalone --nproc_per_node=3 {shlex.quote(str(program))}").out
+    command = RUN_DDP.replace("=2", "=3").replace(DDP, shlex.quote(str(program)))
+    output = run(command).out
     assert output.count(" of 18 right") == 3
     assert "python" in output and "gloo" not in output
 

@@ -8,13 +8,15 @@ import json
 import re
 import signal
 import sys
+import warnings
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torchvision
 from PIL import Image
 
-from support.datasets import COCO_IDS, instances, make_set, numbered, truncate
+from support.datasets import COCO_IDS, instances, make_set, numbered, truncate, write_images
 from support.forks import run_forked
 from support.launchers import FAST
 from support.nodes import small_disk
@@ -111,6 +113,58 @@ def test_label_is_the_category_of_the_first_annotation_in_the_file(demo, tmp_pat
     assert list(found.categories) == COCO_IDS
 
 
+def look_up(demo, folder, *names):
+    """The names that a list with these images has, where the folder is looked at."""
+    (folder.parent / "file.json").write_text(json.dumps(instances(names)))
+    found = demo.read_image_list(folder.parent / "file.json", folder).names
+    demo.check_images(folder, found)
+    return found
+
+
+def test_names_of_windows_are_read_with_slashes_unless_they_are_there_as_written(demo, tmp_path):
+    folder = tmp_path / "images"
+    write_images(folder / "part", ["1.jpg"])
+    write_images(folder, ["odd\\2.jpg"])
+    assert look_up(demo, folder, "part\\1.jpg", "odd\\2.jpg") == ["part/1.jpg", "odd\\2.jpg"]
+    with pytest.raises(demo.UserError, match="leaves the image folder"):
+        look_up(demo, folder, "part\\..\\..\\1.jpg")
+
+
+def test_images_in_linked_folders_are_found_and_a_loop_of_links_ends(demo, tmp_path):
+    write_images(tmp_path / "elsewhere", ["1.jpg"])
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/loop").symlink_to(tmp_path / "images")
+    names = ["link/1.jpg", "link/loop/link/1.jpg"]
+    assert look_up(demo, tmp_path / "images", *names) == names
+
+
+LOOK_UP = f"""
+import sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import demo_coco_resnet18 as demo
+
+opened = []
+calls = "os.listdir", "os.scandir", "open"
+sys.addaudithook(lambda event, found: opened.append(found[0]) if event in calls else None)
+names = [f"{{a}}/{{b}}/{{c}}.jpg" for a in range(10) for b in range(20) for c in range(100)]
+missing = demo.missing_images(sys.argv[1], [*names, "0/0/gone.jpg", "gone/1.jpg"])
+print(len(opened), len(set(opened)), missing)
+"""
+
+
+def test_each_folder_is_listed_once(tmp_path):
+    """Of 200 folders, and of one that is not there; of 20,000 images none is opened."""
+    for part in range(200):
+        folder = tmp_path / f"{part // 20}/{part % 20}"
+        folder.mkdir(parents=True)
+        for number in range(100):
+            (folder / f"{number}.jpg").touch()
+    with start([sys.executable, "-c", LOOK_UP, tmp_path]) as started:
+        run = started.finish()
+    assert run.lines() == ["201 201 ['0/0/gone.jpg', 'gone/1.jpg']"]
+
+
 # --- Pixels ------------------------------------------------------------------------------------
 
 
@@ -139,16 +193,86 @@ def test_pixels_are_a_function_of_seed_epoch_and_index(demo, images):
         assert not any(map(torch.equal, first, other))
 
 
-KINDS = {"grey.jpg": "L", "cmyk.jpg": "CMYK", "palette.png": "P", "deep.png": "I;16"}
-KINDS |= {"alpha.png": "RGBA", "bitmap.bmp": "RGB", "old.tiff": "L"}
+def picture() -> Image.Image:
+    """A smooth one, in colour."""
+    coarse = Image.frombytes("RGB", (3, 2), bytes(range(0, 252, 14)))
+    return coarse.resize((60, 40), Image.Resampling.BILINEAR)
+
+
+def grey(mode: str) -> Image.Image:
+    """The picture in grey, in a mode of 16 or 32 bits."""
+    values = picture().convert("L").convert("F").point(lambda value: value * 257 + 0)
+    return values.convert("I").convert(mode) if mode.startswith("I") else values
+
+
+def decoded(demo, path, capfd) -> torch.Tensor:
+    found = dataset(demo, path.parent).load_image(path)
+    assert not capfd.readouterr().out  # nothing is called damaged
+    assert found.dtype == torch.uint8 and found.shape[0] == 3
+    return found
+
+
+def difference(found: torch.Tensor, image: Image.Image) -> float:
+    """The mean over all pixels, of a value of 0 to 255."""
+    expected = torchvision.transforms.functional.pil_to_tensor(image.convert("RGB"))
+    return (found.float() - expected.float()).abs().mean().item()
+
+
+KINDS = {"grey.jpg": "L", "cmyk.jpg": "CMYK", "palette.png": "P", "bit.png": "1"}
+KINDS |= {"alpha.png": "RGBA", "grey_alpha.png": "LA", "bitmap.bmp": "RGB", "old.tiff": "L"}
+KINDS |= {"colour.tiff": "RGB", "new.webp": "RGB", "ycc.jpg": "YCbCr", "bit.tiff": "1"}
+KINDS |= {"cmyk.tiff": "CMYK", "new.avif": "RGB"}
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_image_decodes_to_rgb(demo, tmp_path, name, capfd):
-    Image.new(KINDS[name], (20, 30)).save(tmp_path / name)
-    found = dataset(demo, tmp_path).load_image(tmp_path / name)
-    assert (found.shape, found.dtype) == ((3, 30, 20), torch.uint8)
-    assert not capfd.readouterr().out
+def test_every_kind_of_image_looks_as_pillow_shows_it(demo, tmp_path, name, capfd):
+    path = tmp_path / name
+    try:
+        picture().convert(KINDS[name]).save(path)
+    except (KeyError, OSError, ValueError) as error:
+        pytest.skip(f"this Pillow cannot write it: {error}")
+    assert difference(decoded(demo, path, capfd), Image.open(path)) == 0
+
+
+@pytest.mark.parametrize("name", ["deep.png", "deep.tiff", "deep.pgm"])
+def test_an_image_of_16_bits_looks_as_its_original_of_8(demo, tmp_path, name, capfd):
+    grey("I;16" if name != "deep.pgm" else "I").save(tmp_path / name)
+    assert difference(decoded(demo, tmp_path / name, capfd), picture().convert("L")) < 1
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_an_image_of_32_bits_is_scaled(demo, tmp_path, mode, capfd):
+    grey(mode).save(tmp_path / "deep.tiff")
+    found = decoded(demo, tmp_path / "deep.tiff", capfd)
+    (low, high), original = picture().convert("L").getextrema(), picture().convert("L")
+    assert (found.min(), found.max()) == (0, 255)
+    stretched = original.point(lambda value: round(255 * (value - low) / (high - low)))
+    assert difference(found, stretched) < 1
+
+
+def test_an_image_of_32_bits_without_a_range_is_called_damaged(demo, tmp_path, capfd):
+    Image.new("F", (20, 30), 7.5).save(tmp_path / "flat.tiff")
+    assert not dataset(demo, tmp_path).load_image(tmp_path / "flat.tiff").any()
+    assert "flat.tiff is damaged" in capfd.readouterr().out
+
+
+def test_an_animated_gif_is_its_first_frame(demo, tmp_path, capfd):
+    second = picture().transpose(Image.Transpose.ROTATE_180)
+    picture().save(tmp_path / "two.gif", save_all=True, append_images=[second])
+    assert difference(decoded(demo, tmp_path / "two.gif", capfd), picture()) < 10
+
+
+def test_an_image_that_pillow_warns_of_is_not_damaged(demo, tmp_path, capfd):
+    """Neither of a palette with transparent colours nor of more pixels than it allows."""
+    clear = picture().convert("P")
+    clear.info["transparency"] = bytes(range(250))
+    clear.save(tmp_path / "clear.png")
+    Image.new("1", (16_000, 12_000)).save(tmp_path / "huge.png")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = decoded(demo, tmp_path / "clear.png", capfd)
+        assert demo.check_images(tmp_path, ["huge.png"]) == [(16_000, 12_000)]
+    assert difference(found, clear.convert("RGBA")) == 0
 
 
 def test_damaged_image_is_black_and_named_once(demo, tmp_path, capfd):
@@ -163,6 +287,37 @@ def test_damaged_image_is_black_and_named_once(demo, tmp_path, capfd):
 def test_file_that_cannot_be_read_is_no_black_image(demo, images):
     with pytest.raises(OSError):
         dataset(demo, images / "gone")[1, 0]
+
+
+# --- The machine ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "cores", "given", "expected"),
+    [("cpu", 8, [], (1, 1)), ("cuda", 3, [], (2, 2)), ("cuda", 64, [], (16, 4))]
+    + [("cuda", 1, [], (1, 1)), ("cuda", 64, ["--workers", 9], (9, 9))],
+)
+def test_default_number_of_loader_workers(demo, monkeypatch, kind, cores, given, expected):
+    process = demo.ProcessInfo(device=torch.device(kind), cores=cores)
+    monkeypatch.setattr(demo, "all_gather", lambda value: [value])  # alone in its group
+    args = arguments(demo, "--precision", "fp32", *given)
+    args.workers = args.val_workers = given[1] if given else None
+    demo.complete_arguments(args, process, 10)
+    assert (args.workers, args.val_workers) == expected
+
+
+def test_windows_is_refused_in_one_line():
+    code = "import multiprocessing, runpy, socket, sys, tempfile; sys.platform = 'win32'; "
+    code += f"runpy.run_path({str(SCRIPT)!r})"
+    with start([sys.executable, "-c", code]) as started:
+        (line,) = started.finish(expect=1).lines()
+    assert "WSL2" in line
+
+
+@pytest.mark.parametrize(("node", "expected"), enumerate("2213"))
+def test_tasks_of_a_node_in_slurms_list(demo, node, expected):
+    env = {"SLURM_STEP_TASKS_PER_NODE": "2(x2),1,3", "SLURM_NODEID": str(node)}
+    assert demo.tasks_of_this_node(env) == expected
 
 
 # --- A run of one process ----------------------------------------------------------------------

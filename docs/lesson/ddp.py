@@ -1,4 +1,4 @@
-"""The same loop with DDP: torchrun --standalone --nproc_per_node=2 docs/lesson/ddp.py"""
+"""The same loop with DDP: torchrun starts it, once for each process"""
 
 import os
 import sys

@@ -70,6 +70,25 @@ def test_srun_of_the_script_with_two_tasks_a_node(cluster, sample, tmp_path):
     assert_trained(run, 2, ["node0", "node0", "node1", "node1"])
 
 
+def test_srun_of_the_script_with_uneven_tasks(cluster, sample, tmp_path):
+    script = demo_command([*data_args(sample), *FAST, "--max_steps", 2], launcher="python")
+    env = {"GLOO_SOCKET_IFNAME": cluster.pair.interface}
+    tasks = ["--nodes=2", "--ntasks=3"]
+    run = cluster.run("srun", *tasks, *script, timeout=180, clean=10, env=env, cwd=tmp_path)
+    assert_trained(run, 2, ["node0", "node0", "node1"])
+
+
+INTERACTIVE = shlex.split("srun --interactive --preserve-env --nodes=1 --ntasks=1")
+
+
+@pytest.mark.parametrize("step", [[], INTERACTIVE], ids=["salloc", "its interactive step"])
+def test_python_inside_salloc_is_one_process(cluster, sample, tmp_path, step):
+    """The allocation has room for two; a shell in it may be a job step of its own."""
+    script = demo_command([*data_args(sample), *FAST, "--max_steps", 2], launcher="python")
+    run = cluster.run("salloc", *ONE_TASK, *step, *script, timeout=180, clean=10, cwd=tmp_path)
+    assert_trained(run, 2, ["node0"])
+
+
 def test_srun_with_two_tasks_a_node_is_refused_on_each(cluster, tmp_path):
     tasks = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "bash", MULTINODE, "--lr", 1]
     run = cluster.run("srun", *tasks, expect=None, cwd=tmp_path)

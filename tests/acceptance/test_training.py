@@ -237,7 +237,7 @@ def test_without_a_launcher_a_damaged_image_is_named_in_a_warning_and_training_g
     arguments = [*make_set(tmp_path, 100), *FAST, "--batch_size", 25, "--num_epochs", 1]
     damaged = tmp_path / "images/0042.jpg"
     truncate(damaged)
-    run = run_demo(arguments, launcher="python")
+    run = run_demo(arguments, launcher="python", damaged=True)
     check_ranks(run, [0], steps=4)
     check_records(run, 1, steps=4, images=100)
     assert [line for line in run.lines() if "WARNING" in line and str(damaged) in line]

@@ -81,6 +81,10 @@ def new_test_id() -> str:
 
 
 # To give back each step's memory and to get it again is a good part of a small step's time.
+# What warns of its end is an error, in the tests (pyproject.toml) and in what they start.
+WARNINGS = ",".join(
+    f"error::{kind}Warning" for kind in ("Deprecation", "Future", "PendingDeprecation")
+)
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 
 
@@ -96,7 +100,7 @@ def base_env(test_id: str, extra: Mapping[str, str | None] | None = None) -> dic
         env["VIRTUAL_ENV"] = sys.prefix
     # The first process writes PyTorch's bytecode; otherwise each one would take seconds for it.
     env.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONDONTWRITEBYTECODE="")
-    env |= {MARK: test_id, **MALLOC, **(extra or {})}
+    env |= {MARK: test_id, "PYTHONWARNINGS": WARNINGS, **MALLOC, **(extra or {})}
     return {name: value for name, value in env.items() if value is not None}
 
 
@@ -244,10 +248,13 @@ class Started(Watched):
         test_id: str | None = None,
         split: bool = False,
         shown: Sequence[object] | None = None,
+        damaged: bool = False,
     ) -> None:
         """`split` keeps stderr apart in `Run.err`. `env` is added to `base_env`. `shown` is the
-        command that a failure shows, where it is not the one that is started.
+        command that a failure shows, where it is not the one that is started. Unless a `damaged`
+        image is expected, a warning of one fails the test.
         """
+        self._damaged = damaged
         command = [str(part) for part in command]
         self.command = [str(part) for part in shown or command]
         self.test_id = test_id or new_test_id()
@@ -317,6 +324,8 @@ class Started(Watched):
             self.fail(f"still running after {timeout:g} s")
         if expect is not None and code != expect:
             self.fail(f"exit code {code}, expected {expect}")
+        if not self._damaged and "is damaged" in self.text():
+            self.fail("an image is called damaged")
         try:
             if clean is not None:
                 assert_none_left(self.test_id, clean)
@@ -372,7 +381,7 @@ def demo_command(args: Iterable[object], nproc: int = 1, launcher: str = "torchr
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         options = shlex.split(f"--oversubscribe --bind-to none -n {nproc}")
         return ["mpirun", *root, *options, sys.executable, *tail]
-    options = shlex.split(f"--standalone --nnodes=1 --nproc_per_node={nproc}")
+    options = ["--standalone", "--local-addr=127.0.0.1", "--nnodes=1", f"--nproc_per_node={nproc}"]
     return [sys.executable, "-m", "torch.distributed.run", *options, *tail]
 
 

@@ -1,0 +1,204 @@
+"""The first hour on machines that differ from this one: names, drivers, launchers, hang-ups."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.datasets import make_set
+from support.launchers import FAST, SINGLE, STEP_3
+from support.nodes import require_namespaces
+from support.processes import LONG, ROOT, SCRIPT, Run, demo_command, require, run_demo, start
+
+LESSON = (ROOT / "docs/lesson/README.md").read_text()
+RUN_DDP = re.search(r"^torchrun --standalone .*ddp\.py$", LESSON, re.MULTILINE)[0]
+NODES = re.findall(r"^torchrun --nnodes=2 .*ddp\.py$", LESSON, re.MULTILINE)
+
+
+# As inside a job step of SLURM, in which MPICH's mpiexec starts processes of its own.
+STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+STEP |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+STEP |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of three steps of two processes, or of six of one."""
+    return [*make_set(tmp_path_factory.mktemp("set"), 24), *FAST, "--num_epochs", "1"]
+
+
+def assert_two_processes(run: Run) -> None:
+    assert run.json_line("Run")["world_size"] == 2
+    for rank in (0, 1):
+        assert [step for _, step, _ in run.steps(rank)] == [1, 2, 3], run.tail()
+
+
+def assert_one_process(run: Run) -> None:
+    assert run.json_line("Run")["world_size"] == 1
+    assert [step for _, step, _ in run.steps(0)] == [1, 2, 3, 4, 5, 6], run.tail()
+
+
+# --- A host name that does not resolve ---------------------------------------------------------
+
+NAMELESS = 'ip link set lo up; hostname nowhere.example; mount --bind "$0" /etc/hosts; exec "$@"'
+
+
+def nameless(tmp_path: Path, *command: object, **env: str) -> Run:
+    """A run on a machine of which nobody knows the name, and with no way to ask for one."""
+    require_namespaces()
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
+    isolated = ["unshare", "--uts", "--mount", "--net", "sh", "-ec", NAMELESS, tmp_path / "hosts"]
+    with start([*isolated, *command], env=env, cwd=tmp_path) as started:
+        return started.finish(100)
+
+
+def test_launcher_trains_where_the_host_name_does_not_resolve(training, tmp_path):
+    env = {"GPUS": "2", "PYTHON": sys.executable}
+    assert_two_processes(nameless(tmp_path, "bash", SINGLE, *training, **env))
+
+
+@LONG
+def test_torchrun_with_a_local_address_trains_where_the_host_name_does_not_resolve(
+    training, tmp_path
+):
+    """Without it torchrun waits for its own store under that name, before it starts a rank."""
+    command = demo_command(training, nproc=2)
+    assert "--local-addr=127.0.0.1" in command
+    assert_two_processes(nameless(tmp_path, *command))
+
+
+@LONG
+def test_task_of_srun_trains_where_the_host_name_does_not_resolve(training, tmp_path):
+    """Rank 0's address is the node's name there."""
+    step = STEP | {"SLURM_STEP_NODELIST": "nowhere"}
+    assert_one_process(nameless(tmp_path, sys.executable, SCRIPT, *training, **step))
+
+
+@LONG
+@pytest.mark.parametrize("commands", [[RUN_DDP], NODES], ids=["one node", "two nodes"])
+def test_commands_of_the_lesson_run_where_the_host_name_does_not_resolve(tmp_path, commands):
+    text = "".join(f"{command} & " for command in commands) + "wait"
+    run = nameless(tmp_path, "bash", "-c", f"cd {shlex.quote(str(ROOT))}; {text}")
+    assert "replicas identical: True" in run.out, run.tail()
+
+
+# --- GPUs that PyTorch cannot use --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def old_driver(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    """Variables by which PyTorch sees two GPUs with an old driver, from the folder beside the
+    checkout.
+    """
+    sources = ROOT.parent / "shared" / "fake_driver"
+    if not sources.is_dir() or not shutil.which("gcc"):  # with --ci as well: no clone has to
+        pytest.skip(f"the stubs of a driver cannot be built: {sources}, gcc")
+    import torch
+
+    if not torch.version.cuda:
+        pytest.skip("this build of PyTorch has no CUDA")
+    folder = tmp_path_factory.mktemp("driver")
+    for source, library in (("cuda.c", "libcuda.so.1"), ("nvml.c", "libnvidia-ml.so.1")):
+        command = ["gcc", "-shared", "-fPIC", "-o", folder / library, sources / source]
+        subprocess.run(command, check=True)
+    return {"LD_LIBRARY_PATH": str(folder), "CUDA_VISIBLE_DEVICES": None}
+
+
+def test_gpus_with_an_old_driver_end_all_ranks_with_the_reason_and_the_remedy(
+    training, old_driver
+):
+    run = run_demo(training, nproc=2, env=old_driver, expect=1)
+    for rank in (0, 1):
+        (line,) = [line for line in run.lines(rank) if line.startswith("ERROR: ")]
+        assert re.search("GPUs: CUDA initialization: .* --device cpu", line)
+        assert "UV_TORCH_BACKEND=auto" in line and "driver" in line
+    assert not run.steps(0)
+
+
+@LONG
+@pytest.mark.parametrize("case", ["--device cpu", "CUDA_VISIBLE_DEVICES="])
+def test_with_an_old_driver_the_cpu_trains_if_it_is_asked_for(training, old_driver, case):
+    """Then PyTorch's warning is of no use to anyone."""
+    asked = ["--device", "cpu"] if "device" in case else []
+    env = old_driver if asked else old_driver | {"CUDA_VISIBLE_DEVICES": ""}
+    run = run_demo([*training, *asked], launcher="python", env=env)
+    assert_one_process(run)
+    assert "UserWarning" not in run.out
+
+
+# --- Other launchers of processes --------------------------------------------------------------
+
+OPEN_MPI = shlex.split("mpirun.openmpi --oversubscribe --bind-to none -n 2")
+OPEN_MPI += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+MPICH = shlex.split("mpiexec.mpich -n 2")
+IN_STEP = ["env", *(f"{name}={value}" for name, value in STEP.items())]
+
+
+@LONG
+@pytest.mark.parametrize("inside", [[], IN_STEP], ids=["alone", "in a step of SLURM"])
+@pytest.mark.parametrize("command", [MPICH, OPEN_MPI], ids=lambda command: command[0])
+def test_mpi_launchers_start_one_run_of_two_processes(training, command, inside):
+    """Nobody has to tell them rank 0's address, as all are on one node."""
+    require(shutil.which(command[0]), f"{command[0]} (mpich, openmpi-bin) is not installed")
+    words = [*command, *inside, sys.executable, SCRIPT, *training]
+    with start(words) as started:
+        assert_two_processes(started.finish())
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_SIZE is 2"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, "mpirun should set RANK"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "srun should set RANK"),
+    ],
+)
+def test_a_process_that_cannot_learn_its_rank_ends_in_one_line(training, variables, expected):
+    run = run_demo(training, launcher="python", env=variables, expect=1)
+    (line,) = run.lines()
+    assert "ERROR: " in line and expected in line
+
+
+# --- A hang-up ---------------------------------------------------------------------------------
+
+
+@LONG
+@pytest.mark.parametrize("nohup", [[], ["nohup"]], ids=["plain", "nohup"])
+def test_a_hang_up_of_torchrun_saves(training, tmp_path, nohup):
+    """torchrun handles the signal itself, also under nohup, and hands it on to its ranks."""
+    words = [*training, "--num_epochs", 999, "--checkpoint", tmp_path / "c.pt"]
+    with start([*nohup, *demo_command(words, nproc=2)], cwd=tmp_path) as started:
+        started.wait_for(STEP_3)
+        started.signal(signal.SIGHUP)
+        run = started.finish(30, expect=None)
+    assert run.returncode != 0 and (tmp_path / "c.pt").stat().st_size > 0
+    for rank in (0, 1):
+        assert [line for line in run.lines(rank) if line.startswith("Stopped on SIGHUP")]
+
+
+@LONG
+def test_a_hang_up_is_ignored_by_python_under_nohup(training, tmp_path):
+    words = demo_command([*training, "--num_epochs", 9], launcher="python")
+    with start(["nohup", *words], cwd=tmp_path) as started:
+        started.wait_for(STEP_3)
+        started.signal(signal.SIGHUP)
+        run = started.finish(60)
+    assert run.steps()[-1][1] == 54 and "Stopped on" not in run.out
+
+
+@LONG
+def test_a_hang_up_of_one_process_saves(training, tmp_path):
+    words = [*training, "--num_epochs", 999, "--checkpoint", tmp_path / "c.pt"]
+    with start(demo_command(words, launcher="python"), cwd=tmp_path) as started:
+        started.wait_for(STEP_3)
+        started.signal(signal.SIGHUP)
+        run = started.finish(30, expect=75)
+    assert "Stopped on SIGHUP" in run.lines(0)[-1]
