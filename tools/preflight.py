@@ -6,12 +6,14 @@
     NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 python tools/preflight.py    # same time on node 1
     srun --nodes=2 --ntasks-per-node=1 python tools/preflight.py           # the same under SLURM
 
-IFNAME=eth0,mlx5_0 names what the job will use. The nodes meet at MASTER_PORT (29500), within
-CONNECT_TIMEOUT (60) seconds. Linux and IPv4 only. Exit code: 1 if a line begins with WRONG.
+IFNAME=eth0,mlx5_0 names what the job will use. What is wrong with an interface or adapter that
+nobody named is a note. The nodes meet at MASTER_PORT (29500), within CONNECT_TIMEOUT (60) seconds.
+Linux and IPv4 only. Exit code: 1 if a line begins with WRONG.
 """
 
 import argparse
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -32,10 +34,17 @@ SECONDS = 3  # to reach a port: TCP sends a lost packet again after 1 s
 findings = []
 
 
-def report(wrong: str, fine: str = "") -> None:
+def note(text: str) -> None:
+    print(f"note: {text}", flush=True)
+
+
+def report(wrong: str, fine: str = "", *, named: bool = True) -> None:
     """One line: what is wrong and what to do, or what is fine."""
-    findings.extend([wrong] if wrong else [])
-    print(f"WRONG: {wrong}" if wrong else f"ok: {fine}", flush=True)
+    if wrong and not named:
+        note(wrong)
+    else:
+        findings.extend([wrong] if wrong else [])
+        print(f"WRONG: {wrong}" if wrong else f"ok: {fine}", flush=True)
 
 
 # --- This node ---------------------------------------------------------------------------------
@@ -53,10 +62,67 @@ def check_python() -> None:
     lacks = ask(python, code)
     wrong = f"{python} lacks packages ({lacks}): run tools/environment.sh, or set PYTHON"
     report("" if lacks == "[]" else wrong, f"{python} has {', '.join(names)}")
-    if lacks == "[]" and Path("/proc/driver/nvidia/version").exists():
-        says = ask(python, "import torch; print(torch.cuda.is_available(), torch.__version__)")
-        wrong = f"torch cannot use the driver ({says}): see nvidia-smi and CUDA_VISIBLE_DEVICES"
-        report("" if says.startswith("True") else wrong, "torch can use the NVIDIA driver")
+    if lacks == "[]":
+        check_driver(python)
+
+
+# PyTorch's version, its CUDA, the GPUs that it sees, whether it can use them, and why not.
+TORCH = """
+import json, torch, warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    usable = torch.cuda.is_available()
+why = str(caught[0].message).partition(" (Triggered")[0] if caught else "it finds no GPU"
+print(json.dumps([torch.__version__, torch.version.cuda, torch.cuda.device_count(), usable, why]))
+"""
+LEAST_DRIVER = {"12": 525, "13": 580}  # docs.nvidia.com/deploy/cuda-compatibility
+
+
+def check_driver(python: str) -> None:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    if not hidden or hidden.startswith("-1"):
+        note(f"CUDA_VISIBLE_DEVICES='{hidden}' hides all GPUs: training uses the CPU")
+        return
+    driver = driver_version()
+    if not driver and not loads("libcuda.so.1"):
+        note("this node has no NVIDIA driver: training uses the CPU")
+        return
+    says = ask(python, TORCH)
+    try:
+        version, cuda, gpus, usable, why = json.loads(says)
+    except ValueError:
+        report(f"{python} cannot import torch: {says}")
+        return
+    if not driver and not gpus:  # a login node, with libraries alone
+        note("this node has no GPU: training uses the CPU")
+        return
+    build = f"torch {version} (CUDA {cuda or 'none'})"
+    shown = f"the NVIDIA driver {driver or '(of unknown version)'}"
+    least = LEAST_DRIVER.get(str(cuda).partition(".")[0], 0)
+    todo = "see nvidia-smi and CUDA_VISIBLE_DEVICES"
+    if not cuda:
+        why, todo = "it has no CUDA", "install another build (docs/running.md)"
+    elif not driver or int(driver.partition(".")[0]) < least:
+        why = f"it needs {least} or newer" if driver else why
+        todo = "install a newer driver, or a build for CUDA 12 (docs/running.md): that needs 525"
+    wrong = f"{build} cannot use {shown}: {' '.join(why.split())}; {todo}"
+    report("" if usable else wrong, f"{build} can use {shown}")
+
+
+def driver_version() -> str:
+    """For example 535.104.05; empty without a driver."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:  # in WSL 2
+        text = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader")
+    found = re.search(r"\b\d{3,}\.[\d.]+", text)
+    return found[0] if found else ""
+
+
+def loads(library: str) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(ctypes.CDLL(library))
+    return False
 
 
 def text_of(path: str) -> str:
@@ -73,7 +139,7 @@ def address_of(interface: str) -> str:
     return ""
 
 
-def check_interface(name: str) -> None:
+def check_interface(name: str, named: bool) -> None:
     address, wrong = address_of(name), ""
     mtu, speed = text_of(f"net/{name}/mtu"), text_of(f"net/{name}/speed")
     if name not in INTERFACES:
@@ -85,19 +151,30 @@ def check_interface(name: str) -> None:
     elif speed.isdecimal() and int(speed) < 1000:
         wrong = f"{name} states a speed of only {speed} Mb/s: see its cable, or set IFNAME"
     stated = f"{speed} Mb/s" if speed.isdecimal() else "no speed stated"
-    report(wrong, f"{name} is up: {address}, {stated}, MTU {mtu}")
+    report(wrong, f"{name} is up: {address}, {stated}, MTU {mtu}", named=named)
 
 
-def check_adapter(name: str) -> None:
+def check_adapter(name: str, named: bool) -> None:
     """As for NCCL, mlx5_0 stands for all of its ports and mlx5_0:1 for one."""
     adapter, _, number = name.partition(":")
     ports = sorted(SYS.glob(f"infiniband/{adapter}/ports/{number or '*'}"))
     states = [f"{text_of(port / 'state')}, {text_of(port / 'rate')}" for port in ports]
     wrong = f"no port of {name} is ACTIVE {states}: see ibstat, the cable and the switch"
-    report("" if "ACTIVE" in str(states) else wrong, f"InfiniBand adapter {name}: {states}")
+    fine = f"InfiniBand adapter {name}: {states}"
+    report("" if "ACTIVE" in str(states) else wrong, fine, named=named)
+
+
+def check_verbs(named: bool) -> None:
+    """What a process needs to use an adapter. Without it NCCL may take sockets, silently."""
+    wrong = "libibverbs.so.1 does not load: install libibverbs1 and ibverbs-providers (rdma-core)"
+    report("" if loads("libibverbs.so.1") else wrong, "libibverbs loads", named=named)
+    wrong = "there is no /dev/infiniband/uverbs*: modprobe ib_uverbs, or give it to the container"
+    devices = [path.name for path in Path("/dev/infiniband").glob("uverbs*")]
+    report("" if devices else wrong, f"/dev/infiniband has {devices}", named=named)
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if os.geteuid() and 0 <= limit < 1 << 30:
-        report(f"only {limit >> 10} KiB may be locked, InfiniBand needs more: ulimit -l unlimited")
+        wrong = f"only {limit >> 10} KiB may be locked, InfiniBand needs more: ulimit -l unlimited"
+        report(wrong, named=named)
 
 
 def check_node() -> None:
@@ -106,14 +183,17 @@ def check_node() -> None:
     ready = [n for n in INTERFACES if address_of(n) and text_of(f"net/{n}/carrier") == "1"]
     ports = SYS.glob("infiniband/*/ports/*")
     active = sorted({port.parts[-3] for port in ports if "ACTIVE" in text_of(port / "state")})
-    for name in IFNAME or ready + (active or ADAPTERS):
-        is_adapter = name.partition(":")[0] in ADAPTERS
-        check_adapter(name) if is_adapter else check_interface(name)
+    names = IFNAME or ready + (active or ADAPTERS)
+    adapters = [name for name in names if name.partition(":")[0] in ADAPTERS]
+    for name in names:
+        (check_adapter if name in adapters else check_interface)(name, named=bool(IFNAME))
+    if adapters:
+        check_verbs(named=bool(IFNAME))
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         if (address := socket.gethostbyname(name)).startswith("127."):
             why = "for CPUs without launch_multinode.sh export GLOO_SOCKET_IFNAME=INTERFACE"
-            print(f"note: {name} is {address} here (/etc/hosts): {why}", flush=True)
+            note(f"{name} is {address} here (/etc/hosts): {why}")
 
 
 # --- Between the nodes -------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -42,16 +43,18 @@ def check_both(nodes: NamespacePair, expect: int | None = 0, **variables: object
     return [one.finish(40, expect) for one in started]
 
 
-def check_alone(nodes: NamespacePair, command: list, ifname: str) -> Run:
+def check_alone(nodes: NamespacePair, command: list, **variables: str | None) -> Run:
     """On node 0, which is not told of another one."""
-    return nodes.popen(0, command, env={"IFNAME": ifname}).finish(40, expect=None)
+    run = nodes.popen(0, command, env=variables).finish(40, expect=None)
+    assert run.returncode == bool(wrong(run))
+    return run
 
 
-def wrong(run: Run) -> list[str]:
-    """Its findings. Each line has to be of one of its three kinds."""
+def wrong(run: Run, kind: str = "WRONG: ") -> list[str]:
+    """Its findings, or its notes. Each line has to be of one of its three kinds."""
     lines = run.out.splitlines()
     assert all(line.startswith(("ok: ", "note: ", "WRONG: ")) for line in lines), run.tail()
-    return [line.removeprefix("WRONG: ") for line in lines if line.startswith("WRONG: ")]
+    return [line.removeprefix(kind) for line in lines if line.startswith(kind)]
 
 
 def firewall(nodes: NamespacePair, node: int, *rules: str) -> None:
@@ -70,10 +73,12 @@ def test_interfaces_that_cannot_be_used_are_found(nodes):
     for name in ("one", "two"):
         nodes.ip(0, f"link add {name} up type veth peer name end{name}")
     nodes.ip(0, "link set endtwo up")
-    run = check_alone(nodes, [sys.executable, PREFLIGHT], "eth0,eth7,one,two")
+    run = check_alone(nodes, [sys.executable, PREFLIGHT], IFNAME="eth0,eth7,one,two")
     first, second, third = wrong(run)
     assert first.startswith("there is no eth7 ") and second.startswith("one is down")
     assert third.startswith("two is up but has no address") and run.returncode == 1
+    run = check_alone(nodes, [sys.executable, PREFLIGHT])
+    assert not wrong(run) and "ok: eth0 is up" in run.out
 
 
 # Gives the kernel's files of hardware that no machine for tests has, for this process alone.
@@ -89,6 +94,15 @@ mkdir -p /sys/class/infiniband/mlx5_0/ports/1
 cd /sys/class/infiniband/mlx5_0/ports/1
 echo "STATE" >state
 echo "100 Gb/sec (4X EDR)" >rate
+mount -t tmpfs none /dev
+mknod /dev/null c 1 3
+mkdir /dev/infiniband
+touch /dev/infiniband/uverbs0
+"""
+DRIVER = """
+mount -t tmpfs none /proc/driver
+mkdir /proc/driver/nvidia
+echo "NVRM version: NVIDIA UNIX x86_64 Kernel Module  VERSION  Fri" >/proc/driver/nvidia/version
 """
 
 
@@ -97,19 +111,96 @@ def with_files(folder: Path, files: str) -> list:
     return ["sh", "-ec", files + 'shift; exec "$@"', "sh", folder, sys.executable, PREFLIGHT]
 
 
-def test_an_interface_that_states_a_slow_speed_is_found(nodes, tmp_path):
-    (line,) = wrong(check_alone(nodes, with_files(tmp_path, SLOW), "eth0"))
-    assert "eth0 states a speed of only 100 Mb/s" in line
+@pytest.mark.parametrize("ifname", ["eth0", ""])
+def test_an_interface_that_states_a_slow_speed_is_found_and_a_fault_if_named(
+    nodes, tmp_path, ifname
+):
+    run = check_alone(nodes, with_files(tmp_path, SLOW), IFNAME=ifname)
+    (line,) = wrong(run, "WRONG: " if ifname else "note: eth0 ")
+    assert "states a speed of only 100 Mb/s" in line and run.returncode == bool(ifname)
 
 
 @pytest.mark.parametrize(
-    ("ifname", "state"), [("", "4: ACTIVE"), ("mlx5_0", "1: DOWN"), ("mlx5_0:1", "1: DOWN")]
+    ("ifname", "state", "found"),
+    [
+        ("", "4: ACTIVE", 0),
+        ("", "1: DOWN", 0),
+        ("mlx5_0", "4: ACTIVE", 0),
+        ("mlx5_0", "1: DOWN", 1),
+        ("mlx5_0:1", "1: DOWN", 1),
+    ],
 )
-def test_an_infiniband_port_that_is_not_active_is_found(nodes, tmp_path, ifname, state):
+def test_an_infiniband_port_that_is_not_active_is_a_fault_if_named(
+    nodes, tmp_path, ifname, state, found
+):
     command = with_files(tmp_path, ADAPTER.replace("STATE", state))
-    run = check_alone(nodes, command, ifname)
-    assert len(wrong(run)) == run.returncode == (state == "1: DOWN")
+    verbs = libibverbs(tmp_path / "lib")
+    run = check_alone(nodes, command, IFNAME=ifname, LD_LIBRARY_PATH=verbs)
+    assert len(wrong(run)) == run.returncode == found, run.tail()
     assert f"{state}, 100 Gb/sec (4X EDR)" in run.out
+
+
+def libibverbs(folder: Path, empty: bool = False) -> str:
+    """A folder with a library of that name, or with an empty file, which does not load."""
+    folder.mkdir()
+    (library,) = {*re.findall(r"\S+/libm[-.]\S+", Path("/proc/self/maps").read_text())}
+    shutil.copy("/dev/null" if empty else library, folder / "libibverbs.so.1")
+    return str(folder)
+
+
+@pytest.mark.parametrize("ifname", ["mlx5_0", ""])
+def test_an_adapter_without_what_a_process_needs_for_it_is_a_fault_if_named(
+    nodes, tmp_path, ifname
+):
+    files = ADAPTER.replace("STATE", "4: ACTIVE") + "rm /dev/infiniband/uverbs0\n"
+    verbs = libibverbs(tmp_path / "lib", empty=True)
+    run = check_alone(nodes, with_files(tmp_path, files), IFNAME=ifname, LD_LIBRARY_PATH=verbs)
+    lines = wrong(run, "WRONG: " if ifname else "note: ")
+    for words in ("libibverbs.so.1 does not load: install", "there is no /dev/infiniband/uverbs*"):
+        assert any(line.startswith(words) for line in lines), run.tail()
+    assert run.returncode == bool(ifname)
+    run = check_alone(nodes, with_files(tmp_path, files), IFNAME="eth0", LD_LIBRARY_PATH=verbs)
+    assert not wrong(run) and "uverbs" not in run.out
+
+
+# What preflight asks of PyTorch, on machines that no test has.
+STUB = """
+import types, warnings
+__version__, version = "2.15.0", types.SimpleNamespace(cuda=CUDA)
+
+class cuda:
+    def is_available():
+        if not USABLE:
+            warnings.warn("CUDA initialization: Error 802 (Triggered internally at a.cpp:1)")
+        return USABLE
+
+    def device_count():
+        return 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "usable", "words"),
+    [
+        ("535.104.05", "13.2", False, "535.104.05: it needs 580 or newer; install a newer driver"),
+        ("470.57", "12.6", False, "470.57: it needs 525 or newer; install a newer driver"),
+        ("580.65.06", None, False, "it has no CUDA; install another build"),
+        ("580.65.06", "13.0", False, "CUDA initialization: Error 802; see nvidia-smi"),
+        ("525.60.13", "12.6", True, ""),
+        ("550.54", "13.0", True, ""),  # by NVIDIA's package for forward compatibility
+    ],
+)
+def test_a_driver_that_pytorch_cannot_use_is_found(nodes, tmp_path, driver, cuda, usable, words):
+    stub = STUB.replace("CUDA)", f"{cuda!r})").replace("USABLE", str(usable))
+    (tmp_path / "torch.py").write_text(stub)
+    variables = {"PYTHONPATH": str(tmp_path), "PYTHON": sys.executable}
+    command = with_files(tmp_path, DRIVER.replace("VERSION", driver))
+    run = check_alone(nodes, command, CUDA_VISIBLE_DEVICES=None, **variables)
+    assert len(wrong(run)) == (not usable) and words in "".join(wrong(run)), run.tail()
+    assert not usable or f"can use the NVIDIA driver {driver}" in run.out
+    for hidden in ("", "-1"):
+        run = check_alone(nodes, command, CUDA_VISIBLE_DEVICES=hidden, **variables)
+        assert not wrong(run) and f"note: CUDA_VISIBLE_DEVICES='{hidden}' hides" in run.out
 
 
 def test_a_python_without_torch_is_found(tmp_path):
