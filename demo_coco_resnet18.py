@@ -11,6 +11,7 @@ It needs Linux or macOS (on Windows: WSL2), Python 3.10 or newer, and what requi
 One GPU, or the CPU if there is none (python in place of torchrun and its options does the same):
     torchrun --standalone --nnodes=1 --nproc_per_node=1 demo_coco_resnet18.py \
         --coco_image_path DIR --annotation_path FILE
+(Add --local-addr=127.0.0.1 on a machine whose own name does not resolve: torchrun would hang.)
 All GPUs of one machine:
     torchrun --standalone --nnodes=1 --nproc_per_node=gpu demo_coco_resnet18.py ...
 Two nodes (machines) with two GPUs each. 10.0.0.1 is the address of the first node, 29500 a free
