@@ -75,10 +75,11 @@ def main(process: demo.ProcessInfo) -> None:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """--backend and --timeout; all others, the script's, are ignored. Raises UserError."""
+    """--backend, --device and --timeout; the script's others are ignored. Raises UserError."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.split("\n\n")[0])
     parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto")
-    parser.set_defaults(device="auto")
+    devices = ("auto", "cpu", "cuda", "mps")
+    parser.add_argument("--device", choices=devices, default="auto")
     parser.add_argument("--timeout", type=float, default=300, help="seconds (%(default)s)")
 
     def refuse(text: str) -> None:
