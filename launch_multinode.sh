@@ -4,7 +4,7 @@
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 GPUS_PER_NODE=2 ./launch_multinode.sh --coco_image_path DIR ...
 # Under SLURM, one srun starts all nodes, and these four values come from the job:
 #   srun --nodes=2 --ntasks-per-node=1 --cpus-per-task=16 --gpus-per-node=2 ./launch_multinode.sh ...
-# Arguments go to demo_coco_resnet18.py. Without any it trains 40 steps on a small sample set, which each node makes.
+# Arguments go to demo_coco_resnet18.py. Without paths it trains 40 steps on a small sample set, which each node makes.
 # Other environment variables and their defaults. Set them identically on all nodes, except for interface names:
 #   WORLD_SIZE           another name for NNODES: the number of nodes, not of processes
 #   MASTER_PORT=29500    first port; each start (probe, training, each restart) uses the next one
@@ -23,6 +23,8 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/tools/environment.sh"
 # shellcheck source=tools/network.sh
 source "$root/tools/network.sh" # set_networks, check_networks, use_network, train_over_each
+
+leave_after_help "$@"
 
 # ---- Settings
 
@@ -53,7 +55,7 @@ set_number NODE_RANK 0 0 "$((NNODES - 1))"
 set_number RESTARTS 0 0 1000
 set_number PROBE 1 0 1
 set_number CONNECT_TIMEOUT 300 1 1000000
-set_processes GPUS_PER_NODE
+set_processes GPUS_PER_NODE "$@"
 set_networks "$@"
 ports_per_network=$((2 + RESTARTS))
 set_number MASTER_PORT 29500 1 "$((65536 - ports_per_network * $(wc -w <<<"$networks")))"
@@ -108,10 +110,11 @@ train_over() { # LABEL=NAMES ARGUMENTS...
 
 check_networks
 find_python
-if [ "$#" -eq 0 ]; then
+check_build "$@"
+if names_no_data "$@"; then
     make_sample
     # Small enough that, even on a slow CPU, a step spends less time computing than sending at 1 Gb/s.
-    set -- "${sample[@]}" --batch_size 4 --image_size 64 --num_epochs 100 --max_steps 40
+    set -- "${sample[@]}" --batch_size 4 --image_size 64 --num_epochs 100 --max_steps 40 "$@"
 fi
 timeout=$(option --timeout "$@") # the script's
 timeout=${timeout:-300}

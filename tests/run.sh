@@ -15,7 +15,8 @@ if [ "${1:-}" = "--ci" ]; then
     missing=()
     command -v slurmctld >/dev/null || missing+=(slurm-wlm)
     command -v munged >/dev/null || missing+=(munge)
-    command -v mpirun >/dev/null || missing+=(openmpi-bin)
+    command -v mpirun.openmpi >/dev/null || missing+=(openmpi-bin) # `mpirun` may be MPICH's
+    command -v mpiexec.mpich >/dev/null || missing+=(mpich)
     command -v ip >/dev/null || missing+=(iproute2)
     command -v nft >/dev/null || missing+=(nftables)
     if [ "${#missing[@]}" -gt 0 ]; then

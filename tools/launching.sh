@@ -2,6 +2,7 @@
 # shellcheck shell=bash
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 me=$(basename -- "$0")
+torch=   # the folder of the torch of PYTHON: find_python sets it
 log=     # the run's log: what `run` starts writes there, and this launcher's own lines go there as well
 job=     # the process group of what `run` has started
 stopped= # the first stop signal that came
@@ -28,13 +29,16 @@ set_number() {
     printf -v "$1" '%d' "$value"
 }
 
-# set_processes NAME: how many processes this node starts, and the threads of each. torchrun alone would set 1 thread.
+# set_processes NAME ARGUMENTS...: how many processes this node starts, and the threads of each. torchrun alone would set
+# 1 thread. Sets `node_gpus`, the GPUs that nvidia-smi counts, and `gpus`, those to be used.
 set_processes() {
-    local gpus cores threads
+    local listed cores threads
+    listed=$(nvidia-smi -L 2>/dev/null || true)
+    node_gpus=$(grep -c '^GPU' <<<"$listed" || true)
+    gpus=$node_gpus
     if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
         gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^-/,$d' | grep -c . || true) # up to -1, as CUDA does
-    else
-        gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+        [ "$node_gpus" -eq 0 ] || [ "$(option --device "${@:2}")" = cpu ] || check_first_gpu "${CUDA_VISIBLE_DEVICES%%,*}"
     fi
     if [ "${!1:-}" = all ]; then
         [ "$gpus" -gt 0 ] || die "$1=all, but there is no GPU here: give the number of processes"
@@ -44,6 +48,16 @@ set_processes() {
     cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     threads=$((cores / ${!1}))
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
+}
+
+# check_first_gpu NUMBER OR UUID: of a list CUDA takes nothing from the first wrong one on, and would train on the CPU.
+check_first_gpu() {
+    case $1 in
+    GPU-* | MIG-*) [[ $listed != *"UUID: $1"* ]] || return 0 ;;
+    *) [[ $1 =~ ^[0-9]{1,9}$ ]] && [ "$1" -ge "$node_gpus" ] || return 0 ;;
+    esac
+    die "CUDA_VISIBLE_DEVICES is '$CUDA_VISIBLE_DEVICES', but nvidia-smi -L has no such GPU among this node's \
+$node_gpus: correct or unset it. --device cpu trains without GPUs"
 }
 
 # option NAME ARGUMENTS...: prints the value of an option of the script, or nothing.
@@ -58,6 +72,30 @@ option() {
         shift
     done
     printf '%s' "$value"
+}
+
+# ---- Arguments
+
+# leave_after_help ARGUMENTS...: prints the calling command's own header, if that is asked for.
+leave_after_help() {
+    case " $* " in
+    *" --help "* | *" -h "*) ;;
+    *) return 0 ;;
+    esac
+    sed -n '2,/^set /{/^#/s/^# \{0,1\}//p;}' "$0"
+    echo "The script's own options: python demo_coco_resnet18.py --help"
+    exit
+}
+
+# names_no_data ARGUMENTS...: whether the sample set is to be used, because none of the script's options for data is given.
+names_no_data() {
+    local word
+    for word; do
+        word=${word%%=*}
+        case ${word//-/_} in
+        __coco_image_path | __annotation_path | __val_image_path | __val_annotation_path) return 1 ;;
+        esac
+    done
 }
 
 # ---- A command with a log and stop signals
@@ -162,13 +200,27 @@ start_torchrun() {
     error_file=$(mktemp)
     rm "$error_file" # torchrun warns of a file that exists
     export TORCHELASTIC_ERROR_FILE="$error_file"
-    # SIGUSR1 is what SLURM sends before a time limit. A hang-up is not for torchrun, because of nohup.
-    set -- --signals_to_handle=SIGTERM,SIGINT,SIGQUIT,SIGUSR1 "$@"
+    # A hang-up is not for torchrun, because of nohup.
+    ! torchrun_has signals_to_handle || set -- --signals_to_handle=SIGTERM,SIGINT,SIGQUIT "$@"
+    # Ranks that validate, or write to slow storage, need more than torchrun's 30 seconds for their last checkpoint.
+    ! torchrun_has shutdown_timeout || set -- --shutdown_timeout=120 "$@"
     words=$(printf ' %q' "${variables[@]}" torchrun "$@")
     say "$(date '+%Y-%m-%d %H:%M:%S')${words//\\,/,}"
-    run env "${variables[@]}" "$PYTHON" -m torch.distributed.run "$@" || code=$?
+    run ignoring_usr1 env "${variables[@]}" "$PYTHON" -m torch.distributed.run "$@" || code=$?
     judge_end "$code" "$(tail -c "+$((begin + 1))" "$log" | grep -E "$telling" || true)"
     rm -f "$error_file"
+}
+
+# torchrun_has OPTION: newer versions have some that others do not know. --help would take a second.
+torchrun_has() {
+    grep -q -e "--$1\"" "$torch/distributed/run.py"
+}
+
+# ignoring_usr1 COMMAND...: SLURM sends SIGUSR1 before a time limit, often to all processes. torchrun would die of it.
+# The ranks handle it themselves.
+ignoring_usr1() {
+    trap '' USR1
+    exec "$@"
 }
 
 telling='ERROR: |: error: |Stopped on SIG|Signal .* received|exitcode +:' # lines of the log that say why it ended

@@ -4,7 +4,7 @@
 #   tools/two_nodes.sh --links slow=1gbit,fast=unshaped [...]    a run over each of several cables, then the comparison
 # --rate: what the cable carries each way, as tc writes it (100mbit, 1gbit); without it, as much as the machine can.
 # --links: cables, each with a name, which is that of its interface on both nodes, and its rate, or `unshaped`.
-# Without ARGUMENTS it trains for some steps on the sample set.
+# Without paths among the ARGUMENTS it trains for some steps on the sample set.
 # Needs root, on Linux. The logs are LOG_DIR/RUN_NAME/node0.log and node1.log. The launcher's variables apply. Behind
 # sudo the nodes run as the user who called it; sudo passes variables on after env:
 #   sudo env RESTARTS=1 tools/two_nodes.sh ...
@@ -15,6 +15,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
 # ---- Options
 
+leave_after_help "$@"
 rate=
 links=
 export RUN_NAME=${RUN_NAME:-two_nodes-$(date +%Y%m%d-%H%M%S)} GPUS_PER_NODE=1
@@ -27,10 +28,6 @@ while [ "$#" -gt 0 ]; do
     --links) links=$2 ;;
     --gpus_per_node | --gpus-per-node) GPUS_PER_NODE=$2 ;;
     --name) RUN_NAME=$2 ;;
-    --help | -h)
-        sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
-        exit
-        ;;
     --)
         shift
         break
@@ -63,7 +60,7 @@ done
 as_caller=(setpriv --reuid "${SUDO_UID:-0}" --regid "${SUDO_GID:-0}" --clear-groups)
 find_python
 export PYTHON
-[ "$#" -gt 0 ] || make_sample
+! names_no_data "$@" || make_sample
 if [ -n "${SUDO_UID:-}" ]; then # what was made belongs to the user behind sudo
     [ ! -O "$root/data" ] || chown "$SUDO_UID:$SUDO_GID" "$root/data"
     for made in "$venv" "$root/data/sample_coco"; do

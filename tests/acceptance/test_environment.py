@@ -1,11 +1,12 @@
 """tools/environment.sh takes the active Python, or makes .venv once, or says what is wrong.
 
 venv, pip and uv are the real ones; the packages are as small as packages can be, and lie in an
-index of this machine.
+index of this machine. GPUs are lines of an nvidia-smi.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -51,16 +52,18 @@ class Checkout:
     def __init__(self, path: Path) -> None:
         self.path, self.venv, self.programs = path, path / ".venv", path / "programs"
         shutil.copytree(ROOT / "tools", path / "tools")
-        shutil.copy(ROOT / "requirements.txt", path)
+        for name in ("requirements.txt", "launch_single.sh", "demo_coco_resnet18.py"):
+            shutil.copy(ROOT / name, path)
         self.programs.mkdir()
         for program in Path("/usr/bin").iterdir():
             if not program.name.startswith(("python", "pip", "uv")):
                 (self.programs / program.name).symlink_to(program)
-        self.python3(f'exec "{BASE}" "$@"')
+        self.program("python3", f'exec "{BASE}" "$@"')
 
-    def python3(self, text: str) -> None:
-        (self.programs / "python3").write_text(f"#!/bin/sh\n{text}\n")
-        (self.programs / "python3").chmod(0o755)
+    def program(self, name: str, text: str) -> None:
+        (self.programs / name).unlink(missing_ok=True)
+        (self.programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (self.programs / name).chmod(0o755)
 
     def environment(self, name: str, *packages: str, torch: str = "2.15.0") -> Path:
         """An environment with these packages; returns its folder."""
@@ -73,26 +76,39 @@ class Checkout:
                 (site / file).write_text(text)
         return prefix
 
-    def start(self, active: Path | None = None, **variables: object) -> Started:
+    def start(
+        self,
+        active: Path | None = None,
+        command: str = "tools/environment.sh",
+        **variables: object,
+    ) -> Started:
         """With this environment active, or none."""
         env: dict = dict.fromkeys(name for name in os.environ if FOREIGN.fullmatch(name))
         env |= {"VIRTUAL_ENV": active, "PIP_CONFIG_FILE": os.devnull, **NO_NETWORK, **variables}
         env["PATH"] = f"{active}/bin:{self.programs}" if active else self.programs
         env = {name: None if value is None else str(value) for name, value in env.items()}
-        command = ["bash", self.path / "tools" / "environment.sh"]
-        return start(command, env=env, cwd=self.path, split=True)
+        program, *arguments = command.split()
+        words = ["bash", self.path / program, *arguments]
+        return start(words, env=env, cwd=self.path, split=True)
 
     def chosen(self, active: Path | None = None, **variables: object) -> Path:
         """The environment of the Python that it prints."""
         return environment_of(self.start(active, **variables).finish(300))
 
-    def refusal(self, active: Path | None = None) -> str:
+    def refusal(self, active: Path | None = None, **variables: object) -> str:
         """The one line with which it refuses, before it makes anything."""
-        run = self.start(active).finish(60, expect=None)
+        run = self.start(active, **variables).finish(60, expect=None)
         assert run.returncode != 0 and run.out == "" and not self.venv.exists(), run.tail()
         (line,) = run.err.splitlines()
         assert "error: " in line
         return line
+
+
+def write_in_torch(prefix: Path, name: str, text: str) -> None:
+    """Adds a file to the torch of an environment."""
+    (torch,) = prefix.glob("lib/python*/site-packages/torch")
+    (torch / name).parent.mkdir(exist_ok=True)
+    (torch / name).write_text(text)
 
 
 def environment_of(run: Run) -> Path:
@@ -118,16 +134,49 @@ def test_active_python_is_taken_unless_another_one_is_set(checkout):
     assert not checkout.venv.exists()
 
 
-def test_active_torch_without_the_rest_is_refused_with_the_command_that_installs_it(checkout):
-    active = checkout.environment("active", "torch", "torchvision", "pillow")
+@pytest.mark.parametrize("version", ["2.6.0", "2.11.0a0+5228986c39.nv25.06", "3.0"])
+def test_torch_from_2_6_on_is_taken(checkout, version):
+    active = checkout.environment("active", *NEEDED, torch=version)
+    assert checkout.chosen(active) == active
+
+
+@pytest.mark.parametrize(
+    ("missing", "command"),
+    [("pycocotools", "pip install pycocotools"), ("pillow", "pip install pillow")],
+)
+def test_active_torch_without_a_small_package_is_refused_with_the_command_for_just_that(
+    checkout, missing, command
+):
+    active = checkout.environment("active", *[name for name in NEEDED if name != missing])
     line = checkout.refusal(active)
-    assert "pycocotools" in line and "pip install" in line and f"{active}/bin/python" in line
+    assert f"{active}/bin/python3 -m {command}," in line and "requirements" not in line
 
 
-@pytest.mark.parametrize("version", ["1.13.1", "2.9.0a0+5228986c39.nv25.06"])
-def test_torch_that_is_too_old_is_refused(checkout, version):
-    line = checkout.refusal(checkout.environment("active", *NEEDED, torch=version))
-    assert "torch" in line and version in line
+UNFIT = {  # packages, version of torch, what the line says
+    "no torch": (["pillow"], "", "has no torch:"),
+    "no torchvision": (["torch", "pycocotools", "pillow"], "2.15.0", "has no torchvision:"),
+    "old torch": (NEEDED, "2.5.1+cu121", r"has torch 2\.5\.1\+cu121"),
+    "older torch": (NEEDED, "1.13.1", r"has torch 1\.13\.1"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_active_python_that_is_unfit_is_left_alone_with_one_line(checkout, case):
+    packages, version, words = UNFIT[case]
+    active = checkout.environment("active", *packages, torch=version)
+    checkout.environment(".venv", *NEEDED)
+    run = checkout.start(active).finish(60)
+    assert environment_of(run) == checkout.venv
+    (line,) = run.err.splitlines()
+    assert f"{active}/bin/python3" in line and ".venv is used" in line and re.search(words, line)
+    line = checkout.start(PYTHON=active / "bin/python3").finish(60, expect=1).err
+    assert "error: " in line and re.search(words, line) and line.count("\n") == 1
+
+
+def test_python_without_an_environment_and_torch_is_no_news(checkout):
+    checkout.environment(".venv", *NEEDED)
+    run = checkout.start().finish(60)
+    assert environment_of(run) == checkout.venv and run.err == ""
 
 
 def test_machine_without_python_is_refused(checkout):
@@ -136,19 +185,144 @@ def test_machine_without_python_is_refused(checkout):
 
 
 # Too old; and as Debian has it without the package python3-venv.
-UNFIT = [
+CANNOT = [
     ("sitecustomize", "import sys; sys.version_info = (3, 9, 18)", "Python 3.10 or newer"),
     ("ensurepip", "raise ModuleNotFoundError(name='ensurepip')", "python3-venv"),
 ]
 
 
-@pytest.mark.parametrize(("module", "code", "words"), UNFIT)
+@pytest.mark.parametrize(("module", "code", "words"), CANNOT)
 def test_python_that_cannot_make_the_environment_is_refused(checkout, module, code, words):
     """By a module that python3 finds in place of its own."""
     (checkout.path / "other").mkdir()
     (checkout.path / "other" / f"{module}.py").write_text(code)
-    checkout.python3(f'PYTHONPATH="{checkout.path}/other" exec "{BASE}" "$@"')
+    checkout.program("python3", f'PYTHONPATH="{checkout.path}/other" exec "{BASE}" "$@"')
     assert words in checkout.refusal()
+
+
+# --- What the launcher finds before it starts torchrun ------------------------------------------
+
+GPUS = """echo 'GPU 0: NVIDIA A100 (UUID: GPU-8f1d)'
+echo 'GPU 1: NVIDIA A100 (UUID: GPU-2e7c)'
+echo '  MIG 1g.5gb Device 0: (UUID: MIG-77aa)'"""
+CPU, CUDA = "cuda: Optional[str] = None\n", "cuda: Optional[str] = '12.4'\n"
+ROCM = "cuda: Optional[str] = None\nhip: Optional[str] = '6.2'\nxpu: Optional[str] = None\n"
+SINGLE = "launch_single.sh --annotation_path none"  # it makes no sample set
+
+
+def launched(checkout: Checkout, active: Path | None, options: str = "", **variables: object):
+    """The torchrun command that it prints."""
+    write_in_torch(active or checkout.venv, "distributed/run.py", "")
+    with checkout.start(active, f"{SINGLE} {options}", **variables) as started:
+        run = started.finish(60, expect=None)
+    (line,) = [line for line in run.err.splitlines() if " torchrun " in line]
+    return line
+
+
+def refused(checkout: Checkout, active: Path | None, options: str = "", **variables: object):
+    """The one line with which it refuses."""
+    (line,) = (
+        checkout.start(active, f"{SINGLE} {options}", **variables).finish(60, 1).err.splitlines()
+    )
+    assert "error: " in line
+    return line
+
+
+@pytest.mark.parametrize("where", ["active", ".venv", "PYTHON"])
+def test_node_with_gpus_and_a_torch_for_cpus_is_refused(checkout, where):
+    checkout.program("nvidia-smi", GPUS)
+    prefix = checkout.environment(where, *NEEDED)
+    write_in_torch(prefix, "version.py", CPU + "hip: Optional[str] = None\n")
+    variables: dict = {"CUDA_VISIBLE_DEVICES": None}
+    if where == "PYTHON":
+        variables["PYTHON"] = prefix / "bin/python3"
+    active = prefix if where == "active" else None
+    line = refused(checkout, active, **variables)
+    if where == ".venv":
+        assert f"remove {prefix}" in line
+        assert "tools/environment.sh" in line and "UV_TORCH_BACKEND" in line
+    else:
+        assert f"{prefix}/bin/python3" in line and "install a build" in line
+    assert "--device cpu" in line
+
+
+NO_LINE = {  # version.py, whether there are GPUs, CUDA_VISIBLE_DEVICES, options
+    "CUDA": (CUDA, True, None, ""),
+    "ROCm": (ROCM, True, None, ""),
+    "unknown build": ("", True, None, ""),
+    "device": (CPU, True, None, "--device cpu"),
+    "device=": (CPU, True, None, "--device=cpu"),
+    "none": (CPU, True, "", ""),
+    "-1": (CPU, True, "-1", ""),
+    "no GPU": (CPU, False, None, ""),
+    "GPUs that are shown": (CPU, False, "0,1", ""),
+}
+
+
+@pytest.mark.parametrize("case", NO_LINE)
+def test_other_builds_and_a_cpu_on_purpose_are_not_refused(checkout, case):
+    version, gpus, visible, options = NO_LINE[case]
+    checkout.program("nvidia-smi", GPUS if gpus else "exit 9")
+    active = checkout.environment("active", *NEEDED)
+    if version:
+        write_in_torch(active, "version.py", version)
+    launched(checkout, active, options, CUDA_VISIBLE_DEVICES=visible)
+
+
+@pytest.mark.parametrize("visible", ["2", "7,0", "GPU-9", "MIG-88,GPU-8f1d"])
+def test_visible_devices_that_are_none_of_the_node_are_refused(checkout, visible):
+    checkout.program("nvidia-smi", GPUS)
+    active = checkout.environment("active", *NEEDED)
+    line = refused(checkout, active, CUDA_VISIBLE_DEVICES=visible)
+    assert f"CUDA_VISIBLE_DEVICES is '{visible}'" in line and "--device cpu" in line
+    launched(checkout, active, "--device cpu", CUDA_VISIBLE_DEVICES=visible)
+
+
+@pytest.mark.parametrize("visible", ["1", "0,7", "GPU-2e", "MIG-77aa"])
+def test_visible_devices_of_the_node_are_counted(checkout, visible):
+    checkout.program("nvidia-smi", GPUS)
+    active = checkout.environment("active", *NEEDED)
+    launched(checkout, active, CUDA_VISIBLE_DEVICES=visible)
+
+
+@pytest.mark.parametrize("known", [[], ["signals_to_handle"], ["shutdown_timeout"]])
+def test_torchrun_is_given_only_the_options_that_it_has(checkout, known):
+    active = checkout.environment("active", *NEEDED)
+    write_in_torch(active, "distributed/run.py", "".join(f'"--{name}",\n' for name in known))
+    with checkout.start(active, SINGLE) as started:
+        line = started.finish(60, expect=None).err
+    for name in ("signals_to_handle", "shutdown_timeout"):
+        assert (f" --{name}=" in line) == (name in known)
+
+
+# What bash 3.2, which macOS has, does not know, as far as it might be used here.
+NEWER = (
+    r"\b(mapfile|readarray|coproc|BASHPID|EPOCHSECONDS|EPOCHREALTIME|globstar|lastpipe)\b",
+    r"\$\{\w+(\[[^]]*\])?(,|\^|@[A-Za-z])",  # ${x,,} ${x^} ${x@Q}
+    r"\b(declare|local|typeset|readonly) -\w*[Ang]",
+    r"printf -v \"?\w+\[",
+    r"\bwait -\w*[nfp]",
+    r"\|&|&>>|;&|;;&",
+    r"(\[\[|\btest|\[) -v\b",
+    r"\$\{\w+: -\d|\$\{\w+\[-\d",
+    r"\{\w+\.\.\w+\.\.\w+\}",
+    r"\$'[^']*\\u",
+)
+
+
+def test_what_a_mac_starts_keeps_to_bash_3_2():
+    names = ["launch_single.sh", "tools/environment.sh"]
+    for name in names:  # and what they source
+        sourced = re.findall(r"source=(\S+)", (ROOT / name).read_text())
+        names += [each for each in sourced if each not in names]
+    assert "tools/launching.sh" in names
+    text = "\n".join((ROOT / name).read_text() for name in names)
+    text = re.sub(r"(^|\s)#.*", "", text)
+    for pattern in NEWER:
+        assert not re.search(pattern, text), pattern
+    # There an empty array is unbound under set -u.
+    for name in set(re.findall(r'(?<!\+)"\$\{(\w+)\[[@*]\]\}"', text)):
+        assert re.search(rf"\b{name}=\([^)]", text) and f"{name}=()" not in text, name
 
 
 # --- .venv, made ------------------------------------------------------------------------------
@@ -200,12 +374,71 @@ def test_uv_installs_from_the_index_of_pips_own_settings(checkout, index, tmp_pa
 
 
 @LONG
+def test_launcher_installs_the_default_build_where_pytorchs_index_does_not_answer(
+    checkout, index, tmp_path
+):
+    """It asks once. The command tools/environment.sh, for login nodes, does not ask at all."""
+    get = ["download", "--quiet", "--no-deps", "uv", "--dest", tmp_path / "wheels"]
+    done = subprocess.run([sys.executable, "-m", "pip", *get], capture_output=True, text=True)
+    require(done.returncode == 0, f"pip cannot get uv: {done.stderr[-200:]}")
+    variables = {"PIP_INDEX_URL": index, "PIP_FIND_LINKS": tmp_path / "wheels"}
+    write = "cannot be had: installing the default one"
+    for command, said in (("tools/environment.sh", 0), (SINGLE, 1)):
+        shutil.rmtree(checkout.venv, ignore_errors=True)
+        run = checkout.start(None, command, **variables).finish(120, expect=None)
+        assert run.err.count(write) == said and "uv failed" not in run.err, run.tail()
+        (installer,) = checkout.venv.glob("lib/*/site-packages/torch-99.dist-info/INSTALLER")
+        assert installer.read_text().strip() == "uv"
+
+
+@LONG
 def test_venv_that_a_signal_left_half_made_is_made_again(checkout, index):
     with checkout.start(PIP_INDEX_URL=index) as started:
         wait_until((checkout.venv / "bin/python3").exists, 60, ".venv")
         started.signal(signal.SIGTERM)
         assert started.finish(30, expect=None).returncode != 0
     assert checkout.chosen(PIP_INDEX_URL=index) == checkout.venv
+
+
+@LONG
+def test_lock_of_a_killed_install_is_taken_over_once(checkout, index):
+    with checkout.start(PIP_INDEX_URL=index) as started:
+        wait_until((checkout.venv / "bin/python3").exists, 60, ".venv")
+        started.kill()
+    assert (checkout.path / ".venv.lock").exists()
+    both = [checkout.start(PIP_INDEX_URL=index) for _ in range(2)]
+    runs = [started.finish(300) for started in both]
+    assert [environment_of(run) for run in runs] == [checkout.venv] * 2
+    assert sum("once, some minutes" in run.err for run in runs) == 1
+    assert not [*checkout.path.glob(".venv.lock*")]
+
+
+LOCK = "source tools/environment.sh; lock_venv; echo taken; exec sleep 30"
+
+
+def test_of_many_waiters_one_takes_a_lock_over(checkout):
+    lock = checkout.path / ".venv.lock"
+    with start(["bash", "-c", LOCK], cwd=checkout.path) as owner:
+        owner.wait_for("taken")
+    with contextlib.ExitStack() as stack:
+        command = ["bash", "-c", LOCK]
+        waiters = [stack.enter_context(start(command, cwd=checkout.path)) for _ in range(8)]
+        for waiter in waiters:
+            waiter.wait_for("taken|waiting")
+        assert sum("taken" in waiter.text() for waiter in waiters) == 1
+    assert (lock / "owner").exists() and not (lock / "heir").exists()
+
+
+@LONG
+@pytest.mark.parametrize("owner", ["elsewhere 1 pid:[1]", ""])
+def test_lock_of_another_host_is_waited_for_half_an_hour_at_most(checkout, owner):
+    """Of a process of which nothing is known as well. Seconds pass faster here."""
+    checkout.program("sleep", "exit 0")
+    lock = checkout.path / ".venv.lock"
+    lock.mkdir()
+    (lock / "owner").write_text(f"{owner}\n")
+    waiting, error = checkout.start().finish(120, expect=1).err.splitlines()
+    assert owner in waiting and "error: waited 30 minutes" in error and f"remove {lock}" in error
 
 
 @LONG
