@@ -122,7 +122,7 @@ train_over_each() { # ARGUMENTS...: NETWORKS: one network after another; on node
     done
     [ "$NODE_RANK" -eq 0 ] || exit "$code"
     log= # the comparison has its own file
-    if has "$PYTHON" matplotlib; then
+    if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
         comparison+=(--plot "$folder/compare.png")
     else
         say "skipping the picture: matplotlib is not installed"
