@@ -314,7 +314,7 @@ def test_windows_is_refused_in_one_line():
     assert "WSL2" in line
 
 
-@pytest.mark.parametrize(("node", "expected"), enumerate("2213"))
+@pytest.mark.parametrize(("node", "expected"), [*enumerate("2213")])
 def test_tasks_of_a_node_in_slurms_list(demo, node, expected):
     env = {"SLURM_STEP_TASKS_PER_NODE": "2(x2),1,3", "SLURM_NODEID": str(node)}
     assert demo.tasks_of_this_node(env) == expected
