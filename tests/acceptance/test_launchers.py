@@ -32,6 +32,7 @@ from support.launchers import (
 from support.nodes import require_namespaces, small_disk
 from support.processes import LONG, ROOT, SCRIPT, Run, Started, processes, start, wait_until
 
+NO_SAMPLE = ["--annotation_path", "none"]  # with a path the launchers make no sample set
 HERE = {"PYTHON": sys.executable, "RUN_NAME": "run", "NNODES": "1", "PROBE": "0"}
 
 
@@ -183,7 +184,7 @@ def test_a_second_run_of_a_name_appends_to_the_log_and_renames_the_checkpoint(tr
 
 def test_a_log_folder_that_cannot_be_made_is_refused(folder):
     (folder / "file").touch()
-    with launch(SINGLE, folder, "--lr", 1, LOG_DIR=folder / "file/logs") as started:
+    with launch(SINGLE, folder, *NO_SAMPLE, LOG_DIR=folder / "file/logs") as started:
         refused(started, f"{folder}/file/logs")
 
 
@@ -227,7 +228,7 @@ def test_settings_and_defaults_are_seen_in_the_torchrun_command(
     tmp_path, launcher, variables, options, words, absent
 ):
     given = {"OMP_NUM_THREADS": None} | dict(word.split("=", 1) for word in variables.split())
-    with launch(launcher, tmp_path, "--lr", 1, *options.split(), **given) as started:
+    with launch(launcher, tmp_path, *NO_SAMPLE, *options.split(), **given) as started:
         found = command(started)
     assert set(words.split()) <= found and not [word for word in found if absent in word]
 
@@ -235,7 +236,7 @@ def test_settings_and_defaults_are_seen_in_the_torchrun_command(
 @pytest.mark.parametrize("value", ["0", "two", "-1", "all"])
 def test_wrong_number_of_processes_is_refused(folder, value):
     """All GPUs are wrong where there is none."""
-    with launch(SINGLE, folder, "--lr", 1, GPUS=value) as started:
+    with launch(SINGLE, folder, *NO_SAMPLE, GPUS=value) as started:
         refused(started, f"GPUS.*{value}|GPUS=all")
 
 
@@ -262,7 +263,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("settings", "words"), WRONG)
 def test_wrong_settings_are_refused(tmp_path, settings, words):
-    with launch(MULTINODE, tmp_path, "--lr", 1, **{**NODE, **settings}) as started:
+    with launch(MULTINODE, tmp_path, *NO_SAMPLE, **{**NODE, **settings}) as started:
         refused(started, words)
 
 
@@ -319,7 +320,7 @@ def with_adapters(nodes: TwoNodes, *options: object, **variables: str) -> Starte
     """The launcher on node 0, which has adapters, an interface that is down, and a loose one."""
     nodes.pair.ip(0, "link add down0 type bridge", "link add loose0 up type veth peer name end")
     env = HERE | {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "10.77.0.1"} | variables
-    words = ["sh", "-ec", ADAPTERS, nodes.folder(0), "bash", MULTINODE, "--lr", 1, *options]
+    words = ["sh", "-ec", ADAPTERS, nodes.folder(0), "bash", MULTINODE, *NO_SAMPLE, *options]
     return nodes.pair.popen(0, words, env=env, cwd=nodes.folder(0))
 
 
@@ -339,7 +340,7 @@ def test_a_network_that_is_missing_or_contradictory_is_refused(
 
 def test_a_users_own_variable_of_nccl_stays_and_a_line_says_so(tmp_path):
     with two_nodes(tmp_path) as nodes:
-        started = nodes.start(0, "--lr", 1, IFNAME="eth0", NCCL_IB_DISABLE="0")
+        started = nodes.start(0, *NO_SAMPLE, IFNAME="eth0", NCCL_IB_DISABLE="0")
         assert chosen(started) == ETH0 | SOCKETS - {"NCCL_IB_DISABLE=1"}
         started.wait_for(r"\.sh: keeping your NCCL_IB_DISABLE='0'")
 
@@ -362,7 +363,7 @@ def test_container_networks_are_left_out_unless_they_join_the_nodes(tmp_path, ca
     commands, variables, expected = CONTAINERS[case]
     with two_nodes(tmp_path) as nodes:
         nodes.pair.ip(1, *commands)
-        words = chosen(nodes.start(1, "--lr", 1, **variables))
+        words = chosen(nodes.start(1, *NO_SAMPLE, **variables))
     found = " ".join(word for word in words if word.startswith("NCCL"))
     names = found.removeprefix("NCCL_SOCKET_IFNAME=^").split(",")
     assert {"lo", "docker", "br-", "veth"} <= set(names) if expected else not found
@@ -372,7 +373,7 @@ def test_each_node_has_its_own_interface_under_one_label(tmp_path):
     with two_nodes(tmp_path) as nodes:
         nodes.pair.ip(1, *VETH0)
         for node, name in enumerate(["eth0", "veth0"]):
-            words = command(nodes.start(node, "--lr", 1, NETWORKS=f"one={name}"))
+            words = command(nodes.start(node, *NO_SAMPLE, NETWORKS=f"one={name}"))
             assert {f"GLOO_SOCKET_IFNAME={name}", "--rdzv_id=one-1"} <= words
 
 
