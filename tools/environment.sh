@@ -135,7 +135,7 @@ lock_venv() {
             # One heir at a time. An earlier one may have taken the lock over since `owner` was read.
             if mkdir "$lock/heir" 2>/dev/null; then
                 if [ "$(cat "$lock/owner")" = "$owner" ]; then break; fi
-                rmdir "$lock/heir"
+                rmdir "$lock/heir" 2>/dev/null || true # with the lock that it lay in
             fi
         fi
         [ "$waited" -gt 0 ] || say "another start is making $venv${owner:+ (host, process: $owner)}: waiting"

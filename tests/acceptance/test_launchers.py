@@ -32,6 +32,7 @@ from support.launchers import (
 from support.nodes import require_namespaces, small_disk
 from support.processes import LONG, ROOT, SCRIPT, Run, Started, processes, start, wait_until
 
+NO_SAMPLE = ["--annotation_path", "none"]  # with a path the launchers make no sample set
 HERE = {"PYTHON": sys.executable, "RUN_NAME": "run", "NNODES": "1", "PROBE": "0"}
 
 
@@ -160,6 +161,89 @@ def test_a_read_only_checkout_trains_and_a_reader_that_goes_away_changes_nothing
     assert "| Step 3 " in log and "[CPU 0] Cleanup complete" in log
 
 
+@LONG
+def test_sigusr1_to_all_processes_saves(training, folder):
+    """As SLURM may send it before a time limit. Loader workers and older torchruns do not know
+    it.
+    """
+    options = ["--num_epochs", 999, "--workers", 1, "--checkpoint", "c.pt"]
+    with launch(SINGLE, folder, *training, *options, GPUS=2) as started:
+        started.wait_for(STEP_3)
+        for pid in started.pids():
+            os.kill(pid, signal.SIGUSR1)
+        started.finish(60, SAVED, clean=10)
+    assert (folder / "c.pt").stat().st_size > 0
+
+
+# --- Help, and the sample set ------------------------------------------------------------------
+
+TWO_NODES_SH = ROOT / "tools/two_nodes.sh"
+
+
+@pytest.mark.parametrize("options", ["--help", "-h", "--max_steps 5 --help"])
+@pytest.mark.parametrize("launcher", [SINGLE, MULTINODE, TWO_NODES_SH], ids=lambda path: path.name)
+def test_help_is_the_commands_own_header_and_starts_nothing(folder, launcher, options):
+    options = [*["--"][: launcher == TWO_NODES_SH], *options.split()]
+    with launch(launcher, folder, *options, PYTHON="/nowhere/python", NNODES=None) as started:
+        *header, last = started.finish(30).lines()
+    text = launcher.read_text()
+    assert len(header) > 8 and all(f"\n# {line}\n" in text for line in header if line)
+    assert "python demo_coco_resnet18.py --help" in last and not [*folder.iterdir()]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    """A copy of this project, whose sample set has 48 images and is not made yet."""
+    ignored = shutil.ignore_patterns(".*", "data", "logs", "tests", "__pycache__")
+    project = shutil.copytree(ROOT, tmp_path_factory.mktemp("copy") / "project", ignore=ignored)
+    drawing = project / "tools/make_sample_coco.py"
+    drawing.write_text(drawing.read_text().replace("default=512", "default=48"))
+    return project
+
+
+OWN = shlex.split("--max_steps 2 --global_batch_size 8 --image_size 40 --timeout 60 --log_every 1")
+
+
+@pytest.mark.parametrize("name", [SINGLE.name, pytest.param(MULTINODE.name, marks=LONG)])
+def test_without_paths_a_users_settings_win_over_those_of_the_sample_set(project, folder, name):
+    with launch(project / name, folder, *OWN) as started:
+        run = started.finish(180)
+    assert [step for _, step, _ in run.steps()] == [1, 2]
+    facts = run.json_line("Run")
+    assert facts["global_batch_size"] == 8 and facts["image_size"] == 40
+    assert facts["coco_image_path"] == f"{project}/data/sample_coco/train2017"
+    assert facts["weights"] == "none"
+
+
+@LONG
+def test_two_nodes_make_the_sample_set_once_and_take_a_users_settings(project, folder):
+    require_namespaces()
+    shutil.rmtree(project / "data", ignore_errors=True)
+    with launch(project / "tools/two_nodes.sh", folder, "--", *OWN) as started:
+        run = started.finish(180, clean=10)
+    assert [step for _, step, _ in run.steps()] == [1, 2]
+    assert run.out.count("sample_coco: 48 + ") == 1, run.tail()
+
+
+PATHS = ["coco_image_path", "annotation_path", "val_image_path", "val_annotation_path"]
+ONE_PATH = [["--" + name, "none"] for name in PATHS]
+ONE_PATH += [["--" + name.replace("_", "-") + "=none"] for name in PATHS]
+
+
+@pytest.mark.parametrize("path", ONE_PATH, ids=lambda words: words[0])
+def test_with_any_path_the_script_gets_the_users_arguments_alone(folder, path):
+    with launch(SINGLE, folder, *path, "--max_steps", 5) as started:
+        line = started.wait_for(COMMAND.pattern)[1]
+    script = str(ROOT / "demo_coco_resnet18.py")
+    assert shlex.split(line)[-len(path) - 3 :] == [script, *path, "--max_steps", "5"]
+
+
+def test_without_a_path_of_images_the_scripts_own_error_is_seen(folder):
+    with launch(SINGLE, folder, "--annotation_path", folder) as started:
+        run = started.finish(60, expect=1)
+    assert re.search(r"error: .*--coco_image_path", run.out)
+
+
 # --- A name that is used twice, and where the log goes -----------------------------------------
 
 
@@ -183,7 +267,7 @@ def test_a_second_run_of_a_name_appends_to_the_log_and_renames_the_checkpoint(tr
 
 def test_a_log_folder_that_cannot_be_made_is_refused(folder):
     (folder / "file").touch()
-    with launch(SINGLE, folder, "--lr", 1, LOG_DIR=folder / "file/logs") as started:
+    with launch(SINGLE, folder, *NO_SAMPLE, LOG_DIR=folder / "file/logs") as started:
         refused(started, f"{folder}/file/logs")
 
 
@@ -226,8 +310,12 @@ PRINTED = [  # launcher, variables, options, words of the torchrun command, what
 def test_settings_and_defaults_are_seen_in_the_torchrun_command(
     tmp_path, launcher, variables, options, words, absent
 ):
-    given = {"OMP_NUM_THREADS": None} | dict(word.split("=", 1) for word in variables.split())
-    with launch(launcher, tmp_path, "--lr", 1, *options.split(), **given) as started:
+    """GPUs are shown by CUDA_VISIBLE_DEVICES alone."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    given = {"OMP_NUM_THREADS": None, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    given |= dict(word.split("=", 1) for word in variables.split())
+    with launch(launcher, tmp_path, *NO_SAMPLE, *options.split(), **given) as started:
         found = command(started)
     assert set(words.split()) <= found and not [word for word in found if absent in word]
 
@@ -235,7 +323,7 @@ def test_settings_and_defaults_are_seen_in_the_torchrun_command(
 @pytest.mark.parametrize("value", ["0", "two", "-1", "all"])
 def test_wrong_number_of_processes_is_refused(folder, value):
     """All GPUs are wrong where there is none."""
-    with launch(SINGLE, folder, "--lr", 1, GPUS=value) as started:
+    with launch(SINGLE, folder, *NO_SAMPLE, GPUS=value) as started:
         refused(started, f"GPUS.*{value}|GPUS=all")
 
 
@@ -262,7 +350,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("settings", "words"), WRONG)
 def test_wrong_settings_are_refused(tmp_path, settings, words):
-    with launch(MULTINODE, tmp_path, "--lr", 1, **{**NODE, **settings}) as started:
+    with launch(MULTINODE, tmp_path, *NO_SAMPLE, **{**NODE, **settings}) as started:
         refused(started, words)
 
 
@@ -319,7 +407,7 @@ def with_adapters(nodes: TwoNodes, *options: object, **variables: str) -> Starte
     """The launcher on node 0, which has adapters, an interface that is down, and a loose one."""
     nodes.pair.ip(0, "link add down0 type bridge", "link add loose0 up type veth peer name end")
     env = HERE | {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "10.77.0.1"} | variables
-    words = ["sh", "-ec", ADAPTERS, nodes.folder(0), "bash", MULTINODE, "--lr", 1, *options]
+    words = ["sh", "-ec", ADAPTERS, nodes.folder(0), "bash", MULTINODE, *NO_SAMPLE, *options]
     return nodes.pair.popen(0, words, env=env, cwd=nodes.folder(0))
 
 
@@ -339,7 +427,7 @@ def test_a_network_that_is_missing_or_contradictory_is_refused(
 
 def test_a_users_own_variable_of_nccl_stays_and_a_line_says_so(tmp_path):
     with two_nodes(tmp_path) as nodes:
-        started = nodes.start(0, "--lr", 1, IFNAME="eth0", NCCL_IB_DISABLE="0")
+        started = nodes.start(0, *NO_SAMPLE, IFNAME="eth0", NCCL_IB_DISABLE="0")
         assert chosen(started) == ETH0 | SOCKETS - {"NCCL_IB_DISABLE=1"}
         started.wait_for(r"\.sh: keeping your NCCL_IB_DISABLE='0'")
 
@@ -362,7 +450,7 @@ def test_container_networks_are_left_out_unless_they_join_the_nodes(tmp_path, ca
     commands, variables, expected = CONTAINERS[case]
     with two_nodes(tmp_path) as nodes:
         nodes.pair.ip(1, *commands)
-        words = chosen(nodes.start(1, "--lr", 1, **variables))
+        words = chosen(nodes.start(1, *NO_SAMPLE, **variables))
     found = " ".join(word for word in words if word.startswith("NCCL"))
     names = found.removeprefix("NCCL_SOCKET_IFNAME=^").split(",")
     assert {"lo", "docker", "br-", "veth"} <= set(names) if expected else not found
@@ -372,7 +460,7 @@ def test_each_node_has_its_own_interface_under_one_label(tmp_path):
     with two_nodes(tmp_path) as nodes:
         nodes.pair.ip(1, *VETH0)
         for node, name in enumerate(["eth0", "veth0"]):
-            words = command(nodes.start(node, "--lr", 1, NETWORKS=f"one={name}"))
+            words = command(nodes.start(node, *NO_SAMPLE, NETWORKS=f"one={name}"))
             assert {f"GLOO_SOCKET_IFNAME={name}", "--rdzv_id=one-1"} <= words
 
 
