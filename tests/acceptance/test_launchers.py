@@ -163,16 +163,15 @@ def test_a_read_only_checkout_trains_and_a_reader_that_goes_away_changes_nothing
 
 @LONG
 def test_sigusr1_to_all_processes_saves(training, folder):
-    """As SLURM may send it before a time limit. Loader workers and older torchruns do not know
-    it.
-    """
+    """As SLURM may send it before a time limit. Loader workers and torchrun do not know it."""
     options = ["--num_epochs", 999, "--workers", 1, "--checkpoint", "c.pt"]
     with launch(SINGLE, folder, *training, *options, GPUS=2) as started:
         started.wait_for(STEP_3)
         for pid in started.pids():
             os.kill(pid, signal.SIGUSR1)
-        started.finish(60, SAVED, clean=10)
+        run = started.finish(60, SAVED, clean=10)
     assert (folder / "c.pt").stat().st_size > 0
+    assert "got signal: 15" in run.out  # torchrun has lived to pass the launcher's SIGTERM on
 
 
 # --- Help, and the sample set ------------------------------------------------------------------
