@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -21,8 +20,6 @@ from support.processes import (
     SCRIPT,
     Run,
     demo_command,
-    free_port,
-    require,
     run_demo,
     start,
 )
@@ -79,15 +76,6 @@ def two_ranks(sample: Path) -> Run:
 def test_two_ranks_by_torchrun_log_all_steps_and_agreeing_records(two_ranks, sample):
     check_ranks(two_ranks, [0, 1], steps=3)
     check_records(two_ranks, 2, steps=3, images=labelled(sample, "train"))
-
-
-@LONG
-def test_two_ranks_by_mpirun_log_all_steps_and_agreeing_records(small):
-    require(shutil.which("mpirun"), "mpirun (package openmpi-bin) is not installed")
-    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    run = run_demo([*small, "--max_steps", 8], nproc=2, launcher="mpirun", env=where)
-    check_ranks(run, [0, 1], steps=8)
-    check_records(run, 2, steps=8, images=44)
 
 
 @LONG

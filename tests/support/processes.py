@@ -373,14 +373,10 @@ start = Started  # as a context manager, or with a call of `finish` or `kill`
 
 
 def demo_command(args: Iterable[object], nproc: int = 1, launcher: str = "torchrun") -> list[str]:
-    """The command line that runs the script with `torchrun`, `mpirun` or plain `python`."""
+    """The command line that runs the script with `torchrun` or plain `python`."""
     tail = [str(SCRIPT), *map(str, args)]
     if launcher == "python":
         return [sys.executable, *tail]
-    if launcher == "mpirun":
-        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        options = shlex.split(f"--oversubscribe --bind-to none -n {nproc}")
-        return ["mpirun", *root, *options, sys.executable, *tail]
     options = ["--standalone", "--local-addr=127.0.0.1", "--nnodes=1", f"--nproc_per_node={nproc}"]
     return [sys.executable, "-m", "torch.distributed.run", *options, *tail]
 
