@@ -987,7 +987,8 @@ def to_8_bits(image):
     16 bits have a range of their own. Values of 32 bits have none: the least one becomes black,
     the greatest one white. Raises ValueError if that is not possible.
     """
-    is_16_bit = image.mode.startswith("I;16") or image.format in ("PNG", "PPM")
+    is_16_bit = image.mode.startswith("I;16")
+    is_16_bit |= image.mode == "I" and image.format in ("PNG", "PPM")  # they have no 32 bits
     image = image.convert("I").convert("F") if image.mode != "F" else image
     low, high = (0, 2**16 - 1) if is_16_bit else image.getextrema()
     if not 0 < high - low < math.inf:

@@ -240,10 +240,10 @@ def test_an_image_of_16_bits_looks_as_its_original_of_8(demo, tmp_path, name, ca
     assert difference(decoded(demo, tmp_path / name, capfd), picture().convert("L")) < 1
 
 
-@pytest.mark.parametrize("mode", ["I", "F"])
-def test_an_image_of_32_bits_is_scaled(demo, tmp_path, mode, capfd):
-    grey(mode).save(tmp_path / "deep.tiff")
-    found = decoded(demo, tmp_path / "deep.tiff", capfd)
+@pytest.mark.parametrize(("mode", "name"), [("I", "a.tiff"), ("F", "a.tiff"), ("F", "a.pfm")])
+def test_an_image_of_32_bits_is_scaled(demo, tmp_path, mode, name, capfd):
+    grey(mode).save(tmp_path / name)
+    found = decoded(demo, tmp_path / name, capfd)
     (low, high), original = picture().convert("L").getextrema(), picture().convert("L")
     assert (found.min(), found.max()) == (0, 255)
     stretched = original.point(lambda value: round(255 * (value - low) / (high - low)))
