@@ -883,9 +883,7 @@ def check_names(path, image_list):
         category, name = classes[label]
         other = ids.setdefault(name, category)
         if other != category:
-            text = (
-                f"the categories {other} and {category} have images, and both are called {name!r}"
-            )
+            text = f"categories {other} and {category} have images, and both are called {name!r}"
             raise UserError(f"annotation file {path}: {text}: rename one, names tell them apart")
 
 
@@ -1152,7 +1150,8 @@ def has(entry, key):
 def shown(value):
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "an object"
-    return f"{'the text ' * isinstance(value, str)}{json.dumps(value)[:60]}"
+    text = json.dumps(value)[:60]
+    return f"the text {text}" if isinstance(value, str) else text
 
 
 # ---- Images

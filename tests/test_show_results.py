@@ -42,7 +42,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     truncate(folder / "val" / "0007.jpg")
     options = ["--coco_image_path", images, "--annotation_path", notes]
     options += ["--val_image_path", val_images, "--val_annotation_path", val_notes]
-    run = run_demo([*options, *FAST, "--checkpoint", folder / "c.pt"], launcher="python")
+    words = [*options, *FAST, "--checkpoint", folder / "c.pt"]
+    run = run_demo(words, launcher="python", damaged=True)
     argv = [str(folder / "c.pt"), "--coco_image_path", val_images, "--annotation_path", val_notes]
     line = re.findall(r"validation \| (.*)", run.out)[-1]
     return SimpleNamespace(folder=folder, line=line, argv=[*argv, "--script", str(SCRIPT)])

@@ -296,7 +296,8 @@ def has(entry, key):
 def shown(value):
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "an object"
-    return f"{'the text ' * isinstance(value, str)}{json.dumps(value)[:60]}"
+    text = json.dumps(value)[:60]
+    return f"the text {text}" if isinstance(value, str) else text
 
 
 # ---- The run
