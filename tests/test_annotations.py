@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -475,35 +476,32 @@ def test_class_that_training_lacks_is_named_if_an_image_needs_it(demo, tmp_path)
         lists(demo, tmp_path, good(), rename(turned(), "category 9", "cow"))
 
 
-def two_of_one_name(used: bool) -> dict:
-    """Category 7 is called as category 5 is, which has an image or not."""
+def two_of_one_name(*used: int) -> dict:
+    """Category 7 is called as category 5 is; these have images."""
     content = rename(good(), "category 7", "category 5")
-    if not used:
-        for annotation in content["annotations"]:
-            annotation["category_id"] = max(annotation["category_id"], 7)
+    for annotation, category in zip(content["annotations"], itertools.cycle(used), strict=False):
+        annotation["category_id"] = category
     return content
 
 
 @pytest.mark.parametrize("part", ["training images", "val.json"])
 def test_two_classes_of_one_name_that_have_images_are_named(demo, tmp_path, part):
-    train, val = two_of_one_name(True), good()
+    train, val = two_of_one_name(5, 7), good()
     with pytest.raises(demo.UserError, match=rf"{part}.* 5 and 7 .*called 'category 5'"):
         lists(demo, tmp_path, *((train, val) if part.startswith("tr") else (val, train)))
 
 
 def test_two_classes_of_one_name_train_where_names_do_not_matter(demo, tmp_path):
-    path = write(tmp_path / "train.json", two_of_one_name(True))
-    assert demo.read_image_list(path).labels == [1, 0, 2, 1]
+    path = write(tmp_path / "train.json", two_of_one_name(5, 7))
+    assert demo.read_image_list(path).labels == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("turn", [False, True])
-def test_of_two_classes_of_one_name_that_with_images_is_meant(demo, tmp_path, turn):
-    train = two_of_one_name(False)
-    train["categories"].reverse()
-    val = turned() if turn else good()
-    val["annotations"] = [{"id": 1, "image_id": 100, "category_id": 15 if turn else 5}]
-    train_list, val_list = lists(demo, tmp_path, train, val)
-    assert train_list.labels == [1, 1, 2, 1] and val_list.labels == [1]
+@pytest.mark.parametrize("used", [5, 7])
+def test_of_two_classes_of_one_name_that_with_images_is_meant(demo, tmp_path, used):
+    val = turned()
+    val["annotations"] = [{"id": 1, "image_id": 100, "category_id": 15}]
+    train_list, val_list = lists(demo, tmp_path, two_of_one_name(used), val)
+    assert val_list.labels == [train_list.labels[0]] == [[5, 7].index(used)]
 
 
 @pytest.mark.parametrize(("name", "called"), [(None, "5"), ("", "5"), (8, "8"), (8.0, "8")])
@@ -588,7 +586,7 @@ def test_last_layer_of_a_checkpoint_is_kept_if_its_classes_have_the_same_names(
 def test_two_classes_of_one_name_are_named_where_a_checkpoint_names_its_own(
     demo, tmp_path, checkpoint
 ):
-    path = write(tmp_path / "file.json", two_of_one_name(True))
+    path = write(tmp_path / "file.json", two_of_one_name(5, 7))
     found = demo.read_image_list(path)
     state = torch.load(checkpoint)
     torch.save(state | {"categories": [*found.categories.values()]}, tmp_path / "c.pt")
