@@ -73,6 +73,7 @@ import tempfile
 import threading
 import time
 import traceback
+import unicodedata
 import warnings
 import zlib
 from collections import Counter, namedtuple
@@ -80,7 +81,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from io import BytesIO
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -117,16 +118,15 @@ def main(process):
     # Rank 0 reads, every rank receives: only the images have to be on every node.
     log_from_rank_0(process, "Reading the annotations")
     train_list = from_rank_0(lambda: read_image_list(args.annotation_path, args.coco_image_path))
-    classes = train_list.categories
     val_list = from_rank_0(
-        lambda: read_image_list(args.val_annotation_path, args.val_image_path, classes)
+        lambda: read_image_list(args.val_annotation_path, args.val_image_path, train_list)
     )
     image_sizes = check_start(args, process, train_list, val_list)
     complete_arguments(args, process, len(train_list.names))
     train_loader = make_train_loader(args, process, train_list)  # 3/6
     val_loader = make_val_loader(args, process, val_list)
 
-    model = build_model(args, process, len(classes))
+    model = build_model(args, process, train_list)
     ddp, powersgd = wrap_model(args, process, model)  # 4/6
     # The model and DDP share their weights: the optimizer may be given those of either.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
@@ -305,7 +305,7 @@ def make_val_loader(args, process, val_list):
     return make_loader(args, process, dataset, sampler, args.val_workers)
 
 
-def build_model(args, process, classes):
+def build_model(args, process, train_list):
     """ResNet-18 on this process's device. All ranks make this call.
 
     Until 4/6 only rank 0 has the weights of --weights.
@@ -313,10 +313,10 @@ def build_model(args, process, classes):
     torch.manual_seed(args.seed)  # makes a run repeatable; DDP (4/6) makes the ranks equal
     # For another model change this line, load_weights and download_weights, and StepTimer if its
     # first parameter is not the last one that gets a gradient.
-    model = torchvision.models.resnet18(num_classes=classes)
+    model = torchvision.models.resnet18(num_classes=len(train_list.categories))
     with errors_end_all_ranks():
         if process.rank == 0 and args.weights != "none":
-            load_weights(process, model, args.weights)
+            load_weights(process, model, args.weights, train_list)
     if args.sync_bn:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.compile:
@@ -804,41 +804,88 @@ def end_unconnected(args, process, where):
 ImageList = namedtuple("ImageList", "names labels categories unlabelled")
 
 
-def read_image_list(path, folder=None, categories=None):
+def read_image_list(path, folder=None, train_list=None):
     """ImageList of a COCO instances file; None without a path. Raises UserError.
 
-    folder: that of the images. categories: those of the training images, for validation images.
+    folder: that of the images. train_list: that of the training images, for validation images:
+    their labels are then those of its classes.
     """
     if not path:
         return None
     with as_user_error(f"cannot use annotation file {path}"):
-        gc.disable()  # it would search millions of new objects again and again
-        with redirect_stdout(None):  # pycocotools prints
-            coco = COCO(path)
-        gc.enable()
-        if categories is None:
-            categories = {i: str(coco.cats[i].get("name", i)) for i in sorted(coco.cats)}
-        if not categories:
-            raise UserError(f"annotation file {path} has no categories")
-        # The label is the category of the first annotation in the file, crowds included.
-        first = {image: of_it[0]["category_id"] for image, of_it in coco.imgToAnns.items()}
-        unknown = set(first.values()).difference(categories)
-        if unknown:
-            raise UserError(f"annotation file {path}: unknown categories {str(unknown)[:60]}")
-        images = coco.dataset["images"]
-        labelled = [image for image in images if image["id"] in first]
-        if not labelled:
-            raise UserError(f"annotation file {path}: no image has an annotation")
-        names = [image["file_name"] for image in labelled]
-        if folder and any("\\" in name for name in names):  # an export made on Windows
-            absent = set(missing_images(folder, names))
-            names = [name.replace("\\", "/") if name in absent else name for name in names]
-        outside = [name for name in names if os.path.isabs(name) or ".." in name.split("/")]
-        if outside:
-            raise UserError(f"annotation file {path}: {outside[0]} leaves the image folder")
-        label_of = {category: label for label, category in enumerate(categories)}
-        labels = [label_of[first[image["id"]]] for image in labelled]
-        return ImageList(names, labels, categories, len(images) - len(names))
+        try:
+            gc.disable()  # it would search millions of new objects again and again
+            with redirect_stdout(None):  # pycocotools prints
+                coco = COCO(path)
+            image_list = list_labelled(coco)
+        except Exception:
+            check_instances(path, read_json(path))  # says what is wrong with the file
+            raise
+        finally:
+            gc.enable()
+        if not image_list.names or not is_plain(coco, image_list):
+            check_instances(path, coco.dataset)
+    names, labels, categories, unlabelled = image_list
+    if folder and any("\\" in name for name in names):  # an export made on Windows
+        absent = set(missing_images(folder, names))
+        names = [name.replace("\\", "/") if name in absent else name for name in names]
+    outside = [name for name in names if os.path.isabs(name) or ".." in name.split("/")]
+    if outside:
+        raise UserError(f"annotation file {path}: {outside[0]} leaves the image folder")
+    image_list = ImageList(names, labels, categories, unlabelled)
+    return match_classes(image_list, path, train_list) if train_list else image_list
+
+
+def list_labelled(coco):
+    """ImageList of what pycocotools has read. Raises an error of any type for a faulty file."""
+    categories = {i: class_name(coco.cats[i]) for i in sorted(coco.cats)}
+    label_of = {category: label for label, category in enumerate(categories)}
+    # The label is the category of the first annotation in the file, crowds included.
+    first = {image: of_it[0]["category_id"] for image, of_it in coco.imgToAnns.items()}
+    images = coco.dataset["images"]
+    names = [file_name(image) for image in images if image["id"] in first]
+    labels = [label_of[first[image["id"]]] for image in images if image["id"] in first]
+    return ImageList(names, labels, categories, len(images) - len(names))
+
+
+def is_plain(coco, image_list):
+    """Whether all ids are whole numbers and unique, and all names are text: as good as always."""
+    ids = chain(coco.imgs, coco.cats, coco.anns, coco.imgToAnns, coco.catToImgs)
+    names = [*map(file_name, coco.dataset["images"]), *image_list.categories.values()]
+    counts = [len(coco.imgs), len(coco.cats), len(coco.anns)]
+    unique = counts == [len(coco.dataset[n]) for n in ("images", "categories", "annotations")]
+    types = set(map(type, ids)), set(map(type, names))
+    return unique and all(names) and types == ({int}, {str})
+
+
+def match_classes(image_list, path, train_list):
+    """The ImageList with labels of the training classes that have the same names.
+
+    The ids of the classes do not matter. Raises UserError.
+    """
+    check_names("of the training images", train_list)
+    check_names(path, image_list)
+    train_names, names = (list(found.categories.values()) for found in (train_list, image_list))
+    # Of two training classes of one name, that with images comes last.
+    used_last = [*range(len(train_names)), *train_list.labels]
+    label_of = {train_names[label]: label for label in used_last}
+    lacking = [names[label] for label in image_list.labels if names[label] not in label_of]
+    if lacking:
+        text = f"it has images of the class {lacking[0]!r}, which the training classes lack"
+        raise UserError(f"annotation file {path}: {text}: give both files the same names")
+    labels = [label_of[names[label]] for label in image_list.labels]
+    return ImageList(image_list.names, labels, train_list.categories, image_list.unlabelled)
+
+
+def check_names(path, image_list):
+    """Raises UserError if two classes that have images have the same name."""
+    classes, ids = list(image_list.categories.items()), {}
+    for label in sorted(set(image_list.labels)):
+        category, name = classes[label]
+        other = ids.setdefault(name, category)
+        if other != category:
+            text = f"categories {other} and {category} have images, and both are called {name!r}"
+            raise UserError(f"annotation file {path}: {text}: rename one, names tell them apart")
 
 
 def check_images(folder, names):
@@ -847,7 +894,7 @@ def check_images(folder, names):
     if missing:
         raise UserError(
             f"the folder of images {folder} lacks {len(missing)} of {len(names)} listed images, "
-            f"the first is {missing[0]}: check the path"
+            f"the first is {missing[0]}: {look_around(folder, missing[0])}"
         )
     sizes = []
     for name in names[:: 1 + len(names) // 64]:
@@ -865,9 +912,64 @@ def missing_images(folder, names):
     for subfolder in {os.path.dirname(name) for name in names}:
         try:
             files[subfolder] = set(os.listdir(os.path.join(folder, subfolder)))
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a name that no file can have
             files[subfolder] = set()
     return [name for name in names if os.path.basename(name) not in files[os.path.dirname(name)]]
+
+
+def look_around(folder, name):
+    """Where an image is that the folder lacks, or what it is called there; and what to do."""
+    try:
+        with os.scandir(folder) as entries:
+            below = [entry.path for entry in entries if entry.is_dir()][:1000]
+    except OSError as error:
+        return f"{error.strerror}: check the path"
+    above = Path(os.path.abspath(folder)).parents
+    for other in [*list(above)[: name.count("/")], *below]:
+        if os.path.isfile(os.path.join(other, name)):
+            return f"{name} is in {other}: give that folder"
+    for wanted in (name, os.path.basename(name)):
+        if found := find_alike(folder, wanted):
+            how = "under another name"
+            if one_form(found) == one_form(name):
+                how = "with the same letters in another Unicode form (NFC, NFD)"
+            elif loose_form(found) == loose_form(name):
+                how = "in another case"
+            elif os.path.basename(found) == os.path.basename(name):
+                how = "in another folder"
+            return f"{found} is there, {how}: name it in the annotation file as it is there"
+    return "check the path"
+
+
+def find_alike(folder, name):
+    """A file of the folder whose name has another case, extension or Unicode form; or None."""
+    found = ""
+    for part in name.split("/"):
+        try:
+            entries = os.listdir(os.path.join(folder, found))
+        except OSError:
+            return None
+        for form in (one_form, loose_form, without_extension):
+            alike = [entry for entry in entries if form(entry) in (form(part), loose_form(part))]
+            if alike:
+                break
+        else:
+            return None
+        found = os.path.join(found, part if part in alike else min(alike))
+    return found
+
+
+def one_form(name):
+    """macOS writes an accent as a character of its own."""
+    return unicodedata.normalize("NFC", name)
+
+
+def loose_form(name):
+    return one_form(name).casefold()
+
+
+def without_extension(name):
+    return os.path.splitext(loose_form(name))[0]
 
 
 # These may differ from node to node.
@@ -893,6 +995,7 @@ def check_start(args, process, train_list, val_list):
             check_images(args.val_image_path, val_list.names)
         if args.checkpoint and process.rank == 0:
             check_checkpoint(args.checkpoint)
+    note_unused_classes(process, train_list)
     own["sizes of the images"] = digest(sizes)
     if max(map(min, sizes), default=math.inf) < args.image_size:
         text = "the images are smaller than --image_size: prepared for a smaller one?"
@@ -906,6 +1009,15 @@ def check_start(args, process, train_list, val_list):
     return own["sizes of the images"]
 
 
+def note_unused_classes(process, train_list):
+    used = set(train_list.labels)
+    names = [n for label, n in enumerate(train_list.categories.values()) if label not in used]
+    if names:
+        text = counted(len(names), "class has", "classes have")
+        more = ", ..." if len(names) > 3 else ""
+        log_from_rank_0(process, f"Note: {text} no training image: {', '.join(names[:3])}{more}")
+
+
 def check_checkpoint(path):
     """Raises UserError if a checkpoint cannot be saved there: now, not after an epoch."""
     if os.path.isdir(path):
@@ -917,6 +1029,130 @@ def check_checkpoint(path):
 def digest(*parts):
     """The first digits of a SHA-256."""
     return hashlib.sha256("".join(map(str, parts)).encode()).hexdigest()[:12]
+
+
+# ---- What is wrong with an annotation file (tools/prepare_coco.py has the same lines)
+
+# What training needs of COCO's format: of each entry of a list a field, and what its values are.
+FIELDS = [
+    ("images", "id", "ids of images"),
+    ("images", "file_name", "names"),
+    ("categories", "id", "ids of categories"),
+    ("categories", "name", "names"),
+    ("annotations", "category_id", "ids of categories"),
+    ("annotations", "image_id", "ids of images"),
+    ("annotations", "id", "ids of annotations"),
+]
+INSTANCES = "Of COCO's files give the instances file, such as instances_train2017.json"
+UTF_16 = "it is UTF-16: save it as UTF-8"
+BEGINNINGS = {  # of files that are not what they should be
+    b"PK": "it is a zip archive: unpack it",
+    b"\x1f\x8b": "it is a gzip archive: unpack it",
+    b"\xef\xbb\xbf": "it begins with a byte order mark: save it as UTF-8 without one",
+    **dict.fromkeys([b"\xff\xfe", b"\xfe\xff", b"{\0", b"\0{", b"[\0", b"\0["], UTF_16),
+}
+
+
+def read_json(path, **options):
+    """What json.loads makes of an annotation file with these options. Raises UserError."""
+    try:
+        data = Path(path).read_bytes()
+        for beginning, what in BEGINNINGS.items():
+            if data.startswith(beginning):
+                raise UserError(f"annotation file {path} is not JSON in UTF-8: {what}")
+        return json.loads(data.decode(), **options)
+    except OSError as error:
+        raise UserError(f"annotation file {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        text = f"annotation file {path} is not JSON, or not all of it is there"
+        raise UserError(f"{text} ({len(data)} bytes): {error}") from error
+
+
+def check_instances(path, content):
+    """Raises UserError if training cannot use the content of an annotation file."""
+    file = f"annotation file {path}"
+    if not isinstance(content, dict):
+        text = "expected an object with images, annotations and categories"
+        raise UserError(f"{file} is {shown(content)}: {text}. {INSTANCES}")
+    for name in ("images", "categories", "annotations"):
+        if not content.get(name) or not isinstance(content[name], list):
+            raise UserError(f"{file} {has(content, name)}: expected a list of them. {INSTANCES}")
+        for index, entry in enumerate(content[name]):
+            if not isinstance(entry, dict):
+                raise UserError(f"{file}: {name}[{index}] is {shown(entry)}: expected an object")
+    for name, key, kind in FIELDS:
+        types = types_of(content, kind)
+        expected = "text" if types == [str] else "a number"
+        if "ids" in kind:
+            expected += f", as {kind} are"
+        for index, entry in enumerate(content[name]):
+            value = value_of(entry, key)
+            if type(value) not in types or value in ("", math.inf, -math.inf) or value != value:
+                if key == "category_id" and key not in entry:  # as in COCO's panoptic files
+                    expected += f". {INSTANCES}"
+                text = f"{file}: {name}[{index}] {has(entry, key)}"
+                raise UserError(f"{text}: expected {expected}")
+    check_ids(file, content)
+
+
+def check_ids(file, content):
+    """Raises UserError if ids are not unique, or the label of an image has no category."""
+    indices = {"images": {}, "categories": {}}
+    for name, seen in indices.items():
+        for index, entry in enumerate(content[name]):
+            first = seen.setdefault(entry["id"], index)
+            if first != index:
+                text = f"{name}[{index}] has the id {entry['id']}, as {name}[{first}] has"
+                raise UserError(f"{file}: {text}: expected another one")
+    labelled = set()
+    for index, annotation in enumerate(content["annotations"]):
+        image, category = annotation["image_id"], annotation["category_id"]
+        if image not in indices["images"] or image in labelled:
+            continue  # training uses the first annotation of each image
+        labelled.add(image)
+        if category not in indices["categories"]:
+            text = f"annotations[{index}] has {category} as category_id"
+            raise UserError(f"{file}: {text}: expected the id of a category")
+    if not labelled:
+        raise UserError(f"{file}: no image has an annotation: no image_id is the id of an image")
+
+
+def types_of(content, kind):
+    """Names are text, ids are numbers. Ids may also all be text."""
+    fields = [(name, key) for name, key, its_kind in FIELDS if its_kind == kind]
+    values = (value_of(entry, key) for name, key in fields for entry in content[name])
+    return [str] if all(isinstance(v, str) for v in values) or kind == "names" else [int, float]
+
+
+def value_of(entry, key):
+    if key == "file_name":
+        return file_name(entry)
+    return class_name(entry) if key == "name" else entry.get(key)
+
+
+def file_name(image):
+    """In LVIS it is the last part of the URL."""
+    return image.get("file_name") or str(image.get("coco_url") or "").rpartition("/")[2]
+
+
+def class_name(category):
+    """A class without a name is called by its id."""
+    name = category.get("name")
+    name = category.get("id") if name in (None, "") else name
+    return str(name).removesuffix(".0") if type(name) in (int, float) else name
+
+
+def has(entry, key):
+    """'has no id', 'has null as id'."""
+    missing = key not in entry or entry[key] == []
+    return f"has no {key}" if missing else f"has {shown(entry[key])} as {key}"
+
+
+def shown(value):
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "an object"
+    text = json.dumps(value)[:60]
+    return f"the text {text}" if isinstance(value, str) else text
 
 
 # ---- Images
@@ -1048,7 +1284,7 @@ def start_workers(*loaders):
 # ---- Model and gradients
 
 
-def load_weights(process, model, source):
+def load_weights(process, model, source, train_list):
     """Copies the weights of ImageNet or of a file into the model. Raises UserError.
 
     The last layer is left out if it belongs to other classes.
@@ -1056,12 +1292,22 @@ def load_weights(process, model, source):
     log(process, f"Loading weights: --weights {source}")
     with as_user_error(f"--weights {source}: these are not weights of ResNet-18"):
         state = download_weights() if source == "imagenet" else read_file(source)
-        state = state.get("model", state)  # a checkpoint has more than weights
-        their_classes, classes = len(state["fc.weight"]), model.fc.out_features
+        names = list(train_list.categories.values())
+        their_names = state.get("categories")  # a checkpoint has more than weights
+        state = state.get("model", state)
+        their_classes, classes = len(state["fc.weight"]), len(names)
+        reason = ""
         if source == "imagenet" or their_classes != classes:
+            reason = f", of {their_classes} other classes, is left out: {classes} classes here"
+        elif their_names and their_names != names:
+            pairs = zip(their_names, names, strict=True)
+            theirs, own = next((theirs, own) for theirs, own in pairs if theirs != own)
+            reason = f" is left out: its class {theirs!r} is {own!r} here"
+        elif their_names:
+            check_names("of the training images", train_list)
+        if reason:
             state |= {"fc.weight": model.fc.weight, "fc.bias": model.fc.bias}
-            text = f"the last layer, of {their_classes} other classes, is left out"
-            log(process, f"--weights {source}: {text}: {classes} classes here")
+            log(process, f"--weights {source}: the last layer{reason}")
         model.load_state_dict(state)
 
 
@@ -1488,12 +1734,14 @@ def as_user_error(prefix):
 
 
 def one_line(error):
-    """Type and most telling line of an error."""
+    """The most telling line of an error; its type if it has no words."""
     text = str(error).rpartition("Last error:")[2].strip()  # NCCL's own words follow this
+    if isinstance(error, KeyError):
+        text = f"no {text}"
     lines = text.splitlines() or [""]
     line = lines[-1] if "Traceback" in text else lines[0]  # an error of a loader worker has one
     name = type(error).__name__
-    return f"{name}: {line.removeprefix(f'{name}: ')}"[:300]
+    return (line.removeprefix(f"{name}: ") or name)[:300]
 
 
 def write_error_file(process, kind, text):
@@ -1559,7 +1807,8 @@ def end_at_once(process, error):
         if part in str(error):
             kind, advice = known_kind, f": {what_to_do}"
             break
-    text = f"ERROR: {one_line(error)}{advice}"
+    name = f"{type(error).__name__}: " if kind == "bug" else ""
+    text = f"ERROR: {name}{one_line(error)}{advice}"
     with suppress(OSError):  # nobody may read any more: then that is the error
         if kind == "bug":
             for line in traceback.format_exc().splitlines():

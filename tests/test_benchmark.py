@@ -56,7 +56,10 @@ def rates(out: str) -> dict[str, float]:
         ("gpu", "PyTorch finds no NVIDIA GPU here: run gpu where nvidia-smi lists one"),
         ("peer --peer none.py", f"--peer {Path.cwd() / 'none.py'} is no file"),
         ("step --against none", "--against none: no file and no commit that has one"),
-        ("step --data none", f"cannot use {Path.cwd()}/none/annotations/instances_train2017.json"),
+        (
+            "step --data none",
+            f"annotation file {Path.cwd()}/none/annotations/instances_train2017.json",
+        ),
         pytest.param(
             "step --image_size 9",
             r"exit code 2: .*--image_size: 9 is not at least 33",

@@ -454,7 +454,7 @@ def main(process):
     demo.read_environment(process)
     demo.join_process_group(args, process)
     demo.complete_arguments(args, process, 16)
-    model = demo.build_model(args, process, 80)
+    model = demo.build_model(args, process, SimpleNamespace(categories=range(80)))
     ddp, _ = demo.wrap_model(args, process, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     training = demo.Training(args, process, None, "", model, ddp, optimizer, None)

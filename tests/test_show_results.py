@@ -42,9 +42,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     truncate(folder / "val" / "0007.jpg")
     options = ["--coco_image_path", images, "--annotation_path", notes]
     options += ["--val_image_path", val_images, "--val_annotation_path", val_notes]
-    run = run_demo(
-        [*options, *FAST, "--checkpoint", folder / "c.pt"], launcher="python", damaged=True
-    )
+    words = [*options, *FAST, "--checkpoint", folder / "c.pt"]
+    run = run_demo(words, launcher="python", damaged=True)
     argv = [str(folder / "c.pt"), "--coco_image_path", val_images, "--annotation_path", val_notes]
     line = re.findall(r"validation \| (.*)", run.out)[-1]
     return SimpleNamespace(folder=folder, line=line, argv=[*argv, "--script", str(SCRIPT)])
@@ -60,6 +59,20 @@ def test_top_1_and_baseline_are_those_of_the_scripts_validation(trained, tmp_pat
     assert where == f"Picture: {picture}"
     with Image.open(picture) as image:
         assert image.format == "PNG" and image.width > 1000
+
+
+def test_classes_go_by_name_whatever_their_ids_and_their_order(trained, tmp_path, capsys):
+    """And a class that the model does not know does not matter if no image needs it."""
+    content = json.loads((trained.folder / "val.json").read_text())
+    for entry, key in [(c, "id") for c in content["categories"]] + [
+        (a, "category_id") for a in content["annotations"]
+    ]:
+        entry[key] = 90 - entry[key]
+    content["categories"].append({"id": 1, "name": "unused"})
+    (tmp_path / "turned.json").write_text(json.dumps(content))
+    argv = [*trained.argv, "--output", str(tmp_path / "a.png")]
+    tool.main([*argv, "--annotation_path", str(tmp_path / "turned.json")])
+    assert re.match(r"Top-1: .*?%", trained.line)[0] in capsys.readouterr().out
 
 
 def test_changed_copy_of_the_script_draws_its_own_model(trained, tmp_path):
@@ -138,7 +151,10 @@ BAD = {
     "no checkpoint": (["{}/none.pt"], "{}/none.pt is no checkpoint of the demo: "),
     "weights alone": (["{}/weights.pt"], "weights.pt is no checkpoint of the demo: "),
     "another model": (["{}/empty.pt"], "empty.pt has another model, see --script: "),
-    "other classes": (["--annotation_path", "{}/other.json"], "{}/other.json has other classes"),
+    "other classes": (
+        ["--annotation_path", "{}/other.json"],
+        "{}/other.json: it has images of the class",
+    ),
     "no annotations": (["--annotation_path", "{}/none.json"], "annotation file {}/none.json"),
     "no images": (["--coco_image_path", "{}/none"], "{}/none lacks 40 of 40 listed"),
     "no such format": (["--output", "{}/a.xyz"], "Format 'xyz' is not supported"),

@@ -262,21 +262,18 @@ def make_data(args, count, name="data"):
     if not args.data:
         run(args, [sys.executable, ROOT / "tools" / "make_sample_coco.py", source])
     path = source / "annotations" / "instances_train2017.json"
+    demo = load_script(SCRIPT)
     try:
-        content = json.loads(path.read_text())
-        first = {}  # the category of each image's first annotation
-        for annotation in content["annotations"]:
-            first.setdefault(annotation["image_id"], annotation["category_id"])
-        known = [(i["file_name"], first[i["id"]]) for i in content["images"] if i["id"] in first]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"cannot use {path}: {type(error).__name__} {error}") from error
-    if not known:
-        raise UserError(f"{path}: no image has an annotation")
+        found = demo.read_image_list(path, source / "train2017")
+    except demo.UserError as error:
+        raise UserError(error) from error
+    known = itertools.cycle(zip(found.names, found.labels, strict=True))
     images, annotations = [], []
-    for n, (file_name, category) in zip(range(1, count + 1), itertools.cycle(known), strict=False):
+    for n, (file_name, label) in zip(range(1, count + 1), known, strict=False):
         images.append({"id": n, "file_name": file_name})
-        annotations.append({"id": n, "image_id": n, "category_id": category})
-    content = {"images": images, "annotations": annotations, "categories": content["categories"]}
+        annotations.append({"id": n, "image_id": n, "category_id": label})
+    categories = [{"id": n, "name": name} for n, name in enumerate(found.categories.values())]
+    content = {"images": images, "annotations": annotations, "categories": categories}
     file = args.folder / f"{name}.json"
     file.write_text(json.dumps(content))
     return Data(source / "train2017", file)

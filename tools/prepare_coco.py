@@ -20,12 +20,14 @@ A run that was stopped or killed goes on when it is started again.
 import argparse
 import gc
 import json
+import math
 import os
 import shutil
 import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -123,19 +125,21 @@ def without_outline(found):
     return found
 
 
-def read_instances(path):
-    """The content of an instances file, without outlines. Raises UserError."""
+def read_instances(path, folder):
+    """The content of an instances file, without outlines, with the images' names in the folder.
+
+    Raises UserError.
+    """
     gc.disable()  # it would look through millions of objects again and again
-    try:
-        content = json.loads(path.read_bytes(), object_hook=without_outline)
-        images, _ = content["images"], content["annotations"]
-    except (ValueError, LookupError, TypeError) as error:
-        text = f"{path} is no instances file of COCO: {type(error).__name__}: {error}"
-        raise UserError(text) from error
-    names = [image["file_name"] for image in images]
-    outside = [name for name in names if os.path.isabs(name) or ".." in name.split("/")]
-    if outside:
-        raise UserError(f"{path}: {outside[0]} leaves the image folder")
+    content = read_json(path, object_hook=without_outline)
+    check_instances(path, content)
+    for image in content["images"]:
+        name = file_name(image)
+        if "\\" in name and not (folder / name).exists():  # an export made on Windows
+            name = name.replace("\\", "/")
+        if os.path.isabs(name) or ".." in name.split("/"):
+            raise UserError(f"annotation file {path}: {name} leaves the image folder")
+        image["file_name"] = name
     return content
 
 
@@ -149,11 +153,11 @@ def scale(content, sizes, split):
             factors[image["id"]] = new[0] / old[0], new[1] / old[1]
     for annotation in content["annotations"]:
         x, y = factors.get(annotation["image_id"], (1, 1))
-        if "bbox" in annotation:
-            box = zip(annotation["bbox"], (x, y, x, y), strict=True)
+        with suppress(TypeError, ValueError):  # no numbers: training does not need them
+            box = zip(annotation.get("bbox"), (x, y, x, y), strict=True)
             annotation["bbox"] = [round(pixels * factor, 2) for pixels, factor in box]
-        if "area" in annotation:
-            annotation["area"] = round(annotation["area"] * x * y, 4)
+        with suppress(TypeError):
+            annotation["area"] = round(annotation.get("area") * x * y, 4)
 
 
 def write_json(path, content):
@@ -170,6 +174,130 @@ def write_instances(folder, split, content):
     firsts = content | {"annotations": list(first.values())}
     write_json(folder / f"first_instances_{split}.json", firsts)
     write_json(folder / f"instances_{split}.json", content)
+
+
+# ---- What is wrong with an annotation file (demo_coco_resnet18.py has the same lines)
+
+# What training needs of COCO's format: of each entry of a list a field, and what its values are.
+FIELDS = [
+    ("images", "id", "ids of images"),
+    ("images", "file_name", "names"),
+    ("categories", "id", "ids of categories"),
+    ("categories", "name", "names"),
+    ("annotations", "category_id", "ids of categories"),
+    ("annotations", "image_id", "ids of images"),
+    ("annotations", "id", "ids of annotations"),
+]
+INSTANCES = "Of COCO's files give the instances file, such as instances_train2017.json"
+UTF_16 = "it is UTF-16: save it as UTF-8"
+BEGINNINGS = {  # of files that are not what they should be
+    b"PK": "it is a zip archive: unpack it",
+    b"\x1f\x8b": "it is a gzip archive: unpack it",
+    b"\xef\xbb\xbf": "it begins with a byte order mark: save it as UTF-8 without one",
+    **dict.fromkeys([b"\xff\xfe", b"\xfe\xff", b"{\0", b"\0{", b"[\0", b"\0["], UTF_16),
+}
+
+
+def read_json(path, **options):
+    """What json.loads makes of an annotation file with these options. Raises UserError."""
+    try:
+        data = Path(path).read_bytes()
+        for beginning, what in BEGINNINGS.items():
+            if data.startswith(beginning):
+                raise UserError(f"annotation file {path} is not JSON in UTF-8: {what}")
+        return json.loads(data.decode(), **options)
+    except OSError as error:
+        raise UserError(f"annotation file {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        text = f"annotation file {path} is not JSON, or not all of it is there"
+        raise UserError(f"{text} ({len(data)} bytes): {error}") from error
+
+
+def check_instances(path, content):
+    """Raises UserError if training cannot use the content of an annotation file."""
+    file = f"annotation file {path}"
+    if not isinstance(content, dict):
+        text = "expected an object with images, annotations and categories"
+        raise UserError(f"{file} is {shown(content)}: {text}. {INSTANCES}")
+    for name in ("images", "categories", "annotations"):
+        if not content.get(name) or not isinstance(content[name], list):
+            raise UserError(f"{file} {has(content, name)}: expected a list of them. {INSTANCES}")
+        for index, entry in enumerate(content[name]):
+            if not isinstance(entry, dict):
+                raise UserError(f"{file}: {name}[{index}] is {shown(entry)}: expected an object")
+    for name, key, kind in FIELDS:
+        types = types_of(content, kind)
+        expected = "text" if types == [str] else "a number"
+        if "ids" in kind:
+            expected += f", as {kind} are"
+        for index, entry in enumerate(content[name]):
+            value = value_of(entry, key)
+            if type(value) not in types or value in ("", math.inf, -math.inf) or value != value:
+                if key == "category_id" and key not in entry:  # as in COCO's panoptic files
+                    expected += f". {INSTANCES}"
+                text = f"{file}: {name}[{index}] {has(entry, key)}"
+                raise UserError(f"{text}: expected {expected}")
+    check_ids(file, content)
+
+
+def check_ids(file, content):
+    """Raises UserError if ids are not unique, or the label of an image has no category."""
+    indices = {"images": {}, "categories": {}}
+    for name, seen in indices.items():
+        for index, entry in enumerate(content[name]):
+            first = seen.setdefault(entry["id"], index)
+            if first != index:
+                text = f"{name}[{index}] has the id {entry['id']}, as {name}[{first}] has"
+                raise UserError(f"{file}: {text}: expected another one")
+    labelled = set()
+    for index, annotation in enumerate(content["annotations"]):
+        image, category = annotation["image_id"], annotation["category_id"]
+        if image not in indices["images"] or image in labelled:
+            continue  # training uses the first annotation of each image
+        labelled.add(image)
+        if category not in indices["categories"]:
+            text = f"annotations[{index}] has {category} as category_id"
+            raise UserError(f"{file}: {text}: expected the id of a category")
+    if not labelled:
+        raise UserError(f"{file}: no image has an annotation: no image_id is the id of an image")
+
+
+def types_of(content, kind):
+    """Names are text, ids are numbers. Ids may also all be text."""
+    fields = [(name, key) for name, key, its_kind in FIELDS if its_kind == kind]
+    values = (value_of(entry, key) for name, key in fields for entry in content[name])
+    return [str] if all(isinstance(v, str) for v in values) or kind == "names" else [int, float]
+
+
+def value_of(entry, key):
+    if key == "file_name":
+        return file_name(entry)
+    return class_name(entry) if key == "name" else entry.get(key)
+
+
+def file_name(image):
+    """In LVIS it is the last part of the URL."""
+    return image.get("file_name") or str(image.get("coco_url") or "").rpartition("/")[2]
+
+
+def class_name(category):
+    """A class without a name is called by its id."""
+    name = category.get("name")
+    name = category.get("id") if name in (None, "") else name
+    return str(name).removesuffix(".0") if type(name) in (int, float) else name
+
+
+def has(entry, key):
+    """'has no id', 'has null as id'."""
+    missing = key not in entry or entry[key] == []
+    return f"has no {key}" if missing else f"has {shown(entry[key])} as {key}"
+
+
+def shown(value):
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "an object"
+    text = json.dumps(value)[:60]
+    return f"the text {text}" if isinstance(value, str) else text
 
 
 # ---- The run
@@ -204,7 +332,8 @@ def prepare(job):
     """Makes all of TARGET. Returns the number of images. Raises UserError or OSError."""
     contents = {}
     for split in find_splits(job.source):
-        contents[split] = read_instances(job.source / f"annotations/instances_{split}.json")
+        path = job.source / f"annotations/instances_{split}.json"
+        contents[split] = read_instances(path, job.source / split)
     claim(job)
     listed = [f"{s}/{image['file_name']}" for s in contents for image in contents[s]["images"]]
     names = list(dict.fromkeys(listed))  # each once

@@ -54,19 +54,21 @@ def results_of(demo, args):
         state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
         names, weights, trained = state["categories"], state["model"], state["settings"]
         image_size, precision = trained["--image_size"], trained["--precision"]
-    image_list = demo.read_image_list(args.annotation_path)
-    demo.check_images(args.coco_image_path, image_list.names)
-    if list(image_list.categories.values()) != names:
-        text = f"{args.annotation_path} has other classes than {args.checkpoint}"
-        raise demo.UserError(f"{text}: give annotations of the data set that it was trained on")
     images, file = args.coco_image_path, args.annotation_path
+    image_list = demo.read_image_list(file, images)
+    demo.check_images(images, image_list.names)
+    if list(image_list.categories.values()) == names:
+        demo.check_names(file, image_list)
+    else:
+        trained = demo.ImageList([], range(len(names)), dict(enumerate(names)), 0)
+        image_list = demo.match_classes(image_list, file, trained)
     argv = [f"--coco_image_path={images}", f"--annotation_path={file}", "--weights=none"]
     argv += [f"--val_image_path={images}", f"--val_annotation_path={file}", "--workers=0"]
     argv += [f"--image_size={image_size}", f"--precision={precision}"]
     settings, process = demo.parse_arguments(argv), demo.ProcessInfo()
     demo.join_process_group(settings, process)  # chooses the device; it is alone in its group
     loader = demo.make_val_loader(settings, process, image_list)
-    model = demo.build_model(settings, process, len(names))
+    model = demo.build_model(settings, process, image_list)
     with demo.as_user_error(f"{args.checkpoint} has another model, see --script"):
         model.load_state_dict(weights)
     training = SimpleNamespace(args=settings, process=process)  # what forward needs of it
