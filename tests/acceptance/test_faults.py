@@ -95,14 +95,17 @@ def test_after_each_fault_both_nodes_restart_and_end_with_the_weights_of_an_unbr
             assert not endpoints(nodes, node, "one") & endpoints(nodes, 1 - node, "two")
 
 
-def test_a_stopped_rank_ends_the_other_node_and_its_own_after_a_signal(training, tmp_path):
-    """SIGSTOP: the rank does nothing, and cannot be asked to stop."""
+def test_a_stopped_rank_ends_the_other_node_and_its_own_after_a_second_signal(training, tmp_path):
+    """SIGSTOP: the rank does nothing, and cannot be asked to stop: torchrun waits for two minutes."""
     with two_nodes(tmp_path) as nodes:
         started = nodes.train(*training, "--num_epochs", 99)
         os.kill(victim(started[1], "rank"), signal.SIGSTOP)
         (first,) = end_within(TIMEOUT + MARGIN, started[:1])
-        started[1].signal(signal.SIGTERM)
-        end_within(40, started[1:])
+        started[1].signal(signal.SIGINT)
+        started[1].wait_for("closing signal", 30)
+        started[1].signal(signal.SIGINT)
+        wait_until(lambda: not started[1].running(), 5, "its end")
+        started[1].kill()  # the rank is still there
     said(first, r"^\[CPU 0\] .*ERROR")
 
 
