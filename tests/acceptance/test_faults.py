@@ -96,7 +96,7 @@ def test_after_each_fault_both_nodes_restart_and_end_with_the_weights_of_an_unbr
 
 
 def test_a_stopped_rank_ends_the_other_node_and_its_own_after_a_second_signal(training, tmp_path):
-    """SIGSTOP: the rank does nothing, and cannot be asked to stop: torchrun waits for two minutes."""
+    """SIGSTOP: the rank does nothing, and cannot be asked to stop. torchrun waits two minutes."""
     with two_nodes(tmp_path) as nodes:
         started = nodes.train(*training, "--num_epochs", 99)
         os.kill(victim(started[1], "rank"), signal.SIGSTOP)
