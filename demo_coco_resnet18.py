@@ -1214,7 +1214,11 @@ def decode(data):
         image = Image.open(BytesIO(data))
         if image.mode[0] in "IF":
             image = to_8_bits(image)
-        return v2.functional.pil_to_tensor(image.convert("RGB"))
+        if image.mode != "RGB":  # convert would copy the image in any case
+            image = image.convert("RGB")
+        # As pil_to_tensor, with a copy less. PyTorch warns that nobody may write to these bytes.
+        pixels = torch.frombuffer(image.tobytes(), dtype=torch.uint8)
+        return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
 
 
 def to_8_bits(image):
