@@ -86,6 +86,7 @@ class Checkout:
     ) -> Started:
         """With this environment active, or none."""
         env: dict = dict.fromkeys(name for name in os.environ if FOREIGN.fullmatch(name))
+        env["PYTHONWARNINGS"] = None  # older versions of pip warn of a package that is their own
         env |= {"VIRTUAL_ENV": active, "PIP_CONFIG_FILE": os.devnull, **NO_NETWORK, **variables}
         env["PATH"] = f"{active}/bin:{self.programs}" if active else self.programs
         env = {name: None if value is None else str(value) for name, value in env.items()}
