@@ -217,7 +217,13 @@ class Training:
 def read_environment(process):
     """Learns this process's rank. Raises UserError."""
     # DDP 1/6: torchrun starts the processes and tells each its rank through the environment.
-    process.launcher = find_launcher()  # renames the variables of mpirun and srun to torchrun's
+    try:
+        process.launcher = (
+            find_launcher()
+        )  # renames the variables of mpirun and srun to torchrun's
+    except (LookupError, ValueError, AttributeError) as error:
+        text = f"{', '.join(SRUN)} or SLURM_STEP_NODELIST is missing or wrong"
+        raise UserError(f"inside a SLURM step, but {text}: start with srun") from error
     if process.launcher == "python":  # started by hand: it is rank 0 of one process
         return
     try:
@@ -674,14 +680,15 @@ def find_launcher():
         return "torchrun"
     if "OMPI_COMM_WORLD_RANK" in env:
         launcher, names = "mpirun", OPEN_MPI
-    elif "MPI_LOCALRANKID" in env:  # before srun, which MPICH uses inside a SLURM job
+    elif {*MPICH[:3]} <= env.keys():  # before srun, which MPICH uses inside a SLURM job
         launcher, names = "mpirun", MPICH
     elif in_job_step:
         launcher, names = "srun", SRUN
-    elif env.get("PMI_SIZE", "1") != "1":
-        text = f"PMI_SIZE is {env['PMI_SIZE']}: an unknown launcher has started several processes"
-        raise UserError(f"{text}: set {', '.join(TORCHRUN)} for each, or use torchrun")
     else:
+        for name in ("PMI_SIZE", "MPI_LOCALNRANKS"):
+            if env.get(name, "").lstrip("0") not in ("", "1"):
+                text = f"{name} is {env[name]}: an unknown launcher has started several processes"
+                raise UserError(f"{text}: set {', '.join(TORCHRUN)} for each, or use torchrun")
         return "python"
     for name, other_name in zip(TORCHRUN, names, strict=True):
         env[name] = env.get(other_name, "")

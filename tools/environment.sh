@@ -41,6 +41,11 @@ find_python() {
     fi
     PYTHON=$venv/bin/python3
     is_whole && return
+    # One that was made by hand, or lacks what a newer version asks for, is the user's to change.
+    if [ ! -e "$venv/begun" ] && [ "$unfit" != "does not work" ]; then
+        [ -n "$unfit" ] || unfit="lacks $lacks: $PYTHON -m pip install $lacks"
+        die "$PYTHON $unfit. Or remove $venv: it is then made again"
+    fi
     if ! run make_venv >&2; then
         leave_if_stopped
         exit 1
@@ -98,6 +103,7 @@ check_build() {
 make_venv() {
     local base="" name
     for name in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do
+        case $(command -v "$name") in "$venv"/*) continue ;; esac # it is about to be removed
         if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             base=$name
             break
@@ -123,10 +129,10 @@ make_venv() {
 # lock_venv: takes .venv.lock, or waits for it. It is a folder, because macOS has no flock. `owner` in it says whose it
 # is: host, process, and on Linux the namespace of the process.
 lock_venv() {
-    local host space process owner me waited=0
+    local host space process owner mine hint waited=0
     host=$(uname -n)
     space=$(readlink /proc/self/ns/pid || true)
-    me="$host $(exec sh -c 'echo "$PPID"') $space" # of this subshell: it may outlive the launcher
+    mine="$host $(exec sh -c 'echo "$PPID"') $space" # of this subshell: it may outlive the launcher
     until mkdir "$lock" 2>/dev/null; do
         owner=$(cat "$lock/owner" 2>/dev/null || true)
         process=${owner#* }
@@ -138,12 +144,14 @@ lock_venv() {
                 rmdir "$lock/heir" 2>/dev/null || true # with the lock that it lay in
             fi
         fi
-        [ "$waited" -gt 0 ] || say "another start is making $venv${owner:+ (host, process: $owner)}: waiting"
+        hint=". If there is none, remove $lock"
+        [ -z "$owner" ] || hint=" (host, process: $owner)"
+        [ "$waited" -gt 0 ] || say "another start is making $venv: waiting$hint"
         waited=$((waited + 1))
         [ "$waited" -le 1800 ] || die "waited 30 minutes for another start: if it is gone, remove $lock, then start again"
         sleep 1
     done
-    echo "$me" >"$lock/owner"
+    echo "$mine" >"$lock/owner"
     rmdir "$lock/heir" 2>/dev/null || true
 }
 

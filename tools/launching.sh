@@ -38,7 +38,9 @@ set_processes() {
     gpus=$node_gpus
     if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
         gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^-/,$d' | grep -c . || true) # up to -1, as CUDA does
-        [ "$node_gpus" -eq 0 ] || [ "$(option --device "${@:2}")" = cpu ] || check_first_gpu "${CUDA_VISIBLE_DEVICES%%,*}"
+        if [ "$node_gpus" -gt 0 ] && [ "$gpus" -gt 0 ] && [ "$(option --device "${@:2}")" != cpu ]; then
+            check_first_gpu "${CUDA_VISIBLE_DEVICES%%,*}"
+        fi
     fi
     if [ "${!1:-}" = all ]; then
         [ "$gpus" -gt 0 ] || die "$1=all, but there is no GPU here: give the number of processes"
@@ -54,7 +56,7 @@ set_processes() {
 check_first_gpu() {
     case $1 in
     GPU-* | MIG-*) [[ $listed != *"UUID: $1"* ]] || return 0 ;;
-    *) [[ $1 =~ ^[0-9]{1,9}$ ]] && [ "$1" -ge "$node_gpus" ] || return 0 ;;
+    *) ! { [[ $1 =~ ^\ *[0-9]{1,9}$ ]] && [ "$((10#${1// /}))" -lt "$node_gpus" ]; } || return 0 ;;
     esac
     die "CUDA_VISIBLE_DEVICES is '$CUDA_VISIBLE_DEVICES', but nvidia-smi -L has no such GPU among this node's \
 $node_gpus: correct or unset it. --device cpu trains without GPUs"
@@ -78,10 +80,11 @@ option() {
 
 # leave_after_help ARGUMENTS...: prints the calling command's own header, if that is asked for.
 leave_after_help() {
-    case " $* " in
-    *" --help "* | *" -h "*) ;;
-    *) return 0 ;;
-    esac
+    local word asked=
+    for word; do
+        case $word in --help | -h) asked=yes ;; esac
+    done
+    [ -n "$asked" ] || return 0
     sed -n '2,/^set /{/^#/s/^# \{0,1\}//p;}' "$0"
     echo "The script's own options: python demo_coco_resnet18.py --help"
     exit

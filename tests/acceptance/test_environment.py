@@ -272,7 +272,7 @@ def test_other_builds_and_a_cpu_on_purpose_are_not_refused(checkout, case):
     launched(checkout, active, options, CUDA_VISIBLE_DEVICES=visible)
 
 
-@pytest.mark.parametrize("visible", ["2", "7,0", "GPU-9", "MIG-88,GPU-8f1d"])
+@pytest.mark.parametrize("visible", ["2", "7,0", "NoDevFiles", ",0", "GPU-9", "MIG-88,GPU-8f1d"])
 def test_visible_devices_that_are_none_of_the_node_are_refused(checkout, visible):
     checkout.program("nvidia-smi", GPUS)
     active = checkout.environment("active", *NEEDED)
@@ -281,11 +281,23 @@ def test_visible_devices_that_are_none_of_the_node_are_refused(checkout, visible
     launched(checkout, active, "--device cpu", CUDA_VISIBLE_DEVICES=visible)
 
 
-@pytest.mark.parametrize("visible", ["1", "0,7", "GPU-2e", "MIG-77aa"])
+@pytest.mark.parametrize("visible", ["1", "01,0", "0,7", "GPU-2e", "MIG-77aa"])
 def test_visible_devices_of_the_node_are_counted(checkout, visible):
     checkout.program("nvidia-smi", GPUS)
     active = checkout.environment("active", *NEEDED)
     launched(checkout, active, CUDA_VISIBLE_DEVICES=visible)
+
+
+LACKS = {"pycocotools": "-m pip install pycocotools", "torch": "has no torch"}
+
+
+@pytest.mark.parametrize("active", [False, True])
+@pytest.mark.parametrize("missing", LACKS)
+def test_venv_that_was_made_by_hand_is_not_removed(checkout, missing, active):
+    own = checkout.environment(".venv", *(name for name in NEEDED if name != missing))
+    run = checkout.start(own if active else None).finish(60, expect=1)
+    assert LACKS[missing] in run.err.splitlines()[-1] and f"remove {own}" in run.err
+    assert (own / "bin/python3").exists()
 
 
 @pytest.mark.parametrize("known", [[], ["signals_to_handle"], ["shutdown_timeout"]])

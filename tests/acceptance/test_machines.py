@@ -159,6 +159,8 @@ def test_mpi_launchers_start_one_run_of_two_processes(training, command, inside)
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_SIZE is 2"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, "mpirun should set RANK"),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "srun should set RANK"),
+        ({"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}, "MPI_LOCALNRANKS is 2"),
+        (STEP | {"SLURM_NODEID": "3"}, "start with srun"),
     ],
 )
 def test_a_process_that_cannot_learn_its_rank_ends_in_one_line(training, variables, expected):
