@@ -545,7 +545,9 @@ def test_a_stop_during_validation_ends_with_the_epoch_saved_and_is_validated_aft
 # --- On a GPU that is not there ----------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.__version__ < "2.11", reason="fake tensors of a GPU need one before 2.11")
+@pytest.mark.skipif(
+    torch.__version__ < "2.11", reason="fake tensors of a GPU need one before 2.11"
+)
 def test_a_step_keeps_to_the_gpu_and_waits_for_no_copy(demo, monkeypatch):
     """By fake tensors, which have a device and no data: each operation checks that all of its
     tensors are on one device. Backward and DDP need a real one.
