@@ -3,14 +3,16 @@
 What decides, in this order; a text that holds none of it gives "unknown":
   1. connections that were made: `via NET/X/n`; all of them `via P2P` or `via SHM`: local
   2. `Using network X`
-  3. the adapters of `NET/IB : Using`, else the interfaces of `NET/Socket : Using`
+  3. `Assigned NET plugin X to comm`, `Initialized NET plugin X`
+  4. the adapters of `NET/IB : Using`, else the interfaces of `NET/Socket : Using`
 Everything else that NCCL prints about networks is a wish, a possibility or start-up traffic.
-A message that is cut, or broken by another one, counts as not written.
+What a cut or another message leaves of a name counts as not written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections import Counter
@@ -24,23 +26,41 @@ HOW_TO_ASK = "start the job with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET,
 
 # --- Messages; tests/nccl_formats.txt has each as the sources of NCCL and torch have it ----------
 
-# What is used. A name that ends in another text is not whole.
+# A network's name: one of NCCL's or of a known plugin, or whatever ends its line or quotation.
+NAME = r"""((?:Socket|IB|IBext\w*|(?:AWS )?Libfabric|NCCL RDMA Plugin v\d+)(?=[\s"'`\\]|$)"""
+NAME += r"""|(?!interface\b)[\w-]+(?: [\w-]+)*(?=\s*\n|["'`\\]))"""
+# The beginning of one of these is half a name.
+KNOWN = ("Socket", "IB", "Libfabric", "AWS Libfabric", "NCCL RDMA Plugin v9")
+
+# What is used, and what was asked for.
 EVIDENCE = {
-    "version": r"NCCL version (\d+\.\d+\.\d+\+cuda\d+\.\d+)",
+    "version": r"CCL(?<!with NCCL) version(?: :)? (\d+\.\d+\.\d+(?:\+(?:cuda|hip)\d+\.\d+)?)"
+    r"(?=[\s,;)\"'\\-]|$)",
     "nodes": r"nRanks \d+ nNodes (\d+) localRanks",
-    "network_channel": r"via NET/([^/\n]+)/\d+(?:\(\d+\))?(/GDRDMA)?",
+    # "" is without GPUDirect; of a line that is cut before the word nobody knows.
+    "network_channel": r"via NET/([^/\n]+)/(\d+)"
+    r"""(?:(?:\(\d+\))?(/GDRDMA|(?=(?:/Shared)?(?:/flush=\w+)?[\s"'`\\])))?""",
     "local_channel": r" via (P2P/MNNVL|P2P/|SHM/|direct shared memory)",
-    "using_network": r"Using network (Socket|IB|IBext\w*|(?:AWS )?Libfabric|"
-    r"NCCL RDMA Plugin v\d+)(?=\W|$)",
-    "adapters": r"NET/IB : Using((?: ?\[\d+\](?:=\{[^}]*\}|[^\s;]+))+)",
-    "sockets": r"NET/Socket : Using((?: ?\[\d+\]\S+<\d+>)+)",
-    "provider": r"NET/OFI Selected [Pp]rovider is (\w+)[ ,]",
-    "wish": r"\b(NCCL_IB_HCA|NCCL_IB_DISABLE|NCCL_NET) set (?:by environment )?to ([^\s.]+)",
+    "using_network": rf"Using (?:network|internal Network|external Network) {NAME}",
+    "plugin": rf"Assigned NET plugin (.+?) to comm|Initialized NET plugin {NAME}",
+    "adapters": r"NET/IB : Using((?: ?\[\d+\](?:=\{[^}]*\}?|[^\s;]+))+)",
+    "adapter": r"NET/IB: (\[\d+\] \S+/(?:IB|RoCE)\b)",
+    "sockets": r"(?:NET/Socket : Using|NET : Using interface)((?: (?:\[\d+\])?\S+<\d+>)+)",
+    "provider": r"NET/OFI Selected [Pp]rovider is (\w+)[\s,*]",
+    "wish": r"(NCCL_(?:IB_HCA|IB_DISABLE|NET)) set (?:by environment )?to ([^\s.]+)",
+    # Not of TUNER/Plugin and the like.
+    "plugin_wish": r"(?:NCCL_NET_PLUGIN set by environment|(?<![^T]/Plugin: )Plugin name set by "
+    r"env) to (?!none\b)(\S+)",
+    "no_plugin": r"NET/Plugin ?: .*(Could not find:|cannot open shared object file)",
+    # Of a pair that is far apart it is off on sound machines too.
+    "far_pair": r"(?<!NET/Socket : )(GPU Direct RDMA Disabled for GPU)[ /]",
+    "collective": r"(?:Rank (\d+)\] )?Watchdog caught collective operation timeout: WorkNCCL\("
+    r"SeqNum=(\d+), OpType=(\w+)(?:, NumelIn=(\d+), NumelOut=\d+)?, Timeout\(ms\)=(\d+)\)",
 }
 # What went wrong: (pattern or None, advice), causes before what follows from them.
 PROBLEMS = {
     "no_ib_device": (
-        r"NET/IB : No device found\.",
+        r"NET/IB : No device found|call to devices\(\) returned 0 devices",
         "NCCL sees no adapter that it may use: in a container, is /dev/infiniband in it? Then "
         "ibv_devinfo, which looks as NCCL does (libibverbs and its providers), NCCL_IB_HCA",
     ),
@@ -55,9 +75,19 @@ PROBLEMS = {
         "itself, not in a login shell",
     ),
     "plugin_failed": (
-        # NCCL's own two, IB and Socket, fail for reasons that have problems of their own.
-        r"Failed to initialize NET plugin (?!(?:IB|Socket)\b)\S|NET/OFI .*initialization failed",
-        "the network plugin could not be used: check its own libraries and that it fits this NCCL",
+        # NCCL's own two, IB and Socket, fail for reasons that have problems of their own; most
+        # machines have no plugin's file.
+        r"Failed to initialize NET plugin (?!(?:IB|Socket)\b)\S|NET/OFI .*initialization failed"
+        r"|External network plugin .+ is unsupported|Failed to find ncclNetPlugin symbol \("
+        r"|NET/Plugin ?: (?:Plugin load.* returned -?\d+ : |dlerror=)?"
+        r"(?!(?:\S+: )?\S*ccl-net\S*: cannot open shared)\S+: \S",
+        "the network plugin could not be used: check its path, its own libraries and that it "
+        "fits this NCCL; NCCL_NET_PLUGIN=none does without it",
+    ),
+    "network_not_found": (
+        r"Error: network .+ not found|Failed to initialize any NET plugin",
+        "NCCL_NET names a network that does not exist, or none could start: unset NCCL_NET, or "
+        "fix that network",
     ),
     "fell_back_to_sockets": (
         None,
@@ -65,32 +95,81 @@ PROBLEMS = {
         "NCCL_DEBUG_SUBSYS=INIT,NET,ENV",
     ),
     "gpudirect_off": (
-        None,
+        r"NET/(?!Socket )[^/\n]+ : GPU Direct RDMA Disabled for HCA \d",
         "data passes through host memory: modprobe nvidia-peermem on each node (lsmod shows "
         "nvidia_peermem) or DMA-BUF; nvidia-smi topo -m shows whether adapters are near the GPUs",
     ),
-    "connection_failed": (
+    "no_interface": (
+        r"no socket interface found|NET/Socket : (?:no|No usable listening) interface found"
+        r"|NET/IB : No IP interface found|No interface found in the same subnet"
+        r"|no device found (?:matching|after excluding) .*NCCL_OOB_NET_IFNAME",
+        "NCCL found no network interface that it may use: compare NCCL_SOCKET_IFNAME and "
+        "NCCL_OOB_NET_IFNAME with `ip addr` on each node",
+    ),
+    "suspect_interface": (
+        None,
+        "this interface seldom joins nodes: set NCCL_SOCKET_IFNAME to the one that does",
+    ),
+    "rank_twice": (
+        r"rank \d+ of \d+ ranks has already checked in",
+        "two processes have the same rank: give each node another node rank",
+    ),
+    "peer_unreachable": (
         # 12 is IBV_WC_RETRY_EXC_ERR; 5, flushed, only follows another error.
-        r"[Cc]onnect to \S+ (?:failed : |returned -?\d+\()|Connection closed by remote peer"
-        r"|Got completion .*(?:error |status=)(?:12\b|\w+\(12\))",
-        "look at the other end first: it may have failed before; otherwise a firewall, the wrong "
-        "interface, a cable, or on RoCE the GID index",
+        r"Got completion .*(?:error |status=)(?:12\b|\w+\(12\)|\(\w+\)12\b)"
+        r"|onnect (?:to \S+ )?(?:failed|returned|timeout)\b(?!.*, retrying).*"
+        r"(?:No route to host|Network is unreachable|Connection timed out)",
+        "the other end did not answer: check cable, switch, routes and firewall between these two "
+        "nodes, on RoCE the GID index",
+    ),
+    "connection_failed": (
+        r"onnect to \S+ (?:failed : |failed with error |returned -?\d+\()|Call to connect timeout"
+        r"|Connection closed by remote peer|Call to (?:recv|send)\b.* failed : "
+        r"|exceeded (?:retries|timeouts|error retry count)\b",
+        "look at the other end first: it may have failed before; otherwise a firewall or the "
+        "wrong interface",
+    ),
+    "link_renegotiated": (
+        r"NET/IB : .*(?:speed change detected: |async (?:\w+ )?event\b.*\bport (?:error|active))",
+        "a link changed its state or speed during the job: check cable, transceiver, switch port",
+    ),
+    "timeout": (
+        r"Watchdog caught collective operation timeout|Some NCCL operations have failed or timed "
+        "out",
+        "a rank did not come: look for one that is not named here, for the first error of any "
+        "rank, and where it stands (py-spy dump --pid PID); ranks that wait in different "
+        "collectives do not run the same steps",
+    ),
+    "aborted": (
+        r"NCCL communicator was aborted|Abort (?:START|COMPLETE)\b|is in abort state",
+        "the communicator was given up after an earlier error: look for the first error of any "
+        "rank",
     ),
 }
 EVIDENCE = {name: re.compile(pattern) for name, pattern in EVIDENCE.items()}
 SIGNS = {name: re.compile(pattern) for name, (pattern, _) in PROBLEMS.items() if pattern}
 # One of these words is in every message above: most lines of a log need no more than this search.
 WORDS = re.compile(
-    "NET/|NET plugin|NCCL_|NCCL version|nNodes| via |Using network|libibverbs|ibv_|"
-    "Got completion|onnect"
+    r"NET/|NET plugin|NCCL_|CCL version|nNodes| via |Using |libibverbs|ibv_|devices\(\) returned"
+    "|network plugin|Plugin name|ncclNetPlugin|Error: network|GPU Direct RDMA|Got completion"
+    "|onnect|Call to |exceeded |nterface found|checked in|Watchdog|NCCL operations"
+    "|communicator was|Abort |abort state"
+)
+# Where a message begins that another process may have broken off the one before it.
+BEGINNING = re.compile(
+    r"(?<![\w.-])[\w.-]{1,253}:\d+:\d+ \[(?:-?\d+\] (?:\S+:\d+ (?:\(\S*\) )?)?NCCL (?:INFO|WARN))?"
+    r"|NCCL (?:INFO|WARN)\b"
 )
 # Of these: why no faster network was used, the most telling first.
-REASONS = ("verbs_library_missing", "no_ib_device", "plugin_failed")
-ADAPTER = re.compile(r"([^\s:\[\],{}/]+:\d+)[\d:]*/(IB|RoCE)\b")  # of a list: name, kind
-INTERFACE = re.compile(r"\[\d+\]([^\s:\[\]]+):")
+REASONS = ("verbs_library_missing", "no_ib_device", "plugin_failed", "network_not_found")
+# Of a list: number, name, port, kind.
+ADAPTER = re.compile(r"\[(\d+)\] ?([^\s:\[\],{}/]+):(?:uverbs\d+:)?(\d+)[\d:]*/(IB|RoCE)\b")
+INTERFACE = re.compile(r" (?:\[\d+\])?([^\s:\[\]]+):")
+SUSPECT = re.compile(r"lo|(?:docker|veth|br-|virbr|tailscale).*")
 # The slowest first: if ranks differ, it sets the pace.
 SLOWEST = ("sockets", "plugin", "unknown", "efa", "roce", "infiniband")
 QUOTE_LIMIT = 300  # characters of a line that a finding quotes
+MESSAGE_LIMIT = 4096  # NCCL's own was 1,023 to 2.28.9; the longest lists have some 2,000
 
 # --- The finding ---------------------------------------------------------------------------------
 
@@ -101,7 +180,7 @@ class Finding:
 
     channels counts lines of connections: network, p2p, mnnvl (NVLink between nodes), shm.
     gpudirect is the number of those over the network that have GPUDirect RDMA.
-    problems are {id, line, advice}.
+    timeouts are collectives; problems are {id, line, advice}.
     """
 
     version: str | None = None
@@ -114,6 +193,7 @@ class Finding:
     channels: dict[str, int] = field(default_factory=dict)
     nodes: int | None = None
     reason: str | None = None  # why sockets, if nothing failed: somebody asked for them
+    timeouts: list[str] = field(default_factory=list)
     problems: list[dict] = field(default_factory=list)
 
     @property
@@ -130,60 +210,74 @@ class Reader:
     def __init__(self) -> None:
         self.any_text = False
         self.seen = {name: Counter() for name in EVIDENCE}  # groups of a match -> how often
-        self.lines: dict = {}  # the first line of each problem and of each match
+        self.lines: dict = {}  # the first line of each problem, and of each (name, *groups)
 
     def read(self, line: str) -> None:
-        """One line. Without its end it may be cut, and is left out."""
+        """One line; without its end it may be cut there."""
         self.any_text = self.any_text or "NCCL INFO" in line or "NCCL WARN" in line
-        if not line.endswith("\n") or not WORDS.search(line):
+        if not WORDS.search(line):
             return
-        text = COLOURS.sub("", line).strip()
-        quote = text if len(text) <= QUOTE_LIMIT else text[: QUOTE_LIMIT - 1] + "…"
+        line = COLOURS.sub("", line)
+        starts = [0, *(match.start() for match in BEGINNING.finditer(line)), len(line)]
+        for start, end in itertools.pairwise(starts):
+            self.read_message(line[start:end][:MESSAGE_LIMIT])
+
+    def read_message(self, text: str) -> None:
+        quote = text.strip()
+        quote = quote if len(quote) <= QUOTE_LIMIT else quote[: QUOTE_LIMIT - 1] + "…"
         for name, pattern in EVIDENCE.items():
-            for match in pattern.finditer(text):  # texts of two processes may share a line
+            for match in pattern.finditer(text):
                 self.seen[name][match.groups()] += 1
-                self.lines.setdefault(match.groups(), quote)
+                self.lines.setdefault((name, *match.groups()), quote)
         for name, pattern in SIGNS.items():
             if name not in self.lines and pattern.search(text):
                 self.lines[name] = quote
 
     def texts(self, name: str) -> list[str]:
         """What this evidence names, in the order in which it came, each once."""
-        return list(dict.fromkeys(groups[0] for groups in self.seen[name]))
+        found = dict.fromkeys(next(filter(None, groups)) for groups in self.seen[name])
+        halves = [half for half in found if any(known.startswith(half) for known in KNOWN)]
+        return [text for text in found if text in KNOWN or text not in halves]
+
+    def line_of(self, name: str, word: str = "") -> str | None:
+        """The first line with this evidence and word."""
+        lines = (line for key, line in self.lines.items() if key[0] == name)
+        return next((line for line in lines if word in line), None)
 
     def finding(self) -> Finding:
-        adapters = [pair for text in self.texts("adapters") for pair in ADAPTER.findall(text)]
+        listed = [found for text in self.texts("adapters") for found in ADAPTER.findall(text)]
+        alone = [found for text in self.texts("adapter") for found in ADAPTER.findall(text)]
         interfaces = [name for text in self.texts("sockets") for name in INTERFACE.findall(text)]
+        version = max(self.texts("version"), key=lambda text: "+" in text, default=None)
         found = Finding(
-            version=next(iter(self.texts("version")), None),
-            devices=list(dict.fromkeys(name for name, _ in adapters)),
+            version=version,  # the one with CUDA's, if there is one: errors of torch lack it
+            devices=list(dict.fromkeys(f"{name}:{port}" for _, name, port, _ in listed + alone)),
             channels=self.channels(),
             nodes=max(map(int, self.texts("nodes")), default=None),
+            timeouts=self.timeouts(),
         )
-        kinds = {kind for _, kind in adapters}
-        adapter_kind = "unknown"  # of both kinds, or without a list
-        if len(kinds) == 1:
-            adapter_kind = "infiniband" if "IB" in kinds else "roce"
+        adapter_kind = self.adapter_kind(listed + alone)
         providers = self.texts("provider")
-        used = {
-            name: transport_of(name, adapter_kind, providers)
-            for name in self.texts("network_channel") or self.texts("using_network")
-        }
+        names = self.texts("network_channel") or self.texts("using_network")
+        used, plugins = (
+            {name: transport_of(name, adapter_kind, providers) for name in each}
+            for each in (names, self.texts("plugin"))
+        )
         found.networks = sorted(used, key=lambda name: SLOWEST.index(used[name]))
         found.network = next(iter(found.networks), None)
         # A rank amid its node has none but local channels, though others leave the node.
         amid_node = (found.nodes or 1) > 1 and "mnnvl" not in found.channels
-        if found.channels and "network" not in found.channels and not amid_node:
+        if found.channels and not self.seen["network_channel"] and not amid_node:
             found.transport = "local"
-        elif used:
-            found.transport = used[found.network]
-        elif adapters:
-            found.transport = adapter_kind
+        elif used or plugins:
+            found.transport = min((used or plugins).values(), key=SLOWEST.index)
+        elif listed:
+            found.transport = adapter_kind or "unknown"
         elif interfaces and not providers:  # to 2.4.7 they were listed before a plugin was tried
             found.transport = "sockets"
         if "network" in found.channels:
-            gpudirect = self.seen["network_channel"].items()
-            found.gpudirect = sum(count for (_, direct), count in gpudirect if direct)
+            channels = self.seen["network_channel"].items()
+            found.gpudirect = sum(count for (*_, direct), count in channels if direct)
         if found.transport == "sockets":
             found.interfaces = list(dict.fromkeys(interfaces))
             found.reason = self.reason()
@@ -195,14 +289,33 @@ class Reader:
         ]
         return found
 
+    def adapter_kind(self, adapters: list[tuple]) -> str | None:
+        """Of adapters of both kinds, that of those which connections name; None: no adapter."""
+        connected = {number for _, number, _ in self.seen["network_channel"]}
+        kinds = {kind for *_, kind in adapters}
+        if len(kinds) > 1:
+            kinds = {kind for number, *_, kind in adapters if number in connected} or kinds
+        of_one_kind = {"IB": "infiniband", "RoCE": "roce"}
+        return of_one_kind[kinds.pop()] if len(kinds) == 1 else "unknown" if kinds else None
+
+    def timeouts(self) -> list[str]:
+        """Each collective that PyTorch's watchdog gave up, and the ranks that waited for it."""
+        ranks: dict[str, list[int]] = {}
+        for rank, number, kind, elements, limit in self.seen["collective"]:
+            size = f" ({int(elements):,} elements)" if elements else ""
+            work = f"{kind} number {number}{size}, after {int(limit) / 1000:,g} s"
+            ranks.setdefault(work, []).extend([int(rank)] if rank else [])
+        names = {work: ", ".join(map(str, sorted(ranks[work]))) for work in ranks}
+        return [f"{work}, on rank {name or 'unknown'}" for work, name in names.items()]
+
     def channels(self) -> dict[str, int]:
         """{network, p2p, mnnvl, shm: how many connections}, without those that have none."""
         counts: Counter[str] = Counter()
         for (way,), count in self.seen["local_channel"].items():
             counts[{"P2P/": "p2p", "P2P/MNNVL": "mnnvl"}.get(way, "shm")] += count
-        if over_network := self.seen["network_channel"].total():
-            counts["network"] = over_network
-        return dict(counts)
+        for (*_, direct), count in self.seen["network_channel"].items():
+            counts["network"] += count * (direct is not None)
+        return dict(+counts)
 
     def reason(self) -> str | None:
         """Who asked for sockets."""
@@ -216,25 +329,38 @@ class Reader:
     def problem_lines(self, found: Finding) -> dict[str, str]:
         """Each problem's id, and the line that told it."""
         lines = {name: line for name, line in self.lines.items() if name in PROBLEMS}
-        asked = [self.lines[wish] for wish in self.seen["wish"]]
-        if "plugin_failed" in lines:
-            asked.append(lines["plugin_failed"])
+        if self.seen["plugin_wish"] and (line := self.line_of("no_plugin")):
+            lines.setdefault("plugin_failed", line)
+        if found.network not in (None, "IB", "Socket"):  # on the slowest rank a plugin works
+            lines.pop("plugin_failed", None)
+        asked = self.line_of("wish") or lines.get("plugin_failed")
         if found.transport == "sockets" and not found.reason and asked:
-            lines["fell_back_to_sockets"] = asked[0]
+            lines["fell_back_to_sockets"] = asked
+        if suspect := next(filter(SUSPECT.fullmatch, found.interfaces), None):
+            lines["suspect_interface"] = self.line_of("sockets", f"{suspect}:")
+        off = lines.pop("gpudirect_off", None)
+        if not found.gpudirect:
+            off = off or self.line_of("far_pair")
         rdma = found.transport in ("infiniband", "roce", "efa") or found.network == "IB"
         if rdma and found.gpudirect == 0:  # counted, and on no connection
-            lines["gpudirect_off"] = self.lines[next(iter(self.seen["network_channel"]))]
+            off = off or self.line_of("network_channel")
+        everywhere = found.gpudirect and found.gpudirect == found.channels["network"]
+        if off and not everywhere and found.transport not in ("sockets", "local"):
+            lines["gpudirect_off"] = off
         return lines
 
 
-def transport_of(network: str, adapter_kind: str, providers: list[str]) -> str:
+def transport_of(network: str, adapter_kind: str | None, providers: list[str]) -> str:
     """What moves the data of a network that goes by this name."""
     if network == "Socket":
         return "sockets"
     if network.endswith("Libfabric"):
         return "efa" if providers == ["efa"] else "plugin"
-    # NCCL's own, and that of HPC-X.
-    return adapter_kind if network.startswith(("IB", "NCCL RDMA Plugin")) else "plugin"
+    if network == "IB":
+        return adapter_kind or "unknown"
+    # Those of HPC-X print NCCL's list of adapters as well.
+    hpcx = network.startswith(("IBext", "NCCL RDMA Plugin"))
+    return adapter_kind if hpcx and adapter_kind else "plugin"
 
 
 # --- For people ----------------------------------------------------------------------------------
@@ -267,6 +393,7 @@ def describe(found: Finding) -> list[str]:
         said = [f'NCCL says "{message(lines[name])}"' for name in REASONS if name in lines]
         why = [found.reason] if found.reason else [*said, f"unknown; to see it, {HOW_TO_ASK}"]
         sentences.append(f"Why not another network: {why[0]}.")
+    sentences += [f"Timed out: {work}." for work in found.timeouts]
     return sentences + ["{id}: {line}\n    -> {advice}".format(**p) for p in found.problems]
 
 
