@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pytest import approx
 
 import compare_logs
-from analysis import compare
+from analysis import compare, nccl
 from analysis.logs import read_log
 from analysis.report import as_json, report
 from analysis.runs import find_straggler, make_run
@@ -613,6 +613,62 @@ def test_folder_files_and_node_0s_log_alone(tmp_path):
     assert "no Run line" in run_tool(node1, code=1)[0]  # nobody knows what ran
     node1.write_text("".join(x for x in node1.read_text().splitlines(True) if "CPU 3]" not in x))
     assert "no line from rank 3 (n1)" in run_tool(folder, code=1)[0]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "written", "problem"),
+    [
+        (["n0", "n1", "n1", "n1"], [0], ""),
+        (["n0", "n1", "n1", "n1"], [0, 1, 2, 3], ""),
+        (["n0", "n1", "n1", "n1"], [0, 1], "no line from ranks 2 (n1), 3 (n1)"),
+        (["n0", "n1", "n0", "n1"], [0], "no line from rank 2 (n0)"),
+        # Two nodes with one name, a list of another run, a log without names: by equal numbers.
+        (["n0", "n0", "n0", "n0"], [0, 1], ""),
+        (["n0", "n0", "n0", "n0"], [0], "no line from rank 1 (n0)"),
+        (["n0", "n1"], [0], "no line from rank 1 (n1)"),
+        ([], [0, 1], ""),
+    ],
+)
+def test_a_nodes_ranks_are_those_on_its_host(hosts, written, problem):
+    lines = one_run(world=4, facts={"hosts": hosts})
+    run = read(as_text(line for line in lines if line[0] in written))
+    assert run.problems == ([problem] if problem else [])
+    note = "of 2 nodes only the logs of 1 are here"
+    assert problem or any(note in text for text in run.notes) == (len(written) < 4)
+
+
+# --- NCCL's text in a run's own log --------------------------------------------------------------
+
+
+def test_nccls_text_in_the_log_names_the_network_if_no_probe_does(save):
+    text = "".join(f"n0:1:2 [0] NCCL INFO {line}\n" for line in (IB + GDR).split("|"))
+    out, _ = run_tool(save("a", text + on_gpus(FAST, probe=False)))
+    assert "Over InfiniBand on mlx5_0:1, by NCCL's word (GPUDirect on 1 of 1 connect" in out
+    assert "the log has no counter of its bytes" in out
+    # The probe's own word wins: it has counters as well.
+    text = "".join(f"n0:1:2 [0] NCCL INFO {line}\n" for line in SOCKET.split("|"))
+    out, _ = run_tool(save("b", text + on_gpus(FAST, IB + GDR)))
+    assert "Over InfiniBand on mlx5_0:1, by NCCL's word" in out and "TCP" not in out
+
+
+WATCHDOG = (
+    "[rank1]:[E321 02:07:08.4 ProcessGroupNCCL.cpp:607] [Rank 1] Watchdog caught collective "
+)
+WATCHDOG += "operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, "
+WATCHDOG += "Timeout(ms)=600000) ran for 600060 milliseconds before timing out.\n"
+
+
+def test_a_run_that_did_not_end_tells_what_nccl_and_its_watchdog_said(save):
+    refused = "n0:1:2 [0] NCCL WARN connect to n1<4> failed : No route to host\n"
+    cut = HALF + "\n" + refused + WATCHDOG
+    out, _ = run_tool(save("a", cut), code=1)
+    assert "Timed out: ALLREDUCE number 7 (1 elements), after 600 s, on rank 1." in out
+    places = [out.index(nccl.PROBLEMS[p][1]) for p in ("peer_unreachable", "timeout")]
+    assert places == sorted(places)
+    # What a restart has overcome is no advice for a run that has ended well.
+    again = attempt(False).split("[CPU 0] Epoch 2 | Step 16")[0] + WATCHDOG + attempt(True)
+    out, _ = run_tool(save("b", again))
+    assert "Timed out" not in out and nccl.PROBLEMS["timeout"][1] not in out
 
 
 def test_probe_in_a_file_of_its_own_belongs_to_the_run(save):

@@ -28,6 +28,7 @@ from pathlib import Path
 from analysis import compare
 from analysis.judge import judge
 from analysis.logs import NODE_LOG, UserError, read_log
+from analysis.nccl import Reader
 from analysis.report import print_text, report, write_csv, write_json, write_report
 from analysis.runs import LACKING, make_run
 
@@ -44,7 +45,7 @@ def run_command(args):
     outputs = asked_outputs(args)
     paths = named_paths(args.runs)
     given = given_figures(args, paths)
-    runs = [make_run(name, read_log(files), given[name]) for name, files in paths.items()]
+    runs = [make_run(name, read_files(files), given[name]) for name, files in paths.items()]
     if args.csv and not any(run.log.steps for run in runs):
         raise UserError(f"--csv {args.csv}: no step line in any of the logs: give whole logs")
     result = compare_runs(runs, args.force, args.project)
@@ -58,6 +59,15 @@ def run_command(args):
     if failed:
         raise UserError("; ".join(failed))
     return 0 if all(run.complete for run in runs) else 1
+
+
+def read_files(files):
+    """The Log of a run's files, with what NCCL's text in them says."""
+    reader = Reader()
+    log = read_log(files, reader.read)
+    if reader.lines:
+        log.nccl = reader.finding().to_dict()
+    return log
 
 
 def asked_outputs(args):

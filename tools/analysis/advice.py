@@ -11,6 +11,9 @@ from analysis.runs import ADAPTERS, digits, rate, usual_times
 FAST_SOCKETS_GBPS = 25  # from here on one TCP connection, bound by one core, may not fill the link
 FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its cable are bad
 DELIVERS = 0.8  # above this share of its stated speed, headers and start-up account for the rest
+# In the log of a complete run, what a restart or another try has overcome.
+OVERCOME = ("rank_twice", "no_interface", "timeout", "aborted")
+OVERCOME += ("peer_unreachable", "connection_failed")
 IN_PART = 0.2  # above this share of a step, exposed communication bounds it in part
 # ResNet-18 at 224 px in fp32 trains 750 images/s or more on an RTX 2080 Ti. A GPU that gets a
 # quarter of that most likely waits for images.
@@ -84,11 +87,14 @@ def slow_rank_rows(run):
 
 
 def nccl_advice(run):
-    """The advice for each problem that NCCL's text shows on any node."""
-    problems = [p for network in run.networks for p in objects(network.finding, "problems")]
+    """The advice for each problem that NCCL's text shows on any node, or in the run's own log."""
+    findings = [network.finding for network in run.networks] + [run.log.nccl]
+    problems = [problem for finding in findings for problem in objects(finding, "problems")]
+    if run.complete:
+        problems = [p for p in problems if p.get("id") not in OVERCOME]
     if {str(p.get("id")) for p in problems} & set(REASONS):  # says more than that it fell back
         problems = [p for p in problems if p.get("id") != "fell_back_to_sockets"]
-    return [text for p in problems if (text := get(p, "advice", str))]
+    return list(dict.fromkeys(text for p in problems if (text := get(p, "advice", str))))
 
 
 def adapter_rows(run):
@@ -222,7 +228,7 @@ def good_link_rows(run, bound):
         unknown = "the interface: `ip route get PEER` on each node shows the one that is used; "
         unknown += "NETWORK= and IFNAME= set it"
     return [
-        (link and between and not run.network, unknown),
+        (link and between and not (run.network and run.probe_s), unknown),
         *(tunnel_rows(run) if link or exposed_too(run, bound) else ()),
         (exposed_too(run, bound) and less, f"the exposed communication: {less}"),
         (link and between and fallen, port),

@@ -50,7 +50,9 @@ def judge(run):
     """The Verdict on a run whose work_s is set."""
     if not run.complete:
         start = "" if run.log.failed else "incomplete, not scored: "
-        return Verdict(says=[f"{start}{'; '.join(run.problems)}."], checks=nccl_advice(run))
+        says = [f"{start}{'; '.join(run.problems)}."]
+        says += [f"Timed out: {work}." for work in get(run.log.nccl, "timeouts", list)]
+        return Verdict(says=says, checks=nccl_advice(run))
     trouble = say_trouble(run)
     if run.step_s is None:
         text = "No step time: give --steps (or images, epochs, batch)."
@@ -139,7 +141,7 @@ def say_slow_rank(run):
 def name_link(run):
     if run.nodes == 1:
         return "communication inside its node"
-    if not run.network:  # nothing shows that the link is what is slow
+    if not (run.network and run.probe_s):  # nothing shows that the link is what is slow
         return "communication between its nodes"
     if run.network.kind == "ipoib":
         return f"TCP over {run.network.names[0]}, not InfiniBand itself"

@@ -15,7 +15,7 @@ STEP = re.compile(
     r"Epoch (\d{1,9}) \| Step (\d{1,9}) \| Loss: " + LOSS + r"(?: \| (\d{1,12}\.\d) img/s)?"
     r"(?: \| data (\d{1,12}\.\d) ms \| step (\d{1,12}\.\d) ms)?"
 )
-EPOCH = re.compile(r"Epoch (\d{1,9}) complete \| Avg loss: " + LOSS)
+EPOCH = re.compile(r"Epoch (\d{1,9}) (?:complete|ends at .*) \| Avg loss: " + LOSS)
 VALIDATION = re.compile(
     r"Epoch \d{1,9} validation \| Top-1: (\d{1,3}\.\d\d)%"
     r"(?: .*\| baseline (\d{1,3}\.\d\d)%)?"
@@ -69,20 +69,24 @@ class Log:
     torn: int = 0
     stop: str | None = None  # the last reason that a rank gave for stopping
     failed: str | None = None  # the reason, where a launcher says that the run failed
+    nccl: dict = field(default_factory=dict)  # what nccl.py finds in NCCL's text, if there is any
 
 
 # --- Files ---------------------------------------------------------------------------------------
 
 
-def read_log(paths):
-    """Parse a run's files into one Log. Raises UserError for a bad path or a foreign file."""
+def read_log(paths, read_too=None):
+    """Parse a run's files into one Log. Raises UserError for a bad path or a foreign file.
+
+    `read_too` is called with each line that is not a step line.
+    """
     files = [file for path in paths for file in log_files(Path(path))]
     log = Log()
     try:
         if len(files) > 1:  # a Run line opens an attempt: what other files say comes after it
             files.sort(key=lambda file: not any("] Run {" in line for line in lines_of(file)))
         for file in files:
-            parse_lines(lines_of(file), log)
+            parse_lines(lines_of(file), log, read_too)
     except OSError as error:
         name = error.filename or paths[0]
         raise UserError(f"{name}: cannot be read: {error.strerror}") from None
@@ -115,7 +119,7 @@ def lines_of(path):
 # --- Lines ---------------------------------------------------------------------------------------
 
 
-def parse_lines(lines, log):
+def parse_lines(lines, log, read_too=None):
     """Add what one file says to `log`; damage never raises.
 
     A record is looked for after each `[KIND rank] `, wherever it stands in a line. So other
@@ -126,6 +130,8 @@ def parse_lines(lines, log):
     first = max(log.ranks) + 1 if log.ranks and not log.ours else 0
     failed = None
     for line in lines:
+        if read_too and " | Step " not in line:
+            read_too(line)
         if "\x1b" in line:
             line = COLOURS.sub("", line)
         if "Counters {" in line and (found := COUNTERS.search(line)):

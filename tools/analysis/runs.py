@@ -13,6 +13,7 @@ STRAGGLER = 1.2  # a rank this many times as busy as usual keeps the others wait
 # An interface with less than this share of what the all-reduces moved was not the link: it carried
 # other traffic of the node, or the few messages by which the ranks find each other.
 STRAY = 0.01
+MOST_RANKS = 100_000  # a larger number is damage
 ADAPTERS = {"infiniband": "InfiniBand", "roce": "RoCE", "efa": "EFA"}
 TITLES = ADAPTERS | {"sockets": "TCP", "plugin": "a plugin's network"}
 
@@ -128,6 +129,7 @@ def make_run(name, log, given):
     if not run.wire_bytes and run.parameters:
         run.wire_bytes = 4 * run.parameters  # fp32 gradients, as in the original demo
     add_probe(run, run.record("Probe"))
+    add_own_text(run)
     add_traffic(run)
     add_notes(run)
     return run
@@ -208,12 +210,21 @@ def expected_ranks(run):
     """
     listed = run.setting("hosts", list), get(run.record("Summary"), "ranks", list)
     # The largest of the three: damage that makes one smaller must not hide a rank.
-    total = min(max(run.processes or 0, *map(len, listed)), 100_000)
+    total = min(max(run.processes or 0, *map(len, listed)), MOST_RANKS)
     if not total:  # of the original demo, and nobody said how many
         return set(range(min(run.log.ranks), max(run.log.ranks) + 1))
+    nodes = node_of_rank(run, total)
+    present = {nodes[rank] for rank in run.log.ranks if rank < total}
+    return {rank for rank in range(total) if nodes[rank] in present}
+
+
+def node_of_rank(run, total):
+    """The node of each rank: its host, or by equal numbers if names do not tell nodes apart."""
+    hosts = [str(host) for host in run.setting("hosts", list)]
+    if len(hosts) == total and len(set(hosts)) == run.nodes:
+        return hosts
     per_node = math.ceil(total / (run.nodes or 1))
-    nodes = {rank // per_node for rank in run.log.ranks}
-    return {rank for rank in range(total) if rank // per_node in nodes}
+    return [rank // per_node for rank in range(total)]
 
 
 def name_ranks(ranks, run):
@@ -243,7 +254,8 @@ def add_notes(run):
     if run.record("Summary").get("replicas_identical") is False:
         run.notes.append("its replicas are not identical: the ranks have trained different models")
     if run.complete and run.nodes and len(log.ranks) < (run.processes or 0):
-        seen = max(1, len(log.ranks) * run.nodes // run.processes)
+        nodes = node_of_rank(run, min(run.processes, MOST_RANKS))
+        seen = len({nodes[rank] for rank in log.ranks if rank < len(nodes)})
         text = f"of {run.nodes} nodes only the logs of {seen} are here"
         run.notes.append(f"{text}: the losses and the step lines are of their ranks")
 
@@ -269,6 +281,13 @@ def add_probe(run, probe):
             run.networks.append(network)
     run.link_gbps = run.link_gbps or (run.network and run.network.stated)
     run.latency_s = (get(probe, "latency_ms") or 0) / 1000 or None
+
+
+def add_own_text(run):
+    """The network that NCCL's text in the run's own log names, where no probe shows one."""
+    if not run.networks and run.log.nccl.get("transport", "unknown") != "unknown":
+        node = {"host": "", "nccl": run.log.nccl}
+        run.networks.append(read_network(node, run.nodes != 1, 0.0))
 
 
 def add_traffic(run):
