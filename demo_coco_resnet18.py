@@ -55,7 +55,8 @@ hang, or mix up data. Functions that make such a call say so: "All ranks make th
 The file reads in this order: main, the six changes, what all ranks do together, then what these
 use. For a first lesson read up to "What all ranks do together", and look up the rest.
 
-Exit codes: 0 done, 1 error, 2 wrong arguments, 75 stopped by a signal (--checkpoint is saved).
+Exit codes: 0 done; 1 something outside failed, or a bug; 2 something that you can fix, such as a
+wrong argument; 75 stopped by a signal (--checkpoint is saved).
 """
 
 import argparse
@@ -87,7 +88,7 @@ from statistics import fmean
 from time import perf_counter
 
 if sys.platform == "win32":
-    sys.exit("demo_coco_resnet18.py needs Linux or macOS: on Windows start it inside WSL2")
+    raise SystemExit("demo_coco_resnet18.py needs Linux or macOS: on Windows start it inside WSL2")
 
 import torch
 import torch.distributed as dist
@@ -122,22 +123,23 @@ def main(process):
         lambda: read_image_list(args.val_annotation_path, args.val_image_path, train_list)
     )
     image_sizes = check_start(args, process, train_list, val_list)
-    complete_arguments(args, process, len(train_list.names))
+    checkpoint = read_checkpoint(args, process)  # None if the run starts from the beginning
+    complete_arguments(args, process, len(train_list.names), checkpoint)
     train_loader = make_train_loader(args, process, train_list)  # 3/6
     val_loader = make_val_loader(args, process, val_list)
 
-    model = build_model(args, process, train_list)
+    model = build_model(args, process, train_list, load=checkpoint is None)
     ddp, powersgd = wrap_model(args, process, model)  # 4/6
     # The model and DDP share their weights: the optimizer may be given those of either.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
     training = Training(args, process, train_list, image_sizes, model, ddp, optimizer, powersgd)
-    # Every rank loads the same state, so the replicas stay equal.
-    resumed = load_checkpoint(training) if args.resume else "Not resumed"
+    if checkpoint:  # every rank has the same one, so the replicas stay equal
+        load_checkpoint(training, checkpoint)
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, process.ask_to_stop)
     start_workers(train_loader, val_loader)  # the loader's processes
     arrange_buckets(training)  # what a resumed run needs to equal an unbroken one
-    log_run(training, val_list, resumed)
+    log_run(training, val_list)
 
     # The checkpoint of an epoch is saved before its validation. A run that resumes from it has no
     # step of that epoch left, but validates it.
@@ -147,7 +149,7 @@ def main(process):
         train_one_epoch(training, train_loader, epoch)  # 5/6
         # Like all calls in main, each rank makes this one, though only rank 0 writes.
         save_checkpoint(training)
-        if val_loader:
+        if val_loader is not None:
             evaluate(training, val_loader, epoch)  # 6/6
     log_summary(training)
     # The caller, run_and_exit at the end of this file, leaves the process group.
@@ -166,7 +168,8 @@ class ProcessInfo:
     memory_format: torch.memory_format = torch.channels_last  # makes convolutions faster
     backend: str = ""  # what moves tensors between the processes: nccl or gloo
     cores: int = 1  # of the CPU, for this process
-    stop: str = ""  # name of the stop signal that has come
+    restarted: bool = False  # by torchrun --max-restarts
+    stop: int = 0  # number of the stop signal that has come
     parent: int = field(default_factory=os.getppid)
     started: float = field(default_factory=perf_counter)
 
@@ -175,13 +178,18 @@ class ProcessInfo:
         return self.device.type == "cuda"
 
     @property
+    def exchange_device(self):
+        """Where a tensor has to be for a collective call: NCCL moves those of GPUs."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
+    @property
     def name(self):
         """Device and rank, such as [GPU 3]: the beginning of each log line."""
         return f"[{self.device.type.replace('cuda', 'gpu').upper()} {self.rank}]"
 
     def ask_to_stop(self, signal_number, _):
         """Handles a stop signal. The ranks then stop together, see agree_to_continue."""
-        self.stop = signal.Signals(signal_number).name
+        self.stop = signal_number
 
 
 @dataclass
@@ -205,6 +213,7 @@ class Training:
     def __post_init__(self):
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
         self.timer = StepTimer(self.process.device, self.model)
+        self.mean, self.std = MEAN.to(self.process.device), STD.to(self.process.device)
         # In fp16 small gradients would become 0. The scaler multiplies the loss by a large number
         # and divides the gradients by it. With other precisions it does nothing.
         fp16 = self.args.precision == "fp16"
@@ -217,13 +226,8 @@ class Training:
 def read_environment(process):
     """Learns this process's rank. Raises UserError."""
     # DDP 1/6: torchrun starts the processes and tells each its rank through the environment.
-    try:
-        process.launcher = (
-            find_launcher()
-        )  # renames the variables of mpirun and srun to torchrun's
-    except (LookupError, ValueError, AttributeError) as error:
-        text = f"{', '.join(SRUN)} or SLURM_STEP_NODELIST is missing or wrong"
-        raise UserError(f"inside a SLURM step, but {text}: start with srun") from error
+    process.restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    process.launcher = find_launcher()  # renames the variables of mpirun and srun to torchrun's
     if process.launcher == "python":  # started by hand: it is rank 0 of one process
         return
     try:
@@ -248,39 +252,26 @@ def read_environment(process):
 def join_process_group(args, process):
     """Chooses the device and the backend, and joins the process group. All ranks make this call.
 
-    Raises UserError.
+    Raises UserError or StartError.
     """
     # DDP 2/6: each process takes a device of its own, then joins the group of all processes. The
     # backend moves tensors between them: NCCL between NVIDIA GPUs, one for each process; Gloo
     # between CPUs, or with --backend gloo between processes that share a GPU.
     choose_device(args, process)
-    where = f"rendezvous at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    # NOTE: this call may take longer than its own timeout. Gloo waits several times as long for an
-    # address that does not answer, and NCCL waits for ever.
-    alarm = threading.Timer(args.timeout + 5, end_unconnected, [args, process, where])
-    alarm.daemon = True
-    alarm.start()
-    try:
+    with explain_failed_start(args, process):
         # The processes meet at MASTER_ADDR:MASTER_PORT, on rank 0's node. torchrun has set both.
-        # Each process waits here until all have joined, for --timeout seconds at most.
+        # Each process waits here until all have joined.
         dist.init_process_group(
             process.backend,
             rank=process.rank,
             world_size=process.world_size,
             timeout=timedelta(seconds=args.timeout),
-            # With the device NCCL connects the ranks now, not in their first exchange.
             device_id=process.device if process.backend == "nccl" else None,
             # A process without a launcher has nobody to meet: no port, a store in its memory.
             store=dist.HashStore() if process.launcher == "python" else None,
         )
-    except (RuntimeError, ValueError) as error:
-        text = f"{where}: did all nodes start, with rank 0's address?"
-        several_nodes = process.world_size > process.local_world_size
-        if process.backend == "gloo" and several_nodes:  # by default it uses the node's own name
-            text += " Is GLOO_SOCKET_IFNAME the interface between them?"
-        raise UserError(f"{text} {one_line(error)}", kind="lost") from error
-    finally:
-        alarm.cancel()
+        # In its first collective call NCCL connects the ranks for data.
+        dist.all_reduce(torch.ones(1, device=process.exchange_device))
 
 
 def make_train_loader(args, process, train_list):
@@ -311,17 +302,17 @@ def make_val_loader(args, process, val_list):
     return make_loader(args, process, dataset, sampler, args.val_workers)
 
 
-def build_model(args, process, train_list):
+def build_model(args, process, train_list, load=True):
     """ResNet-18 on this process's device. All ranks make this call.
 
-    Until 4/6 only rank 0 has the weights of --weights.
+    load: whether rank 0 loads the weights of --weights. Until 4/6 no other rank has them.
     """
     torch.manual_seed(args.seed)  # makes a run repeatable; DDP (4/6) makes the ranks equal
     # For another model change this line, load_weights and download_weights, and StepTimer if its
     # first parameter is not the last one that gets a gradient.
     model = torchvision.models.resnet18(num_classes=len(train_list.categories))
     with errors_end_all_ranks():
-        if process.rank == 0 and args.weights != "none":
+        if process.rank == 0 and load and args.weights != "none":
             load_weights(process, model, args.weights, train_list)
     if args.sync_bn:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -410,7 +401,7 @@ def train_one_epoch(training, loader, epoch):
     if process.world_size > 1:
         for buffer in training.model.buffers():
             dist.broadcast(buffer, src=0)
-    agree_to_continue(training)
+    agree_to_continue(training, timer.last_step_seconds())
     log_epoch(training, epoch, began)
 
 
@@ -424,8 +415,9 @@ def finish_step(training, epoch, loss, images):
     if log_due:
         log_step(training, epoch, shown_loss)  # on every rank: of its own images
     save_due = args.checkpoint_every and training.step % args.checkpoint_every == 0
-    if save_due or training.step >= training.agree_at_step:
-        agree_to_continue(training)
+    if log_due or save_due or training.step >= training.agree_at_step:
+        steps = agree_to_continue(training, timer.last_step_seconds())
+        training.agree_at_step = training.step + steps
     if save_due:
         save_checkpoint(training)
         timer.start_step()  # the time to save is not part of a step
@@ -436,32 +428,34 @@ def evaluate(training, loader, epoch):
     """Logs the accuracy over all validation images. All ranks make this call."""
     process, model, began = training.process, training.model, perf_counter()
     correct = images_seen = 0
+    # The ranks agree to go on after the same batches, which the shortest share has, too.
+    shortest = math.ceil(len(loader.dataset) // process.world_size / training.args.batch_size)
+    agree_at_batch, begin = 1, began
     model.eval()
-    for images, labels in loader:
-        if process.stop:  # on this rank. The loop has no collective call: it may end here alone
-            break
+    for batch, (images, labels) in enumerate(loader, 1):
         guesses = forward(training, model, images).argmax(1).cpu()
         correct += (guesses == labels).sum().item()
         images_seen += len(labels)
+        if batch == agree_at_batch <= shortest:
+            agree_at_batch += agree_to_continue(training, perf_counter() - begin)
+        begin = perf_counter()
     model.train()
-    agree_to_continue(training)  # if a stop signal has come to any rank, all end here
-    # DDP 6/6: each rank has counted its own share. all_gather hands every rank the numbers of all
-    # ranks. The sums are then the same everywhere, and rank 0 alone logs them.
-    correct = sum(all_gather(correct))
-    images_seen = sum(all_gather(images_seen))
+    agree_to_continue(training, perf_counter() - begin)
+    # DDP 6/6: each rank has counted its own share. all_reduce makes sums of the counts, on every
+    # rank. They are then the same everywhere, and rank 0 alone logs them.
+    counts = torch.tensor([correct, images_seen], device=process.exchange_device)
+    dist.all_reduce(counts)
     if process.rank == 0:
-        log_validation(training, loader, epoch, correct, images_seen, began)
+        log_validation(training, loader, epoch, *counts.tolist(), began)
 
 
 def forward(training, model, images):
     """Logits, float32 (n, classes), of images, uint8 (n, 3, size, size)."""
     process, precision = training.process, training.args.precision
     images = images.to(process.device, non_blocking=process.gpu)
-    mean = MEAN.to(process.device, non_blocking=process.gpu)
-    std = STD.to(process.device, non_blocking=process.gpu)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     with torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None):
-        images = ((images - mean) / std).to(memory_format=process.memory_format)
+        images = ((images - training.mean) / training.std).to(memory_format=process.memory_format)
         return model(images).float()
 
 
@@ -585,8 +579,10 @@ def at_least(kind, least):
 
     def convert(text):
         value = kind(text)
-        if not least <= value < 2**31:
+        if not value >= least:
             raise argparse.ArgumentTypeError(f"{text} is not at least {least:g}")
+        if value >= 2**31:
+            raise argparse.ArgumentTypeError(f"{text} is not below {2**31}")
         return value
 
     convert.__name__ = kind.__name__  # argparse then says "invalid int value"
@@ -598,9 +594,7 @@ def parse_arguments(argv):
     parser = make_parser()
 
     def refuse(text):
-        text = f"{parser.prog}: error: {text}; see --help"
-        write_error_file(ProcessInfo(), "user", text)
-        parser.exit(2, text + "\n")
+        parser.exit(EXIT_USER, f"{parser.prog}: error: {text}; see --help\n")
 
     parser.error = refuse  # one line, without argparse's usage
     # Dashes inside a name are accepted: --batch-size is --batch_size.
@@ -614,8 +608,10 @@ def parse_arguments(argv):
     return args
 
 
-def complete_arguments(args, process, images):
-    """Sets what depends on the hardware and on the number of images. Raises UserError.
+def complete_arguments(args, process, images, checkpoint=None):
+    """Sets what depends on the hardware, the number of images and the checkpoint to resume.
+
+    Raises UserError.
 
     All ranks make this call. It makes some collective calls only with certain arguments: it may,
     because check_start has made sure that all ranks have the same.
@@ -644,6 +640,8 @@ def complete_arguments(args, process, images):
         args.workers, args.val_workers = min(workers, MOST_WORKERS), min(workers, MOST_VAL_WORKERS)
     if args.log_every is None:
         args.log_every = LOG_EVERY_GPU if all(all_gather(process.gpu)) else LOG_EVERY_CPU
+    if args.precision == "auto" and checkpoint:
+        args.precision = checkpoint["settings"]["--precision"]
     if args.precision == "auto":  # the fastest one that suits all ranks
         args.precision = min(all_gather(fastest_precision(process)), key=PRECISIONS.index)
     if args.grad_compression == "powersgd":
@@ -693,11 +691,15 @@ def find_launcher():
     for name, other_name in zip(TORCHRUN, names, strict=True):
         env[name] = env.get(other_name, "")
     if launcher == "srun":
-        env["LOCAL_WORLD_SIZE"] = tasks_of_this_node(env)
-        # node[01-04] is a list of nodes; the first one is node01.
-        name, digits = re.match(r"([^\[,]+)\[?(\d*)", env["SLURM_STEP_NODELIST"]).groups()
-        env.setdefault("MASTER_ADDR", name + digits)
-        job = int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"])
+        try:
+            env["LOCAL_WORLD_SIZE"] = tasks_of_this_node(env)
+            # node[01-04] is a list of nodes; the first one is node01.
+            name, digits = re.match(r"([^\[,]+)\[?(\d*)", env["SLURM_STEP_NODELIST"]).groups()
+            env.setdefault("MASTER_ADDR", name + digits)
+            job = int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"])
+        except (LookupError, ValueError, AttributeError) as error:
+            text = f"{', '.join(SRUN)} or SLURM_STEP_NODELIST is missing or wrong"
+            raise UserError(f"inside a SLURM step, but {text}: start with srun") from error
     else:  # of Open MPI 5, of Open MPI 4; MPICH gives a job no number
         job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
         job = job and zlib.crc32(job.encode())
@@ -739,8 +741,9 @@ def choose_device(args, process):
         process.device = torch.device("cuda", process.local_rank % gpus)
         torch.cuda.set_device(process.device)
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32, also in convolutions
-    # NOTE: in PyTorch 2.15 NCCL has a new process group, in which backward waits for each
-    # all-reduce. 0 selects the former one, in which they overlap.
+    torch.backends.cudnn.benchmark = True  # tries out which convolutions are the fastest
+    # NOTE: by its source, the new process group of NCCL in PyTorch 2.15 makes backward wait for
+    # each all-reduce. 0 selects the former one, in which they overlap.
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -793,15 +796,45 @@ def fastest_precision(process):
     return "bf16" if min(seconds[torch.bfloat16]) < min(seconds[torch.float32]) else "fp32"
 
 
-def end_unconnected(args, process, where):
-    """Ends this process, which has waited too long for the others."""
-    text = f"after {args.timeout:g} s this rank is not connected to all others"
-    name = "NCCL_SOCKET_IFNAME" if process.backend == "nccl" else "GLOO_SOCKET_IFNAME"
-    advice = f"a firewall, or the wrong interface (export {name}=NAME)? Try tools/preflight.py"
-    text = f"ERROR: {where}: {text}: {advice}"
-    log(process, text, STDERR)
-    write_error_file(process, "lost", text)
-    os._exit(1)
+@contextmanager
+def explain_failed_start(args, process):
+    """A block in which the ranks meet and connect. Raises StartError, which says what has failed.
+
+    NOTE: the block may wait for longer than its own timeout. Gloo waits several times as long for
+    an address that does not answer, and NCCL waits for ever. So a timer ends the process.
+    """
+    port = os.environ.get("MASTER_PORT")
+    meeting = f"rendezvous at {os.environ.get('MASTER_ADDR')}:{port}"
+    interface = f"{process.backend.upper()}_SOCKET_IFNAME"
+    connection = f"{process.backend} on the {process.device.type} of {socket.gethostname()}"
+
+    def give_up():
+        # That nobody came has been said before.
+        text = f"{connection} is not connected to all ranks after {args.timeout:g} s: do the "
+        text += f"others use {process.backend}, too? A firewall that opens port {port} alone, or "
+        text += f"the wrong interface (export {interface}=NAME)? Try tools/preflight.py"
+        end_process(EXIT_FAILED, process, f"ERROR: {text}")
+
+    timer = threading.Timer(args.timeout + 5, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        cause = one_line(error)
+        if "clients joined" in cause or isinstance(error, dist.DistNetworkError):
+            text = f"{meeting}: did all nodes start, with rank 0's address and port? {cause}"
+        elif "wait timeout" in cause:  # for another rank's address, in the store where they met
+            text = f"another rank does not connect to this one, {connection}: has it ended, or "
+            text += f"another backend or device? {cause}"
+        else:
+            text = f"{connection} cannot connect to the other ranks: {cause}"
+            if interface in os.environ or process.world_size > process.local_world_size:
+                now = os.environ.get(interface, "not set")
+                text += f" | Is {interface} ({now}) the interface between the nodes? A firewall?"
+        raise StartError(text) from error
+    finally:
+        timer.cancel()
 
 
 # ---- Image lists
@@ -1259,6 +1292,9 @@ class EpochSampler(DistributedSampler):
         part = islice(super().__iter__(), self.start, self.end)
         return ((self.epoch, index) for index in part)
 
+    def __len__(self):
+        return len(range(self.num_samples)[self.start : self.end])
+
 
 def make_loader(args, process, dataset, sampler, workers):
     return DataLoader(
@@ -1286,8 +1322,8 @@ def start_workers(*loaders):
     forked after it may hang.
     """
     for loader in loaders:
-        if loader:
-            loader.sampler.start = len(loader.sampler)  # the share is empty
+        if loader is not None:
+            loader.sampler.start = loader.sampler.num_samples  # the share is empty
             iter(loader)
             loader.sampler.start = 0
 
@@ -1403,7 +1439,8 @@ class StepTimer:
 
     data: the wait for images. exposed: the exposed communication, from the moment when this rank
     has all its own gradients until they are averaged. In this time a rank computes nothing: it
-    sends and receives, and waits for slower ranks. The rest of a step is computation.
+    sends and receives, and waits for slower ranks. The rest is called compute; a step with a log
+    line writes that line in it, and the ranks agree to go on.
     """
 
     def __init__(self, device, model):
@@ -1436,6 +1473,10 @@ class StepTimer:
         self.unread.append((self.moments, images))
         self.moments = {"begin": self.moments["end"]}
 
+    def last_step_seconds(self):
+        self.read()
+        return self.steps[-1].step if self.steps else 1
+
     def read(self):
         """Fills in `steps`; waits for a GPU."""
         if self.device_type == "cuda" and self.unread:
@@ -1459,33 +1500,33 @@ def mean_time(steps):
 # ---- Going on, or not
 
 
-def agree_to_continue(training):
-    """All ranks go on, or all end: by UserError, or with a checkpoint and exit code 75.
+PARENT_ENDED = 1000  # in place of a signal's number, and above all of them
+MOST_STEPS_APART = 20
 
-    All ranks make this call, about once a second, because here they wait for each other and for
-    their GPUs.
+
+def agree_to_continue(training, seconds):
+    """All ranks go on, or all end: by UserError, or with a checkpoint by Stopped.
+
+    All ranks make this call. `seconds` is how long the last step took. Returns after how many
+    steps they should agree again: about once a second, because here they wait for each other and
+    for their GPUs.
     """
-    process, timer = training.process, training.timer
+    process, stop = training.process, training.process.stop
     # A torchrun that is killed leaves its ranks behind. They then have another parent.
-    if process.launcher != "python" and os.getppid() != process.parent:
-        process.stop = process.stop or "the end of its parent process"
-    timer.read()
-    seconds = timer.steps[-1].step if timer.steps else 1
-    finite = math.isfinite(training.loss_sum)
+    if not stop and process.launcher != "python" and os.getppid() != process.parent:
+        stop = PARENT_ENDED
+    not_finite = not math.isfinite(training.loss_sum)  # as a number: a maximum may leave out NaN
     # A stop signal may come to one rank alone. Here all learn of it, after the same step.
-    reports = all_gather({"stop": process.stop, "finite": finite, "seconds": seconds})
-    if not all(report["finite"] for report in reports):
+    facts = torch.tensor([stop, not_finite, seconds], dtype=torch.float64)
+    facts = facts.to(process.exchange_device)
+    dist.all_reduce(facts, dist.ReduceOp.MAX)
+    stop, not_finite, slowest = facts.tolist()
+    if not_finite:
         raise UserError(f"a loss up to step {training.step} is not finite: lower --lr")
-    slowest = max(report["seconds"] for report in reports)
-    training.agree_at_step = training.step + max(1, int(1 / slowest))
-    stops = [report["stop"] for report in reports if report["stop"]]
-    if stops:
+    if stop:
         save_checkpoint(training)
-        text = f"Stopped on {stops[0]} | step {training.step} | exit code {EXIT_STOPPED}"
-        text += "" if training.args.checkpoint else " | not saved: no --checkpoint"
-        log(process, text)
-        write_error_file(process, "asked" if stops[0].startswith("SIG") else "lost", text)
-        sys.exit(EXIT_STOPPED)
+        raise Stopped(training, int(stop))
+    return max(1, min(MOST_STEPS_APART, int(1 / max(slowest, 1e-9))))
 
 
 # ---- Checkpoint
@@ -1536,10 +1577,27 @@ def write_checkpoint(training, path):
             Path(f"{path}.new").unlink(missing_ok=True)  # what does not fit on a full disk
 
 
-def load_checkpoint(training):
-    """Restores what was saved. Returns what to log. Raises UserError.
+def read_checkpoint(args, process):
+    """What --checkpoint has, on all ranks; None if there is nothing to resume. Raises UserError.
 
-    All ranks make this call; rank 0 reads the file. With as many processes as before, a resumed
+    All ranks make this call; rank 0 reads the file.
+    """
+    if process.restarted and args.checkpoint:  # torchrun --max-restarts repeats the first command
+        args.resume = True
+    if not args.resume:
+        return None
+    path = args.checkpoint
+    state = from_rank_0(lambda: read_file(path) if os.path.exists(path) else None)
+    keys = {"settings", "step", "model", "optimizer", "scaler"}
+    if state is not None and not (isinstance(state, dict) and keys <= state.keys()):
+        raise UserError(f"checkpoint {path} is not one of this demo")
+    return state
+
+
+def load_checkpoint(training, state):
+    """Restores what was saved. Raises UserError.
+
+    All ranks make this call. With as many processes as before, a resumed
     run equals an unbroken one bit for bit, because the order of the images and their crops depend
     on seed, epoch and index alone (EpochSampler, CocoFirstCategory), because DDP adds up in the
     same order (arrange_buckets), and because the rest of what a step needs is in the file. (Batch
@@ -1548,12 +1606,9 @@ def load_checkpoint(training):
     dropout would need the state of torch's random generators in the file, too.
     """
     path = training.args.checkpoint
-    state = from_rank_0(lambda: read_file(path) if os.path.exists(path) else None)
-    if state is None:
-        return f"No checkpoint {path} yet: the run starts from the beginning"
     with errors_end_all_ranks(), as_user_error(f"checkpoint {path} is not one of this demo"):
         for name, value in settings_of(training).items():
-            saved = state["settings"][name]
+            saved = state["settings"].get(name)
             if saved != value:
                 text = f"checkpoint {path} was saved with {name} {saved}, not {value}"
                 raise UserError(f"{text}: resume with the same")
@@ -1561,7 +1616,6 @@ def load_checkpoint(training):
         training.optimizer.load_state_dict(state["optimizer"])
         training.scaler.load_state_dict(state["scaler"])
         training.step = state["step"]
-    return f"Resumed from {path} at step {training.step}"
 
 
 # ---- Log
@@ -1573,7 +1627,8 @@ LOGGED = ("NCCL_", "GLOO_", "OMP_", "TORCH_NCCL_", "TORCH_DIST_")  # of the envi
 def log(process, text, to=STDOUT):
     """Writes a line in one piece, so that the lines of several ranks do not mix."""
     text = "".join(c if c.isprintable() else "?" for c in text)  # a file name can hold anything
-    os.write(to, f"{process.name} {text}\n".encode(errors="replace"))
+    with suppress(OSError):  # a full disk, or a reader that has gone, does not end a training
+        os.write(to, f"{process.name} {text}\n".encode(errors="replace"))
 
 
 def log_from_rank_0(process, text):
@@ -1596,7 +1651,7 @@ def counted(number, one, more):
     return f"{number} {one if number == 1 else more}"
 
 
-def log_run(training, val_list, resumed):
+def log_run(training, val_list):
     """What runs, on what hardware, with which settings, and on which data.
 
     All ranks make this call; rank 0 writes.
@@ -1634,7 +1689,13 @@ def log_run(training, val_list, resumed):
     images = counted(args.global_batch_size, "image", "images")
     text = f"Run: {processes} on {nodes}, {process.backend}, {args.precision}; {steps} of {images}"
     text += f"; {len(train_list.names)} labelled images, {train_list.unlabelled} without a label"
-    text += f", {record['padding']} repeated as padding. {resumed}"
+    text += f", {record['padding']} repeated as padding. "
+    if training.step:
+        text += f"Resumed from {args.checkpoint} at step {training.step}"
+    elif args.resume:
+        text += f"No checkpoint {args.checkpoint} yet: the run starts from the beginning"
+    else:
+        text += "Not resumed"
     log_from_rank_0(process, text)
 
 
@@ -1654,7 +1715,10 @@ def log_epoch(training, epoch, began):
     """This rank's part of an epoch, or of what is left of it in a resumed run."""
     images, seconds = training.images_seen, perf_counter() - began
     if images:  # none if the run was resumed at the end of the epoch
-        text = f"Epoch {epoch} complete | Avg loss: {training.loss_sum.item() / images:.4f} | "
+        steps = training.args.steps_per_epoch
+        done = training.step - (epoch - 1) * steps
+        state = "complete" if done == steps else f"ends at step {done} of {steps}"
+        text = f"Epoch {epoch} {state} | Avg loss: {training.loss_sum.item() / images:.4f} | "
         log(training.process, f"{text}{images / seconds:.1f} img/s | {seconds:.2f}s")
 
 
@@ -1708,27 +1772,47 @@ def log_summary(training):
 
 # ---- Errors and the end
 
+EXIT_FAILED, EXIT_USER = 1, 2
 EXIT_STOPPED = os.EX_TEMPFAIL  # 75, from sysexits.h: try again later
 
-# Puzzling errors of PyTorch: a part of the text, the kind (see write_error_file), what to do.
-KNOWN_ERRORS = [
-    ("out of memory", "user", "use a smaller --batch_size"),
-    ("shared memory", "user", "enlarge /dev/shm (docker: --shm-size=1g), or use --workers 0"),
-    ("no kernel image", "user", "this PyTorch has no code for this GPU: install a build that has"),
-    ("DataLoader worker (pid", "lost", "something outside has ended it: is the memory full?"),
-    ("DataLoader timed out", "lost", "does the storage of the images still answer?"),
-    ("unhandled system error", "lost", "NCCL_DEBUG=INFO says more"),
-    ("/gloo/", "lost", "another rank has ended, or does not answer"),
-    ("pair closure", "lost", "another rank has ended, or does not answer"),
+# Puzzling errors of PyTorch and NCCL: a part of the text, and what to do.
+ADVICE = [
+    ("out of memory", "use a smaller --batch_size"),
+    ("shared memory", "enlarge /dev/shm (docker: --shm-size=1g), or use --workers 0"),
+    ("unable to find an engine", "is the GPU's memory full? Use a smaller --batch_size"),
+    ("no kernel image", "this PyTorch has no code for this GPU: install a build that has"),
+    ("DataLoader worker (pid", "something outside has ended it: is the memory full?"),
+    ("DataLoader timed out", "does the storage of the images still answer?"),
+    ("Duplicate GPU", "two ranks have the same GPU: start one process for each GPU"),
+    ("unhandled system error", "NCCL_DEBUG=INFO says more"),
+    ("/gloo/", "another rank has ended, or does not answer"),
+    ("pair closure", "another rank has ended, or does not answer"),
 ]
 
 
 class UserError(Exception):
-    """Something that a user can fix: one line that says what is wrong, where, and what to do."""
+    """Something that a user can fix: one line that says what is wrong, where, and what to do.
 
-    def __init__(self, text, kind="user"):
+    Once the ranks are connected, all raise it together.
+    """
+
+
+class StartError(Exception):
+    """The ranks do not meet or connect. Another start may help."""
+
+
+class Stopped(Exception):
+    """All ranks end before the training does. The checkpoint is saved."""
+
+    def __init__(self, training, stop):
+        # Nodes whose launcher can start again should do so after the end of a torchrun.
+        self.code = EXIT_FAILED if stop == PARENT_ENDED else EXIT_STOPPED
+        cause = "the end of its parent process"
+        if stop != PARENT_ENDED:
+            cause = signal.Signals(stop).name
+        text = f"Stopped on {cause} | step {training.step} | exit code {self.code}"
+        text += "" if training.args.checkpoint else " | not saved: no --checkpoint"
         super().__init__(text)
-        self.kind = kind
 
 
 @contextmanager
@@ -1755,43 +1839,36 @@ def one_line(error):
     return (line.removeprefix(f"{name}: ") or name)[:300]
 
 
-def write_error_file(process, kind, text):
-    """Tells torchrun and the launchers why this process ends.
-
-    torchrun gives each rank the name of a file. It prints the message of the rank that failed
-    first. launch_single.sh and launch_multinode.sh read the kind. asked: a stop signal; user: the
-    error would come again; lost: a restart may help; bug: anything else.
-    """
-    extra = {"kind": kind, "rank": process.rank, "timestamp": int(time.time())}
-    message = {"message": {"message": f"{process.name} {text}", "extraInfo": extra}}
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with suppress(OSError):
-            Path(path).write_text(json.dumps(message))
-
-
-def run_and_exit(main):
+def run_and_exit(main, wall_time=True):
     """Runs main(process) and ends the process. See the exit codes above."""
     process, code = ProcessInfo(), 0
     try:
         try:
             main(process)
+        except Stopped as stop:
+            code = stop.code
+            log(process, str(stop))
+        except StartError as error:
+            end_process(EXIT_FAILED, process, f"ERROR: {error}")
         except UserError as error:
-            code = 1
+            code = EXIT_USER
             # Connected ranks share their errors: one line on each node is enough.
             if process.local_rank == 0 or not dist.is_initialized():
                 log(process, f"ERROR: {error}", STDERR)
-            write_error_file(process, error.kind, f"ERROR: {error}")
-        except SystemExit as end:  # wrong arguments, or a stop signal
-            code = end.code
-        leave_process_group(process, code)
+        leave_process_group()
+        if code == 0 and wall_time:
+            seconds = perf_counter() - process.started
+            text = f"Cleanup complete. Total wall time: {duration(seconds)} ({seconds:.3f}s)"
+            log(process, text)
     except Exception as error:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or PyTorch raises one more error in here
         if code:  # the reason is logged already; this is only a lost connection after it
-            os._exit(code)
-        end_at_once(process, error)
+            end_process(code)
+        end_process(EXIT_FAILED, process, explain(process, error))
     sys.exit(code)
 
 
-def leave_process_group(process, code):
+def leave_process_group():
     """The end of a run, and of all ranks after an error that they share.
 
     All ranks make this call.
@@ -1804,33 +1881,27 @@ def leave_process_group(process, code):
     dist.barrier()
     gc.collect()  # frees DDP: threads of the group that still run could abort Python at its end
     dist.destroy_process_group()
-    if code == 0:
-        seconds = perf_counter() - process.started
-        log(process, f"Cleanup complete. Total wall time: {duration(seconds)} ({seconds:.3f}s)")
 
 
-def end_at_once(process, error):
-    """Ends this process after an error that the others do not know: they lose the connection."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or PyTorch raises one more error in here
-    outside = isinstance(error, (OSError, EOFError, dist.DistError))
-    kind, advice = "lost" if outside else "bug", ""
-    for part, known_kind, what_to_do in KNOWN_ERRORS:
-        if part in str(error):
-            kind, advice = known_kind, f": {what_to_do}"
-            break
-    name = f"{type(error).__name__}: " if kind == "bug" else ""
-    text = f"ERROR: {name}{one_line(error)}{advice}"
-    with suppress(OSError):  # nobody may read any more: then that is the error
-        if kind == "bug":
-            for line in traceback.format_exc().splitlines():
-                log(process, line, STDERR)
+def explain(process, error):
+    """The line for an error that the other ranks do not know. A bug's traceback is logged."""
+    advice = [what_to_do for part, what_to_do in ADVICE if part in str(error)][:1]
+    name = ""
+    if not advice and not isinstance(error, (OSError, EOFError, dist.DistError)):
+        name = f"{type(error).__name__}: "
+        for line in traceback.format_exc().splitlines():
+            log(process, line, STDERR)
+    return f"ERROR: {name}" + ": ".join([one_line(error), *advice])
+
+
+def end_process(code, process=None, text=""):
+    """Ends a process that may not be able to end by itself: it could wait for others for ever."""
+    if text:
         log(process, text, STDERR)
-    write_error_file(process, kind, text)
     # Loader workers ignore SIGTERM, and could outlive this process.
     for worker in multiprocessing.active_children():
         worker.kill()
-    # NOTE: not sys.exit, because Python's own end could wait for ranks or workers that are gone.
-    os._exit(1)
+    os._exit(code)
 
 
 if __name__ == "__main__":

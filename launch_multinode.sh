@@ -17,7 +17,8 @@
 #   LOG_DIR=logs         this node's log is LOG_DIR/RUN_NAME/nodeK.log
 #   RUN_NAME             the date and time; give the same name to all nodes where they share the folder
 #   OMP_NUM_THREADS      threads per process: cores / processes
-# Exit code: 0: finished; 75: stopped by a signal after saving; 128 + N: signal N came before training; else failed.
+# Exit code: 0: finished; 2: an error of the script that you can fix; 75: stopped by a signal after saving;
+# 128 + N: signal N came before training; else failed.
 set -euo pipefail
 # shellcheck source=tools/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/tools/environment.sh"
@@ -62,8 +63,7 @@ set_number MASTER_PORT 29500 1 "$((65536 - ports_per_network * $(wc -w <<<"$netw
 
 # ---- Starts over one network
 
-# on_all_nodes START PROGRAM ARGUMENTS...: runs torchrun. Then `outcome` is complete, asked (a stop signal), user (an error
-# that would come again), apart (the nodes did not meet) or lost (anything else), and `reason` is one line.
+# on_all_nodes START PROGRAM ARGUMENTS...: runs torchrun, and sets `outcome` and `reason` as judge_end does.
 # A start has the same number and port on every node, so that a node in start 1 never joins start 2.
 on_all_nodes() {
     local port=$((first_port + $1))
@@ -116,9 +116,8 @@ if names_no_data "$@"; then
     # Small enough that, even on a slow CPU, a step spends less time computing than sending at 1 Gb/s.
     set -- "${sample[@]}" --batch_size 4 --image_size 64 --num_epochs 100 --max_steps 40 "$@"
 fi
-timeout=$(option --timeout "$@") # the script's
-timeout=${timeout:-300}
-timeout=${timeout%.*}
+timeout=$(option --timeout "$@") # the script's, which takes 1e3 as well; bash needs a whole number
+timeout=$(LC_ALL=C printf '%.0f' "${timeout:-300}" 2>/dev/null) || timeout=300
 rendezvous_timeout=$CONNECT_TIMEOUT
 first_port=$MASTER_PORT
 folder=${LOG_DIR:-logs}/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}

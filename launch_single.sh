@@ -9,7 +9,8 @@
 #   LOG_DIR=logs       the log is LOG_DIR/RUN_NAME/node0.log
 #   RUN_NAME           the date and time
 #   OMP_NUM_THREADS    threads per process: cores / processes
-# Exit code: 0: finished; 75: stopped by a signal after saving; 128 + N: signal N came before training; else failed.
+# Exit code: 0: finished; 2: an error of the script that you can fix; 75: stopped by a signal after saving;
+# 128 + N: signal N came before training; else failed.
 set -euo pipefail
 # shellcheck source=tools/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/tools/environment.sh"

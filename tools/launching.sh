@@ -200,9 +200,6 @@ prefer() {
 start_torchrun() {
     local begin words code=0
     begin=$(wc -c <"$log")
-    error_file=$(mktemp)
-    rm "$error_file" # torchrun warns of a file that exists
-    export TORCHELASTIC_ERROR_FILE="$error_file"
     # A hang-up is not for torchrun, because of nohup.
     ! torchrun_has signals_to_handle || set -- --signals_to_handle=SIGTERM,SIGINT,SIGQUIT "$@"
     # Ranks that validate, or write to slow storage, need more than torchrun's 30 seconds for their last checkpoint.
@@ -210,8 +207,7 @@ start_torchrun() {
     words=$(printf ' %q' "${variables[@]}" torchrun "$@")
     say "$(date '+%Y-%m-%d %H:%M:%S')${words//\\,/,}"
     run ignoring_usr1 env "${variables[@]}" "$PYTHON" -m torch.distributed.run "$@" || code=$?
-    judge_end "$code" "$(tail -c "+$((begin + 1))" "$log" | grep -E "$telling" || true)"
-    rm -f "$error_file"
+    judge_end "$code" "$(tail -c "+$((begin + 1))" "$log" | grep -aE "$telling" || true)" "$(tail -n 1 "$log")"
 }
 
 # torchrun_has OPTION: newer versions have some that others do not know. --help would take a second.
@@ -226,33 +222,39 @@ ignoring_usr1() {
     exec "$@"
 }
 
-telling='ERROR: |: error: |Stopped on SIG|Signal .* received|exitcode +:' # lines of the log that say why it ended
+nccl='Watchdog caught collective operation timeout|NCCL error|Last error:' # PyTorch's own words
+# Lines of the log that say why it ended.
+telling="$nccl|ERROR: |: error: |Stopped on SIG|Signal .* received|exitcode +:"
 
-# judge_end CODE LINES: sets `reason`, one line, and `outcome`:
+# judge_end CODE LINES LAST: sets `reason`, one line, and `outcome`:
 #   complete  all steps are made
 #   asked     a stop signal came, and all ranks have saved and stopped
 #   user      an error that would come again
 #   apart     the nodes did not meet
 #   lost      anything else: a restart may help
+# CODE is torchrun's, LINES are the telling ones of the log, LAST is its last one. Of the ranks that torchrun lists none is
+# the first: some versions list those that torchrun has killed, some do not.
 judge_end() {
-    local error
-    error=$(cat "$error_file" 2>/dev/null || true) # of the first failed rank, with the script's kind, or of torchrun
-    # A killed rank comes first: what the others then say of lost connections follows from it.
-    reason=$(grep -m 1 'Signal 9 ' <<<"$2" || grep -m 1 -E 'ERROR: |: error: ' <<<"$2" || grep -m 1 Signal <<<"$2" ||
-        grep -m 1 exitcode <<<"$2" || echo "torchrun ended with $1")
+    local codes
+    codes=$(grep -oE 'exitcode +: -?[0-9]+' <<<"$2" | sed 's/.*: //' || true)
     if [ "$1" -eq 0 ]; then
         outcome=complete
-    elif [[ $error == *'"kind": "asked"'* || $2 == *"Stopped on SIG"* ]]; then
+    elif [[ $2 == *"Stopped on SIG"* ]] && { [ "$1" -gt 128 ] || ! grep -qvxE '75|-15|' <<<"$codes"; }; then
         outcome=asked
-    elif [[ $error == *'"kind": "user"'* ]]; then
+    elif grep -qx 2 <<<"$codes" && grep -qE 'ERROR: |: error: ' <<<"$2"; then
         outcome=user
-    elif [[ $error == *'"message": "Dist'* && $error != *'"kind"'* ]]; then
+    elif [ -z "$codes" ] && [[ $3 == torch.distributed.Dist* ]]; then
         outcome=apart
-        reason=${error#*'"message": "'}
-        reason=${reason%%\"*}
     else
         outcome=lost
     fi
+    # That another rank has ended is what follows from the reason, unless there is no other.
+    reason=$(grep -m 1 -E "$nccl" <<<"$2" ||
+        grep -E 'ERROR: |: error: ' <<<"$2" | grep -m 1 -v 'another rank has ended' ||
+        grep 'Signal .* received' <<<"$2" | grep -m 1 -v 'Signal 15 ' ||
+        grep -m 1 -E 'ERROR: |: error: ' <<<"$2" ||
+        grep -m 1 exitcode <<<"$2" || echo "torchrun ended with $1")
+    [ "$outcome" != apart ] || reason=${3#*: }
 }
 
 # may_restart START: whether another start may follow the one of this number.
@@ -270,5 +272,7 @@ finish() {
         exit 75
     fi
     leave_if_stopped
-    die "$reason"
+    say "error: $reason"
+    [ "$outcome" != user ] || exit 2
+    exit 1
 }

@@ -73,18 +73,21 @@ use_network() { # LABEL=NAMES: adds to `variables` what keeps NCCL and Gloo on t
         prefer NCCL_SOCKET_IFNAME "=${sockets#,}" # without the = eth1 would also match eth10
         prefer GLOO_SOCKET_IFNAME "${sockets#,}"
     elif [ "$NNODES" -gt 1 ]; then
-        name_route
+        name_route "$efa$adapters"
     fi
 }
 
-name_route() { # Gloo would take the address of this node's name, which Debian's /etc/hosts says is 127.0.1.1
+name_route() { # ADAPTERS: Gloo would take the address of this node's name, which Debian's /etc/hosts says is 127.0.1.1
     local address name
     address=$(getent ahostsv4 "$MASTER_ADDR" 2>/dev/null | sed -n '1s/ .*//p' || true)
     name=$(interfaces to "$address") # on the node of MASTER_ADDR
     [ -n "$name" ] || name=$(ip -o route get "$address" 2>/dev/null | sed -n 's/.* dev \([^ ]*\).*/\1/p' || true)
     # Where MASTER_ADDR is this node's own name: another interface, if there is only one.
     if [ -z "$name" ] || [ "$name" = lo ]; then name=$(interfaces up scope global); fi
-    [ "$(wc -w <<<"$name")" -ne 1 ] || prefer GLOO_SOCKET_IFNAME "$name"
+    [ "$(wc -w <<<"$name")" -eq 1 ] || return 0
+    prefer GLOO_SOCKET_IFNAME "$name"
+    # With an adapter, too, NCCL starts over an interface: by itself it takes the first one that is not lo or docker.
+    [ -z "$1" ] || prefer NCCL_SOCKET_IFNAME "=$name"
 }
 
 interfaces() { # OPTIONS of ip address show: their names, without lo

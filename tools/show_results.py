@@ -71,7 +71,9 @@ def results_of(demo, args):
     model = demo.build_model(settings, process, image_list)
     with demo.as_user_error(f"{args.checkpoint} has another model, see --script"):
         model.load_state_dict(weights)
-    training = SimpleNamespace(args=settings, process=process)  # what forward needs of it
+    mean, std = (values.to(process.device) for values in (demo.MEAN, demo.STD))
+    # What forward needs of it.
+    training = SimpleNamespace(args=settings, process=process, mean=mean, std=std)
     labels, guesses, confidence = answers(demo, training, model, loader)
     return SimpleNamespace(
         names=names, dataset=loader.dataset, labels=labels, guesses=guesses, confidence=confidence

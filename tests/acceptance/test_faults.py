@@ -148,8 +148,8 @@ def test_a_firewall_that_opens_the_rendezvous_alone_is_named(training, tmp_path)
         started = nodes.start_both(*training)
         wait_until(lambda: all(map(has_rank, started)), 60, "both ranks")
         for node, run in enumerate(end_within(TIMEOUT + MARGIN, started)):
-            said(run, rf"^\[CPU {node}\] ERROR.*firewall")
-            assert not run.steps(node)
+            said(run, rf"^\[CPU {node}\] ERROR.*firewall.*GLOO_SOCKET_IFNAME")
+            assert "rendezvous at" not in run.out and not run.steps(node)
 
 
 def test_a_node_that_never_comes_is_counted_and_what_to_check_is_said(training, tmp_path):

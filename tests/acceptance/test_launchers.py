@@ -116,7 +116,7 @@ def test_an_error_of_the_script_is_the_last_line_and_is_not_restarted(folder):
     _, *rest = make_set(folder / "set", 4)
     arguments = ["--coco_image_path", folder / "nowhere", *rest[1:], *FAST]
     with launch(SINGLE, folder, *arguments, RESTARTS=1) as started:
-        run = started.finish(120, expect=1)
+        run = started.finish(120, expect=2)
     assert starts(run.out) == 1
     assert "ERROR: " in run.lines()[-1] and f"{folder}/nowhere" in run.lines()[-1]
 
@@ -239,7 +239,7 @@ def test_with_any_path_the_script_gets_the_users_arguments_alone(folder, path):
 
 def test_without_a_path_of_images_the_scripts_own_error_is_seen(folder):
     with launch(SINGLE, folder, "--annotation_path", folder) as started:
-        run = started.finish(60, expect=1)
+        run = started.finish(60, expect=2)
     assert re.search(r"error: .*--coco_image_path", run.out)
 
 
@@ -363,7 +363,9 @@ def test_an_exported_cdpath_changes_nothing(tmp_path):
 
 def test_launcher_counts_on_the_scripts_timeout_where_none_is_given():
     default = re.search(r"^TIMEOUT = (\d+)", SCRIPT.read_text(), re.MULTILINE)[1]
-    assert f"timeout=${{timeout:-{default}}}\n" in MULTINODE.read_text()
+    assert (
+        f'"${{timeout:-{default}}}" 2>/dev/null) || timeout={default}\n' in MULTINODE.read_text()
+    )
 
 
 # --- Networks ---------------------------------------------------------------------------------
@@ -387,7 +389,7 @@ SOCKETS = {"NCCL_IB_DISABLE=1", "NCCL_NET=Socket"}
 ROUTE = {"GLOO_SOCKET_IFNAME=eth0"}  # where no interface is named
 ETH0 = {"NCCL_SOCKET_IFNAME==eth0"} | ROUTE
 CHOSEN = [
-    ({"IFNAME": "mlx5_0,mlx5_1"}, VERBS | {"NCCL_IB_HCA==mlx5_0,mlx5_1"} | ROUTE),
+    ({"IFNAME": "mlx5_0,mlx5_1"}, VERBS | {"NCCL_IB_HCA==mlx5_0,mlx5_1"} | ETH0),
     ({"IFNAME": "mlx5_0,eth0"}, VERBS | {"NCCL_IB_HCA==mlx5_0"} | ETH0),
     ({"IFNAME": "eth0", "NETWORK": "infiniband"}, VERBS | ETH0),
     ({"NETWORKS": "infiniband=eth0"}, SOCKETS | ETH0),

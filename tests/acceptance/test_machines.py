@@ -164,7 +164,7 @@ def test_mpi_launchers_start_one_run_of_two_processes(training, command, inside)
     ],
 )
 def test_a_process_that_cannot_learn_its_rank_ends_in_one_line(training, variables, expected):
-    run = run_demo(training, launcher="python", env=variables, expect=1)
+    run = run_demo(training, launcher="python", env=variables, expect=2)
     (line,) = run.lines()
     assert "ERROR: " in line and expected in line
 

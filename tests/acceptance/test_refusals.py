@@ -67,30 +67,31 @@ def the_error(output: str) -> str:
 
 BAD_INPUT = {  # options: the exit code, and what the line names
     "--batch_size 0": (2, r"--batch_size\b.*\b0\b"),
-    "--annotation_path missing_image.json": (1, r"set/images\b.*\bgone\.jpg"),
+    "--annotation_path missing_image.json": (2, r"set/images\b.*\bgone\.jpg"),
     # From here on they run under --ci alone.
-    "--coco_image_path no_folder": (1, "no_folder"),
-    "--annotation_path broken.json": (1, r"broken\.json"),
+    "--coco_image_path no_folder": (2, "no_folder"),
+    "--annotation_path broken.json": (2, r"broken\.json"),
     "--batchsize 4": (2, "--batchsize"),
+    "--seed 3000000000": (2, r"--seed\b.*3000000000 is not below"),
     "--resume": (2, "--checkpoint"),
     "--val_image_path set/images": (2, "--val_annotation_path"),
-    "--annotation_path no_file.json": (1, r"no_file\.json"),
-    "--annotation_path no_annotations.json": (1, r"no_annotations\.json"),
-    "--annotation_path no_categories.json": (1, r"no_categories\.json"),
-    "--annotation_path outside.json": (1, r"outside\.jpg"),
-    "--global_batch_size 7 --accumulate_steps 2": (1, r"--global_batch_size\b.*\b7\b"),
-    "--weights no_file.pt": (1, r"no_file\.pt"),
-    "--weights text.pt": (1, r"text\.pt"),
-    "--checkpoint no_folder/run.pt": (1, r"no_folder/run\.pt"),
-    "--checkpoint text.pt --resume": (1, r"text\.pt"),
-    "--lr 1e9 --num_epochs 20": (1, r"(?i)\bloss\b.*\b(finite|nan)\b"),
-    "--backend nccl": (1, r"--backend nccl: 1 processes for 0 GPU"),
-    "--device mps": (1, r"--device mps needs a Mac"),
-    "--sync_bn": (1, r"--sync_bn needs NVIDIA GPUs"),
-    "--grad_compression powersgd --precision fp16": (1, r"powersgd .* fp16"),
-    "--checkpoint set": (1, r"checkpoint set is a folder"),
-    "--weights code.pt": (1, r"code\.pt"),
-    "--checkpoint run.pt --resume --image_size 48": (1, r"run\.pt\b.*--image_size"),
+    "--annotation_path no_file.json": (2, r"no_file\.json"),
+    "--annotation_path no_annotations.json": (2, r"no_annotations\.json"),
+    "--annotation_path no_categories.json": (2, r"no_categories\.json"),
+    "--annotation_path outside.json": (2, r"outside\.jpg"),
+    "--global_batch_size 7 --accumulate_steps 2": (2, r"--global_batch_size\b.*\b7\b"),
+    "--weights no_file.pt": (2, r"no_file\.pt"),
+    "--weights text.pt": (2, r"text\.pt"),
+    "--checkpoint no_folder/run.pt": (2, r"no_folder/run\.pt"),
+    "--checkpoint text.pt --resume": (2, r"text\.pt"),
+    "--lr 1e9 --num_epochs 20": (2, r"(?i)\bloss\b.*\b(finite|nan)\b"),
+    "--backend nccl": (2, r"--backend nccl: 1 processes for 0 GPU"),
+    "--device mps": (2, r"--device mps needs a Mac"),
+    "--sync_bn": (2, r"--sync_bn needs NVIDIA GPUs"),
+    "--grad_compression powersgd --precision fp16": (2, r"powersgd .* fp16"),
+    "--checkpoint set": (2, r"checkpoint set is a folder"),
+    "--weights code.pt": (2, r"code\.pt"),
+    "--checkpoint run.pt --resume --image_size 48": (2, r"run\.pt\b.*--image_size"),
 }
 
 
@@ -113,7 +114,7 @@ def test_bad_input_ends_with_one_line_that_names_it(folder):
 def test_imagenet_weights_that_cannot_be_downloaded_are_one_line_that_says_what_to_do(folder):
     env = {"TORCH_HOME": str(folder / "home"), "https_proxy": "http://127.0.0.1:9"}
     arguments = [*GOOD, *FAST, "--weights", "imagenet"]
-    run = run_demo(arguments, launcher="python", cwd=folder, expect=1, env=env)
+    run = run_demo(arguments, launcher="python", cwd=folder, expect=2, env=env)
     error = the_error(run.output)
     assert "resnet18-" in error and str(folder / "home") in error and "--weights none" in error
 
@@ -155,7 +156,7 @@ def test_only_rank_0_needs_the_annotations_and_the_weights(folder, tmp_path):
 @LONG
 def test_rank_beyond_the_world_size_is_named(folder):
     with start_rank(2, free_port(), folder) as started:
-        run = started.finish(SECONDS, expect=1)
+        run = started.finish(SECONDS, expect=2)
     assert re.search(r"\bRANK\b.*\b2\b.*\bWORLD_SIZE\b", the_error(run.output))
 
 
@@ -191,7 +192,7 @@ def test_ranks_with_other_data_or_arguments_end_and_one_line_names_what(folder, 
         start_rank(0, port, folder) as first,
         start_rank(1, port, folder, *shlex.split(other)) as second,
     ):
-        runs = [started.finish(SECONDS, expect=1) for started in (first, second)]
+        runs = [started.finish(SECONDS, expect=2) for started in (first, second)]
     output = "".join(run.output for run in runs)
     assert "Traceback" not in output
     errors = [line for line in output.splitlines() if "ERROR: " in line]

@@ -78,6 +78,25 @@ def test_srun_of_the_script_with_uneven_tasks(cluster, sample, tmp_path):
     assert_trained(run, 2, ["node0", "node0", "node1"])
 
 
+WRONG = {  # what is set: the words on each node
+    "GLOO_SOCKET_IFNAME=nope0": r"gloo on the cpu of node\d cannot .*GLOO_SOCKET_IFNAME \(nope0\)",
+    "MASTER_ADDR=10.77.0.9": r"rendezvous at 10\.77\.0\.9:\d+: did all nodes start",
+}
+
+
+@pytest.mark.parametrize("variable", WRONG)
+def test_srun_of_the_script_says_what_keeps_the_ranks_apart(cluster, sample, tmp_path, variable):
+    words = [*data_args(sample), *FAST, "--timeout", 4]
+    env = {"GLOO_SOCKET_IFNAME": cluster.pair.interface} | dict([variable.split("=")])
+    command = ["srun", *ONE_TASK, *demo_command(words, launcher="python")]
+    run = cluster.run(*command, timeout=60, expect=None, clean=10, env=env, cwd=tmp_path)
+    errors = re.findall("ERROR: (.*)", run.out)
+    assert run.returncode and len(errors) == 2, run.tail()
+    for line in errors:
+        assert re.match(WRONG[variable], line)
+        assert ("rendezvous" in line) == variable.startswith("MASTER")
+
+
 INTERACTIVE = shlex.split("srun --interactive --preserve-env --nodes=1 --ntasks=1")
 
 

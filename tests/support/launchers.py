@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -11,7 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from support.nodes import NamespacePair
-from support.processes import ROOT, Run, Started, assert_none_left, free_ports, processes, start
+from support.processes import (
+    ROOT,
+    SCRIPT,
+    Run,
+    Started,
+    assert_none_left,
+    free_ports,
+    processes,
+    start,
+)
 
 SINGLE = ROOT / "launch_single.sh"
 MULTINODE = ROOT / "launch_multinode.sh"
@@ -34,6 +44,16 @@ def launch(launcher: Path, folder: Path, *arguments: object, **variables: object
     return start(["bash", launcher, *arguments], env=env, cwd=folder)
 
 
+def changed_project(folder: Path, code: str) -> Path:
+    """A copy of the project in which the script has been given this code, before it runs."""
+    project = folder / "project"
+    shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".*", "data", "logs", "tests"))
+    script = project / SCRIPT.name
+    before, main, after = script.read_text().partition('if __name__ == "__main__":')
+    script.write_text(before + code + main + after)
+    return project
+
+
 def starts(output: str) -> int:
     """How often a launcher has started torchrun."""
     return len(COMMAND.findall(output))
@@ -53,6 +73,7 @@ class TwoNodes:
     def __init__(self, pair: NamespacePair, tmp_path: Path) -> None:
         self.pair = pair
         self.tmp_path = tmp_path
+        self.launcher = MULTINODE
         self.port = free_ports(1)  # namespaces have ports of their own: any number serves
 
     def folder(self, node: int) -> Path:
@@ -77,7 +98,7 @@ class TwoNodes:
             "PYTHON": sys.executable,
         }
         env |= {name: str(value) for name, value in variables.items()}
-        command = ["bash", MULTINODE, *arguments]
+        command = ["bash", self.launcher, *arguments]
         return self.pair.popen(node, command, env=env, cwd=self.folder(node))
 
     def start_both(self, *arguments: object, **variables: object) -> list[Started]:
