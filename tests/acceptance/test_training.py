@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torchvision
 
 from support.datasets import data_args, make_set, truncate
 from support.forks import run_forked
@@ -170,6 +172,35 @@ def test_resumed_with_another_number_of_ranks_goes_on_at_the_same_global_batch(t
     assert [step for _, step, _ in resumed.steps(1)] == [3, 4]
     assert not finished.steps(0)
     assert weights(resumed) == weights(finished)
+
+
+# --- ImageNet's weights -------------------------------------------------------------------------
+
+
+@LONG
+def test_imagenet_weights_are_taken_from_the_folder_of_earlier_downloads(small, tmp_path):
+    """From a made-up file with the right name, without a network. The last layer is left out. Rank
+    1 gets them from rank 0. The learning rate is so small that a step hardly changes them.
+    """
+    url = torchvision.models.ResNet18_Weights.DEFAULT.url
+    folder = tmp_path / "home/hub/checkpoints"
+    folder.mkdir(parents=True)
+    torch.manual_seed(5)
+    made_up = torchvision.models.resnet18()
+    torch.save(made_up.state_dict(), folder / Path(url).name)
+    words = [*small, "--weights", "imagenet", "--lr", 1e-9, "--max_steps", 1]
+    words += ["--checkpoint", tmp_path / "run.pt"]
+    nobody = "http://127.0.0.1:9"
+    env = {"TORCH_HOME": str(tmp_path / "home"), "https_proxy": nobody, "http_proxy": nobody}
+    (run,) = run_forked([(2, words)], env=env)
+    layer = r"imagenet: the last layer, of 1000 other classes, is left out: 80 classes here"
+    assert re.search(layer, run.out) and "Downloading" not in run.out
+    assert run.json_line("Summary")["replicas_identical"] is True
+    found = torch.load(tmp_path / "run.pt", weights_only=True)["model"]
+    assert len(found["fc.weight"]) == 80
+    for name, weights in made_up.named_parameters():
+        if not name.startswith("fc."):
+            assert torch.allclose(found[name], weights, rtol=0, atol=1e-7), name
 
 
 # --- Options and data --------------------------------------------------------------------------

@@ -1,0 +1,46 @@
+"""What the tests of tests/gpu/ share: they need an NVIDIA GPU, which all other tests hide."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from support.processes import SCRIPT, Run, Started, start
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+# None takes the variable away, with which base_env would hide the GPUs.
+VISIBLE: dict[str, str | None] = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")}
+# The first lines of a program that changes a function of the script and then runs it.
+CHANGED = f"""
+import sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import torch
+import demo_coco_resnet18 as demo
+"""
+
+
+def needs_gpus(count: int) -> pytest.MarkDecorator:
+    """Skips a test where PyTorch can use fewer GPUs."""
+    gpus = "1 GPU" if count == 1 else f"{count} GPUs"
+    reason = f"needs {gpus}: PyTorch {torch.__version__} can use {GPUS} here"
+    return pytest.mark.skipif(count > GPUS, reason=reason)
+
+
+def on_gpu(index: int) -> dict[str, str | None]:
+    """The environment in which this GPU is the only one."""
+    names = (VISIBLE["CUDA_VISIBLE_DEVICES"] or "").split(",")
+    return {
+        "CUDA_VISIBLE_DEVICES": names[index] if index < len(names) and names[0] else str(index)
+    }
+
+
+def start_program(command: list[object], **env: str | None) -> Started:
+    """Starts a command that sees the GPUs."""
+    return start(command, env=VISIBLE | env)
+
+
+def errors(run: Run) -> list[str]:
+    """Its lines of ranks that say ERROR."""
+    return [line for line in run.lines() if "] ERROR: " in line]
