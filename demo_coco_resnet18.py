@@ -83,6 +83,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from io import BytesIO
 from itertools import chain, islice
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -168,7 +169,7 @@ class ProcessInfo:
     memory_format: torch.memory_format = torch.channels_last  # makes convolutions faster
     backend: str = ""  # what moves tensors between the processes: nccl or gloo
     cores: int = 1  # of the CPU, for this process
-    restarted: bool = False  # by torchrun --max-restarts
+    restarts: int = 0  # by torchrun --max-restarts
     stop: int = 0  # number of the stop signal that has come
     parent: int = field(default_factory=os.getppid)
     started: float = field(default_factory=perf_counter)
@@ -226,7 +227,7 @@ class Training:
 def read_environment(process):
     """Learns this process's rank. Raises UserError."""
     # DDP 1/6: torchrun starts the processes and tells each its rank through the environment.
-    process.restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    process.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     process.launcher = find_launcher()  # renames the variables of mpirun and srun to torchrun's
     if process.launcher == "python":  # started by hand: it is rank 0 of one process
         return
@@ -267,8 +268,7 @@ def join_process_group(args, process):
             world_size=process.world_size,
             timeout=timedelta(seconds=args.timeout),
             device_id=process.device if process.backend == "nccl" else None,
-            # A process without a launcher has nobody to meet: no port, a store in its memory.
-            store=dist.HashStore() if process.launcher == "python" else None,
+            store=find_store(args, process),
         )
         # In its first collective call NCCL connects the ranks for data.
         dist.all_reduce(torch.ones(1, device=process.exchange_device))
@@ -509,6 +509,9 @@ LOG_EVERY_CPU, LOG_EVERY_GPU = 5, 20  # steps; a GPU has to wait for each log li
 MOST_WORKERS, MOST_VAL_WORKERS = 16, 4  # each worker has batches in shared memory
 
 
+DATA = ["coco_image_path", "annotation_path", "val_image_path", "val_annotation_path"]
+
+
 def make_parser():
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
@@ -600,6 +603,9 @@ def parse_arguments(argv):
     # Dashes inside a name are accepted: --batch-size is --batch_size.
     argv = [re.sub(r"^--[a-z-]+", lambda m: "--" + m[0][2:].replace("-", "_"), a) for a in argv]
     args = parser.parse_args(argv)
+    for name in DATA:
+        if getattr(args, name) == "":  # as "$COCO" is where nobody has set it
+            refuse(f"--{name} is empty: give a path")
     if bool(args.val_image_path) != bool(args.val_annotation_path):
         refuse("--val_image_path and --val_annotation_path go together: give both")
     if args.resume and not args.checkpoint:
@@ -837,6 +843,20 @@ def explain_failed_start(args, process):
         timer.cancel()
 
 
+def find_store(args, process):
+    """The store in which the ranks find each other's addresses; None: the one that torchrun's
+    variables name.
+    """
+    if process.launcher == "python":
+        return dist.HashStore()  # nobody to meet: no port, a store in this process's memory
+    if not process.restarts:
+        return None
+    # NOTE: torchrun of 2.8 keeps its store, so that it has the addresses of the start before.
+    timeout = timedelta(seconds=args.timeout)
+    store, *_ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
+    return dist.PrefixStore(f"start {process.restarts}", store)
+
+
 # ---- Image lists
 
 # The images that have a label: their file names, and their labels, which are indices of
@@ -890,11 +910,13 @@ def list_labelled(coco):
 
 def is_plain(coco, image_list):
     """Whether all ids are whole numbers and unique, and all names are text: as good as always."""
-    ids = chain(coco.imgs, coco.cats, coco.anns, coco.imgToAnns, coco.catToImgs)
-    names = [*map(file_name, coco.dataset["images"]), *image_list.categories.values()]
+    images, classes, annotations = (coco.dataset[n] for n in LISTS)
+    ids = [map(itemgetter("id"), entries) for entries in (images, classes, annotations)]
+    ids += [map(itemgetter(key), annotations) for key in ("image_id", "category_id")]
+    names = [*map(file_name, images), *image_list.categories.values()]
     counts = [len(coco.imgs), len(coco.cats), len(coco.anns)]
-    unique = counts == [len(coco.dataset[n]) for n in ("images", "categories", "annotations")]
-    types = set(map(type, ids)), set(map(type, names))
+    unique = counts == [len(images), len(classes), len(annotations)]
+    types = set(map(type, chain(*ids))), set(map(type, names))
     return unique and all(names) and types == ({int}, {str})
 
 
@@ -991,6 +1013,8 @@ def find_alike(folder, name):
             return None
         for form in (one_form, loose_form, without_extension):
             alike = [entry for entry in entries if form(entry) in (form(part), loose_form(part))]
+            if form is without_extension:  # labelling tools leave a text file beside each image
+                alike = [entry for entry in alike if is_image_name(entry)]
             if alike:
                 break
         else:
@@ -1012,9 +1036,12 @@ def without_extension(name):
     return os.path.splitext(loose_form(name))[0]
 
 
+def is_image_name(name):
+    return os.path.splitext(name)[1].lower() in Image.registered_extensions()
+
+
 # These may differ from node to node.
-PER_NODE = ["coco_image_path", "annotation_path", "val_image_path", "val_annotation_path"]
-PER_NODE += ["checkpoint", "workers", "val_workers"]
+PER_NODE = [*DATA, "checkpoint", "workers", "val_workers"]
 
 
 def check_start(args, process, train_list, val_list):
@@ -1073,6 +1100,7 @@ def digest(*parts):
 
 # ---- What is wrong with an annotation file (tools/prepare_coco.py has the same lines)
 
+LISTS = ("images", "categories", "annotations")
 # What training needs of COCO's format: of each entry of a list a field, and what its values are.
 FIELDS = [
     ("images", "id", "ids of images"),
@@ -1114,7 +1142,7 @@ def check_instances(path, content):
     if not isinstance(content, dict):
         text = "expected an object with images, annotations and categories"
         raise UserError(f"{file} is {shown(content)}: {text}. {INSTANCES}")
-    for name in ("images", "categories", "annotations"):
+    for name in LISTS:
         if not content.get(name) or not isinstance(content[name], list):
             raise UserError(f"{file} {has(content, name)}: expected a list of them. {INSTANCES}")
         for index, entry in enumerate(content[name]):
@@ -1127,7 +1155,7 @@ def check_instances(path, content):
             expected += f", as {kind} are"
         for index, entry in enumerate(content[name]):
             value = value_of(entry, key)
-            if type(value) not in types or value in ("", math.inf, -math.inf) or value != value:
+            if type(value) not in types or value == "" or not is_exact(value):
                 if key == "category_id" and key not in entry:  # as in COCO's panoptic files
                     expected += f". {INSTANCES}"
                 text = f"{file}: {name}[{index}] {has(entry, key)}"
@@ -1155,6 +1183,11 @@ def check_ids(file, content):
             raise UserError(f"{file}: {text}: expected the id of a category")
     if not labelled:
         raise UserError(f"{file}: no image has an annotation: no image_id is the id of an image")
+
+
+def is_exact(value):
+    """Not of a float that may stand for another whole number, nor of infinity and NaN."""
+    return not isinstance(value, float) or abs(value) < 2**53
 
 
 def types_of(content, kind):
@@ -1343,10 +1376,13 @@ def load_weights(process, model, source, train_list):
         their_names = state.get("categories")  # a checkpoint has more than weights
         state = state.get("model", state)
         their_classes, classes = len(state["fc.weight"]), len(names)
+        if their_names is not None and not are_names(their_names, their_classes):
+            text = f"expected a list of the names of its {their_classes} classes"
+            raise UserError(f"--weights {source}: its categories are wrong: {text}")
         reason = ""
         if source == "imagenet" or their_classes != classes:
             reason = f", of {their_classes} other classes, is left out: {classes} classes here"
-        elif their_names and their_names != names:
+        elif their_names and list(their_names) != names:
             pairs = zip(their_names, names, strict=True)
             theirs, own = next((theirs, own) for theirs, own in pairs if theirs != own)
             reason = f" is left out: its class {theirs!r} is {own!r} here"
@@ -1356,6 +1392,12 @@ def load_weights(process, model, source, train_list):
             state |= {"fc.weight": model.fc.weight, "fc.bias": model.fc.bias}
             log(process, f"--weights {source}: the last layer{reason}")
         model.load_state_dict(state)
+
+
+def are_names(value, count):
+    if not isinstance(value, (list, tuple)) or len(value) != count:
+        return False
+    return all(isinstance(name, str) for name in value)
 
 
 def download_weights():
@@ -1372,7 +1414,7 @@ def download_weights():
 
 def read_file(path):
     """What torch.save has written. Code in the file is not run. Raises UserError."""
-    with as_user_error(f"cannot read {path}"):
+    with as_user_error(f"cannot read {path}, which torch.save should have written"):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -1582,7 +1624,7 @@ def read_checkpoint(args, process):
 
     All ranks make this call; rank 0 reads the file.
     """
-    if process.restarted and args.checkpoint:  # torchrun --max-restarts repeats the first command
+    if process.restarts and args.checkpoint:  # torchrun --max-restarts repeats the first command
         args.resume = True
     if not args.resume:
         return None

@@ -202,6 +202,27 @@ def test_fault_is_named_with_list_index_and_field(demo, tmp_path, name):
     assert found.startswith(f"annotation file {path}") and line in found
 
 
+@pytest.mark.parametrize("key", ["category_id", "image_id"])
+def test_true_is_no_id_though_it_equals_1(demo, tmp_path, key):
+    content = good()
+    which = {"category_id": "categories", "image_id": "images"}[key]
+    content[which][0]["id"] = content["annotations"][0][key] = 1
+    content["annotations"][4][key] = True
+    line = said(demo, write(tmp_path / "file.json", content), tmp_path)
+    assert f"annotations[4] has true as {key}: expected a number" in line
+
+
+def test_floats_that_may_stand_for_another_id_are_named(demo, tmp_path):
+    """As a table writes a column of large ids in which one is missing."""
+    content = good()
+    for number, category in enumerate(content["categories"]):
+        category["id"] = 2**60 + number
+    for annotation in content["annotations"]:
+        annotation["category_id"] = float(2**60)
+    line = said(demo, write(tmp_path / "file.json", content), tmp_path)
+    assert re.search(r"annotations\[0\] has 1\.15\d+e\+18 as category_id: expected a number", line)
+
+
 def test_ids_that_no_image_has_are_named(demo, tmp_path):
     content = good()
     for image in content["images"]:
@@ -414,6 +435,25 @@ def test_image_under_another_name_is_found(demo, tmp_path, name):
     assert re.search(hint.format(re.escape(str(tmp_path))), str(error.value)), error.value
 
 
+@pytest.mark.parametrize("name", ["1.txt", "1.json", "1/a.jpg"])
+def test_a_file_beside_the_images_is_no_hint(demo, tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    with pytest.raises(demo.UserError, match=r"the first is 1\.jpg: check the path"):
+        demo.check_images(tmp_path, ["1.jpg"])
+
+
+@pytest.mark.parametrize("name", ["9.jpg", "9\0.jpg", "\ud800.jpg"])
+def test_prepare_coco_names_an_image_that_is_not_there_as_the_script_does(demo, tmp_path, name):
+    write_images(tmp_path, ["1.jpg"])
+    lines = []
+    for module in (demo, prepare_coco):
+        with pytest.raises(module.UserError) as error:
+            module.check_images(tmp_path, ["1.jpg", name])
+        lines.append(str(error.value))
+    assert lines[0] == lines[1] and "lacks 1 of 2 listed images, the first is " in lines[0]
+
+
 def test_hint_ends_where_links_make_a_loop(demo, tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "set/loop").symlink_to(tmp_path / "set")
@@ -581,6 +621,15 @@ def test_last_layer_of_a_checkpoint_is_kept_if_its_classes_have_the_same_names(
     assert ("the last layer" not in out) if kept else (line in out)
     theirs = torch.load(checkpoint)["model"]["conv1.weight"]
     assert torch.equal(model.conv1.weight, theirs)
+
+
+@pytest.mark.parametrize("names", [["a", "b"], [1, 2, 3], {5: "a"}, "abc", 3, torch.zeros(3)])
+def test_categories_of_a_checkpoint_that_are_no_names_are_named(demo, tmp_path, checkpoint, names):
+    torch.save(torch.load(checkpoint) | {"categories": names}, tmp_path / "c.pt")
+    found = demo.read_image_list(write(tmp_path / "file.json", good()))
+    line = r"c\.pt: its categories are wrong: expected a list of the names of its 3 classes"
+    with pytest.raises(demo.UserError, match=line):
+        demo.load_weights(demo.ProcessInfo(), torch.nn.Module(), str(tmp_path / "c.pt"), found)
 
 
 def test_two_classes_of_one_name_are_named_where_a_checkpoint_names_its_own(

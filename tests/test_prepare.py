@@ -177,7 +177,8 @@ def test_file_that_is_no_instances_file(source, tmp_path, text, words):
 
 def test_source_that_lacks_something(source, tmp_path):
     (source / "train2017" / "0002.jpg").unlink()
-    assert "train2017/0002.jpg" in refusal(source, tmp_path / "small")
+    line = "train2017 lacks 1 of 4 listed images, the first is 0002.jpg"
+    assert line in refusal(source, tmp_path / "small")
     assert "train2017.json with" in refusal(tmp_path, tmp_path / "other")
 
 

@@ -20,7 +20,6 @@ A run that was stopped or killed goes on when it is started again.
 import argparse
 import gc
 import json
-import math
 import os
 import shutil
 import signal
@@ -143,6 +142,15 @@ def read_instances(path, folder):
     return content
 
 
+def check_images(folder, names):
+    """Raises UserError unless all images are in the folder."""
+    # isfile is also False for a name that no file can have.
+    missing = [name for name in names if not os.path.isfile(folder / name)]
+    if missing:
+        text = f"lacks {len(missing)} of {len(names)} listed images, the first is {missing[0]}"
+        raise UserError(f"the folder of images {folder} {text}: check the path")
+
+
 def scale(content, sizes, split):
     """Scales widths, heights, boxes and areas with the images, in place."""
     factors = {}
@@ -153,10 +161,11 @@ def scale(content, sizes, split):
             factors[image["id"]] = new[0] / old[0], new[1] / old[1]
     for annotation in content["annotations"]:
         x, y = factors.get(annotation["image_id"], (1, 1))
-        with suppress(TypeError, ValueError):  # no numbers: training does not need them
+        # What is no number stays as it is: training does not need it.
+        with suppress(TypeError, ValueError, OverflowError):
             box = zip(annotation.get("bbox"), (x, y, x, y), strict=True)
             annotation["bbox"] = [round(pixels * factor, 2) for pixels, factor in box]
-        with suppress(TypeError):
+        with suppress(TypeError, OverflowError):
             annotation["area"] = round(annotation.get("area") * x * y, 4)
 
 
@@ -178,6 +187,7 @@ def write_instances(folder, split, content):
 
 # ---- What is wrong with an annotation file (demo_coco_resnet18.py has the same lines)
 
+LISTS = ("images", "categories", "annotations")
 # What training needs of COCO's format: of each entry of a list a field, and what its values are.
 FIELDS = [
     ("images", "id", "ids of images"),
@@ -219,7 +229,7 @@ def check_instances(path, content):
     if not isinstance(content, dict):
         text = "expected an object with images, annotations and categories"
         raise UserError(f"{file} is {shown(content)}: {text}. {INSTANCES}")
-    for name in ("images", "categories", "annotations"):
+    for name in LISTS:
         if not content.get(name) or not isinstance(content[name], list):
             raise UserError(f"{file} {has(content, name)}: expected a list of them. {INSTANCES}")
         for index, entry in enumerate(content[name]):
@@ -232,7 +242,7 @@ def check_instances(path, content):
             expected += f", as {kind} are"
         for index, entry in enumerate(content[name]):
             value = value_of(entry, key)
-            if type(value) not in types or value in ("", math.inf, -math.inf) or value != value:
+            if type(value) not in types or value == "" or not is_exact(value):
                 if key == "category_id" and key not in entry:  # as in COCO's panoptic files
                     expected += f". {INSTANCES}"
                 text = f"{file}: {name}[{index}] {has(entry, key)}"
@@ -260,6 +270,11 @@ def check_ids(file, content):
             raise UserError(f"{file}: {text}: expected the id of a category")
     if not labelled:
         raise UserError(f"{file}: no image has an annotation: no image_id is the id of an image")
+
+
+def is_exact(value):
+    """Not of a float that may stand for another whole number, nor of infinity and NaN."""
+    return not isinstance(value, float) or abs(value) < 2**53
 
 
 def types_of(content, kind):
@@ -334,6 +349,8 @@ def prepare(job):
     for split in find_splits(job.source):
         path = job.source / f"annotations/instances_{split}.json"
         contents[split] = read_instances(path, job.source / split)
+        names = [image["file_name"] for image in contents[split]["images"]]
+        check_images(job.source / split, names)
     claim(job)
     listed = [f"{s}/{image['file_name']}" for s in contents for image in contents[s]["images"]]
     names = list(dict.fromkeys(listed))  # each once

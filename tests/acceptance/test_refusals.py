@@ -74,6 +74,7 @@ BAD_INPUT = {  # options: the exit code, and what the line names
     "--batchsize 4": (2, "--batchsize"),
     "--seed 3000000000": (2, r"--seed\b.*3000000000 is not below"),
     "--resume": (2, "--checkpoint"),
+    "--annotation_path=": (2, "--annotation_path is empty"),
     "--val_image_path set/images": (2, "--val_annotation_path"),
     "--annotation_path no_file.json": (2, r"no_file\.json"),
     "--annotation_path no_annotations.json": (2, r"no_annotations\.json"),
