@@ -245,9 +245,11 @@ def read_environment(process):
         # On one node they meet at its own address. torchrun would give its name, which does not
         # resolve on every machine.
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-    if "MASTER_ADDR" not in os.environ:
+    if not os.environ.get("MASTER_ADDR"):
         raise UserError("MASTER_ADDR is not set: export it (mpirun -x), with rank 0's address")
-    os.environ.setdefault("MASTER_PORT", "29500")
+    port = os.environ.setdefault("MASTER_PORT", "29500")
+    if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
+        raise UserError(f"MASTER_PORT is {port!r}: give a free port of rank 0's node, 1 to 65535")
 
 
 def join_process_group(args, process):
@@ -507,6 +509,7 @@ def errors_end_all_ranks():
 LR_BATCH = 64  # the global batch size for which --lr is meant, with --lr_scaling linear
 LOG_EVERY_CPU, LOG_EVERY_GPU = 5, 20  # steps; a GPU has to wait for each log line
 MOST_WORKERS, MOST_VAL_WORKERS = 16, 4  # each worker has batches in shared memory
+MOST_LOADER_SECONDS = 2_000_000  # 23 days; poll() counts milliseconds in 32 bits
 
 
 DATA = ["coco_image_path", "annotation_path", "val_image_path", "val_annotation_path"]
@@ -647,7 +650,7 @@ def complete_arguments(args, process, images, checkpoint=None):
     if args.log_every is None:
         args.log_every = LOG_EVERY_GPU if all(all_gather(process.gpu)) else LOG_EVERY_CPU
     if args.precision == "auto" and checkpoint:
-        args.precision = checkpoint["settings"]["--precision"]
+        args.precision = checkpoint["settings"].get("--precision", "fp32")
     if args.precision == "auto":  # the fastest one that suits all ranks
         args.precision = min(all_gather(fastest_precision(process)), key=PRECISIONS.index)
     if args.grad_compression == "powersgd":
@@ -1061,7 +1064,7 @@ def check_start(args, process, train_list, val_list):
         if val_list:
             check_images(args.val_image_path, val_list.names)
         if args.checkpoint and process.rank == 0:
-            check_checkpoint(args.checkpoint)
+            check_checkpoint(args, process)
     note_unused_classes(process, train_list)
     own["sizes of the images"] = digest(sizes)
     if max(map(min, sizes), default=math.inf) < args.image_size:
@@ -1085,12 +1088,18 @@ def note_unused_classes(process, train_list):
         log_from_rank_0(process, f"Note: {text} no training image: {', '.join(names[:3])}{more}")
 
 
-def check_checkpoint(path):
+def check_checkpoint(args, process):
     """Raises UserError if a checkpoint cannot be saved there: now, not after an epoch."""
+    path = args.checkpoint
     if os.path.isdir(path):
         raise UserError(f"checkpoint {path} is a folder: name a file in it")
     with as_user_error(f"checkpoint {path} cannot be written"):
         tempfile.TemporaryFile(dir=os.path.dirname(path) or ".").close()
+    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if may_restart and not process.restarts and not args.resume and os.path.exists(path):
+        earlier = f"{path}.{time.strftime('%Y%m%d-%H%M%S')}"
+        os.replace(path, earlier)  # or a restart would go on from it
+        log(process, f"{path} is of an earlier run: renamed to {earlier}")
 
 
 def digest(*parts):
@@ -1338,7 +1347,7 @@ def make_loader(args, process, dataset, sampler, workers):
         worker_init_fn=ignore_stop_signals,
         persistent_workers=workers > 0,
         pin_memory=process.gpu,
-        timeout=args.timeout if workers else 0,
+        timeout=min(args.timeout, MOST_LOADER_SECONDS) if workers else 0,
     )
 
 
@@ -1631,7 +1640,8 @@ def read_checkpoint(args, process):
     path = args.checkpoint
     state = from_rank_0(lambda: read_file(path) if os.path.exists(path) else None)
     keys = {"settings", "step", "model", "optimizer", "scaler"}
-    if state is not None and not (isinstance(state, dict) and keys <= state.keys()):
+    is_own = isinstance(state, dict) and keys <= state.keys()
+    if state is not None and not (is_own and isinstance(state["settings"], dict)):
         raise UserError(f"checkpoint {path} is not one of this demo")
     return state
 

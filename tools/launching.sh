@@ -199,7 +199,7 @@ prefer() {
 # start_torchrun ARGUMENTS...: prints and runs torchrun, with `variables` in its environment; then judge_end.
 start_torchrun() {
     local begin words code=0
-    begin=$(wc -c <"$log")
+    begin=$(wc -c <"$log" 2>/dev/null || echo 0) # 0 where somebody has removed the log
     # A hang-up is not for torchrun, because of nohup.
     ! torchrun_has signals_to_handle || set -- --signals_to_handle=SIGTERM,SIGINT,SIGQUIT "$@"
     # Ranks that validate, or write to slow storage, need more than torchrun's 30 seconds for their last checkpoint.
@@ -207,7 +207,7 @@ start_torchrun() {
     words=$(printf ' %q' "${variables[@]}" torchrun "$@")
     say "$(date '+%Y-%m-%d %H:%M:%S')${words//\\,/,}"
     run ignoring_usr1 env "${variables[@]}" "$PYTHON" -m torch.distributed.run "$@" || code=$?
-    judge_end "$code" "$(tail -c "+$((begin + 1))" "$log" | grep -aE "$telling" || true)" "$(tail -n 1 "$log")"
+    judge_end "$code" "$(tail -c "+$((begin + 1))" "$log" | grep -aE "$telling" || true)" "$(tail -n 1 "$log" || true)"
 }
 
 # torchrun_has OPTION: newer versions have some that others do not know. --help would take a second.
@@ -224,7 +224,7 @@ ignoring_usr1() {
 
 nccl='Watchdog caught collective operation timeout|NCCL error|Last error:' # PyTorch's own words
 # Lines of the log that say why it ended.
-telling="$nccl|ERROR: |: error: |Stopped on SIG|Signal .* received|exitcode +:"
+telling="$nccl|\] ERROR: |: error: |\] Stopped on SIG|\] Cleanup complete|Signal .* received|^ *exitcode +:"
 
 # judge_end CODE LINES LAST: sets `reason`, one line, and `outcome`:
 #   complete  all steps are made
@@ -236,12 +236,14 @@ telling="$nccl|ERROR: |: error: |Stopped on SIG|Signal .* received|exitcode +:"
 # the first: some versions list those that torchrun has killed, some do not.
 judge_end() {
     local codes
-    codes=$(grep -oE 'exitcode +: -?[0-9]+' <<<"$2" | sed 's/.*: //' || true)
+    codes=$(grep -oE '^ *exitcode +: -?[0-9]+' <<<"$2" | sed 's/.*: //' || true)
     if [ "$1" -eq 0 ]; then
         outcome=complete
-    elif [[ $2 == *"Stopped on SIG"* ]] && { [ "$1" -gt 128 ] || ! grep -qvxE '75|-15|' <<<"$codes"; }; then
+    elif [ "$1" -gt 128 ] && [ -z "$codes" ] && [[ $2 == *"] Cleanup complete"* ]]; then # a signal after the end
+        outcome=complete
+    elif [[ $2 == *"] Stopped on SIG"* ]] && { [ "$1" -gt 128 ] || ! grep -qvxE '75|-15|' <<<"$codes"; }; then
         outcome=asked
-    elif grep -qx 2 <<<"$codes" && grep -qE 'ERROR: |: error: ' <<<"$2"; then
+    elif grep -qx 2 <<<"$codes" && grep -qE '\] ERROR: |: error: ' <<<"$2"; then
         outcome=user
     elif [ -z "$codes" ] && [[ $3 == torch.distributed.Dist* ]]; then
         outcome=apart
@@ -250,9 +252,9 @@ judge_end() {
     fi
     # That another rank has ended is what follows from the reason, unless there is no other.
     reason=$(grep -m 1 -E "$nccl" <<<"$2" ||
-        grep -E 'ERROR: |: error: ' <<<"$2" | grep -m 1 -v 'another rank has ended' ||
+        grep -E '\] ERROR: |: error: ' <<<"$2" | grep -m 1 -v 'another rank has ended' ||
         grep 'Signal .* received' <<<"$2" | grep -m 1 -v 'Signal 15 ' ||
-        grep -m 1 -E 'ERROR: |: error: ' <<<"$2" ||
+        grep -m 1 -E '\] ERROR: |: error: ' <<<"$2" ||
         grep -m 1 exitcode <<<"$2" || echo "torchrun ended with $1")
     [ "$outcome" != apart ] || reason=${3#*: }
 }

@@ -209,7 +209,10 @@ def test_a_stop_after_the_storage_has_become_slow_saves(tmp_path):
 
 
 def test_torchruns_own_restart_resumes(training, tmp_path):
-    """It repeats the first command, which has no --resume."""
+    """It repeats the first command, which has no --resume. A checkpoint that was there before is
+    not what it goes on from.
+    """
+    (tmp_path / "c.pt").write_text("of an earlier run")
     words = demo_command([*training, "--checkpoint", tmp_path / "c.pt"], nproc=2)
     words.insert(words.index("--standalone"), "--max-restarts=1")
     with start(words) as started:
@@ -217,6 +220,8 @@ def test_torchruns_own_restart_resumes(training, tmp_path):
         os.kill(started.rank_pid(1), signal.SIGKILL)
         run = started.finish(120)
     assert run.json_line("Run")["start_step"] >= 2 and run.steps(1)[-1][1] == 12
+    (earlier,) = tmp_path.glob("c.pt.*")
+    assert earlier.read_text() == "of an earlier run" and f"renamed to {earlier}" in run.out
 
 
 # --- A start that fails ------------------------------------------------------------------------

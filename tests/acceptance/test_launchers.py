@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -366,6 +367,41 @@ def test_launcher_counts_on_the_scripts_timeout_where_none_is_given():
     assert (
         f'"${{timeout:-{default}}}" 2>/dev/null) || timeout={default}\n' in MULTINODE.read_text()
     )
+
+
+def exit_codes(*codes: int) -> str:
+    """As torchrun lists those of its ranks."""
+    return "".join(f"\n  exitcode  : {code} (pid: 7)" for code in codes)
+
+
+RESET = "[CPU 0] ERROR: reset: another rank has ended, or does not answer"
+STOPPED = "[CPU 0] Stopped on SIGTERM | step 3 | exit code 75"
+CLASS = "[CPU 1] Note: 1 class has no training image: exitcode  : 2"
+APART = "torch.distributed.DistStoreError: Timed out. 1/2 clients joined."
+ENDS = [  # torchrun's code, its log, the outcome, words of the reason
+    (1, f"{RESET}\n{CLASS}{exit_codes(1, -9)}", "lost", "reset"),
+    (137, "[CPU 0] WARNING: image /Stopped on SIGTERM/1.jpg is damaged", "lost", "with 137"),
+    (1, "[CPU 0] Resumed from /data/Stopped on SIG.pt at step 3", "lost", "ended with 1"),
+    (1, f"[CPU 0] WARNING: /ERROR: 1.jpg\n[CPU 1] ERROR: full{exit_codes(1)}", "lost", "full"),
+    (1, f"[CPU 1] ERROR: no folder{exit_codes(2, -15)}", "user", "no folder"),
+    (143, STOPPED, "asked", ""),
+    (1, f"{STOPPED}{exit_codes(75, -15)}", "asked", ""),
+    (1, f"{STOPPED}\n{RESET}{exit_codes(75, 1)}", "lost", "reset"),
+    (143, "[CPU 0] Cleanup complete. Total wall time: 3s", "complete", ""),
+    (1, APART, "apart", "1/2 clients"),
+]
+
+
+@pytest.mark.parametrize(("code", "log", "outcome", "words"), ENDS)
+def test_end_is_judged_by_the_lines_of_the_log_and_by_nothing_else_in_them(
+    code, log, outcome, words
+):
+    """Names of images and classes may hold any text."""
+    program = 'source "$0"; lines=$(grep -aE "$telling" <<<"$2" || true); '
+    program += 'judge_end "$1" "$lines" "${2##*$\'\\n\'}"; echo "$outcome"; echo "$reason"'
+    command = ["bash", "-c", program, ROOT / "tools/launching.sh", str(code), log]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert found.splitlines()[0] == outcome and words in found.splitlines()[1]
 
 
 # --- Networks ---------------------------------------------------------------------------------

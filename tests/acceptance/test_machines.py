@@ -153,6 +153,10 @@ def test_mpi_launchers_start_one_run_of_two_processes(training, command, inside)
         assert_two_processes(started.finish())
 
 
+BY_HAND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+BY_HAND["MASTER_ADDR"] = "127.0.0.1"
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -161,6 +165,9 @@ def test_mpi_launchers_start_one_run_of_two_processes(training, command, inside)
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "srun should set RANK"),
         ({"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}, "MPI_LOCALNRANKS is 2"),
         (STEP | {"SLURM_NODEID": "3"}, "start with srun"),
+        (BY_HAND | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        (BY_HAND | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc'"),
+        (BY_HAND | {"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
     ],
 )
 def test_a_process_that_cannot_learn_its_rank_ends_in_one_line(training, variables, expected):

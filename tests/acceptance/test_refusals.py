@@ -51,6 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(folder / "set/images/0000.jpg", folder / "set/outside.jpg")
     (folder / "broken.json").write_text('{"images": [')
     (folder / "text.pt").write_text("no weights")
+    foreign = {"model": {}, "optimizer": {}, "scaler": {}, "step": 0}
+    for name, settings in (("none.pt", {}), ("list.pt", [1])):
+        torch.save({**foreign, "settings": settings}, folder / name)
     torch.save(Payload(folder / "made_by_a_weights_file"), folder / "code.pt")
     return folder
 
@@ -85,6 +88,9 @@ BAD_INPUT = {  # options: the exit code, and what the line names
     "--weights text.pt": (2, r"text\.pt"),
     "--checkpoint no_folder/run.pt": (2, r"no_folder/run\.pt"),
     "--checkpoint text.pt --resume": (2, r"text\.pt"),
+    "--checkpoint none.pt --resume --precision auto": (2, r"none\.pt was saved with"),
+    "--checkpoint list.pt --resume --precision auto": (2, r"list\.pt is not one of this demo"),
+    "--workers 1 --timeout 1e7 --lr 1e9 --num_epochs 20": (2, "finite"),  # a timeout without end
     "--lr 1e9 --num_epochs 20": (2, r"(?i)\bloss\b.*\b(finite|nan)\b"),
     "--backend nccl": (2, r"--backend nccl: 1 processes for 0 GPU"),
     "--device mps": (2, r"--device mps needs a Mac"),
