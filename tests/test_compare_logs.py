@@ -304,6 +304,18 @@ VERDICTS = {
         ],
         ["100 Mb/s is what"],
     ),
+    "slower than such a port": (
+        on_gpus(ethernet(1, 0.036), SOCKET),
+        "link",
+        ["ran at 36 Mb/s on the wire, 4% of the stated 1 Gb/s: this is not a 1 Gb/s result."],
+        [
+            "tc qdisc show dev eth0",
+            "between the nodes, a switch port that negotiated a lower speed: the nodes' own ports "
+            "state 1 Gb/s",
+            "iperf3 -c PEER` should show 941 Mb/s",
+        ],
+        ["100 Mb/s"],
+    ),
     "the management port": (
         on_gpus(
             ethernet(1, 0.94, "eno1"),

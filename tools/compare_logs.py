@@ -11,7 +11,7 @@ enough. Without NAME= it is called after its folder or file. A name that is give
 to its run, such as the probe's (`slow=probe.log slow=train.log`). The base of every ratio is the
 first run that has not failed. The logs are those of demo_coco_resnet18.py, or of the talk's
 original demo, which have no Run and no Summary line: give what they lack as an option, for all
-runs (`--steps 1850`) or for one (`--steps slow=1850`). A log's own figure wins, except that
+runs (`--steps 924`) or for one (`--steps slow=924`). A log's own figure wins, except that
 `--link_gbps` replaces the stated speed.
 
 Exit code: 0: success; 1: compared, but a run is incomplete or failed; 2: usage error, or unlike

@@ -21,18 +21,23 @@ SLOW_GPU_IMG_PER_S = 190
 
 
 def next_checks(run, bound, slow_link, in_trouble):
-    """Sentences. bound: as in Verdict; slow_link: the link is slower than it states;
-    in_trouble: it has lost data or counted errors.
+    """Sentences. bound: as in Verdict; slow_link: the rate, in Gb/s, of a link that is slower than
+    it states, else None; in_trouble: it has lost data or counted errors.
     """
     rows = [*slow_rank_rows(run), *((True, text) for text in nccl_advice(run))]
     rows += adapter_rows(run)
     if in_trouble:
         rows += trouble_rows(run)
     if slow_link:  # then nothing else matters
-        rows += tunnel_rows(run) if tunnel_of(run) else slow_link_rows(run)
+        rows += tunnel_rows(run) if tunnel_of(run) else slow_link_rows(run, slow_link)
     else:
         rows += good_link_rows(run, bound) + other_rows(run, bound)
     return list(dict.fromkeys(text for fits, text in rows if fits))
+
+
+def is_fallen(gbps):
+    """Whether this is the rate of a port that negotiated 100 Mb/s."""
+    return DELIVERS * FALLEN_GBPS <= gbps <= FALLEN_GBPS
 
 
 def kind_of(run):
@@ -127,7 +132,7 @@ def roce_losses(link):
     )
 
 
-def slow_link_rows(run):
+def slow_link_rows(run, reached_gbps):
     """For a link well below its stated speed, by what carried the bytes."""
     network, kind, name = run.network, kind_of(run), name_of(run)
     device, link = name.partition(":")[0], name.replace(":", "/")
@@ -160,6 +165,12 @@ def slow_link_rows(run):
         speed = "between the nodes, a switch port that negotiated a lower speed: the nodes' own "
         speed += f"ports state {rate(network.stated)}"
     interface = "one interface alone: NETWORK= and IFNAME= of launch_multinode.sh keep to it"
+    causes = [interface] if count != 1 else []
+    causes.append(
+        f"an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev {name}`"
+    )
+    # Even a port at 100 Mb/s delivers this much. Below it, look at the port last.
+    causes.insert(0 if reached_gbps >= DELIVERS * FALLEN_GBPS else len(causes), speed)
     without = "the link without training: `iperf3 -c PEER` should show "
     if several:
         without = "the link without training: `iperf3 -P 8 -c PEER` should show about "
@@ -167,13 +178,7 @@ def slow_link_rows(run):
         without = "each link without training: `iperf3 -c` to PEER's address on each of these "
         without += "interfaces should show "
     by_kind = {
-        "sockets": [
-            speed,
-            *((interface,) if count != 1 else ()),
-            "an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev "
-            f"{name}`",
-            f"{without}{tcp}",
-        ],
+        "sockets": [*causes, f"{without}{tcp}"],
         "ipoib": [
             f"if it has to be IP, IPoIB's mode: `cat /sys/class/net/{name}/mode`; connected, if "
             "the driver has it, takes an MTU of 65520",

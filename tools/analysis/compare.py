@@ -124,9 +124,21 @@ def ring_bytes(run):
     """Bytes that a node sends in each direction in an all-reduce of a step's gradients: a ring's.
 
     Source: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69(2), 2009. NCCL may take a tree
-    instead, in which a node sends them once (with two nodes) or twice: then trust the probe.
+    instead: then trust the probe.
     """
     return 2 * (run.processes - 1) / run.processes * run.wire_bytes
+
+
+def sent_bytes(run):
+    """The same for each way that NCCL may take: a ring; on two nodes a tree, if it sends less.
+
+    A tree on two nodes sends each gradient once in each direction, and NCCL often takes it there
+    for large sizes: NVIDIA/nccl issues 812 and 946, NVIDIA/nccl-tests issue 196.
+    """
+    ways = {"a ring": ring_bytes(run)}
+    if run.nodes == 2 and run.processes > 2:
+        ways["a tree"] = run.wire_bytes
+    return ways
 
 
 def payload_rate(gbps):

@@ -11,12 +11,13 @@ from analysis.advice import (
     DELIVERS,
     FALLEN_GBPS,
     IN_PART,
+    is_fallen,
     nccl_advice,
     next_checks,
     only_sockets,
     tunnel_of,
 )
-from analysis.compare import can_model, payload_rate, ring_bytes
+from analysis.compare import can_model, payload_rate, ring_bytes, sent_bytes
 from analysis.logs import get, objects
 from analysis.nccl import REASONS, message
 from analysis.runs import ADAPTERS, in_unit, megabytes, ms, part, rate, usual_times
@@ -69,7 +70,7 @@ def judge(run):
         verdict.says.append(say_slow_rank(run))
     gbps = verdict.wire_gbps or 0.0
     slow = verdict.bound == "link" and 0 < gbps < HEALTHY * (run.link_gbps or 0)
-    verdict.checks = next_checks(run, verdict.bound, slow, bool(trouble))
+    verdict.checks = next_checks(run, verdict.bound, gbps if slow else None, bool(trouble))
     return verdict
 
 
@@ -173,23 +174,19 @@ def judge_whole(verdict, run):
             f"whole step of {ms(run.work_s)}."
         )
         if (gbps := verdict.wire_gbps) and not run.probe_s:
-            fallen = gbps <= FALLEN_GBPS < (run.link_gbps or 0)
+            fallen = is_fallen(gbps) and (run.link_gbps or 0) > FALLEN_GBPS
             of = f", {gbps / run.link_gbps:.0%} of the stated {stated}" if run.link_gbps else ""
             says.append(
-                f"That implies a wire that ran at {rate(gbps)}{of} ({run.steps:,} steps, no "
-                f"overlap).{f' {FALLEN}' if fallen else ''}"
+                f"That implies a wire that ran at {rate(gbps)}{of} ({run.steps:,} steps, a ring, "
+                f"no overlap).{f' {FALLEN}' if fallen else ''}"
             )
         if known:
-            says.append(
-                f"At {stated} a ring all-reduce takes {ms(line_s)} at line rate and {ms(tcp_s)} "
-                "at the rate that TCP leaves (model)."
-            )
+            says.append(say_explained(run, steps, steps * excess_s))
     elif tcp_s < LINK_FREE_SHARE * run.step_s:
         verdict.bound = "not the link"
         says.append(
-            f"Not bound by its link: even with no overlap, all-reduces at {stated} take "
-            f"{steps * line_s:,.0f} to {steps * tcp_s:,.0f} s of {steps * run.step_s:,.0f} s "
-            "(model)."
+            f"Not bound by its link: even with no overlap, all-reduces at {stated} take at most "
+            f"{steps * tcp_s:,.0f} s of {steps * run.step_s:,.0f} s (model)."
         )
     else:
         says.append("The log does not split a step: what bounds it cannot be told.")
@@ -198,6 +195,30 @@ def judge_whole(verdict, run):
         says.append(say_range(steps * low_s, steps * high_s, steps * run.step_s, stated))
     elif not known and run.nodes != 1:
         says.append("To judge the link: --link_gbps, --parameters, --processes, --nodes.")
+
+
+def say_explained(run, steps, excess_s):
+    """How much of the seconds beyond the faster run's the link explains: as stated, and as a port
+    at 100 Mb/s where that is not enough.
+    """
+
+    def times(nbytes, speed):
+        return in_unit(steps * nbytes / speed, excess_s)
+
+    stated, line, tcp = rate(run.link_gbps), run.link_gbps * 1e9 / 8, payload_rate(run.link_gbps)
+    sent = sent_bytes(run)
+    ring = sent["a ring"]
+    ways = [f"{way} {times(n, line)} and {times(n, tcp)}" for way, n in sent.items()]
+    most = "all" if steps * ring / tcp >= excess_s else f"at most {times(ring, tcp)}"
+    text = (
+        f"Of the {in_unit(excess_s, excess_s)} beyond {run.work_from}'s time, {stated} explains "
+        f"{most}: at line rate and at the rate that TCP leaves, {', '.join(ways)} (model, no "
+        "overlap)."
+    )
+    if steps * ring * 8e-9 / excess_s < DELIVERS * FALLEN_GBPS < run.link_gbps:
+        text += f" A port that negotiated {rate(FALLEN_GBPS)} would explain "
+        text += f"{times(ring, payload_rate(FALLEN_GBPS))}."
+    return text
 
 
 def say_range(low_s, high_s, took_s, stated):
@@ -306,7 +327,7 @@ def delivered(run):
     sockets = run.network.transport == "sockets"
     if reached < HEALTHY:
         text += f": this is not a {stated} result"
-        if sockets and run.wire_gbps <= FALLEN_GBPS:
+        if sockets and is_fallen(run.wire_gbps):
             return f"{text}. {FALLEN}"
     elif reached >= DELIVERS:
         text += ": the link delivers"
