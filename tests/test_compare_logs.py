@@ -51,6 +51,7 @@ FREE = {"exposed_ms": 101.0, "probe_ms": 52.0}
 GIGABIT = {"exposed_ms": 401.0, "probe_ms": 376.0, "interfaces": ethernet(10, 0.998, "veth0")}
 TEXT = as_text(one_run())
 HALF = TEXT[: len(TEXT) // 2]
+FOUR_RANKS = as_text(one_run(world=4))
 
 
 @pytest.fixture
@@ -807,9 +808,10 @@ def test_no_damage_ends_in_a_traceback(data):
     lines = text.splitlines(True)
     shuffled = [lines[at % len(lines)] for at in data.draw(places)] + lines[len(lines) // 9 :]
     for broken in (text, "".join(shuffled), "[CPU 0] Run {" + '"a": ' + "[" * 100_000):
-        result = compared(broken, TEXT)
-        json.dumps(as_json(result), allow_nan=False)
-        assert "Verdict" in report(result)
+        for others in ([TEXT], [TEXT, FOUR_RANKS]):
+            result = compared(broken, *others)
+            json.dumps(as_json(result), allow_nan=False)
+            assert "Verdict" in report(result)
 
 
 # --- The command ---------------------------------------------------------------------------------

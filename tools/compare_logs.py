@@ -14,6 +14,9 @@ original demo, which have no Run and no Summary line: give what they lack as an 
 runs (`--steps 924`) or for one (`--steps slow=924`). A log's own figure wins, except that
 `--link_gbps` replaces the stated speed.
 
+Runs with different numbers of processes are compared as scaling: speed-up, efficiency, and what
+eats the rest. The base is then the run with the fewest processes (analysis/scaling.py).
+
 Exit code: 0: success; 1: compared, but a run is incomplete or failed; 2: usage error, or unlike
 runs.
 """
@@ -25,7 +28,7 @@ import re
 import sys
 from pathlib import Path
 
-from analysis import compare
+from analysis import compare, scaling
 from analysis.judge import judge
 from analysis.logs import NODE_LOG, UserError, read_log
 from analysis.nccl import Reader
@@ -91,20 +94,31 @@ def asked_outputs(args):
 def compare_runs(runs, force=False, project_from=None):
     """Everything the report holds. Raises UserError if the runs are not alike."""
     base = next((run for run in runs if not run.log.failed), runs[0])
+    scaled = scaling.scale(runs) if scaling.is_scaling(runs) else None
+    if scaled and scaled.base:
+        base = next(run for run in runs if run.name == scaled.base)
     others = [run for run in runs if run is not base]
-    unlike = [text for run in others for text in compare.differences(base, run)]
+    unlike = [text for run in others for text in compare.differences(base, run, bool(scaled))]
+    unlike += scaling.differences(runs) if scaled else []
     if unlike and not force:
         raise UserError("; ".join(unlike) + " (--force compares all the same)")
     for run in others:
         if settings := compare.other_settings(base, run):
             run.notes.append(f"other settings than {base.name}: {', '.join(settings)}")
-    compare.set_losses(runs)
+    alike = not scaled or scaling.same_training(runs)
+    if alike:
+        compare.set_losses(runs)
     for run in runs:
         compare.set_work(run, runs)
+        one = scaled and scaled.runs.get(run.name)
+        run.efficiency = one and one.efficiency
     able = [run for run in runs if compare.can_model(run)]
     return {
         "runs": runs,
         "base": base,
+        "scaling": scaled,
+        "same_training": alike,
+        "ratios": {run.name: compare.time_ratio(base, run) if alike else None for run in runs},
         "differences": unlike,
         "same_wire": compare.same_wire(runs),
         "verdicts": {run.name: judge(run) for run in runs},

@@ -18,6 +18,7 @@ IN_PART = 0.2  # above this share of a step, exposed communication bounds it in 
 # ResNet-18 at 224 px in fp32 trains 750 images/s or more on an RTX 2080 Ti. A GPU that gets a
 # quarter of that most likely waits for images.
 SLOW_GPU_IMG_PER_S = 190
+SCALES = 0.8  # more processes are no advice for a run of a lower efficiency
 
 
 def next_checks(run, bound, slow_link, in_trouble):
@@ -264,6 +265,7 @@ def other_rows(run, bound):
         lower = "lower precision: --precision bf16 where the CPU has it (`lscpu` shows "
         lower += "avx512_bf16 or amx_bf16)"
     each = (run.img_per_s or 0) / (run.processes or 1)
+    more = compute and (run.efficiency is None or run.efficiency >= SCALES)
     slow_gpu = "GPU" in run.log.kinds and 0 < each < SLOW_GPU_IMG_PER_S
     pipeline = f"the input pipeline: {each:.0f} img/s per GPU is far below what ResNet-18 reaches "
     pipeline += "on any recent one (an RTX 2080 Ti: 750 to 920 in fp32)"
@@ -273,10 +275,10 @@ def other_rows(run, bound):
         (data, storage),
         (compute and run.setting("precision") not in ("bf16", "fp16"), lower),
         (compute and not settings.get("compile"), "fused operations: --compile"),
-        (compute and cpu and not exposed_too(run, bound), "more machines"),
+        (more and cpu and not exposed_too(run, bound), "more machines"),
         (compute and not cpu, "a larger --batch_size, if the device is not full"),
         # With much exposed, more processes would wait for each other still longer.
-        (compute and not cpu and not exposed_too(run, bound), "more GPUs, a process each"),
+        (more and not cpu and not exposed_too(run, bound), "more GPUs, a process each"),
         # A log without a split.
         (whole and slow_gpu, pipeline),
         (whole, "a run of this demo over the same link: its Summary splits the step"),

@@ -38,15 +38,20 @@ OTHER_SETTINGS += ["warmup_steps", "bucket_cap_mb", "val_images", "versions", "d
 # --- Like with like ------------------------------------------------------------------------------
 
 
-def differences(base, run):
-    """What keeps `run` from being compared with `base`, one text each."""
+def differences(base, run, scaling=False):
+    """What keeps `run` from being compared with `base`, one text each.
+
+    `scaling`: they may train other numbers of images, in other global batches.
+    """
     facts = [one.record("Run") for one in (base, run)]
     keys = list(MUST_MATCH)
     if all(fact.get("grad_compression") == "powersgd" for fact in facts):
         keys.append("powersgd_rank")
     pairs = [(MUST_MATCH.get(key, key), *(fact.get(key) for fact in facts)) for key in keys]
-    own = {"images": "image count", "epochs": "epoch count", "parameters": "model (parameters)"}
-    own |= {"global_batch": "global batch", "steps": "number of steps"}
+    own = {"images": "image count", "parameters": "model (parameters)"}
+    if not scaling:
+        own |= {"epochs": "epoch count", "global_batch": "global batch"}
+        own |= {"steps": "number of steps"}
     pairs += [(text, getattr(base, name), getattr(run, name)) for name, text in own.items()]
     return [
         f"{text} differs: {a} in {base.name}, {b} in {run.name}"
@@ -57,7 +62,12 @@ def differences(base, run):
 
 def other_settings(base, run):
     one, two = base.record("Run"), run.record("Run")
-    return [key for key in OTHER_SETTINGS if key in one and key in two and one[key] != two[key]]
+    found = [key for key in OTHER_SETTINGS if key in one and key in two and one[key] != two[key]]
+    if base.processes != run.processes and "devices" in found:  # a list of them: of each rank
+        kinds = [{str(device) for device in each.setting("devices", list)} for each in (base, run)]
+        if kinds[0] == kinds[1]:
+            found.remove("devices")
+    return found
 
 
 def same_wire(runs):
@@ -67,7 +77,8 @@ def same_wire(runs):
     for a, b in itertools.combinations(able, 2):
         used = [[(i.host, i.transport, i.names) for i in run.networks] for run in (a, b)]
         slow, fast = sorted([a.wire_gbps, b.wire_gbps])
-        if used[0] == used[1] and fast < SAME_RATE * slow:
+        alike = a.processes == b.processes and used[0] == used[1]
+        if alike and fast < SAME_RATE * slow:
             who = "Both runs" if len(runs) == 2 else f"{a.name} and {b.name}"
             found.append(
                 f"{who} went over the same wire: {a.network.way}, by {a.network.basis}, "

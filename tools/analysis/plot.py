@@ -1,4 +1,5 @@
-"""The picture of tools/compare_logs.py: where the time of each run went, throughput, loss.
+"""The pictures of tools/compare_logs.py: where the time of each run went, throughput and loss, or
+for runs that differ in their number of processes the speed-up; and a profiled step.
 
 Drawn with matplotlib, which only a picture needs. Hatching, line style and mark tell the runs
 apart without colour.
@@ -6,12 +7,17 @@ apart without colour.
 
 import math
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 from matplotlib.figure import Figure  # without pyplot, which may look for a display
 
+from analysis.scaling import network_of
+
 LINES = ("-", "--", ":", "-.", "-")
 COLOURS = ("#111111", "#1f5fa8", "#c1440e", "#4d8f3a", "#7a3f98")
+LOOK = {"axes.spines.top": False, "axes.spines.right": False}
+RUNNING = 5  # log lines in a mean of losses
 PARTS = {  # of a step: colour, hatching
     "compute": ("#555555", ""),
     "data wait": ("#cccccc", ".."),
@@ -23,24 +29,66 @@ PARTS = {  # of a step: colour, hatching
 
 def draw(result, file):
     """`result` is what compare_logs.compare_runs returns. Raises OSError or ValueError."""
-    runs = result["runs"]
-    with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(16, 5.2), layout="constrained")
-        split, throughput, loss = figure.subplots(1, 3)
-        draw_split(split, runs)
-        for i, run in enumerate(runs):
-            draw_line(throughput, i, run, "img_per_s", run.processes or 1)
-            draw_line(loss, i, run, "loss", 1)
-        throughput.set_ylim(0, max(throughput.get_ylim()[1], 1e-9) * 1.2)
-        throughput.set(xlabel="step", ylabel="images/s, whole job", title="Throughput")
-        loss.set(xlabel="step", ylabel="cross entropy, mean over ranks", title="Loss")
-        finish(throughput, "no throughput in these logs")
-        finish(loss, "no step lines in these logs")
-        figure.savefig(file, dpi=120, format=None if Path(file).suffix else "png")
+    runs, scaled = result["runs"], result["scaling"]
+    with matplotlib.rc_context(LOOK):
+        figure = Figure(figsize=(12 if scaled else 16, 5.2), layout="constrained")
+        split, *others = figure.subplots(1, 2 if scaled else 3)
+        draw_split(split, runs, scaled.runs if scaled else {})
+        if scaled:
+            draw_speed_up(others[0], runs, scaled)
+        else:
+            draw_throughput_and_loss(*others, runs)
+        save(figure, file)
 
 
-def draw_split(axis, runs):
-    """A stacked bar for each run."""
+def save(figure, file):
+    figure.savefig(file, dpi=120, format=None if Path(file).suffix else "png")
+
+
+def draw_throughput_and_loss(throughput, loss, runs):
+    for i, run in enumerate(runs):
+        draw_line(throughput, i, run, "img_per_s", run.processes or 1)
+        draw_line(loss, i, run, "loss", 1, RUNNING)
+    throughput.set_ylim(0, max(throughput.get_ylim()[1], 1e-9) * 1.2)
+    throughput.set(xlabel="step", ylabel="images/s, whole job", title="Throughput")
+    title = f"Loss: log lines, and the mean of the last {RUNNING}"
+    loss.set(xlabel="step", ylabel="cross entropy, mean over ranks", title=title)
+    finish(throughput, "no throughput in these logs")
+    finish(loss, "no step lines in these logs")
+
+
+def draw_speed_up(axis, runs, scaled):
+    """Speed-up over processes, with the ideal line, and for each network a line from its base."""
+    by_name = {run.name: run for run in runs if run.name in scaled.runs}
+    networks = {}
+    for run in by_name.values():
+        networks.setdefault(network_of(run), []).append(run)
+    counts = sorted({run.processes for run in by_name.values()})
+    if counts:
+        axis.plot(counts, [count / counts[0] for count in counts], color="#999999", label="ideal")
+        axis.set_xlim(right=counts[-1] * 1.15)
+    for i, group in enumerate(networks.values()):
+        look = {"label": "measured", "color": COLOURS[i % 5], "linestyle": LINES[i % 5]}
+        if len(networks) > 1 and group[0].network:
+            look["label"] = group[0].network.way
+        elif len(networks) > 1:
+            look["label"] = "one node" if group[0].nodes == 1 else "network not known"
+        for run in group:
+            one = scaled.runs[run.name]
+            place = {"xytext": (4, -14), "textcoords": "offset points"}
+            text = f"{run.name}: {one.efficiency:.0%}"
+            axis.annotate(text, (run.processes, one.speed_up), **place)
+        line = {name for run in group for name in (run.name, scaled.runs[run.name].base)}
+        points = sorted((by_name[name].processes, scaled.runs[name].speed_up) for name in line)
+        axis.plot(*zip(*points, strict=True), marker="osD^v"[i % 5], linewidth=2, **look)
+    axis.set_xticks(counts)
+    axis.set_ylim(bottom=0)
+    axis.set(xlabel="processes", ylabel="speed-up over the base", title="Speed-up and efficiency")
+    finish(axis, "no speed-up in these logs")
+
+
+def draw_split(axis, runs, scaled):
+    """A stacked bar for each run; in `scaled` runs with a mark at the ideal step."""
     bars = {run.name: parts_of(run) for run in runs if run.step_s}
     bottom = [0.0] * len(bars)
     for i, (name, (colour, hatch)) in enumerate(PARTS.items()):
@@ -52,6 +100,12 @@ def draw_split(axis, runs):
     for i, top in enumerate(bottom):
         place = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
         axis.annotate(f"{top:,.0f} ms", (i, top), **place)
+    ideal = [(i, scaled[name].ideal_s) for i, name in enumerate(bars) if name in scaled]
+    if ideal:
+        look = {"color": "#c1440e", "linestyle": "--", "label": "ideal step"}
+        at, seconds = zip(*ideal, strict=True)
+        edges = [i - 0.4 for i in at], [i + 0.4 for i in at]
+        axis.hlines([1000 * each for each in seconds], *edges, **look)
     axis.set_xticks(range(len(bars)), list(bars))
     axis.set_ylim(0, max(bottom, default=1) * 1.45)  # room for the legend above the bars
     axis.set(ylabel="time per step (ms)", title="Where a step's time goes")
@@ -65,8 +119,11 @@ def parts_of(run):
     return 0, 0, 0, run.work_s, run.step_s - run.work_s
 
 
-def draw_line(axis, i, run, name, factor):
-    """Run i's mean over ranks of that figure, times factor, for steps that every rank has."""
+def draw_line(axis, i, run, name, factor, running=1):
+    """Run i's mean over ranks of that figure, times factor, for steps that every rank has.
+
+    `running`: the line is the mean of so many last points, beside which each is a faint dot.
+    """
     by_step = {}
     for (_, epoch, step), line in sorted(run.log.steps.items()):
         value = getattr(line, name)
@@ -79,7 +136,11 @@ def draw_line(axis, i, run, name, factor):
         look = {"label": label, "color": COLOURS[i % 5], "linestyle": LINES[i % 5], "linewidth": 2}
         # The mark stands at the end, so that a short run is seen too.
         look |= {"marker": "osD^v"[i % 5], "markevery": [-1]}
-        axis.plot([step for step, _ in points], [factor * mean for _, mean in points], **look)
+        steps, values = [step for step, _ in points], [factor * mean for _, mean in points]
+        if running > 1:
+            axis.plot(steps, values, ".", color=look["color"], alpha=0.3)
+            values = [fmean(values[max(0, n - running) : n]) for n in range(1, len(values) + 1)]
+        axis.plot(steps, values, **look)
 
 
 def finish(axis, otherwise):

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
-from analysis.compare import time_ratio
 from analysis.runs import digits, duration, in_unit, megabytes, ms, part, rate
+from analysis.scaling import PARTS
 
 
 def table(head, rows):
@@ -24,9 +24,10 @@ def table(head, rows):
     return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
 
 
-def column(run, base, verdict):
+def column(run, result):
     """A run's cells of the main table by their title; None, 0 or "" if the log does not say."""
-    ratio, gbps = time_ratio(base, run), verdict.wire_gbps or run.wire_gbps
+    base, ratio = result["base"], result["ratios"][run.name]
+    gbps = result["verdicts"][run.name].wire_gbps or run.wire_gbps
     against = f"{1 / ratio:.2f} x faster" if ratio and ratio < 1 else f"{ratio or 0:.2f} x as long"
     of = f", {gbps / run.link_gbps:.0%} of stated" if gbps and run.link_gbps else ""
     img_per_s = run.img_per_s or 0
@@ -38,12 +39,19 @@ def column(run, base, verdict):
         "steps": run.steps and f"{run.steps:,}",
         "img/s, job": img_per_s and f"{img_per_s:,.1f}",
         "img/s, process": img_per_s and run.processes and f"{img_per_s / run.processes:,.1f}",
-        "step": run.step_s and ms(run.step_s),
     }
+    scaled = result["scaling"] and result["scaling"].runs.get(run.name)
+    if result["scaling"]:
+        cells = {title: text for title, text in cells.items() if not title.startswith("img/s")}
+        cells["img/s of a mean step"] = scaled and f"{scaled.img_per_s:,.1f}"
+    cells["step"] = run.step_s and ms(run.step_s)
     for title in ("data wait", "compute", "exposed communication"):
         seconds = getattr(run, f"{title.split()[0]}_s")
         shown = seconds is not None and f"{ms(seconds)} ({part(seconds, run.step_s)})"
         cells[f"- {title}"] = shown
+    if result["scaling"]:
+        cells |= scaling_cells(run, scaled)
+    top1, baseline = (run.log.top1, run.log.baseline) if result["same_training"] else (None, None)
     return cells | {
         "all-reduce alone": run.probe_s and ms(run.probe_s),
         "- of up to 4 KB": run.latency_s and f"{digits(run.latency_s * 1000)} ms",
@@ -53,14 +61,26 @@ def column(run, base, verdict):
         "transport": run.network and f"{run.network.transport} ({run.network.basis})",
         "interface": run.network and run.network.shown,
         **{f"loss, epoch {epoch}": f"{loss:.4f}" for epoch, loss in run.losses.items()},
-        "top-1 at the end": run.log.top1 is not None and f"{run.log.top1:.2f} %",
-        "- baseline": run.log.baseline is not None and f"{run.log.baseline:.2f} %",
+        "top-1 at the end": top1 is not None and f"{top1:.2f} %",
+        "- baseline": baseline is not None and f"{baseline:.2f} %",
     }
 
 
-def main_table(runs, base, verdicts):
+def scaling_cells(run, scaled):
+    """A run's cells beside its base. What is lost is below 0 where it is less than ideal."""
+    titles = ["ideal step", *(f"- lost: {part}" for part in PARTS), "speed-up", "efficiency"]
+    if not scaled or run.name == scaled.base:
+        return dict.fromkeys(titles) | {"speed-up": scaled and "base"}
+    lost = [scaled.lost_s.get(part) for part in PARTS]
+    texts = [ms(scaled.ideal_s), *(None if seconds is None else ms(seconds) for seconds in lost)]
+    over = f"{scaled.speed_up:.2f} over {scaled.base}"
+    return dict(zip(titles, [*texts, over, f"{scaled.efficiency:.0%}"], strict=True))
+
+
+def main_table(result):
     """The table of all runs, without rows that no run can fill and without most epochs."""
-    columns = [column(run, base, verdicts[run.name]) for run in runs]
+    runs, base = result["runs"], result["base"]
+    columns = [column(run, result) for run in runs]
     epochs = sorted({epoch for run in runs for epoch in run.losses})
     hidden = {f"loss, epoch {epoch}" for epoch in epochs[1:-3] if len(epochs) > 6}
     if len(runs) == 1:
@@ -70,8 +90,7 @@ def main_table(runs, base, verdicts):
     return table(["", *(run.name for run in runs)], [r for r in rows if set(r[1:]) != {"-"}])
 
 
-def ratio_sentence(base, run):
-    value = time_ratio(base, run)
+def ratio_sentence(base, run, value):
     slow, quick, times = (run, base, value) if value >= 1 else (base, run, 1 / value)
     return (
         f"{slow.name} took {times:.2f} times as long as {quick.name}: "
@@ -85,15 +104,22 @@ PART = "(part): a part of the run only (restarted or resumed); compare the step 
 def report(result, picture=None):
     """The whole report: Markdown that reads well in a terminal too. `picture`: its address."""
     runs, base, verdicts = result["runs"], result["base"], result["verdicts"]
+    ratios, scaled = result["ratios"], result["scaling"]
     lines = []
     for text in result["differences"]:
         lines += [f"FORCED, not like with like: {text}", ""]
-    lines += [*main_table(runs, base, verdicts), ""]
+    lines += [*main_table(result), ""]
     if any(run.partial for run in runs):
         lines += [PART, ""]
-    others = [run for run in runs if run is not base and time_ratio(base, run)]
-    lines += [*(ratio_sentence(base, run) for run in others), ""] if others else []
-    lines += [f"![Parts of a step, throughput and loss]({picture})", ""] if picture else []
+    others = [run for run in runs if run is not base and ratios[run.name]]
+    said = [ratio_sentence(base, run, ratios[run.name]) for run in others]
+    lines += [*said, ""] if said else []
+    shown = "Speed-up, and parts of a step" if scaled else "Parts of a step, throughput and loss"
+    lines += [f"![{shown}]({picture})", ""] if picture else []
+    if scaled:
+        lines += [*heading("Scaling"), " ".join(scaled.says), ""]
+        for name, one in scaled.runs.items():
+            lines += [f"{name}: {one.says}", ""] if one.says else []
     lines += heading("Verdict")
     lines += [text for run in runs if run.log.failed for text in verdict_lines(run, verdicts)]
     lines += [line for text in result["same_wire"] for line in (text, "")]
@@ -167,9 +193,9 @@ def as_json(result):
         figures |= {name: getattr(run, name) for name in ("complete", "status", "wire_gbps")}
         figures |= {"interface": run.network and run.network.shown, "attempts": run.log.attempts}
         figures |= {"top1": run.log.top1, "baseline": run.log.baseline}
-        figures["wall_ratio"] = time_ratio(result["base"], run)
+        figures["wall_ratio"] = result["ratios"][run.name]
         runs.append(figures | {"verdict": result["verdicts"][run.name]})
-    keys = ("differences", "same_wire", "projections")
+    keys = ("differences", "scaling", "same_wire", "projections")
     every = {"base": result["base"].name, "runs": runs} | {key: result[key] for key in keys}
     # JSON has no word for nan and infinity: null.
     return json.loads(json.dumps(every, default=vars), parse_constant=lambda name: None)
@@ -189,15 +215,22 @@ def write_report(result, file, picture=None):
     Path(file).write_text(text + "\n", encoding="utf-8")
 
 
+SCALED = ("speed_up", "efficiency")  # of a run, which each of its rows repeats
+
+
 def write_csv(result, file):
     """The step lines of all runs in the order of time; what a line does not say stays empty."""
     with open(file, "w", newline="", encoding="utf-8") as target:
         writer = csv.writer(target, lineterminator="\n")
-        writer.writerow(
-            ["run", "rank", "epoch", "step", "loss", "img_per_s", "data_ms", "step_ms"]
-        )
+        head = ["run", "rank", "epoch", "step", "loss", "img_per_s", "data_ms", "step_ms"]
+        scaled = result["scaling"]
+        writer.writerow(head + (["processes", *SCALED] if scaled else []))
         for run in result["runs"]:
+            of_run = []
+            if scaled:
+                one = scaled.runs.get(run.name)
+                of_run = [run.processes, *(one and getattr(one, name) for name in SCALED)]
             in_time = sorted(run.log.steps.items(), key=lambda item: (*item[0][1:], item[0][0]))
             for (rank, epoch, step), line in in_time:
                 measured = line.loss, line.img_per_s, line.data_ms, line.step_ms
-                writer.writerow([run.name, rank, epoch, step, *measured])
+                writer.writerow([run.name, rank, epoch, step, *measured, *of_run])

@@ -63,6 +63,7 @@ class Run:
     traffic: list = field(default_factory=list)  # of each node in the run: host, interfaces, tcp
     work_s: float | None = None  # data wait and compute of a step
     work_from: str | None = None  # the run that they are of
+    efficiency: float | None = None  # beside fewer processes, see scaling.py
 
     @property
     def complete(self):
