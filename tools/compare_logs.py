@@ -5,6 +5,7 @@
     python tools/compare_logs.py ethernet=logs/eth infiniband=logs/ib --project
     python tools/compare_logs.py slow=a.log fast=b.log --link_gbps slow=1 --link_gbps fast=56
     python tools/compare_logs.py logs/eth --plot run.png --csv steps.csv
+    python tools/compare_logs.py --trace FOLDER --plot step.png
 
 A run is NAME=PATH: a log file, or a run's folder with node0.log, node1.log, ... Node 0's log is
 enough. Without NAME= it is called after its folder or file. A name that is given again adds a file
@@ -16,6 +17,8 @@ runs (`--steps 924`) or for one (`--steps slow=924`). A log's own figure wins, e
 
 Runs with different numbers of processes are compared as scaling: speed-up, efficiency, and what
 eats the rest. The base is then the run with the fewest processes (analysis/scaling.py).
+
+--trace draws one step of each rank from the traces rankR.json.gz of the script's --profile.
 
 Exit code: 0: success; 1: compared, but a run is incomplete or failed; 2: usage error, or unlike
 runs.
@@ -34,6 +37,7 @@ from analysis.logs import NODE_LOG, UserError, read_log
 from analysis.nccl import Reader
 from analysis.report import print_text, report, write_csv, write_json, write_report
 from analysis.runs import LACKING, make_run
+from analysis.trace import read_traces
 
 
 def main(argv=None):
@@ -46,6 +50,10 @@ def main(argv=None):
 
 def run_command(args):
     outputs = asked_outputs(args)
+    if args.trace:
+        return draw_trace(args)
+    if not args.runs:
+        raise UserError("give at least one run: NAME=PATH, or PATH")
     paths = named_paths(args.runs)
     given = given_figures(args, paths)
     runs = [make_run(name, read_files(files), given[name]) for name, files in paths.items()]
@@ -62,6 +70,22 @@ def run_command(args):
     if failed:
         raise UserError("; ".join(failed))
     return 0 if all(run.complete for run in runs) else 1
+
+
+def draw_trace(args):
+    """--trace FOLDER --plot FILE"""
+    if args.runs or not args.plot:
+        raise UserError(f"--trace {args.trace}: give it with --plot FILE, and without runs")
+    from analysis.plot import draw_steps
+
+    steps = read_traces(args.trace)
+    for step in steps:
+        print(step)
+    try:
+        draw_steps(steps, args.plot)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--plot {args.plot}: cannot be written: {error}") from None
+    return 0
 
 
 def read_files(files):
@@ -136,8 +160,10 @@ def parse_arguments(argv):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("runs", nargs="+", metavar="[NAME=]PATH", help="log or folder of a run")
+    add("runs", nargs="*", metavar="[NAME=]PATH", help="log or folder of a run")
     add("--plot", metavar="FILE", help="write a picture (PNG, or by the suffix)")
+    text = "with --plot: draw a profiled step of each rank from the traces in this folder"
+    add("--trace", metavar="FOLDER", help=text)
     text = "write the report as Markdown, with the picture of --plot"
     add("--report", metavar="FILE", help=text)
     add("--csv", metavar="FILE", help="write the step lines: a row for each rank and step")

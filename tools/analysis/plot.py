@@ -87,6 +87,33 @@ def draw_speed_up(axis, runs, scaled):
     finish(axis, "no speed-up in these logs")
 
 
+def draw_steps(steps, file):
+    """Two bars for each rank: when it computes, and when an all-reduce is under way."""
+    with matplotlib.rc_context(LOOK):
+        figure = Figure(figsize=(14, 1.6 + len(steps)), layout="constrained")
+        axis = figure.subplots()
+        rows = []
+        for step in steps:
+            for name, spans, part in (
+                ("compute", step.compute, "compute"),
+                ("all-reduce", step.all_reduce, "exposed communication"),
+            ):
+                at = [(1000 * begin, 1000 * (end - begin)) for begin, end in spans]
+                look = dict(zip(("facecolors", "hatch"), PARTS[part], strict=True))
+                edge = 0.5 if part != "compute" else 0
+                axis.broken_barh(
+                    at, (len(rows) - 0.4, 0.8), edgecolor="#111111", linewidth=edge, **look
+                )
+                rows.append(f"rank {step.rank}: {name}")
+            axis.axhline(len(rows) - 0.5, color="#cccccc", linewidth=0.8)
+        axis.set_yticks(range(len(rows)), rows)
+        axis.invert_yaxis()
+        axis.set_xlim(0, 1000 * max(step.seconds for step in steps))
+        title = f"Step {steps[0].number}: an all-reduce beside compute is hidden, the rest exposed"
+        axis.set(xlabel="ms since this rank began the step", title=title)
+        save(figure, file)
+
+
 def draw_split(axis, runs, scaled):
     """A stacked bar for each run; in `scaled` runs with a mark at the ideal step."""
     bars = {run.name: parts_of(run) for run in runs if run.step_s}
