@@ -835,8 +835,11 @@ def test_run_with_all_rows_of_the_table(save):
 
 
 def test_link_gbps_replaces_the_stated_speed(save):
+    """Without it, 1 Gb/s on an interface that states 10 stays a mismatch."""
     out, _ = run_tool(save("a", **GIGABIT), "--link-gbps", "a=1")
-    assert "100% of the stated 1 Gb/s" in out
+    assert "100% of the stated 1 Gb/s: the link delivers." in out and "this is not" not in out
+    out, _ = run_tool(save("a", **GIGABIT))
+    assert "10% of the stated 10 Gb/s: this is not a 10 Gb/s result." in out
 
 
 def test_exposed_time_alone_is_no_rate_of_a_wire(save):

@@ -19,6 +19,17 @@ set_networks() { # ARGUMENTS...: sets `networks`, the LABEL=NAMES of each networ
     twice=$(tr ' ' '\n' <<<"$NETWORKS" | sed 's/=.*//' | sort | uniq -d)
     [ -z "$twice" ] || die "NETWORKS names $twice twice: give each network a label of its own"
     networks=$NETWORKS
+    check_stated_rates
+}
+
+check_stated_rates() { # LINK_GBPS, for the comparison: LABEL=NUMBER for a network, or a NUMBER for all
+    local stated label
+    for stated in ${LINK_GBPS:-}; do
+        [[ $stated =~ ^(([A-Za-z0-9._-]+)=)?[0-9]*\.?[0-9]+$ ]] ||
+            die "LINK_GBPS has '$stated': write LABEL=NUMBER, in Gb/s, as in ethernet=10 infiniband=100"
+        label=${BASH_REMATCH[2]}
+        [ -z "$label" ] || [[ " $networks" == *" $label="* ]] || die "LINK_GBPS has $label, which NETWORKS has not"
+    done
 }
 
 check_networks() { # ends the launcher if any interface or adapter is missing or down
@@ -105,8 +116,11 @@ leave_out_virtual() { # NCCL may mistake a container bridge for the network betw
 
 # shellcheck disable=SC2034,SC2154  # the launcher's variables
 train_over_each() { # ARGUMENTS...: NETWORKS: one network after another; on node 0 the comparison. Ends the launcher.
-    local network code=0 comparison
+    local network stated code=0 comparison
     comparison=("$root/tools/compare_logs.py" --report "$folder/compare.md")
+    for stated in ${LINK_GBPS:-}; do
+        comparison+=(--link_gbps "$stated")
+    done
     for network in $networks; do
         label=${network%%=*}
         open_log "$folder/$label/node$NODE_RANK.log" "$@"

@@ -85,11 +85,21 @@ remove_nodes() {
 }
 trap remove_nodes EXIT
 
+stated_rate() { # CABLE: prints CABLE=GBPS, because a virtual interface states 10 Gb/s whatever its cable carries
+    local rate bits
+    # In bytes per second. An unshaped cable has none, and an older tc does not write it so.
+    rate=$(tc -j -n "${spaces[0]}" qdisc show dev "$1" | sed -n 's/.*"rate":\([0-9]*\).*/\1/p')
+    [ -n "$rate" ] || return 0
+    bits=$((rate * 8))
+    printf '%s=%d.%09d' "$1" $((bits / 1000000000)) $((bits % 1000000000)) | sed 's/0*$//; s/\.$//'
+}
+
 for space in "${spaces[@]}"; do
     ip netns add "$space" || die "no network namespace can be made here: use a virtual machine, or two real ones"
     ip -n "$space" link set lo up
 done
 n=0
+stated=
 for cable in ${cables//,/ }; do
     name=${cable%%=*}
     rate=${cable#*=}
@@ -105,6 +115,7 @@ for cable in ${cables//,/ }; do
             die "tc does not take the rate $rate: write it as 100mbit or 1gbit"
     done
     say "cable $name: 10.213.$n.1 on node 0 and 10.213.$n.2 on node 1, $rate"
+    stated+="$(stated_rate "$name") "
     n=$((n + 1))
 done
 say "Emulated: two network namespaces of one machine, joined by $cables"
@@ -120,7 +131,11 @@ threads=$((cores / (2 * GPUS_PER_NODE)))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 export NNODES=2 MASTER_ADDR=10.213.0.1
 unset WORLD_SIZE
-[ -z "$links" ] || export NETWORKS="${networks% }"
+if [ -n "$links" ]; then
+    export NETWORKS="${networks% }" LINK_GBPS="${LINK_GBPS:-$stated}"
+elif [[ $stated == *=* ]]; then
+    say "its interfaces state 10 Gb/s: compare_logs.py needs --link_gbps ${stated#*=} for this run's logs"
+fi
 
 # shellcheck disable=SC2329  # called by the traps
 forward() { # SIGNAL

@@ -343,6 +343,8 @@ WRONG = [
     ({"IFNAME": "none0"}, "none0"),
     ({"NETWORKS": "ethernet infiniband"}, "NETWORKS .*=INTERFACE"),
     ({"NETWORKS": "a=lo a=lo"}, "NETWORKS .*a"),
+    ({"NETWORKS": "a=lo", "LINK_GBPS": "a=1gbit"}, "LINK_GBPS has 'a=1gbit'"),
+    ({"NETWORKS": "a=lo", "LINK_GBPS": "1 b=1"}, "LINK_GBPS has b"),
     ({"PYTHON": "/nowhere/python"}, "/nowhere/python"),
     (dict.fromkeys(NODE), "NNODES.*NODE_RANK.*MASTER_ADDR"),
 ]

@@ -165,6 +165,11 @@ def test_links_are_compared_in_a_table_and_a_picture(tmp_path):
     head = re.search(r"^\|.*\| +slow +\| +fast +\|$", run.out, re.MULTILINE)
     assert head and head[0] in (logs / "compare.md").read_text()
     assert (logs / "compare.png").stat().st_size > 10_000
+    # Its interface states 10 Gb/s; the cable that was made is judged by its own rate.
+    (says,) = re.findall(r"^slow: Bound by .*", run.out, re.MULTILINE)
+    assert "of the stated 500 Mb/s: the link delivers" in says
+    (says,) = re.findall(r"^fast: Bound by .*", run.out, re.MULTILINE)
+    assert "of the stated 10 Gb/s" in says
 
 
 @LONG
