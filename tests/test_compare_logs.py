@@ -918,6 +918,17 @@ def test_picture_of_what_little_a_log_has(save, tmp_path, text):
     assert png_size(tmp_path / "run.png") == (1920, 624)
 
 
+def test_loss_is_drawn_as_a_mean_of_the_last_five_lines_beside_faint_points():
+    plot = pytest.importorskip("analysis.plot")
+    axis = plot.Figure().subplots()
+    plot.draw_line(axis, 0, read(TEXT), "loss", 1, plot.RUNNING)
+    points, line = (list(drawn.get_ydata()) for drawn in axis.get_lines())
+    # (2 ranks) 4.5 - step / 10 at the steps 1, 6, 11, 16, 20
+    assert points == approx([4.405, 3.905, 3.405, 2.905, 2.505], abs=1e-3)
+    assert line == approx([4.405, 4.155, 3.905, 3.655, 3.425], abs=1e-3)
+    assert axis.get_lines()[0].get_alpha() < 0.5
+
+
 @pytest.mark.parametrize(
     ("command", "code", "said"),
     [

@@ -58,7 +58,10 @@ def scale(runs):
     first = [run for run in able if run.processes == fewest]
     found = Scaling(kind_of(runs))
     if not is_scaling(able):
-        found.says.append("No speed-up: that needs complete runs with two numbers of processes.")
+        text = (
+            "No speed-up: that needs complete runs, with a Summary, of two numbers of processes."
+        )
+        found.says.append(text)
         return found
     found.base = lower_median(first).name
     for run in able:
@@ -155,10 +158,11 @@ def say_kind(kind, run):
 
 
 def say_base(first, found):
-    several = {scaled.base for scaled in found.runs.values()}
+    bases = dict.fromkeys(scaled.base for scaled in found.runs.values())
     counted = f"{first[0].processes} process{'es' if first[0].processes > 1 else ''}"
-    if len(several) > 1:
-        return f"Each network has its own base, with {counted}: {', '.join(sorted(several))}."
+    if len(bases) > 1:
+        text = "Each network, and one node by itself, has its own base"
+        return f"{text}, with {counted}: {', '.join(bases)}."
     text = f"The base is {found.base}, with {counted}"
     if len(first) > 1:
         text += f", by its images/s the median of {len(first)} such runs"
@@ -169,6 +173,10 @@ def say_run(kind, base, run, scaled):
     """How much faster, and what eats the rest."""
     if run is base:
         return ""
+    if run.processes == base.processes:
+        alike = (run.nodes, network_of(run)) == (base.nodes, network_of(base))
+        text = f"{'a repeat' if alike else 'as many processes on other nodes'}, with "
+        return f"{text}{scaled.speed_up:.2f} times the images/s of {base.name}."
     slower = ", slower than its base" if scaled.speed_up < 0.995 else ""
     times = f"{digits(run.processes / base.processes)} times the processes"
     text = f"{scaled.speed_up:.2f} times the images/s of {base.name} with {times}{slower}: "
