@@ -71,7 +71,7 @@ ANSWERS = {
             "p8: 4.00 times the images/s of p1 with 8 times the processes: an efficiency of 50%. "
             "A step is 40.0 ms longer than the ideal 40.0 ms. What eats the rest: 100% (40.0 ms) "
             "is compute that does not shrink with the batch (a step's fixed work, small batches, "
-            "or cores that processes share).",
+            "or cores that other processes use).",
         ],
     ),
     "strong without loss": (

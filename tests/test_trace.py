@@ -74,8 +74,10 @@ def test_picture_and_a_line_for_each_rank(tmp_path):
     pytest.importorskip("matplotlib")
     save(tmp_path, rank0=ON_CPU, rank1=ON_CPU)
     out, _ = run_tool("--trace", tmp_path, "--plot", tmp_path / "step.png")
-    line = "rank 1: step 7 of 100 ms: compute 70.0 ms, all-reduce 40.0 ms, of which 20.0 ms beside"
-    assert out.splitlines()[1] == f"{line} compute"
+    line = (
+        "rank 1: ProfilerStep#7 of 100 ms: compute 70.0 ms, all-reduce 40.0 ms, of which 20.0 ms"
+    )
+    assert out.splitlines()[1] == f"{line} beside compute"
     assert png_size(tmp_path / "step.png") == (1680, 432)
 
 

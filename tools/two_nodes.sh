@@ -115,7 +115,7 @@ for cable in ${cables//,/ }; do
             die "tc does not take the rate $rate: write it as 100mbit or 1gbit"
     done
     say "cable $name: 10.213.$n.1 on node 0 and 10.213.$n.2 on node 1, $rate"
-    stated+="$(stated_rate "$name") "
+    stated+=" $(stated_rate "$name")"
     n=$((n + 1))
 done
 say "Emulated: two network namespaces of one machine, joined by $cables"

@@ -13,6 +13,7 @@ import matplotlib
 from matplotlib.figure import Figure  # without pyplot, which may look for a display
 
 from analysis.scaling import network_of
+from analysis.trace import STEP
 
 LINES = ("-", "--", ":", "-.", "-")
 COLOURS = ("#111111", "#1f5fa8", "#c1440e", "#4d8f3a", "#7a3f98")
@@ -109,7 +110,9 @@ def draw_steps(steps, file):
         axis.set_yticks(range(len(rows)), rows)
         axis.invert_yaxis()
         axis.set_xlim(0, 1000 * max(step.seconds for step in steps))
-        title = f"Step {steps[0].number}: an all-reduce beside compute is hidden, the rest exposed"
+        title = (
+            f"{STEP}{steps[0].number}: an all-reduce beside compute is hidden, the rest exposed"
+        )
         axis.set(xlabel="ms since this rank began the step", title=title)
         save(figure, file)
 

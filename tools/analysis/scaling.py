@@ -205,7 +205,7 @@ def names_of_loss(kind, base, run):
     if run.on_cpu and None not in threads and threads[0] != threads[1]:
         compute = f"compute, with {threads[1]} in place of {threads[0]} threads per process"
     elif kind == "strong":
-        cores = ", or cores that processes share" if run.on_cpu else ""
+        cores = ", or cores that other processes use" if run.on_cpu else ""
         compute = "compute that does not shrink with the batch (a step's fixed work, small "
         compute += f"batches{cores})"
     else:

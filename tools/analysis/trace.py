@@ -14,7 +14,7 @@ from pathlib import Path
 from analysis.logs import UserError
 from analysis.runs import ms
 
-STEP = "ProfilerStep#"
+STEP = "ProfilerStep#"  # with a number that counts from 0: #9 is the tenth step
 MOST_RANKS = 16  # shown
 
 
@@ -35,7 +35,7 @@ class Step:
         return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs)
 
     def __str__(self):
-        text = f"rank {self.rank}: step {self.number} of {ms(self.seconds)}: compute "
+        text = f"rank {self.rank}: {STEP}{self.number} of {ms(self.seconds)}: compute "
         text += f"{ms(total(self.compute))}, all-reduce {ms(total(self.all_reduce))}, "
         return f"{text}of which {ms(self.beside_s)} beside compute"
 
