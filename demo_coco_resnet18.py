@@ -109,6 +109,7 @@ LR = 1e-3  # learning rate of Adam
 IMAGE_SIZE = 224  # pixels a side
 SEED = 0  # decides the first weights, the order of the images and the crops
 TIMEOUT = 300  # seconds without an answer after which a process counts as lost
+LOG_EVERY = 5  # steps from one log line to the next
 
 
 def main(process):
@@ -214,6 +215,7 @@ class Training:
     def __post_init__(self):
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
         self.timer = StepTimer(self.process.device, self.model)
+        self.profiler = start_profiler(self.process) if self.args.profile else None
         self.mean, self.std = MEAN.to(self.process.device), STD.to(self.process.device)
         # In fp16 small gradients would become 0. The scaler multiplies the loss by a large number
         # and divides the gradients by it. With other precisions it does nothing.
@@ -414,6 +416,8 @@ def finish_step(training, epoch, loss, images):
     log_due = (training.step - 1) % args.log_every == 0 or training.step == args.max_steps
     shown_loss = loss.item() if log_due else None  # waits for a GPU: not in each step
     timer.end_step(images)
+    if training.profiler:
+        profile_step(training)
     if log_due:
         log_step(training, epoch, shown_loss)  # on every rank: of its own images
     save_due = args.checkpoint_every and training.step % args.checkpoint_every == 0
@@ -507,7 +511,6 @@ def errors_end_all_ranks():
 # ---- Arguments
 
 LR_BATCH = 64  # the global batch size for which --lr is meant, with --lr_scaling linear
-LOG_EVERY_CPU, LOG_EVERY_GPU = 5, 20  # steps; a GPU has to wait for each log line
 MOST_WORKERS, MOST_VAL_WORKERS = 16, 4  # each worker has batches in shared memory
 MOST_LOADER_SECONDS = 2_000_000  # 23 days; poll() counts milliseconds in 32 bits
 
@@ -571,9 +574,11 @@ def make_parser():
     add("--powersgd_rank", type=at_least(int, 1), default=8, help=text)
 
     add = parser.add_argument_group("output").add_argument
-    text = f"steps from one log line to the next; unset: {LOG_EVERY_CPU}, on GPUs {LOG_EVERY_GPU}"
-    add("--log_every", type=at_least(int, 1), help=text)
+    text = "steps from one log line to the next; a GPU has to finish all its work for each line"
+    add("--log_every", type=at_least(int, 1), default=LOG_EVERY, help=text)
     add("--checkpoint", help="FILE, saved at the end of each epoch and on a stop signal")
+    text = "FOLDER for a trace of each rank, of steps 8 to 10 of this run: what ran when"
+    add("--profile", metavar="FOLDER", help=text)
     text = "also save every N optimizer steps; 0: do not"
     add("--checkpoint_every", type=at_least(int, 0), default=0, help=text)
     add("--resume", action="store_true", help="continue from --checkpoint if that file exists")
@@ -641,14 +646,14 @@ def complete_arguments(args, process, images, checkpoint=None):
     args.steps_per_epoch = math.ceil(images / global_batch)
     all_steps = args.num_epochs * args.steps_per_epoch
     args.max_steps = min(all_steps, args.max_steps or all_steps)
+    if args.profile:
+        check_profile(args, process, checkpoint)
     if args.lr_scaling == "linear":
         base, args.lr = args.lr, args.lr * global_batch / LR_BATCH
         log_from_rank_0(process, f"--lr {base:g} x {global_batch} / {LR_BATCH} = {args.lr:g}")
     if args.workers is None:
         workers = max(1, process.cores - 1) if process.gpu else 1
         args.workers, args.val_workers = min(workers, MOST_WORKERS), min(workers, MOST_VAL_WORKERS)
-    if args.log_every is None:
-        args.log_every = LOG_EVERY_GPU if all(all_gather(process.gpu)) else LOG_EVERY_CPU
     if args.precision == "auto" and checkpoint:
         args.precision = checkpoint["settings"].get("--precision", "fp32")
     if args.precision == "auto":  # the fastest one that suits all ranks
@@ -1524,6 +1529,11 @@ class StepTimer:
         self.unread.append((self.moments, images))
         self.moments = {"begin": self.moments["end"]}
 
+    def leave_out_last(self):
+        """The step that has just ended counts in no average, nor does the time since its end."""
+        self.unread.pop()
+        self.start_step()
+
     def last_step_seconds(self):
         self.read()
         return self.steps[-1].step if self.steps else 1
@@ -1546,6 +1556,85 @@ class StepTimer:
 def mean_time(steps):
     """The StepTime of an average step; zeros without any step."""
     return StepTime(*map(fmean, zip(*steps, strict=True))) if steps else StepTime(0, 0, 0, 0)
+
+
+# ---- Profile
+
+# Steps: before the profiler starts, while it starts, and in the trace.
+PROFILED = {"wait": 5, "warmup": 2, "active": 3}
+
+
+def check_profile(args, process, checkpoint):
+    """Raises UserError if the run is too short, or a rank cannot write its trace.
+
+    All ranks make this call. A resumed run with too few steps left makes them without a trace.
+    """
+    needed = sum(PROFILED.values())
+    with errors_end_all_ranks():
+        if args.max_steps < needed:
+            text = f"--profile needs {needed} steps or more: this run makes {args.max_steps}"
+            raise UserError(text)
+        with as_user_error(f"--profile {args.profile} cannot be written"):
+            os.makedirs(args.profile, exist_ok=True)
+            tempfile.TemporaryFile(dir=args.profile).close()
+    if checkpoint and args.max_steps - checkpoint["step"] < needed:
+        log_from_rank_0(process, f"Note: no --profile, because fewer than {needed} steps are left")
+        args.profile = None
+
+
+def start_profiler(process):
+    """PyTorch's profiler. It does nothing in the first steps, see PROFILED."""
+    if not process.gpu:  # PyTorch's builds for CUDA would print errors about that
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    kinds = torch.profiler.ProfilerActivity
+    profiler = torch.profiler.profile(
+        activities=[kinds.CPU, kinds.CUDA] if process.gpu else [kinds.CPU],
+        schedule=torch.profiler.schedule(**PROFILED, repeat=1),
+    )
+    profiler.start()
+    return profiler
+
+
+def profile_step(training):
+    """Tells the profiler that a step has ended; writes the trace when it is complete.
+
+    All ranks make this call. A profiled step takes longer than others: it is in no average.
+    """
+    args, process, profiler = training.args, training.process, training.profiler
+    actions, action = torch.profiler.ProfilerAction, profiler.current_action
+    profiler.step()
+    if action == actions.NONE:  # in the step that has ended
+        return
+    if action == actions.RECORD_AND_SAVE:  # it was the last one
+        path = os.path.join(args.profile, f"rank{process.rank}.json.gz")
+        with errors_end_all_ranks():  # all wait: a later step has no wait for a rank that writes
+            with as_user_error(f"--profile {path} cannot be written"):
+                profiler.export_chrome_trace(path)
+            if process.rank == 0:
+                log_profile(process, profiler.events())
+        training.profiler = None
+    training.timer.leave_out_last()
+
+
+def log_profile(process, events):
+    """What took the most time in the profiled steps: on a GPU its kernels.
+
+    An operation's time is without that of other operations inside it. What another thread does
+    beside them, such as an all-reduce over Gloo, counts in full.
+    """
+    seconds, counts = Counter(), Counter()
+    for event in events:
+        if process.gpu != (event.device_type == torch.autograd.DeviceType.CUDA):
+            continue
+        if event.is_user_annotation and not event.is_async:  # around several operations
+            continue
+        alone = event.is_async or process.gpu
+        microseconds = event.time_range.elapsed_us() if alone else event.self_cpu_time_total
+        seconds[event.name] += microseconds / 1e6
+        counts[event.name] += 1
+    for name, time_of_it in seconds.most_common(10):
+        text = f"Profile of {PROFILED['active']} steps | {name[:80]} | {1e3 * time_of_it:.1f} ms"
+        log(process, f"{text} | {counted(counts[name], 'time', 'times')}")
 
 
 # ---- Going on, or not
@@ -1757,8 +1846,11 @@ def log_step(training, epoch, loss):
     timer.read()
     mean = mean_time(timer.steps[training.logged_steps :])
     training.logged_steps = len(timer.steps)
-    left = duration((args.max_steps - training.step) * mean.step, 0)
     text = f"Epoch {epoch} | Step {training.step} | Loss: {loss:.4f} | "
+    if not mean.images:  # all steps since the last line were profiled
+        log(training.process, f"{text}profiled")
+        return
+    left = duration((args.max_steps - training.step) * mean.step, 0)
     text += f"{mean.images / mean.step:.1f} img/s | data {1e3 * mean.data:.1f} ms | "
     log(training.process, f"{text}step {1e3 * mean.step:.1f} ms | ETA {left}")
 
@@ -1802,6 +1894,7 @@ def log_summary(training):
     ranks = all_gather({"rank": process.rank, **own})
     images = sum(all_gather(sum(step.images for step in steps)))
     seconds = sum(step.step for step in steps)
+    peak = max(all_gather(torch.cuda.max_memory_allocated() if process.gpu else 0))
     summary = {
         "epochs": training.step // training.args.steps_per_epoch,
         "steps": training.step,
@@ -1810,12 +1903,14 @@ def log_summary(training):
         **{name: fmean(times[name] for times in ranks) for name in own},
         "ranks": ranks,
         "wire_bytes_per_step": bytes_per_step(training),
+        "peak_gpu_bytes": peak or None,  # of tensors, on the rank with the most
         "weights_sha256": digests[0],
         "replicas_identical": len(set(digests)) == 1,
     }
     log_from_rank_0(process, "Summary " + json.dumps(summary))
     text = "{img_per_s:.1f} img/s; a step of {step_ms:.0f} ms is {data_ms:.0f} data + "
     text += "{compute_ms:.0f} compute + {exposed_ms:.0f} exposed communication; "
+    text += f"at most {peak / 2**30:.2f} GiB of a GPU's memory; " if peak else ""
     text += "replicas identical: {replicas_identical}"
     epochs = counted(summary["epochs"], "epoch", "epochs")
     made = counted(training.step, "step", "steps")

@@ -546,9 +546,9 @@ def test_a_stop_during_validation_ends_with_the_epoch_saved_and_is_validated_aft
 @pytest.mark.skipif(
     torch.__version__ < "2.11", reason="fake tensors of a GPU need one before 2.11"
 )
-def test_a_step_keeps_to_the_gpu_and_waits_for_no_copy(demo, monkeypatch):
-    """By fake tensors, which have a device and no data: each operation checks that all of its
-    tensors are on one device. Backward and DDP need a real one.
+def test_steps_keep_to_the_gpu_and_wait_for_it_at_log_lines_alone(demo, monkeypatch):
+    """In every fifth step, by fake tensors, which have a device and no data: each operation checks
+    that all of its tensors are on one device. Backward and DDP need a real one.
     """
     from torch._subclasses import FakeTensorMode
     from torch.overrides import TorchFunctionMode
@@ -558,7 +558,10 @@ def test_a_step_keeps_to_the_gpu_and_waits_for_no_copy(demo, monkeypatch):
             kwargs = kwargs or {}
             if function is torch.Tensor.to and args[0].device.type == "cpu":
                 copies.append(kwargs.get("non_blocking"))
-            assert function not in (torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.tolist)
+            assert function not in (torch.Tensor.cpu, torch.Tensor.tolist)
+            if function is torch.Tensor.item:
+                waits.append(training.step)
+                return 1.0
             return function(*args, **kwargs)
 
     def autocast(kind, dtype, enabled):
@@ -569,15 +572,16 @@ def test_a_step_keeps_to_the_gpu_and_waits_for_no_copy(demo, monkeypatch):
         losses.append(loss)
         return SimpleNamespace(backward=lambda: None)
 
-    copies, precision, losses, inputs = [], [], [], []
+    copies, precision, losses, inputs, waits, logged = [], [], [], [], [], []
     cuda = torch.device("cuda", 0)
     args = arguments(demo, "--precision", "bf16", "--accumulate_steps", 2)
     nothing = SimpleNamespace(step=lambda *_: None, update=lambda: None, zero_grad=lambda: None)
     nothing.param_groups, nothing.scale = [{}], scale
     timer = SimpleNamespace(mark=str, start_step=lambda: None, end_step=lambda images: None)
     timer.last_step_seconds = lambda: 1
-    for name in ("agree_to_continue", "log_epoch", "log_step"):
-        monkeypatch.setattr(demo, name, lambda *_: None)
+    monkeypatch.setattr(demo, "agree_to_continue", lambda *_: 99)
+    monkeypatch.setattr(demo, "log_epoch", lambda *_: None)
+    monkeypatch.setattr(demo, "log_step", lambda found, *_: logged.append(found.step))
     monkeypatch.setattr(demo.torch, "autocast", autocast)
     with FakeTensorMode(), Copies():
         with cuda:
@@ -588,20 +592,40 @@ def test_a_step_keeps_to_the_gpu_and_waits_for_no_copy(demo, monkeypatch):
         training = SimpleNamespace(args=args, process=demo.ProcessInfo(device=cuda), step=0)
         training.model = training.ddp = model
         training.timer, training.scaler, training.optimizer = timer, nothing, nothing
-        training.agree_at_step = 99
+        training.agree_at_step, training.profiler = 99, None
         training.mean, training.std = (torch.ones(3, 1, 1, device=cuda) for _ in range(2))
-        # Two steps of which none is the first or the last: these have a log line.
-        training.step, args.log_every, args.steps_per_epoch, args.max_steps = 1, 9, 3, 4
-        demo.train_one_epoch(training, Batches([batch] * 4), 1)
-    assert len(losses) == len(inputs) == 4
+        args.steps_per_epoch, args.max_steps = 12, 99
+        demo.train_one_epoch(training, Batches([batch] * 24), 1)
+    assert logged == waits == [1, 6, 11]
+    assert len(losses) == len(inputs) == 24
     assert {str(tensor.device) for tensor in [*losses, *inputs, training.loss_sum]} == {"cuda:0"}
     assert all(given.is_contiguous(memory_format=torch.channels_last) for given in inputs)
-    assert copies == [True] * 2 * 4  # of images and labels
+    assert copies == [True] * 2 * 24  # of images and labels
     assert set(precision) == {("cuda", torch.bfloat16, True)}
 
 
 class Batches(list):
     sampler = SimpleNamespace(set_epoch=lambda epoch: None)
+
+
+@pytest.mark.parametrize(("kind", "peak"), [("cuda", 3 * 2**30), ("cpu", None)])
+def test_summary_has_the_peak_of_gpu_memory_where_there_is_a_gpu(
+    demo, monkeypatch, kind, peak, capfd
+):
+    """Of the rank with the most. The other one has 1 GiB."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
+    monkeypatch.setattr(
+        demo, "all_gather", lambda own: [2**30, own] if peak and own == peak else [own]
+    )
+    training = SimpleNamespace(args=arguments(demo), model=torch.nn.Linear(1, 1), step=1)
+    training.process = demo.ProcessInfo(device=torch.device(kind))
+    training.timer = SimpleNamespace(steps=[demo.StepTime(1, 1, 3, 4)])
+    training.args.steps_per_epoch, training.parameter_count, training.powersgd = 1, 2, None
+    demo.log_summary(training)
+    record, text = capfd.readouterr().out.splitlines()
+    assert json.loads(record.partition("Summary ")[2])["peak_gpu_bytes"] == peak
+    assert ("; at most 3.00 GiB of a GPU's memory; replicas" in text) == (kind == "cuda")
+    assert text.endswith("replicas identical: True")
 
 
 # --- Time --------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 import shutil
 import sys
@@ -63,6 +65,9 @@ def test_loss_falls_in_each_precision(precision, trained):
     assert (record["precision"], record["backend"]) == (precision, "nccl")
     assert record["devices"] == [torch.cuda.get_device_name(0)]
     assert [step for _, step, _ in run.steps()] == list(range(1, EPOCHS * STEPS + 1))
+    # Weights, gradients and Adam's two averages are four times 45 MB.
+    assert run.json_line("Summary")["peak_gpu_bytes"] > 180e6
+    assert re.search(r"at most \d+\.\d\d GiB of a GPU's memory; replicas", run.out)
     losses = epoch_losses(run)
     assert len(losses) == EPOCHS and losses[-1] < losses[0] - 0.3, losses
     assert len(re.findall(r"^\[GPU 0\] Epoch \d validation .* \| 10 images", run.out, re.M)) == 8
@@ -236,6 +241,18 @@ def test_parts_of_a_step_are_those_of_the_gpus_clock_and_add_up(tmp_path):
     ((wall,),) = [re.findall(r"Epoch 1 complete .* (\S+)s$", run.out, re.M)]
     assert 0.8 < summary["train_s"] / float(wall) < 1.05
     assert summary["steps"] == 10
+
+
+def test_profile_has_the_gpus_kernels(small, tmp_path):
+    words = [*small, "--num_epochs", 4, "--profile", tmp_path]
+    (run,) = run_forked([(0, words)], env=VISIBLE)
+    lines = re.findall(
+        r"^\[GPU 0\] Profile of 3 steps \| (.+) \| [\d.]+ ms \| \d+ times?$", run.out, re.M
+    )
+    assert len(lines) == 10 and not any(name.startswith("aten::") for name in lines)
+    with gzip.open(tmp_path / "rank0.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    assert len([event for event in events if event.get("cat") == "kernel"]) > 300
 
 
 # --- Errors -------------------------------------------------------------------------------------

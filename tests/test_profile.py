@@ -1,0 +1,140 @@
+"""--profile: a trace of each rank, what took the most time, and no profiled step in a figure."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from support.datasets import make_set
+from support.forks import run_forked
+from support.launchers import FAST
+from support.processes import SCRIPT, Run
+
+RECORDED, LEFT_OUT = (8, 9, 10), (6, 7, 8, 9, 10)  # steps
+SLOW = 6  # seconds that rank 1 writes its trace
+# The script, of which rank 1 writes its trace slowly.
+SLOWLY = f"""
+import os, sys, time
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import demo_coco_resnet18 as demo
+
+def export(profiler, path):
+    time.sleep({SLOW} * int(os.environ["RANK"]))
+    plain(profiler, path)
+
+profile = demo.torch.profiler.profile
+plain, profile.export_chrome_trace = profile.export_chrome_trace, export
+main, run_and_exit = demo.main, demo.run_and_exit
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("profile")
+
+
+@pytest.fixture(scope="module")
+def profiled(folder) -> Run:
+    """Two ranks of 14 steps. Step 10 ends the first epoch, and the run's trace."""
+    (folder / "slowly.py").write_text(SLOWLY)
+    words = [*make_set(folder, 80, val=4), *FAST, "--max_steps", 14]
+    words += ["--profile", folder / "mein Gerät"]
+    (run,) = run_forked([(2, words)], program=folder / "slowly.py")
+    return run
+
+
+def spans(rank: int, folder: Path, name: str) -> list[tuple[float, float]]:
+    """Begin and end of a rank's events whose name matches, in microseconds."""
+    with gzip.open(folder / "mein Gerät" / f"rank{rank}.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    found = [event for event in events if re.match(name, event["name"]) and event["ph"] == "X"]
+    return sorted((event["ts"], event["ts"] + event["dur"]) for event in found)
+
+
+def within(span: tuple[float, float], others: list[tuple[float, float]]) -> list:
+    """Those of the others that begin in the span."""
+    return [other for other in others if span[0] <= other[0] < span[1]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_trace_of_each_rank_has_forward_backward_and_all_reduce_in_each_step(
+    profiled, folder, rank
+):
+    """In some step an all-reduce overlaps with the backward pass. ResNet-18 has 20 convolutions;
+    its gradients are at least two buckets, and the ranks agree by one more all-reduce.
+    """
+    steps = spans(rank, folder, "ProfilerStep#")
+    forward = spans(rank, folder, r"DistributedDataParallel\.forward$")
+    backward = spans(rank, folder, r"autograd::engine::evaluate_function: ConvolutionBackward0$")
+    all_reduces = spans(rank, folder, "gloo:all_reduce$")
+    assert len(steps) == len(forward) == len(RECORDED)
+    overlaps = 0
+    for step in steps:
+        assert len(within(step, forward)) == 1
+        assert len(within(step, backward)) == 20
+        assert len(within(step, all_reduces)) >= 3
+        for begin, end in within(step, all_reduces):
+            overlaps += any(begin < own_end and own_begin < end for own_begin, own_end in backward)
+    assert overlaps
+
+
+def test_rank_0_logs_ten_lines_with_what_took_the_most_time(profiled):
+    found = re.findall(
+        r"^\[CPU 0\] Profile of 3 steps \| (\S.*) \| ([\d.]+) ms \| (\d+) times?$",
+        profiled.out,
+        re.MULTILINE,
+    )
+    assert len(found) == profiled.out.count("Profile of") == 10, profiled.tail()
+    assert [float(ms) for _, ms, _ in found] == sorted((float(ms) for _, ms, _ in found))[::-1]
+    counts = {name: int(count) for name, _, count in found}
+    assert counts["aten::convolution_backward"] == 3 * 20 and counts["gloo:all_reduce"] >= 9
+
+
+def test_profiled_steps_and_the_wait_for_the_slowest_trace_are_in_no_figure(profiled):
+    for rank in (0, 1):
+        lines = re.findall(rf"^\[CPU {rank}\] .*\| Step (\d+) \| .*$", profiled.out, re.MULTILINE)
+        assert [int(step) for step in lines] == list(range(1, 15))
+        without = rf"^\[CPU {rank}\] .*\| Step (\d+) \| Loss: [\d.]+ \| profiled$"
+        assert [int(n) for n in re.findall(without, profiled.out, re.M)] == [*LEFT_OUT]
+    times = [float(ms) for ms in re.findall(r"\| step ([\d.]+) ms", profiled.out)]
+    assert len(times) == 2 * (14 - len(LEFT_OUT)) and max(times) < 1e3 * SLOW / 2
+    summary = profiled.json_line("Summary")
+    assert summary["steps"] == 14 and summary["replicas_identical"] is True
+    images = summary["img_per_s"] * summary["train_s"]
+    assert images == pytest.approx(8 * (14 - len(LEFT_OUT)))
+    own = [float(ms) for ms in re.findall(r"^\[CPU 0\].*\| step (\S+) ms", profiled.out, re.M)]
+    assert summary["train_s"] == pytest.approx(sum(own) / 1e3, abs=0.01)
+    assert summary["ranks"][0]["step_ms"] == pytest.approx(sum(own[3:]) / 6, abs=0.1)
+
+
+def test_pytorchs_own_messages_about_a_gpu_that_is_not_there_are_not_printed(profiled):
+    """As a build for CUDA prints them, with the name of the source file."""
+    assert not re.search(r"^\w+:\d{4}-|\.cpp:", profiled.out, re.MULTILINE), profiled.tail()
+
+
+def test_what_cannot_be_profiled_ends_in_one_line_before_training(profiled, folder, tmp_path):
+    words = [*make_set(tmp_path, 80), *FAST]
+    (tmp_path / "file").touch()
+    saves = [*words, "--checkpoint", tmp_path / "c.pt", "--resume"]
+    runs = [
+        (2, [*words, "--max_steps", 9, "--profile", tmp_path / "traces"]),
+        (2, [*words, "--profile", tmp_path / "file"]),
+        (0, [*saves, "--max_steps", 5]),
+        (0, [*saves, "--max_steps", 14, "--profile", tmp_path / "traces"]),
+    ]
+    short, unwritable, _, resumed = run_forked(runs, expect=None)
+    for run, words in (
+        (short, r"--profile needs 10 steps or more: this run makes 9$"),
+        (unwritable, rf"--profile {tmp_path}/file cannot be written: .*exists"),
+    ):
+        assert run.returncode == 2 and not run.steps()
+        (line,) = [line for line in run.lines() if "ERROR" in line]
+        assert line == run.lines()[-1] and re.search(words, line)
+    # One with too few steps left goes on: a restart may come to that.
+    assert resumed.returncode == 0 and resumed.steps()[-1][1] == 14
+    assert "Note: no --profile, because fewer than 10 steps are left" in resumed.out
+    assert not [*(tmp_path / "traces").iterdir()] and "Profile of" not in resumed.out
