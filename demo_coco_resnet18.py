@@ -1049,7 +1049,7 @@ def is_image_name(name):
 
 
 # These may differ from node to node.
-PER_NODE = [*DATA, "checkpoint", "workers", "val_workers"]
+PER_NODE = [*DATA, "checkpoint", "profile", "workers", "val_workers"]
 
 
 def check_start(args, process, train_list, val_list):
@@ -1060,6 +1060,7 @@ def check_start(args, process, train_list, val_list):
     """
     own = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
     own["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
+    own["--profile given"] = bool(args.profile)
     own["PyTorch"] = str(torch.__version__)
     own["script"] = digest(Path(__file__).read_text())
     count = len(train_list.names) + len(val_list.names if val_list else [])

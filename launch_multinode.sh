@@ -24,7 +24,7 @@ set -euo pipefail
 # shellcheck source=tools/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/tools/environment.sh"
 # shellcheck source=tools/network.sh
-source "$root/tools/network.sh" # set_networks, check_networks, use_network, train_over_each
+source "$root/tools/network.sh" # set_networks, check_networks, use_network
 
 leave_after_help "$@"
 
@@ -58,6 +58,7 @@ set_number RESTARTS 0 0 1000
 set_number PROBE 1 0 1
 set_number CONNECT_TIMEOUT 300 1 1000000
 set_processes GPUS_PER_NODE "$@"
+set_threads "$GPUS_PER_NODE"
 set_networks "$@"
 ports_per_network=$((2 + RESTARTS))
 set_number MASTER_PORT 29500 1 "$((65536 - ports_per_network * $(wc -w <<<"$networks")))"
@@ -85,6 +86,8 @@ count_traffic() { # the kernel's counters, before and after: which interface car
 
 train_over() { # LABEL=NAMES ARGUMENTS...
     local start=1
+    first_port=$next_port
+    next_port=$((first_port + ports_per_network))
     variables=("OMP_NUM_THREADS=$OMP_NUM_THREADS")
     use_network "$1"
     shift
@@ -120,10 +123,10 @@ fi
 timeout=$(option --timeout "$@") # the script's, which takes 1e3 as well; bash needs a whole number
 timeout=$(LC_ALL=C printf '%.0f' "${timeout:-300}" 2>/dev/null) || timeout=300
 rendezvous_timeout=$CONNECT_TIMEOUT
-first_port=$MASTER_PORT
+next_port=$MASTER_PORT
 folder=${LOG_DIR:-logs}/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}
 
-[ -z "${NETWORKS:-}" ] || train_over_each "$@" # and leave
+[ -z "${NETWORKS:-}" ] || train_each network "$networks" "$@" # and leave
 
 label=run
 open_log "$folder/node$NODE_RANK.log" "$@"

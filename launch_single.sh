@@ -4,11 +4,13 @@
 #   ./launch_single.sh --max_steps 5                the same with a setting of your own
 #   ./launch_single.sh --coco_image_path DIR --annotation_path FILE ...      arguments go to demo_coco_resnet18.py
 #   GPUS=4 ./launch_single.sh ...                   four processes (default 1); GPUS=all: one per GPU
+#   GPUS="1 2 4" ./launch_single.sh ...             a run with each number of processes, then their comparison: how much
+#                                                   faster? Without paths: 20 steps each, without validation
 # Other environment variables and their defaults:
 #   RESTARTS=0         how many times to restart from the last checkpoint after a failure
-#   LOG_DIR=logs       the log is LOG_DIR/RUN_NAME/node0.log
+#   LOG_DIR=logs       the log is LOG_DIR/RUN_NAME/node0.log; of several runs LOG_DIR/RUN_NAME/p1/node0.log and so on
 #   RUN_NAME           the date and time
-#   OMP_NUM_THREADS    threads per process: cores / processes
+#   OMP_NUM_THREADS    threads per process: cores / processes; of several runs cores / the largest number
 # Exit code: 0: finished; 2: an error of the script that you can fix; 75: stopped by a signal after saving;
 # 128 + N: signal N came before training; else failed.
 set -euo pipefail
@@ -16,26 +18,79 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/tools/environment.sh"
 
 leave_after_help "$@"
-GPUS=${GPUS:-1}
-set_processes GPUS "$@"
+
+# ---- Settings
+
+NODE_RANK=0
+runs=
+most=0 # processes
+for GPUS in ${GPUS:-1}; do
+    set_processes GPUS "$@"
+    runs+="p$GPUS=$GPUS "
+    most=$((GPUS > most ? GPUS : most))
+done
+[ "$most" -gt 0 ] || die "GPUS is '$GPUS': give a number of processes, or several, as in '1 2 4'"
+set_threads "$most" # the same in all runs
 set_number RESTARTS 0 0 1000
+several=
+[ "$(wc -w <<<"$runs")" -eq 1 ] || several=yes
+
+# check_scaling ARGUMENTS...: whether these runs can be compared, and what is compared.
+check_scaling() {
+    local global number
+    check_series GPUS "$runs" "$@"
+    [ "$most" -le "$cores" ] ||
+        say "note: there are fewer cores ($cores) than processes ($most): they share cores, and a step takes longer for that"
+    if [ "$gpus" -gt 0 ] && [ "$most" -gt "$gpus" ] && [ "$(option --device "$@")" != cpu ]; then
+        [ "$(option --backend "$@")" = gloo ] || die "GPUS has $most, but there are $gpus GPUs here"
+    fi
+    global=$(option --global_batch_size "$@")
+    if [ -z "$global" ]; then
+        say "weak scaling: each process has --batch_size images in a step. More processes make a larger batch, which trains \
+otherwise (see --lr_scaling). With --global_batch_size it is strong scaling"
+        return
+    fi
+    say "strong scaling: a step has $global images in all, however many processes share them"
+    [[ $global =~ ^[0-9]{1,9}$ ]] || return 0 # what else it may be, the script refuses
+    for number in $(tr ' ' '\n' <<<"$runs" | sed 's/.*=//'); do
+        [ "$((10#$global % number))" -eq 0 ] ||
+            die "--global_batch_size $global is not a multiple of $number, a number of processes in GPUS"
+    done
+}
+
+# ---- The run
+
+train_over() { # LABEL=PROCESSES ARGUMENTS...
+    local start=1 torchrun
+    torchrun=(--standalone --local-addr=127.0.0.1 --nproc_per_node="${1#*=}" "$root/demo_coco_resnet18.py")
+    shift
+    variables=("OMP_NUM_THREADS=$OMP_NUM_THREADS")
+    set_checkpoint "$@"
+    [ "$RESTARTS" -eq 0 ] || set -- "$@" --checkpoint "$checkpoint" # what a restart resumes from
+    start_torchrun "${torchrun[@]}" "$@"
+    while may_restart "$start"; do
+        start=$((start + 1))
+        start_torchrun "${torchrun[@]}" "$@" --resume
+    done
+}
+
+[ -z "$several" ] || check_scaling "$@"
 find_python
 check_build "$@"
 if names_no_data "$@"; then
     make_sample
-    set -- "${sample[@]}" --val_image_path "$root/data/sample_coco/val2017" \
-        --val_annotation_path "$root/data/sample_coco/annotations/instances_val2017.json" \
-        --num_epochs 2 --batch_size 16 --image_size 128 --lr 3e-4 "$@"
+    sample+=(--batch_size 16 --image_size 128 --lr 3e-4)
+    if [ -n "$several" ]; then
+        sample+=(--num_epochs 100 --max_steps 20)
+    else
+        sample+=(--num_epochs 2 --val_image_path "$root/data/sample_coco/val2017"
+            --val_annotation_path "$root/data/sample_coco/annotations/instances_val2017.json")
+    fi
+    set -- "${sample[@]}" "$@"
 fi
-open_log "${LOG_DIR:-logs}/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}/node0.log" "$@"
-set_checkpoint "$@"
-[ "$RESTARTS" -eq 0 ] || set -- "$@" --checkpoint "$checkpoint" # what a restart resumes from
+folder=${LOG_DIR:-logs}/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}
+[ -z "$several" ] || train_each run "$runs" "$@" # and leave
 
-variables=("OMP_NUM_THREADS=$OMP_NUM_THREADS")
-start=1
-start_torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node="$GPUS" "$root/demo_coco_resnet18.py" "$@"
-while may_restart "$start"; do
-    start=$((start + 1))
-    start_torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node="$GPUS" "$root/demo_coco_resnet18.py" "$@" --resume
-done
+open_log "$folder/node0.log" "$@"
+train_over "${runs% }" "$@"
 finish

@@ -39,9 +39,9 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def profiled(folder) -> Run:
-    """Two ranks of 14 steps. Step 10 ends the first epoch, and the run's trace."""
+    """Two ranks of 14 steps, of which 11 are an epoch."""
     (folder / "slowly.py").write_text(SLOWLY)
-    words = [*make_set(folder, 80, val=4), *FAST, "--max_steps", 14]
+    words = [*make_set(folder, 88, val=4), *FAST, "--max_steps", 14]
     words += ["--profile", folder / "mein Gerät"]
     (run,) = run_forked([(2, words)], program=folder / "slowly.py")
     return run

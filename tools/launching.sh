@@ -29,10 +29,10 @@ set_number() {
     printf -v "$1" '%d' "$value"
 }
 
-# set_processes NAME ARGUMENTS...: how many processes this node starts, and the threads of each. torchrun alone would set
-# 1 thread. Sets `node_gpus`, the GPUs that nvidia-smi counts, and `gpus`, those to be used.
+# set_processes NAME ARGUMENTS...: how many processes this node starts. Sets `node_gpus`, the GPUs that nvidia-smi counts,
+# and `gpus`, those to be used.
 set_processes() {
-    local listed cores threads
+    local listed
     listed=$(nvidia-smi -L 2>/dev/null || true)
     node_gpus=$(grep -c '^GPU' <<<"$listed" || true)
     gpus=$node_gpus
@@ -47,8 +47,13 @@ set_processes() {
         printf -v "$1" '%d' "$gpus"
     fi
     set_number "$1" "$((gpus > 0 ? gpus : 1))" 1 4096
+}
+
+# set_threads PROCESSES: the threads of each process of this node; torchrun alone would set 1. Sets `cores`.
+set_threads() {
+    local threads
     cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-    threads=$((cores / ${!1}))
+    threads=$((cores / $1))
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 }
 
@@ -64,13 +69,14 @@ $node_gpus: correct or unset it. --device cpu trains without GPUs"
 
 # option NAME ARGUMENTS...: prints the value of an option of the script, or nothing.
 option() {
-    local name=$1 value=
+    local name=${1//-/_} word value=
     shift
     while [ "$#" -gt 0 ]; do
-        case $1 in
-        "$name") value=${2:-} ;;
-        "$name"=*) value=${1#*=} ;;
-        esac
+        word=${1%%=*} # the script takes dashes inside a name, too
+        if [ "${word//-/_}" = "$name" ]; then
+            value=${2:-}
+            [ "$word" = "$1" ] || value=${1#*=}
+        fi
         shift
     done
     printf '%s' "$value"
@@ -277,4 +283,54 @@ finish() {
     say "error: $reason"
     [ "$outcome" != user ] || exit 2
     exit 1
+}
+
+# ---- Several runs, and their comparison
+
+# check_series NAME LIST ARGUMENTS...: whether each LABEL=VALUE of the list, which is that of a variable, may have a run.
+check_series() {
+    local twice
+    [[ " ${*:3} " != *" --resume "* ]] || die "$1 and --resume: it would continue the run before, drop it"
+    twice=$(tr ' ' '\n' <<<"$2" | sed 's/=.*//' | sort | uniq -d)
+    [ -z "$twice" ] || die "$1 has $twice twice: each run needs a label of its own"
+}
+
+# train_each WHAT LIST ARGUMENTS...: a run for each LABEL=VALUE of the list, by the launcher's own train_over, with its
+# files in `folder`/LABEL; on node 0 their comparison. Ends the launcher. WHAT is what a label names.
+# shellcheck disable=SC2154  # the launcher's variables
+train_each() {
+    local one name file words code=0 comparison
+    comparison=("$root/tools/compare_logs.py" --report "$folder/compare.md")
+    [ "$1" = run ] || for one in ${LINK_GBPS:-}; do # p1 and p2 are no networks
+        comparison+=(--link_gbps "$one")
+    done
+    for one in $2; do
+        label=${one%%=*}
+        open_log "$folder/$label/node$NODE_RANK.log" "${@:3}"
+        words=("${@:3}")
+        for name in --checkpoint --profile; do
+            file=$(option "$name" "$@")
+            [ -z "$file" ] || words+=("$name" "$folder/$label/$(basename -- "$file")")
+        done
+        train_over "$one" "${words[@]}"
+        case $outcome in
+        complete) ;;
+        lost) # the others are still worth a run
+            say "error: $1 $label: $reason"
+            code=1
+            ;;
+        *) finish ;;
+        esac
+        leave_if_stopped
+        comparison+=("$label=$folder/$label")
+    done
+    [ "$NODE_RANK" -eq 0 ] || exit "$code"
+    log= # the comparison has its own file
+    if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
+        comparison+=(--plot "$folder/compare.png")
+    else
+        say "skipping the picture: matplotlib is not installed"
+    fi
+    run "$PYTHON" "${comparison[@]}" || code=$?
+    exit "$code"
 }

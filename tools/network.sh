@@ -7,7 +7,6 @@ is_adapter() { # mlx5_0, or mlx5_0:1 for one of its ports
 }
 
 set_networks() { # ARGUMENTS...: sets `networks`, the LABEL=NAMES of each network to train over
-    local twice
     [[ ${NETWORK:-} =~ ^(ethernet|infiniband|)$ ]] || die "NETWORK is '$NETWORK': give ethernet or infiniband"
     [ -z "${NETWORK:-}" ] || [ -n "${IFNAME:-}" ] ||
         die "NETWORK=$NETWORK needs IFNAME: for example eth0, ib0 or mlx5_0"
@@ -15,9 +14,7 @@ set_networks() { # ARGUMENTS...: sets `networks`, the LABEL=NAMES of each networ
     networks="${NETWORK:-}=${IFNAME:-}"
     [ -n "${NETWORKS:-}" ] || return 0
     [ -z "${NETWORK:-}${IFNAME:-}" ] || die "NETWORKS and NETWORK or IFNAME are set: unset the latter"
-    [[ " $* " != *" --resume "* ]] || die "NETWORKS and --resume: it would continue the previous network's run, drop it"
-    twice=$(tr ' ' '\n' <<<"$NETWORKS" | sed 's/=.*//' | sort | uniq -d)
-    [ -z "$twice" ] || die "NETWORKS names $twice twice: give each network a label of its own"
+    check_series NETWORKS "$NETWORKS" "$@"
     networks=$NETWORKS
     check_stated_rates
 }
@@ -112,38 +109,4 @@ leave_out_virtual() { # NCCL may mistake a container bridge for the network betw
     address=$(getent ahosts "$MASTER_ADDR" | sed -n '1s/ .*//p' || true)
     found=$(ip -o route get "$address" 2>/dev/null; ip -o address show to "$address" 2>/dev/null) || true
     grep -qE " $virtual" <<<"$found" || prefer NCCL_SOCKET_IFNAME "^lo,docker,br-,veth,virbr"
-}
-
-# shellcheck disable=SC2034,SC2154  # the launcher's variables
-train_over_each() { # ARGUMENTS...: NETWORKS: one network after another; on node 0 the comparison. Ends the launcher.
-    local network stated code=0 comparison
-    comparison=("$root/tools/compare_logs.py" --report "$folder/compare.md")
-    for stated in ${LINK_GBPS:-}; do
-        comparison+=(--link_gbps "$stated")
-    done
-    for network in $networks; do
-        label=${network%%=*}
-        open_log "$folder/$label/node$NODE_RANK.log" "$@"
-        train_over "$network" "$@"
-        case $outcome in
-        complete) ;;
-        lost) # the other networks are still worth a run
-            say "error: network $label: $reason"
-            code=1
-            ;;
-        *) finish ;;
-        esac
-        leave_if_stopped
-        first_port=$((first_port + ports_per_network))
-        comparison+=("$label=$folder/$label")
-    done
-    [ "$NODE_RANK" -eq 0 ] || exit "$code"
-    log= # the comparison has its own file
-    if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
-        comparison+=(--plot "$folder/compare.png")
-    else
-        say "skipping the picture: matplotlib is not installed"
-    fi
-    run "$PYTHON" "${comparison[@]}" || code=$?
-    exit "$code"
 }

@@ -24,6 +24,7 @@ from support.launchers import (
     SINGLE,
     STEP_3,
     TwoNodes,
+    assert_scaling_is_compared,
     finish_all,
     has_rank,
     launch,
@@ -320,11 +321,11 @@ def test_settings_and_defaults_are_seen_in_the_torchrun_command(
     assert set(words.split()) <= found and not [word for word in found if absent in word]
 
 
-@pytest.mark.parametrize("value", ["0", "two", "-1", "all"])
+@pytest.mark.parametrize("value", ["0", "two", "-1", "all", " ", "1 two", "2 1 2"])
 def test_wrong_number_of_processes_is_refused(folder, value):
     """All GPUs are wrong where there is none."""
     with launch(SINGLE, folder, *NO_SAMPLE, GPUS=value) as started:
-        refused(started, f"GPUS.*{value}|GPUS=all")
+        refused(started, f"GPUS.*{value.split(' ')[-1]}|GPUS=all")
 
 
 # Of a node that is otherwise right; each with the words that the one line must have.
@@ -404,6 +405,71 @@ def test_end_is_judged_by_the_lines_of_the_log_and_by_nothing_else_in_them(
     command = ["bash", "-c", program, ROOT / "tools/launching.sh", str(code), log]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert found.splitlines()[0] == outcome and words in found.splitlines()[1]
+
+
+# --- Several numbers of processes --------------------------------------------------------------
+
+
+def test_one_and_two_processes_train_with_equal_threads_and_are_compared(folder):
+    """Each has a folder of its own, with its log, its checkpoint and its traces."""
+    words = [*make_set(folder / "set", 80), *FAST, "--max_steps", 10]
+    words += ["--profile=traces/", "--checkpoint", folder / "elsewhere/c.pt"]
+    with launch(SINGLE, folder, *words, GPUS="1 2", OMP_NUM_THREADS=None) as started:
+        run = started.finish(180, expect=None)
+    logs = folder / "logs/run"
+    for count in (1, 2):
+        log = Run([], 0, (logs / f"p{count}/node0.log").read_text(), 0)
+        facts = log.json_line("Run")
+        assert (facts["world_size"], facts["global_batch_size"]) == (count, 4 * count)
+        assert facts["threads"] == max(1, CORES // 2)
+        assert [step for _, step, _ in log.steps(count - 1)] == [*range(1, 11)]
+        files = {path.name for path in (logs / f"p{count}").iterdir()}
+        assert files == {"node0.log", "c.pt", "traces"}
+        traces = {path.name for path in (logs / f"p{count}/traces").iterdir()}
+        assert traces == {f"rank{rank}.json.gz" for rank in range(count)}
+    assert not (folder / "elsewhere").exists() and not (folder / "traces").exists()
+    assert run.out.count("weak scaling: ") == 1 and "--lr_scaling" in run.out
+    assert_scaling_is_compared(run, "p1", "p2")
+    if run.returncode == 0:
+        assert (logs / "compare.md").is_file() and (logs / "compare.png").is_file()
+
+
+@LONG
+def test_a_failed_run_does_not_keep_the_next_one_from_training(training, folder):
+    """With one global batch. The launcher then ends with the comparison's exit code, or 1."""
+    words = [*training, "--global-batch-size=4", "--max_steps", 20]
+    with launch(SINGLE, folder, *words, GPUS="2 1") as started:
+        started.wait_for(STEP_3)
+        os.kill(started.rank_pid(0), signal.SIGKILL)
+        run = started.finish(180, expect=None)
+    assert run.returncode in (1, 2) and re.search("error: run p2: .*(SIGKILL|-9)", run.out)
+    log = (folder / "logs/run/p1/node0.log").read_text()
+    assert "| Step 20 |" in log and '"global_batch_size": 4' in log
+    assert run.out.count("strong scaling: a step has 4 images") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [("--resume", "--resume"), ("--global-batch-size=3", "3 is not a multiple of 2")],
+)
+def test_what_several_numbers_of_processes_cannot_have_is_refused(folder, options, words):
+    with launch(SINGLE, folder, *NO_SAMPLE, options, GPUS="1 2") as started:
+        run = started.finish(30, expect=1)
+    assert re.search(f"error: .*{words}", run.lines()[-1]) and not starts(run.out)
+
+
+def test_more_processes_than_cores_are_noted_and_have_a_thread_each(folder):
+    most = CORES + 1
+    given = {"GPUS": f"1 {most}", "OMP_NUM_THREADS": None}
+    with launch(SINGLE, folder, *NO_SAMPLE, **given) as started:
+        assert "OMP_NUM_THREADS=1" in command(started)
+        started.wait_for(rf"note: .*cores \({CORES}\).*processes \({most}\)")
+
+
+def test_without_paths_each_number_makes_20_steps_and_does_not_validate(project, folder):
+    with launch(project / SINGLE.name, folder, GPUS="1 2") as started:
+        line = started.wait_for(COMMAND.pattern)[1]
+    assert "--max_steps 20" in line and "--val_" not in line
 
 
 # --- Networks ---------------------------------------------------------------------------------

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from support.datasets import data_args
-from support.launchers import FAST, MULTINODE
+from support.launchers import FAST, MULTINODE, assert_scaling_is_compared
 from support.processes import (
     LONG,
     ROOT,
@@ -18,6 +19,7 @@ from support.processes import (
     demo_command,
     kill_leftover,
     new_test_id,
+    start,
     wait_until,
 )
 from support.slurm import SlurmCluster
@@ -59,6 +61,21 @@ def test_srun_of_the_launcher_takes_its_settings_from_the_job(cluster, sample, t
     assert re.search(r"job\d+", folder.name)
     for node in (0, 1):
         assert f"[CPU {node}] Epoch 1 | Step 3 " in (folder / f"node{node}.log").read_text()
+
+
+def test_one_and_two_nodes_of_srun_are_compared(cluster, sample, tmp_path):
+    """With the options that running.md shows for it."""
+    command = [MULTINODE, *data_args(sample), *FAST, "--max_steps", 8]
+    for count in (1, 2):
+        nodes = f"--nodes={count}"
+        assert f"RUN_NAME=nodes{count} srun {nodes} --ntasks-per-node=1 " in PAGES
+        env = {"GPUS_PER_NODE": "1", "PROBE": "0", "RUN_NAME": f"nodes{count}"}
+        nodes = [nodes, "--ntasks-per-node=1"]
+        run = cluster.run("srun", *nodes, *command, timeout=180, clean=10, env=env, cwd=tmp_path)
+        assert run.json_line("Run")["nodes"] == count, run.tail()
+    logs = [tmp_path / "logs/nodes1", tmp_path / "logs/nodes2"]
+    with start([sys.executable, ROOT / "tools/compare_logs.py", *logs]) as started:
+        assert_scaling_is_compared(started.finish(60, expect=None), "nodes1", "nodes2")
 
 
 def test_srun_of_the_script_with_two_tasks_a_node(cluster, sample, tmp_path):

@@ -131,14 +131,21 @@ def test_a_stop_while_the_sample_set_is_made_ends_at_once(tmp_path, launcher):
 
 
 @LONG
-def test_a_hang_up_in_the_first_of_two_networks_saves_and_ends_the_series(training, tmp_path):
+@pytest.mark.parametrize(
+    ("launcher", "variable", "first"),
+    [(MULTINODE, {"NETWORKS": "one=lo two=lo"}, "one"), (SINGLE, {"GPUS": "1 2"}, "p1")],
+)
+def test_a_hang_up_in_the_first_of_two_runs_saves_and_ends_the_series(
+    training, tmp_path, launcher, variable, first
+):
+    """The checkpoint is in the run's own folder, under the name that was given."""
     saves = ["--checkpoint", tmp_path / "c.pt"]
-    with launch(MULTINODE, tmp_path, *training, *saves, NETWORKS="one=lo two=lo") as started:
+    with launch(launcher, tmp_path, *training, *saves, **variable) as started:
         started.wait_for(STEP_3)
         started.signal(signal.SIGHUP)
         end_within(10, [started], SAVED)
-    assert (tmp_path / "c.pt").stat().st_size > 0
-    assert [path.name for path in (tmp_path / "logs/run").iterdir()] == ["one"]
+    assert [path.name for path in (tmp_path / "logs/run").iterdir()] == [first]
+    assert (tmp_path / "logs/run" / first / "c.pt").stat().st_size > 0
 
 
 @LONG

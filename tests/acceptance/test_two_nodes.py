@@ -17,7 +17,14 @@ from pathlib import Path
 import pytest
 
 from support.datasets import make_set
-from support.launchers import FAST, SAVED, STEP_3
+from support.launchers import (
+    FAST,
+    SAVED,
+    SINGLE,
+    STEP_3,
+    assert_scaling_is_compared,
+    launch,
+)
 from support.nodes import namespaces, require_namespaces
 from support.processes import LONG, ROOT, Run, require, start
 
@@ -170,6 +177,28 @@ def test_links_are_compared_in_a_table_and_a_picture(tmp_path):
     assert "of the stated 500 Mb/s: the link delivers" in says
     (says,) = re.findall(r"^fast: Bound by .*", run.out, re.MULTILINE)
     assert "of the stated 10 Gb/s" in says
+
+
+@LONG
+def test_one_process_and_two_on_one_node_and_on_two_are_compared(tmp_path):
+    """With the same arguments and threads. Two processes train the same wherever they are."""
+    words = [*make_set(tmp_path / "set", 64), *FAST, "--max_steps", 8]
+    threads = {"OMP_NUM_THREADS": "1", "RUN_NAME": "one"}
+    for count, name in ((1, "one"), (2, "two")):
+        with launch(SINGLE, tmp_path, *words, GPUS=count, **threads | {"RUN_NAME": name}) as run:
+            run.finish(120)
+    two_nodes(tmp_path, "--name", "nodes", "--", *words, OMP_NUM_THREADS=1)
+    logs = {name: tmp_path / "logs" / name for name in ("one", "two", "nodes")}
+    found = {}
+    for name, folder in logs.items():
+        log = Run([], 0, (folder / "node0.log").read_text(), 0)
+        facts, summary = log.json_line("Run"), log.json_line("Summary")
+        place = facts["world_size"], facts["nodes"], facts["threads"]
+        found[name] = place, summary["weights_sha256"], summary["steps"]
+    assert [place for place, *_ in found.values()] == [(1, 1, 1), (2, 1, 1), (2, 2, 1)]
+    assert found["two"][1:] == found["nodes"][1:] and found["one"][1:] != found["two"][1:]
+    with start([sys.executable, ROOT / "tools/compare_logs.py", *logs.values()]) as started:
+        assert_scaling_is_compared(started.finish(60, expect=None), *logs)
 
 
 @LONG
