@@ -1,4 +1,5 @@
-# What both launchers share, and environment.sh: messages, settings, a command with log and stop signals, torchrun.
+# What both launchers share, and environment.sh: messages, settings, a command with log and stop signals, torchrun,
+# several runs and their comparison.
 # shellcheck shell=bash
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 me=$(basename -- "$0")
@@ -309,7 +310,7 @@ train_each() {
         open_log "$folder/$label/node$NODE_RANK.log" "${@:3}"
         words=("${@:3}")
         for name in --checkpoint --profile; do
-            file=$(option "$name" "$@")
+            file=$(option "$name" "${@:3}")
             [ -z "$file" ] || words+=("$name" "$folder/$label/$(basename -- "$file")")
         done
         train_over "$one" "${words[@]}"
