@@ -42,7 +42,7 @@ check_scaling() {
     [ "$most" -le "$cores" ] ||
         say "note: there are fewer cores ($cores) than processes ($most): they share cores, and a step takes longer for that"
     if [ "$gpus" -gt 0 ] && [ "$most" -gt "$gpus" ] && [ "$(option --device "$@")" != cpu ]; then
-        [ "$(option --backend "$@")" = gloo ] || die "GPUS has $most, but there are $gpus GPUs here"
+        [ "$(option --backend "$@")" = gloo ] || die "GPUS has $most, but there are $gpus GPU(s) here"
     fi
     global=$(option --global_batch_size "$@")
     if [ -z "$global" ]; then

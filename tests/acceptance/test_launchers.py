@@ -450,10 +450,15 @@ def test_a_failed_run_does_not_keep_the_next_one_from_training(training, folder)
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [("--resume", "--resume"), ("--global-batch-size=3", "3 is not a multiple of 2")],
+    [
+        ("--resume", "--resume"),
+        ("--global-batch-size=3", "3 is not a multiple of 2"),
+        ("--precision=bf16", "GPUS has 2, but there are 1 GPU"),
+    ],
 )
 def test_what_several_numbers_of_processes_cannot_have_is_refused(folder, options, words):
-    with launch(SINGLE, folder, *NO_SAMPLE, options, GPUS="1 2") as started:
+    gpu = {"CUDA_VISIBLE_DEVICES": "0" if "precision" in options else ""}
+    with launch(SINGLE, folder, *NO_SAMPLE, options, GPUS="1 2", **gpu) as started:
         run = started.finish(30, expect=1)
     assert re.search(f"error: .*{words}", run.lines()[-1]) and not starts(run.out)
 
