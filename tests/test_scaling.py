@@ -66,12 +66,12 @@ ANSWERS = {
             "A step is 17.8 ms longer than the ideal 160 ms. What eats the rest: 100% (17.8 ms) "
             "is exposed communication.",
             "p4: 3.00 times the images/s of p1 with 4 times the processes: an efficiency of 75%. "
-            "A step is 26.7 ms longer than the ideal 80.0 ms. What eats the rest: 100% (30.7 ms) "
-            "is data wait; compute is 4.0 ms shorter than ideal.",
+            "A step is 26.7 ms longer than the ideal 80.0 ms. What eats the rest: 30.7 ms is "
+            "data wait; compute is 4.0 ms shorter than ideal.",
             "p8: 4.00 times the images/s of p1 with 8 times the processes: an efficiency of 50%. "
             "A step is 40.0 ms longer than the ideal 40.0 ms. What eats the rest: 100% (40.0 ms) "
             "is compute that does not shrink with the batch (a step's fixed work, small batches, "
-            "or cores that other processes use).",
+            "or cores that other processes use, for example).",
         ],
     ),
     "strong without loss": (
@@ -87,7 +87,10 @@ ANSWERS = {
         },
         ["1.60"],
         ["80%"],
-        ["Strong scaling", "100% (40.0 ms) is exposed communication", "accumulate_steps"],
+        [
+            "Strong scaling",
+            "100% (40.0 ms) is exposed communication. (accumulate_steps is 4 in p1 and 2 here.)",
+        ],
     ),
     "weak": (
         {
@@ -105,7 +108,7 @@ ANSWERS = {
             "is exposed communication.",
             "p4: 2.00 times",
             "75% (75.0 ms) is exposed communication, 25% (25.0 ms) is compute, which takes longer "
-            "for the same images (processes share cores and memory).",
+            "for the same images (processes share cores and memory, for example).",
         ],
     ),
     "a base of 2": (
@@ -119,7 +122,8 @@ ANSWERS = {
             "The base is two, with 2 processes.",
             "six: 2.50 times the images/s of two with 3 times the processes: an efficiency of "
             "83%. A step is 6.7 ms longer than the ideal 33.3 ms. What eats the rest: 80% "
-            "(5.3 ms) is exposed communication, 20% (1.3 ms) is data wait.",
+            "(5.3 ms) is exposed communication that does not shrink with the batch, 20% (1.3 ms) "
+            "is data wait.",
         ],
     ),
     "a speed-up below 1": (
@@ -138,8 +142,9 @@ ANSWERS = {
         ["125%"],
         [
             "an efficiency of 125%. A step is 20.0 ms shorter than the ideal 100 ms. What is "
-            "saved: 100% (30.0 ms) is data wait; exposed communication is 10.0 ms longer than "
-            "ideal. An efficiency above 100% usually means that something held up p1."
+            "saved: 30.0 ms is data wait; exposed communication is 10.0 ms longer than "
+            "ideal. An efficiency above 100% usually means that something held up p1, "
+            "here its data wait."
         ],
     ),
 }

@@ -128,7 +128,9 @@ def beside(base, run):
     found.efficiency = speed_up * base.processes / run.processes
     if base.has_split and run.has_split:
         found.lost_s = {
-            part: getattr(run, name) - share * getattr(base, name) for part, name in PARTS.items()
+            # Without a minus before a zero.
+            part: round(getattr(run, name) - share * getattr(base, name), 7) + 0.0
+            for part, name in PARTS.items()
         }
     return found
 
@@ -189,14 +191,16 @@ def say_run(kind, base, run, scaled):
     shorter = {part: -seconds for part, seconds in scaled.lost_s.items() if seconds < 0}
     off_by = f"{ms(abs(run.step_s - scaled.ideal_s))} {{}} than the ideal {ms(scaled.ideal_s)}"
     if scaled.efficiency > 1:
-        text += f"A step is {off_by.format('shorter')}. What is saved: {shares(shorter)}"
-        text += but("longer", longer, shorter)
+        against = but("longer", longer, shorter)
+        text += f"A step is {off_by.format('shorter')}. What is saved: "
+        text += f"{shares(shorter, not against)}{against}"
         text += ". An efficiency above 100% usually means that something held up "
-        return f"{text}{base.name}."
+        return f"{text}{base.name}, here its {max(shorter, key=shorter.get)}."
     words = names_of_loss(kind, base, run)
+    against = but("shorter", shorter, longer)
     text += f"A step is {off_by.format('longer')}. What eats the rest: "
-    text += shares({words[part]: seconds for part, seconds in longer.items()})
-    return f"{text}{but('shorter', shorter, longer)}."
+    text += shares({words[part]: seconds for part, seconds in longer.items()}, not against)
+    return f"{text}{against}.{say_accumulation(base, run)}"
 
 
 def names_of_loss(kind, base, run):
@@ -207,24 +211,39 @@ def names_of_loss(kind, base, run):
     elif kind == "strong":
         cores = ", or cores that other processes use" if run.on_cpu else ""
         compute = "compute that does not shrink with the batch (a step's fixed work, small "
-        compute += f"batches{cores})"
+        compute += f"batches{cores}, for example)"
     else:
-        cores = " (processes share cores and memory)" if run.on_cpu else ""
+        cores = " (processes share cores and memory, for example)" if run.on_cpu else ""
         compute = f"compute, which takes longer for the same images{cores}"
     exposed = "exposed communication"
+    if kind == "strong" and abs(run.exposed_s - base.exposed_s) <= NAMED * base.exposed_s:
+        exposed += " that does not shrink with the batch"
     if run.straggler is not None:
         exposed += f", a part of it waiting for rank {run.straggler}"
     return {"compute": compute, "data wait": "data wait", "exposed communication": exposed}
 
 
-def shares(seconds):
-    """80% (16.0 ms) is exposed communication, 20% (4.0 ms) is data wait; without small parts."""
+def say_accumulation(base, run):
+    """With fewer batches a step, more of its backward passes send gradients."""
+    steps = [each.setting("accumulate_steps", int) for each in (base, run)]
+    if None in steps or steps[0] == steps[1]:
+        return ""
+    return f" (accumulate_steps is {steps[0]} in {base.name} and {steps[1]} here.)"
+
+
+def shares(seconds, as_shares):
+    """80% (16.0 ms) is exposed communication, 20% (4.0 ms) is data wait; without small parts.
+
+    Without shares where other parts go against the sum: 16.0 ms is exposed communication.
+    """
     total = sum(seconds.values())
-    return ", ".join(
-        f"{seconds[part] / total:.0%} ({ms(seconds[part])}) is {part}"
-        for part in sorted(seconds, key=seconds.get, reverse=True)
-        if seconds[part] >= NAMED * total
-    )
+    found = []
+    for part in sorted(seconds, key=seconds.get, reverse=True):
+        share = seconds[part] / total
+        size = f"{share:.0%} ({ms(seconds[part])})" if as_shares else ms(seconds[part])
+        if share >= NAMED:
+            found.append(f"{size} is {part}")
+    return ", ".join(found)
 
 
 def but(how, seconds, beside):
