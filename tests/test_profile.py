@@ -43,7 +43,7 @@ def profiled(folder) -> Run:
     (folder / "slowly.py").write_text(SLOWLY)
     words = [*make_set(folder, 88, val=4), *FAST, "--max_steps", 14]
     words += ["--profile", folder / "mein Gerät"]
-    (run,) = run_forked([(2, words)], program=folder / "slowly.py")
+    (run,) = run_forked([(2, words)], program=folder / "slowly.py", timeout=240)
     return run
 
 

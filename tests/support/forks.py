@@ -20,15 +20,16 @@ def run_forked(runs: list[tuple[int, Iterable[object]]], **options: Any) -> list
 
     Each rank is a process with the variables that torchrun would give it; 0 ranks: one process
     without them. `program` is another module with `main` and `run_and_exit`, `expect` an exit
-    code (None: any); the rest are options of `Started`.
+    code (None: any), `timeout` seconds for all runs; the rest are options of `Started`.
     """
     from support.processes import SCRIPT, Run, start
 
     program, expect = options.pop("program", SCRIPT), options.pop("expect", 0)
+    timeout = options.pop("timeout", None)
     texts = [(ranks, [*map(str, arguments)]) for ranks, arguments in runs]
     command = [sys.executable, "-u", __file__, program, json.dumps(texts)]
     with start(command, **options) as started:
-        whole = started.finish(60 + 30 * len(texts))
+        whole = started.finish(timeout or 60 + 30 * len(texts))
     found = MARKS.findall(whole.out)
     assert len(found) == len(texts), whole.tail()
     ended = []
