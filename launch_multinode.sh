@@ -23,8 +23,8 @@
 set -euo pipefail
 # shellcheck source=tools/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/tools/environment.sh"
-# shellcheck source=tools/network.sh
-source "$root/tools/network.sh" # set_networks, check_networks, use_network
+# shellcheck source=tools/launcher/networks.sh
+source "$root/tools/launcher/networks.sh" # set_networks, check_networks, use_network
 
 leave_after_help "$@"
 

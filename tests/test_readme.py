@@ -191,7 +191,7 @@ def test_readmes_log_is_one_that_the_comparison_reads_whole():
 def test_options_that_the_text_names_exist(page):
     """In the script, in torchrun, in the source of a tool, or in a program of others."""
     option = r"(?<![\w-])--[a-z][\w-]*"
-    known = {*re.findall(option, source("tools/*.*", "tools/*/*.py", "tests/run.sh"))}
+    known = {*re.findall(option, source("tools/*.*", "tools/*/*.*", "tests/run.sh"))}
     known |= {*demo.make_parser()._option_string_actions}
     known |= {*get_args_parser()._option_string_actions}
     known |= {"--cpus-per-task", "--nv", "--gpus", "--shm-size", "--network", "--install"}
@@ -201,7 +201,7 @@ def test_options_that_the_text_names_exist(page):
 def test_variables_of_the_launchers():
     """All that the launchers' headers name are in the table, with their defaults."""
     table = {name: row for row in rows("variable") for name in re.findall(r"`(\w+)`", row[0])}
-    code = source("launch_*.sh", "tools/*.sh")
+    code = source("launch_*.sh", "tools/*.sh", "tools/launcher/*.sh")
     for name in table:
         assert re.search(rf"\$\{{?{name}\b", code), f"no launcher reads {name}"
     heads = code.split("Other environment variables")[1:]  # of the two launchers
@@ -216,7 +216,7 @@ def test_variables_of_the_launchers():
 
 def test_variables_that_a_network_sets():
     table = [name for row in rows("case") for name in re.findall(r"`([A-Z_]+=?\w*)`", row[1])]
-    code = source("launch_multinode.sh", "tools/network.sh")
+    code = source("launch_multinode.sh", "tools/launcher/networks.sh")
     for name in table:
         assert f"prefer {name.replace('=', ' ')}" in code, f"the launcher does not set {name}"
     for name in re.findall(r"\bprefer ([A-Z]+_[A-Z_]+) ", code):
@@ -240,7 +240,7 @@ def test_settings_that_a_resumed_run_must_share():
 
 
 def test_messages_of_the_fault_table_are_those_of_the_code():
-    code = source("*.py", "*.sh", "tools/*.sh")
+    code = source("*.py", "*.sh", "tools/*.sh", "tools/launcher/*.sh")
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # strings that stand on several lines
     messages = [text for row in rows("message") for text in re.findall(r"`([^`]+)`", row[0])]
     assert len(messages) >= 25

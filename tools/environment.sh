@@ -4,8 +4,8 @@
 # PYTHON is taken if it is set, else the active python3 if it has a torch that will do, else .venv, which is made. The
 # launchers and tests/run.sh source this file for find_python. bash 3.2 is enough for it.
 set -euo pipefail
-# shellcheck source=tools/launching.sh
-source "$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)/launching.sh"
+# shellcheck source=tools/launcher/common.sh
+source "$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)/launcher/common.sh"
 venv=$root/.venv
 lock=$venv.lock
 # The build of PyTorch for .venv: for this machine's driver, or for a CPU. A UV_TORCH_BACKEND of the user's own wins.

@@ -330,7 +330,7 @@ def test_what_a_mac_starts_keeps_to_bash_3_2():
     for name in names:  # and what they source
         sourced = re.findall(r"source=(\S+)", (ROOT / name).read_text())
         names += [each for each in sourced if each not in names]
-    assert "tools/launching.sh" in names
+    assert "tools/launcher/common.sh" in names
     text = "\n".join((ROOT / name).read_text() for name in names)
     text = re.sub(r"(^|\s)#.*", "", text)
     for pattern in NEWER:

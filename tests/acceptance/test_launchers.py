@@ -402,7 +402,7 @@ def test_end_is_judged_by_the_lines_of_the_log_and_by_nothing_else_in_them(
     """Names of images and classes may hold any text."""
     program = 'source "$0"; lines=$(grep -aE "$telling" <<<"$2" || true); '
     program += 'judge_end "$1" "$lines" "${2##*$\'\\n\'}"; echo "$outcome"; echo "$reason"'
-    command = ["bash", "-c", program, ROOT / "tools/launching.sh", str(code), log]
+    command = ["bash", "-c", program, ROOT / "tools/launcher/common.sh", str(code), log]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert found.splitlines()[0] == outcome and words in found.splitlines()[1]
 

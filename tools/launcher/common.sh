@@ -1,7 +1,7 @@
-# What both launchers share, and environment.sh: messages, settings, a command with log and stop signals, torchrun,
-# several runs and their comparison.
+# Messages, settings, a command with log and stop signals, torchrun and how it ended, several runs and their comparison.
+# tools/environment.sh sources it, and through that the launchers, two_nodes.sh and tests/run.sh do.
 # shellcheck shell=bash
-root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 me=$(basename -- "$0")
 torch=   # the folder of the torch of PYTHON: find_python sets it
 log=     # the run's log: what `run` starts writes there, and this launcher's own lines go there as well
@@ -300,11 +300,8 @@ check_series() {
 # files in `folder`/LABEL; on node 0 their comparison. Ends the launcher. WHAT is what a label names.
 # shellcheck disable=SC2154  # the launcher's variables
 train_each() {
-    local one name file words code=0 comparison
-    comparison=("$root/tools/compare_logs.py" --report "$folder/compare.md")
-    [ "$1" = run ] || for one in ${LINK_GBPS:-}; do # p1 and p2 are no networks
-        comparison+=(--link_gbps "$one")
-    done
+    local one name file words code=0 compared
+    compared=(--report "$folder/compare.md")
     for one in $2; do
         label=${one%%=*}
         open_log "$folder/$label/node$NODE_RANK.log" "${@:3}"
@@ -323,15 +320,23 @@ train_each() {
         *) finish ;;
         esac
         leave_if_stopped
-        comparison+=("$label=$folder/$label")
+        compared+=("$label=$folder/$label")
     done
     [ "$NODE_RANK" -eq 0 ] || exit "$code"
+    [ "$1" = run ] || for one in ${LINK_GBPS:-}; do # p1 and p2 are no networks
+        compared+=(--link_gbps "$one")
+    done
     log= # the comparison has its own file
+    compare "${compared[@]}" || code=$?
+    exit "$code"
+}
+
+# compare ARGUMENTS...: calls compare_logs.py, with a picture in `folder` if matplotlib can draw it.
+compare() {
     if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
-        comparison+=(--plot "$folder/compare.png")
+        set -- --plot "$folder/compare.png" "$@"
     else
         say "skipping the picture: matplotlib is not installed"
     fi
-    run "$PYTHON" "${comparison[@]}" || code=$?
-    exit "$code"
+    run "$PYTHON" "$root/tools/compare_logs.py" "$@"
 }

@@ -1,4 +1,4 @@
-# Sourced by launch_multinode.sh: the networks to train over, and the variables that keep NCCL's and Gloo's traffic on one.
+# The networks to train over, and the variables that keep NCCL's and Gloo's traffic on one. launch_multinode.sh sources it.
 # shellcheck shell=bash
 # A network is LABEL=NAMES: ethernet=eth0, infiniband=mlx5_0,mlx5_1 or, with an interface for the start-up, mlx5_0,ib0.
 
