@@ -22,6 +22,7 @@ from analysis import nccl
 from support.processes import ROOT
 
 TOOL = ROOT / "tools/nccl_log.py"
+SUPPORT = ROOT / "tests/support"
 
 # --- Texts ---------------------------------------------------------------------------------------
 
@@ -38,7 +39,7 @@ class Format(NamedTuple):
 
 def read_formats() -> list[Format]:
     found, name = [], ""
-    for line in (Path(__file__).parent / "nccl_formats.txt").read_text().splitlines():
+    for line in (SUPPORT / "nccl_formats.txt").read_text().splitlines():
         if line.startswith("["):
             name = line.strip("[]")
         elif line and not line.startswith("#"):
@@ -510,7 +511,7 @@ def test_gpudirect_is_off_if_no_connection_of_rdma_has_it():
 
 def read_reports() -> dict[str, tuple[list[str], str]]:
     """{name: (what is expected, text)} of nccl_reports.txt."""
-    whole = (Path(__file__).parent / "nccl_reports.txt").read_text()
+    whole = (SUPPORT / "nccl_reports.txt").read_text()
     reports = (part.split("\n", 2) for part in whole.split("\n== ")[1:])
     signs = {"\\x1b": "\x1b", "\\r": "\r"}
     return {

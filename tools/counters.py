@@ -1,12 +1,10 @@
 #!/usr/bin/env python3
-"""For anyone who compares networks: which interface or adapter of this node carried the bytes.
+"""Prints what this node's interfaces and adapters have carried, by the kernel's counters.
 
     python tools/counters.py                    # one line, Counters {...}, for the run's log
     python tools/counters.py --since node0.log  # also what was carried since the log's last one
 
-The figures are the kernel's: all traffic of the node, whoever caused it; a Mac has none. A port of
-an adapter is named as NCCL does, mlx5_0:1. With RoCE it counts RDMA alone, and its Ethernet
-interface lacks those bytes. kind: ethernet, infiniband, roce, efa, ipoib, loopback, other.
+analysis/kernel.py reads the counters, and says what they count.
 """
 
 from __future__ import annotations
@@ -18,19 +16,8 @@ import socket
 import time
 from pathlib import Path
 
-KINDS = {1: "ethernet", 32: "ipoib", 772: "loopback"}  # linux/if_arp.h
-LINK_LAYERS = {"InfiniBand": "infiniband", "Ethernet": "roce"}  # EFA has neither word
-ERRORS = [  # files of an interface or of an adapter's port that stand still on a healthy link
-    "carrier_changes",
-    "statistics/rx_errors",
-    "statistics/tx_errors",
-    "statistics/tx_dropped",
-    "counters/link_downed",
-    "counters/symbol_error",
-    "hw_counters/packet_seq_err",
-    "hw_counters/local_ack_timeout_err",
-    "hw_counters/out_of_sequence",
-]
+from analysis.kernel import difference, read_counters, text_of, traffic
+
 BUSY = 0.01  # an interface with less than this share of the traffic is not mentioned
 
 
@@ -57,120 +44,6 @@ def last_record(log: str, host: str) -> dict | None:
                 if record.get("host") == host:
                     return record
     return None
-
-
-# --- Reading -------------------------------------------------------------------------------------
-
-
-def read_counters(root: str | Path = "/") -> dict:
-    """What the kernel has counted so far: {"interfaces": {name: facts}, "tcp": {...} or None}."""
-    classes = Path(root, "sys/class")
-    nets = [path for path in sorted(classes.glob("net/*")) if path.is_dir()]
-    found = {net.name: read_interface(net) for net in nets}
-    for port in sorted(classes.glob("infiniband/*/ports/*")):
-        found[f"{port.parent.parent.name}:{port.name}"] = read_port(port)
-    return {"interfaces": found, "tcp": read_tcp(text_of(Path(root, "proc/net/snmp")))}
-
-
-def read_tcp(snmp: str) -> dict | None:
-    """What TCP sent: the file has a line of names and a line of values."""
-    lines = [line.split() for line in snmp.splitlines() if line.startswith("Tcp:")]
-    with contextlib.suppress(ValueError, KeyError):  # another kernel
-        names, values = lines
-        counts = dict(zip(names, values, strict=True))
-        return {"segments": int(counts["OutSegs"]), "retransmits": int(counts["RetransSegs"])}
-    return None
-
-
-def read_interface(net: Path) -> dict:
-    """Facts of a folder of /sys/class/net. below: what counts its bytes as well."""
-    facts = {
-        "kind": KINDS.get(number(net / "type"), "other"),
-        "speed_Gbps": number(net / "speed") / 1000 or None,
-        "tx_bytes": int(number(net / "statistics/tx_bytes")),
-        "rx_bytes": int(number(net / "statistics/rx_bytes")),
-        "below": [path.name.removeprefix("lower_") for path in sorted(net.glob("lower_*"))],
-        "errors": read_errors(net),
-    }
-    if (net / "bonding").is_dir():
-        facts["members"] = facts["below"]
-    adapter = next((net / "device/infiniband").glob("*"), None)
-    if facts["kind"] == "ipoib" and adapter:
-        port = adapter / f"ports/{number(net / 'dev_port') + 1:.0f}"
-        facts["carrier"] = f"{adapter.name}:{port.name}"
-        facts["below"] = [facts["carrier"]]
-        facts["speed_Gbps"] = number(port / "rate") or None
-        facts["errors"] |= read_errors(port)
-    return facts
-
-
-def read_port(port: Path) -> dict:
-    """Facts of a folder of /sys/class/infiniband/*/ports."""
-    # In words of 4 bytes; EFA has another file, in bytes.
-    sent = 4 * number(port / "counters/port_xmit_data") or number(port / "hw_counters/tx_bytes")
-    received = 4 * number(port / "counters/port_rcv_data") or number(port / "hw_counters/rx_bytes")
-    return {
-        "kind": LINK_LAYERS.get(text_of(port / "link_layer"), "efa"),
-        "speed_Gbps": number(port / "rate") or None,
-        "tx_bytes": int(sent),
-        "rx_bytes": int(received),
-        "below": [],
-        "errors": read_errors(port),
-    }
-
-
-def read_errors(folder: Path) -> dict[str, int]:
-    """Those that were ever counted."""
-    counts = {name.split("/")[-1]: int(number(folder / name)) for name in ERRORS}
-    return {name: count for name, count in counts.items() if count}
-
-
-def number(path: Path) -> float:
-    """The number that a file begins with; 0 where there is none or it is negative."""
-    with contextlib.suppress(ValueError, IndexError):  # an interface without a cable has speed -1
-        return max(0.0, float(text_of(path).split()[0]))
-    return 0.0
-
-
-def text_of(path: Path) -> str:
-    """A file's text; empty where it cannot be read, which for a counter is normal."""
-    with contextlib.suppress(OSError):
-        return path.read_text(errors="replace").strip()
-    return ""
-
-
-# --- Between two readings ------------------------------------------------------------------------
-
-
-def difference(before: dict, after: dict) -> dict:
-    """What was carried from one reading to the other, the busiest interface first, and TCP's part.
-
-    What lies below a bond, a bridge, a VLAN or IP over InfiniBand is left out, unless it carried
-    over twice as much for itself.
-    """
-    old, new = before["interfaces"], after["interfaces"]
-    links = {name: added(old[name], new[name]) for name in new if name in old}
-    found = []
-    for name, link in links.items():
-        above = sum(traffic(upper) for upper in links.values() if name in upper["below"])
-        if traffic(link) > 2 * above:
-            entry = {"name": name} | link
-            found.append({key: fact for key, fact in entry.items() if fact not in ({}, [])})
-    carried: dict = {"interfaces": sorted(found, key=traffic, reverse=True)}
-    if before["tcp"] and after["tcp"]:
-        carried["tcp"] = {key: after["tcp"][key] - before["tcp"][key] for key in after["tcp"]}
-    return carried
-
-
-def added(then: dict, now: dict) -> dict:
-    """An interface's facts with what was added; a counter that was reset has added nothing."""
-    more = {way: max(0, now[way] - then[way]) for way in ("tx_bytes", "rx_bytes")}
-    errors = {name: count - then["errors"].get(name, 0) for name, count in now["errors"].items()}
-    return now | more | {"errors": {name: count for name, count in errors.items() if count > 0}}
-
-
-def traffic(link: dict) -> int:
-    return link["tx_bytes"] + link["rx_bytes"]
 
 
 def describe_traffic(carried: dict) -> str:

@@ -15,7 +15,7 @@ Rank 0 writes a table as nccl-tests does, and a record for compare_logs.py, `[CP
                       rank's link then has to carry. Source: PERFORMANCE.md of nccl-tests
     latency_ms        the median of the sizes up to 4 KB
     sizes             for each {bytes, ms, algbw_GBps, busbw_GBps}, rising
-    nodes             for each {host, interfaces, tcp, nccl}, as counters.py and nccl_log.py have
+    nodes             for each {host, interfaces, tcp, nccl}, as counters.py and nccl_log.py print
                       them; nccl is null without NCCL or its NCCL_DEBUG_FILE. An interface also has
                       wire_Gbps (of the busier direction)
 What interfaces and tcp have counted is that of the gradients' rounds, whoever sent it. The first
@@ -43,8 +43,8 @@ import torch.distributed as dist
 import torchvision
 
 from analysis import nccl
+from analysis.kernel import difference, read_counters
 from analysis.runs import digits, megabytes, rate, read_network
-from counters import difference, read_counters
 
 CLASSES = 80  # COCO's; another number changes the gradients' size by little
 SIZES = [2**10, 2**12, 2**15, 2**18, 2**21, 2**24]  # bytes, beside the gradients'

@@ -24,7 +24,7 @@ from analysis.logs import COLOURS, UserError, lines_of
 
 HOW_TO_ASK = "start the job with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET,ENV"
 
-# --- Messages; tests/nccl_formats.txt has each as the sources of NCCL and torch have it ----------
+# --- Messages; tests/support/nccl_formats.txt has each as the sources of NCCL and torch have it --
 
 # A network's name: one of NCCL's or of a known plugin, or whatever ends its line or quotation.
 NAME = r"""((?:Socket|IB|IBext\w*|(?:AWS )?Libfabric|NCCL RDMA Plugin v\d+)(?=[\s"'`\\]|$)"""

@@ -6,8 +6,8 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
+from analysis.kernel import difference
 from analysis.logs import Log, get, objects
-from counters import difference
 
 STRAGGLER = 1.2  # a rank this many times as busy as usual keeps the others waiting
 # An interface with less than this share of what the all-reduces moved was not the link: it carried

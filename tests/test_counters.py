@@ -1,4 +1,4 @@
-"""tools/counters.py tells which interface carried the bytes, each byte once."""
+"""The kernel's counters tell which interface carried the bytes, each byte once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from analysis import judge
+from analysis.kernel import difference, read_counters
 from analysis.runs import make_run
-from counters import describe_traffic, difference, read_counters
+from counters import describe_traffic
 from support.made_logs import carried, log_of, on_gpus
 from support.nodes import NamespacePair
 from support.processes import ROOT
