@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pytest import approx
 
 import compare_logs
-from analysis import compare, nccl
+from analysis import nccl, projection
 from analysis.logs import read_log
 from analysis.report import as_json, report
 from analysis.runs import find_straggler, make_run
@@ -570,7 +570,7 @@ def test_projection_by_hand(save):
 def test_hidden_part_shrinks_with_the_all_reduce():
     """376 ms alone, 100 exposed: 276 hidden; of 52 ms 52 * 276/376 = 38.2 hide."""
     (run,) = compared(as_text(one_run(**GIGABIT | {"exposed_ms": 100.0})))["runs"]
-    assert compare.step_over(run, 0.052) == approx(0.141 + 0.052 - 0.0382, abs=1e-4)
+    assert projection.step_over(run, 0.052) == approx(0.141 + 0.052 - 0.0382, abs=1e-4)
 
 
 # --- Like with like ------------------------------------------------------------------------------

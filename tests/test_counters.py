@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import judge
+from analysis import verdict
 from analysis.kernel import difference, read_counters
 from analysis.runs import make_run
 from counters import describe_traffic
@@ -246,7 +246,7 @@ def line(time: float, downed: int) -> str:
 def test_comparison_tells_the_errors_of_the_last_run_in_a_log():
     text = on_gpus([carried("mlx5_0:1", "infiniband", 100, 90.0)])
     text = line(100, 0) + text + line(200, 2) + line(300, 2) + text + line(400, 5)
-    (said,) = judge.say_trouble(make_run("a", log_of(text), {}))
+    (said,) = verdict.say_trouble(make_run("a", log_of(text), {}))
     assert said == "Errors counted during the run: link_downed 3 on mlx5_0:1 of n0."
 
 

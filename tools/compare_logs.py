@@ -31,13 +31,13 @@ import re
 import sys
 from pathlib import Path
 
-from analysis import compare, scaling
-from analysis.judge import judge
+from analysis import likeness, projection, scaling
 from analysis.logs import NODE_LOG, UserError, read_log
 from analysis.nccl import Reader
 from analysis.report import print_text, report, write_csv, write_json, write_report
 from analysis.runs import LACKING, make_run
 from analysis.trace import read_traces
+from analysis.verdict import judge
 
 
 def main(argv=None):
@@ -122,32 +122,32 @@ def compare_runs(runs, force=False, project_from=None):
     if scaled and scaled.base:
         base = next(run for run in runs if run.name == scaled.base)
     others = [run for run in runs if run is not base]
-    unlike = [text for run in others for text in compare.differences(base, run, bool(scaled))]
+    unlike = [text for run in others for text in likeness.differences(base, run, bool(scaled))]
     unlike += scaling.differences(runs) if scaled else []
     if unlike and not force:
         raise UserError("; ".join(unlike) + " (--force compares all the same)")
     for run in others:
-        if settings := compare.other_settings(base, run):
+        if settings := likeness.other_settings(base, run):
             run.notes.append(f"other settings than {base.name}: {', '.join(settings)}")
     alike = not scaled or scaling.same_training(runs)
     if alike:
-        compare.set_losses(runs)
+        likeness.set_losses(runs)
     for run in runs:
-        compare.set_work(run, runs)
+        projection.set_work(run, runs)
         one = scaled and scaled.runs.get(run.name)
         run.efficiency = one and one.efficiency
-    able = [run for run in runs if compare.can_model(run)]
+    able = [run for run in runs if projection.can_model(run)]
     return {
         "runs": runs,
         "base": base,
         "scaling": scaled,
         "same_training": alike,
-        "ratios": {run.name: compare.time_ratio(base, run) if alike else None for run in runs},
+        "ratios": {run.name: likeness.time_ratio(base, run) if alike else None for run in runs},
         "differences": unlike,
-        "same_wire": compare.same_wire(runs),
+        "same_wire": likeness.same_wire(runs),
         "verdicts": {run.name: judge(run) for run in runs},
-        "projections": {run.name: compare.project(run) for run in able},
-        "projected": compare.projected(runs, project_from),
+        "projections": {run.name: projection.project(run) for run in able},
+        "projected": projection.projected(runs, project_from),
     }
 
 

@@ -44,7 +44,8 @@ import torchvision
 
 from analysis import nccl
 from analysis.kernel import difference, read_counters
-from analysis.runs import digits, megabytes, rate, read_network
+from analysis.network import read_network
+from analysis.words import digits, megabytes, rate
 
 CLASSES = 80  # COCO's; another number changes the gradients' size by little
 SIZES = [2**10, 2**12, 2**15, 2**18, 2**21, 2**24]  # bytes, beside the gradients'

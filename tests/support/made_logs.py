@@ -6,7 +6,7 @@ import json
 
 from analysis import nccl
 from analysis.logs import Log, parse_lines
-from analysis.runs import duration
+from analysis.words import duration
 
 GRADIENT_BYTES = 44_870_208  # 4 * 11,217,552 parameters: ResNet-18 with 80 classes
 

@@ -3,10 +3,12 @@
 What is advised fits the run, and the run does not have it already.
 """
 
-from analysis.compare import payload_rate
 from analysis.logs import get, objects
 from analysis.nccl import REASONS
-from analysis.runs import ADAPTERS, digits, rate, usual_times
+from analysis.network import ADAPTERS
+from analysis.projection import payload_rate
+from analysis.runs import usual_times
+from analysis.words import digits, rate
 
 FAST_SOCKETS_GBPS = 25  # from here on one TCP connection, bound by one core, may not fill the link
 FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its cable are bad

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
-from analysis.runs import digits, duration, in_unit, megabytes, ms, part, rate
 from analysis.scaling import PARTS
+from analysis.words import digits, duration, in_unit, megabytes, ms, part, rate
 
 
 def table(head, rows):

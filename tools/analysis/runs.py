@@ -1,6 +1,4 @@
-"""The figures of one run, from its log: seconds, bytes, Gb/s, images/s; and which network carried
-its probe's all-reduces, by NCCL's word, else by the bytes. At the end, figures in words.
-"""
+"""The figures of one run, from its log: seconds, bytes, Gb/s, images/s; whether it is whole."""
 
 import math
 import statistics
@@ -8,14 +6,10 @@ from dataclasses import dataclass, field
 
 from analysis.kernel import difference
 from analysis.logs import Log, get, objects
+from analysis.network import read_network
 
 STRAGGLER = 1.2  # a rank this many times as busy as usual keeps the others waiting
-# An interface with less than this share of what the all-reduces moved was not the link: it carried
-# other traffic of the node, or the few messages by which the ranks find each other.
-STRAY = 0.01
 MOST_RANKS = 100_000  # a larger number is damage
-ADAPTERS = {"infiniband": "InfiniBand", "roce": "RoCE", "efa": "EFA"}
-TITLES = ADAPTERS | {"sockets": "TCP", "plugin": "a plugin's network"}
 
 # What an option gives where the log lacks it: field of the Run record, type, meaning.
 LACKING = {
@@ -300,158 +294,3 @@ def add_traffic(run):
                 run.traffic.append({"host": host, **difference(*records)})
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             run.log.torn += 1  # a damaged record
-
-
-@dataclass
-class Network:
-    """What carried the probe's all-reduces on one node; rates in Gb/s, None: not known."""
-
-    host: str
-    transport: str  # infiniband, roce, efa, plugin, sockets, local (no network), or unknown
-    basis: str  # what says so: NCCL's word, or byte counters
-    finding: dict  # what nccl.py reads in NCCL's text
-    names: list  # of the interfaces or adapters
-    kind: str = ""
-    members: list = field(default_factory=list)  # of a bond
-    over: list = field(default_factory=list)  # tunnels or bridges that carried the same bytes
-    gbps: float | None = None  # measured, of all of them together, headers included
-    stated: float | None = None
-    adapter: str = ""  # under IP over InfiniBand
-
-    @property
-    def order(self):
-        """The slowest first: a node that had to use sockets, then by rate."""
-        return self.transport in ADAPTERS, math.inf if self.gbps is None else self.gbps
-
-    @property
-    def connections(self):
-        """How many NCCL's text shows that leave the node."""
-        return get(get(self.finding, "channels", dict), "network", int) or 0
-
-    @property
-    def with_gpudirect(self):
-        return get(self.finding, "gpudirect", int) or 0
-
-    def problem(self, name):
-        """The line of NCCL's text that shows this problem; empty where none does."""
-        lines = {str(p.get("id")): get(p, "line", str) for p in objects(self.finding, "problems")}
-        return lines.get(name, "")
-
-    @property
-    def shown(self):
-        """eth0 (ethernet); None where no interface is known to have carried it."""
-        more = ["..."] if len(self.names) > 4 else []
-        names = ", ".join(self.names[:4] + more)
-        kind = " of ".join(filter(None, [self.kind, " + ".join(self.members)]))
-        kind += f" over {self.adapter}" if self.adapter else ""
-        return f"{names} ({kind})" if kind else names or None
-
-    @property
-    def way(self):
-        """TCP on eth0 (ethernet); RoCE on mlx5_0:1."""
-        title = TITLES.get(self.transport, "a network that NCCL does not name")
-        where = ", ".join(self.names) if self.transport in ADAPTERS else self.shown
-        return f"{title} on {where}" if where else title
-
-
-def read_network(node, several, moved_gbps):
-    """What carried the all-reduces on a node of the Probe: NCCL's word first, then the bytes.
-
-    `several`: whether there is more than one node; `moved_gbps`: size over time of an all-reduce.
-    """
-    finding = get(node, "nccl", dict)
-    transport, basis = get(finding, "transport", str), "NCCL's word"
-    seen = [link for link in objects(node, "interfaces") if wire_gbps(link) > STRAY * moved_gbps]
-    # Within a node bytes cross no interface except loopback; nodes on one host use it too.
-    inside = [link for link in seen if link.get("kind") == "loopback"]
-    outside = [link for link in seen if link not in inside] if several else []
-    rails = carriers(outside or inside, finding)
-    kind = get(rails[0], "kind", str) if rails else ""
-    if transport not in (*TITLES, "local"):
-        transport = kind if kind in ADAPTERS else "sockets" if rails else "unknown"
-        basis = "byte counters"
-    names = [get(rail, "name", str) for rail in rails]
-    if not rails:
-        said = "interfaces" if transport == "sockets" else "devices"
-        names = [str(name) for name in get(finding, said, list)]
-    network = Network(get(node, "host", str), transport, basis, finding, names, kind)
-    if rails:
-        speeds = [get(rail, "speed_Gbps") for rail in rails]
-        network.gbps = sum(map(wire_gbps, rails))
-        network.stated = sum(speeds) if all(speeds) else None
-        network.members = [str(member) for member in get(rails[0], "members", list)]
-        if transport == "sockets" and kind != "ipoib":
-            beside = [link for link in outside if link not in rails]
-            same = [link for link in beside if wire_gbps(link) > network.gbps / 2]
-            network.over = [get(link, "name", str) for link in same]
-        network.adapter = get(rails[0], "carrier", str)
-    return network
-
-
-def wire_gbps(link):
-    return get(link, "wire_Gbps") or 0.0
-
-
-def carriers(seen, finding):
-    """Of the interfaces with traffic, those that carried the gradients, none of them twice."""
-    transport, named = finding.get("transport"), get(finding, "interfaces", list)
-    if transport == "local":
-        return []
-    adapters = [link for link in seen if get(link, "kind", str) in ADAPTERS]
-    others = [link for link in seen if link not in adapters]
-    if transport == "sockets":
-        seen = [link for link in others if link.get("name") in named] or others
-    elif transport in list(ADAPTERS):
-        seen = adapters
-    else:  # the bytes of IP over InfiniBand pass its adapter too
-        over_ip = sum(wire_gbps(link) for link in others if link.get("kind") == "ipoib")
-        seen = others + [link for link in adapters if wire_gbps(link) > 2 * over_ip]
-    top = max(seen, key=wire_gbps, default={})
-    alike = [link for link in seen if link.get("kind") == top.get("kind")]
-    if top in adapters or top.get("name") in named:
-        return alike
-    if top.get("kind") == "ethernet":  # two may have shared the bytes
-        return [link for link in alike if wire_gbps(link) > wire_gbps(top) / 2]
-    return [top] if top else []  # a bridge or tunnel and what is under it carry the same bytes
-
-
-# --- Figures in words ----------------------------------------------------------------------------
-
-
-def digits(value):
-    """With three digits that count, and never as a power of ten: 0.123, 12.3, 1,234."""
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}" if value >= 1e-3 else "0"
-
-
-def rate(gbps):
-    """Gb/s as text, in Mb/s below 1 Gb/s."""
-    if gbps >= 0.9995:
-        return f"{digits(gbps)} Gb/s"
-    return f"{gbps * 1000:.0f} Mb/s" if gbps >= 0.01 else f"{digits(gbps * 1000)} Mb/s"
-
-
-def ms(seconds):
-    return f"{seconds * 1000:,.1f} ms" if seconds < 0.1 else f"{seconds * 1000:,.0f} ms"
-
-
-def part(value, total):
-    return f"{value / total:.0%}" if total else "-"
-
-
-def megabytes(nbytes):
-    return f"{digits(nbytes / 1e6)} MB"
-
-
-def duration(seconds):
-    """Seconds as the demo's log writes them: 4h 8m 59.79s."""
-    hours, rest = divmod(seconds, 3600)
-    minutes, rest = divmod(rest, 60)
-    text = f"{int(hours)}h " if hours else ""
-    return text + (f"{int(minutes)}m " if hours or minutes else "") + f"{rest:.2f}s"
-
-
-def in_unit(seconds, like):
-    """Seconds in the unit that fits `like`: minutes, seconds or milliseconds."""
-    divisor, unit = (60, "min") if like >= 120 else (1, "s") if like >= 2 else (1e-3, "ms")
-    value = seconds / divisor
-    return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"

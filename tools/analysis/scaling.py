@@ -19,7 +19,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from analysis.logs import get
-from analysis.runs import digits, ms
+from analysis.words import digits, ms
 
 PARTS = {"compute": "compute_s", "data wait": "data_s", "exposed communication": "exposed_s"}
 NETWORK_VARIABLES = ("NCCL_NET", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.logs import UserError
-from analysis.runs import ms
+from analysis.words import ms
 
 STEP = "ProfilerStep#"  # with a number that counts from 0: #9 is the tenth step
 MOST_RANKS = 16  # shown

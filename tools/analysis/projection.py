@@ -1,7 +1,7 @@
-"""Whether runs may be compared, their ratios, and what one run lets expect of another link.
+"""The model of a link: bytes and seconds of an all-reduce; what a run lets expect at other rates.
 
-The projection is time alone: a step takes its own work (data wait and compute), and of the
-all-reduce what is not hidden behind the backward pass.
+A step takes its own work (data wait and compute), and of the all-reduce what is not hidden behind
+the backward pass.
     alone   one step's all-reduce with nothing beside it: the probe's, else bytes over the rate
     hidden  alone less the exposed communication; over a faster link as large a part of it
     waited  exposed communication beyond alone, for other ranks and for cores; it stays
@@ -9,105 +9,15 @@ all-reduce what is not hidden behind the backward pass.
 Over a slower link the backward pass may hide more than it did: there the step is an upper bound.
 """
 
-import itertools
 import math
 
 from analysis.logs import UserError
-from analysis.runs import rate
 
 RATES_GBPS = (1, 10, 25, 56, 100, 200, 400)
 # The share of an Ethernet line that is TCP's payload, MTU 1500: a packet without the headers of IP
 # (20), TCP (20) and its time stamp (12), over the packet with Ethernet header 14, checksum 4,
 # preamble 8 and gap 12. 941 of 1000 Mb/s.
 TCP_SHARE = (1500 - 20 - 20 - 12) / (1500 + 14 + 4 + 8 + 12)
-SAME_RATE = 1.2  # rates within this factor can be those of one wire
-
-# Settings of the Run record that must be the same,
-MUST_MATCH = {
-    "precision": "precision",
-    "image_size": "image size",
-    "picture_sizes": "size of the images in the files",
-    "grad_compression": "compression",
-}
-# and those that may explain a difference but do not forbid the comparison.
-OTHER_SETTINGS = ["backend", "seed", "weights", "lr", "compile", "workers", "threads"]
-OTHER_SETTINGS += ["accumulate_steps", "checkpoint_every", "log_every", "lr_scaling", "sync_bn"]
-OTHER_SETTINGS += ["warmup_steps", "bucket_cap_mb", "val_images", "versions", "devices"]
-
-
-# --- Like with like ------------------------------------------------------------------------------
-
-
-def differences(base, run, scaling=False):
-    """What keeps `run` from being compared with `base`, one text each.
-
-    `scaling`: they may train other numbers of images, in other global batches.
-    """
-    facts = [one.record("Run") for one in (base, run)]
-    keys = list(MUST_MATCH)
-    if all(fact.get("grad_compression") == "powersgd" for fact in facts):
-        keys.append("powersgd_rank")
-    pairs = [(MUST_MATCH.get(key, key), *(fact.get(key) for fact in facts)) for key in keys]
-    own = {"images": "image count", "parameters": "model (parameters)"}
-    if not scaling:
-        own |= {"epochs": "epoch count", "global_batch": "global batch"}
-        own |= {"steps": "number of steps"}
-    pairs += [(text, getattr(base, name), getattr(run, name)) for name, text in own.items()]
-    return [
-        f"{text} differs: {a} in {base.name}, {b} in {run.name}"
-        for text, a, b in pairs
-        if None not in (a, b) and a != b
-    ]
-
-
-def other_settings(base, run):
-    one, two = base.record("Run"), run.record("Run")
-    found = [key for key in OTHER_SETTINGS if key in one and key in two and one[key] != two[key]]
-    if base.processes != run.processes and "devices" in found:  # a list of them: of each rank
-        kinds = [{str(device) for device in each.setting("devices", list)} for each in (base, run)]
-        if kinds[0] == kinds[1]:
-            found.remove("devices")
-    return found
-
-
-def same_wire(runs):
-    """For each two runs that used the same interfaces at the same rate, a sentence."""
-    found = []
-    able = [run for run in runs if run.complete and run.nodes != 1 and run.wire_gbps]
-    for a, b in itertools.combinations(able, 2):
-        used = [[(i.host, i.transport, i.names) for i in run.networks] for run in (a, b)]
-        slow, fast = sorted([a.wire_gbps, b.wire_gbps])
-        alike = a.processes == b.processes and used[0] == used[1]
-        if alike and fast < SAME_RATE * slow:
-            who = "Both runs" if len(runs) == 2 else f"{a.name} and {b.name}"
-            found.append(
-                f"{who} went over the same wire: {a.network.way}, by {a.network.basis}, "
-                f"{rate(a.wire_gbps)} and {rate(b.wire_gbps)} measured."
-            )
-    return found
-
-
-def set_losses(runs):
-    """Mean loss of each epoch, of ranks whose lines all logs have: they saw the same images."""
-    written = [set(run.log.epochs) for run in runs if run.log.epochs]
-    shared = set.intersection(*written) if written else set()
-    if len({run.processes for run in runs}) > 1:  # then they did not
-        shared = set()
-    for run in runs:
-        for epoch in sorted({epoch for _, epoch in run.log.epochs}):
-            lines = {key: loss for key, loss in run.log.epochs.items() if key[1] == epoch}
-            same = [loss for key, loss in lines.items() if key in shared] or lines.values()
-            run.losses[epoch] = sum(same) / len(same)
-
-
-# --- Ratios --------------------------------------------------------------------------------------
-
-
-def time_ratio(base, run):
-    """How many times as long as the base the run took; None if that cannot be said."""
-    if None in (base.wall_s, run.wall_s) or base.partial or run.partial:
-        return None
-    return run.wall_s / base.wall_s
 
 
 def set_work(run, runs):
@@ -121,9 +31,6 @@ def set_work(run, runs):
     alike = [other for other in runs if other.step_s and other.shape == run.shape]
     if best := min(alike, key=lambda other: other.step_s, default=None):
         run.work_s, run.work_from = best.step_s, best.name
-
-
-# --- The model -----------------------------------------------------------------------------------
 
 
 def can_model(run):

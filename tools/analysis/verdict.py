@@ -1,7 +1,7 @@
 """Why a run took its time: what bounds it, its link against what that states, what to check.
 
 A verdict says what it rests on: measured (the split of a step, the probe, counters of bytes and
-errors), NCCL's word (its debug text), or the model in compare.py.
+errors), NCCL's word (its debug text), or the model in projection.py.
 """
 
 import math
@@ -17,10 +17,12 @@ from analysis.advice import (
     only_sockets,
     tunnel_of,
 )
-from analysis.compare import can_model, payload_rate, ring_bytes, sent_bytes
 from analysis.logs import get, objects
 from analysis.nccl import REASONS, message
-from analysis.runs import ADAPTERS, in_unit, megabytes, ms, part, rate, usual_times
+from analysis.network import ADAPTERS
+from analysis.projection import can_model, payload_rate, ring_bytes, sent_bytes
+from analysis.runs import usual_times
+from analysis.words import in_unit, megabytes, ms, part, rate
 
 # TCP that sends this share of its segments again is slowed by it: its rate falls with the root of
 # the loss (Mathis et al., Computer Communication Review 27(3), 1997).

@@ -1,0 +1,74 @@
+"""The arrows between files, as docs/development.md has them: imports run down, and one way."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.processes import ROOT, SCRIPT
+
+TOOLS = ROOT / "tools"
+COMMANDS = {path.stem: path for path in sorted(TOOLS.glob("*.py"))}
+ANALYSIS = {path.stem: path for path in sorted(TOOLS.glob("analysis/*.py"))}
+MAP = (ROOT / "docs/development.md").read_text()
+# From the lowest on; each may import those before it.
+ORDER = re.findall(r"`analysis/(\w+)\.py`", MAP.partition("| module |")[2].partition("\n\n")[0])
+
+
+def imports(path: Path) -> set[str]:
+    """The modules that a file imports anywhere in it, as a.b, or loads by its path."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names if node.module == "analysis" else {node.module}
+        elif isinstance(node, ast.Name | ast.Attribute):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            assert name not in ("import_module", "__import__", "runpy"), path
+            found |= {SCRIPT.stem} if name == "spec_from_file_location" else set()
+    return found
+
+
+def own(path: Path) -> set[str]:
+    """Those of this repository."""
+    tops = {"analysis", "support", SCRIPT.stem, *COMMANDS}
+    return {name for name in imports(path) if name.partition(".")[0] in tops}
+
+
+def test_script_imports_nothing_of_this_repository():
+    tops = {name.partition(".")[0] for name in imports(SCRIPT)}
+    assert tops <= {*sys.stdlib_module_names, "torch", "torchvision", "PIL", "pycocotools"}
+
+
+def test_map_has_each_module_of_analysis_once():
+    assert sorted(ORDER) == list(ANALYSIS)
+
+
+@pytest.mark.parametrize("name", ANALYSIS)
+def test_module_of_analysis_imports_only_those_above_it_in_the_map(name):
+    below = {f"analysis.{other}" for other in ORDER[: ORDER.index(name)]}
+    assert own(ANALYSIS[name]) <= below
+
+
+def test_commands_import_analysis_and_three_of_them_the_script():
+    """Each by an import, or by its path."""
+    found = {name: own(path) for name, path in COMMANDS.items()}
+    script = {name for name, modules in found.items() if SCRIPT.stem in modules}
+    assert script == {"probe_link", "show_results", "benchmark"}
+    modules = {f"analysis.{name}" for name in ANALYSIS} | {SCRIPT.stem}
+    assert set().union(*found.values()) <= modules
+
+
+def test_commands_have_the_run_bit_and_what_is_sourced_or_imported_has_not():
+    for path in [*TOOLS.glob("*.*"), *ROOT.glob("*.sh")]:
+        assert os.access(path, os.X_OK), path
+    for path in [*TOOLS.glob("*/*.sh"), *TOOLS.glob("*/*.py")]:
+        assert not path.stat().st_mode & 0o111, path

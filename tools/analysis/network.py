@@ -1,0 +1,125 @@
+"""Which network carried the probe's all-reduces on a node: by NCCL's word, else by the bytes."""
+
+import math
+from dataclasses import dataclass, field
+
+from analysis.logs import get, objects
+
+# An interface with less than this share of what the all-reduces moved was not the link: it carried
+# other traffic of the node, or the few messages by which the ranks find each other.
+STRAY = 0.01
+ADAPTERS = {"infiniband": "InfiniBand", "roce": "RoCE", "efa": "EFA"}
+TITLES = ADAPTERS | {"sockets": "TCP", "plugin": "a plugin's network"}
+
+
+@dataclass
+class Network:
+    """What carried the probe's all-reduces on one node; rates in Gb/s, None: not known."""
+
+    host: str
+    transport: str  # infiniband, roce, efa, plugin, sockets, local (no network), or unknown
+    basis: str  # what says so: NCCL's word, or byte counters
+    finding: dict  # what nccl.py reads in NCCL's text
+    names: list  # of the interfaces or adapters
+    kind: str = ""
+    members: list = field(default_factory=list)  # of a bond
+    over: list = field(default_factory=list)  # tunnels or bridges that carried the same bytes
+    gbps: float | None = None  # measured, of all of them together, headers included
+    stated: float | None = None
+    adapter: str = ""  # under IP over InfiniBand
+
+    @property
+    def order(self):
+        """The slowest first: a node that had to use sockets, then by rate."""
+        return self.transport in ADAPTERS, math.inf if self.gbps is None else self.gbps
+
+    @property
+    def connections(self):
+        """How many NCCL's text shows that leave the node."""
+        return get(get(self.finding, "channels", dict), "network", int) or 0
+
+    @property
+    def with_gpudirect(self):
+        return get(self.finding, "gpudirect", int) or 0
+
+    def problem(self, name):
+        """The line of NCCL's text that shows this problem; empty where none does."""
+        lines = {str(p.get("id")): get(p, "line", str) for p in objects(self.finding, "problems")}
+        return lines.get(name, "")
+
+    @property
+    def shown(self):
+        """eth0 (ethernet); None where no interface is known to have carried it."""
+        more = ["..."] if len(self.names) > 4 else []
+        names = ", ".join(self.names[:4] + more)
+        kind = " of ".join(filter(None, [self.kind, " + ".join(self.members)]))
+        kind += f" over {self.adapter}" if self.adapter else ""
+        return f"{names} ({kind})" if kind else names or None
+
+    @property
+    def way(self):
+        """TCP on eth0 (ethernet); RoCE on mlx5_0:1."""
+        title = TITLES.get(self.transport, "a network that NCCL does not name")
+        where = ", ".join(self.names) if self.transport in ADAPTERS else self.shown
+        return f"{title} on {where}" if where else title
+
+
+def read_network(node, several, moved_gbps):
+    """What carried the all-reduces on a node of the Probe: NCCL's word first, then the bytes.
+
+    `several`: whether there is more than one node; `moved_gbps`: size over time of an all-reduce.
+    """
+    finding = get(node, "nccl", dict)
+    transport, basis = get(finding, "transport", str), "NCCL's word"
+    seen = [link for link in objects(node, "interfaces") if wire_gbps(link) > STRAY * moved_gbps]
+    # Within a node bytes cross no interface except loopback; nodes on one host use it too.
+    inside = [link for link in seen if link.get("kind") == "loopback"]
+    outside = [link for link in seen if link not in inside] if several else []
+    rails = carriers(outside or inside, finding)
+    kind = get(rails[0], "kind", str) if rails else ""
+    if transport not in (*TITLES, "local"):
+        transport = kind if kind in ADAPTERS else "sockets" if rails else "unknown"
+        basis = "byte counters"
+    names = [get(rail, "name", str) for rail in rails]
+    if not rails:
+        said = "interfaces" if transport == "sockets" else "devices"
+        names = [str(name) for name in get(finding, said, list)]
+    network = Network(get(node, "host", str), transport, basis, finding, names, kind)
+    if rails:
+        speeds = [get(rail, "speed_Gbps") for rail in rails]
+        network.gbps = sum(map(wire_gbps, rails))
+        network.stated = sum(speeds) if all(speeds) else None
+        network.members = [str(member) for member in get(rails[0], "members", list)]
+        if transport == "sockets" and kind != "ipoib":
+            beside = [link for link in outside if link not in rails]
+            same = [link for link in beside if wire_gbps(link) > network.gbps / 2]
+            network.over = [get(link, "name", str) for link in same]
+        network.adapter = get(rails[0], "carrier", str)
+    return network
+
+
+def wire_gbps(link):
+    return get(link, "wire_Gbps") or 0.0
+
+
+def carriers(seen, finding):
+    """Of the interfaces with traffic, those that carried the gradients, none of them twice."""
+    transport, named = finding.get("transport"), get(finding, "interfaces", list)
+    if transport == "local":
+        return []
+    adapters = [link for link in seen if get(link, "kind", str) in ADAPTERS]
+    others = [link for link in seen if link not in adapters]
+    if transport == "sockets":
+        seen = [link for link in others if link.get("name") in named] or others
+    elif transport in list(ADAPTERS):
+        seen = adapters
+    else:  # the bytes of IP over InfiniBand pass its adapter too
+        over_ip = sum(wire_gbps(link) for link in others if link.get("kind") == "ipoib")
+        seen = others + [link for link in adapters if wire_gbps(link) > 2 * over_ip]
+    top = max(seen, key=wire_gbps, default={})
+    alike = [link for link in seen if link.get("kind") == top.get("kind")]
+    if top in adapters or top.get("name") in named:
+        return alike
+    if top.get("kind") == "ethernet":  # two may have shared the bytes
+        return [link for link in alike if wire_gbps(link) > wire_gbps(top) / 2]
+    return [top] if top else []  # a bridge or tunnel and what is under it carry the same bytes

@@ -1,0 +1,40 @@
+"""Figures in words: each with its unit, rounded for people."""
+
+
+def digits(value):
+    """With three digits that count, and never as a power of ten: 0.123, 12.3, 1,234."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}" if value >= 1e-3 else "0"
+
+
+def rate(gbps):
+    """Gb/s as text, in Mb/s below 1 Gb/s."""
+    if gbps >= 0.9995:
+        return f"{digits(gbps)} Gb/s"
+    return f"{gbps * 1000:.0f} Mb/s" if gbps >= 0.01 else f"{digits(gbps * 1000)} Mb/s"
+
+
+def ms(seconds):
+    return f"{seconds * 1000:,.1f} ms" if seconds < 0.1 else f"{seconds * 1000:,.0f} ms"
+
+
+def part(value, total):
+    return f"{value / total:.0%}" if total else "-"
+
+
+def megabytes(nbytes):
+    return f"{digits(nbytes / 1e6)} MB"
+
+
+def duration(seconds):
+    """Seconds as the demo's log writes them: 4h 8m 59.79s."""
+    hours, rest = divmod(seconds, 3600)
+    minutes, rest = divmod(rest, 60)
+    text = f"{int(hours)}h " if hours else ""
+    return text + (f"{int(minutes)}m " if hours or minutes else "") + f"{rest:.2f}s"
+
+
+def in_unit(seconds, like):
+    """Seconds in the unit that fits `like`: minutes, seconds or milliseconds."""
+    divisor, unit = (60, "min") if like >= 120 else (1, "s") if like >= 2 else (1e-3, "ms")
+    value = seconds / divisor
+    return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"
