@@ -516,13 +516,6 @@ def test_slowest_node_sets_the_pace():
     assert "NCCL used sockets over eth0, and its text does not say why. Over TCP on eth0" in says
 
 
-def test_old_logs_node_record_tells_errors_of_the_run():
-    down = carried("veth0", "ethernet", 10, 0, errors={"carrier_changes": 2})
-    node = f"launch_multinode.sh: Node {json.dumps({'host': 'n0', 'interfaces': [down]})}\n"
-    said = verdict_on(TEXT + node)[1]
-    assert "Errors counted during the run: carrier_changes 2 on veth0" in said
-
-
 @pytest.mark.parametrize(
     ("busy", "slow"),
     [([1.25, 1], 0), ([1, 1, 1.3, 1.4], 3), ([1, 1.15], None), ([1, 2, 2, 2], None)],

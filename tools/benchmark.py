@@ -39,6 +39,8 @@ from pathlib import Path
 
 import torch
 
+from analysis.logs import UserError
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "demo_coco_resnet18.py"
 WARM_UP = 3  # steps that the script's Summary leaves out
@@ -51,10 +53,6 @@ FASTER = {
 TALK_IMAGES, TALK_EPOCHS, TALK_GPUS = 118_287, 2, 4  # COCO train2017, as in the talk
 
 Data = namedtuple("Data", "images file")  # the folder of images, and their instances file
-
-
-class UserError(Exception):
-    """What a user can fix, or a run that failed: one line."""
 
 
 def main(argv=None):
@@ -164,7 +162,8 @@ def gpu_summary(args, processes, precision, kind):
     args.precision = precision
     data = make_data(args, processes * needed_images(args))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={processes}", *child(kind)[1:]]
+    command += [f"--nproc_per_node={processes}"]
+    command += child(kind)[1:] if kind == "resident" else [SCRIPT]
     command += options(args, data, max_steps=WARM_UP + args.steps)
     command += ["--workers", "0"] if kind == "resident" else []
     text = run(args, command)
@@ -173,8 +172,8 @@ def gpu_summary(args, processes, precision, kind):
     rate = 1e3 * processes * args.batch_size / times[0]
     name = f"{processes} GPU(s), {precision}, {kind}"
     row = " ".join(f"{ms:8.2f}" for ms in times)
-    memory = record(text, "Memory")["peak_GB"]
-    print(f"{name:24} {rate:9.1f} {row} ms {memory:6.2f} GB", flush=True)
+    peak = (summary["peak_gpu_bytes"] or 0) / 1e9
+    print(f"{name:24} {rate:9.1f} {row} ms {peak:6.2f} GB", flush=True)
     return summary
 
 
@@ -331,7 +330,7 @@ def options(args, data, **more):
 
 
 def record(text, kind):
-    """A record of rank 0: Run, Summary, Memory or Loader. Raises UserError."""
+    """A record of rank 0: Run, Summary or Loader. Raises UserError."""
     found = re.findall(rf"^\[\w+ 0\] {kind} (\{{.*\}})$", text, re.MULTILINE)
     if not found:
         raise UserError(f"a run has printed no {kind} record: is it a copy of the demo's script?")
@@ -374,26 +373,17 @@ def child(kind, script=SCRIPT):
 def run_child(kind, script, options):
     """Runs a script with a change.
 
-    fed: it also logs its memory. resident: as fed, but its one batch stays on the device. loader:
-    it only loads.
+    resident: one batch stays on the device. loader: it only loads.
     """
     demo = load_script(script)
     sys.argv = [script, *options]
     if kind == "loader":
         time_loader(demo, demo.parse_arguments(options))
         return
-    make_loader, log_summary = demo.make_train_loader, demo.log_summary
-
-    def log_memory_too(training):
-        log_summary(training)
-        memory = {"peak_GB": torch.cuda.max_memory_allocated() / 1e9}
-        demo.log_from_rank_0(training.process, "Memory " + json.dumps(memory))
-
-    demo.log_summary = log_memory_too
-    if kind == "resident":
-        demo.make_train_loader = lambda args, process, images: Resident(
-            make_loader(args, process, images), process
-        )
+    make_loader = demo.make_train_loader
+    demo.make_train_loader = lambda args, process, images: Resident(
+        make_loader(args, process, images), process
+    )
     demo.run_and_exit(demo.main)
 
 

@@ -1,4 +1,5 @@
-"""What to check or change next: rows of (condition, sentence), most likely first.
+"""What to check or change next, for TCP, InfiniBand, RoCE and EFA: rows of (condition, sentence),
+most likely first.
 
 What is advised fits the run, and the run does not have it already.
 """
@@ -257,9 +258,8 @@ def other_rows(run, bound):
     """For a run that its link does not bound."""
     data, compute, whole = bound == "input", bound == "compute", bound == "not the link"
     cpu, settings = run.on_cpu, run.record("Run")
-    workers = f" (now {settings['workers']})" if "workers" in settings else ""
-    loaders = f"more loader processes: --workers{workers}, up to the cores of a node / its "
-    loaders += "processes"
+    loaders = f"more loader processes: --workers (now {settings.get('workers')}), up to the cores "
+    loaders += "of a node / its processes"
     small = "smaller images on disk: tools/prepare_coco.py; decoding is usually most of the work"
     storage = "storage: copy the images to a local disk, or run a second time with a warm cache"
     lower = "lower precision: --precision bf16 or fp16 where the hardware has it"

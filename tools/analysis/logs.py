@@ -1,4 +1,4 @@
-"""What the files of one run say: step lines, records, how it ended; no figure is worked out."""
+"""Reads the files of one run: step lines, records, how it ended; no figure is worked out."""
 
 import json
 import re
@@ -24,7 +24,6 @@ END = re.compile(r"Cleanup complete\. Total wall time: [\dhms. ]*\((\d{1,12}\.\d
 STOP = re.compile(r"(Stopped\b.*|ERROR: .*)")
 RECORD = re.compile(r"(Run|Probe|Summary) (\{.*)")
 COUNTERS = re.compile(r"(?:^|\s)Counters (\{.*)")  # of tools/counters.py
-NODE = re.compile(r"\.sh: Node (\{.*)")  # older launchers': what a node's interfaces carried
 # The launcher's lines: a start, and how it ended if that was not well.
 LAUNCHER = re.compile(
     r"launch_\w+\.sh: (?:(?P<start>\d{4}-\d\d-\d\d [\d:]{8}) |error: (?P<error>.+))"
@@ -54,7 +53,6 @@ class Log:
 
     records: dict = field(default_factory=dict)  # Run and Summary of the last attempt, last Probe
     counters: dict = field(default_factory=dict)  # host -> its last two Counters records
-    nodes: list = field(default_factory=list)  # Node records of an older log
     attempts: int = 0  # of the last run
     earlier: int = 0  # runs before it
     steps: dict = field(default_factory=dict)  # (rank, epoch, step) -> Step
@@ -138,8 +136,6 @@ def parse_lines(lines, log, read_too=None):
             if record := whole(log, found[1]):
                 records = log.counters.setdefault(get(record, "host", str), [])
                 records[:] = [*records[-1:], record]
-        elif ".sh: Node {" in line:
-            log.nodes.append(whole(log, NODE.search(line)[1]))
         elif ".sh: " in line and (found := LAUNCHER.search(line)):
             log.ours |= bool(found["start"])
             failed = found["error"]  # a new start takes back how the one before it ended

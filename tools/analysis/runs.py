@@ -1,4 +1,4 @@
-"""The figures of one run, from its log: seconds, bytes, Gb/s, images/s; whether it is whole."""
+"""The figures of one run, from its log's records: Run, Summary, Probe; whether it is whole."""
 
 import math
 import statistics
@@ -286,8 +286,7 @@ def add_own_text(run):
 
 
 def add_traffic(run):
-    """What each node's interfaces carried: Node records, or the last two Counters records."""
-    run.traffic = list(run.log.nodes)
+    """What each node's interfaces carried between the last two Counters records."""
     for host, records in run.log.counters.items():
         try:
             if len(records) > 1:
