@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts torchrun on this node, using static rendezvous with the other nodes. Call it once on each node:
+# Trains on several nodes: starts torchrun on this one, which waits for the others. Call it once on each node:
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 GPUS_PER_NODE=2 ./launch_multinode.sh --coco_image_path DIR ...
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 GPUS_PER_NODE=2 ./launch_multinode.sh --coco_image_path DIR ...
 # Under SLURM, one srun starts all nodes, and these four values come from the job:

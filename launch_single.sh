@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on this machine.
+# Trains on this machine: starts torchrun with one process or more, restarts it, keeps the log.
 #   ./launch_single.sh                              two epochs on a small sample set, made on first use
 #   ./launch_single.sh --max_steps 5                the same with a setting of your own
 #   ./launch_single.sh --coco_image_path DIR --annotation_path FILE ...      arguments go to demo_coco_resnet18.py

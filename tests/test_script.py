@@ -1,4 +1,4 @@
-"""The script's parts: shares of the images, pixels, gradients, errors and their kinds."""
+"""The script's parts: shares of the images, pixels, gradients, errors and exit codes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""For anyone who compares networks: runs of the demo side by side, or one, from their logs alone.
+"""Compares runs by their logs: what limits each, which network carried it, what to check next.
 
     python tools/compare_logs.py ethernet=logs/eth infiniband=logs/ib --plot compare.png
     python tools/compare_logs.py ethernet=logs/eth infiniband=logs/ib --project

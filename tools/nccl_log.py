@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""For anyone who wonders which network NCCL used, and why not another: its own debug text, read.
+"""Tells from NCCL's own debug text which network it used, and why not another.
 
     python tools/nccl_log.py logs/run/           # every file of a folder
     python tools/nccl_log.py --json node0.log    # one JSON object

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""For anyone who starts a job soon: what is wrong on this node, and between the nodes.
+"""Checks this node and the way to the other nodes, before a job: what is wrong, and what to do.
 
     python tools/preflight.py                                              # this node alone
     NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 python tools/preflight.py    # on node 0, and at the

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""For anyone who compares networks: what the link between a training's processes delivers.
+"""Measures what the link between a training's processes delivers, by all-reduces alone.
 
 It stands in the training's own torchrun or srun line in the script's place, with the same
 arguments, of which it takes --backend and --timeout:

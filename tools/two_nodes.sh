@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# For anyone who has one machine: two nodes on it, namespaces joined by virtual cables, launch_multinode.sh in each.
+# Makes two nodes of one machine, joined by emulated cables of a given rate, and runs launch_multinode.sh on both.
 #   tools/two_nodes.sh [--rate 1gbit] [--gpus_per_node N] [--name RUN_NAME] -- ARGUMENTS of demo_coco_resnet18.py
 #   tools/two_nodes.sh --links slow=1gbit,fast=unshaped [...]    a run over each of several cables, then the comparison
 # --rate: what the cable carries each way, as tc writes it (100mbit, 1gbit); without it, as much as the machine can.

@@ -1,4 +1,4 @@
-"""What is found, as a table with sentences, as JSON, and the step lines as CSV."""
+"""The report: a table with sentences, its figures as JSON, and the step lines as CSV."""
 
 import contextlib
 import csv

@@ -1,4 +1,4 @@
-"""Why a run took its time: what bounds it, its link against what that states, what to check.
+"""The verdict on a run: what bounds it, and which share of its stated rate the link delivered.
 
 A verdict says what it rests on: measured (the split of a step, the probe, counters of bytes and
 errors), NCCL's word (its debug text), or the model in projection.py.

@@ -1,4 +1,4 @@
-# Messages, settings, a command with log and stop signals, torchrun and how it ended, several runs and their comparison.
+# Settings, a command with log and stop signals, how torchrun ended and the last line, several runs and their comparison.
 # tools/environment.sh sources it, and through that the launchers, two_nodes.sh and tests/run.sh do.
 # shellcheck shell=bash
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
