@@ -78,7 +78,7 @@ def test_picture_and_a_line_for_each_rank(tmp_path):
         "rank 1: ProfilerStep#7 of 100 ms: compute 70.0 ms, all-reduce 40.0 ms, of which 20.0 ms"
     )
     assert out.splitlines()[1] == f"{line} beside compute"
-    assert png_size(tmp_path / "step.png") == (1680, 432)
+    assert png_size(tmp_path / "step.png") == (1440, 448)
 
 
 @pytest.mark.parametrize(

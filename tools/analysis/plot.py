@@ -32,7 +32,7 @@ def draw(result, file):
     """`result` is what compare_logs.compare_runs returns. Raises OSError or ValueError."""
     runs, scaled = result["runs"], result["scaling"]
     with matplotlib.rc_context(LOOK):
-        figure = Figure(figsize=(12 if scaled else 16, 5.2), layout="constrained")
+        figure = Figure(figsize=(9 if scaled else 12, 4.2), layout="constrained")
         split, *others = figure.subplots(1, 2 if scaled else 3)
         draw_split(split, runs, scaled.runs if scaled else {})
         if scaled:
@@ -43,7 +43,7 @@ def draw(result, file):
 
 
 def save(figure, file):
-    figure.savefig(file, dpi=120, format=None if Path(file).suffix else "png")
+    figure.savefig(file, dpi=160, format=None if Path(file).suffix else "png")
 
 
 def draw_throughput_and_loss(throughput, loss, runs):
@@ -52,7 +52,7 @@ def draw_throughput_and_loss(throughput, loss, runs):
         draw_line(loss, i, run, "loss", 1, RUNNING)
     throughput.set_ylim(0, max(throughput.get_ylim()[1], 1e-9) * 1.2)
     throughput.set(xlabel="step", ylabel="images/s, whole job", title="Throughput")
-    title = f"Loss: log lines, and the mean of the last {RUNNING}"
+    title = f"Loss, and its mean over {RUNNING} lines"
     loss.set(xlabel="step", ylabel="cross entropy, mean over ranks", title=title)
     finish(throughput, "no throughput in these logs")
     finish(loss, "no step lines in these logs")
@@ -91,7 +91,7 @@ def draw_speed_up(axis, runs, scaled):
 def draw_steps(steps, file):
     """Two bars for each rank: when it computes, and when an all-reduce is under way."""
     with matplotlib.rc_context(LOOK):
-        figure = Figure(figsize=(14, 1.6 + len(steps)), layout="constrained")
+        figure = Figure(figsize=(9, 1.2 + 0.8 * len(steps)), layout="constrained")
         axis = figure.subplots()
         rows = []
         for step in steps:
