@@ -48,6 +48,7 @@ class Page:
 DOCS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md"))]
 PAGES = {name: Page(name) for name in [README, *DOCS]}
 every_page = pytest.mark.parametrize("page", PAGES.values(), ids=lambda page: page.name)
+WIDTH = 140  # columns
 COMMANDS = "\n".join(text for page in PAGES.values() for text in page.commands)
 MADE = ["make_coco.py", "demo_resnet50.py", "coco.sbatch"]  # files that the reader makes
 MADE += ["examples/imagenet/main.py"]  # and one of pytorch/examples
@@ -146,6 +147,23 @@ def test_commands_of_the_launcher_of_nodes_have_what_it_needs():
         assert by_hand or by_srun, before
 
 
+@pytest.mark.parametrize("name", [name for name in DOCS if name.count("/") == 1])
+def test_no_command_is_wider_than_a_screen(name):
+    for kind, text in FENCED.findall(PAGES[name].text):
+        if kind in ("bash", "yaml"):
+            assert [line for line in text.splitlines() if len(line) > WIDTH] == []
+
+
+@every_page
+def test_a_log_kept_by_hand_has_errors_and_leaves_the_exit_code(page):
+    if page.name == README:
+        return
+    for text in page.commands:
+        kept = [line for line in text.splitlines() if "| tee " in line]
+        assert all("2>&1 | tee " in line for line in kept)
+        assert not kept or "pipefail" in text.partition("| tee ")[0]
+
+
 def test_files_that_commands_name_exist(calls):
     for call in calls:
         for part in call:
@@ -195,6 +213,7 @@ def test_options_that_the_text_names_exist(page):
     known |= {*demo.make_parser()._option_string_actions}
     known |= {*get_args_parser()._option_string_actions}
     known |= {"--cpus-per-task", "--nv", "--gpus", "--shm-size", "--network", "--install"}
+    known |= {"--system-site-packages"}  # of python -m venv
     assert {*re.findall(option, page.prose)} - known == set()
 
 
@@ -243,8 +262,9 @@ def test_messages_of_the_fault_table_are_those_of_the_code():
     code = source("*.py", "*.sh", "tools/*.sh", "tools/launcher/*.sh")
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # strings that stand on several lines
     messages = [text for row in rows("message") for text in re.findall(r"`([^`]+)`", row[0])]
-    assert len(messages) >= 25
-    for text in messages:
+    of_others = {"Connection reset by peer", "Connection closed by peer", "exitcode  : -9"}
+    assert len(messages) >= 15 and of_others <= {*messages}
+    for text in {*messages} - of_others:
         assert text in code, text
 
 
