@@ -290,6 +290,25 @@ def make_train_loader(args, process, train_list):
     return make_loader(args, process, dataset, sampler, args.workers)
 
 
+class EpochSampler(DistributedSampler):
+    """A DistributedSampler that yields the keys of CocoFirstCategory.
+
+    The keys carry the epoch, because loader workers, which live as long as the run, do not learn
+    of set_epoch. The share can begin later (in mid-epoch) and end earlier.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.start, self.end = 0, None  # the part of this rank's share that is used
+
+    def __iter__(self):
+        part = islice(super().__iter__(), self.start, self.end)
+        return ((self.epoch, index) for index in part)
+
+    def __len__(self):
+        return len(range(self.num_samples)[self.start : self.end])
+
+
 def make_val_loader(args, process, val_list):
     """The batches of this rank's share of the validation images, or None."""
     if not val_list:
@@ -409,26 +428,6 @@ def train_one_epoch(training, loader, epoch):
     log_epoch(training, epoch, began)
 
 
-def finish_step(training, epoch, loss, images):
-    """Logs the step, and agrees to go on and saves where that is due. All ranks make this call."""
-    args, timer = training.args, training.timer
-    # Steps 1, 6, 11, ... with --log_every 5, and the last one.
-    log_due = (training.step - 1) % args.log_every == 0 or training.step == args.max_steps
-    shown_loss = loss.item() if log_due else None  # waits for a GPU: not in each step
-    timer.end_step(images)
-    if training.profiler:
-        profile_step(training)
-    if log_due:
-        log_step(training, epoch, shown_loss)  # on every rank: of its own images
-    save_due = args.checkpoint_every and training.step % args.checkpoint_every == 0
-    if log_due or save_due or training.step >= training.agree_at_step:
-        steps = agree_to_continue(training, timer.last_step_seconds())
-        training.agree_at_step = training.step + steps
-    if save_due:
-        save_checkpoint(training)
-        timer.start_step()  # the time to save is not part of a step
-
-
 @torch.inference_mode()
 def evaluate(training, loader, epoch):
     """Logs the accuracy over all validation images. All ranks make this call."""
@@ -463,6 +462,16 @@ def forward(training, model, images):
     with torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None):
         images = ((images - training.mean) / training.std).to(memory_format=process.memory_format)
         return model(images).float()
+
+
+def save_checkpoint(training):
+    """All ranks make this call, and all end if it fails; rank 0 writes. Raises UserError."""
+    step, path = training.step, training.args.checkpoint
+    with errors_end_all_ranks():
+        if not all(parameter.isfinite().all() for parameter in training.model.parameters()):
+            raise UserError(f"weights not finite after step {step}: lower --lr; not saved")
+        if path and training.process.rank == 0:
+            write_checkpoint(training, path)
 
 
 # ---- What all ranks do together
@@ -620,6 +629,43 @@ def parse_arguments(argv):
         refuse("--resume needs --checkpoint FILE")
     args.val_workers = args.workers
     return args
+
+
+# These may differ from node to node.
+PER_NODE = [*DATA, "checkpoint", "profile", "workers", "val_workers"]
+
+
+def check_start(args, process, train_list, val_list):
+    """Whether all ranks were started alike, and have the images. Raises UserError if not.
+
+    All ranks make this call. Returns a digest of the sizes of some images, which tells resized
+    images from the originals.
+    """
+    own = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
+    own["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
+    own["--profile given"] = bool(args.profile)
+    own["PyTorch"] = str(torch.__version__)
+    own["script"] = digest(Path(__file__).read_text())
+    count = len(train_list.names) + len(val_list.names if val_list else [])
+    log_from_rank_0(process, f"Looking for {counted(count, 'image', 'images')}")
+    with errors_end_all_ranks():
+        sizes = check_images(args.coco_image_path, train_list.names)
+        if val_list:
+            check_images(args.val_image_path, val_list.names)
+        if args.checkpoint and process.rank == 0:
+            check_checkpoint(args, process)
+    note_unused_classes(process, train_list)
+    own["sizes of the images"] = digest(sizes)
+    if max(map(min, sizes), default=math.inf) < args.image_size:
+        text = "the images are smaller than --image_size: prepared for a smaller one?"
+        log_from_rank_0(process, f"WARNING: {text}")
+    expected = from_rank_0(lambda: own)
+    with errors_end_all_ranks():
+        for name, value in expected.items():
+            if own.get(name) != value:  # another version of the script may not have it
+                text = f"{name} is {own.get(name)} here, but {value} on rank 0"
+                raise UserError(f"{text}: start all ranks alike")
+    return own["sizes of the images"]
 
 
 def complete_arguments(args, process, images, checkpoint=None):
@@ -810,6 +856,9 @@ def fastest_precision(process):
     return "bf16" if min(seconds[torch.bfloat16]) < min(seconds[torch.float32]) else "fp32"
 
 
+# ---- Meeting
+
+
 @contextmanager
 def explain_failed_start(args, process):
     """A block in which the ranks meet and connect. Raises StartError, which says what has failed.
@@ -865,7 +914,7 @@ def find_store(args, process):
     return dist.PrefixStore(f"start {process.restarts}", store)
 
 
-# ---- Image lists
+# ---- Annotation files
 
 # The images that have a label: their file names, and their labels, which are indices of
 # `categories`, {id: name}. `unlabelled` counts the images without an annotation: left out.
@@ -958,133 +1007,6 @@ def check_names(path, image_list):
             raise UserError(f"annotation file {path}: {text}: rename one, names tell them apart")
 
 
-def check_images(folder, names):
-    """Raises UserError unless all images are in the folder; returns the sizes of some of them."""
-    missing = missing_images(folder, names)
-    if missing:
-        raise UserError(
-            f"the folder of images {folder} lacks {len(missing)} of {len(names)} listed images, "
-            f"the first is {missing[0]}: {look_around(folder, missing[0])}"
-        )
-    sizes = []
-    for name in names[:: 1 + len(names) // 64]:
-        with warnings.catch_warnings(), suppress(Exception):  # a damaged image has no size
-            warnings.simplefilter("ignore")
-            with Image.open(os.path.join(folder, name)) as image:
-                sizes.append(image.size)
-    return sizes
-
-
-def missing_images(folder, names):
-    """Those of the names that the folder lacks."""
-    # To list a folder once is faster than to look for each of 118,287 files.
-    files = {}
-    for subfolder in {os.path.dirname(name) for name in names}:
-        try:
-            files[subfolder] = set(os.listdir(os.path.join(folder, subfolder)))
-        except (OSError, ValueError):  # ValueError: a name that no file can have
-            files[subfolder] = set()
-    return [name for name in names if os.path.basename(name) not in files[os.path.dirname(name)]]
-
-
-def look_around(folder, name):
-    """Where an image is that the folder lacks, or what it is called there; and what to do."""
-    try:
-        with os.scandir(folder) as entries:
-            below = [entry.path for entry in entries if entry.is_dir()][:1000]
-    except OSError as error:
-        return f"{error.strerror}: check the path"
-    above = Path(os.path.abspath(folder)).parents
-    for other in [*list(above)[: name.count("/")], *below]:
-        if os.path.isfile(os.path.join(other, name)):
-            return f"{name} is in {other}: give that folder"
-    for wanted in (name, os.path.basename(name)):
-        if found := find_alike(folder, wanted):
-            how = "under another name"
-            if one_form(found) == one_form(name):
-                how = "with the same letters in another Unicode form (NFC, NFD)"
-            elif loose_form(found) == loose_form(name):
-                how = "in another case"
-            elif os.path.basename(found) == os.path.basename(name):
-                how = "in another folder"
-            return f"{found} is there, {how}: name it in the annotation file as it is there"
-    return "check the path"
-
-
-def find_alike(folder, name):
-    """A file of the folder whose name has another case, extension or Unicode form; or None."""
-    found = ""
-    for part in name.split("/"):
-        try:
-            entries = os.listdir(os.path.join(folder, found))
-        except OSError:
-            return None
-        for form in (one_form, loose_form, without_extension):
-            alike = [entry for entry in entries if form(entry) in (form(part), loose_form(part))]
-            if form is without_extension:  # labelling tools leave a text file beside each image
-                alike = [entry for entry in alike if is_image_name(entry)]
-            if alike:
-                break
-        else:
-            return None
-        found = os.path.join(found, part if part in alike else min(alike))
-    return found
-
-
-def one_form(name):
-    """macOS writes an accent as a character of its own."""
-    return unicodedata.normalize("NFC", name)
-
-
-def loose_form(name):
-    return one_form(name).casefold()
-
-
-def without_extension(name):
-    return os.path.splitext(loose_form(name))[0]
-
-
-def is_image_name(name):
-    return os.path.splitext(name)[1].lower() in Image.registered_extensions()
-
-
-# These may differ from node to node.
-PER_NODE = [*DATA, "checkpoint", "profile", "workers", "val_workers"]
-
-
-def check_start(args, process, train_list, val_list):
-    """Whether all ranks were started alike, and have the images. Raises UserError if not.
-
-    All ranks make this call. Returns a digest of the sizes of some images, which tells resized
-    images from the originals.
-    """
-    own = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
-    own["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
-    own["--profile given"] = bool(args.profile)
-    own["PyTorch"] = str(torch.__version__)
-    own["script"] = digest(Path(__file__).read_text())
-    count = len(train_list.names) + len(val_list.names if val_list else [])
-    log_from_rank_0(process, f"Looking for {counted(count, 'image', 'images')}")
-    with errors_end_all_ranks():
-        sizes = check_images(args.coco_image_path, train_list.names)
-        if val_list:
-            check_images(args.val_image_path, val_list.names)
-        if args.checkpoint and process.rank == 0:
-            check_checkpoint(args, process)
-    note_unused_classes(process, train_list)
-    own["sizes of the images"] = digest(sizes)
-    if max(map(min, sizes), default=math.inf) < args.image_size:
-        text = "the images are smaller than --image_size: prepared for a smaller one?"
-        log_from_rank_0(process, f"WARNING: {text}")
-    expected = from_rank_0(lambda: own)
-    with errors_end_all_ranks():
-        for name, value in expected.items():
-            if own.get(name) != value:  # another version of the script may not have it
-                text = f"{name} is {own.get(name)} here, but {value} on rank 0"
-                raise UserError(f"{text}: start all ranks alike")
-    return own["sizes of the images"]
-
-
 def note_unused_classes(process, train_list):
     used = set(train_list.labels)
     names = [n for label, n in enumerate(train_list.categories.values()) if label not in used]
@@ -1092,25 +1014,6 @@ def note_unused_classes(process, train_list):
         text = counted(len(names), "class has", "classes have")
         more = ", ..." if len(names) > 3 else ""
         log_from_rank_0(process, f"Note: {text} no training image: {', '.join(names[:3])}{more}")
-
-
-def check_checkpoint(args, process):
-    """Raises UserError if a checkpoint cannot be saved there: now, not after an epoch."""
-    path = args.checkpoint
-    if os.path.isdir(path):
-        raise UserError(f"checkpoint {path} is a folder: name a file in it")
-    with as_user_error(f"checkpoint {path} cannot be written"):
-        tempfile.TemporaryFile(dir=os.path.dirname(path) or ".").close()
-    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if may_restart and not process.restarts and not args.resume and os.path.exists(path):
-        earlier = f"{path}.{time.strftime('%Y%m%d-%H%M%S')}"
-        os.replace(path, earlier)  # or a restart would go on from it
-        log(process, f"{path} is of an earlier run: renamed to {earlier}")
-
-
-def digest(*parts):
-    """The first digits of a SHA-256."""
-    return hashlib.sha256("".join(map(str, parts)).encode()).hexdigest()[:12]
 
 
 # ---- What is wrong with an annotation file (tools/prepare_coco.py has the same lines)
@@ -1325,25 +1228,6 @@ def to_8_bits(image):
     return image.point(lambda value: value * scale + (0.5 - low * scale)).convert("L")
 
 
-class EpochSampler(DistributedSampler):
-    """A DistributedSampler that yields the keys of CocoFirstCategory.
-
-    The keys carry the epoch, because loader workers, which live as long as the run, do not learn
-    of set_epoch. The share can begin later (in mid-epoch) and end earlier.
-    """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.start, self.end = 0, None  # the part of this rank's share that is used
-
-    def __iter__(self):
-        part = islice(super().__iter__(), self.start, self.end)
-        return ((self.epoch, index) for index in part)
-
-    def __len__(self):
-        return len(range(self.num_samples)[self.start : self.end])
-
-
 def make_loader(args, process, dataset, sampler, workers):
     return DataLoader(
         dataset,
@@ -1376,7 +1260,97 @@ def start_workers(*loaders):
             loader.sampler.start = 0
 
 
-# ---- Model and gradients
+def check_images(folder, names):
+    """Raises UserError unless all images are in the folder; returns the sizes of some of them."""
+    missing = missing_images(folder, names)
+    if missing:
+        raise UserError(
+            f"the folder of images {folder} lacks {len(missing)} of {len(names)} listed images, "
+            f"the first is {missing[0]}: {look_around(folder, missing[0])}"
+        )
+    sizes = []
+    for name in names[:: 1 + len(names) // 64]:
+        with warnings.catch_warnings(), suppress(Exception):  # a damaged image has no size
+            warnings.simplefilter("ignore")
+            with Image.open(os.path.join(folder, name)) as image:
+                sizes.append(image.size)
+    return sizes
+
+
+def missing_images(folder, names):
+    """Those of the names that the folder lacks."""
+    # To list a folder once is faster than to look for each of 118,287 files.
+    files = {}
+    for subfolder in {os.path.dirname(name) for name in names}:
+        try:
+            files[subfolder] = set(os.listdir(os.path.join(folder, subfolder)))
+        except (OSError, ValueError):  # ValueError: a name that no file can have
+            files[subfolder] = set()
+    return [name for name in names if os.path.basename(name) not in files[os.path.dirname(name)]]
+
+
+def look_around(folder, name):
+    """Where an image is that the folder lacks, or what it is called there; and what to do."""
+    try:
+        with os.scandir(folder) as entries:
+            below = [entry.path for entry in entries if entry.is_dir()][:1000]
+    except OSError as error:
+        return f"{error.strerror}: check the path"
+    above = Path(os.path.abspath(folder)).parents
+    for other in [*list(above)[: name.count("/")], *below]:
+        if os.path.isfile(os.path.join(other, name)):
+            return f"{name} is in {other}: give that folder"
+    for wanted in (name, os.path.basename(name)):
+        if found := find_alike(folder, wanted):
+            how = "under another name"
+            if one_form(found) == one_form(name):
+                how = "with the same letters in another Unicode form (NFC, NFD)"
+            elif loose_form(found) == loose_form(name):
+                how = "in another case"
+            elif os.path.basename(found) == os.path.basename(name):
+                how = "in another folder"
+            return f"{found} is there, {how}: name it in the annotation file as it is there"
+    return "check the path"
+
+
+def find_alike(folder, name):
+    """A file of the folder whose name has another case, extension or Unicode form; or None."""
+    found = ""
+    for part in name.split("/"):
+        try:
+            entries = os.listdir(os.path.join(folder, found))
+        except OSError:
+            return None
+        for form in (one_form, loose_form, without_extension):
+            alike = [entry for entry in entries if form(entry) in (form(part), loose_form(part))]
+            if form is without_extension:  # labelling tools leave a text file beside each image
+                alike = [entry for entry in alike if is_image_name(entry)]
+            if alike:
+                break
+        else:
+            return None
+        found = os.path.join(found, part if part in alike else min(alike))
+    return found
+
+
+def one_form(name):
+    """macOS writes an accent as a character of its own."""
+    return unicodedata.normalize("NFC", name)
+
+
+def loose_form(name):
+    return one_form(name).casefold()
+
+
+def without_extension(name):
+    return os.path.splitext(loose_form(name))[0]
+
+
+def is_image_name(name):
+    return os.path.splitext(name)[1].lower() in Image.registered_extensions()
+
+
+# ---- Weights and compression
 
 
 def load_weights(process, model, source, train_list):
@@ -1559,8 +1533,6 @@ def mean_time(steps):
     return StepTime(*map(fmean, zip(*steps, strict=True))) if steps else StepTime(0, 0, 0, 0)
 
 
-# ---- Profile
-
 # Steps: before the profiler starts, while it starts, and in the trace.
 PROFILED = {"wait": 5, "warmup": 2, "active": 3}
 
@@ -1640,9 +1612,28 @@ def log_profile(process, events):
 
 # ---- Going on, or not
 
-
 PARENT_ENDED = 1000  # in place of a signal's number, and above all of them
 MOST_STEPS_APART = 20
+
+
+def finish_step(training, epoch, loss, images):
+    """Logs the step, and agrees to go on and saves where that is due. All ranks make this call."""
+    args, timer = training.args, training.timer
+    # Steps 1, 6, 11, ... with --log_every 5, and the last one.
+    log_due = (training.step - 1) % args.log_every == 0 or training.step == args.max_steps
+    shown_loss = loss.item() if log_due else None  # waits for a GPU: not in each step
+    timer.end_step(images)
+    if training.profiler:
+        profile_step(training)
+    if log_due:
+        log_step(training, epoch, shown_loss)  # on every rank: of its own images
+    save_due = args.checkpoint_every and training.step % args.checkpoint_every == 0
+    if log_due or save_due or training.step >= training.agree_at_step:
+        steps = agree_to_continue(training, timer.last_step_seconds())
+        training.agree_at_step = training.step + steps
+    if save_due:
+        save_checkpoint(training)
+        timer.start_step()  # the time to save is not part of a step
 
 
 def agree_to_continue(training, seconds):
@@ -1686,14 +1677,23 @@ def settings_of(training):
     return settings
 
 
-def save_checkpoint(training):
-    """All ranks make this call, and all end if it fails; rank 0 writes. Raises UserError."""
-    step, path = training.step, training.args.checkpoint
-    with errors_end_all_ranks():
-        if not all(parameter.isfinite().all() for parameter in training.model.parameters()):
-            raise UserError(f"weights not finite after step {step}: lower --lr; not saved")
-        if path and training.process.rank == 0:
-            write_checkpoint(training, path)
+def digest(*parts):
+    """The first digits of a SHA-256."""
+    return hashlib.sha256("".join(map(str, parts)).encode()).hexdigest()[:12]
+
+
+def check_checkpoint(args, process):
+    """Raises UserError if a checkpoint cannot be saved there: now, not after an epoch."""
+    path = args.checkpoint
+    if os.path.isdir(path):
+        raise UserError(f"checkpoint {path} is a folder: name a file in it")
+    with as_user_error(f"checkpoint {path} cannot be written"):
+        tempfile.TemporaryFile(dir=os.path.dirname(path) or ".").close()
+    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if may_restart and not process.restarts and not args.resume and os.path.exists(path):
+        earlier = f"{path}.{time.strftime('%Y%m%d-%H%M%S')}"
+        os.replace(path, earlier)  # or a restart would go on from it
+        log(process, f"{path} is of an earlier run: renamed to {earlier}")
 
 
 def write_checkpoint(training, path):
@@ -1922,6 +1922,7 @@ def log_summary(training):
 
 EXIT_FAILED, EXIT_USER = 1, 2
 EXIT_STOPPED = os.EX_TEMPFAIL  # 75, from sysexits.h: try again later
+
 
 # Puzzling errors of PyTorch and NCCL: a part of the text, and what to do.
 ADVICE = [
