@@ -50,10 +50,10 @@ collective call is an exchange between all ranks: all-reduce (every rank gets th
 all values), all-gather (every rank gets a list of all values), broadcast (every rank gets one
 rank's value) or barrier (no value: the ranks only wait). In each call a rank waits for the others.
 If one rank leaves a call out, the others fail after --timeout seconds. Calls that do not match
-hang, or mix up data. Functions that make such a call say so: "All ranks make this call".
+hang, or mix up data. A function with such calls is itself one: its docstring begins "All ranks:".
 
-The file reads in this order: main, the six changes, what all ranks do together, then what these
-use. For a first lesson read up to "What all ranks do together", and look up the rest.
+The first part of this file, up to "Part two", is the lesson: it can be read alone. Part two has
+what the first part calls, in the order of use: look up what you need.
 
 Exit codes: 0 done; 1 something outside failed, or a bug; 2 something that you can fix, such as a
 wrong argument; 75 stopped by a signal (--checkpoint is saved).
@@ -82,8 +82,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from io import BytesIO
-from itertools import chain, islice
-from operator import itemgetter
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -124,23 +123,24 @@ def main(process):
     val_list = from_rank_0(
         lambda: read_image_list(args.val_annotation_path, args.val_image_path, train_list)
     )
+    # Here all ranks end if one lacks an image, or was started with other arguments than rank 0.
     image_sizes = check_start(args, process, train_list, val_list)
     checkpoint = read_checkpoint(args, process)  # None if the run starts from the beginning
-    complete_arguments(args, process, len(train_list.names), checkpoint)
+    # The number of steps, the precision, and what else depends on the hardware and the images.
+    fill_in_arguments(args, process, len(train_list.names), checkpoint)
     train_loader = make_train_loader(args, process, train_list)  # 3/6
     val_loader = make_val_loader(args, process, val_list)
 
     model = build_model(args, process, train_list, load=checkpoint is None)
     ddp, powersgd = wrap_model(args, process, model)  # 4/6
-    # The model and DDP share their weights: the optimizer may be given those of either.
+    # ddp holds the model, so both have the same weights. The optimizer can take them from either.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
     training = Training(args, process, train_list, image_sizes, model, ddp, optimizer, powersgd)
     if checkpoint:  # every rank has the same one, so the replicas stay equal
         load_checkpoint(training, checkpoint)
-    for stop_signal in STOP_SIGNALS:
-        signal.signal(stop_signal, process.ask_to_stop)
-    start_workers(train_loader, val_loader)  # the loader's processes
-    arrange_buckets(training)  # what a resumed run needs to equal an unbroken one
+    catch_stop_signals(process)  # from now on such a signal saves, and ends all ranks
+    start_workers(train_loader, val_loader)  # the processes that load images
+    settle_buckets(training)  # so that a resumed run equals an unbroken one, bit for bit
     log_run(training, val_list)
 
     # The checkpoint of an epoch is saved before its validation. A run that resumes from it has no
@@ -153,8 +153,9 @@ def main(process):
         save_checkpoint(training)
         if val_loader is not None:
             evaluate(training, val_loader, epoch)  # 6/6
-    log_summary(training)
-    # The caller, run_and_exit at the end of this file, leaves the process group.
+    # The proof: rank 0 logs whether the replicas are still equal.
+    log_summary(training, digests_of_replicas(model))
+    # Then the caller, run_and_exit at the end of this file, calls leave_process_group.
 
 
 @dataclass
@@ -167,17 +168,19 @@ class ProcessInfo:
     local_rank: int = 0
     local_world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    memory_format: torch.memory_format = torch.channels_last  # makes convolutions faster
     backend: str = ""  # what moves tensors between the processes: nccl or gloo
-    cores: int = 1  # of the CPU, for this process
     restarts: int = 0  # by torchrun --max-restarts
+    parent: int = field(default_factory=os.getppid)  # the process that has started this one
     stop: int = 0  # number of the stop signal that has come
-    parent: int = field(default_factory=os.getppid)
-    started: float = field(default_factory=perf_counter)
 
     @property
     def gpu(self):
         return self.device.type == "cuda"
+
+    @property
+    def memory_format(self):
+        """channels_last makes convolutions faster. NOTE: on a Mac's GPU it fails."""
+        return torch.contiguous_format if self.device.type == "mps" else torch.channels_last
 
     @property
     def exchange_device(self):
@@ -189,10 +192,6 @@ class ProcessInfo:
         """Device and rank, such as [GPU 3]: the beginning of each log line."""
         return f"[{self.device.type.replace('cuda', 'gpu').upper()} {self.rank}]"
 
-    def ask_to_stop(self, signal_number, _):
-        """Handles a stop signal. The ranks then stop together, see agree_to_continue."""
-        self.stop = signal_number
-
 
 @dataclass
 class Training:
@@ -200,22 +199,20 @@ class Training:
 
     args: argparse.Namespace
     process: ProcessInfo
-    train_list: "ImageList"
-    image_sizes: str  # their digest
+    train_list: "ImageList"  # names and labels of the images, and the classes
+    image_sizes: str  # a digest of the sizes of some training images
     model: torch.nn.Module
     ddp: torch.nn.Module  # the model in DDP: the same weights, in the same memory
     optimizer: torch.optim.Optimizer
     powersgd: powerSGD_hook.PowerSGDState | None  # with --grad_compression powersgd
     step: int = 0  # optimizer steps so far
     agree_at_step: int = 0  # the step after which the ranks next agree to go on
-    logged_steps: int = 0  # how many of timer.steps have been in a log line
     loss_sum: torch.Tensor | float = 0.0  # in this epoch, over this rank's images
-    images_seen: int = 0  # in this epoch, by this rank
 
     def __post_init__(self):
-        self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
         self.timer = StepTimer(self.process.device, self.model)
         self.profiler = start_profiler(self.process) if self.args.profile else None
+        # The pretrained weights expect images with ImageNet's mean and standard deviation.
         self.mean, self.std = MEAN.to(self.process.device), STD.to(self.process.device)
         # In fp16 small gradients would become 0. The scaler multiplies the loss by a large number
         # and divides the gradients by it. With other precisions it does nothing.
@@ -229,50 +226,41 @@ class Training:
 def read_environment(process):
     """Learns this process's rank. Raises UserError."""
     # DDP 1/6: torchrun starts the processes and tells each its rank through the environment.
-    process.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    process.launcher = find_launcher()  # renames the variables of mpirun and srun to torchrun's
+    process.launcher = find_launcher()  # gives the variables of mpirun and srun torchrun's names
     if process.launcher == "python":  # started by hand: it is rank 0 of one process
         return
-    try:
-        process.rank = int(os.environ["RANK"])  # over all nodes: 0 to world_size - 1
-        process.world_size = int(os.environ["WORLD_SIZE"])  # the number of processes, not of nodes
-        process.local_rank = int(os.environ["LOCAL_RANK"])  # on its own node, from 0
-        process.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    except (KeyError, ValueError) as error:
-        names = ", ".join(TORCHRUN)
-        raise UserError(f"{process.launcher} should set {names} to whole numbers") from error
-    if not 0 <= process.rank < process.world_size:
-        raise UserError(f"RANK {process.rank} is not below WORLD_SIZE {process.world_size}")
-    if process.world_size == process.local_world_size:
-        # On one node they meet at its own address. torchrun would give its name, which does not
-        # resolve on every machine.
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-    if not os.environ.get("MASTER_ADDR"):
-        raise UserError("MASTER_ADDR is not set: export it (mpirun -x), with rank 0's address")
-    port = os.environ.setdefault("MASTER_PORT", "29500")
-    if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
-        raise UserError(f"MASTER_PORT is {port!r}: give a free port of rank 0's node, 1 to 65535")
+    process.rank = int(os.environ["RANK"])  # over all nodes: 0 to world_size - 1
+    process.world_size = int(os.environ["WORLD_SIZE"])  # the number of processes, not of nodes
+    process.local_rank = int(os.environ["LOCAL_RANK"])  # on its own node, from 0
+    process.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    process.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    set_meeting_point(process)  # MASTER_ADDR and MASTER_PORT, if the launcher has not set them
 
 
 def join_process_group(args, process):
-    """Chooses the device and the backend, and joins the process group. All ranks make this call.
-
-    Raises UserError or StartError.
-    """
-    # DDP 2/6: each process takes a device of its own, then joins the group of all processes. The
-    # backend moves tensors between them: NCCL between NVIDIA GPUs, one for each process; Gloo
-    # between CPUs, or with --backend gloo between processes that share a GPU.
-    choose_device(args, process)
+    """All ranks: chooses the device, and joins the group. Raises UserError or StartError."""
+    # The backend moves tensors between the processes: NCCL between NVIDIA GPUs, one for each
+    # process; Gloo between CPUs, or with --backend gloo between processes that share a GPU.
+    process.backend = choose_backend(args, process)
+    # DDP 2/6: each process takes a GPU of its own, by its local rank. Otherwise all would take
+    # GPU 0: NCCL refuses that, and the other GPUs would be idle.
+    if args.device in ("auto", "cuda") and torch.cuda.is_available():
+        # The remainder, because srun's --gpus-per-task hides the other processes' GPUs.
+        process.device = torch.device("cuda", process.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(process.device)
+    elif args.device == "mps":
+        process.device = torch.device("mps")  # a Mac's GPU
+    prepare_hardware(process)
+    # Then all processes meet at MASTER_ADDR:MASTER_PORT, on rank 0's node. torchrun has set both.
+    # Each waits until all have joined. If one does not come in time, the others end with an error.
     with explain_failed_start(args, process):
-        # The processes meet at MASTER_ADDR:MASTER_PORT, on rank 0's node. torchrun has set both.
-        # Each process waits here until all have joined.
         dist.init_process_group(
             process.backend,
             rank=process.rank,
             world_size=process.world_size,
             timeout=timedelta(seconds=args.timeout),
             device_id=process.device if process.backend == "nccl" else None,
-            store=find_store(args, process),
+            store=find_store(args, process),  # None: the store at that address
         )
         # In its first collective call NCCL connects the ranks for data.
         dist.all_reduce(torch.ones(1, device=process.exchange_device))
@@ -282,19 +270,21 @@ def make_train_loader(args, process, train_list):
     """The batches of this rank's share of the training images."""
     transform = v2.Compose([v2.RandomResizedCrop(args.image_size), v2.RandomHorizontalFlip()])
     dataset = CocoFirstCategory(args, process, args.coco_image_path, train_list, transform)
-    # DDP 3/6: DistributedSampler (EpochSampler is one) gives each rank its own share of the
-    # images, a different one in each epoch (set_epoch, in train_one_epoch). A step has collective
-    # calls (5/6), so all ranks must make the same number of steps, and all shares have the same
-    # length. Of 10 images each of 4 ranks gets 3: two images are repeated as padding.
+    # DDP 3/6: the sampler gives each rank its own share of the images. All ranks shuffle all
+    # images alike, by seed and epoch. Of N ranks, rank r takes number r, r + N, r + 2N, ...
+    # Each step has a collective call (5/6), so all ranks must make the same number of steps, and
+    # all shares have the same length: of 10 images each of 4 ranks gets 3, with two repeated as
+    # padding.
     sampler = EpochSampler(dataset, process.world_size, process.rank, seed=args.seed)
     return make_loader(args, process, dataset, sampler, args.workers)
 
 
 class EpochSampler(DistributedSampler):
-    """A DistributedSampler that yields the keys of CocoFirstCategory.
+    """PyTorch's DistributedSampler, which deals out the images, with two additions.
 
-    The keys carry the epoch, because loader workers, which live as long as the run, do not learn
-    of set_epoch. The share can begin later (in mid-epoch) and end earlier.
+    It yields (epoch, index) in place of index, as key for the dataset: in each epoch an image is
+    cropped in another way. set_epoch does not reach the dataset, because copies of it live in the
+    loader's worker processes. And a share can begin later, in a run that resumes, or end earlier.
     """
 
     def __init__(self, *args, **kwargs):
@@ -317,8 +307,8 @@ def make_val_loader(args, process, val_list):
     dataset = CocoFirstCategory(args, process, args.val_image_path, val_list, transform)
     sampler = EpochSampler(dataset, process.world_size, process.rank, shuffle=False)
     # Padding would count some images twice. DistributedSampler puts it at the end of a share, so
-    # such a share ends one image earlier. Shares may have different lengths here, because
-    # validation has no collective call until its end.
+    # such a share ends one image earlier. Shares may have different lengths here, because the
+    # batches of validation have no collective call.
     sampler.end = len(dataset) // process.world_size
     if process.rank < len(dataset) % process.world_size:
         sampler.end += 1
@@ -326,7 +316,7 @@ def make_val_loader(args, process, val_list):
 
 
 def build_model(args, process, train_list, load=True):
-    """ResNet-18 on this process's device. All ranks make this call.
+    """All ranks: ResNet-18 on this process's device.
 
     load: whether rank 0 loads the weights of --weights. Until 4/6 no other rank has them.
     """
@@ -345,10 +335,7 @@ def build_model(args, process, train_list, load=True):
 
 
 def wrap_model(args, process, model):
-    """The model in DDP, and the state of --grad_compression powersgd or None.
-
-    All ranks make this call.
-    """
+    """All ranks: the model in DDP, and the state of --grad_compression powersgd or None."""
     if process.device.type == "mps":  # a Mac's GPU: one process, and DDP has no backend for it
         model.no_sync = nullcontext
         return model, None
@@ -360,18 +347,14 @@ def wrap_model(args, process, model):
         gradient_as_bucket_view=True,  # avoids a second copy of all gradients
         bucket_cap_mb=args.bucket_cap_mb,  # a bucket: gradients that are sent together
     )
-    # By default DDP copies rank 0's batch-norm statistics to all ranks before each forward pass.
-    # Once an epoch is enough, see train_one_epoch. NOTE: this is set here because the argument of
-    # DistributedDataParallel has another name since PyTorch 2.15.
+    # Each rank has batch-norm statistics of its own images. By default DDP copies rank 0's to all
+    # ranks before each forward pass. Once an epoch is enough: share_statistics.
     ddp.broadcast_buffers = False
     return ddp, compress_gradients(args, ddp)
 
 
 def train_one_epoch(training, loader, epoch):
-    """Trains what is left of an epoch: all of it, unless the run was resumed in it.
-
-    All ranks make this call.
-    """
+    """All ranks: trains what is left of an epoch: all of it, unless the run was resumed in it."""
     args, process, ddp, timer = training.args, training.process, training.ddp, training.timer
     # Seed and epoch decide the order of the images, and so the shares. Without this call each
     # epoch would repeat the first one.
@@ -379,79 +362,54 @@ def train_one_epoch(training, loader, epoch):
     steps_done = training.step - (epoch - 1) * args.steps_per_epoch
     loader.sampler.start = steps_done * args.accumulate_steps * args.batch_size
     batches, began = iter(loader), perf_counter()
-    training.loss_sum, training.images_seen = torch.zeros((), device=process.device), 0
-    timer.start_step()  # the timer's marks measure the parts of each step, see StepTimer
+    training.loss_sum, images_seen = torch.zeros((), device=process.device), 0
+    timer.start_step()
     while training.step < min(args.max_steps, epoch * args.steps_per_epoch):
-        timer.mark("waiting for data")
         micro_batches = list(islice(batches, args.accumulate_steps))  # an epoch's last step: fewer
-        timer.mark("data")
+        timer.mark("data arrived")
         images_in_step = sum(len(labels) for _, labels in micro_batches)
         warmed_up = min(1, (training.step + 1) / max(1, args.warmup_steps))
         training.optimizer.param_groups[0]["lr"] = args.lr * warmed_up
         loss_of_step = torch.zeros((), device=process.device)
         for index, (images, labels) in enumerate(micro_batches):
             # The gradients of the micro-batches add up on this rank. Only the last backward pass
-            # has to send them. In no_sync DDP sends nothing, so the other all-reduces are avoided.
+            # has to send them: in no_sync DDP sends nothing, which saves the other all-reduces.
             # The forward pass must be in no_sync as well: DDP prepares to send during it.
             is_last = index == len(micro_batches) - 1
-            sync = nullcontext() if is_last else ddp.no_sync()
-            with sync:
+            with nullcontext() if is_last else ddp.no_sync():
                 logits = forward(training, ddp, images)
                 labels = labels.to(process.device, non_blocking=process.gpu)
                 # A share of the mean over this rank's images of the whole step.
                 loss = cross_entropy(logits, labels, reduction="sum") / images_in_step
                 # DDP 5/6: backward works from the last layer to the first. As soon as the
                 # gradients of some layers (a bucket) are ready, DDP starts to average them over
-                # all ranks (an all-reduce), while backward goes on with the layers before. At the
-                # end every gradient is the mean over all ranks, which have equally many images.
-                # A fast rank waits here for the slowest one.
+                # all ranks (an all-reduce), while backward goes on with the layers before. An
+                # all-reduce waits for the slowest rank, and backward() returns after the last one.
+                # All ranks have equally many images, n. So the mean over N ranks is the gradient
+                # of the mean loss over the whole batch (g: gradient of one image's loss):
+                #     1/N sum over ranks (1/n sum over its images (g)) = 1/(N n) sum over all (g)
                 training.scaler.scale(loss).backward()
-            loss_of_step += loss.detach()
-        timer.mark("averaged")
+            loss_of_step += loss.detach()  # of this rank's images: each rank logs its own loss
+        timer.mark("gradients averaged")
         # Equal weights and equal gradients on all ranks: the weights stay equal. (With fp16 the
-        # scaler skips a step that overflows, on all ranks, because their gradients are equal.)
+        # scaler skips a step that overflows: on all ranks, because their gradients are equal.)
         training.scaler.step(training.optimizer)
         training.scaler.update()
         training.optimizer.zero_grad()
-
         training.step += 1
-        training.images_seen += images_in_step
+        images_seen += images_in_step
         training.loss_sum += loss_of_step * images_in_step
-        finish_step(training, epoch, loss_of_step, images_in_step)
+        finish_step(training, epoch, loss_of_step, images_in_step)  # logs and saves when due
+    share_statistics(training)
+    agree_to_continue(training, timer.last_step_seconds())  # all go on, or on a signal all end
+    log_epoch(training, epoch, images_seen, began)
 
-    # Each rank has batch-norm statistics of its own images. All ranks must validate the same
-    # model: they take rank 0's.
-    if process.world_size > 1:
+
+def share_statistics(training):
+    """All ranks: take rank 0's batch-norm statistics, so that all validate the same model."""
+    if training.process.world_size > 1:
         for buffer in training.model.buffers():
             dist.broadcast(buffer, src=0)
-    agree_to_continue(training, timer.last_step_seconds())
-    log_epoch(training, epoch, began)
-
-
-@torch.inference_mode()
-def evaluate(training, loader, epoch):
-    """Logs the accuracy over all validation images. All ranks make this call."""
-    process, model, began = training.process, training.model, perf_counter()
-    correct = images_seen = 0
-    # The ranks agree to go on after the same batches, which the shortest share has, too.
-    shortest = math.ceil(len(loader.dataset) // process.world_size / training.args.batch_size)
-    agree_at_batch, begin = 1, began
-    model.eval()
-    for batch, (images, labels) in enumerate(loader, 1):
-        guesses = forward(training, model, images).argmax(1).cpu()
-        correct += (guesses == labels).sum().item()
-        images_seen += len(labels)
-        if batch == agree_at_batch <= shortest:
-            agree_at_batch += agree_to_continue(training, perf_counter() - begin)
-        begin = perf_counter()
-    model.train()
-    agree_to_continue(training, perf_counter() - begin)
-    # DDP 6/6: each rank has counted its own share. all_reduce makes sums of the counts, on every
-    # rank. They are then the same everywhere, and rank 0 alone logs them.
-    counts = torch.tensor([correct, images_seen], device=process.exchange_device)
-    dist.all_reduce(counts)
-    if process.rank == 0:
-        log_validation(training, loader, epoch, *counts.tolist(), began)
 
 
 def forward(training, model, images):
@@ -464,8 +422,27 @@ def forward(training, model, images):
         return model(images).float()
 
 
+@torch.inference_mode()
+def evaluate(training, loader, epoch):
+    """All ranks: logs the accuracy over all validation images."""
+    process, model, began = training.process, training.model, perf_counter()
+    correct = images_seen = 0
+    model.eval()
+    for images, labels in batches_until_stop(training, loader):
+        guesses = forward(training, model, images).argmax(1).cpu()
+        correct += (guesses == labels).sum().item()
+        images_seen += len(labels)
+    model.train()
+    # DDP 6/6: each rank has counted its own share. all_reduce makes sums of the counts, on every
+    # rank. They are then the same everywhere, and rank 0 alone logs them.
+    counts = torch.tensor([correct, images_seen], device=process.exchange_device)
+    dist.all_reduce(counts)
+    if process.rank == 0:
+        log_validation(training, loader, epoch, *counts.tolist(), began)
+
+
 def save_checkpoint(training):
-    """All ranks make this call, and all end if it fails; rank 0 writes. Raises UserError."""
+    """All ranks: rank 0 writes the checkpoint; if it cannot, all ranks end. Raises UserError."""
     step, path = training.step, training.args.checkpoint
     with errors_end_all_ranks():
         if not all(parameter.isfinite().all() for parameter in training.model.parameters()):
@@ -474,21 +451,26 @@ def save_checkpoint(training):
             write_checkpoint(training, path)
 
 
+def digests_of_replicas(model):
+    """All ranks: a digest of each rank's weights. If they are the same, so are the replicas."""
+    digest = hashlib.sha256()
+    for value in model.state_dict().values():
+        digest.update(value.cpu().numpy().tobytes())
+    return all_gather(digest.hexdigest())
+
+
 # ---- What all ranks do together
 
 
 def all_gather(value):
-    """A list of the ranks' values, in the order of the ranks. All ranks make this call."""
+    """All ranks: a list of the ranks' values, in the order of the ranks."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def from_rank_0(read):
-    """What read() returns on rank 0, on every rank; its UserError on every rank, too.
-
-    All ranks make this call.
-    """
+    """All ranks: what read() returns on rank 0. Its UserError is raised on all ranks, too."""
     result = [None]
     with errors_end_all_ranks():
         if dist.get_rank() == 0:
@@ -499,7 +481,7 @@ def from_rank_0(read):
 
 @contextmanager
 def errors_end_all_ranks():
-    """A block that ends with a collective call, also after an error. All ranks make this call.
+    """All ranks: a block after which the ranks tell each other their errors.
 
     If the block raises UserError on one rank, all ranks raise it. Example: an image is missing on
     the node of rank 1. Without this, rank 1 would end alone. Rank 0 would wait for it in the next
@@ -517,14 +499,27 @@ def errors_end_all_ranks():
         raise UserError(errors[failed[0]] + which)
 
 
-# ---- Arguments
+def leave_process_group():
+    """All ranks: the end of a run, also after an error that all ranks share."""
+    if not dist.is_initialized():
+        return
+    # A rank that is done waits here for all others. If it ended first, its connections would
+    # break while others still use them. And after an error torchrun, which kills all processes as
+    # soon as one has failed, could kill some before they have said why.
+    dist.barrier()
+    gc.collect()  # frees DDP: threads of the group that still run could abort Python at its end
+    dist.destroy_process_group()
+
+
+# ==== Part two: what part one calls, in the order of use. None of it is needed to understand DDP.
+
+# ---- Arguments: their defaults and limits, and what follows from them
 
 LR_BATCH = 64  # the global batch size for which --lr is meant, with --lr_scaling linear
 MOST_WORKERS, MOST_VAL_WORKERS = 16, 4  # each worker has batches in shared memory
-MOST_LOADER_SECONDS = 2_000_000  # 23 days; poll() counts milliseconds in 32 bits
-
-
-DATA = ["coco_image_path", "annotation_path", "val_image_path", "val_annotation_path"]
+DATA_PATHS = ["coco_image_path", "annotation_path", "val_image_path", "val_annotation_path"]
+# These may differ from node to node.
+PER_NODE = [*DATA_PATHS, "checkpoint", "profile", "workers", "val_workers"]
 
 
 def make_parser():
@@ -533,7 +528,15 @@ def make_parser():
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument_group("data").add_argument
+    add_data_options(parser.add_argument_group("data").add_argument)
+    add_training_options(parser.add_argument_group("training").add_argument)
+    add_hardware_options(parser.add_argument_group("hardware").add_argument)
+    add_communication_options(parser.add_argument_group("communication").add_argument)
+    add_output_options(parser.add_argument_group("output").add_argument)
+    return parser
+
+
+def add_data_options(add):
     add("--coco_image_path", required=True, help="folder of the training images")
     add("--annotation_path", required=True, help="their COCO instances file")
     add("--val_image_path", help="folder of the validation images")
@@ -543,7 +546,8 @@ def make_parser():
     text += f"at most {MOST_WORKERS}, and {MOST_VAL_WORKERS} for validation"
     add("--workers", type=at_least(int, 0), help=text)
 
-    add = parser.add_argument_group("training").add_argument
+
+def add_training_options(add):
     add("--num_epochs", type=at_least(int, 1), default=NUM_EPOCHS, help="passes over the images")
     text = "images per process and micro-batch"
     add("--batch_size", type=at_least(int, 1), default=BATCH_SIZE, help=text)
@@ -562,7 +566,8 @@ def make_parser():
     text = "stop after this number of optimizer steps"
     add("--max_steps", type=at_least(int, 1), help=text)
 
-    add = parser.add_argument_group("hardware").add_argument
+
+def add_hardware_options(add):
     text = "auto: the fastest one of this hardware"
     add("--precision", choices=["auto", "fp32", "fp16", "bf16"], default="auto", help=text)
     add("--compile", action="store_true", help="torch.compile the model")
@@ -570,7 +575,8 @@ def make_parser():
     text = "auto: NVIDIA GPU, else CPU; mps: a Mac's GPU"
     add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help=text)
 
-    add = parser.add_argument_group("communication").add_argument
+
+def add_communication_options(add):
     text = "auto: nccl on NVIDIA GPUs, else gloo"
     add("--backend", choices=["auto", "nccl", "gloo"], default="auto", help=text)
     text = "seconds without an answer after which a process counts as lost"
@@ -582,7 +588,8 @@ def make_parser():
     text = "rank of PowerSGD's matrices: a lower one sends less, and is less exact"
     add("--powersgd_rank", type=at_least(int, 1), default=8, help=text)
 
-    add = parser.add_argument_group("output").add_argument
+
+def add_output_options(add):
     text = "steps from one log line to the next; a GPU has to finish all its work for each line"
     add("--log_every", type=at_least(int, 1), default=LOG_EVERY, help=text)
     add("--checkpoint", help="FILE, saved at the end of each epoch and on a stop signal")
@@ -591,7 +598,6 @@ def make_parser():
     text = "also save every N optimizer steps; 0: do not"
     add("--checkpoint_every", type=at_least(int, 0), default=0, help=text)
     add("--resume", action="store_true", help="continue from --checkpoint if that file exists")
-    return parser
 
 
 def at_least(kind, least):
@@ -620,7 +626,7 @@ def parse_arguments(argv):
     # Dashes inside a name are accepted: --batch-size is --batch_size.
     argv = [re.sub(r"^--[a-z-]+", lambda m: "--" + m[0][2:].replace("-", "_"), a) for a in argv]
     args = parser.parse_args(argv)
-    for name in DATA:
+    for name in DATA_PATHS:
         if getattr(args, name) == "":  # as "$COCO" is where nobody has set it
             refuse(f"--{name} is empty: give a path")
     if bool(args.val_image_path) != bool(args.val_annotation_path):
@@ -631,23 +637,17 @@ def parse_arguments(argv):
     return args
 
 
-# These may differ from node to node.
-PER_NODE = [*DATA, "checkpoint", "profile", "workers", "val_workers"]
-
-
 def check_start(args, process, train_list, val_list):
-    """Whether all ranks were started alike, and have the images. Raises UserError if not.
+    """All ranks: raises UserError unless all ranks were started alike, and have the images.
 
-    All ranks make this call. Returns a digest of the sizes of some images, which tells resized
-    images from the originals.
+    Returns a digest of the sizes of some images. It tells resized images from the originals.
     """
-    own = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
-    own["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
-    own["--profile given"] = bool(args.profile)
-    own["PyTorch"] = str(torch.__version__)
-    own["script"] = digest(Path(__file__).read_text())
+    here = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
+    here["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
+    here["--profile given"] = bool(args.profile)
+    here["PyTorch"] = str(torch.__version__)
     count = len(train_list.names) + len(val_list.names if val_list else [])
-    log_from_rank_0(process, f"Looking for {counted(count, 'image', 'images')}")
+    log_from_rank_0(process, f"Looking for {counted(count, 'image')}")
     with errors_end_all_ranks():
         sizes = check_images(args.coco_image_path, train_list.names)
         if val_list:
@@ -655,26 +655,24 @@ def check_start(args, process, train_list, val_list):
         if args.checkpoint and process.rank == 0:
             check_checkpoint(args, process)
     note_unused_classes(process, train_list)
-    own["sizes of the images"] = digest(sizes)
+    here["sizes of the images"] = digest(sizes)
     if max(map(min, sizes), default=math.inf) < args.image_size:
         text = "the images are smaller than --image_size: prepared for a smaller one?"
         log_from_rank_0(process, f"WARNING: {text}")
-    expected = from_rank_0(lambda: own)
+    expected = from_rank_0(lambda: here)
     with errors_end_all_ranks():
         for name, value in expected.items():
-            if own.get(name) != value:  # another version of the script may not have it
-                text = f"{name} is {own.get(name)} here, but {value} on rank 0"
+            if here.get(name) != value:
+                text = f"{name} is {here.get(name)} here, but {value} on rank 0"
                 raise UserError(f"{text}: start all ranks alike")
-    return own["sizes of the images"]
+    return here["sizes of the images"]
 
 
-def complete_arguments(args, process, images, checkpoint=None):
-    """Sets what depends on the hardware, the number of images and the checkpoint to resume.
+def fill_in_arguments(args, process, images, checkpoint=None):
+    """All ranks: sets what depends on the hardware, the number of images and the checkpoint.
 
-    Raises UserError.
-
-    All ranks make this call. It makes some collective calls only with certain arguments: it may,
-    because check_start has made sure that all ranks have the same.
+    Some collective calls in here depend on arguments: that is safe, because all ranks have the
+    same ones (check_start). Raises UserError.
     """
     with errors_end_all_ranks():
         if args.sync_bn and not process.gpu:
@@ -698,21 +696,19 @@ def complete_arguments(args, process, images, checkpoint=None):
         base, args.lr = args.lr, args.lr * global_batch / LR_BATCH
         log_from_rank_0(process, f"--lr {base:g} x {global_batch} / {LR_BATCH} = {args.lr:g}")
     if args.workers is None:
-        workers = max(1, process.cores - 1) if process.gpu else 1
+        workers = max(1, own_cores(process) - 1) if process.gpu else 1
         args.workers, args.val_workers = min(workers, MOST_WORKERS), min(workers, MOST_VAL_WORKERS)
-    if args.precision == "auto" and checkpoint:
-        args.precision = checkpoint["settings"].get("--precision", "fp32")
-    if args.precision == "auto":  # the fastest one that suits all ranks
-        args.precision = min(all_gather(fastest_precision(process)), key=PRECISIONS.index)
+    if args.precision == "auto":  # that of the checkpoint, or the fastest one that suits all ranks
+        saved = checkpoint and checkpoint["settings"].get("--precision", "fp32")
+        args.precision = saved or min(all_gather(fastest_precision(process)), key=PRECISIONS.index)
     if args.grad_compression == "powersgd":
         args.bucket_cap_mb = 1024  # NOTE: over Gloo PowerSGD hangs with two buckets
-        with errors_end_all_ranks():
-            if args.precision == "fp16":
-                text = "--grad_compression powersgd does not recover from an overflow in fp16"
-                raise UserError(f"{text}: use --precision bf16 or fp32")
+        if args.precision == "fp16":  # all ranks have the same
+            text = "--grad_compression powersgd does not recover from an overflow in fp16"
+            raise UserError(f"{text}: use --precision bf16 or fp32")
 
 
-# ---- Launchers and devices
+# ---- Launchers and devices: who started this process, and on what it computes
 
 # The same four numbers, as each launcher names them.
 TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
@@ -722,50 +718,60 @@ MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]  # and In
 # SLURM_NTASKS is the number of tasks of the job. srun starts those of a job step.
 SRUN = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
 PRECISIONS = ["fp32", "fp16", "bf16"]  # hardware that is fast in one is fast in those before it
-STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # USR1: SLURM's, at a time limit
-if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup makes a process ignore it
-    STOP_SIGNALS.append(signal.SIGHUP)
 
 
 def find_launcher():
-    """Who started this process. Sets torchrun's variables from those of mpirun or srun.
-
-    Raises UserError if one of several processes cannot learn its rank.
-    """
+    """Who started this process. Gives the variables of mpirun and srun torchrun's names."""
     env = os.environ
-    in_job_step = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env  # a batch script is in none
-    if "RANK" in env:
-        return "torchrun"
-    if "OMPI_COMM_WORLD_RANK" in env:
-        launcher, names = "mpirun", OPEN_MPI
-    elif {*MPICH[:3]} <= env.keys():  # before srun, which MPICH uses inside a SLURM job
-        launcher, names = "mpirun", MPICH
-    elif in_job_step:
-        launcher, names = "srun", SRUN
-    else:
-        for name in ("PMI_SIZE", "MPI_LOCALNRANKS"):
-            if env.get(name, "").lstrip("0") not in ("", "1"):
-                text = f"{name} is {env[name]}: an unknown launcher has started several processes"
-                raise UserError(f"{text}: set {', '.join(TORCHRUN)} for each, or use torchrun")
-        return "python"
+    launcher, names = launcher_and_variables(env)
+    if launcher == "python":
+        return launcher
     for name, other_name in zip(TORCHRUN, names, strict=True):
         env[name] = env.get(other_name, "")
     if launcher == "srun":
-        try:
-            env["LOCAL_WORLD_SIZE"] = tasks_of_this_node(env)
-            # node[01-04] is a list of nodes; the first one is node01.
-            name, digits = re.match(r"([^\[,]+)\[?(\d*)", env["SLURM_STEP_NODELIST"]).groups()
-            env.setdefault("MASTER_ADDR", name + digits)
-            job = int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"])
-        except (LookupError, ValueError, AttributeError) as error:
-            text = f"{', '.join(SRUN)} or SLURM_STEP_NODELIST is missing or wrong"
-            raise UserError(f"inside a SLURM step, but {text}: start with srun") from error
-    else:  # of Open MPI 5, of Open MPI 4; MPICH gives a job no number
+        job = read_job_step(env)
+    else:  # of Open MPI 5, of Open MPI 4; others give a job no number
         job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
         job = job and zlib.crc32(job.encode())
-    if job:  # other jobs may use the same node: a port from the number of this one
+    if job and launcher != "torchrun":  # other jobs may use the same node: a port from the number
         env.setdefault("MASTER_PORT", str(20000 + job % 12000))
+    try:
+        rank, world_size, *_ = (int(env[name]) for name in TORCHRUN)
+    except ValueError as error:
+        raise UserError(f"{launcher} should set {', '.join(TORCHRUN)} to whole numbers") from error
+    if not 0 <= rank < world_size:
+        raise UserError(f"RANK {rank} is not below WORLD_SIZE {world_size}")
     return launcher
+
+
+def launcher_and_variables(env):
+    """The launcher, and what it calls the four numbers."""
+    if "RANK" in env:
+        return "torchrun", TORCHRUN
+    if "OMPI_COMM_WORLD_RANK" in env:
+        return "mpirun", OPEN_MPI
+    if {*MPICH[:3]} <= env.keys():  # before srun, which MPICH uses inside a SLURM job
+        return "mpirun", MPICH
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # a batch script has only one of them
+        return "srun", SRUN
+    for name in ("PMI_SIZE", "MPI_LOCALNRANKS"):
+        if env.get(name, "").lstrip("0") not in ("", "1"):
+            text = f"{name} is {env[name]}: an unknown launcher has started several processes"
+            raise UserError(f"{text}: set {', '.join(TORCHRUN)} for each, or use torchrun")
+    return "python", []
+
+
+def read_job_step(env):
+    """The number of SLURM's job step; sets what srun does not set. Raises UserError."""
+    try:
+        env["LOCAL_WORLD_SIZE"] = tasks_of_this_node(env)
+        # node[01-04] is a list of nodes; the first one is node01.
+        name, digits = re.match(r"([^\[,]+)\[?(\d*)", env["SLURM_STEP_NODELIST"]).groups()
+        env.setdefault("MASTER_ADDR", name + digits)
+        return int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"])
+    except (LookupError, ValueError, AttributeError) as error:
+        text = f"{', '.join(SRUN)} or SLURM_STEP_NODELIST is missing or wrong"
+        raise UserError(f"inside a SLURM step, but {text}: start with srun") from error
 
 
 def tasks_of_this_node(env):
@@ -777,40 +783,41 @@ def tasks_of_this_node(env):
     return tasks[int(env.get("SLURM_NODEID", 0))]
 
 
-def choose_device(args, process):
-    """Sets the device, the backend and the number of cores. Raises UserError."""
+def choose_backend(args, process):
+    """nccl or gloo. Raises UserError if this node's hardware is not what the options need."""
     gpus = usable_gpus(args)
-    process.backend = args.backend
-    if args.backend == "auto":
-        process.backend = "nccl" if gpus else "gloo"
+    backend = args.backend
+    if backend == "auto":
+        backend = "nccl" if gpus else "gloo"
     own_gpu = process.launcher == "srun" and gpus == 1  # --gpus-per-task hides the others
-    if process.backend == "nccl" and process.local_world_size > gpus and not own_gpu:
+    if backend == "nccl" and process.local_world_size > gpus and not own_gpu:
         raise UserError(
             f"--backend nccl: {process.local_world_size} processes for {gpus} GPU(s) on this "
             "node: start one for each GPU, or use --backend gloo"
         )
-    if args.device == "mps":
-        if process.world_size > 1 or not torch.backends.mps.is_available():
-            raise UserError("--device mps needs a Mac, and one process")
-        process.device = torch.device("mps")
-        process.memory_format = torch.contiguous_format  # NOTE: channels_last fails there
+    if args.device == "mps" and (process.world_size > 1 or not torch.backends.mps.is_available()):
+        raise UserError("--device mps needs a Mac, and one process")
+    return backend
+
+
+def prepare_hardware(process):
+    """Settings of PyTorch for this device and backend."""
+    if process.device.type == "mps":
         log(process, "One process on a Mac's GPU, without DDP, which has no backend for it")
-    elif gpus:
-        # The local rank gives each process of a node a GPU of its own. Otherwise all would take
-        # GPU 0: NCCL refuses that, and the other GPUs would be idle.
-        process.device = torch.device("cuda", process.local_rank % gpus)
-        torch.cuda.set_device(process.device)
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32, also in convolutions
     torch.backends.cudnn.benchmark = True  # tries out which convolutions are the fastest
     # NOTE: by its source, the new process group of NCCL in PyTorch 2.15 makes backward wait for
     # each all-reduce. 0 selects the former one, in which they overlap.
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    pinned = process.launcher in ("srun", "mpirun") and cores < os.cpu_count()  # to own cores
-    process.cores = cores if pinned else max(1, cores // process.local_world_size)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(process.cores)
+        torch.set_num_threads(own_cores(process))
+
+
+def own_cores(process):
+    """The number of CPU cores for this process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    pinned = process.launcher in ("srun", "mpirun") and cores < os.cpu_count()  # to its own cores
+    return cores if pinned else max(1, cores // process.local_world_size)
 
 
 def usable_gpus(args):
@@ -825,7 +832,7 @@ def usable_gpus(args):
         reasons = [str(warning.message) for warning in caught] or ["without a reason from PyTorch"]
         reason = reasons[0].partition(" (Triggered internally")[0].partition(" Please update")[0]
         raise UserError(
-            f"PyTorch {torch.__version__} cannot use this node's {counted(gpus, 'GPU', 'GPUs')}: "
+            f"PyTorch {torch.__version__} cannot use this node's {counted(gpus, 'GPU')}: "
             f"{reason} | Install a build for this driver (UV_TORCH_BACKEND=auto, or a wheel for "
             "CUDA 12.x: driver 525 or newer; for CUDA 13: 580), or a newer driver, or give "
             "--device cpu"
@@ -843,8 +850,8 @@ def fastest_precision(process):
         return "fp16" if torch.cuda.get_device_capability() >= (7, 0) else "fp32"
     if process.device.type == "mps":
         return "fp32"
-    # CPUs with bf16 instructions multiply several times faster in it, others many times slower:
-    # the choice hardly varies.
+    # CPUs with bf16 instructions multiply several times faster in it, others many times slower, so
+    # a short measurement is enough.
     seconds = {torch.float32: [], torch.bfloat16: []}
     for _ in range(50):
         for dtype in seconds:
@@ -852,11 +859,24 @@ def fastest_precision(process):
             began = perf_counter()
             torch.mm(matrix, matrix)
             seconds[dtype].append(perf_counter() - began)
-    # Other programs disturb some of these measurements, but hardly the fastest ones.
+    # The fastest measurements are those that other programs have not disturbed.
     return "bf16" if min(seconds[torch.bfloat16]) < min(seconds[torch.float32]) else "fp32"
 
 
-# ---- Meeting
+# ---- Meeting: where the processes find each other, and what is said if they do not
+
+
+def set_meeting_point(process):
+    """Sets MASTER_ADDR and MASTER_PORT where torchrun has not. Raises UserError."""
+    if process.world_size == process.local_world_size:
+        # On one node they meet at its own address. torchrun would give its name, which does not
+        # resolve on every machine.
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    if not os.environ.get("MASTER_ADDR"):
+        raise UserError("MASTER_ADDR is not set: export it (mpirun -x), with rank 0's address")
+    port = os.environ.setdefault("MASTER_PORT", "29500")
+    if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
+        raise UserError(f"MASTER_PORT is {port!r}: give a free port of rank 0's node, 1 to 65535")
 
 
 @contextmanager
@@ -901,9 +921,7 @@ def explain_failed_start(args, process):
 
 
 def find_store(args, process):
-    """The store in which the ranks find each other's addresses; None: the one that torchrun's
-    variables name.
-    """
+    """Where the ranks find each other's addresses; None: in the store at MASTER_ADDR."""
     if process.launcher == "python":
         return dist.HashStore()  # nobody to meet: no port, a store in this process's memory
     if not process.restarts:
@@ -914,7 +932,7 @@ def find_store(args, process):
     return dist.PrefixStore(f"start {process.restarts}", store)
 
 
-# ---- Annotation files
+# ---- Annotation files: from COCO's JSON to file names, labels and classes
 
 # The images that have a label: their file names, and their labels, which are indices of
 # `categories`, {id: name}. `unlabelled` counts the images without an annotation: left out.
@@ -967,21 +985,16 @@ def list_labelled(coco):
 
 def is_plain(coco, image_list):
     """Whether all ids are whole numbers and unique, and all names are text: as good as always."""
-    images, classes, annotations = (coco.dataset[n] for n in LISTS)
-    ids = [map(itemgetter("id"), entries) for entries in (images, classes, annotations)]
-    ids += [map(itemgetter(key), annotations) for key in ("image_id", "category_id")]
+    images, _, annotations = lists = [coco.dataset[name] for name in LISTS]
+    ids = {type(entry["id"]) for entries in lists for entry in entries}
+    ids |= {type(entry[key]) for entry in annotations for key in ("image_id", "category_id")}
     names = [*map(file_name, images), *image_list.categories.values()]
-    counts = [len(coco.imgs), len(coco.cats), len(coco.anns)]
-    unique = counts == [len(images), len(classes), len(annotations)]
-    types = set(map(type, chain(*ids))), set(map(type, names))
-    return unique and all(names) and types == ({int}, {str})
+    unique = [len(coco.imgs), len(coco.cats), len(coco.anns)] == [*map(len, lists)]
+    return unique and all(names) and ids == {int} and {*map(type, names)} == {str}
 
 
 def match_classes(image_list, path, train_list):
-    """The ImageList with labels of the training classes that have the same names.
-
-    The ids of the classes do not matter. Raises UserError.
-    """
+    """The ImageList with labels of the training classes of the same names. Raises UserError."""
     check_names("of the training images", train_list)
     check_names(path, image_list)
     train_names, names = (list(found.categories.values()) for found in (train_list, image_list))
@@ -1057,15 +1070,7 @@ def read_json(path, **options):
 def check_instances(path, content):
     """Raises UserError if training cannot use the content of an annotation file."""
     file = f"annotation file {path}"
-    if not isinstance(content, dict):
-        text = "expected an object with images, annotations and categories"
-        raise UserError(f"{file} is {shown(content)}: {text}. {INSTANCES}")
-    for name in LISTS:
-        if not content.get(name) or not isinstance(content[name], list):
-            raise UserError(f"{file} {has(content, name)}: expected a list of them. {INSTANCES}")
-        for index, entry in enumerate(content[name]):
-            if not isinstance(entry, dict):
-                raise UserError(f"{file}: {name}[{index}] is {shown(entry)}: expected an object")
+    check_lists(file, content)
     for name, key, kind in FIELDS:
         types = types_of(content, kind)
         expected = "text" if types == [str] else "a number"
@@ -1079,6 +1084,19 @@ def check_instances(path, content):
                 text = f"{file}: {name}[{index}] {has(entry, key)}"
                 raise UserError(f"{text}: expected {expected}")
     check_ids(file, content)
+
+
+def check_lists(file, content):
+    """Raises UserError unless there are three lists of objects."""
+    if not isinstance(content, dict):
+        text = "expected an object with images, annotations and categories"
+        raise UserError(f"{file} is {shown(content)}: {text}. {INSTANCES}")
+    for name in LISTS:
+        if not content.get(name) or not isinstance(content[name], list):
+            raise UserError(f"{file} {has(content, name)}: expected a list of them. {INSTANCES}")
+        for index, entry in enumerate(content[name]):
+            if not isinstance(entry, dict):
+                raise UserError(f"{file}: {name}[{index}] is {shown(entry)}: expected an object")
 
 
 def check_ids(file, content):
@@ -1146,13 +1164,13 @@ def shown(value):
     return f"the text {text}" if isinstance(value, str) else text
 
 
-# ---- Images
+# ---- Images: from a file to a batch
 
-# Mean and standard deviation of ImageNet's red, green and blue, on a scale of 0 to 255. The
-# pretrained weights expect images that are normalized by these.
+# Mean and standard deviation of ImageNet's red, green and blue, on a scale of 0 to 255.
 MEAN = 255 * torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
 STD = 255 * torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 Image.MAX_IMAGE_PIXELS = None  # Pillow would refuse very large images
+MOST_LOADER_SECONDS = 2_000_000  # 23 days; poll() counts milliseconds in 32 bits
 
 
 class CocoFirstCategory(Dataset):
@@ -1185,24 +1203,21 @@ class CocoFirstCategory(Dataset):
 
         Raises OSError if the file cannot be read: storage that disappears must end the run.
         """
-        data = Path(path).read_bytes()
+        content = Path(path).read_bytes()
         try:
-            return decode(data)
-        except Exception as error:  # damaged data raises errors of any type
+            return decode(content)
+        except Exception as error:  # damaged images raise errors of any type
             reason = one_line(error).partition(" <_io")[0]
             text = f"image {path} is damaged, a black one takes its place"
             log(self.process, f"WARNING: {text}: {reason}")
             return torch.zeros(3, self.size, self.size, dtype=torch.uint8)
 
 
-def decode(data):
-    """uint8 (3, height, width), RGB, of a file's bytes: its first frame, as Pillow shows it.
-
-    Raises an error of any type if the data are damaged.
-    """
+def decode(content):
+    """uint8 (3, height, width), RGB, of a file's bytes: its first frame, as Pillow shows it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns of what it has decoded all the same
-        image = Image.open(BytesIO(data))
+        image = Image.open(BytesIO(content))
         if image.mode[0] in "IF":
             image = to_8_bits(image)
         if image.mode != "RGB":  # convert would copy the image in any case
@@ -1248,10 +1263,8 @@ def ignore_stop_signals(_):
 
 
 def start_workers(*loaders):
-    """Starts the loader workers, with nothing to do yet.
-
-    NOTE: this comes before the first backward pass, which starts threads. A process that is
-    forked after it may hang.
+    """Starts the loader workers, with nothing to do yet. NOTE: before the first backward pass,
+    which starts threads. A process that is forked after it may hang.
     """
     for loader in loaders:
         if loader is not None:
@@ -1324,7 +1337,8 @@ def find_alike(folder, name):
         for form in (one_form, loose_form, without_extension):
             alike = [entry for entry in entries if form(entry) in (form(part), loose_form(part))]
             if form is without_extension:  # labelling tools leave a text file beside each image
-                alike = [entry for entry in alike if is_image_name(entry)]
+                known = Image.registered_extensions()
+                alike = [entry for entry in alike if os.path.splitext(entry)[1].lower() in known]
             if alike:
                 break
         else:
@@ -1346,17 +1360,12 @@ def without_extension(name):
     return os.path.splitext(loose_form(name))[0]
 
 
-def is_image_name(name):
-    return os.path.splitext(name)[1].lower() in Image.registered_extensions()
-
-
-# ---- Weights and compression
+# ---- Weights and compression: where a model begins, and how it sends less
 
 
 def load_weights(process, model, source, train_list):
-    """Copies the weights of ImageNet or of a file into the model. Raises UserError.
-
-    The last layer is left out if it belongs to other classes.
+    """Copies the weights of ImageNet or a file into the model. Leaves out a last layer of other
+    classes. Raises UserError.
     """
     log(process, f"Loading weights: --weights {source}")
     with as_user_error(f"--weights {source}: these are not weights of ResNet-18"):
@@ -1414,16 +1423,15 @@ def compress_gradients(args, ddp):
     matrices in place of each large one, and adds what they lack to the gradients of the next
     step. A checkpoint does not have this remainder, so a run that resumes differs a little.
     """
-    if args.grad_compression == "fp16":
-        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    if args.grad_compression == "bf16":
-        ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+    if args.grad_compression in hooks:
+        ddp.register_comm_hook(None, hooks[args.grad_compression])
     if args.grad_compression != "powersgd":
         return None
     state = powerSGD_hook.PowerSGDState(
         process_group=None,
         matrix_approximation_rank=args.powersgd_rank,
-        start_powerSGD_iter=WARM_UP + 1,  # + 1 for the pass of arrange_buckets
+        start_powerSGD_iter=UNMEASURED_STEPS + 1,  # + 1 for the pass of settle_buckets
         orthogonalization_epsilon=1e-8,
     )
     hook = powerSGD_hook.powerSGD_hook
@@ -1433,13 +1441,12 @@ def compress_gradients(args, ddp):
     return state
 
 
-def arrange_buckets(training):
-    """Runs a forward and a backward pass over blank images, before any step.
+def settle_buckets(training):
+    """All ranks: a forward and a backward pass over blank images, before any step.
 
-    All ranks make this call. After its first backward pass DDP changes which gradients are in
-    which bucket. The buckets decide the order in which the gradients of the ranks are added, and
-    so the last bits of the sums. Without this pass a resumed run would not equal an unbroken one
-    bit for bit. (On a GPU, cuDNN may also change an order of sums from run to run.)
+    After its first backward pass DDP changes which gradients are in which bucket. The buckets
+    decide the order in which the ranks' gradients are added, and so the last bits of the sums.
+    Without this pass a resumed run would not equal an unbroken one bit for bit.
     """
     before = [buffer.clone() for buffer in training.model.buffers()]
     size = training.args.image_size
@@ -1454,15 +1461,16 @@ def bytes_per_step(training):
     """Bytes that each rank hands to the all-reduces of a step, after compression."""
     args, powersgd = training.args, training.powersgd
     sent_as = args.precision if powersgd else args.grad_compression
-    size = training.parameter_count * (2 if "16" in sent_as else 4)
+    size = sum(map(torch.numel, training.model.parameters())) * (2 if "16" in sent_as else 4)
     _, before, after = powersgd.compression_stats() if powersgd else (1, 1, 1)
     return size * after // before if before else size
 
 
-# ---- Time
+# ---- Time: how long each part of a step takes, for the log; and PyTorch's profiler
 
-WARM_UP = 3  # steps that averages leave out, and before which PowerSGD does not begin
-StepTime = namedtuple("StepTime", "data exposed step images")  # seconds; images of this rank
+UNMEASURED_STEPS = 3  # the first ones are slower. PowerSGD does not begin before they are over
+# Three times in seconds, and the number of this rank's images.
+StepTime = namedtuple("StepTime", "data exposed whole images")
 
 
 class StepTimer:
@@ -1478,7 +1486,8 @@ class StepTimer:
         self.device_type = device.type
         self.moments = {}  # of the present step, by name
         self.unread = []  # (moments, images) of steps that a GPU may not have finished
-        self.steps = []  # StepTimes
+        self.step_times = []
+        self.logged = 0  # how many of them have been in a log line
         # Backward ends with the first layer: its gradient is the last one to be ready.
         next(model.parameters()).register_post_accumulate_grad_hook(
             lambda parameter: self.mark("own gradients")
@@ -1498,6 +1507,7 @@ class StepTimer:
         """Leaves out what happened before: it is not part of the next step."""
         self.moments = {}
         self.mark("begin")
+        self.mark("waiting for data")
 
     def end_step(self, images):
         self.mark("end")
@@ -1511,26 +1521,33 @@ class StepTimer:
 
     def last_step_seconds(self):
         self.read()
-        return self.steps[-1].step if self.steps else 1
+        return self.step_times[-1].whole if self.step_times else 1
+
+    def since_last_line(self):
+        """The StepTimes of the steps after those of the last call."""
+        self.read()
+        new = self.step_times[self.logged :]
+        self.logged = len(self.step_times)
+        return new
 
     def read(self):
-        """Fills in `steps`; waits for a GPU."""
+        """Fills in `step_times`; waits for a GPU."""
         if self.device_type == "cuda" and self.unread:
             self.unread[-1][0]["end"].synchronize()
         for moments, images in self.unread:
-            data = self.seconds(moments["waiting for data"], moments["data"])
-            exposed = self.seconds(moments["own gradients"], moments["averaged"])
-            step = self.seconds(moments["begin"], moments["end"])
-            self.steps.append(StepTime(data, exposed, step, images))
+            data = self.seconds(moments["waiting for data"], moments["data arrived"])
+            exposed = self.seconds(moments["own gradients"], moments["gradients averaged"])
+            whole = self.seconds(moments["begin"], moments["end"])
+            self.step_times.append(StepTime(data, exposed, whole, images))
         self.unread.clear()
 
     def seconds(self, begin, end):
         return begin.elapsed_time(end) / 1e3 if self.device_type == "cuda" else end - begin
 
 
-def mean_time(steps):
+def mean_time(times):
     """The StepTime of an average step; zeros without any step."""
-    return StepTime(*map(fmean, zip(*steps, strict=True))) if steps else StepTime(0, 0, 0, 0)
+    return StepTime(*map(fmean, zip(*times, strict=True))) if times else StepTime(0, 0, 0, 0)
 
 
 # Steps: before the profiler starts, while it starts, and in the trace.
@@ -1538,10 +1555,7 @@ PROFILED = {"wait": 5, "warmup": 2, "active": 3}
 
 
 def check_profile(args, process, checkpoint):
-    """Raises UserError if the run is too short, or a rank cannot write its trace.
-
-    All ranks make this call. A resumed run with too few steps left makes them without a trace.
-    """
+    """All ranks: raises UserError if the run is too short, or a rank cannot write its trace."""
     needed = sum(PROFILED.values())
     with errors_end_all_ranks():
         if args.max_steps < needed:
@@ -1569,10 +1583,7 @@ def start_profiler(process):
 
 
 def profile_step(training):
-    """Tells the profiler that a step has ended; writes the trace when it is complete.
-
-    All ranks make this call. A profiled step takes longer than others: it is in no average.
-    """
+    """All ranks: tells the profiler that a step has ended, and writes the trace after the last."""
     args, process, profiler = training.args, training.process, training.profiler
     actions, action = torch.profiler.ProfilerAction, profiler.current_action
     profiler.step()
@@ -1586,7 +1597,7 @@ def profile_step(training):
             if process.rank == 0:
                 log_profile(process, profiler.events())
         training.profiler = None
-    training.timer.leave_out_last()
+    training.timer.leave_out_last()  # a profiled step takes longer than others
 
 
 def log_profile(process, events):
@@ -1597,9 +1608,9 @@ def log_profile(process, events):
     """
     seconds, counts = Counter(), Counter()
     for event in events:
-        if process.gpu != (event.device_type == torch.autograd.DeviceType.CUDA):
-            continue
-        if event.is_user_annotation and not event.is_async:  # around several operations
+        of_gpu = event.device_type == torch.autograd.DeviceType.CUDA
+        around = event.is_user_annotation and not event.is_async  # around several operations
+        if around or of_gpu != process.gpu:
             continue
         alone = event.is_async or process.gpu
         microseconds = event.time_range.elapsed_us() if alone else event.self_cpu_time_total
@@ -1607,17 +1618,30 @@ def log_profile(process, events):
         counts[event.name] += 1
     for name, time_of_it in seconds.most_common(10):
         text = f"Profile of {PROFILED['active']} steps | {name[:80]} | {1e3 * time_of_it:.1f} ms"
-        log(process, f"{text} | {counted(counts[name], 'time', 'times')}")
+        log(process, f"{text} | {counted(counts[name], 'time')}")
 
 
-# ---- Going on, or not
+# ---- Going on, or not: what happens between steps; a stop signal ends all ranks together
 
+STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # USR1: SLURM's, at a time limit
+if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup makes a process ignore it
+    STOP_SIGNALS.append(signal.SIGHUP)
 PARENT_ENDED = 1000  # in place of a signal's number, and above all of them
 MOST_STEPS_APART = 20
 
 
+def catch_stop_signals(process):
+    """A stop signal is only noted, in process.stop. agree_to_continue then stops all ranks."""
+
+    def note(signal_number, _):
+        process.stop = signal_number
+
+    for stop_signal in STOP_SIGNALS:
+        signal.signal(stop_signal, note)
+
+
 def finish_step(training, epoch, loss, images):
-    """Logs the step, and agrees to go on and saves where that is due. All ranks make this call."""
+    """All ranks: logs, agrees to go on and saves, each in the steps in which it is due."""
     args, timer = training.args, training.timer
     # Steps 1, 6, 11, ... with --log_every 5, and the last one.
     log_due = (training.step - 1) % args.log_every == 0 or training.step == args.max_steps
@@ -1634,14 +1658,28 @@ def finish_step(training, epoch, loss, images):
     if save_due:
         save_checkpoint(training)
         timer.start_step()  # the time to save is not part of a step
+    timer.mark("waiting for data")
+
+
+def batches_until_stop(training, loader):
+    """All ranks: the loader's batches. After some of them the ranks agree to go on."""
+    # After the same batches on all ranks, which the shortest share has, too; and at the end.
+    images_of_shortest = len(loader.dataset) // training.process.world_size
+    shortest = math.ceil(images_of_shortest / training.args.batch_size)
+    agree_at_batch, began = 1, perf_counter()
+    for number, batch in enumerate(loader, 1):
+        yield batch
+        if number == agree_at_batch <= shortest:
+            agree_at_batch += agree_to_continue(training, perf_counter() - began)
+        began = perf_counter()
+    agree_to_continue(training, perf_counter() - began)
 
 
 def agree_to_continue(training, seconds):
-    """All ranks go on, or all end: by UserError, or with a checkpoint by Stopped.
+    """All ranks: all go on, or all end: by UserError, or with a checkpoint by Stopped.
 
-    All ranks make this call. `seconds` is how long the last step took. Returns after how many
-    steps they should agree again: about once a second, because here they wait for each other and
-    for their GPUs.
+    seconds: of the last step. Returns after how many steps the ranks should agree again: about
+    once a second, because here they wait for each other and for their GPUs.
     """
     process, stop = training.process, training.process.stop
     # A torchrun that is killed leaves its ranks behind. They then have another parent.
@@ -1661,7 +1699,7 @@ def agree_to_continue(training, seconds):
     return max(1, min(MOST_STEPS_APART, int(1 / max(slowest, 1e-9))))
 
 
-# ---- Checkpoint
+# ---- Checkpoint: what is saved, and who may resume from it
 
 # A run can resume only with the same values of these. The number of processes may differ.
 SAME_ON_RESUME = ["global_batch_size", "image_size", "lr", "warmup_steps", "precision"]
@@ -1715,14 +1753,11 @@ def write_checkpoint(training, path):
             os.replace(f"{path}.new", path)
     finally:
         with suppress(OSError):
-            Path(f"{path}.new").unlink(missing_ok=True)  # what does not fit on a full disk
+            Path(f"{path}.new").unlink(missing_ok=True)  # an incomplete one, if the disk is full
 
 
 def read_checkpoint(args, process):
-    """What --checkpoint has, on all ranks; None if there is nothing to resume. Raises UserError.
-
-    All ranks make this call; rank 0 reads the file.
-    """
+    """All ranks: what --checkpoint has; None if there is nothing to resume. Raises UserError."""
     if process.restarts and args.checkpoint:  # torchrun --max-restarts repeats the first command
         args.resume = True
     if not args.resume:
@@ -1737,15 +1772,14 @@ def read_checkpoint(args, process):
 
 
 def load_checkpoint(training, state):
-    """Restores what was saved. Raises UserError.
+    """All ranks: restores what was saved. Raises UserError.
 
-    All ranks make this call. With as many processes as before, a resumed
-    run equals an unbroken one bit for bit, because the order of the images and their crops depend
-    on seed, epoch and index alone (EpochSampler, CocoFirstCategory), because DDP adds up in the
-    same order (arrange_buckets), and because the rest of what a step needs is in the file. (Batch
-    norm's statistics are rank 0's: a step does not use them, and validation takes rank 0's.) This
-    does not hold for PowerSGD, nor for a GPU on which cuDNN changes an order of sums. A model with
-    dropout would need the state of torch's random generators in the file, too.
+    With as many processes as before, a resumed run equals an unbroken one bit for bit. The order
+    of the images and their crops depend on seed, epoch and index alone (EpochSampler,
+    CocoFirstCategory). DDP adds up in the same order (settle_buckets). What else a step needs is
+    in the file. (Batch norm's statistics are rank 0's: a step does not use them, and validation
+    takes rank 0's.) This does not hold for PowerSGD, nor for a GPU on which cuDNN changes an order
+    of sums. A model with dropout would also need the state of torch's random generators.
     """
     path = training.args.checkpoint
     with errors_end_all_ranks(), as_user_error(f"checkpoint {path} is not one of this demo"):
@@ -1760,7 +1794,7 @@ def load_checkpoint(training, state):
         training.step = state["step"]
 
 
-# ---- Log
+# ---- Log: lines for people, and a line of JSON beside some of them for programs
 
 STDOUT, STDERR = 1, 2  # file descriptors
 LOGGED = ("NCCL_", "GLOO_", "OMP_", "TORCH_NCCL_", "TORCH_DIST_")  # of the environment
@@ -1788,16 +1822,13 @@ def duration(seconds, digits=2):
     return f"{hours}h {text}" if hours else text
 
 
-def counted(number, one, more):
+def counted(number, one, more=None):
     """'1 step', '2 steps'."""
-    return f"{number} {one if number == 1 else more}"
+    return f"{number} {one if number == 1 else more or one + 's'}"
 
 
 def log_run(training, val_list):
-    """What runs, on what hardware, with which settings, and on which data.
-
-    All ranks make this call; rank 0 writes.
-    """
+    """All ranks: rank 0 writes what runs, on what hardware, with which settings and data."""
     args, process, train_list = training.args, training.process, training.train_list
     device = torch.cuda.get_device_name() if process.gpu else os.uname().machine
     if process.device.type == "mps":
@@ -1814,7 +1845,7 @@ def log_run(training, val_list):
         "nodes": all_gather(process.local_rank).count(0),
         "world_size": process.world_size,
         "threads": torch.get_num_threads(),
-        "parameters": training.parameter_count,
+        "parameters": sum(map(torch.numel, training.model.parameters())),
         "start_step": training.step,
         "classes": len(train_list.categories),
         "images": len(train_list.names),
@@ -1826,12 +1857,10 @@ def log_run(training, val_list):
     }
     log_from_rank_0(process, "Run " + json.dumps(record))
     processes = counted(process.world_size, "process", "processes")
-    nodes = counted(record["nodes"], "node", "nodes")
-    steps = counted(args.max_steps, "step", "steps")
-    images = counted(args.global_batch_size, "image", "images")
-    text = f"Run: {processes} on {nodes}, {process.backend}, {args.precision}; {steps} of {images}"
-    text += f"; {len(train_list.names)} labelled images, {train_list.unlabelled} without a label"
-    text += f", {record['padding']} repeated as padding. "
+    steps, images = counted(args.max_steps, "step"), counted(args.global_batch_size, "image")
+    text = f"Run: {processes} on {counted(record['nodes'], 'node')}, {process.backend}, "
+    text += f"{args.precision}; {steps} of {images}; {len(train_list.names)} labelled images, "
+    text += f"{train_list.unlabelled} without a label, {record['padding']} repeated as padding. "
     if training.step:
         text += f"Resumed from {args.checkpoint} at step {training.step}"
     elif args.resume:
@@ -1842,23 +1871,20 @@ def log_run(training, val_list):
 
 
 def log_step(training, epoch, loss):
-    """The loss is of this rank's images in this step; the rest are means since the last line."""
-    args, timer = training.args, training.timer
-    timer.read()
-    mean = mean_time(timer.steps[training.logged_steps :])
-    training.logged_steps = len(timer.steps)
+    """The loss of this rank's images in this step; its img/s and times since the last line."""
+    args, mean = training.args, mean_time(training.timer.since_last_line())
     text = f"Epoch {epoch} | Step {training.step} | Loss: {loss:.4f} | "
     if not mean.images:  # all steps since the last line were profiled
         log(training.process, f"{text}profiled")
         return
-    left = duration((args.max_steps - training.step) * mean.step, 0)
-    text += f"{mean.images / mean.step:.1f} img/s | data {1e3 * mean.data:.1f} ms | "
-    log(training.process, f"{text}step {1e3 * mean.step:.1f} ms | ETA {left}")
+    left = duration((args.max_steps - training.step) * mean.whole, 0)
+    text += f"{mean.images / mean.whole:.1f} img/s | data {1e3 * mean.data:.1f} ms | "
+    log(training.process, f"{text}step {1e3 * mean.whole:.1f} ms | ETA {left}")
 
 
-def log_epoch(training, epoch, began):
+def log_epoch(training, epoch, images, began):
     """This rank's part of an epoch, or of what is left of it in a resumed run."""
-    images, seconds = training.images_seen, perf_counter() - began
+    seconds = perf_counter() - began
     if images:  # none if the run was resumed at the end of the epoch
         steps = training.args.steps_per_epoch
         done = training.step - (epoch - 1) * steps
@@ -1875,33 +1901,26 @@ def log_validation(training, loader, epoch, correct, images, began):
     log(training.process, text)
 
 
-def log_summary(training):
-    """The Summary, and whether the replicas are equal, bit for bit.
-
-    All ranks make this call; rank 0 writes.
-    """
-    process, steps = training.process, training.timer.steps
-    weights = hashlib.sha256()
-    for value in training.model.state_dict().values():
-        weights.update(value.cpu().numpy().tobytes())
-    digests = all_gather(weights.hexdigest())
-    mean = mean_time(steps[WARM_UP:] or steps)  # the first steps are slower
-    own = {
+def log_summary(training, digests):
+    """All ranks: rank 0 writes what the run did, its times, and whether the digests are equal."""
+    process, times = training.process, training.timer.step_times
+    mean = mean_time(times[UNMEASURED_STEPS:] or times)
+    parts = {
         "data_ms": 1e3 * mean.data,
-        "compute_ms": 1e3 * (mean.step - mean.data - mean.exposed),
+        "compute_ms": 1e3 * (mean.whole - mean.data - mean.exposed),
         "exposed_ms": 1e3 * mean.exposed,
-        "step_ms": 1e3 * mean.step,
+        "step_ms": 1e3 * mean.whole,
     }
-    ranks = all_gather({"rank": process.rank, **own})
-    images = sum(all_gather(sum(step.images for step in steps)))
-    seconds = sum(step.step for step in steps)
+    ranks = all_gather({"rank": process.rank, **parts})
+    images = sum(all_gather(sum(time.images for time in times)))
+    seconds = sum(time.whole for time in times)
     peak = max(all_gather(torch.cuda.max_memory_allocated() if process.gpu else 0))
     summary = {
         "epochs": training.step // training.args.steps_per_epoch,
         "steps": training.step,
         "train_s": seconds,
         "img_per_s": images / max(seconds, 1e-9),
-        **{name: fmean(times[name] for times in ranks) for name in own},
+        **{name: fmean(rank[name] for rank in ranks) for name in parts},
         "ranks": ranks,
         "wire_bytes_per_step": bytes_per_step(training),
         "peak_gpu_bytes": peak or None,  # of tensors, on the rank with the most
@@ -1913,17 +1932,14 @@ def log_summary(training):
     text += "{compute_ms:.0f} compute + {exposed_ms:.0f} exposed communication; "
     text += f"at most {peak / 2**30:.2f} GiB of a GPU's memory; " if peak else ""
     text += "replicas identical: {replicas_identical}"
-    epochs = counted(summary["epochs"], "epoch", "epochs")
-    made = counted(training.step, "step", "steps")
-    log_from_rank_0(process, f"Summary: {epochs}, {made}, {text.format(**summary)}")
+    epochs, steps = counted(summary["epochs"], "epoch"), counted(training.step, "step")
+    log_from_rank_0(process, f"Summary: {epochs}, {steps}, {text.format(**summary)}")
 
 
-# ---- Errors and the end
+# ---- Errors and the end: one line for an error, and ranks that end together
 
 EXIT_FAILED, EXIT_USER = 1, 2
 EXIT_STOPPED = os.EX_TEMPFAIL  # 75, from sysexits.h: try again later
-
-
 # Puzzling errors of PyTorch and NCCL: a part of the text, and what to do.
 ADVICE = [
     ("out of memory", "use a smaller --batch_size"),
@@ -1940,10 +1956,7 @@ ADVICE = [
 
 
 class UserError(Exception):
-    """Something that a user can fix: one line that says what is wrong, where, and what to do.
-
-    Once the ranks are connected, all raise it together.
-    """
+    """Something that a user can fix: one line that says what is wrong, where, and what to do."""
 
 
 class StartError(Exception):
@@ -1955,10 +1968,9 @@ class Stopped(Exception):
 
     def __init__(self, training, stop):
         # Nodes whose launcher can start again should do so after the end of a torchrun.
-        self.code = EXIT_FAILED if stop == PARENT_ENDED else EXIT_STOPPED
-        cause = "the end of its parent process"
-        if stop != PARENT_ENDED:
-            cause = signal.Signals(stop).name
+        by_parent = stop == PARENT_ENDED
+        self.code = EXIT_FAILED if by_parent else EXIT_STOPPED
+        cause = "the end of its parent process" if by_parent else signal.Signals(stop).name
         text = f"Stopped on {cause} | step {training.step} | exit code {self.code}"
         text += "" if training.args.checkpoint else " | not saved: no --checkpoint"
         super().__init__(text)
@@ -1990,7 +2002,7 @@ def one_line(error):
 
 def run_and_exit(main, wall_time=True):
     """Runs main(process) and ends the process. See the exit codes above."""
-    process, code = ProcessInfo(), 0
+    process, code, began = ProcessInfo(), 0, perf_counter()
     try:
         try:
             main(process)
@@ -2006,30 +2018,17 @@ def run_and_exit(main, wall_time=True):
                 log(process, f"ERROR: {error}", STDERR)
         leave_process_group()
         if code == 0 and wall_time:
-            seconds = perf_counter() - process.started
+            seconds = perf_counter() - began
             text = f"Cleanup complete. Total wall time: {duration(seconds)} ({seconds:.3f}s)"
             log(process, text)
     except Exception as error:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or PyTorch raises one more error in here
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # otherwise PyTorch raises another error here
         if code:  # the reason is logged already; this is only a lost connection after it
             end_process(code)
         end_process(EXIT_FAILED, process, explain(process, error))
     sys.exit(code)
-
-
-def leave_process_group():
-    """The end of a run, and of all ranks after an error that they share.
-
-    All ranks make this call.
-    """
-    if not dist.is_initialized():
-        return
-    # A rank that is done waits here for all others. If it ended first, its connections would
-    # break while others still use them. And after an error torchrun, which kills all processes as
-    # soon as one has failed, could kill some before they have said why.
-    dist.barrier()
-    gc.collect()  # frees DDP: threads of the group that still run could abort Python at its end
-    dist.destroy_process_group()
 
 
 def explain(process, error):

@@ -255,7 +255,7 @@ def test_settings_that_a_resumed_run_must_share():
     wanted = [f"--{name}" for name in demo.SAME_ON_RESUME]
     assert re.findall(r"`(--\w+)`", listed) == wanted
     (compression,) = (row for row in rows("option") if row[0] == "`--grad_compression`")
-    assert f"starting at step {demo.WARM_UP + 1}" in compression[1]
+    assert f"starting at step {demo.UNMEASURED_STEPS + 1}" in compression[1]
 
 
 def test_messages_of_the_fault_table_are_those_of_the_code():

@@ -298,11 +298,12 @@ def test_file_that_cannot_be_read_is_no_black_image(demo, images):
     + [("cuda", 1, [], (1, 1)), ("cuda", 64, ["--workers", 9], (9, 9))],
 )
 def test_default_number_of_loader_workers(demo, monkeypatch, kind, cores, given, expected):
-    process = demo.ProcessInfo(device=torch.device(kind), cores=cores)
+    process = demo.ProcessInfo(device=torch.device(kind))
+    monkeypatch.setattr(demo, "own_cores", lambda _: cores)
     monkeypatch.setattr(demo, "all_gather", lambda value: [value])  # alone in its group
     args = arguments(demo, "--precision", "fp32", *given)
     args.workers = args.val_workers = given[1] if given else None
-    demo.complete_arguments(args, process, 10)
+    demo.fill_in_arguments(args, process, 10)
     assert (args.workers, args.val_workers) == expected
 
 
@@ -411,11 +412,11 @@ def test_ranks_that_end_with_different_weights_are_reported(tmp_path):
     """One rank changes a weight of its own."""
     code = WITH_KEYS.partition("def read")[0]
     code += """
-def drifted(training):
-    next(training.model.parameters()).data += training.process.rank
-    plain(training)
+def drifted(model):
+    next(model.parameters()).data += demo.dist.get_rank()
+    return plain(model)
 
-plain, demo.log_summary = demo.log_summary, drifted
+plain, demo.digests_of_replicas = demo.digests_of_replicas, drifted
 main, run_and_exit = demo.main, demo.run_and_exit
 """
     (tmp_path / "drift.py").write_text(code)
@@ -451,7 +452,7 @@ def main(process):
     args = demo.parse_arguments(sys.argv[2:])
     demo.read_environment(process)
     demo.join_process_group(args, process)
-    demo.complete_arguments(args, process, 16)
+    demo.fill_in_arguments(args, process, 16)
     model = demo.build_model(args, process, SimpleNamespace(categories=range(80)))
     ddp, _ = demo.wrap_model(args, process, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
@@ -619,9 +620,9 @@ def test_summary_has_the_peak_of_gpu_memory_where_there_is_a_gpu(
     )
     training = SimpleNamespace(args=arguments(demo), model=torch.nn.Linear(1, 1), step=1)
     training.process = demo.ProcessInfo(device=torch.device(kind))
-    training.timer = SimpleNamespace(steps=[demo.StepTime(1, 1, 3, 4)])
-    training.args.steps_per_epoch, training.parameter_count, training.powersgd = 1, 2, None
-    demo.log_summary(training)
+    training.timer = SimpleNamespace(step_times=[demo.StepTime(1, 1, 3, 4)])
+    training.args.steps_per_epoch, training.powersgd = 1, None
+    demo.log_summary(training, ["0f"])
     record, text = capfd.readouterr().out.splitlines()
     assert json.loads(record.partition("Summary ")[2])["peak_gpu_bytes"] == peak
     assert ("; at most 3.00 GiB of a GPU's memory; replicas" in text) == (kind == "cuda")
@@ -633,10 +634,11 @@ def test_summary_has_the_peak_of_gpu_memory_where_there_is_a_gpu(
 
 def test_parts_of_a_step_are_told_by_its_moments(demo):
     timer = demo.StepTimer(torch.device("cpu"), torch.nn.Linear(1, 1))
-    moments = {"begin": 0, "waiting for data": 1, "data": 3, "own gradients": 6, "averaged": 10}
-    timer.unread.append(({**moments, "end": 15}, 4))
+    moments = {"begin": 0, "waiting for data": 1, "data arrived": 3}
+    moments |= {"own gradients": 6, "gradients averaged": 10, "end": 15}
+    timer.unread.append((moments, 4))
     timer.read()
-    assert timer.steps == [demo.StepTime(data=2, exposed=4, step=15, images=4)]
+    assert timer.step_times == [demo.StepTime(data=2, exposed=4, whole=15, images=4)]
     assert not timer.unread
 
 

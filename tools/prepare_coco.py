@@ -226,15 +226,7 @@ def read_json(path, **options):
 def check_instances(path, content):
     """Raises UserError if training cannot use the content of an annotation file."""
     file = f"annotation file {path}"
-    if not isinstance(content, dict):
-        text = "expected an object with images, annotations and categories"
-        raise UserError(f"{file} is {shown(content)}: {text}. {INSTANCES}")
-    for name in LISTS:
-        if not content.get(name) or not isinstance(content[name], list):
-            raise UserError(f"{file} {has(content, name)}: expected a list of them. {INSTANCES}")
-        for index, entry in enumerate(content[name]):
-            if not isinstance(entry, dict):
-                raise UserError(f"{file}: {name}[{index}] is {shown(entry)}: expected an object")
+    check_lists(file, content)
     for name, key, kind in FIELDS:
         types = types_of(content, kind)
         expected = "text" if types == [str] else "a number"
@@ -248,6 +240,19 @@ def check_instances(path, content):
                 text = f"{file}: {name}[{index}] {has(entry, key)}"
                 raise UserError(f"{text}: expected {expected}")
     check_ids(file, content)
+
+
+def check_lists(file, content):
+    """Raises UserError unless there are three lists of objects."""
+    if not isinstance(content, dict):
+        text = "expected an object with images, annotations and categories"
+        raise UserError(f"{file} is {shown(content)}: {text}. {INSTANCES}")
+    for name in LISTS:
+        if not content.get(name) or not isinstance(content[name], list):
+            raise UserError(f"{file} {has(content, name)}: expected a list of them. {INSTANCES}")
+        for index, entry in enumerate(content[name]):
+            if not isinstance(entry, dict):
+                raise UserError(f"{file}: {name}[{index}] is {shown(entry)}: expected an object")
 
 
 def check_ids(file, content):

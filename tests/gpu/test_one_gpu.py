@@ -266,12 +266,12 @@ def test_profile_has_the_gpus_kernels(small, tmp_path):
 
 # The script, on a GPU of which it may have half a gibibyte.
 FULL = f"""{CHANGED}
-def choose_device(args, process):
-    plain(args, process)
+def prepare_hardware(process):
+    plain(process)
     total = torch.cuda.get_device_properties(process.device).total_memory
     torch.cuda.set_per_process_memory_fraction(2**29 / total, process.device)
 
-plain, demo.choose_device = demo.choose_device, choose_device
+plain, demo.prepare_hardware = demo.prepare_hardware, prepare_hardware
 demo.run_and_exit(demo.main)
 """
 
