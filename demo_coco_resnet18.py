@@ -638,9 +638,9 @@ def parse_arguments(argv):
 
 
 def check_start(args, process, train_list, val_list):
-    """All ranks: raises UserError unless all ranks were started alike, and have the images.
+    """All ranks: raises UserError unless all were started alike, and have the images.
 
-    Returns a digest of the sizes of some images. It tells resized images from the originals.
+    Returns a digest of the sizes of some images, which tells resized images from the originals.
     """
     here = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
     here["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
@@ -669,11 +669,8 @@ def check_start(args, process, train_list, val_list):
 
 
 def fill_in_arguments(args, process, images, checkpoint=None):
-    """All ranks: sets what depends on the hardware, the number of images and the checkpoint.
-
-    Some collective calls in here depend on arguments: that is safe, because all ranks have the
-    same ones (check_start). Raises UserError.
-    """
+    """All ranks: sets what depends on the hardware, the number of images and the checkpoint."""
+    # Collective calls in here depend on arguments. All ranks have the same ones: check_start.
     with errors_end_all_ranks():
         if args.sync_bn and not process.gpu:
             raise UserError("--sync_bn needs NVIDIA GPUs: PyTorch has no other SyncBatchNorm")
@@ -786,9 +783,7 @@ def tasks_of_this_node(env):
 def choose_backend(args, process):
     """nccl or gloo. Raises UserError if this node's hardware is not what the options need."""
     gpus = usable_gpus(args)
-    backend = args.backend
-    if backend == "auto":
-        backend = "nccl" if gpus else "gloo"
+    backend = ("nccl" if gpus else "gloo") if args.backend == "auto" else args.backend
     own_gpu = process.launcher == "srun" and gpus == 1  # --gpus-per-task hides the others
     if backend == "nccl" and process.local_world_size > gpus and not own_gpu:
         raise UserError(
@@ -1199,11 +1194,8 @@ class CocoFirstCategory(Dataset):
         return self.transform(image), self.labels[index]
 
     def load_image(self, path):
-        """uint8 (3, height, width), RGB. An image that cannot be decoded becomes black.
-
-        Raises OSError if the file cannot be read: storage that disappears must end the run.
-        """
-        content = Path(path).read_bytes()
+        """uint8 (3, height, width), RGB. An image that cannot be decoded becomes black."""
+        content = Path(path).read_bytes()  # its OSError ends the run: the storage may be gone
         try:
             return decode(content)
         except Exception as error:  # damaged images raise errors of any type
@@ -1228,11 +1220,9 @@ def decode(content):
 
 
 def to_8_bits(image):
-    """A grey image of 16 or 32 bits in 8 bits. NOTE: convert("RGB") would only clip its values.
-
-    16 bits have a range of their own. Values of 32 bits have none: the least one becomes black,
-    the greatest one white. Raises ValueError if that is not possible.
-    """
+    """A grey image of 16 or 32 bits in 8 bits. NOTE: convert("RGB") would only clip its values."""
+    # 16 bits have a range of their own. Of 32 bits the least value becomes black, the greatest
+    # one white.
     is_16_bit = image.mode.startswith("I;16")
     is_16_bit |= image.mode == "I" and image.format in ("PNG", "PPM")  # they have no 32 bits
     image = image.convert("I").convert("F") if image.mode != "F" else image
@@ -1263,9 +1253,8 @@ def ignore_stop_signals(_):
 
 
 def start_workers(*loaders):
-    """Starts the loader workers, with nothing to do yet. NOTE: before the first backward pass,
-    which starts threads. A process that is forked after it may hang.
-    """
+    """Starts the loader workers, with nothing to do yet."""
+    # NOTE: before the first backward pass, which starts threads. A fork after it may hang.
     for loader in loaders:
         if loader is not None:
             loader.sampler.start = loader.sampler.num_samples  # the share is empty
@@ -1348,8 +1337,7 @@ def find_alike(folder, name):
 
 
 def one_form(name):
-    """macOS writes an accent as a character of its own."""
-    return unicodedata.normalize("NFC", name)
+    return unicodedata.normalize("NFC", name)  # macOS writes an accent as a character of its own
 
 
 def loose_form(name):
@@ -1364,9 +1352,7 @@ def without_extension(name):
 
 
 def load_weights(process, model, source, train_list):
-    """Copies the weights of ImageNet or a file into the model. Leaves out a last layer of other
-    classes. Raises UserError.
-    """
+    """Loads ImageNet's weights or a file's, without a last layer of other classes."""
     log(process, f"Loading weights: --weights {source}")
     with as_user_error(f"--weights {source}: these are not weights of ResNet-18"):
         state = download_weights() if source == "imagenet" else read_file(source)
@@ -1514,11 +1500,6 @@ class StepTimer:
         self.unread.append((self.moments, images))
         self.moments = {"begin": self.moments["end"]}
 
-    def leave_out_last(self):
-        """The step that has just ended counts in no average, nor does the time since its end."""
-        self.unread.pop()
-        self.start_step()
-
     def last_step_seconds(self):
         self.read()
         return self.step_times[-1].whole if self.step_times else 1
@@ -1597,15 +1578,14 @@ def profile_step(training):
             if process.rank == 0:
                 log_profile(process, profiler.events())
         training.profiler = None
-    training.timer.leave_out_last()  # a profiled step takes longer than others
+    training.timer.unread.pop()  # a profiled step takes longer than others: no average has it
+    training.timer.start_step()
 
 
 def log_profile(process, events):
-    """What took the most time in the profiled steps: on a GPU its kernels.
-
-    An operation's time is without that of other operations inside it. What another thread does
-    beside them, such as an all-reduce over Gloo, counts in full.
-    """
+    """What took the most time in the profiled steps: on a GPU its kernels."""
+    # An operation's time is without that of other operations inside it. What another thread does
+    # beside them, such as an all-reduce over Gloo, counts in full.
     seconds, counts = Counter(), Counter()
     for event in events:
         of_gpu = event.device_type == torch.autograd.DeviceType.CUDA
@@ -1776,10 +1756,10 @@ def load_checkpoint(training, state):
 
     With as many processes as before, a resumed run equals an unbroken one bit for bit. The order
     of the images and their crops depend on seed, epoch and index alone (EpochSampler,
-    CocoFirstCategory). DDP adds up in the same order (settle_buckets). What else a step needs is
-    in the file. (Batch norm's statistics are rank 0's: a step does not use them, and validation
-    takes rank 0's.) This does not hold for PowerSGD, nor for a GPU on which cuDNN changes an order
-    of sums. A model with dropout would also need the state of torch's random generators.
+    CocoFirstCategory). DDP adds up in the same order (settle_buckets). The file has the rest. (Its
+    batch-norm statistics are rank 0's: a step does not use them.) This does not hold for PowerSGD,
+    nor for a GPU on which cuDNN changes an order of sums. A model with dropout would also need the
+    state of torch's random generators.
     """
     path = training.args.checkpoint
     with errors_end_all_ranks(), as_user_error(f"checkpoint {path} is not one of this demo"):
