@@ -162,7 +162,7 @@ def main(process):
 class ProcessInfo:
     """The place of this process among the others, and the device that it computes on."""
 
-    launcher: str = "python"
+    launcher: str = "python"  # or torchrun, srun, mpirun
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
@@ -250,17 +250,19 @@ def join_process_group(args, process):
         torch.cuda.set_device(process.device)
     elif args.device == "mps":
         process.device = torch.device("mps")  # a Mac's GPU
-    prepare_hardware(process)
+    prepare_hardware(process)  # the number of threads, and other settings of PyTorch
     # Then all processes meet at MASTER_ADDR:MASTER_PORT, on rank 0's node. torchrun has set both.
     # Each waits until all have joined. If one does not come in time, the others end with an error.
-    with explain_failed_start(args, process):
+    with explain_failed_start(args, process):  # says what is wrong, also if it takes too long
         dist.init_process_group(
             process.backend,
             rank=process.rank,
             world_size=process.world_size,
             timeout=timedelta(seconds=args.timeout),
             device_id=process.device if process.backend == "nccl" else None,
-            store=find_store(args, process),  # None: the store at that address
+            store=find_store(
+                args, process
+            ),  # has the ranks' addresses; None: it is at MASTER_ADDR
         )
         # In its first collective call NCCL connects the ranks for data.
         dist.all_reduce(torch.ones(1, device=process.exchange_device))
@@ -359,11 +361,11 @@ def train_one_epoch(training, loader, epoch):
     # Seed and epoch decide the order of the images, and so the shares. Without this call each
     # epoch would repeat the first one.
     loader.sampler.set_epoch(epoch)
-    steps_done = training.step - (epoch - 1) * args.steps_per_epoch
+    steps_done = training.step - (epoch - 1) * args.steps_per_epoch  # 0, unless it was resumed
     loader.sampler.start = steps_done * args.accumulate_steps * args.batch_size
     batches, began = iter(loader), perf_counter()
     training.loss_sum, images_seen = torch.zeros((), device=process.device), 0
-    timer.start_step()
+    timer.start_step()  # it measures the wait for data, and how long averaging holds up a step
     while training.step < min(args.max_steps, epoch * args.steps_per_epoch):
         micro_batches = list(islice(batches, args.accumulate_steps))  # an epoch's last step: fewer
         timer.mark("data arrived")
@@ -399,7 +401,7 @@ def train_one_epoch(training, loader, epoch):
         training.step += 1
         images_seen += images_in_step
         training.loss_sum += loss_of_step * images_in_step
-        finish_step(training, epoch, loss_of_step, images_in_step)  # logs and saves when due
+        finish_step(training, epoch, loss_of_step, images_in_step)  # logs, saves or stops when due
     share_statistics(training)
     agree_to_continue(training, timer.last_step_seconds())  # all go on, or on a signal all end
     log_epoch(training, epoch, images_seen, began)
