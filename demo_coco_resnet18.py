@@ -260,9 +260,7 @@ def join_process_group(args, process):
             world_size=process.world_size,
             timeout=timedelta(seconds=args.timeout),
             device_id=process.device if process.backend == "nccl" else None,
-            store=find_store(
-                args, process
-            ),  # has the ranks' addresses; None: it is at MASTER_ADDR
+            store=find_store(args, process),  # of the ranks' addresses; None: at MASTER_ADDR
         )
         # In its first collective call NCCL connects the ranks for data.
         dist.all_reduce(torch.ones(1, device=process.exchange_device))
