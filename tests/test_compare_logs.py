@@ -899,7 +899,7 @@ def test_report_is_markdown_that_names_its_picture(save, tmp_path, monkeypatch):
     (line,) = re.findall(r"^!\[.*\n", text, re.MULTILINE)
     address = re.fullmatch(r"!\[.+\]\((\S+)\)\n", line)[1]
     picture = (kept.parent / unquote(address)).resolve()
-    assert picture == tmp_path / "of both.png" and png_size(picture) == (1920, 624)
+    assert picture == tmp_path / "of both.png" and png_size(picture) == (1920, 672)
     assert "10.0.0.1<0>" in out and "10.0.0.1&lt;0>" in text  # a viewer takes <0> for HTML
     assert text.replace(f"{line}\n", "").replace("&lt;", "<") == out
 
@@ -908,7 +908,7 @@ def test_report_is_markdown_that_names_its_picture(save, tmp_path, monkeypatch):
 def test_picture_of_what_little_a_log_has(save, tmp_path, text):
     pytest.importorskip("matplotlib")
     run_tool(save("run", text), "--plot", tmp_path / "run.png", code=int("Cleanup" not in text))
-    assert png_size(tmp_path / "run.png") == (1920, 624)
+    assert png_size(tmp_path / "run.png") == (1920, 672)
 
 
 def test_loss_is_drawn_as_a_mean_of_the_last_five_lines_beside_faint_points():

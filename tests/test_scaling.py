@@ -307,7 +307,7 @@ def test_scaling_in_json_csv_report_and_picture(run, tmp_path):
     report = files["report"].read_text()
     assert "![Speed-up, and parts of a step](all.png)" in report
     assert re.sub(r"!\[.*\n\n", "", report) == out
-    assert png_size(files["plot"]) == (1440, 624)
+    assert png_size(files["plot"]) == (1440, 672)
 
 
 def test_runs_with_one_number_of_processes_are_compared_as_before(run):
