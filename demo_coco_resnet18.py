@@ -730,7 +730,7 @@ def find_launcher():
     else:  # of Open MPI 5, of Open MPI 4; others give a job no number
         job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
         job = job and zlib.crc32(job.encode())
-    if job and launcher != "torchrun":  # other jobs may use the same node: a port from the number
+    if job and launcher != "torchrun":  # a port of its own: other jobs may use the node
         env.setdefault("MASTER_PORT", str(20000 + job % 12000))
     try:
         rank, world_size, *_ = (int(env[name]) for name in TORCHRUN)
@@ -749,7 +749,7 @@ def launcher_and_variables(env):
         return "mpirun", OPEN_MPI
     if {*MPICH[:3]} <= env.keys():  # before srun, which MPICH uses inside a SLURM job
         return "mpirun", MPICH
-    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # a batch script has only one of them
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # in a job step: no batch script is
         return "srun", SRUN
     for name in ("PMI_SIZE", "MPI_LOCALNRANKS"):
         if env.get(name, "").lstrip("0") not in ("", "1"):
@@ -887,7 +887,7 @@ def explain_failed_start(args, process):
     connection = f"{process.backend} on the {process.device.type} of {socket.gethostname()}"
 
     def give_up():
-        # That nobody came has been said before.
+        # If a rank had not come at all, init_process_group would have ended before, and said so.
         text = f"{connection} is not connected to all ranks after {args.timeout:g} s: do the "
         text += f"others use {process.backend}, too? A firewall that opens port {port} alone, or "
         text += f"the wrong interface (export {interface}=NAME)? Try tools/preflight.py"
@@ -1208,7 +1208,7 @@ class CocoFirstCategory(Dataset):
 def decode(content):
     """uint8 (3, height, width), RGB, of a file's bytes: its first frame, as Pillow shows it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns of what it has decoded all the same
+        warnings.simplefilter("ignore")  # Pillow also warns of images that it can decode
         image = Image.open(BytesIO(content))
         if image.mode[0] in "IF":
             image = to_8_bits(image)
@@ -1281,7 +1281,7 @@ def check_images(folder, names):
 
 def missing_images(folder, names):
     """Those of the names that the folder lacks."""
-    # To list a folder once is faster than to look for each of 118,287 files.
+    # Listing each folder once is faster than looking for each of 118,287 files.
     files = {}
     for subfolder in {os.path.dirname(name) for name in names}:
         try:
@@ -2002,9 +2002,8 @@ def run_and_exit(main, wall_time=True):
             text = f"Cleanup complete. Total wall time: {duration(seconds)} ({seconds:.3f}s)"
             log(process, text)
     except Exception as error:
-        signal.signal(
-            signal.SIGCHLD, signal.SIG_DFL
-        )  # otherwise PyTorch raises another error here
+        # Otherwise PyTorch could raise another error in here.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if code:  # the reason is logged already; this is only a lost connection after it
             end_process(code)
         end_process(EXIT_FAILED, process, explain(process, error))
