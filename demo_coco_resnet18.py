@@ -245,14 +245,15 @@ def join_process_group(args, process):
     # DDP 2/6: each process takes a GPU of its own, by its local rank. Otherwise all would take
     # GPU 0: NCCL refuses that, and the other GPUs would be idle.
     if args.device in ("auto", "cuda") and torch.cuda.is_available():
-        # The remainder, because srun's --gpus-per-task hides the other processes' GPUs.
+        # (%: srun's --gpus-per-task hides the other GPUs, so that each process sees one, GPU 0.)
         process.device = torch.device("cuda", process.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(process.device)
     elif args.device == "mps":
         process.device = torch.device("mps")  # a Mac's GPU
     prepare_hardware(process)  # the number of threads, and other settings of PyTorch
     # Then all processes meet at MASTER_ADDR:MASTER_PORT, on rank 0's node. torchrun has set both.
-    # Each waits until all have joined. If one does not come in time, the others end with an error.
+    # Each waits until all have joined. If one has not come after --timeout seconds, the others end
+    # with an error.
     with explain_failed_start(args, process):  # says what is wrong, also if it takes too long
         dist.init_process_group(
             process.backend,
