@@ -1,0 +1,262 @@
+#!/usr/bin/env python3
+"""Writes the lesson's notebook, from plain.py and ddp.py, and draws its two pictures:
+
+python docs/lesson/make_pages.py    # needs matplotlib
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+
+# ---- The notebook
+
+TORCHRUN = "torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=2 ddp.py"
+NODE = (
+    "torchrun --nnodes=2 --node_rank={} --nproc_per_node=2 --rdzv_id=123 --rdzv_backend=static "
+    "--rdzv_endpoint=127.0.0.1:29500 ddp.py"
+)
+INTRODUCTION = """# DDP in a notebook
+
+The programs and commands of the lesson, for Jupyter or Colab (untested on Colab). They need
+PyTorch and no GPU. `docs/lesson/make_pages.py` writes this file.
+
+A notebook is one process, and DDP needs several. So a cell with `%%writefile` writes a program,
+and a cell with `!` starts it."""
+EXPERIMENTS = """## Experiments
+
+For each experiment, write down what you expect. Change the cell that begins with
+`%%writefile ddp.py`, run it, then run the next cell. The sheet counts the lines of the file, so do
+not count the line `%%writefile`. In the end undo the change."""
+SPEED = """## Speed
+
+Set `WIDTH = 4096` in both programs, and run the two cells that write them. Then:"""
+NODES = """## Two nodes
+
+Both nodes are this machine. `&` starts a command without waiting for it; `wait` waits for both."""
+
+
+def cells() -> list[tuple[str, str]]:
+    """Kind and text of each cell of the notebook."""
+    plain, ddp = ((FOLDER / name).read_text().rstrip("\n") for name in ("plain.py", "ddp.py"))
+    return [
+        ("markdown", INTRODUCTION),
+        ("markdown", "## One process"),
+        ("code", f"%%writefile plain.py\n{plain}"),
+        ("code", "!python plain.py"),
+        ("markdown", "## Two processes"),
+        ("code", f"%%writefile ddp.py\n{ddp}"),
+        ("code", f"!{TORCHRUN}"),
+        ("markdown", "## The six changes"),
+        ("code", "!diff plain.py ddp.py"),
+        ("markdown", EXPERIMENTS),
+        ("code", f"!{TORCHRUN}"),
+        ("markdown", SPEED),
+        ("code", f"!OMP_NUM_THREADS=1 python plain.py\n!OMP_NUM_THREADS=1 {TORCHRUN}"),
+        ("markdown", NODES),
+        ("code", f"%%bash\n{NODE.format(0)} &\n{NODE.format(1)} &\nwait"),
+    ]
+
+
+def notebook() -> str:
+    """The text of lesson.ipynb: cells without output, in format 4.5."""
+    found = []
+    for number, (kind, text) in enumerate(cells()):
+        cell: dict[str, object] = {"cell_type": kind, "id": f"cell{number}", "metadata": {}}
+        if kind == "code":
+            cell |= {"execution_count": None, "outputs": []}
+        cell["source"] = text.splitlines(keepends=True)
+        found.append(cell)
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    pages = {
+        "cells": found,
+        "metadata": {"kernelspec": kernel, "language_info": {"name": "python"}},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+    return json.dumps(pages, indent=1, ensure_ascii=False) + "\n"
+
+
+# ---- The pictures
+
+# Okabe and Ito's colours, light enough for black text. The letters say the same as the colours.
+PIECES = {"a": "#F0E442", "b": "#9AD4F5", "c": "#F4B183"}
+INK, CABLE = "#222222", "#B33C00"
+RANKS = 3
+
+
+def ring_states() -> list[tuple[str, list[list[str]], list[tuple[int, int]]]]:
+    """Of each moment: title, what each rank has of each piece, what has arrived (rank, piece)."""
+    parts = [[{rank} for _ in PIECES] for rank in range(RANKS)]  # whose gradients a piece has
+
+    def state(title: str, arrived: list[tuple[int, int]]) -> None:
+        words = []
+        for row in parts:
+            names = zip(PIECES, row, strict=True)
+            whole = [
+                name.upper()
+                if len(whose) == RANKS
+                else "+".join(f"{name}{rank}" for rank in sorted(whose))
+                for name, whose in names
+            ]
+            words.append(whole)
+        states.append((title, words, arrived))
+
+    states: list[tuple[str, list[list[str]], list[tuple[int, int]]]] = []
+    state("at first", [])
+    for turn in range(2 * (RANKS - 1)):
+        # Rank r sends piece r - turn to the next rank: first it is added there, then it is kept.
+        sent = [((rank + 1) % RANKS, (rank - turn) % RANKS) for rank in range(RANKS)]
+        whose = [set(parts[(rank - 1) % RANKS][piece]) for rank, piece in sent]
+        for (rank, piece), ranks in zip(sent, whose, strict=True):
+            parts[rank][piece] |= ranks
+        state(f"turn {turn + 1}", sent)
+    return states
+
+
+def draw_ring(path: Path) -> None:
+    """The pieces of three ranks, from turn to turn. An arrow is what a rank sends."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    states = ring_states()
+    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    axes = figure.subplots()
+    left = [rank * 4.2 for rank in range(RANKS)]
+    for rank in range(RANKS):
+        axes.text(left[rank] + 1.5, 0.75, f"rank {rank}", ha="center", fontsize=13, weight="bold")
+    for row, (title, words, arrived) in enumerate(states):
+        y = -1.7 * row
+        axes.text(-0.35, y, title, ha="right", va="center", fontsize=12)
+        for rank in range(RANKS):
+            for piece, color in enumerate(PIECES.values()):
+                new = (rank, piece) in arrived
+                whole = words[rank][piece].isupper()
+                box = Rectangle(
+                    (left[rank] + piece, y - 0.4),
+                    1,
+                    0.8,
+                    facecolor=color if whole or new else "white",
+                    edgecolor=INK,
+                    linewidth=2.2 if new else 0.8,
+                )
+                axes.add_patch(box)
+                axes.text(
+                    left[rank] + piece + 0.5,
+                    y,
+                    words[rank][piece],
+                    ha="center",
+                    va="center",
+                    fontsize=13 if whole else 9.5,
+                    weight="bold" if whole else "normal",
+                )
+        for rank, piece in arrived:
+            before = (rank - 1) % RANKS
+            axes.annotate(
+                "",
+                xy=(left[rank] + piece + 0.5, y + 0.42),
+                xytext=(left[before] + piece + 0.5, y + 1.28),
+                arrowprops={"arrowstyle": "->", "color": "#555555", "linewidth": 1.3},
+            )
+    end = left[-1] + 3.3
+    for first, last, text in (
+        (1, 2, "reduce-scatter:\nadd what arrives"),
+        (3, 4, "all-gather:\nkeep what arrives"),
+    ):
+        top, bottom = -1.7 * first + 0.4, -1.7 * last - 0.4
+        axes.plot(
+            [end, end + 0.2, end + 0.2, end], [top, top, bottom, bottom], color=INK, linewidth=1
+        )
+        axes.text(end + 0.4, (top + bottom) / 2, text, va="center", fontsize=12)
+    axes.set(xlim=(-1.8, end + 3.6), ylim=(-1.7 * (len(states) - 1) - 0.6, 1.2), aspect="auto")
+    axes.axis("off")
+    save(figure, path)
+
+
+def draw_nodes(path: Path) -> None:
+    """What crosses the cable between two nodes of two ranks each, in a ring and in a tree."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import FancyBboxPatch
+
+    places = [(0.5, 1.6), (0.5, 0.2), (3.5, 0.2), (3.5, 1.6)]  # of ranks 0 to 3
+    ring = [(0, 1), (1, 2), (2, 3), (3, 0)]
+    tree = [(1, 0), (0, 1), (3, 2), (2, 3), (0, 2), (2, 0)]
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    for axes, title, hops, at in zip(
+        figure.subplots(1, 2),
+        ("Ring: 6 turns of a quarter of the gradients", "Tree: 4 turns of all gradients"),
+        (ring, tree),
+        (places, [places[1], places[0], places[2], places[3]]),
+        strict=True,
+    ):
+        for node, x in ((0, -0.25), (1, 2.75)):
+            axes.add_patch(
+                FancyBboxPatch(
+                    (x, -0.3),
+                    1.5,
+                    2.4,
+                    boxstyle="round,pad=0.1",
+                    facecolor="#EEEEEE",
+                    edgecolor=INK,
+                )
+            )
+            axes.text(x + 0.75, 2.35, f"node {node}", ha="center", fontsize=12)
+        for rank, (x, y) in enumerate(at):
+            axes.text(
+                x,
+                y,
+                f"rank {rank}",
+                ha="center",
+                va="center",
+                fontsize=11,
+                bbox={"boxstyle": "round", "facecolor": "white", "edgecolor": INK},
+            )
+        for begin, end in hops:
+            crosses = begin // 2 != end // 2
+            both = (end, begin) in hops
+            axes.annotate(
+                "",
+                xy=at[end],
+                xytext=at[begin],
+                arrowprops={
+                    "arrowstyle": "->",
+                    "color": CABLE if crosses else INK,
+                    "linewidth": 2.6 if crosses else 1.4,
+                    "shrinkA": 24,
+                    "shrinkB": 24,
+                    "connectionstyle": "arc3,rad=0.18" if both else "arc3",
+                },
+            )
+        axes.set_title(title, fontsize=12)
+        axes.set(xlim=(-0.5, 4.5), ylim=(-0.5, 2.7))
+        axes.axis("off")
+    ringed, treed = figure.axes
+    ringed.text(
+        2,
+        0.9,
+        "each way:\n6 × 1/4 =\n1.5 × the\ngradients",
+        ha="center",
+        va="center",
+        fontsize=11,
+        color=CABLE,
+    )
+    treed.text(
+        2, 1.1, "each way:\n1 × the\ngradients", ha="center", va="center", fontsize=11, color=CABLE
+    )
+    save(figure, path)
+
+
+def save(figure, path: Path) -> None:
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+
+
+def main() -> None:
+    (FOLDER / "lesson.ipynb").write_text(notebook())
+    draw_ring(FOLDER / "ring.png")
+    draw_nodes(FOLDER / "nodes.png")
+
+
+if __name__ == "__main__":
+    main()
