@@ -1,24 +1,35 @@
-"""docs/lesson/: its programs print what its page shows, and its experiments do what it says."""
+"""docs/lesson/: its programs print what its page shows, its experiments do what it says, and the
+answers to the sheet are those of the programs.
+"""
 
 from __future__ import annotations
 
+import io
+import json
+import math
 import re
-import shlex
+import runpy
+import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from support.processes import LONG, ROOT, SCRIPT, Run, free_port, start
+from support.processes import LONG, ROOT, SCRIPT, Run, free_port, require, start
 from test_readme import FENCED, PAGES
 
 PAGE, SHEET, ANSWERS = (PAGES[f"docs/lesson/{name}.md"] for name in ("README", "sheet", "answers"))
-PLAIN, DDP = "docs/lesson/plain.py", "docs/lesson/ddp.py"
+LESSON = ROOT / "docs" / "lesson"
+PROGRAMS = [LESSON / "plain.py", LESSON / "ddp.py"]
+PLAIN, DDP = (path.read_text() for path in PROGRAMS)
 _, *parts = re.split(r"^#+ (.*)\n", PAGE.text, flags=re.M)
 SECTIONS = dict(zip(parts[::2], parts[1::2], strict=True))
 EXPERIMENTS = {int(title[0]): title for title in SECTIONS if re.match(r"\d\. ", title)}
 TWO_NODES = "Two nodes on one laptop"
 DECIMAL = r"-?\d+\.\d+"
+PLACE = re.compile(r"[Ll]ine (\d+)(?: of `(plain)\.py`)?")
 
 
 def blocks(title: str, kind: str) -> list[str]:
@@ -29,9 +40,9 @@ def blocks(title: str, kind: str) -> list[str]:
 RUN_PLAIN, RUN_DDP = (text.strip() for text in blocks("First run", "bash"))
 
 
-def run(command: str, expect: int = 0) -> Run:
-    """Types a command of the page in the repository's folder."""
-    with start(["bash", "-c", command], cwd=ROOT) as started:
+def run(command: str, folder: Path, expect: int = 0) -> Run:
+    """Types a command in the folder of the two programs."""
+    with start(["bash", "-c", command], cwd=folder) as started:
         return started.finish(120, expect)
 
 
@@ -41,58 +52,114 @@ def is_printed(shown: str, output: str) -> bool:
     wanted = [float(number) for number in re.findall(DECIMAL, shown)]
     pattern = f"({DECIMAL})".join(map(re.escape, text))
     found = [[*map(float, match.groups())] for match in re.finditer(pattern, output)]
-    return any(numbers == pytest.approx(wanted, abs=0.02) for numbers in found)
+    near = math.inf if "seconds an epoch" in shown else 0.02
+    return any(numbers == pytest.approx(wanted, abs=near) for numbers in found)
 
 
-def changed_copy(title: str, folder: Path) -> Path:
-    """ddp.py with the change that a section shows: one line, where the section says it is."""
-    (number,) = re.findall(r"[Ll]ine (\d+) ", SECTIONS[title].partition("```diff")[0])
-    before, after = blocks(title, "diff")[0].splitlines()
-    lines = (ROOT / DDP).read_text().splitlines()
-    assert (before[0], after[0]) == ("-", "+")
-    assert lines[int(number) - 1] == before[1:]
-    lines[int(number) - 1] = after[1:]
-    path = folder / "ddp.py"
-    path.write_text("\n".join(lines))
-    return path
+def assert_printed(shown: str, output: str) -> None:
+    for line in shown.splitlines():
+        assert is_printed(line, output), f"{line!r} is not in:\n{output}"
+
+
+def images(output: str, rank: int) -> list[list[int]]:
+    """Those of a rank, epoch by epoch."""
+    found = re.findall(rf"\[rank {rank}\] epoch \d: images (\[.*?\])", output)
+    return [json.loads(numbers) for numbers in found]
+
+
+def last_loss(output: str) -> float:
+    """The loss over all ranks in the last epoch."""
+    return float(re.findall(rf"epoch 2, all ranks: loss ({DECIMAL})", output)[-1])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of a student, with a space in its name."""
+    made = tmp_path / "my lesson"
+    made.mkdir()
+    for path in PROGRAMS:
+        shutil.copy(path, made)
+    return made
 
 
 @pytest.fixture(scope="module")
-def original():
+def original(tmp_path_factory):
     """What ddp.py prints as it is, with two processes."""
-    return run(RUN_DDP).out
+    made = tmp_path_factory.mktemp("original")
+    shutil.copy(LESSON / "ddp.py", made)
+    return run(RUN_DDP, made).out
+
+
+# --- Changes of the programs -------------------------------------------------------------------
+
+# Of an experiment: where in which program, and the lines of the diff.
+Change = tuple[int, str, list[str]]
+
+
+def changes(text: str) -> list[Change]:
+    """What a section of the page, or the experiment on the sheet, changes."""
+    found, rest = [], text
+    for diff in re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S):
+        before, _, rest = rest.partition(diff)
+        for number, plain in PLACE.findall(before):
+            found.append((int(number), "plain.py" if plain else "ddp.py", diff.splitlines()))
+    return found
+
+
+def apply(change: Change, folder: Path) -> None:
+    number, name, (first, *more) = change
+    lines = (folder / name).read_text().splitlines()
+    assert lines[number - 1] == first[1:] and all(line[0] == "+" for line in more)
+    new = [line[1:] for line in more]
+    lines[number - 1 : number] = new if first[0] == "-" else [first[1:], *new]
+    (folder / name).write_text("\n".join(lines))
+
+
+def becomes(question: int, folder: Path) -> None:
+    """Makes the change that a question of the sheet describes."""
+    (text,) = re.findall(rf"^{question}\. (.*)$", SHEET.text, re.M)
+    number, code = re.match(r"Line (\d+) becomes `(.*?)`\. ", text).groups()
+    lines = (folder / "ddp.py").read_text().splitlines()
+    old = lines[int(number) - 1]
+    indent = old[: len(old) - len(old.lstrip())]
+    assert old != indent + code
+    lines[int(number) - 1] = indent + code
+    (folder / "ddp.py").write_text("\n".join(lines))
 
 
 # --- The two programs --------------------------------------------------------------------------
 
 
-def test_plain_prints_what_the_page_shows():
-    lines, shown = run(RUN_PLAIN).lines(), blocks("First run", "text")[0]
+def test_plain_prints_what_the_page_shows(folder):
+    lines, shown = run(RUN_PLAIN, folder).lines(), blocks("First run", "text")[0]
     assert len(lines) == len(shown.splitlines())
     assert all(map(is_printed, shown.splitlines(), lines))
 
 
 def test_ddp_prints_what_the_page_shows_and_ends_with_the_weights_of_plain(original):
-    plain, shown = (text.splitlines() for text in blocks("First run", "text"))
+    plain, shown = blocks("First run", "text")
     # torch 2.8's Gloo has lines of its own, in pieces that mix.
     printed = [line for line in original.splitlines() if line.startswith("[rank ")]
-    assert len(printed) == len(shown)
-    for line in shown:
-        assert is_printed(line, original), line
+    assert len(printed) == len(shown.splitlines())
+    assert_printed(shown, original)
+    (weights,) = re.findall(r"^last weights: .*$", plain, re.M)
     for rank in (0, 1):
-        assert f"[rank {rank}] {plain[-1]}" in shown
+        assert f"[rank {rank}] {weights}" in shown
 
 
-def test_diff_is_the_one_that_the_page_explains():
-    command = blocks("The diff", "bash")[0].split()
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20).stdout
-    assert "".join(blocks("The diff", "diff")) == printed
+def test_diff_is_the_one_that_the_page_explains(folder):
+    (command,) = blocks("The diff", "bash")
+    printed = run(command, folder, expect=1).out  # as diff ends where files differ
+    assert printed.endswith("".join(blocks("The diff", "diff")))
+    left_out = printed[: -len("".join(blocks("The diff", "diff")))]
+    for line in re.findall(r"^[<>] (.+)$", left_out, re.M):
+        assert re.match(r'import |from |""".*"""$|BATCH_SIZE = 8', line), line
 
 
 def test_six_marks_stand_once_and_in_order_and_mean_functions_of_the_big_script():
     marks = re.compile(r"# DDP (\d)/6")
-    assert marks.findall((ROOT / PLAIN).read_text()) == []
-    assert marks.findall((ROOT / DDP).read_text()) == [*"123456"]
+    assert marks.findall(PLAIN) == []
+    assert marks.findall(DDP) == [*"123456"]
     text = SECTIONS["The diff"]
     assert re.findall(r"^\*\*(\d)/6: ", text, re.M) == [*"123456"]
     for number, name in re.findall(r"^\| (\d)/6 .*\| `(\w+)`", PAGE.text, re.M):
@@ -100,74 +167,166 @@ def test_six_marks_stand_once_and_in_order_and_mean_functions_of_the_big_script(
         assert re.findall(r"^def (\w+)", before_mark, re.M)[-1] == name
 
 
+def test_what_ranks_send_is_on_their_device():
+    """NCCL sends only what is on a GPU: tests/gpu runs ddp.py on one."""
+    for text in (PLAIN, DDP):
+        made = re.findall(r"results \+?= torch\.(.*)$", text, re.M)
+        assert len(made) == 2 and all("device" in code.partition("#")[0] for code in made)
+
+
 @LONG
-def test_three_processes_see_two_images_twice_and_leave_no_thread(tmp_path):
+def test_three_processes_see_two_images_twice_and_leave_no_thread(folder):
     """On a busy machine one could abort Python at its end: SIGABRT, after all results."""
-    program = tmp_path / "program.py"
-    program.write_text(
+    program = (
         "import pathlib, runpy\n"
-        f"runpy.run_path({str(ROOT / DDP)!r})\n"
+        "runpy.run_path('ddp.py')\n"
         "print(*[path.read_text() for path in pathlib.Path('/proc/self/task').glob('*/comm')])\n"
     )
-    command = RUN_DDP.replace("=2", "=3").replace(DDP, shlex.quote(str(program)))
-    output = run(command).out
+    (folder / "program.py").write_text(program)
+    command = RUN_DDP.replace("=2", "=3").replace("ddp.py", "program.py")
+    output = run(command, folder).out
     assert output.count(" of 18 right") == 3
     assert "python" in output and "gloo" not in output
 
 
 # --- Experiments -------------------------------------------------------------------------------
 
-FAIL = {6, 7}  # these end with an error
+
+@LONG
+@pytest.mark.parametrize(("number", "expect"), [(1, 0), (2, 0), (3, 1)])
+def test_experiment_shows_what_the_page_promises(number, expect, original, folder):
+    (change,) = changes(SECTIONS[EXPERIMENTS[number]])
+    apply(change, folder)
+    output = run(RUN_DDP, folder, expect).out
+    (shown,) = blocks(EXPERIMENTS[number], "text")
+    assert_printed(shown, output)
+    assert not all(is_printed(line, original) for line in shown.splitlines())
 
 
 @LONG
-@pytest.mark.parametrize("number", EXPERIMENTS)
-def test_experiment_shows_what_the_page_promises(number, original, tmp_path):
-    title = EXPERIMENTS[number]
-    command = RUN_DDP.replace(DDP, f"'{changed_copy(title, tmp_path)}'")
-    ended = run(command, expect=int(number in FAIL))
-    output = ended.out
-    if number == 6:
-        assert ended.seconds > 20
-    if number == 7:
-        output = output[output.index("Root Cause") :]  # torchrun lists the other ranks above it
-    shown = blocks(title, "text")[0].splitlines()
-    for line in shown:
-        assert is_printed(line, output), f"{line!r} is not in:\n{output}"
-    assert not all(is_printed(line, original) for line in shown)
-
-
-def test_each_experiment_changes_a_line_that_is_there(tmp_path):
-    assert [*EXPERIMENTS] == [1, 2, 3, 4, 5, 6, 7] and f"`{RUN_DDP}`" in SECTIONS["Experiments"]
-    for title in [*EXPERIMENTS.values(), TWO_NODES]:
-        compile(changed_copy(title, tmp_path).read_text(), title, "exec")
-
-
-@LONG
-def test_call_of_rank_0_alone_is_the_mismatch_that_the_answers_quote(tmp_path):
-    call, message = (
-        "    dist.all_reduce(results)",
-        "a distributed collective mismatch in your code",
-    )
-    path = tmp_path / "ddp.py"
-    text = (ROOT / DDP).read_text()
-    path.write_text(text.replace(call, f"    if rank == 0: {call.strip()}"))
-    assert message in run(RUN_DDP.replace(DDP, f"'{path}'"), expect=1).out
-    assert message in ANSWERS.text
-
-
-@LONG
-def test_two_nodes_on_one_laptop(tmp_path, original):
-    path, port = changed_copy(TWO_NODES, tmp_path), str(free_port())
-    commands = [
-        text.strip().replace("29500", port).replace(DDP, f"'{path}'")
-        for text in blocks(TWO_NODES, "bash")
+def test_speed_is_measured_with_a_width_that_takes_time(folder):
+    """How much faster two processes are is the machine's: here only that both say it."""
+    for change in changes(SECTIONS[EXPERIMENTS[4]]):
+        apply(change, folder)
+    (commands,) = blocks(EXPERIMENTS[4], "bash")
+    assert [line.removeprefix("OMP_NUM_THREADS=1 ") for line in commands.splitlines()] == [
+        RUN_PLAIN,
+        RUN_DDP,
     ]
-    output = run(" & ".join(commands) + "; wait").out
-    shown = blocks(TWO_NODES, "text")[0].splitlines()
-    for line in shown:
-        assert is_printed(line, output), line
-    assert not all(is_printed(line, original) for line in shown)
+    output = run(commands, folder).out
+    one, two = map(float, re.findall(rf"^(?:\[rank 0\] )?seconds an epoch: ({DECIMAL})$", output, re.M))
+    assert one > 0.02 and two > 0.01
+    assert "replicas identical: True" in output
+
+
+@LONG
+def test_saved_model_loads_without_the_prefix_alone(folder):
+    title = EXPERIMENTS[5]
+    for change in changes(SECTIONS[title]):
+        apply(change, folder)
+    fails, goes_on = blocks(title, "text")
+    run(RUN_DDP, folder)
+    assert_printed(fails, run(RUN_PLAIN, folder, expect=1).out)
+    text = (folder / "ddp.py").read_text()
+    assert "Save `model.state_dict()` in place of `ddp.state_dict()`" in SECTIONS[title]
+    (folder / "ddp.py").write_text(text.replace("ddp.state_dict()", "model.state_dict()"))
+    run(RUN_DDP, folder)
+    assert_printed(goes_on, run(RUN_PLAIN, folder).out)
+
+
+def test_each_experiment_changes_lines_that_are_there(folder):
+    assert [*EXPERIMENTS] == [1, 2, 3, 4, 5]
+    counts = [len(changes(SECTIONS[title])) for title in EXPERIMENTS.values()]
+    assert counts == [1, 1, 1, 2, 2]
+    for title in EXPERIMENTS.values():
+        for change in changes(SECTIONS[title]):
+            apply(change, folder)
+    for path in folder.iterdir():
+        compile(path.read_text(), path.name, "exec")
+
+
+# --- Answers that a program gives --------------------------------------------------------------
+
+
+def answer(question: int) -> str:
+    (text,) = re.findall(rf"^{question}\. (.*?)(?=^\d+\. |^\*\*|\Z)", ANSWERS.text, re.M | re.S)
+    return " ".join(text.split())
+
+
+@LONG
+def test_answer_on_the_call_that_met_another(folder):
+    (change,) = changes(SECTIONS[EXPERIMENTS[3]])
+    apply(change, folder)
+    output = run(RUN_DDP, folder, expect=1).out
+    (number,) = re.findall(r"^`loss.backward\(\)` \(line (\d+)\) in epoch 1", answer(8), re.M)
+    assert re.search(rf'^\[rank1\]:.*ddp\.py", line {number}, in <module>', output, re.M)
+    assert "[rank 1] epoch 0: images" in output and "[rank 1] epoch 1: images" not in output
+
+
+@LONG
+def test_answer_on_all_ranks_with_the_same_images(folder):
+    becomes(11, folder)
+    output = run(RUN_DDP, folder).out
+    assert images(output, 0) == images(output, 1) and len(images(output, 0)[0]) == 16
+    assert " of 32 right" in output and '"of 32"' in answer(11)
+    assert answer(11).startswith("Four steps, each of the same 4 images")
+
+
+@LONG
+def test_answer_on_different_first_weights(folder, original):
+    becomes(12, folder)
+    output = run(RUN_DDP, folder).out
+    assert "[rank 1] first weights: sum -1.97" not in output
+    assert last_loss(output) == pytest.approx(last_loss(original), abs=0.02)
+    assert "replicas identical: True" in output
+
+
+@LONG
+def test_answer_on_a_rank_that_makes_one_step_less(folder):
+    becomes(13, folder)
+    ended = run(RUN_DDP, folder, expect=1)
+    assert ended.seconds > 20 and "20 seconds" in answer(13)
+    (quoted,) = re.findall(r'"(.*?)"', answer(13))
+    assert quoted in ended.out
+
+
+@LONG
+def test_answer_on_a_rank_that_is_killed(folder):
+    becomes(14, folder)
+    output = run(RUN_DDP, folder, expect=1).out
+    (quoted,) = re.findall(r'"(.*?)"', answer(14))
+    cause = output[output.index(quoted) :]
+    assert re.search(r"rank +: 1 \(", cause) and re.search(r"exitcode +: -9 ", cause)
+    assert "rank 1, exit code -9" in answer(14)
+
+
+@LONG
+def test_answer_on_a_global_batch_that_doubles(folder, original):
+    becomes(15, folder)
+    (question,) = re.findall(r"^15\. (.*)$", SHEET.text, re.M)
+    larger, small = map(float, re.findall(rf"({DECIMAL})", question))
+    assert last_loss(original) == pytest.approx(small, abs=0.02)
+    assert last_loss(run(RUN_DDP, folder).out) == pytest.approx(larger, abs=0.02)
+    text = (folder / "ddp.py").read_text()
+    assert "lr=0.5" in text.splitlines()[60] and "line 61" in question
+    (folder / "ddp.py").write_text(text.replace("lr=0.5", "lr=1.0"))
+    (doubled,) = re.findall(rf"With `lr=1.0` the loss is ({DECIMAL})", answer(15))
+    assert last_loss(run(RUN_DDP, folder).out) == pytest.approx(float(doubled), abs=0.02)
+
+
+@LONG
+def test_two_nodes_on_one_laptop_and_the_answer_on_the_local_rank(folder):
+    port = str(free_port())
+    commands = [text.strip().replace("29500", port) for text in blocks(TWO_NODES, "bash")]
+    both = " & ".join(commands) + " & wait"
+    output = run(both, folder).out
+    assert "[rank 3] last weights: sum 2.2" in output and "replicas identical: True" in output
+    seen = [number for rank in range(4) for number in images(output, rank)[0]]
+    assert sorted(seen) == [*range(16)]
+    becomes(21, folder)
+    output = run(both, folder).out
+    assert images(output, 0) == images(output, 2) and images(output, 1) == images(output, 3)
+    assert "the same half of the images" in answer(21)
 
 
 # --- Numbers and sheet -------------------------------------------------------------------------
@@ -207,23 +366,106 @@ def test_gradients_of_the_big_script_have_that_size():
     assert f"{count:,} weights" in PAGE.text
 
 
-def test_plan_sheet_and_answers_fit_together():
-    minutes = re.findall(r"^\| (\d+) \|", SECTIONS["The lesson: DDP in 90 minutes"], re.M)
-    assert sum(map(int, minutes)) == 90
+def test_plan_leaves_ten_of_ninety_minutes_and_counts_the_words():
+    """A row's minutes are those of its words, its commands and its typing."""
+    plan = SECTIONS["The lesson: DDP in 90 minutes"]
+    rows = re.findall(r"^\| \[(.*?)\]\(.*?\) \| (.*?) \|(?: .* \|)?$", plan, re.M)
+    total = 0
+    for title, cells in rows:
+        words, commands, typing, minutes, _ = (cell.strip() for cell in cells.split("|"))
+        sections = [*SECTIONS]
+        first = sections.index(title)
+        heads = re.findall(r"^## (.*)$", PAGE.prose, re.M)
+        last = sections.index(heads[heads.index(title) + 1])
+        text = "\n".join(SECTIONS[name] for name in sections[first:last])
+        counted = len(re.sub(r"[|>*-]+ ", " ", FENCED.sub("", text)).split())
+        assert float(words) == pytest.approx(counted / 130, abs=0.3), f"{title}: {counted}"
+        assert sum(map(float, (words, commands, typing))) == pytest.approx(float(minutes), abs=0.6)
+        total += float(minutes)
+    assert len(rows) == 7 and total == 80
+    assert re.search(r"^\| slack \|.*\| 10 \|", plan, re.M)
+
+
+def test_page_sheet_and_answers_number_the_same_questions():
     questions, answers = (re.findall(r"^(\d+)\. ", page.text, re.M) for page in (SHEET, ANSWERS))
     assert questions == answers == [str(n + 1) for n in range(len(questions))]
-    assert re.findall(r"^\*\*Experiment (\d)\.", ANSWERS.text, re.M) == [*map(str, EXPERIMENTS)]
-    form = r"^\*\*Experiment ([^\n]*)\*\* \(line (\d+)\)\n\n```diff\n(.*?)^```"
-    wanted = []
-    for title in EXPERIMENTS.values():
-        line = re.search(r"Line (\d+) ", SECTIONS[title])[1]
-        wanted.append((title, line, blocks(title, "diff")[0]))
-    assert re.findall(form, SHEET.text, re.M | re.S) == wanted
+    named: list[int] = []
+    for first, word, last in re.findall(r"\*Questions? (\d+)(?: (to|and) (\d+))?", PAGE.text):
+        named += range(int(first), int(last if word else first) + 1)
+    assert [*map(str, named)] == questions
+    for number, text in re.findall(r"^\*Question (\d+): (.*?)\*$", PAGE.text, re.M | re.S):
+        assert f"\n{number}. {' '.join(text.split())}\n" in SHEET.text
+
+
+def test_sheet_has_the_experiments_of_the_page():
+    titles = re.findall(r"^\*\*Experiment (.*)\*\*$", SHEET.text, re.M)
+    assert titles == [*EXPERIMENTS.values()]
+    for title in titles:
+        text = SHEET.text.partition(f"**Experiment {title}**")[2].partition("I expect:")[0]
+        assert changes(text) == changes(SECTIONS[title])
 
 
 def test_lines_that_the_text_names_are_those_of_ddp():
-    lines = (ROOT / DDP).read_text().splitlines()
+    lines = DDP.splitlines()
     named = re.findall(r"`([^`]+)` \(line (\d+)\)", PAGE.text + ANSWERS.text)
-    assert len(named) == 8
+    assert len(named) >= 6
     for code, number in named:
         assert code in lines[int(number) - 1], number
+
+
+# --- What students get -------------------------------------------------------------------------
+
+MADE = runpy.run_path(str(LESSON / "make_pages.py"))
+
+
+def test_archive_has_what_students_need():
+    (command,) = (text for text in PAGE.commands if text.startswith("git archive"))
+    require((ROOT / ".git").exists(), "git archive needs a clone")
+    command = command.strip().replace("--output=lesson.zip ", "")
+    done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(io.BytesIO(done.stdout)) as archive:
+        names = [name for name in archive.namelist() if not name.endswith("/")]
+    assert {*names} == {f"lesson/{name}" for name in ("plain.py", "ddp.py", "sheet.md", "lesson.ipynb")}
+
+
+def test_notebook_is_made_of_the_programs():
+    """If it differs, run docs/lesson/make_pages.py."""
+    assert (LESSON / "lesson.ipynb").read_text() == MADE["notebook"]()
+
+
+@LONG
+def test_cells_of_the_notebook_run(tmp_path):
+    """As Jupyter runs them: a file, lines of the shell, a script of bash."""
+    notebook = json.loads((LESSON / "lesson.ipynb").read_text())
+    assert notebook["nbformat"] == 4
+    port, outputs = str(free_port()), []
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] != "code":
+            continue
+        first, _, rest = text.partition("\n")
+        if first.startswith("%%writefile "):
+            (tmp_path / first.split()[1]).write_text(f"{rest}\n")
+        elif first == "%%bash":
+            outputs.append(run(rest.replace("29500", port), tmp_path).out)
+        else:
+            assert all(line.startswith("!") for line in text.splitlines())
+            for line in text.splitlines():
+                ended = run(line[1:], tmp_path, expect=int("diff" in line))
+                outputs.append(ended.out)
+    for path in PROGRAMS:
+        assert (tmp_path / path.name).read_text() == path.read_text()
+    assert len(outputs) == 7
+    assert sum("replicas identical: True" in output for output in outputs) == 4
+    assert "[rank 3] last weights: sum 2.2" in outputs[-1]
+
+
+def test_pictures_show_an_all_reduce_and_are_drawn_anew(tmp_path):
+    moments = MADE["ring_states"]()
+    assert [words for _, words, _ in moments][-1] == [["A", "B", "C"]] * 3
+    assert [title for title, _, _ in moments] == ["at first", *(f"turn {n}" for n in (1, 2, 3, 4))]
+    for name in ("ring", "nodes"):
+        MADE[f"draw_{name}"](tmp_path / f"{name}.png")
+        sizes = [Image.open(folder / f"{name}.png").size for folder in (tmp_path, LESSON)]
+        assert sizes[0] == sizes[1]
