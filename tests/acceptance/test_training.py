@@ -68,8 +68,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two_ranks(sample: Path) -> Run:
-    """Two ranks that have trained by torchrun on the sample set."""
-    return run_demo([*data_args(sample, val=True), *FAST, "--max_steps", 3], nproc=2)
+    """Two ranks that have trained by torchrun on the sample set, for an epoch of 3 steps."""
+    epoch = ["--num_epochs", 1, "--batch_size", 16]
+    return run_demo([*data_args(sample, val=True), *FAST, *epoch], nproc=2)
 
 
 # --- Each way to start it ----------------------------------------------------------------------
