@@ -48,15 +48,16 @@ Six changes make a training script distributed. Each is marked in the code:
 One rule applies to all of them: ALL RANKS MAKE THE SAME COLLECTIVE CALLS IN THE SAME ORDER. A
 collective call is an exchange between all ranks: all-reduce (every rank gets the sum or mean of
 all values), all-gather (every rank gets a list of all values), broadcast (every rank gets one
-rank's value) or barrier (no value: the ranks only wait). In each call a rank waits for the others.
-If one rank leaves a call out, the others fail after --timeout seconds. Calls that do not match
+rank's value) or barrier (no value: the ranks only wait). In such a call the ranks wait for each
+other. If one leaves a call out, the others fail after --timeout seconds. Calls that do not match
 hang, or mix up data. A function with such calls is itself one: its docstring begins "All ranks:".
 
 The first part of this file, up to "Part two", is the lesson: it can be read alone. Part two has
 what the first part calls, in the order of use: look up what you need.
 
 Exit codes: 0 done; 1 something outside failed, or a bug; 2 something that you can fix, such as a
-wrong argument; 75 stopped by a signal (--checkpoint is saved).
+wrong argument; 75 stopped by a signal (--checkpoint is saved). torchrun makes 1 of all but 0; the
+launchers return them.
 """
 
 import argparse
@@ -140,7 +141,7 @@ def main(process):
         load_checkpoint(training, checkpoint)
     catch_stop_signals(process)  # from now on such a signal saves, and ends all ranks
     start_workers(train_loader, val_loader)  # the processes that load images
-    settle_buckets(training)  # so that a resumed run equals an unbroken one, bit for bit
+    settle_buckets(training)  # so that a resumed run adds up in the order of an unbroken one
     log_run(training, val_list)
 
     # The checkpoint of an epoch is saved before its validation. A run that resumes from it has no
@@ -263,8 +264,10 @@ def join_process_group(args, process):
             device_id=process.device if process.backend == "nccl" else None,
             store=find_store(args, process),  # of the ranks' addresses; None: at MASTER_ADDR
         )
-        # In its first collective call NCCL connects the ranks for data.
-        dist.all_reduce(torch.ones(1, device=process.exchange_device))
+        # In its first collective call NCCL connects the ranks for data. item() waits for its end.
+        probe = torch.ones(1, device=process.exchange_device)
+        dist.all_reduce(probe)
+        probe.item()
 
 
 def make_train_loader(args, process, train_list):
@@ -307,9 +310,9 @@ def make_val_loader(args, process, val_list):
     transform = v2.Compose([v2.Resize(args.image_size * 8 // 7), v2.CenterCrop(args.image_size)])
     dataset = CocoFirstCategory(args, process, args.val_image_path, val_list, transform)
     sampler = EpochSampler(dataset, process.world_size, process.rank, shuffle=False)
-    # Padding would count some images twice. DistributedSampler puts it at the end of a share, so
-    # such a share ends one image earlier. Shares may have different lengths here, because the
-    # batches of validation have no collective call.
+    # Padding would count some images twice. DistributedSampler puts it at the end of some shares:
+    # these end one image earlier here. Shares of different lengths do no harm, because the ranks
+    # exchange no gradients: they meet after all batches (6/6).
     sampler.end = len(dataset) // process.world_size
     if process.rank < len(dataset) % process.world_size:
         sampler.end += 1
@@ -380,12 +383,12 @@ def train_one_epoch(training, loader, epoch):
             with nullcontext() if is_last else ddp.no_sync():
                 logits = forward(training, ddp, images)
                 labels = labels.to(process.device, non_blocking=process.gpu)
-                # A share of the mean over this rank's images of the whole step.
+                # Its part of the mean over all images that this rank has in the step.
                 loss = cross_entropy(logits, labels, reduction="sum") / images_in_step
                 # DDP 5/6: backward works from the last layer to the first. As soon as the
                 # gradients of some layers (a bucket) are ready, DDP starts to average them over
                 # all ranks (an all-reduce), while backward goes on with the layers before. An
-                # all-reduce waits for the slowest rank, and backward() returns after the last one.
+                # all-reduce waits for the slowest rank, and the optimizer for the last all-reduce.
                 # All ranks have equally many images, n. So the mean over N ranks is the gradient
                 # of the mean loss over the whole batch (g: gradient of one image's loss):
                 #     1/N sum over ranks (1/n sum over its images (g)) = 1/(N n) sum over all (g)
@@ -512,7 +515,7 @@ def leave_process_group():
     dist.destroy_process_group()
 
 
-# ==== Part two: what part one calls, in the order of use. None of it is needed to understand DDP.
+# ==== Part two: what part one calls, in the order of use. Part one can be read without it.
 
 # ---- Arguments: their defaults and limits, and what follows from them
 
@@ -643,6 +646,8 @@ def check_start(args, process, train_list, val_list):
 
     Returns a digest of the sizes of some images, which tells resized images from the originals.
     """
+    # By a torchrun that starts its ranks again; another node's may have started its first ones.
+    process.restarts = max(all_gather(process.restarts))
     here = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
     here["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
     here["--profile given"] = bool(args.profile)
@@ -920,9 +925,10 @@ def find_store(args, process):
     """Where the ranks find each other's addresses; None: in the store at MASTER_ADDR."""
     if process.launcher == "python":
         return dist.HashStore()  # nobody to meet: no port, a store in this process's memory
-    if not process.restarts:
+    if not process.restarts or process.world_size > process.local_world_size:
         return None
-    # NOTE: torchrun of 2.8 keeps its store, so that it has the addresses of the start before.
+    # NOTE: torchrun of 2.8 keeps its store, so that it has the addresses of the start before. (On
+    # several nodes its restarts do not work in any case.)
     timeout = timedelta(seconds=args.timeout)
     store, *_ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
     return dist.PrefixStore(f"start {process.restarts}", store)
@@ -1664,7 +1670,10 @@ def agree_to_continue(training, seconds):
     """
     process, stop = training.process, training.process.stop
     # A torchrun that is killed leaves its ranks behind. They then have another parent.
-    if not stop and process.launcher != "python" and os.getppid() != process.parent:
+    # A rank that was started by hand may go on when its shell has ended.
+    by_hand = process.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ
+    watched = process.launcher != "python" and not by_hand
+    if not stop and watched and os.getppid() != process.parent:
         stop = PARENT_ENDED
     not_finite = not math.isfinite(training.loss_sum)  # as a number: a maximum may leave out NaN
     # A stop signal may come to one rank alone. Here all learn of it, after the same step.
