@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import demo_coco_resnet18
 import pytest
 
 from support.processes import ROOT, SCRIPT
@@ -72,3 +73,13 @@ def test_commands_have_the_run_bit_and_what_is_sourced_or_imported_has_not():
         assert os.access(path, os.X_OK), path
     for path in [*TOOLS.glob("*/*.sh"), *TOOLS.glob("*/*.py")]:
         assert not path.stat().st_mode & 0o111, path
+
+
+def test_gpu_tests_change_functions_that_the_script_has():
+    """They are skipped on most machines, where a name of before would not be seen."""
+    names = {
+        name
+        for path in (ROOT / "tests" / "gpu").glob("*.py")
+        for name in re.findall(r"\bdemo\.(\w+)", path.read_text())
+    }
+    assert names and all(hasattr(demo_coco_resnet18, name) for name in names), names

@@ -64,7 +64,7 @@ def test_record_and_words_of_a_link_of_a_known_rate(tmp_path, capsys):
     ("words", "code", "out", "error"),
     [
         ("", 0, "[CPU 0] Probe: one process has no link to probe\n", ""),
-        ("--backend smoke", 1, "", "ERROR: probe_link.py: argument --backend: invalid choice: "),
+        ("--backend smoke", 2, "", "ERROR: probe_link.py: argument --backend: invalid choice: "),
     ],
 )
 def test_one_process_has_no_link_and_an_error_is_one_line(words, code, out, error):

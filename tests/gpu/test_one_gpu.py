@@ -146,13 +146,13 @@ KEEPING = f"""{CHANGED}
 def write_checkpoint(training, path):
     plain(training, f"{{path}}.{{training.step}}")
 
-def choose_device(*arguments):
-    plain_choice(*arguments)
+def prepare_hardware(*arguments):
+    plain_preparation(*arguments)
     torch.backends.cudnn.benchmark = False  # it could choose other kernels in the next process
     torch.backends.cudnn.deterministic = True
 
 plain, demo.write_checkpoint = demo.write_checkpoint, write_checkpoint
-plain_choice, demo.choose_device = demo.choose_device, choose_device
+plain_preparation, demo.prepare_hardware = demo.prepare_hardware, prepare_hardware
 main, run_and_exit = demo.main, demo.run_and_exit
 """
 
