@@ -275,7 +275,7 @@ def test_development_page_has_each_file_of_tools():
     named = {*re.findall(r"`(?:\w+/)*(\w+\.(?:py|sh))`", PAGES["docs/development.md"].text)}
     tools = [path.name for path in (ROOT / "tools").rglob("*.*") if path.suffix in (".py", ".sh")]
     assert {*tools} <= named
-    assert all([*ROOT.glob(name), *ROOT.glob(f"t*/**/{name}")] for name in named)
+    assert all([*ROOT.glob(name), *ROOT.glob(f"[td]*/**/{name}")] for name in named)
 
 
 @LONG
