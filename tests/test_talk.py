@@ -104,7 +104,7 @@ def test_verdict_says_how_many_minutes_the_link_explains(capsys, steps):
 def test_pages_state_the_minutes_that_the_tool_prints(capsys):
     said, _ = judged(capsys)
     assert " at most 8.8 min: " in said and " would explain 88 min." in said
-    assert "at most [about 9 minutes](" in PAGES["README.md"].prose.replace("\n", " ")
+    assert "at most [about 9 of the 230 minutes](" in PAGES["README.md"].prose.replace("\n", " ")
     prose = PAGE.prose.replace("\n", " ")
     assert "Over 924 steps, this explains at most about 9 of the 230 minutes" in prose
     assert (
@@ -115,6 +115,7 @@ def test_pages_state_the_minutes_that_the_tool_prints(capsys):
     assert "at most 18 minutes, and the implied rate is 72 Mb/s" in prose
     answers = PAGES["docs/lesson/answers.md"].text
     assert "924 steps are 8.3 minutes" in answers and "a ring 8.3 min " in said
+    assert " are 5.5 in a tree" in answers and "a tree 5.5 min " in said
     for page in ("README", "sheet"):
         assert "for 924 steps" in PAGES[f"docs/lesson/{page}.md"].prose.replace("\n", " ")
 
