@@ -28,8 +28,20 @@ _, *parts = re.split(r"^#+ (.*)\n", PAGE.text, flags=re.M)
 SECTIONS = dict(zip(parts[::2], parts[1::2], strict=True))
 EXPERIMENTS = {int(title[0]): title for title in SECTIONS if re.match(r"\d\. ", title)}
 TWO_NODES = "Two nodes on one laptop"
+OUTCOMES = "What you should see"
 DECIMAL = r"-?\d+\.\d+"
 PLACE = re.compile(r"[Ll]ine (\d+)(?: of `(plain)\.py`)?")
+
+
+def outcomes(number: int) -> list[str]:
+    """What the page says an experiment prints: after all experiments, so that nobody reads it
+    before writing an expectation.
+    """
+    _, *parts = re.split(r"^\*\*(\d)\. (.*)\*\*$", SECTIONS[OUTCOMES], flags=re.M)
+    assert [
+        f"{number}. {title}" for number, title in zip(parts[::3], parts[1::3], strict=True)
+    ] == [*EXPERIMENTS.values()]
+    return [text for kind, text in FENCED.findall(parts[3 * number - 1]) if kind == "text"]
 
 
 def blocks(title: str, kind: str) -> list[str]:
@@ -198,7 +210,7 @@ def test_experiment_shows_what_the_page_promises(number, expect, original, folde
     (change,) = changes(SECTIONS[EXPERIMENTS[number]])
     apply(change, folder)
     output = run(RUN_DDP, folder, expect).out
-    (shown,) = blocks(EXPERIMENTS[number], "text")
+    (shown,) = outcomes(number)
     assert_printed(shown, output)
     assert not all(is_printed(line, original) for line in shown.splitlines())
 
@@ -226,11 +238,11 @@ def test_saved_model_loads_without_the_prefix_alone(folder):
     title = EXPERIMENTS[5]
     for change in changes(SECTIONS[title]):
         apply(change, folder)
-    fails, goes_on = blocks(title, "text")
+    fails, goes_on = outcomes(5)
     run(RUN_DDP, folder)
     assert_printed(fails, run(RUN_PLAIN, folder, expect=1).out)
     text = (folder / "ddp.py").read_text()
-    assert "Save `model.state_dict()` in place of `ddp.state_dict()`" in SECTIONS[title]
+    assert "save `model.state_dict()` in place of `ddp.state_dict()`" in SECTIONS[title]
     (folder / "ddp.py").write_text(text.replace("ddp.state_dict()", "model.state_dict()"))
     run(RUN_DDP, folder)
     assert_printed(goes_on, run(RUN_PLAIN, folder).out)
@@ -241,6 +253,7 @@ def test_each_experiment_changes_lines_that_are_there(folder):
     counts = [len(changes(SECTIONS[title])) for title in EXPERIMENTS.values()]
     assert counts == [1, 1, 1, 2, 2]
     for title in EXPERIMENTS.values():
+        assert not blocks(title, "text"), "what it prints stands with the outcomes"
         for change in changes(SECTIONS[title]):
             apply(change, folder)
     for path in folder.iterdir():
@@ -310,7 +323,7 @@ def test_answer_on_a_global_batch_that_doubles(folder, original):
     assert last_loss(original) == pytest.approx(small, abs=0.02)
     assert last_loss(run(RUN_DDP, folder).out) == pytest.approx(larger, abs=0.02)
     text = (folder / "ddp.py").read_text()
-    assert "lr=0.5" in text.splitlines()[60] and "line 61" in question
+    assert "lr=0.5" in text.splitlines()[62] and "line 63" in question
     (folder / "ddp.py").write_text(text.replace("lr=0.5", "lr=1.0"))
     (doubled,) = re.findall(rf"With `lr=1.0` the loss is ({DECIMAL})", answer(15))
     assert last_loss(run(RUN_DDP, folder).out) == pytest.approx(float(doubled), abs=0.02)
@@ -321,7 +334,8 @@ def test_two_nodes_on_one_laptop_and_the_answer_on_the_local_rank(folder):
     port = str(free_port())
     commands = [text.strip().replace("29500", port) for text in blocks(TWO_NODES, "bash")]
     both = " & ".join(commands) + " & wait"
-    output = run(both, folder).out
+    # Longer than the timeout of ddp.py: torchrun waits, before it starts a rank.
+    output = run(both.replace(" & ", " & sleep 25; ", 1), folder).out
     assert "[rank 3] last weights: sum 2.2" in output and "replicas identical: True" in output
     seen = [number for rank in range(4) for number in images(output, rank)[0]]
     assert sorted(seen) == [*range(16)]
@@ -428,9 +442,8 @@ def test_archive_has_what_students_need():
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(io.BytesIO(done.stdout)) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
-    assert {*names} == {
-        f"lesson/{name}" for name in ("plain.py", "ddp.py", "sheet.md", "lesson.ipynb")
-    }
+    pages = {"README.md", "sheet.md", "lesson.ipynb"} | {*re.findall(r"\w+\.png", PAGE.text)}
+    assert {*names} == {f"lesson/{name}" for name in pages | {"plain.py", "ddp.py"}}
 
 
 def test_notebook_is_made_of_the_programs():
