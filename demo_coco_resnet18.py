@@ -46,11 +46,12 @@ Six changes make a training script distributed. Each is marked in the code:
     6/6  results are put together, and rank 0 writes them     evaluate
 
 One rule applies to all of them: ALL RANKS MAKE THE SAME COLLECTIVE CALLS IN THE SAME ORDER. A
-collective call is an exchange between all ranks: all-reduce (every rank gets the sum or mean of
-all values), all-gather (every rank gets a list of all values), broadcast (every rank gets one
-rank's value) or barrier (no value: the ranks only wait). In such a call the ranks wait for each
-other. If one leaves a call out, the others fail after --timeout seconds. Calls that do not match
-hang, or mix up data. A function with such calls is itself one: its docstring begins "All ranks:".
+collective call is an exchange between all ranks: all-reduce (every rank gets the sum, mean or
+maximum of all values), all-gather (every rank gets a list of all values), broadcast (every rank
+gets one rank's value) or barrier (no value: the ranks only wait). In such a call the ranks wait
+for each other. If one leaves a call out, the others fail after --timeout seconds. Calls that do
+not match hang, or mix up data. A function with such calls is itself one: its docstring begins "All
+ranks:".
 
 The first part of this file, up to "Part two", is the lesson: it can be read alone. Part two has
 what the first part calls, in the order of use: look up what you need.
@@ -185,7 +186,7 @@ class ProcessInfo:
 
     @property
     def exchange_device(self):
-        """Where a tensor has to be for a collective call: NCCL moves those of GPUs."""
+        """Where the numbers of a collective call are put: NCCL takes those of GPUs alone."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     @property
@@ -235,7 +236,7 @@ def read_environment(process):
     process.local_rank = int(os.environ["LOCAL_RANK"])  # on its own node, from 0
     process.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     process.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    set_meeting_point(process)  # MASTER_ADDR and MASTER_PORT, if the launcher has not set them
+    set_meeting_point(process)  # MASTER_ADDR and MASTER_PORT, where those given do not serve
 
 
 def join_process_group(args, process):
@@ -352,7 +353,8 @@ def wrap_model(args, process, model):
         bucket_cap_mb=args.bucket_cap_mb,  # a bucket: gradients that are sent together
     )
     # Each rank has batch-norm statistics of its own images. By default DDP copies rank 0's to all
-    # ranks before each forward pass. Once an epoch is enough: share_statistics.
+    # ranks before each forward pass. Once an epoch is enough: share_statistics. (Set here, as
+    # the argument's name, and its effect on the copy above, depend on the version of PyTorch.)
     ddp.broadcast_buffers = False
     return ddp, compress_gradients(args, ddp)
 
@@ -656,6 +658,8 @@ def check_start(args, process, train_list, val_list):
     log_from_rank_0(process, f"Looking for {counted(count, 'image')}")
     with errors_end_all_ranks():
         sizes = check_images(args.coco_image_path, train_list.names)
+        if val_list and not args.val_image_path:
+            raise UserError("--val_image_path is given on rank 0 only: start all ranks alike")
         if val_list:
             check_images(args.val_image_path, val_list.names)
         if args.checkpoint and process.rank == 0:
@@ -790,7 +794,8 @@ def choose_backend(args, process):
     """nccl or gloo. Raises UserError if this node's hardware is not what the options need."""
     gpus = usable_gpus(args)
     backend = ("nccl" if gpus else "gloo") if args.backend == "auto" else args.backend
-    own_gpu = process.launcher == "srun" and gpus == 1  # --gpus-per-task hides the others
+    # srun's --gpus-per-task, or a script around mpirun's command, may hide the others.
+    own_gpu = process.launcher in ("srun", "mpirun") and gpus == 1
     if backend == "nccl" and process.local_world_size > gpus and not own_gpu:
         raise UserError(
             f"--backend nccl: {process.local_world_size} processes for {gpus} GPU(s) on this "

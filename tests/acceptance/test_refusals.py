@@ -185,6 +185,17 @@ def is_listening(port: int) -> bool:
     return any(re.search(rf":{port:04X} \S+ 0A ", table) for table in tables)
 
 
+@LONG
+def test_validation_images_that_rank_0_alone_was_given_are_named(folder):
+    port = free_port()
+    words = ["--val_image_path", GOOD[1], "--val_annotation_path", GOOD[3]]
+    with start_rank(0, port, folder, *words) as first, start_rank(1, port, folder) as second:
+        runs = [started.finish(SECONDS, expect=2) for started in (first, second)]
+    output = "".join(run.output for run in runs)
+    assert "--val_image_path is given on rank 0 only: start all ranks alike" in output
+    assert "Traceback" not in output
+
+
 OTHER = {  # what one of two ranks has, and what the line names
     "--coco_image_path other/images --annotation_path other/instances.json": r"\b0004\.jpg",
     "--lr 0.5": "--lr",
