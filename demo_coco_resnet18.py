@@ -735,12 +735,13 @@ def find_launcher():
         return launcher
     for name, other_name in zip(TORCHRUN, names, strict=True):
         env[name] = env.get(other_name, "")
+    job = None
     if launcher == "srun":
         job = read_job_step(env)
-    else:  # of Open MPI 5, of Open MPI 4; others give a job no number
-        job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
-        job = job and zlib.crc32(job.encode())
-    if job and launcher != "torchrun":  # a port of its own: other jobs may use the node
+    elif launcher == "mpirun":  # Open MPI 5 and 4 name a job; MPICH does not
+        name = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
+        job = zlib.crc32(name.encode())
+    if job:  # a port of its own: other jobs may use the node
         env.setdefault("MASTER_PORT", str(20000 + job % 12000))
     try:
         rank, world_size, *_ = (int(env[name]) for name in TORCHRUN)
