@@ -943,14 +943,14 @@ def test_output_that_cannot_go_anywhere(save, tmp_path, command, code, said):
 
 
 @LONG
-def test_a_quarter_of_a_gigabyte_takes_under_half_a_minute_and_half_a_gigabyte_of_memory(tmp_path):
+def test_a_gigabyte_takes_under_two_minutes_and_a_gigabyte_of_memory(tmp_path):
     file = tmp_path / "big.log"
     line = "[CPU {}] Epoch 1 | Step 1{:07} | Loss: 1.0805 | 812.4 img/s | data 1.2 ms | "
     line += "step 78.8 ms | ETA 3m 20s\n"
     beginning, _, end = TEXT.partition("[CPU 0] Epoch 1 | Step 1 ")
     with file.open("w") as target:
         target.write(beginning)
-        while target.tell() < 2**28:
+        while target.tell() < 2**30:
             start = target.tell() // 100
             target.write("".join(line.format(n % 2, start + n) for n in range(50_000)))
         target.write("\n[CPU 0] Epoch 1 | Step 1 " + end)
@@ -962,8 +962,8 @@ def test_a_quarter_of_a_gigabyte_takes_under_half_a_minute_and_half_a_gigabyte_o
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "big: Bound by " in done.stdout, done.stderr
     seconds, kilobytes = map(float, re.search(r"USED (\S+) (\S+)", done.stdout).groups())
-    assert seconds < 30  # of a core: others may be at work
-    assert kilobytes < 2**19  # of which a part is Python
+    assert seconds < 120  # of a core: others may be at work
+    assert kilobytes < 2**20
 
 
 # --- What the real programs write ----------------------------------------------------------------

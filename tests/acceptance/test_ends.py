@@ -101,13 +101,13 @@ def test_what_nccls_watchdog_says_is_the_last_line_and_the_reason_of_a_restart(
     training, tmp_path, deaf
 ):
     project = changed_project(tmp_path, ABORTED.format(deaf=deaf))
-    restarts = {"RESTARTS": 1} if deaf else {}
-    with launch(project / SINGLE.name, tmp_path, *training, GPUS=2, **restarts) as started:
-        if deaf:
-            assert "Watchdog caught collective" in started.wait_for("restart 1 of 1, .*", 120)[0]
-            started.finish(120)
-        else:
-            assert WATCHDOG in started.finish(60, expect=1).lines()[-1]
+    with launch(project / SINGLE.name, tmp_path, *training, GPUS=2, RESTARTS=1) as started:
+        assert "Watchdog caught collective" in started.wait_for("restart 1 of 1, .*", 120)[0]
+        started.finish(120)
+    if not deaf:
+        with launch(project / SINGLE.name, tmp_path, *training, GPUS=2, RUN_NAME="2") as started:
+            run = started.finish(60, expect=1)
+        assert WATCHDOG in run.lines()[-1]
 
 
 ENDED_BY_TORCHRUN = (
