@@ -12,8 +12,9 @@ import pytest
 from support.datasets import make_set
 from support.forks import run_forked
 from support.launchers import FAST
-from support.processes import SCRIPT, Run
+from support.processes import LONG, SCRIPT, Run
 
+pytestmark = LONG
 RECORDED, LEFT_OUT = (8, 9, 10), (6, 7, 8, 9, 10)  # steps
 SLOW = 6  # seconds that rank 1 writes its trace
 # The script, of which rank 1 writes its trace slowly.

@@ -410,6 +410,7 @@ def test_end_is_judged_by_the_lines_of_the_log_and_by_nothing_else_in_them(
 # --- Several numbers of processes --------------------------------------------------------------
 
 
+@LONG
 def test_one_and_two_processes_train_with_equal_threads_and_are_compared(folder):
     """Each has a folder of its own, with its log, its checkpoint and its traces."""
     words = [*make_set(folder / "set", 80), *FAST, "--max_steps", 10]
