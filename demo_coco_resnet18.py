@@ -253,17 +253,17 @@ def join_process_group(args, process):
     elif args.device == "mps":
         process.device = torch.device("mps")  # a Mac's GPU
     prepare_hardware(process)  # the number of threads, and other settings of PyTorch
-    # Then all processes meet at MASTER_ADDR:MASTER_PORT, on rank 0's node. torchrun has set both.
-    # Each waits until all have joined. If one has not come after --timeout seconds, the others end
-    # with an error.
-    with explain_failed_start(args, process):  # says what is wrong, also if it takes too long
+    # Then all processes meet at MASTER_ADDR:MASTER_PORT, on rank 0's node, and leave each other
+    # their addresses in a store. torchrun has set both. Each waits until all have joined. If one
+    # has not come after --timeout seconds, the others end with an error.
+    with connecting_ranks(args, process) as store:
         dist.init_process_group(
             process.backend,
             rank=process.rank,
             world_size=process.world_size,
             timeout=timedelta(seconds=args.timeout),
             device_id=process.device if process.backend == "nccl" else None,
-            store=find_store(args, process),  # of the ranks' addresses; None: at MASTER_ADDR
+            store=store,
         )
         # In its first collective call NCCL connects the ranks for data. item() waits for its end.
         probe = torch.ones(1, device=process.exchange_device)
@@ -887,33 +887,32 @@ def set_meeting_point(process):
 
 
 @contextmanager
-def explain_failed_start(args, process):
-    """A block in which the ranks meet and connect. Raises StartError, which says what has failed.
+def connecting_ranks(args, process):
+    """A block in which the ranks connect, with the store of their addresses.
 
-    NOTE: the block may wait for longer than its own timeout. Gloo waits several times as long for
-    an address that does not answer, and NCCL waits for ever. So a timer ends the process.
+    Raises StartError, which says what has failed.
+
+    NOTE: meeting and connecting may take longer than their own timeout. PyTorch tries a port that
+    refuses up to two times as long, Gloo waits several times as long for an address that does not
+    answer, and NCCL waits for ever. So a timer ends the process.
     """
     port = os.environ.get("MASTER_PORT")
-    meeting = f"rendezvous at {os.environ.get('MASTER_ADDR')}:{port}"
+    meeting = f"rendezvous at {os.environ.get('MASTER_ADDR')}:{port}: "
+    meeting += "did all nodes start, with rank 0's address and port?"
     interface = f"{process.backend.upper()}_SOCKET_IFNAME"
     connection = f"{process.backend} on the {process.device.type} of {socket.gethostname()}"
-
-    def give_up():
-        # If a rank had not come at all, init_process_group would have ended before, and said so.
-        text = f"{connection} is not connected to all ranks after {args.timeout:g} s: do the "
-        text += f"others use {process.backend}, too? A firewall that opens port {port} alone, or "
-        text += f"the wrong interface (export {interface}=NAME)? Try tools/preflight.py"
-        end_process(EXIT_FAILED, process, f"ERROR: {text}")
-
-    timer = threading.Timer(args.timeout + 5, give_up)
-    timer.daemon = True
-    timer.start()
+    stuck = f"{connection} is not connected to all ranks after {args.timeout:g} s: do the "
+    stuck += f"others use {process.backend}, too? A firewall that opens port {port} alone, or "
+    stuck += f"the wrong interface (export {interface}=NAME)? Try tools/preflight.py"
     try:
-        yield
+        with time_limit(args, process, f"{meeting} No answer in {args.timeout:g} s"):
+            store = find_store(args, process)
+        with time_limit(args, process, stuck):
+            yield store
     except (RuntimeError, ValueError) as error:
         cause = one_line(error)
         if "clients joined" in cause or isinstance(error, dist.DistNetworkError):
-            text = f"{meeting}: did all nodes start, with rank 0's address and port? {cause}"
+            text = f"{meeting} {cause}"
         elif "wait timeout" in cause:  # for another rank's address, in the store where they met
             text = f"another rank does not connect to this one, {connection}: has it ended, or "
             text += f"another backend or device? {cause}"
@@ -923,20 +922,31 @@ def explain_failed_start(args, process):
                 now = os.environ.get(interface, "not set")
                 text += f" | Is {interface} ({now}) the interface between the nodes? A firewall?"
         raise StartError(text) from error
+
+
+@contextmanager
+def time_limit(args, process, text):
+    """A block that ends the process with this error after --timeout and five seconds."""
+    line = f"ERROR: {text}"
+    timer = threading.Timer(args.timeout + 5, end_process, (EXIT_FAILED, process, line))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
     finally:
         timer.cancel()
 
 
 def find_store(args, process):
-    """Where the ranks find each other's addresses; None: in the store at MASTER_ADDR."""
+    """Where the ranks find each other's addresses: on rank 0's node, at MASTER_ADDR."""
     if process.launcher == "python":
         return dist.HashStore()  # nobody to meet: no port, a store in this process's memory
-    if not process.restarts or process.world_size > process.local_world_size:
-        return None
-    # NOTE: torchrun of 2.8 keeps its store, so that it has the addresses of the start before. (On
-    # several nodes its restarts do not work in any case.)
     timeout = timedelta(seconds=args.timeout)
     store, *_ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
+    if not process.restarts or process.world_size > process.local_world_size:
+        return store
+    # NOTE: torchrun of 2.8 keeps its store, so that it has the addresses of the start before. (On
+    # several nodes its restarts do not work in any case.)
     return dist.PrefixStore(f"start {process.restarts}", store)
 
 

@@ -737,7 +737,7 @@ def failed_start(demo, error, backend="nccl"):
     place = {"world_size": 2, "local_world_size": 1, "backend": backend}
     with (
         pytest.raises(demo.StartError) as found,
-        demo.explain_failed_start(arguments(demo), demo.ProcessInfo(**place)),
+        demo.connecting_ranks(arguments(demo), demo.ProcessInfo(**place)),
     ):
         raise error
     (line,) = str(found.value).splitlines()

@@ -260,12 +260,21 @@ def test_a_wrong_address_or_port_is_called_a_rendezvous(training, wrong):
     assert "rendezvous at " in error(run) and next(iter(other.values())) in error(run)
 
 
-def test_an_absent_rank_of_mpirun_is_called_a_rendezvous(training):
-    """Open MPI starts one of two."""
+def rank_of_mpirun(training: list[str], rank: int, local_size: int) -> str:
+    """The error of one of two ranks that Open MPI should have started."""
     require(shutil.which("mpirun.openmpi"), "mpirun.openmpi (openmpi-bin) is not installed")
-    env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    env |= {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    command = [sys.executable, SCRIPT, *training, "--timeout", 4]
-    with start(command, env=env | {"MASTER_PORT": str(free_port())}) as started:
-        line = error(started.finish(60, expect=1))
+    env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size)}
+    env |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with start([sys.executable, SCRIPT, *training, "--timeout", 4], env=env) as started:
+        return error(started.finish(60, expect=1))
+
+
+def test_an_absent_rank_of_mpirun_is_called_a_rendezvous(training):
+    line = rank_of_mpirun(training, rank=0, local_size=2)
     assert "1/2 clients joined" in line and "did all nodes start" in line
+
+
+def test_a_wrong_port_under_mpirun_is_called_a_rendezvous(training):
+    line = rank_of_mpirun(training, rank=1, local_size=1)
+    assert "rendezvous at 127.0.0.1:" in line and "did all nodes start" in line
