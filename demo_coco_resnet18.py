@@ -126,7 +126,7 @@ def main(process):
         lambda: read_image_list(args.val_annotation_path, args.val_image_path, train_list)
     )
     # Here all ranks end if one lacks an image, or was started with other arguments than rank 0.
-    image_sizes = check_start(args, process, train_list, val_list)
+    size_digest = check_start(args, process, train_list, val_list)
     checkpoint = read_checkpoint(args, process)  # None if the run starts from the beginning
     # The number of steps, the precision, and what else depends on the hardware and the images.
     fill_in_arguments(args, process, len(train_list.names), checkpoint)
@@ -137,12 +137,12 @@ def main(process):
     ddp, powersgd = wrap_model(args, process, model)  # 4/6
     # ddp holds the model, so both have the same weights. The optimizer can take them from either.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    training = Training(args, process, train_list, image_sizes, model, ddp, optimizer, powersgd)
+    training = Training(args, process, train_list, size_digest, model, ddp, optimizer, powersgd)
     if checkpoint:  # every rank has the same one, so the replicas stay equal
         load_checkpoint(training, checkpoint)
     catch_stop_signals(process)  # from now on such a signal saves, and ends all ranks
     start_workers(train_loader, val_loader)  # the processes that load images
-    settle_buckets(training)  # so that a resumed run adds up in the order of an unbroken one
+    rebuild_buckets(training)  # so that a resumed run adds up in the order of an unbroken one
     log_run(training, val_list)
 
     # The checkpoint of an epoch is saved before its validation. A run that resumes from it has no
@@ -202,7 +202,7 @@ class Training:
     args: argparse.Namespace
     process: ProcessInfo
     train_list: "ImageList"  # names and labels of the images, and the classes
-    image_sizes: str  # a digest of the sizes of some training images
+    size_digest: str  # a digest of the sizes of some training images
     model: torch.nn.Module
     ddp: torch.nn.Module  # the model in DDP: the same weights, in the same memory
     optimizer: torch.optim.Optimizer
@@ -976,7 +976,7 @@ def read_image_list(path, folder=None, train_list=None):
             raise
         finally:
             gc.enable()
-        if not image_list.names or not is_plain(coco, image_list):
+        if not image_list.names or not is_well_formed(coco, image_list):
             check_instances(path, coco.dataset)
     names, labels, categories, unlabelled = image_list
     if folder and any("\\" in name for name in names):  # an export made on Windows
@@ -1001,7 +1001,7 @@ def list_labelled(coco):
     return ImageList(names, labels, categories, len(images) - len(names))
 
 
-def is_plain(coco, image_list):
+def is_well_formed(coco, image_list):
     """Whether all ids are whole numbers and unique, and all names are text: as good as always."""
     images, _, annotations = lists = [coco.dataset[name] for name in LISTS]
     ids = {type(entry["id"]) for entries in lists for entry in entries}
@@ -1440,7 +1440,7 @@ def compress_gradients(args, ddp):
     state = powerSGD_hook.PowerSGDState(
         process_group=None,
         matrix_approximation_rank=args.powersgd_rank,
-        start_powerSGD_iter=UNMEASURED_STEPS + 1,  # + 1 for the pass of settle_buckets
+        start_powerSGD_iter=UNMEASURED_STEPS + 1,  # + 1 for the pass of rebuild_buckets
         orthogonalization_epsilon=1e-8,
     )
     hook = powerSGD_hook.powerSGD_hook
@@ -1450,7 +1450,7 @@ def compress_gradients(args, ddp):
     return state
 
 
-def settle_buckets(training):
+def rebuild_buckets(training):
     """All ranks: a forward and a backward pass over blank images, before any step.
 
     After its first backward pass DDP changes which gradients are in which bucket. The buckets
@@ -1717,7 +1717,7 @@ def settings_of(training):
     settings = {f"--{name}": getattr(training.args, name) for name in SAME_ON_RESUME}
     settings["number of classes"] = len(training.train_list.categories)
     settings["data set"] = digest(training.train_list.names, training.train_list.labels)
-    settings["sizes of the images"] = training.image_sizes
+    settings["sizes of the images"] = training.size_digest
     return settings
 
 
@@ -1782,8 +1782,8 @@ def load_checkpoint(training, state):
 
     With as many processes as before, a resumed run equals an unbroken one bit for bit. The order
     of the images and their crops depend on seed, epoch and index alone (EpochSampler,
-    CocoFirstCategory). DDP adds up in the same order (settle_buckets). The file has the rest. (Its
-    batch-norm statistics are rank 0's: a step does not use them.) This does not hold for PowerSGD,
+    CocoFirstCategory). DDP adds up in the same order (rebuild_buckets). The rest is in the file, whose
+    batch-norm statistics are rank 0's: a step does not use them. This does not hold for PowerSGD,
     nor for a GPU on which cuDNN changes an order of sums. A model with dropout would also need the
     state of torch's random generators.
     """
@@ -1856,7 +1856,7 @@ def log_run(training, val_list):
         "classes": len(train_list.categories),
         "images": len(train_list.names),
         "images_without_annotations": train_list.unlabelled,
-        "picture_sizes": training.image_sizes,
+        "picture_sizes": training.size_digest,
         "padding": -len(train_list.names) % process.world_size,
         "val_images": len(val_list.names) if val_list else None,
         "env": {k: v for k, v in sorted(os.environ.items()) if k.startswith(LOGGED)},

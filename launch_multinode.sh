@@ -5,7 +5,7 @@
 # Under SLURM, one srun starts all nodes, and these four values come from the job:
 #   srun --nodes=2 --ntasks-per-node=1 --cpus-per-task=16 --gpus-per-node=2 ./launch_multinode.sh ...
 # Arguments go to demo_coco_resnet18.py. Without paths it trains 40 steps on a small sample set, which each node makes.
-# Other environment variables and their defaults. Set them identically on all nodes, except for interface names:
+# Other environment variables and their defaults. Only GPUS_PER_NODE and the names of interfaces may differ between nodes:
 #   WORLD_SIZE           another name for NNODES: the number of nodes, not of processes
 #   MASTER_PORT=29500    first port; each start (probe, training, each restart) uses the next one
 #   GPUS_PER_NODE        processes on this node: one per GPU, or 1 if there is no GPU; `all` fails without a GPU

@@ -182,13 +182,12 @@ def draw_nodes(path: Path) -> None:
 
     places = [(0.5, 1.6), (0.5, 0.2), (3.5, 0.2), (3.5, 1.6)]  # of ranks 0 to 3
     ring = [(0, 1), (1, 2), (2, 3), (3, 0)]
-    tree = [(1, 0), (0, 1), (3, 2), (2, 3), (0, 2), (2, 0)]
+    tree = [(0, 1), (1, 0), (3, 2), (2, 3), (1, 2), (2, 1)]
     figure = Figure(figsize=(9, 3.2), layout="constrained")
-    for axes, title, hops, at in zip(
+    for axes, title, hops in zip(
         figure.subplots(1, 2),
-        ("Ring: 6 turns of a quarter of the gradients", "Tree: 4 turns of all gradients"),
+        ("Ring: 6 turns of a quarter of the gradients", "Tree: small pieces, up and down at once"),
         (ring, tree),
-        (places, [places[1], places[0], places[2], places[3]]),
         strict=True,
     ):
         for node, x in ((0, -0.25), (1, 2.75)):
@@ -203,7 +202,7 @@ def draw_nodes(path: Path) -> None:
                 )
             )
             axes.text(x + 0.75, 2.35, f"node {node}", ha="center", fontsize=12)
-        for rank, (x, y) in enumerate(at):
+        for rank, (x, y) in enumerate(places):
             axes.text(
                 x,
                 y,
@@ -218,8 +217,8 @@ def draw_nodes(path: Path) -> None:
             both = (end, begin) in hops
             axes.annotate(
                 "",
-                xy=at[end],
-                xytext=at[begin],
+                xy=places[end],
+                xytext=places[begin],
                 arrowprops={
                     "arrowstyle": "->",
                     "color": CABLE if crosses else INK,
