@@ -1782,10 +1782,10 @@ def load_checkpoint(training, state):
 
     With as many processes as before, a resumed run equals an unbroken one bit for bit. The order
     of the images and their crops depend on seed, epoch and index alone (EpochSampler,
-    CocoFirstCategory). DDP adds up in the same order (rebuild_buckets). The rest is in the file, whose
-    batch-norm statistics are rank 0's: a step does not use them. This does not hold for PowerSGD,
-    nor for a GPU on which cuDNN changes an order of sums. A model with dropout would also need the
-    state of torch's random generators.
+    CocoFirstCategory). DDP adds up in the same order (rebuild_buckets). The rest is in the file.
+    (Its batch-norm statistics are rank 0's: a step does not use them.) This does not hold for
+    PowerSGD, nor for a GPU on which cuDNN changes an order of sums. A model with dropout would
+    also need the state of torch's random generators.
     """
     path = training.args.checkpoint
     with errors_end_all_ranks(), as_user_error(f"checkpoint {path} is not one of this demo"):
