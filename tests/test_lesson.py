@@ -129,7 +129,7 @@ def apply(change: Change, folder: Path) -> None:
 
 def becomes(question: int, folder: Path) -> None:
     """Makes the change that a question of the sheet describes."""
-    (text,) = re.findall(rf"^{question}\. (.*)$", SHEET.text, re.M)
+    (text,) = re.findall(rf"^{question}\. (?:\(Homework\) )?(.*)$", SHEET.text, re.M)
     number, code = re.match(r"Line (\d+) becomes `(.*?)`\. ", text).groups()
     lines = (folder / "ddp.py").read_text().splitlines()
     old = lines[int(number) - 1]

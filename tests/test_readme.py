@@ -303,6 +303,12 @@ def test_links_resolve_and_sections_have_names_of_their_own(page):
 
 
 @every_page
+def test_no_empty_line_cuts_a_table(page):
+    """What follows it would be shown as text with bars."""
+    assert not re.search(r"\|\n\n+\|", page.prose)
+
+
+@every_page
 def test_readme_links_each_page_and_each_page_links_back(page):
     """The lesson's sheet and answers hang on the lesson's page."""
     if page.name == README:
