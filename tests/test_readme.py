@@ -20,6 +20,7 @@ from torch.distributed.run import get_args_parser
 
 from analysis.logs import END, EPOCH, PREFIX, STEP, VALIDATION
 from support.datasets import numbered, write_images
+from support.launchers import copy_project
 from support.processes import LONG, ROOT, SCRIPT, base_env, new_test_id, start
 
 README, RUNNING, LESSON = "README.md", "docs/running.md", "docs/lesson/README.md"
@@ -176,8 +177,7 @@ def test_files_that_commands_name_exist(calls):
 @LONG
 def test_readmes_first_commands_train_and_compare(tmp_path):
     """On 96 of the 512 images."""
-    ignored = shutil.ignore_patterns(".*", "data", "logs", "tests", "__pycache__", "*.pt")
-    project = shutil.copytree(ROOT, tmp_path / "project", ignore=ignored)
+    project = copy_project(tmp_path)
     drawing = project / "tools" / "make_sample_coco.py"
     drawing.write_text(drawing.read_text().replace("default=512", "default=96"))
     trains, *others = PAGES[README].commands

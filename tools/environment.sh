@@ -189,7 +189,8 @@ install_packages() {
 }
 
 if [ "$0" = "${BASH_SOURCE[0]}" ]; then
-    backend= # the default build: nodes with GPUs may share this folder
+    # Without a GPU here the default build: nodes with GPUs may share this folder.
+    nvidia-smi -L 2>/dev/null | grep -q '^GPU' || backend=
     find_python
     echo "$PYTHON"
 fi

@@ -25,6 +25,7 @@ from support.launchers import (
     STEP_3,
     TwoNodes,
     assert_scaling_is_compared,
+    copy_project,
     finish_all,
     has_rank,
     launch,
@@ -153,8 +154,7 @@ READ_ONLY = 'mount --bind "$0" "$0"; mount -o remount,bind,ro "$0"; exec bash "$
 @LONG
 def test_a_read_only_checkout_trains_and_a_reader_that_goes_away_changes_nothing(training, folder):
     require_namespaces()
-    project = folder / "project"
-    shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".*", "data", "logs", "tests"))
+    project = copy_project(folder)
     words = ["unshare", "-m", "sh", "-ec", READ_ONLY, project, project / SINGLE.name]
     pipe = ["bash", "-c", '"$@" 2>&1 | head -n 1; exit "${PIPESTATUS[0]}"', "bash"]
     with start([*pipe, *words, *training, "--max_steps", 3], env=HERE, cwd=folder) as started:
@@ -195,8 +195,7 @@ def test_help_is_the_commands_own_header_and_starts_nothing(folder, launcher, op
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
     """A copy of this project, whose sample set has 48 images and is not made yet."""
-    ignored = shutil.ignore_patterns(".*", "data", "logs", "tests", "__pycache__")
-    project = shutil.copytree(ROOT, tmp_path_factory.mktemp("copy") / "project", ignore=ignored)
+    project = copy_project(tmp_path_factory.mktemp("copy"))
     drawing = project / "tools/make_sample_coco.py"
     drawing.write_text(drawing.read_text().replace("default=512", "default=48"))
     return project

@@ -17,6 +17,7 @@ from support.launchers import (
     SAVED,
     SINGLE,
     STEP_3,
+    copy_project,
     end_within,
     has_rank,
     launch,
@@ -122,8 +123,7 @@ LAUNCHERS = [SINGLE, *(pytest.param(other, marks=LONG) for other in (MULTINODE, 
 def test_a_stop_while_the_sample_set_is_made_ends_at_once(tmp_path, launcher):
     if launcher == TWO_NODES:
         require_namespaces()
-    project = tmp_path / "project"  # a copy, without a sample set
-    shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".*", "data", "logs", "tests"))
+    project = copy_project(tmp_path)
     with launch(project / launcher.relative_to(ROOT), tmp_path) as started:
         wait_until(lambda: started.pids("make_sample"), 60, "the sample set")
         started.signal(signal.SIGTERM)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from support.launchers import (
     SINGLE,
     STEP_3,
     assert_scaling_is_compared,
+    copy_project,
     launch,
 )
 from support.nodes import namespaces, require_namespaces
@@ -131,8 +131,7 @@ def test_what_it_makes_belongs_to_the_user_behind_sudo(folder, caller):
 def test_the_sample_set_belongs_to_the_user_behind_sudo(tmp_path, caller):
     """It is stopped as soon as the set is made."""
     require_namespaces()
-    project = tmp_path / "project"  # a copy, without a sample set
-    shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".*", "data", "logs", "tests"))
+    project = copy_project(tmp_path)
     drawing = project / "tools/make_sample_coco.py"
     drawing.write_text(drawing.read_text().replace("default=512", "default=48"))
     env = {"PYTHON": sys.executable}

@@ -44,10 +44,21 @@ def launch(launcher: Path, folder: Path, *arguments: object, **variables: object
     return start(["bash", launcher, *arguments], env=env, cwd=folder)
 
 
+def copy_project(folder: Path) -> Path:
+    """A copy of the project, without its tests and what a user has made there: data, logs,
+    checkpoints, environments.
+    """
+
+    def left_out(path: str, names: list[str]) -> list[str]:
+        made = re.compile(r"\..*|data|logs|tests|__pycache__|.*\.pt")
+        return [n for n in names if made.fullmatch(n) or Path(path, n, "pyvenv.cfg").exists()]
+
+    return shutil.copytree(ROOT, folder / "project", ignore=left_out)
+
+
 def changed_project(folder: Path, code: str) -> Path:
     """A copy of the project in which the script has been given this code, before it runs."""
-    project = folder / "project"
-    shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".*", "data", "logs", "tests"))
+    project = copy_project(folder)
     script = project / SCRIPT.name
     before, main, after = script.read_text().partition('if __name__ == "__main__":')
     script.write_text(before + code + main + after)
