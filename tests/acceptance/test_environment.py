@@ -427,7 +427,7 @@ def test_launcher_takes_the_default_build_where_pytorchs_index_does_not_answer(
             assert_uv_installed(checkout)
             assert ("cannot be had: installing the default one" in run.err) == asks
             assert 1 <= asked - before <= 3 if asks else asked == 0  # torch, torchvision
-            checkout.program("nvidia-smi", GPUS)  # the launcher's torch here is of no known build
+            checkout.program("nvidia-smi", f'[ "$1" = -L ] || exit 1\n{GPUS}')  # not for uv
         silent.shutdown(socket.SHUT_RDWR)
 
 
