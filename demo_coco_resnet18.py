@@ -650,10 +650,10 @@ def check_start(args, process, train_list, val_list):
     """
     # By a torchrun that starts its ranks again; another node's may have started its first ones.
     process.restarts = max(all_gather(process.restarts))
-    here = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
-    here["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
-    here["--profile given"] = bool(args.profile)
-    here["PyTorch"] = str(torch.__version__)
+    own = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
+    own["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
+    own["--profile given"] = bool(args.profile)
+    own["PyTorch"] = str(torch.__version__)
     count = len(train_list.names) + len(val_list.names if val_list else [])
     log_from_rank_0(process, f"Looking for {counted(count, 'image')}")
     with errors_end_all_ranks():
@@ -665,17 +665,17 @@ def check_start(args, process, train_list, val_list):
         if args.checkpoint and process.rank == 0:
             check_checkpoint(args, process)
     note_unused_classes(process, train_list)
-    here["sizes of the images"] = digest(sizes)
+    own["sizes of the images"] = digest(sizes)
     if max(map(min, sizes), default=math.inf) < args.image_size:
         text = "the images are smaller than --image_size: prepared for a smaller one?"
         log_from_rank_0(process, f"WARNING: {text}")
-    expected = from_rank_0(lambda: here)
+    expected = from_rank_0(lambda: own)
     with errors_end_all_ranks():
         for name, value in expected.items():
-            if here.get(name) != value:
-                text = f"{name} is {here.get(name)} here, but {value} on rank 0"
+            if own.get(name) != value:
+                text = f"{name} is {own.get(name)} here, but {value} on rank 0"
                 raise UserError(f"{text}: start all ranks alike")
-    return here["sizes of the images"]
+    return own["sizes of the images"]
 
 
 def fill_in_arguments(args, process, images, checkpoint=None):
@@ -1002,7 +1002,7 @@ def list_labelled(coco):
 
 
 def is_well_formed(coco, image_list):
-    """Whether all ids are whole numbers and unique, and all names are text: as good as always."""
+    """Whether all ids are unique whole numbers, and all names are text. Nearly always they are."""
     images, _, annotations = lists = [coco.dataset[name] for name in LISTS]
     ids = {type(entry["id"]) for entries in lists for entry in entries}
     ids |= {type(entry[key]) for entry in annotations for key in ("image_id", "category_id")}
@@ -1140,7 +1140,7 @@ def check_ids(file, content):
 
 
 def is_exact(value):
-    """Not of a float that may stand for another whole number, nor of infinity and NaN."""
+    """Whether it is surely this number. A float from 2**53 on may stand for its neighbours."""
     return not isinstance(value, float) or abs(value) < 2**53
 
 
@@ -1612,11 +1612,12 @@ def log_profile(process, events):
     seconds, counts = Counter(), Counter()
     for event in events:
         of_gpu = event.device_type == torch.autograd.DeviceType.CUDA
-        around = event.is_user_annotation and not event.is_async  # around several operations
-        if around or of_gpu != process.gpu:
+        is_label = event.is_user_annotation and not event.is_async  # around several operations
+        if is_label or of_gpu != process.gpu:
             continue
-        alone = event.is_async or process.gpu
-        microseconds = event.time_range.elapsed_us() if alone else event.self_cpu_time_total
+        has_no_parts = event.is_async or process.gpu
+        whole, own = event.time_range.elapsed_us(), event.self_cpu_time_total
+        microseconds = whole if has_no_parts else own
         seconds[event.name] += microseconds / 1e6
         counts[event.name] += 1
     for name, time_of_it in seconds.most_common(10):
@@ -1686,9 +1687,9 @@ def agree_to_continue(training, seconds):
     """
     process, stop = training.process, training.process.stop
     # A torchrun that is killed leaves its ranks behind. They then have another parent.
-    # A rank that was started by hand may go on when its shell has ended.
-    by_hand = process.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ
-    watched = process.launcher != "python" and not by_hand
+    # A rank that was started by hand, with RANK set, may go on when its shell has ended.
+    started_by_hand = process.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ
+    watched = process.launcher != "python" and not started_by_hand
     if not stop and watched and os.getppid() != process.parent:
         stop = PARENT_ENDED
     not_finite = not math.isfinite(training.loss_sum)  # as a number: a maximum may leave out NaN

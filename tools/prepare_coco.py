@@ -278,7 +278,7 @@ def check_ids(file, content):
 
 
 def is_exact(value):
-    """Not of a float that may stand for another whole number, nor of infinity and NaN."""
+    """Whether it is surely this number. A float from 2**53 on may stand for its neighbours."""
     return not isinstance(value, float) or abs(value) < 2**53
 
 
