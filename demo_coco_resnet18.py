@@ -719,8 +719,7 @@ def fill_in_arguments(args, process, images, checkpoint=None):
 
 # The same four numbers, as each launcher names them.
 TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
-OPEN_MPI = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"]
-OPEN_MPI += ["OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"]
+OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]  # and Intel MPI
 # SLURM_NTASKS is the number of tasks of the job. srun starts those of a job step.
 SRUN = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
@@ -888,9 +887,7 @@ def set_meeting_point(process):
 
 @contextmanager
 def connecting_ranks(args, process):
-    """A block in which the ranks connect, with the store of their addresses.
-
-    Raises StartError, which says what has failed.
+    """A block in which the ranks connect, with the store of their addresses. Raises StartError.
 
     NOTE: meeting and connecting may take longer than their own timeout. PyTorch tries a port that
     refuses up to two times as long, Gloo waits several times as long for an address that does not
@@ -927,8 +924,8 @@ def connecting_ranks(args, process):
 @contextmanager
 def time_limit(args, process, text):
     """A block that ends the process with this error after --timeout and five seconds."""
-    line = f"ERROR: {text}"
-    timer = threading.Timer(args.timeout + 5, end_process, (EXIT_FAILED, process, line))
+    ending = (EXIT_FAILED, process, f"ERROR: {text}")
+    timer = threading.Timer(args.timeout + 5, end_process, ending)
     timer.daemon = True
     timer.start()
     try:
@@ -1563,8 +1560,7 @@ def check_profile(args, process, checkpoint):
     needed = sum(PROFILED.values())
     with errors_end_all_ranks():
         if args.max_steps < needed:
-            text = f"--profile needs {needed} steps or more: this run makes {args.max_steps}"
-            raise UserError(text)
+            raise UserError(f"--profile needs {needed} steps: this run makes {args.max_steps}")
         with as_user_error(f"--profile {args.profile} cannot be written"):
             os.makedirs(args.profile, exist_ok=True)
             tempfile.TemporaryFile(dir=args.profile).close()
@@ -1615,9 +1611,8 @@ def log_profile(process, events):
         is_label = event.is_user_annotation and not event.is_async  # around several operations
         if is_label or of_gpu != process.gpu:
             continue
-        has_no_parts = event.is_async or process.gpu
         whole, own = event.time_range.elapsed_us(), event.self_cpu_time_total
-        microseconds = whole if has_no_parts else own
+        microseconds = whole if event.is_async or process.gpu else own
         seconds[event.name] += microseconds / 1e6
         counts[event.name] += 1
     for name, time_of_it in seconds.most_common(10):
@@ -1686,8 +1681,8 @@ def agree_to_continue(training, seconds):
     once a second, because here they wait for each other and for their GPUs.
     """
     process, stop = training.process, training.process.stop
-    # A torchrun that is killed leaves its ranks behind. They then have another parent.
-    # A rank that was started by hand, with RANK set, may go on when its shell has ended.
+    # A torchrun that is killed leaves its ranks behind, with another parent. A rank that was
+    # started by hand, with RANK set, may go on when its shell has ended.
     started_by_hand = process.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ
     watched = process.launcher != "python" and not started_by_hand
     if not stop and watched and os.getppid() != process.parent:
@@ -2003,8 +1998,7 @@ def one_line(error):
         text = f"no {text}"
     lines = text.splitlines() or [""]
     line = lines[-1] if "Traceback" in text else lines[0]  # an error of a loader worker has one
-    name = type(error).__name__
-    return (line.removeprefix(f"{name}: ") or name)[:300]
+    return (line.removeprefix(f"{type(error).__name__}: ") or type(error).__name__)[:300]
 
 
 def run_and_exit(main, wall_time=True):
@@ -2025,9 +2019,8 @@ def run_and_exit(main, wall_time=True):
                 log(process, f"ERROR: {error}", STDERR)
         leave_process_group()
         if code == 0 and wall_time:
-            seconds = perf_counter() - began
-            text = f"Cleanup complete. Total wall time: {duration(seconds)} ({seconds:.3f}s)"
-            log(process, text)
+            total = perf_counter() - began
+            log(process, f"Cleanup complete. Total wall time: {duration(total)} ({total:.3f}s)")
     except Exception as error:
         # Otherwise PyTorch could raise another error in here.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -129,7 +129,7 @@ def test_what_cannot_be_profiled_ends_in_one_line_before_training(profiled, fold
     ]
     short, unwritable, _, resumed = run_forked(runs, expect=None)
     for run, words in (
-        (short, r"--profile needs 10 steps or more: this run makes 9$"),
+        (short, r"--profile needs 10 steps: this run makes 9$"),
         (unwritable, rf"--profile {tmp_path}/file cannot be written: .*exists"),
     ):
         assert run.returncode == 2 and not run.steps()
