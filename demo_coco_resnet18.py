@@ -8,14 +8,15 @@ stay equal.
 
 It needs Linux or macOS (on Windows: WSL2), Python 3.10 or newer, and what requirements.txt lists.
 
-One GPU, or the CPU if there is none (python in place of torchrun and its options does the same):
+One GPU, or the CPU if there is none (python in place of torchrun and its options does the same).
+--standalone: torchrun itself chooses where they meet, a free port of this machine:
     torchrun --standalone --nnodes=1 --nproc_per_node=1 demo_coco_resnet18.py \
         --coco_image_path DIR --annotation_path FILE
 (Add --local-addr=127.0.0.1 on a machine whose own name does not resolve: torchrun would hang.)
 All GPUs of one machine:
     torchrun --standalone --nnodes=1 --nproc_per_node=gpu demo_coco_resnet18.py ...
-Two nodes (machines) with two GPUs each. 10.0.0.1 is the address of the first node, 29500 a free
-port there, 123 any number. The second node's command is the same except for --node_rank=1:
+Two nodes (machines) with two GPUs each. They meet (rdzv: rendezvous) at the first one's address
+and a free port; --node_rank, 1 on the second one, decides the ranks (static); 123: any number:
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=2 --rdzv_id=123 --rdzv_backend=static \
         --rdzv_endpoint=10.0.0.1:29500 demo_coco_resnet18.py ...
 The same under SLURM, which starts the processes itself:
@@ -32,10 +33,10 @@ With N processes a step covers N times as many images, so an epoch has 1/N as ma
     images per step (global batch size) = world size x batch size x accumulate steps
 --batch_size sets the images of one process; --global_batch_size sets those of all, for any N.
 With --accumulate_steps each process adds up the gradients of several batches (micro-batches)
-before a step. A step of N processes does what one process would do with all these images, with
-three differences: batch norm sees the images of its own process only, an epoch may end with
-repeated images (3/6), and sums may differ in their last bits. The learning rate does not depend on
-N unless you ask for --lr_scaling.
+before a step. A step of N processes does what one process would do with all these images, but also
+sends gradients (5/6) and waits for the slowest process. Three results differ: batch norm sees the
+images of its own process only, an epoch may end with repeated images (3/6), and sums may differ in
+their last bits. The learning rate does not depend on N unless you ask for --lr_scaling.
 
 Six changes make a training script distributed. Each is marked in the code:
     1/6  a process learns its rank from the environment       read_environment
@@ -50,15 +51,14 @@ collective call is an exchange between all ranks: all-reduce (every rank gets th
 maximum of all values), all-gather (every rank gets a list of all values), broadcast (every rank
 gets one rank's value) or barrier (no value: the ranks only wait). In such a call the ranks wait
 for each other. If one leaves a call out, the others fail after --timeout seconds. Calls that do
-not match hang, or mix up data. A function with such calls is itself one: its docstring begins "All
-ranks:".
+not match hang, or mix up data. A function with such calls is one too: it begins "All ranks:".
 
 The first part of this file, up to "Part two", is the lesson: it can be read alone. Part two has
 what the first part calls, in the order of use: look up what you need.
 
-Exit codes: 0 done; 1 something outside failed, or a bug; 2 something that you can fix, such as a
-wrong argument; 75 stopped by a signal (--checkpoint is saved). torchrun makes 1 of all but 0; the
-launchers return them.
+Exit codes: 0 done; 1 a failure outside (StartError: in 2/6), or a bug; 2 something that you can
+fix, such as a wrong argument (UserError); 75 stopped by a signal (Stopped: --checkpoint is saved).
+torchrun makes 1 of all but 0; the launchers return them.
 """
 
 import argparse
@@ -255,14 +255,14 @@ def join_process_group(args, process):
     prepare_hardware(process)  # the number of threads, and other settings of PyTorch
     # Then all processes meet at MASTER_ADDR:MASTER_PORT, on rank 0's node, and leave each other
     # their addresses in a store. torchrun has set both. Each waits until all have joined. If one
-    # has not come after --timeout seconds, the others end with an error.
+    # has not come after --timeout seconds, the others end with a StartError, exit code 1.
     with connecting_ranks(args, process) as store:
         dist.init_process_group(
             process.backend,
             rank=process.rank,
             world_size=process.world_size,
             timeout=timedelta(seconds=args.timeout),
-            device_id=process.device if process.backend == "nccl" else None,
+            device_id=process.device if process.backend == "nccl" else None,  # binds it to a GPU
             store=store,
         )
         # In its first collective call NCCL connects the ranks for data. item() waits for its end.
@@ -374,8 +374,8 @@ def train_one_epoch(training, loader, epoch):
         micro_batches = list(islice(batches, args.accumulate_steps))  # an epoch's last step: fewer
         timer.mark("data arrived")
         images_in_step = sum(len(labels) for _, labels in micro_batches)
-        warmed_up = min(1, (training.step + 1) / max(1, args.warmup_steps))
-        training.optimizer.param_groups[0]["lr"] = args.lr * warmed_up
+        lr_factor = min(1, (training.step + 1) / max(1, args.warmup_steps))  # rises to 1
+        training.optimizer.param_groups[0]["lr"] = args.lr * lr_factor
         loss_of_step = torch.zeros((), device=process.device)
         for index, (images, labels) in enumerate(micro_batches):
             # The gradients of the micro-batches add up on this rank. Only the last backward pass
@@ -678,7 +678,7 @@ def check_start(args, process, train_list, val_list):
     return own["sizes of the images"]
 
 
-def fill_in_arguments(args, process, images, checkpoint=None):
+def fill_in_arguments(args, process, image_count, checkpoint=None):
     """All ranks: sets what depends on the hardware, the number of images and the checkpoint."""
     # Collective calls in here depend on arguments. All ranks have the same ones: check_start.
     with errors_end_all_ranks():
@@ -694,7 +694,7 @@ def fill_in_arguments(args, process, images, checkpoint=None):
                 "the number of micro-batches of all ranks in a step"
             )
         args.global_batch_size, args.batch_size = global_batch, global_batch // micro_batches
-    args.steps_per_epoch = math.ceil(images / global_batch)
+    args.steps_per_epoch = math.ceil(image_count / global_batch)
     all_steps = args.num_epochs * args.steps_per_epoch
     args.max_steps = min(all_steps, args.max_steps or all_steps)
     if args.profile:
@@ -1438,7 +1438,7 @@ def compress_gradients(args, ddp):
         process_group=None,
         matrix_approximation_rank=args.powersgd_rank,
         start_powerSGD_iter=UNMEASURED_STEPS + 1,  # + 1 for the pass of rebuild_buckets
-        orthogonalization_epsilon=1e-8,
+        orthogonalization_epsilon=1e-8,  # avoids a division by 0
     )
     hook = powerSGD_hook.powerSGD_hook
     if args.precision == "bf16":  # halves the memory traffic, the largest part of its cost
@@ -1491,7 +1491,7 @@ class StepTimer:
     def __init__(self, device, model):
         self.device_type = device.type
         self.moments = {}  # of the present step, by name
-        self.unread = []  # (moments, images) of steps that a GPU may not have finished
+        self.unread = []  # (moments, number of images) of steps that a GPU may not have finished
         self.step_times = []
         self.logged = 0  # how many of them have been in a log line
         # Backward ends with the first layer: its gradient is the last one to be ready.
@@ -1515,9 +1515,9 @@ class StepTimer:
         self.mark("begin")
         self.mark("waiting for data")
 
-    def end_step(self, images):
+    def end_step(self, image_count):
         self.mark("end")
-        self.unread.append((self.moments, images))
+        self.unread.append((self.moments, image_count))
         self.moments = {"begin": self.moments["end"]}
 
     def last_step_seconds(self):
@@ -1535,11 +1535,11 @@ class StepTimer:
         """Fills in `step_times`; waits for a GPU."""
         if self.device_type == "cuda" and self.unread:
             self.unread[-1][0]["end"].synchronize()
-        for moments, images in self.unread:
+        for moments, image_count in self.unread:
             data = self.seconds(moments["waiting for data"], moments["data arrived"])
             exposed = self.seconds(moments["own gradients"], moments["gradients averaged"])
             whole = self.seconds(moments["begin"], moments["end"])
-            self.step_times.append(StepTime(data, exposed, whole, images))
+            self.step_times.append(StepTime(data, exposed, whole, image_count))
         self.unread.clear()
 
     def seconds(self, begin, end):
@@ -1571,7 +1571,7 @@ def check_profile(args, process, checkpoint):
 
 def start_profiler(process):
     """PyTorch's profiler. It does nothing in the first steps, see PROFILED."""
-    if not process.gpu:  # PyTorch's builds for CUDA would print errors about that
+    if not process.gpu:  # Kineto, the profiler's library, would print errors about that
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     kinds = torch.profiler.ProfilerActivity
     profiler = torch.profiler.profile(
@@ -1626,7 +1626,7 @@ STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # USR1: SLURM's,
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup makes a process ignore it
     STOP_SIGNALS.append(signal.SIGHUP)
 PARENT_ENDED = 1000  # in place of a signal's number, and above all of them
-MOST_STEPS_APART = 20
+MOST_STEPS_WITHOUT_AGREEMENT = 20
 
 
 def catch_stop_signals(process):
@@ -1639,13 +1639,13 @@ def catch_stop_signals(process):
         signal.signal(stop_signal, note)
 
 
-def finish_step(training, epoch, loss, images):
+def finish_step(training, epoch, loss, image_count):
     """All ranks: logs, agrees to go on and saves, each in the steps in which it is due."""
     args, timer = training.args, training.timer
     # Steps 1, 6, 11, ... with --log_every 5, and the last one.
     log_due = (training.step - 1) % args.log_every == 0 or training.step == args.max_steps
     shown_loss = loss.item() if log_due else None  # waits for a GPU: not in each step
-    timer.end_step(images)
+    timer.end_step(image_count)
     if training.profiler:
         profile_step(training)
     if log_due:
@@ -1698,7 +1698,7 @@ def agree_to_continue(training, seconds):
     if stop:
         save_checkpoint(training)
         raise Stopped(training, int(stop))
-    return max(1, min(MOST_STEPS_APART, int(1 / max(slowest, 1e-9))))
+    return max(1, min(MOST_STEPS_WITHOUT_AGREEMENT, int(1 / max(slowest, 1e-9))))
 
 
 # ---- Checkpoint: what is saved, and who may resume from it
@@ -1852,7 +1852,7 @@ def log_run(training, val_list):
         "classes": len(train_list.categories),
         "images": len(train_list.names),
         "images_without_annotations": train_list.unlabelled,
-        "picture_sizes": training.size_digest,
+        "picture_sizes": training.size_digest,  # a digest: equal in runs with the same images
         "padding": -len(train_list.names) % process.world_size,
         "val_images": len(val_list.names) if val_list else None,
         "env": {k: v for k, v in sorted(os.environ.items()) if k.startswith(LOGGED)},
@@ -1884,22 +1884,22 @@ def log_step(training, epoch, loss):
     log(training.process, f"{text}step {1e3 * mean.whole:.1f} ms | ETA {left}")
 
 
-def log_epoch(training, epoch, images, began):
+def log_epoch(training, epoch, images_seen, began):
     """This rank's part of an epoch, or of what is left of it in a resumed run."""
     seconds = perf_counter() - began
-    if images:  # none if the run was resumed at the end of the epoch
+    if images_seen:  # none if the run was resumed at the end of the epoch
         steps = training.args.steps_per_epoch
         done = training.step - (epoch - 1) * steps
         state = "complete" if done == steps else f"ends at step {done} of {steps}"
-        text = f"Epoch {epoch} {state} | Avg loss: {training.loss_sum.item() / images:.4f} | "
-        log(training.process, f"{text}{images / seconds:.1f} img/s | {seconds:.2f}s")
+        text = f"Epoch {epoch} {state} | Avg loss: {training.loss_sum.item() / images_seen:.4f} | "
+        log(training.process, f"{text}{images_seen / seconds:.1f} img/s | {seconds:.2f}s")
 
 
-def log_validation(training, loader, epoch, correct, images, began):
+def log_validation(training, loader, epoch, correct, seen, began):
     """Top-1: the accuracy. Baseline: the accuracy of always guessing the most frequent class."""
     most_frequent = max(Counter(loader.dataset.labels).values())
-    text = f"Epoch {epoch} validation | Top-1: {100 * correct / images:.2f}% | {images} images | "
-    text += f"{perf_counter() - began:.2f}s | baseline {100 * most_frequent / images:.2f}%"
+    text = f"Epoch {epoch} validation | Top-1: {100 * correct / seen:.2f}% | {seen} images | "
+    text += f"{perf_counter() - began:.2f}s | baseline {100 * most_frequent / seen:.2f}%"
     log(training.process, text)
 
 
@@ -2001,7 +2001,7 @@ def one_line(error):
     return (line.removeprefix(f"{type(error).__name__}: ") or type(error).__name__)[:300]
 
 
-def run_and_exit(main, wall_time=True):
+def run_and_exit(main, log_wall_time=True):
     """Runs main(process) and ends the process. See the exit codes above."""
     process, code, began = ProcessInfo(), 0, perf_counter()
     try:
@@ -2018,11 +2018,11 @@ def run_and_exit(main, wall_time=True):
             if process.local_rank == 0 or not dist.is_initialized():
                 log(process, f"ERROR: {error}", STDERR)
         leave_process_group()
-        if code == 0 and wall_time:
+        if code == 0 and log_wall_time:
             total = perf_counter() - began
             log(process, f"Cleanup complete. Total wall time: {duration(total)} ({total:.3f}s)")
     except Exception as error:
-        # Otherwise PyTorch could raise another error in here.
+        # PyTorch's handler of this signal, for dead loader workers, could raise another error.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if code:  # the reason is logged already; this is only a lost connection after it
             end_process(code)

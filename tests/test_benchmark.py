@@ -97,7 +97,7 @@ def test_runs_get_the_variables_of_the_launchers_which_the_page_names():
 def test_another_copy_that_sleeps_comes_out_slower(benchmark, tmp_path):
     """The ratio is this script's rate to the other one's."""
     slow = tmp_path / "slow copy.py"
-    before = "    timer.end_step(images)\n"
+    before = "    timer.end_step(image_count)\n"
     assert SCRIPT.read_text().count(before) == 1
     sleeping = f"    time.sleep({SLEEP})\n{before}"
     slow.write_text(SCRIPT.read_text().replace(before, sleeping))

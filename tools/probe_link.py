@@ -219,4 +219,4 @@ def sentence(record: dict) -> str:
 
 
 if __name__ == "__main__":
-    demo.run_and_exit(main, wall_time=False)
+    demo.run_and_exit(main, log_wall_time=False)
