@@ -8,11 +8,10 @@ stay equal.
 
 It needs Linux or macOS (on Windows: WSL2), Python 3.10 or newer, and what requirements.txt lists.
 
-One GPU, or the CPU if there is none (python in place of torchrun and its options does the same).
---standalone: torchrun itself chooses where they meet, a free port of this machine:
+One GPU, or the CPU if there is none (python in place of torchrun and its options does the same):
     torchrun --standalone --nnodes=1 --nproc_per_node=1 demo_coco_resnet18.py \
         --coco_image_path DIR --annotation_path FILE
-(Add --local-addr=127.0.0.1 on a machine whose own name does not resolve: torchrun would hang.)
+--standalone: all meet on this machine. (Its name does not resolve? Add --local-addr=127.0.0.1.)
 All GPUs of one machine:
     torchrun --standalone --nnodes=1 --nproc_per_node=gpu demo_coco_resnet18.py ...
 Two nodes (machines) with two GPUs each. They meet (rdzv: rendezvous) at the first one's address
@@ -513,7 +512,6 @@ def leave_process_group():
     # break while others still use them. And after an error torchrun, which kills all processes as
     # soon as one has failed, could kill some before they have said why.
     dist.barrier()
-    gc.collect()  # frees DDP: threads of the group that still run could abort Python at its end
     dist.destroy_process_group()
 
 
@@ -2024,10 +2022,10 @@ def run_and_exit(main, log_wall_time=True):
     except Exception as error:
         # PyTorch's handler of this signal, for dead loader workers, could raise another error.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if code:  # the reason is logged already; this is only a lost connection after it
-            end_process(code)
-        end_process(EXIT_FAILED, process, explain(process, error))
-    sys.exit(code)
+        # With a code the reason is logged already: this is only a connection lost after it.
+        end_process(code or EXIT_FAILED, process, "" if code else explain(process, error))
+    # Not sys.exit: threads of PyTorch that still run could abort Python's own end, a long one.
+    end_process(code)
 
 
 def explain(process, error):
@@ -2048,6 +2046,8 @@ def end_process(code, process=None, text=""):
     # Loader workers ignore SIGTERM, and could outlive this process.
     for worker in multiprocessing.active_children():
         worker.kill()
+    with suppress(OSError):
+        sys.stdout.flush()
     os._exit(code)
 
 
