@@ -15,7 +15,7 @@ import torchvision
 
 from support.datasets import data_args, make_set, truncate
 from support.forks import run_forked
-from support.launchers import FAST
+from support.launchers import FAST, changed_project
 from support.nodes import NamespacePair
 from support.processes import (
     LONG,
@@ -128,16 +128,35 @@ def test_validation_counts_each_labelled_image_once_where_shares_are_uneven(two_
 # --- Resume ------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def forked(small, tmp_path_factory) -> dict[str, list[Run]]:
+    """Runs that need no launcher, by name. All share one start of Python."""
+    tmp_path = tmp_path_factory.mktemp("forked")
+    runs: dict[str, list[tuple[int, list]]] = {}
+    words = [*make_set(tmp_path / "44", 44), *FAST, "--workers", 1, "--accumulate_steps", 2]
+    words += ["--batch_size", 2]
+    for ranks in (1, 3):
+        saves = [*words, "--checkpoint", tmp_path / f"{ranks}.pt", "--resume"]
+        lengths = [(words, 4), (saves, 2), (saves, 4)]
+        runs[f"mid-epoch {ranks}"] = [(ranks, [*w, "--max_steps", n]) for w, n in lengths]
+    words = [*make_set(tmp_path / "24", 24, val=5), *FAST, "--checkpoint", tmp_path / "c.pt"]
+    words += ["--resume"]
+    runs["other ranks"] = [
+        (0, [*words, "--batch_size", 8, "--max_steps", 2]),
+        (2, [*words, "--batch_size", 4, "--max_steps", 4]),
+        (0, [*words, "--batch_size", 8, "--max_steps", 4]),
+    ]
+    words = [*small, "--max_steps", 5]
+    runs["options"] = [(0, [*words, *shlex.split(options)]) for options in OPTIONS]
+    ended = iter(run_forked([run for some in runs.values() for run in some], cwd=tmp_path))
+    return {name: [next(ended) for _ in some] for name, some in runs.items()}
+
+
 @LONG
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_run_resumed_in_mid_epoch_ends_with_the_weights_of_an_unbroken_one(tmp_path, ranks):
+def test_a_run_resumed_in_mid_epoch_ends_with_the_weights_of_an_unbroken_one(forked, ranks):
     """A sum of three depends on their order, which DDP's buckets decide."""
-    small = [*make_set(tmp_path, 44), *FAST, "--workers", 1, "--accumulate_steps", 2]
-    small += ["--batch_size", 2]
-    saves = [*small, "--checkpoint", tmp_path / "run.pt", "--resume"]
-    lengths = [(small, 4), (saves, 2), (saves, 4)]
-    runs = [(ranks, [*words, "--max_steps", steps]) for words, steps in lengths]
-    unbroken, _, resumed = run_forked(runs)
+    unbroken, _, resumed = forked[f"mid-epoch {ranks}"]
     assert unbroken.json_line("Run")["steps_per_epoch"] > 2
     assert [step for _, step, _ in resumed.steps(0)] == [3, 4]
     assert weights(resumed) == weights(unbroken)
@@ -161,15 +180,9 @@ def test_stopped_by_sigterm_and_resumed_ends_with_the_weights_of_an_unbroken_run
 
 
 @LONG
-def test_resumed_with_another_number_of_ranks_goes_on_at_the_same_global_batch(tmp_path):
+def test_resumed_with_another_number_of_ranks_goes_on_at_the_same_global_batch(forked):
     """And a finished run that is resumed makes no step."""
-    words = [*make_set(tmp_path, 24, val=5), *FAST, "--checkpoint", tmp_path / "c.pt", "--resume"]
-    runs = [
-        (0, [*words, "--batch_size", 8, "--max_steps", 2]),
-        (2, [*words, "--batch_size", 4, "--max_steps", 4]),
-        (0, [*words, "--batch_size", 8, "--max_steps", 4]),
-    ]
-    _, resumed, finished = run_forked(runs)
+    _, resumed, finished = forked["other ranks"]
     assert [step for _, step, _ in resumed.steps(1)] == [3, 4]
     assert not finished.steps(0)
     assert weights(resumed) == weights(finished)
@@ -207,12 +220,12 @@ def test_imagenet_weights_are_taken_from_the_folder_of_earlier_downloads(small, 
 # --- Options and data --------------------------------------------------------------------------
 
 OPTIONS = [
-    "--accumulate_steps 2 --lr_scaling linear --warmup_steps 2 --workers 1 --seed 7",
-    "--log_every 2 --checkpoint_every 1 --checkpoint run.pt --resume --precision fp16",
-    "--global_batch_size 8 --bucket_cap_mb 5 --timeout 60 --backend gloo --precision bf16",
-    "--grad_compression fp16",
-    "--grad_compression bf16",
+    "--accumulate_steps 2 --lr_scaling linear --warmup_steps 2 --workers 1 --seed 7 "
     "--grad_compression powersgd --powersgd_rank 2",
+    "--log_every 2 --checkpoint_every 1 --checkpoint run.pt --resume --precision fp16 "
+    "--grad_compression fp16",
+    "--global_batch_size 8 --bucket_cap_mb 5 --timeout 60 --backend gloo --precision bf16 "
+    "--grad_compression bf16",
 ]
 
 
@@ -225,22 +238,29 @@ def check_options(run: Run, options: str, steps: int) -> None:
 
 
 @LONG
-def test_options_train_and_stand_in_the_run_record(small, tmp_path):
-    runs = [(0, [*small, "--max_steps", 5, *shlex.split(options)]) for options in OPTIONS]
-    for run, options in zip(run_forked(runs, cwd=tmp_path), OPTIONS, strict=True):
+def test_options_train_and_stand_in_the_run_record(forked):
+    for run, options in zip(forked["options"], OPTIONS, strict=True):
         check_options(run, options, steps=5)
+
+
+# The compiler takes a minute for ResNet-18.
+SMALL = """
+def small(num_classes):
+    layers = [torch.nn.Conv2d(3, 8, 3, stride=4), torch.nn.BatchNorm2d(8), torch.nn.ReLU()]
+    layers += [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(8, num_classes)]
+    return torch.nn.Sequential(*layers)
+
+torchvision.models.resnet18 = small
+
+"""
 
 
 @LONG
 def test_compiled_model_trains(small, tmp_path):
-    """One with half of the blocks, as the compiler takes its time."""
-    program = tmp_path / "compiled.py"
-    text = SCRIPT.read_text()
-    assert "models.resnet18(" in text
-    blocks = "models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], "
-    program.write_text(text.replace("models.resnet18(", blocks))
+    program = changed_project(tmp_path, SMALL) / SCRIPT.name
     words = [*small, "--max_steps", 2, "--compile"]
-    with start([sys.executable, program, *words]) as started:
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no processes of its own, which load PyTorch
+    with start([sys.executable, program, *words], env=env) as started:
         check_options(started.finish(300), "--compile", steps=2)
 
 
