@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from support.datasets import make_set
+from support.forks import run_forked
 from support.launchers import FAST, SINGLE, STEP_3
 from support.nodes import require_namespaces
-from support.processes import LONG, ROOT, SCRIPT, Run, demo_command, require, run_demo, start
+from support.processes import LONG, ROOT, SCRIPT, Run, demo_command, require, start
 
 LESSON_FOLDER = ROOT / "docs/lesson"
 LESSON = (LESSON_FOLDER / "README.md").read_text()
@@ -113,10 +114,17 @@ def old_driver(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None
     return {"LD_LIBRARY_PATH": str(folder), "CUDA_VISIBLE_DEVICES": None}
 
 
-def test_gpus_with_an_old_driver_end_all_ranks_with_the_reason_and_the_remedy(
-    training, old_driver
-):
-    run = run_demo(training, nproc=2, env=old_driver, expect=1)
+@pytest.fixture(scope="module")
+def with_old_driver(training, old_driver) -> list[Run]:
+    """Two ranks; then one process with --device cpu, and one without visible GPUs."""
+    no_gpus = {"CUDA_VISIBLE_DEVICES": ""}
+    runs = [(2, training), (0, [*training, "--device", "cpu"]), (0, training, no_gpus)]
+    return run_forked(runs, env=old_driver, expect=None)
+
+
+def test_gpus_with_an_old_driver_end_all_ranks_with_the_reason_and_the_remedy(with_old_driver):
+    run = with_old_driver[0]
+    assert run.returncode == 2
     for rank in (0, 1):
         (line,) = [line for line in run.lines(rank) if line.startswith("ERROR: ")]
         assert re.search("GPUs: CUDA initialization: .* --device cpu", line)
@@ -124,13 +132,11 @@ def test_gpus_with_an_old_driver_end_all_ranks_with_the_reason_and_the_remedy(
     assert not run.steps(0)
 
 
-@LONG
-@pytest.mark.parametrize("case", ["--device cpu", "CUDA_VISIBLE_DEVICES="])
-def test_with_an_old_driver_the_cpu_trains_if_it_is_asked_for(training, old_driver, case):
+@pytest.mark.parametrize("case", [1, 2], ids=["--device cpu", "CUDA_VISIBLE_DEVICES="])
+def test_with_an_old_driver_the_cpu_trains_if_it_is_asked_for(with_old_driver, case):
     """Then PyTorch's warning is of no use to anyone."""
-    asked = ["--device", "cpu"] if "device" in case else []
-    env = old_driver if asked else old_driver | {"CUDA_VISIBLE_DEVICES": ""}
-    run = run_demo([*training, *asked], launcher="python", env=env)
+    run = with_old_driver[case]
+    assert run.returncode == 0, run.tail()
     assert_one_process(run)
     assert "UserWarning" not in run.out
 
@@ -158,23 +164,24 @@ BY_HAND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE"
 BY_HAND["MASTER_ADDR"] = "127.0.0.1"
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_SIZE is 2"),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, "mpirun should set RANK"),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "srun should set RANK"),
-        ({"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}, "MPI_LOCALNRANKS is 2"),
-        (STEP | {"SLURM_NODEID": "3"}, "start with srun"),
-        (BY_HAND | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
-        (BY_HAND | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc'"),
-        (BY_HAND | {"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
-    ],
-)
-def test_a_process_that_cannot_learn_its_rank_ends_in_one_line(training, variables, expected):
-    run = run_demo(training, launcher="python", env=variables, expect=2)
-    (line,) = run.lines()
-    assert "ERROR: " in line and expected in line
+# Variables of a process that cannot learn its rank, and what it says.
+UNCLEAR = [
+    ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_SIZE is 2"),
+    ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, "mpirun should set RANK"),
+    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "srun should set RANK"),
+    ({"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}, "MPI_LOCALNRANKS is 2"),
+    (STEP | {"SLURM_NODEID": "3"}, "start with srun"),
+    (BY_HAND | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+    (BY_HAND | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc'"),
+    (BY_HAND | {"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
+]
+
+
+def test_a_process_that_cannot_learn_its_rank_ends_in_one_line(training):
+    runs = run_forked([(0, training, variables) for variables, _ in UNCLEAR], expect=2)
+    for run, (_, expected) in zip(runs, UNCLEAR, strict=True):
+        (line,) = run.lines()
+        assert "ERROR: " in line and expected in line
 
 
 # --- A hang-up ---------------------------------------------------------------------------------
