@@ -24,14 +24,16 @@ def run_forked(runs: Sequence[ForkedRun], **options: Any) -> list:
     Each rank is a process with the variables that torchrun would give it; 0 ranks: one process
     without them. Variables that a run states itself win over these. `program` is another module
     with `main` and `run_and_exit`, `expect` an exit code (None: any), `timeout` seconds for all
-    runs; the rest are options of `Started`.
+    runs, `trains` says whether any run comes to train; the rest are options of `Started`.
     """
     from support.processes import SCRIPT, Run, start
 
     program, expect = options.pop("program", SCRIPT), options.pop("expect", 0)
     timeout = options.pop("timeout", None)
     texts = [(run[0], [*map(str, run[1])], run[2] if run[2:] else {}) for run in runs]
-    command = [sys.executable, "-u", __file__, program, json.dumps(texts)]
+    # Otherwise each rank would import it for its optimizer, in 3 s.
+    imports = ["torch._dynamo"] if options.pop("trains", True) else []
+    command = [sys.executable, "-u", __file__, program, json.dumps(texts), *imports]
     with start(command, **options) as started:
         whole = started.finish(timeout or 60 + 30 * len(texts))
     found = MARKS.findall(whole.out)
@@ -58,11 +60,13 @@ def run_rank(module: Any, words: list[str], variables: dict[str, str]) -> None:
 
 
 def main() -> None:
-    program, runs = sys.argv[1:]
+    program, runs, *imports = sys.argv[1:]
     multiprocessing.set_start_method("fork")  # loader workers find the module in no other way
     spec = importlib.util.spec_from_file_location("demo", program)
     module = sys.modules["demo"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    for name in imports:
+        importlib.import_module(name)
     for ranks, arguments, given in json.loads(runs):
         print("BEGIN")
         with socket.create_server(("", 0)) as probe:
