@@ -79,7 +79,8 @@ def test_task_of_srun_trains_where_the_host_name_does_not_resolve(training, tmp_
 THREADS = """
 import pathlib, runpy
 runpy.run_path("ddp.py")
-print(*[path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/comm")])
+names = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+print(f"threads: {names}\\n", end="")
 """
 
 
@@ -94,7 +95,9 @@ def test_three_processes_of_the_lesson_see_two_images_twice_and_leave_no_thread(
     output = nameless(folder, "bash", "-c", command).out
     assert "replicas identical: True" in output
     assert output.count(" of 18 right") == 3
-    assert "python" in output and "gloo" not in output
+    threads = re.findall(r"^threads: (.*)$", output, re.MULTILINE)
+    assert len(threads) == 3
+    assert all("python" in names and "gloo" not in names for names in threads)
 
 
 @LONG
