@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from support.forks import run_forked
 from support.processes import LONG, ROOT, SCRIPT, Run, free_port, require, start
 from test_readme import FENCED, PAGES
 
@@ -50,6 +51,9 @@ def blocks(title: str, kind: str) -> list[str]:
 
 
 RUN_PLAIN, RUN_DDP = (text.strip() for text in blocks("First run", "bash"))
+SPEED = "".join(blocks(EXPERIMENTS[4], "bash"))
+NOTEBOOK = json.loads((LESSON / "lesson.ipynb").read_text())
+CELLS = ["".join(c["source"]) for c in NOTEBOOK["cells"] if c["cell_type"] == "code"]
 
 
 def run(command: str, folder: Path, expect: int = 0) -> Run:
@@ -84,14 +88,17 @@ def last_loss(output: str) -> float:
     return float(re.findall(rf"epoch 2, all ranks: loss ({DECIMAL})", output)[-1])
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A folder of a student, with a space in its name."""
-    made = tmp_path / "my lesson"
-    made.mkdir()
+def copy_programs(made: Path) -> Path:
+    """A folder of a student."""
+    made.mkdir(parents=True)
     for path in PROGRAMS:
         shutil.copy(path, made)
     return made
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return copy_programs(tmp_path / "my lesson")
 
 
 @pytest.fixture(scope="module")
@@ -186,30 +193,72 @@ def test_what_ranks_send_is_on_their_device():
         assert len(made) == 2 and all("device" in code.partition("#")[0] for code in made)
 
 
-@LONG
-def test_three_processes_see_two_images_twice_and_leave_no_thread(folder):
-    """On a busy machine one could abort Python at its end: SIGABRT, after all results."""
-    program = (
-        "import pathlib, runpy\n"
-        "runpy.run_path('ddp.py')\n"
-        "print(*[path.read_text() for path in pathlib.Path('/proc/self/task').glob('*/comm')])\n"
-    )
-    (folder / "program.py").write_text(program)
-    command = RUN_DDP.replace("=2", "=3").replace("ddp.py", "program.py")
-    output = run(command, folder).out
-    assert output.count(" of 18 right") == 3
-    assert "python" in output and "gloo" not in output
-
-
 # --- Experiments -------------------------------------------------------------------------------
 
+# Runs a changed program in its folder, as Python does, and says how long that took.
+ANY_PROGRAM = (
+    "\n".join(re.findall(r"^(?:import|from) .*", DDP, re.M))
+    + """
+import runpy, sys
+
+def main():
+    os.chdir(os.path.dirname(sys.argv[1]))
+    runpy.run_path(sys.argv[1])
+
+def run_and_exit(main):
+    start = time.perf_counter()
+    try:
+        main()
+        sys.exit()
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+    finally:
+        print(f"ended after {time.perf_counter() - start} s\\n", end="")
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory) -> dict[str, Run]:
+    """Runs of the changed programs, which share one start of Python: ddp.py with two ranks."""
+    folder = tmp_path_factory.mktemp("changed")
+    for number in (1, 2, 3, 5):
+        made = copy_programs(folder / f"experiment {number}")
+        for change in changes(SECTIONS[EXPERIMENTS[number]]):
+            apply(change, made)
+    for number in (11, 12, 13, 15):
+        becomes(number, copy_programs(folder / f"question {number}"))
+    names = [path.name for path in folder.iterdir()]
+    for name, told, old, new in (
+        ("experiment 5", "without a prefix", "ddp.state_dict()", "model.state_dict()"),
+        ("question 15", "doubled rate", "lr=0.5", "lr=1.0"),
+    ):
+        shutil.copytree(folder / name, folder / told)
+        text = (folder / told / "ddp.py").read_text()
+        assert text.count(old) == 1
+        (folder / told / "ddp.py").write_text(text.replace(old, new))
+        names.append(told)
+    runs = {f"{name}/ddp.py": 2 for name in names}
+    runs |= {f"{name}/plain.py": 0 for name in ("experiment 5", "without a prefix")}
+    (folder / "any_program.py").write_text(ANY_PROGRAM)
+    ended = run_forked(
+        [(ranks, [folder / path]) for path, ranks in runs.items()],
+        program=folder / "any_program.py",
+        expect=None,
+    )
+    return dict(zip(runs, ended, strict=True))
+
+
+def output_of(run: Run, fails: bool = False) -> str:
+    assert bool(run.returncode) == fails, run.tail()
+    return run.out
+
 
 @LONG
-@pytest.mark.parametrize(("number", "expect"), [(1, 0), (2, 0), (3, 1)])
-def test_experiment_shows_what_the_page_promises(number, expect, original, folder):
-    (change,) = changes(SECTIONS[EXPERIMENTS[number]])
-    apply(change, folder)
-    output = run(RUN_DDP, folder, expect).out
+@pytest.mark.parametrize(("number", "fails"), [(1, False), (2, False), (3, True)])
+def test_experiment_shows_what_the_page_promises(number, fails, original, changed):
+    output = output_of(changed[f"experiment {number}/ddp.py"], fails)
     (shown,) = outcomes(number)
     assert_printed(shown, output)
     assert not all(is_printed(line, original) for line in shown.splitlines())
@@ -220,12 +269,11 @@ def test_speed_is_measured_with_a_width_that_takes_time(folder):
     """How much faster two processes are is the machine's: here only that both say it."""
     for change in changes(SECTIONS[EXPERIMENTS[4]]):
         apply(change, folder)
-    commands = "".join(blocks(EXPERIMENTS[4], "bash"))
-    assert [line.removeprefix("OMP_NUM_THREADS=1 ") for line in commands.splitlines()] == [
+    assert [line.removeprefix("OMP_NUM_THREADS=1 ") for line in SPEED.splitlines()] == [
         RUN_PLAIN,
         RUN_DDP,
     ]
-    output = run(commands, folder).out
+    output = run(SPEED, folder).out
     one, two = map(
         float, re.findall(rf"^(?:\[rank 0\] )?seconds an epoch: ({DECIMAL})$", output, re.M)
     )
@@ -234,18 +282,14 @@ def test_speed_is_measured_with_a_width_that_takes_time(folder):
 
 
 @LONG
-def test_saved_model_loads_without_the_prefix_alone(folder):
-    title = EXPERIMENTS[5]
-    for change in changes(SECTIONS[title]):
-        apply(change, folder)
+def test_saved_model_loads_without_the_prefix_alone(changed):
     fails, goes_on = outcomes(5)
-    run(RUN_DDP, folder)
-    assert_printed(fails, run(RUN_PLAIN, folder, expect=1).out)
-    text = (folder / "ddp.py").read_text()
-    assert "save `model.state_dict()` in place of `ddp.state_dict()`" in SECTIONS[title]
-    (folder / "ddp.py").write_text(text.replace("ddp.state_dict()", "model.state_dict()"))
-    run(RUN_DDP, folder)
-    assert_printed(goes_on, run(RUN_PLAIN, folder).out)
+    output_of(changed["experiment 5/ddp.py"])
+    assert_printed(fails, output_of(changed["experiment 5/plain.py"], fails=True))
+    told = "save `model.state_dict()` in place of `ddp.state_dict()`"
+    assert told in SECTIONS[EXPERIMENTS[5]]
+    output_of(changed["without a prefix/ddp.py"])
+    assert_printed(goes_on, output_of(changed["without a prefix/plain.py"]))
 
 
 def test_each_experiment_changes_lines_that_are_there(folder):
@@ -269,40 +313,36 @@ def answer(question: int) -> str:
 
 
 @LONG
-def test_answer_on_the_call_that_met_another(folder):
-    (change,) = changes(SECTIONS[EXPERIMENTS[3]])
-    apply(change, folder)
-    output = run(RUN_DDP, folder, expect=1).out
+def test_answer_on_the_call_that_met_another(changed):
+    output = output_of(changed["experiment 3/ddp.py"], fails=True)
     (number,) = re.findall(r"^`loss.backward\(\)` \(line (\d+)\) in epoch 1", answer(8), re.M)
     assert re.search(rf'^\[rank1\]:.*ddp\.py", line {number}, in <module>', output, re.M)
     assert "[rank 1] epoch 0: images" in output and "[rank 1] epoch 1: images" not in output
 
 
 @LONG
-def test_answer_on_all_ranks_with_the_same_images(folder):
-    becomes(11, folder)
-    output = run(RUN_DDP, folder).out
+def test_answer_on_all_ranks_with_the_same_images(changed):
+    output = output_of(changed["question 11/ddp.py"])
     assert images(output, 0) == images(output, 1) and len(images(output, 0)[0]) == 16
     assert " of 32 right" in output and '"of 32"' in answer(11)
     assert answer(11).startswith("Four steps, each of the same 4 images")
 
 
 @LONG
-def test_answer_on_different_first_weights(folder, original):
-    becomes(12, folder)
-    output = run(RUN_DDP, folder).out
+def test_answer_on_different_first_weights(changed, original):
+    output = output_of(changed["question 12/ddp.py"])
     assert "[rank 1] first weights: sum -1.97" not in output
     assert last_loss(output) == pytest.approx(last_loss(original), abs=0.02)
     assert "replicas identical: True" in output
 
 
 @LONG
-def test_answer_on_a_rank_that_makes_one_step_less(folder):
-    becomes(13, folder)
-    ended = run(RUN_DDP, folder, expect=1)
-    assert ended.seconds > 20 and "20 seconds" in answer(13)
+def test_answer_on_a_rank_that_makes_one_step_less(changed):
+    output = output_of(changed["question 13/ddp.py"], fails=True)
+    seconds = [float(text) for text in re.findall(rf"^ended after ({DECIMAL}) s", output, re.M)]
+    assert len(seconds) == 2 and min(seconds) > 20 and "20 seconds" in answer(13)
     (quoted,) = re.findall(r'"(.*?)"', answer(13))
-    assert quoted in ended.out
+    assert quoted in output
 
 
 @LONG
@@ -316,33 +356,29 @@ def test_answer_on_a_rank_that_is_killed(folder):
 
 
 @LONG
-def test_answer_on_a_global_batch_that_doubles(folder, original):
-    becomes(15, folder)
+def test_answer_on_a_global_batch_that_doubles(changed, original):
     (question,) = re.findall(r"^15\. (.*)$", SHEET.text, re.M)
     larger, small = map(float, re.findall(rf"({DECIMAL})", question))
     assert last_loss(original) == pytest.approx(small, abs=0.02)
-    assert last_loss(run(RUN_DDP, folder).out) == pytest.approx(larger, abs=0.02)
-    text = (folder / "ddp.py").read_text()
-    assert "lr=0.5" in text.splitlines()[62] and "line 63" in question
-    (folder / "ddp.py").write_text(text.replace("lr=0.5", "lr=1.0"))
+    output = output_of(changed["question 15/ddp.py"])
+    assert last_loss(output) == pytest.approx(larger, abs=0.02)
+    assert "lr=0.5" in DDP.splitlines()[62] and "line 63" in question
     (doubled,) = re.findall(rf"With `lr=1.0` the loss is ({DECIMAL})", answer(15))
-    assert last_loss(run(RUN_DDP, folder).out) == pytest.approx(float(doubled), abs=0.02)
+    output = output_of(changed["doubled rate/ddp.py"])
+    assert last_loss(output) == pytest.approx(float(doubled), abs=0.02)
 
 
 @LONG
-def test_two_nodes_on_one_laptop_and_the_answer_on_the_local_rank(folder):
-    port = str(free_port())
-    commands = [text.strip().replace("29500", port) for text in blocks(TWO_NODES, "bash")]
-    both = " & ".join(commands) + " & wait"
+def test_two_nodes_on_one_laptop(folder):
+    """As the notebook starts them; the second one later."""
+    both = CELLS[-1].removeprefix("%%bash\n").replace("29500", str(free_port()))
     # Longer than the timeout of ddp.py: torchrun waits, before it starts a rank.
-    output = run(both.replace(" & ", " & sleep 25; ", 1), folder).out
+    late = both.replace(" &\n", " &\nsleep 25\n", 1)
+    assert late != both
+    output = run(late, folder).out
     assert "[rank 3] last weights: sum 2.2" in output and "replicas identical: True" in output
     seen = [number for rank in range(4) for number in images(output, rank)[0]]
     assert sorted(seen) == [*range(16)]
-    becomes(21, folder)
-    output = run(both, folder).out
-    assert images(output, 0) == images(output, 2) and images(output, 1) == images(output, 3)
-    assert "the same half of the images" in answer(21)
 
 
 # --- Numbers and sheet -------------------------------------------------------------------------
@@ -455,33 +491,30 @@ def test_archive_has_what_students_need():
 def test_notebook_is_made_of_the_programs():
     """If it differs, run docs/lesson/make_pages.py."""
     assert (LESSON / "lesson.ipynb").read_text() == MADE["notebook"]()
+    assert NOTEBOOK["nbformat"] == 4
 
 
-@LONG
-def test_cells_of_the_notebook_run(tmp_path):
-    """As Jupyter runs them: a file, lines of the shell, a script of bash."""
-    notebook = json.loads((LESSON / "lesson.ipynb").read_text())
-    assert notebook["nbformat"] == 4
-    port, outputs = str(free_port()), []
-    for cell in notebook["cells"]:
-        text = "".join(cell["source"])
-        if cell["cell_type"] != "code":
-            continue
-        first, _, rest = text.partition("\n")
-        if first.startswith("%%writefile "):
-            (tmp_path / first.split()[1]).write_text(f"{rest}\n")
-        elif first == "%%bash":
-            outputs.append(run(rest.replace("29500", port), tmp_path).out)
-        else:
-            assert all(line.startswith("!") for line in text.splitlines())
-            for line in text.splitlines():
-                ended = run(line[1:], tmp_path, expect=int("diff" in line))
-                outputs.append(ended.out)
-    for path in PROGRAMS:
-        assert (tmp_path / path.name).read_text() == path.read_text()
-    assert len(outputs) == 7
-    assert sum("replicas identical: True" in output for output in outputs) == 4
-    assert "[rank 3] last weights: sum 2.2" in outputs[-1]
+def test_cells_of_the_notebook_write_the_programs_and_run_the_commands_of_the_page():
+    """Jupyter runs a cell as a file, as lines of the shell, or as a script of bash. The tests
+    above run these commands, each with the files that the notebook has written before it.
+    """
+    written = [f"%%writefile {path.name}\n{path.read_text()}".rstrip("\n") for path in PROGRAMS]
+    (diff,) = blocks("The diff", "bash")
+    commands = [f"!{text.strip()}" for text in (RUN_PLAIN, RUN_DDP, diff, RUN_DDP)]
+    speed = "\n".join(f"!{line}" for line in SPEED.splitlines())
+    nodes = "".join(f"{text.strip()} &\n" for text in blocks(TWO_NODES, "bash"))
+    plain, ddp, diff, again = commands
+    assert [
+        written[0],
+        plain,
+        written[1],
+        ddp,
+        diff,
+        again,
+        speed,
+        f"%%bash\n{nodes}wait",
+    ] == CELLS
+    assert "Set `WIDTH = 4096` in both programs" in MADE["SPEED"]
 
 
 def test_pictures_show_an_all_reduce_and_are_drawn_anew(tmp_path):

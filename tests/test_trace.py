@@ -1,17 +1,16 @@
-"""compare_logs.py --trace: one profiled step of each rank, from traces made up and real."""
+"""compare_logs.py --trace: one profiled step of each rank, from traces made up; test_profile.py
+has real ones.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 
 import pytest
 from pytest import approx
 
 from analysis.trace import read_traces
-from support.processes import LONG, base_env, new_test_id
 from test_compare_logs import png_size, run_tool
 
 MAIN, GLOO, STREAM, NCCL_STREAM = 11, 12, 7, 20  # threads of a process, streams of a GPU
@@ -102,37 +101,3 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path, monkeypatch, words, s
     error = run_tool(*words, code=2)[1]
     assert said in error and len(error.splitlines()) == 1
     assert not (tmp_path / "a.png").exists()
-
-
-PROGRAM = """
-import sys, torch, torch.distributed as dist
-from torch import nn, profiler
-
-dist.init_process_group("gloo")
-layers = [nn.Linear(1024, 1024) for _ in range(8)]
-model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=4)
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-ready = lambda done: done.export_chrome_trace(f"{sys.argv[1]}/rank{dist.get_rank()}.json.gz")
-schedule = profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
-with profiler.profile(schedule=schedule, on_trace_ready=ready) as profile:
-    for _ in range(6):
-        model(torch.randn(256, 1024)).sum().backward()
-        optimizer.step()
-        profile.step()
-dist.destroy_process_group()
-"""
-
-
-@LONG
-def test_real_traces_of_two_ranks(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    words = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    words += ["--nproc_per_node=2", tmp_path / "program.py", tmp_path]
-    env = base_env(new_test_id()) | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *words], env=env, check=True, timeout=120)
-    steps = read_traces(tmp_path)
-    assert [one.rank for one in steps] == [0, 1]
-    for one in steps:
-        assert one.number == 4 and one.all_reduce, one
-        assert 0 < sum(end - begin for begin, end in one.compute) <= one.seconds, one
-        assert one.beside_s > 0, one
