@@ -163,7 +163,7 @@ def main(process):
 class ProcessInfo:
     """The place of this process among the others, and the device that it computes on."""
 
-    launcher: str = "python"  # or torchrun, srun, mpirun
+    launcher: str = "python"  # or srun, mpirun, torchrun (also where RANK was set by hand)
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
@@ -176,7 +176,7 @@ class ProcessInfo:
 
     @property
     def gpu(self):
-        return self.device.type == "cuda"
+        return self.device.type == "cuda"  # of NVIDIA or AMD, not a Mac's
 
     @property
     def memory_format(self):
@@ -1606,8 +1606,8 @@ def log_profile(process, events):
     seconds, counts = Counter(), Counter()
     for event in events:
         of_gpu = event.device_type == torch.autograd.DeviceType.CUDA
-        is_label = event.is_user_annotation and not event.is_async  # around several operations
-        if is_label or of_gpu != process.gpu:
+        is_block = event.is_user_annotation and not event.is_async  # a name for several operations
+        if is_block or of_gpu != process.gpu:
             continue
         whole, own = event.time_range.elapsed_us(), event.self_cpu_time_total
         microseconds = whole if event.is_async or process.gpu else own
@@ -2000,7 +2000,7 @@ def one_line(error):
 
 
 def run_and_exit(main, log_wall_time=True):
-    """Runs main(process) and ends the process. See the exit codes above."""
+    """Runs main(process) and ends the process with its exit code. Also for probe_link.py."""
     process, code, began = ProcessInfo(), 0, perf_counter()
     try:
         try:

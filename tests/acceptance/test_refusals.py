@@ -20,6 +20,7 @@ from support.launchers import FAST
 from support.processes import (
     LONG,
     WITH_LONG,
+    Run,
     Started,
     demo_command,
     free_port,
@@ -185,34 +186,35 @@ def is_listening(port: int) -> bool:
     return any(re.search(rf":{port:04X} \S+ 0A ", table) for table in tables)
 
 
-@LONG
-def test_validation_images_that_rank_0_alone_was_given_are_named(folder):
-    port = free_port()
-    words = ["--val_image_path", GOOD[1], "--val_annotation_path", GOOD[3]]
-    with start_rank(0, port, folder, *words) as first, start_rank(1, port, folder) as second:
-        runs = [started.finish(SECONDS, expect=2) for started in (first, second)]
-    output = "".join(run.output for run in runs)
-    assert "--val_image_path is given on rank 0 only: start all ranks alike" in output
-    assert "Traceback" not in output
+# --- Two ranks that were not given the same ----------------------------------------------------
 
-
-OTHER = {  # what one of two ranks has, and what the line names
+OTHER = {  # what rank 1 has, and what the one line names
     "--coco_image_path other/images --annotation_path other/instances.json": r"\b0004\.jpg",
     "--lr 0.5": "--lr",
 }
 
 
+@pytest.fixture(scope="module")
+def unlike(folder) -> dict[str, Run]:
+    """Runs of two ranks, by what is not the same. All share one start of Python."""
+    words = [*GOOD, *FAST]
+    val = ["--val_image_path", GOOD[1], "--val_annotation_path", GOOD[3]]
+    runs = {other: (2, [words, [*words, *shlex.split(other)]]) for other in OTHER}
+    runs["val"] = 2, [[*words, *val], words]
+    ended = run_forked([*runs.values()], cwd=folder, expect=2, trains=False)
+    return dict(zip(runs, ended, strict=True))
+
+
+@LONG
+def test_validation_images_that_rank_0_alone_was_given_are_named(unlike):
+    run = unlike["val"]
+    assert "--val_image_path is given on rank 0 only: start all ranks alike" in run.output
+    assert "Traceback" not in run.output
+
+
 @LONG
 @pytest.mark.parametrize("other", OTHER)
-def test_ranks_with_other_data_or_arguments_end_and_one_line_names_what(folder, other):
-    port = free_port()
-    with (
-        start_rank(0, port, folder) as first,
-        start_rank(1, port, folder, *shlex.split(other)) as second,
-    ):
-        runs = [started.finish(SECONDS, expect=2) for started in (first, second)]
-    output = "".join(run.output for run in runs)
-    assert "Traceback" not in output
-    errors = [line for line in output.splitlines() if "ERROR: " in line]
-    assert len([line for line in errors if re.search(OTHER[other], line)]) == 1, output
-    assert not any(run.steps(rank) for rank, run in enumerate(runs))
+def test_ranks_with_other_data_or_arguments_end_and_one_line_names_what(unlike, other):
+    run = unlike[other]
+    assert re.search(OTHER[other], the_error(run.output))
+    assert not run.steps(0) and not run.steps(1)

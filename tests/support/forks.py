@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-MARKS = re.compile(r"^BEGIN\n(.*?)^END (-?\d+)\n", re.MULTILINE | re.DOTALL)
+MARKS = re.compile(r"^BEGIN\n(.*?)^END ([-\d ]+)\n", re.MULTILINE | re.DOTALL)
 
-# Ranks, arguments and, where they are given, variables of all ranks.
+# Ranks, arguments (or a list of those of each rank) and, where they are given, variables of all.
 ForkedRun = tuple[int, Iterable[object]] | tuple[int, Iterable[object], Mapping[str, str]]
 
 
@@ -23,14 +23,15 @@ def run_forked(runs: Sequence[ForkedRun], **options: Any) -> list:
 
     Each rank is a process with the variables that torchrun would give it; 0 ranks: one process
     without them. Variables that a run states itself win over these. `program` is another module
-    with `main` and `run_and_exit`, `expect` an exit code (None: any), `timeout` seconds for all
-    runs, `trains` says whether any run comes to train; the rest are options of `Started`.
+    with `main` and `run_and_exit`, `expect` the exit code of each rank (None: any), `timeout`
+    seconds for all runs, `trains` says whether any run comes to train; the rest are options of
+    `Started`.
     """
     from support.processes import SCRIPT, Run, start
 
     program, expect = options.pop("program", SCRIPT), options.pop("expect", 0)
     timeout = options.pop("timeout", None)
-    texts = [(run[0], [*map(str, run[1])], run[2] if run[2:] else {}) for run in runs]
+    texts = [(run[0], words_of(run), run[2] if run[2:] else {}) for run in runs]
     # Otherwise each rank would import it for its optimizer, in 3 s.
     imports = ["torch._dynamo"] if options.pop("trains", True) else []
     command = [sys.executable, "-u", __file__, program, json.dumps(texts), *imports]
@@ -39,10 +40,20 @@ def run_forked(runs: Sequence[ForkedRun], **options: Any) -> list:
     found = MARKS.findall(whole.out)
     assert len(found) == len(texts), whole.tail()
     ended = []
-    for (_, words, _), (output, code) in zip(texts, found, strict=True):
-        ended.append(Run([str(program), *words], int(code), output, whole.seconds))
-        assert expect in (None, int(code)), ended[-1].tail()
+    for (_, words, _), (output, numbers) in zip(texts, found, strict=True):
+        codes = [int(number) for number in numbers.split()]
+        code = next((code for code in codes if code), 0)
+        ended.append(Run([str(program), *words[0]], code, output, whole.seconds))
+        assert expect is None or {*codes} == {expect}, ended[-1].tail()
     return ended
+
+
+def words_of(run: ForkedRun) -> list[list[str]]:
+    """The arguments of each rank."""
+    arguments = [*run[1]]
+    if arguments and isinstance(arguments[0], list):
+        return [[*map(str, own)] for own in arguments]
+    return [[*map(str, arguments)]] * max(1, run[0])
 
 
 def run_rank(module: Any, words: list[str], variables: dict[str, str]) -> None:
@@ -67,7 +78,7 @@ def main() -> None:
     spec.loader.exec_module(module)
     for name in imports:
         importlib.import_module(name)
-    for ranks, arguments, given in json.loads(runs):
+    for ranks, words, given in json.loads(runs):
         print("BEGIN")
         with socket.create_server(("", 0)) as probe:
             port = probe.getsockname()[1]
@@ -77,9 +88,9 @@ def main() -> None:
             variables = {name: str(value) for name, value in place.items()} if ranks else {}
             variables |= given
             if os.fork() == 0:
-                run_rank(module, [program, *arguments], variables)
+                run_rank(module, [program, *words[rank]], variables)
         codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(max(1, ranks))]
-        print("END", next((code for code in codes if code), 0))
+        print("END", *codes)
 
 
 if __name__ == "__main__":
