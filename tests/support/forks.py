@@ -9,31 +9,31 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 MARKS = re.compile(r"^BEGIN\n(.*?)^END (-?\d+)\n", re.MULTILINE | re.DOTALL)
 
 
-def run_forked(runs: list[tuple[int, Iterable[object]]], **options: Any) -> list:
+def run_forked(runs: list[tuple], **options: Any) -> list:
     """Runs the script once for each (ranks, arguments), one after another, to their ends.
 
     Each rank is a process with the variables that torchrun would give it; 0 ranks: one process
-    without them. `program` is another module with `main` and `run_and_exit`, `expect` an exit
-    code (None: any), `timeout` seconds for all runs; the rest are options of `Started`.
+    without them. A third item has variables of this run alone, which win. `program` is another
+    module with `main` and `run_and_exit`, `enter` words before the command, `expect` an exit code
+    (None: any), `timeout` seconds for all runs; the rest are options of `Started`.
     """
     from support.processes import SCRIPT, Run, start
 
     program, expect = options.pop("program", SCRIPT), options.pop("expect", 0)
-    timeout = options.pop("timeout", None)
-    texts = [(ranks, [*map(str, arguments)]) for ranks, arguments in runs]
-    command = [sys.executable, "-u", __file__, program, json.dumps(texts)]
+    timeout, enter = options.pop("timeout", None), options.pop("enter", [])
+    texts = [(ranks, [*map(str, words)], *variables) for ranks, words, *variables in runs]
+    command = [*enter, sys.executable, "-u", __file__, program, json.dumps(texts)]
     with start(command, **options) as started:
         whole = started.finish(timeout or 60 + 30 * len(texts))
     found = MARKS.findall(whole.out)
     assert len(found) == len(texts), whole.tail()
     ended = []
-    for (_, words), (output, code) in zip(texts, found, strict=True):
+    for (_, words, *_), (output, code) in zip(texts, found, strict=True):
         ended.append(Run([str(program), *words], int(code), output, whole.seconds))
         assert expect in (None, int(code)), ended[-1].tail()
     return ended
@@ -59,16 +59,16 @@ def main() -> None:
     spec = importlib.util.spec_from_file_location("demo", program)
     module = sys.modules["demo"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for ranks, arguments in json.loads(runs):
+    for ranks, arguments, *own in json.loads(runs):
         print("BEGIN")
         with socket.create_server(("", 0)) as probe:
             port = probe.getsockname()[1]
         for rank in range(max(1, ranks)):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
             place |= {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            variables = {name: str(value) for name, value in place.items()}
+            variables = {name: str(value) for name, value in place.items()} if ranks else {}
             if os.fork() == 0:
-                run_rank(module, [program, *arguments], variables if ranks else {})
+                run_rank(module, [program, *arguments], variables | dict(*own))
         codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(max(1, ranks))]
         print("END", next((code for code in codes if code), 0))
 
