@@ -26,17 +26,24 @@ def run_forked(runs: list[tuple], **options: Any) -> list:
 
     program, expect = options.pop("program", SCRIPT), options.pop("expect", 0)
     timeout, enter = options.pop("timeout", None), options.pop("enter", [])
-    texts = [(ranks, [*map(str, words)], *variables) for ranks, words, *variables in runs]
-    command = [*enter, sys.executable, "-u", __file__, program, json.dumps(texts)]
-    with start(command, **options) as started:
-        whole = started.finish(timeout or 60 + 30 * len(texts))
+    with start([*enter, *forked_command(runs, program)], **options) as started:
+        whole = started.finish(timeout or 60 + 30 * len(runs))
     found = MARKS.findall(whole.out)
-    assert len(found) == len(texts), whole.tail()
+    assert len(found) == len(runs), whole.tail()
     ended = []
-    for (_, words, *_), (output, code) in zip(texts, found, strict=True):
-        ended.append(Run([str(program), *words], int(code), output, whole.seconds))
+    for (_, words, *_), (output, code) in zip(runs, found, strict=True):
+        command = [str(program), *map(str, words)]
+        ended.append(Run(command, int(code), output, whole.seconds))
         assert expect in (None, int(code)), ended[-1].tail()
     return ended
+
+
+def forked_command(runs: list[tuple], program: object = None) -> list[str]:
+    """The command of `run_forked`. It prints BEGIN before each run, END and the code after it."""
+    from support.processes import SCRIPT
+
+    texts = [(ranks, [*map(str, words)], *variables) for ranks, words, *variables in runs]
+    return [sys.executable, "-u", __file__, str(program or SCRIPT), json.dumps(texts)]
 
 
 def run_rank(module: Any, words: list[str], variables: dict[str, str]) -> None:
@@ -70,7 +77,7 @@ def main() -> None:
             if os.fork() == 0:
                 run_rank(module, [program, *arguments], variables | dict(*own))
         codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(max(1, ranks))]
-        print("END", next((code for code in codes if code), 0))
+        print(f"END {next((code for code in codes if code), 0)}\n", end="")  # in one piece
 
 
 if __name__ == "__main__":
