@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -24,13 +23,12 @@ from support.launchers import (
     STEP_3,
     changed_project,
     end_within,
-    finish_all,
     launch,
     starts,
     two_nodes,
 )
 from support.nodes import NamespacePair
-from support.processes import LONG, SCRIPT, Run, demo_command, free_port, require, start
+from support.processes import LONG, SCRIPT, demo_command, start
 
 pytestmark = LONG
 
@@ -45,79 +43,54 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 # --- What one rank alone meets -----------------------------------------------------------------
 
-# At step 3 of the first start.
+# At step 3 of each start.
 FAILS = """
 def failing(training, *rest):
     plain(training, *rest)
-    if training.step == 3 and not training.args.resume:
-        fail(training.process)
+    if training.step == 3:
+        fail(training)
 
 plain, finish_step = finish_step, failing
 
 """
-FULL = (
-    FAILS
-    + """
-def fail(process):
-    if process.rank == 1:
-        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-"""
-)
-
-
-def test_a_memory_that_is_full_on_one_node_alone_restarts_both(training, tmp_path):
-    project = changed_project(tmp_path, FULL)
-    with two_nodes(tmp_path) as nodes:
-        nodes.launcher = project / MULTINODE.name
-        runs = finish_all(nodes.start_both(*training, RESTARTS=1), 180)
-    assert [starts(run.out) for run in runs] == [2, 2]
-    assert "use a smaller --batch_size" in runs[1].out
-    assert not re.search(r"exitcode +: 2\b", runs[0].out + runs[1].out)
-
-
 # PyTorch's words, and the signal with which its watchdog ends a process. It has threads of its
-# own, so the main thread is deaf meanwhile.
+# own, so the main thread is deaf meanwhile: that of the other rank, too, until it is killed.
 WATCHDOG = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, \
 OpType=ALLREDUCE, NumelIn=11217552, NumelOut=11217552, Timeout(ms)=8000) ran for 8045 \
 milliseconds before timing out."
 ABORTED = (
     FAILS
     + f"""
-def fail(process):
-    if process.rank == 0:
+def fail(training):
+    if training.process.rank == 0:
         os.write(2, b"[rank0]:[E101 12:00:00.1 ProcessGroupNCCL.cpp:683] {WATCHDOG}\\n")
         os.kill(os.getpid(), signal.SIGABRT)
-    if {{deaf}}:
+    if not training.args.resume:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(60)
+        time.sleep(5)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 """
 )
 
 
-@pytest.mark.parametrize("deaf", [False, True], ids=["alone", "beside a rank that is killed"])
-def test_what_nccls_watchdog_says_is_the_last_line_and_the_reason_of_a_restart(
-    training, tmp_path, deaf
-):
-    project = changed_project(tmp_path, ABORTED.format(deaf=deaf))
+def test_what_nccls_watchdog_says_is_the_reason_of_a_restart_and_the_last_line(training, tmp_path):
+    """Beside a rank that is killed in the first start, alone in the second."""
+    project = changed_project(tmp_path, ABORTED)
     with launch(project / SINGLE.name, tmp_path, *training, GPUS=2, RESTARTS=1) as started:
-        assert "Watchdog caught collective" in started.wait_for("restart 1 of 1, .*", 120)[0]
-        started.finish(120)
-    if not deaf:
-        with launch(project / SINGLE.name, tmp_path, *training, GPUS=2, RUN_NAME="2") as started:
-            run = started.finish(60, expect=1)
-        assert WATCHDOG in run.lines()[-1]
+        run = started.finish(180, expect=1)
+    (reason,) = re.findall("restart 1 of 1, after: (.*)", run.out)
+    assert WATCHDOG in reason and WATCHDOG in run.lines()[-1]
 
 
 ENDED_BY_TORCHRUN = (
     FAILS
     + """
-def fail(process):
-    if process.rank == 0:
+def fail(training):
+    if training.process.rank == 0:
         time.sleep(1)
         raise RuntimeError("something of rank 0 alone")
-    signal.signal(signal.SIGTERM, lambda *_: stopped(process))
+    signal.signal(signal.SIGTERM, lambda *_: stopped(training.process))
     time.sleep(60)
 
 def stopped(process):
@@ -131,17 +104,18 @@ def stopped(process):
 def test_a_rank_that_torchrun_stops_after_another_has_failed_is_no_stop_of_the_user(
     training, tmp_path
 ):
+    """It is restarted."""
     project = changed_project(tmp_path, ENDED_BY_TORCHRUN)
     with launch(project / SINGLE.name, tmp_path, *training, GPUS=2, RESTARTS=1) as started:
-        run = started.finish(120)
-    assert "Stopped on SIGTERM" in run.out and starts(run.out) == 2
-    assert "restart 1 of 1, after: [CPU 0] ERROR: " in run.out
+        started.wait_for(r"restart 1 of 1, after: \[CPU 0\] ERROR: .*\n.*torchrun .* --resume$")
+        assert "Stopped on SIGTERM" in started.text() and starts(started.text()) == 2
 
 
+# Of the rank that the last argument names.
 NAN = """
 def not_a_number(*inputs, **options):
     loss = plain(*inputs, **options)
-    return loss * float("nan") if os.environ["RANK"] == "{rank}" else loss
+    return loss * float("nan") if os.environ["RANK"] == sys.argv[-1] else loss
 
 plain, cross_entropy = cross_entropy, not_a_number
 
@@ -149,11 +123,9 @@ plain, cross_entropy = cross_entropy, not_a_number
 
 
 def test_a_loss_of_either_rank_that_is_not_a_number_ends_the_run(training, tmp_path):
-    for rank in (0, 1):
-        (tmp_path / f"{rank}").mkdir()
-        project = changed_project(tmp_path / f"{rank}", NAN.format(rank=rank))
-        program = project / SCRIPT.name
-        (run,) = run_forked([(2, training)], program=program, expect=2)
+    program = changed_project(tmp_path, NAN) / SCRIPT.name
+    runs = [(2, [*training, "--seed", rank]) for rank in (0, 1)]
+    for run in run_forked(runs, program=program, expect=2):
         assert re.search("ERROR: a loss up to step 1 is not finite: lower --lr", run.out)
 
 
@@ -213,68 +185,66 @@ def test_torchruns_own_restart_resumes(training, tmp_path):
     not what it goes on from.
     """
     (tmp_path / "c.pt").write_text("of an earlier run")
-    words = demo_command([*training, "--checkpoint", tmp_path / "c.pt"], nproc=2)
+    words = demo_command([*training, "--max_steps", 12, "--checkpoint", tmp_path / "c.pt"])
     words.insert(words.index("--standalone"), "--max-restarts=1")
     with start(words) as started:
         started.wait_for(STEP_3)
-        os.kill(started.rank_pid(1), signal.SIGKILL)
+        os.kill(started.rank_pid(0), signal.SIGKILL)
         run = started.finish(120)
-    assert run.json_line("Run")["start_step"] >= 2 and run.steps(1)[-1][1] == 12
+    assert run.json_line("Run")["start_step"] >= 2 and run.steps()[-1][1] == 12
     (earlier,) = tmp_path.glob("c.pt.*")
     assert earlier.read_text() == "of an earlier run" and f"renamed to {earlier}" in run.out
 
 
 # --- A start that fails ------------------------------------------------------------------------
 
+NODE_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+NODE_1 |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+OPEN_MPI |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+STARTS = {  # ranks, their variables
+    "interface": (2, {"GLOO_SOCKET_IFNAME": "nope0"}),
+    "address": (0, NODE_1 | {"MASTER_ADDR": "10.77.0.9"}),
+    "port": (0, NODE_1 | {"MASTER_PORT": "29777"}),
+    "absent rank of mpirun": (
+        0,
+        OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+    ),
+    "port under mpirun": (
+        0,
+        OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+    ),
+}
 
-def two_ranks(pair: NamespacePair, words: list[str], **variables: object) -> list[Run]:
-    """By hand on two nodes; `variables` win."""
-    place = {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
-    place |= {"MASTER_ADDR": pair.addresses[0], "GLOO_SOCKET_IFNAME": pair.interface} | variables
-    env = {name: str(value) for name, value in place.items()}
-    command = [sys.executable, SCRIPT, *words]
-    ranks = [pair.popen(n, command, env=env | {"RANK": str(n)}) for n in (0, 1)]
-    return [rank.finish(60, expect=1) for rank in ranks]
 
-
-def error(run: Run) -> str:
-    (line,) = [line for line in run.lines() if "ERROR: " in line]
-    return line
-
-
-def test_an_interface_that_does_not_exist_is_named_and_no_rendezvous(training):
+@pytest.fixture(scope="module")
+def errors(training) -> dict[str, list[str]]:
+    """The error lines of each of these starts, on node 1 of two nodes."""
+    words = [*training, "--timeout", 4]
+    runs = [(ranks, words, variables) for ranks, variables in STARTS.values()]
     with NamespacePair() as pair:
-        for run in two_ranks(pair, training, GLOO_SOCKET_IFNAME="nope0"):
-            assert "GLOO_SOCKET_IFNAME (nope0)" in error(run)
-            assert "rendezvous" not in error(run)
+        ended = run_forked(runs, enter=pair.enter(1, []), expect=1, trains=False)
+    found = [[line for line in run.lines() if "ERROR: " in line] for run in ended]
+    assert [len(lines) for lines in found] == [max(1, ranks) for ranks, _ in STARTS.values()]
+    return dict(zip(STARTS, found, strict=True))
 
 
-@pytest.mark.parametrize("wrong", ["address", "port"])
-def test_a_wrong_address_or_port_is_called_a_rendezvous(training, wrong):
-    other = {"MASTER_ADDR": "10.77.0.9"} if wrong == "address" else {"MASTER_PORT": "29777"}
-    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "RANK": "1"}
-    place |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"} | other
-    with NamespacePair() as pair:
-        command = [sys.executable, SCRIPT, *training, "--timeout", 4]
-        run = pair.popen(1, command, env=place).finish(60, expect=1)
-    assert "rendezvous at " in error(run) and next(iter(other.values())) in error(run)
+def test_an_interface_that_does_not_exist_is_named_by_each_rank_and_no_rendezvous(errors):
+    for line in errors["interface"]:
+        assert "GLOO_SOCKET_IFNAME (nope0)" in line and "rendezvous" not in line
 
 
-def rank_of_mpirun(training: list[str], rank: int, local_size: int) -> str:
-    """The error of one of two ranks that Open MPI should have started."""
-    require(shutil.which("mpirun.openmpi"), "mpirun.openmpi (openmpi-bin) is not installed")
-    env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size)}
-    env |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with start([sys.executable, SCRIPT, *training, "--timeout", 4], env=env) as started:
-        return error(started.finish(60, expect=1))
+@pytest.mark.parametrize(("wrong", "value"), [("address", "10.77.0.9"), ("port", "29777")])
+def test_a_wrong_address_or_port_is_called_a_rendezvous(errors, wrong, value):
+    (line,) = errors[wrong]
+    assert "rendezvous at " in line and value in line
 
 
-def test_an_absent_rank_of_mpirun_is_called_a_rendezvous(training):
-    line = rank_of_mpirun(training, rank=0, local_size=2)
+def test_an_absent_rank_of_mpirun_is_called_a_rendezvous(errors):
+    (line,) = errors["absent rank of mpirun"]
     assert "1/2 clients joined" in line and "did all nodes start" in line
 
 
-def test_a_wrong_port_under_mpirun_is_called_a_rendezvous(training):
-    line = rank_of_mpirun(training, rank=1, local_size=1)
+def test_a_wrong_port_under_mpirun_is_called_a_rendezvous(errors):
+    (line,) = errors["port under mpirun"]
     assert "rendezvous at 127.0.0.1:" in line and "did all nodes start" in line

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,10 +23,8 @@ from support.launchers import (
     SINGLE,
     STEP_3,
     TwoNodes,
-    assert_scaling_is_compared,
     copy_project,
     finish_all,
-    has_rank,
     launch,
     starts,
     two_nodes,
@@ -66,9 +63,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory) -> list[str]:
-    """Options of a run of 48 steps on one process that saves every fourth step."""
-    images = make_set(tmp_path_factory.mktemp("set"), 64)
-    return [*FAST, *images, "--timeout", "8", "--checkpoint_every", "4", "--num_epochs", "3"]
+    """Options of a run of 32 steps on one process that saves every fourth step."""
+    images = make_set(tmp_path_factory.mktemp("set"), 128)
+    return [*FAST, *images, "--timeout", "8", "--checkpoint_every", "4", "--num_epochs", "1"]
 
 
 # --- On this machine --------------------------------------------------------------------------
@@ -87,32 +84,6 @@ def test_in_the_background_of_a_script_two_processes_train_and_the_log_has_all_l
     for rank in (0, 1):
         assert all(f"[CPU {rank}] {line}\n" in log for line in run.lines(rank))
     assert log.index(COMMAND.search(run.out)[0]) < log.index("[CPU 0]")
-
-
-@LONG
-def test_after_a_loader_worker_was_killed_it_restarts_from_the_checkpoint(training, folder):
-    """For a killed rank see test_faults.py."""
-    with launch(SINGLE, folder, *training, "--workers", 1, RESTARTS=1) as started:
-        started.wait_for(r"\| Step 5 ")
-        rank = started.rank_pid(0)
-        (worker,) = [p.pid for p in processes(started.test_id) if p.parent == rank]
-        os.kill(worker, signal.SIGKILL)
-        run = started.finish(180)
-    assert starts(run.out) == 2 and (folder / "logs/run/checkpoint.pt").is_file()
-    resumed = run.json_line("Run")["start_step"]
-    steps = [step for _, step, _ in run.steps()]
-    assert 4 <= resumed < 48 and steps[resumed - 48 :] == list(range(resumed + 1, 49))
-
-
-@LONG
-def test_a_killed_rank_ends_the_run_with_its_signal(training, folder):
-    """torchrun ends the other one by another signal."""
-    with launch(SINGLE, folder, *training, GPUS=2) as started:
-        started.wait_for(STEP_3)
-        os.kill(started.rank_pid(0), signal.SIGKILL)
-        run = started.finish(60, expect=1)
-    assert starts(run.out) == 1
-    assert re.search("SIGKILL|exitcode *: -9", run.lines()[-1]), run.tail()
 
 
 def test_an_error_of_the_script_is_the_last_line_and_is_not_restarted(folder):
@@ -139,35 +110,10 @@ def test_a_second_ctrl_c_ends_at_once(training, folder):
 
 
 @LONG
-def test_a_failed_probe_is_never_followed_by_the_training(training, folder):
-    variables = {"PROBE": 1, "GPUS_PER_NODE": 2, "RESTARTS": 1}
-    with launch(MULTINODE, folder, *training, **variables) as started:
-        wait_until(lambda: has_rank(started), 60, "a rank")
-        os.kill(started.rank_pid(0), signal.SIGKILL)
-        run = started.finish(60, expect=1)
-    assert starts(run.out) == 1
-
-
-READ_ONLY = 'mount --bind "$0" "$0"; mount -o remount,bind,ro "$0"; exec bash "$@"'
-
-
-@LONG
-def test_a_read_only_checkout_trains_and_a_reader_that_goes_away_changes_nothing(training, folder):
-    require_namespaces()
-    project = copy_project(folder)
-    words = ["unshare", "-m", "sh", "-ec", READ_ONLY, project, project / SINGLE.name]
-    pipe = ["bash", "-c", '"$@" 2>&1 | head -n 1; exit "${PIPESTATUS[0]}"', "bash"]
-    with start([*pipe, *words, *training, "--max_steps", 3], env=HERE, cwd=folder) as started:
-        started.finish()
-    log = (folder / LOG).read_text()
-    assert "| Step 3 " in log and "[CPU 0] Cleanup complete" in log
-
-
-@LONG
 def test_sigusr1_to_all_processes_saves(training, folder):
     """As SLURM may send it before a time limit. Loader workers and torchrun do not know it."""
     options = ["--num_epochs", 999, "--workers", 1, "--checkpoint", "c.pt"]
-    with launch(SINGLE, folder, *training, *options, GPUS=2) as started:
+    with launch(SINGLE, folder, *training, *options) as started:
         started.wait_for(STEP_3)
         for pid in started.pids():
             os.kill(pid, signal.SIGUSR1)
@@ -204,25 +150,15 @@ def project(tmp_path_factory) -> Path:
 OWN = shlex.split("--max_steps 2 --global_batch_size 8 --image_size 40 --timeout 60 --log_every 1")
 
 
-@pytest.mark.parametrize("name", [SINGLE.name, pytest.param(MULTINODE.name, marks=LONG)])
-def test_without_paths_a_users_settings_win_over_those_of_the_sample_set(project, folder, name):
-    with launch(project / name, folder, *OWN) as started:
+def test_without_paths_a_users_settings_win_over_those_of_the_sample_set(project, folder):
+    """For two nodes see test_two_nodes.py."""
+    with launch(project / SINGLE.name, folder, *OWN) as started:
         run = started.finish(180)
     assert [step for _, step, _ in run.steps()] == [1, 2]
     facts = run.json_line("Run")
     assert facts["global_batch_size"] == 8 and facts["image_size"] == 40
     assert facts["coco_image_path"] == f"{project}/data/sample_coco/train2017"
     assert facts["weights"] == "none"
-
-
-@LONG
-def test_two_nodes_make_the_sample_set_once_and_take_a_users_settings(project, folder):
-    require_namespaces()
-    shutil.rmtree(project / "data", ignore_errors=True)
-    with launch(project / "tools/two_nodes.sh", folder, "--", *OWN) as started:
-        run = started.finish(180, clean=10)
-    assert [step for _, step, _ in run.steps()] == [1, 2]
-    assert run.out.count("sample_coco: 48 + ") == 1, run.tail()
 
 
 PATHS = ["coco_image_path", "annotation_path", "val_image_path", "val_annotation_path"]
@@ -247,22 +183,83 @@ def test_without_a_path_of_images_the_scripts_own_error_is_seen(folder):
 # --- A name that is used twice, and where the log goes -----------------------------------------
 
 
+READ_ONLY = 'mount --bind "$0" "$0"; mount -o remount,bind,ro "$0"; exec bash "$@"'
+
+
+@pytest.fixture(scope="module")
+def three(training, tmp_path_factory) -> tuple[Path, list[Run]]:
+    """Three runs of one name, with what each has added to the log. The first one restarts, the
+    second does not resume. The third resumes from the second, of a checkout that is read-only
+    where root can make it so, and its output is read up to the first line.
+    """
+    folder = tmp_path_factory.mktemp("three") / "mein Gerät"
+    folder.mkdir()
+    begin, logged = 0, []
+
+    def add(run: Run) -> None:
+        nonlocal begin
+        text = (folder / LOG).read_text()
+        logged.append(Run(run.command, run.returncode, text[begin:], run.seconds))
+        begin = len(text)
+
+    env = HERE | {"RESTARTS": "1"}
+    words = ["nohup", "bash", SINGLE, *training, "--workers", 1]
+    with start(words, env=env, cwd=folder) as started:
+        started.wait_for(r"\| Step 5 ")
+        os.killpg(started.pid, signal.SIGHUP)  # as a terminal does when it is closed
+        rank = started.rank_pid(0)
+        (worker,) = [p.pid for p in processes(started.test_id) if p.parent == rank]
+        os.kill(worker, signal.SIGKILL)
+        add(started.finish(180))
+    assert (folder / "logs/run/checkpoint.pt").is_file()
+    with start(["bash", SINGLE, *training, "--max_steps", 2], env=env, cwd=folder) as started:
+        add(started.finish(120))
+    project = copy_project(folder)
+    words = ["bash", project / SINGLE.name, *training, "--max_steps", 4, "--resume"]
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0:
+        words = ["unshare", "-m", "sh", "-ec", READ_ONLY, project, *words[1:]]
+    pipe = ["bash", "-c", '"$@" 2>&1 | head -n 1; exit "${PIPESTATUS[0]}"', "bash"]
+    with start([*pipe, *words], env=env, cwd=folder) as started:
+        add(started.finish(120))
+    return folder, logged
+
+
 @LONG
-def test_a_second_run_of_a_name_appends_to_the_log_and_renames_the_checkpoint(training, folder):
+def test_after_a_loader_worker_was_killed_it_restarts_from_the_checkpoint(three):
+    """For a killed rank see below."""
+    run = three[1][0]
+    assert starts(run.out) == 2
+    resumed = run.json_line("Run")["start_step"]
+    steps = [step for _, step, _ in run.steps()]
+    assert 4 <= resumed < 32 and steps[resumed - 32 :] == list(range(resumed + 1, 33))
+
+
+@LONG
+def test_a_hang_up_is_ignored_under_nohup(three):
+    run = three[1][0]
+    assert run.steps()[-1][1] == 32 and "Stopped on" not in run.out
+
+
+@LONG
+def test_a_second_run_of_a_name_appends_to_the_log_and_renames_the_checkpoint(three):
     """The third goes on from the second. The comparison takes that one, and says so."""
-    runs = []
-    for options in (["2"], ["2"], ["4", "--resume"]):
-        with launch(SINGLE, folder, *training, "--max_steps", *options, RESTARTS=1) as started:
-            runs.append(started.finish(120))
-    assert starts((folder / LOG).read_text()) == 3
+    folder, runs = three
+    assert [starts(run.out) for run in runs] == [2, 1, 1]
     assert [run.out.count("has a run already") for run in runs] == [0, 1, 0]
-    assert [[step for _, step, _ in run.steps()] for run in runs] == [[1, 2], [1, 2], [3, 4]]
+    assert [[step for _, step, _ in run.steps()] for run in runs[1:]] == [[1, 2], [3, 4]]
     assert [run.out.count("renamed") for run in runs] == [0, 1, 0]
     assert len([*folder.glob("logs/run/checkpoint.pt.2*")]) == 1
     with start([sys.executable, ROOT / "tools/compare_logs.py", folder / LOG]) as started:
         compared = started.finish(60)
     assert re.search(r"^\| steps +\| +4 \|$", compared.out, re.MULTILINE), compared.tail()
     assert "1 other run(s) before it in the same log" in compared.out
+
+
+@LONG
+def test_a_read_only_checkout_trains_and_a_reader_that_goes_away_changes_nothing(three):
+    require_namespaces()
+    third = three[1][2].out
+    assert "| Step 4 " in third and "[CPU 0] Cleanup complete" in third
 
 
 def test_a_log_folder_that_cannot_be_made_is_refused(folder):
@@ -275,7 +272,7 @@ def test_a_log_folder_that_cannot_be_made_is_refused(folder):
 def test_training_goes_on_when_the_disk_of_the_log_is_full(training, folder):
     with small_disk(folder / "disk", "1m") as disk:
         # 64 steps, more lines than the log's last page can take
-        options = ["--num_epochs", 4, "--checkpoint_every", 0]
+        options = ["--num_epochs", 2, "--checkpoint_every", 0]
         with launch(SINGLE, folder, *training, *options, LOG_DIR=disk) as started:
             started.wait_for(STEP_3)
             with pytest.raises(OSError, match="No space"):
@@ -318,6 +315,15 @@ def test_settings_and_defaults_are_seen_in_the_torchrun_command(
     with launch(launcher, tmp_path, *NO_SAMPLE, *options.split(), **given) as started:
         found = command(started)
     assert set(words.split()) <= found and not [word for word in found if absent in word]
+
+
+@pytest.mark.parametrize(
+    ("processes", "program"), [(1, "demo_coco_resnet18.py"), (2, "tools/probe_link.py")]
+)
+def test_the_probe_comes_first_unless_there_is_one_process_alone(folder, processes, program):
+    """For what follows a probe that fails see test_two_nodes.py."""
+    with launch(MULTINODE, folder, *NO_SAMPLE, PROBE=1, GPUS_PER_NODE=processes) as started:
+        assert str(ROOT / program) in command(started)
 
 
 @pytest.mark.parametrize("value", ["0", "two", "-1", "all", " ", "1 two", "2 1 2"])
@@ -410,40 +416,23 @@ def test_end_is_judged_by_the_lines_of_the_log_and_by_nothing_else_in_them(
 
 
 @LONG
-def test_one_and_two_processes_train_with_equal_threads_and_are_compared(folder):
-    """Each has a folder of its own, with its log, its checkpoint and its traces."""
-    words = [*make_set(folder / "set", 80), *FAST, "--max_steps", 10]
-    words += ["--profile=traces/", "--checkpoint", folder / "elsewhere/c.pt"]
-    with launch(SINGLE, folder, *words, GPUS="1 2", OMP_NUM_THREADS=None) as started:
-        run = started.finish(180, expect=None)
-    logs = folder / "logs/run"
-    for count in (1, 2):
-        log = Run([], 0, (logs / f"p{count}/node0.log").read_text(), 0)
-        facts = log.json_line("Run")
-        assert (facts["world_size"], facts["global_batch_size"]) == (count, 4 * count)
-        assert facts["threads"] == max(1, CORES // 2)
-        assert [step for _, step, _ in log.steps(count - 1)] == [*range(1, 11)]
-        files = {path.name for path in (logs / f"p{count}").iterdir()}
-        assert files == {"node0.log", "c.pt", "traces"}
-        traces = {path.name for path in (logs / f"p{count}/traces").iterdir()}
-        assert traces == {f"rank{rank}.json.gz" for rank in range(count)}
-    assert not (folder / "elsewhere").exists() and not (folder / "traces").exists()
-    assert run.out.count("weak scaling: ") == 1 and "--lr_scaling" in run.out
-    assert_scaling_is_compared(run, "p1", "p2")
-    assert (logs / "compare.md").is_file() and (logs / "compare.png").is_file()
-
-
-@LONG
-def test_a_failed_run_does_not_keep_the_next_one_from_training(training, folder):
-    """With one global batch. The launcher then ends with 1."""
+def test_a_killed_rank_ends_its_run_with_its_signal_and_does_not_keep_the_next_one_from_training(
+    training, folder
+):
+    """torchrun ends the other rank by another signal. Without RESTARTS there is no restart. Both
+    runs have one global batch. The launcher then ends with 1.
+    """
     words = [*training, "--global-batch-size=4", "--max_steps", 20]
     with launch(SINGLE, folder, *words, GPUS="2 1") as started:
         started.wait_for(STEP_3)
         os.kill(started.rank_pid(0), signal.SIGKILL)
         run = started.finish(180, expect=None)
-    assert run.returncode == 1 and re.search("error: run p2: .*(SIGKILL|-9)", run.out)
-    log = (folder / "logs/run/p1/node0.log").read_text()
-    assert "| Step 20 |" in log and '"global_batch_size": 4' in log
+    assert run.returncode == 1
+    failed, other = ((folder / f"logs/run/p{n}/node0.log").read_text() for n in (2, 1))
+    assert starts(failed) == 1
+    assert re.search("error: run p2: .*(SIGKILL|exitcode *: -9)", failed.splitlines()[-1]), failed
+    assert failed.splitlines()[-1] in run.lines()
+    assert "| Step 20 |" in other and '"global_batch_size": 4' in other
     assert run.out.count("strong scaling: a step has 4 images") == 1
 
 

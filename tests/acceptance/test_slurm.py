@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from support.datasets import data_args
+from support.forks import forked_command
 from support.launchers import FAST, MULTINODE, assert_scaling_is_compared
 from support.processes import (
     LONG,
@@ -52,30 +53,25 @@ def assert_trained(run: Run, steps: int, hosts: list[str]) -> None:
     assert summary["steps"] == steps and summary["replicas_identical"] is True
 
 
-def test_srun_of_the_launcher_takes_its_settings_from_the_job(cluster, sample, tmp_path):
-    command = [MULTINODE, *data_args(sample), *FAST, "--max_steps", 3]
-    env = {"GPUS_PER_NODE": "1", "PROBE": "0"}
-    run = cluster.run("srun", *ONE_TASK, *command, timeout=180, clean=10, env=env, cwd=tmp_path)
-    assert_trained(run, 3, ["node0", "node1"])
-    (folder,) = (tmp_path / "logs").iterdir()  # the name is the job's, on both nodes the same
+def test_srun_of_the_launcher_takes_its_settings_from_the_job_and_1_and_2_nodes_are_compared(
+    cluster, sample, tmp_path
+):
+    """With the options that running.md shows for it."""
+    command = [MULTINODE, *data_args(sample), *FAST, "--max_steps", 8]
+    for count, name in ((1, {"RUN_NAME": "nodes1"}), (2, {})):
+        nodes = [f"--nodes={count}", "--ntasks-per-node=1"]
+        assert f"RUN_NAME=nodes{count} srun {' '.join(nodes)} " in PAGES
+        env = {"GPUS_PER_NODE": "1", "PROBE": "0"} | name
+        run = cluster.run("srun", *nodes, *command, timeout=180, clean=10, env=env, cwd=tmp_path)
+        assert_trained(run, 8, ["node0", "node1"][:count])
+    (folder,) = (tmp_path / "logs").glob("job*")  # without a name the job's, the same on both
     assert re.search(r"job\d+", folder.name)
     for node in (0, 1):
         assert f"[CPU {node}] Epoch 1 | Step 3 " in (folder / f"node{node}.log").read_text()
-
-
-def test_one_and_two_nodes_of_srun_are_compared(cluster, sample, tmp_path):
-    """With the options that running.md shows for it."""
-    command = [MULTINODE, *data_args(sample), *FAST, "--max_steps", 8]
-    for count in (1, 2):
-        nodes = f"--nodes={count}"
-        assert f"RUN_NAME=nodes{count} srun {nodes} --ntasks-per-node=1 " in PAGES
-        env = {"GPUS_PER_NODE": "1", "PROBE": "0", "RUN_NAME": f"nodes{count}"}
-        nodes = [nodes, "--ntasks-per-node=1"]
-        run = cluster.run("srun", *nodes, *command, timeout=180, clean=10, env=env, cwd=tmp_path)
-        assert run.json_line("Run")["nodes"] == count, run.tail()
-    logs = [tmp_path / "logs/nodes1", tmp_path / "logs/nodes2"]
-    with start([sys.executable, ROOT / "tools/compare_logs.py", *logs]) as started:
-        assert_scaling_is_compared(started.finish(60, expect=None), "nodes1", "nodes2")
+    with start(
+        [sys.executable, ROOT / "tools/compare_logs.py", tmp_path / "logs/nodes1", folder]
+    ) as started:
+        assert_scaling_is_compared(started.finish(60, expect=None), "nodes1", folder.name)
 
 
 def test_srun_of_the_script_with_two_tasks_a_node(cluster, sample, tmp_path):
@@ -101,17 +97,18 @@ WRONG = {  # what is set: the words on each node
 }
 
 
-@pytest.mark.parametrize("variable", WRONG)
-def test_srun_of_the_script_says_what_keeps_the_ranks_apart(cluster, sample, tmp_path, variable):
+def test_srun_of_the_script_says_what_keeps_the_ranks_apart(cluster, sample, tmp_path):
+    """Each task starts Python once, and there one process for each of the two."""
     words = [*data_args(sample), *FAST, "--timeout", 4]
-    env = {"GLOO_SOCKET_IFNAME": cluster.pair.interface} | dict([variable.split("=")])
-    command = ["srun", *ONE_TASK, *demo_command(words, launcher="python")]
-    run = cluster.run(*command, timeout=60, expect=None, clean=10, env=env, cwd=tmp_path)
+    runs = [(0, words, dict([variable.split("=")])) for variable in WRONG]
+    env = {"GLOO_SOCKET_IFNAME": cluster.pair.interface}
+    command = ["srun", *ONE_TASK, *forked_command(runs, trains=False)]
+    run = cluster.run(*command, timeout=90, clean=10, env=env, cwd=tmp_path)
     errors = re.findall("ERROR: (.*)", run.out)
-    assert run.returncode and len(errors) == 2, run.tail()
-    for line in errors:
-        assert re.match(WRONG[variable], line)
-        assert ("rendezvous" in line) == variable.startswith("MASTER")
+    assert len(re.findall("^END 1$", run.out, re.MULTILINE)) == len(errors) == 4, run.tail()
+    for words in WRONG.values():
+        first, second = (line for line in errors if re.match(words, line))
+        assert ("rendezvous" in first) == ("rendezvous" in second) == words.startswith("rendez")
 
 
 INTERACTIVE = shlex.split("srun --interactive --preserve-env --nodes=1 --ntasks=1")

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from support.datasets import make_set
 from support.launchers import (
+    BUSY,
+    COMMAND,
     FAST,
     SAVED,
     SINGLE,
@@ -24,21 +28,26 @@ from support.launchers import (
     assert_scaling_is_compared,
     copy_project,
     launch,
+    starts,
 )
 from support.nodes import namespaces, require_namespaces
 from support.processes import LONG, ROOT, Run, require, start
 
-COMMAND = ROOT / "tools" / "two_nodes.sh"
+TOOL = "tools/two_nodes.sh"
 
 
 def two_nodes(
-    folder: Path, *arguments: object, expect: int | None = 0, **variables: object
+    folder: Path,
+    *arguments: object,
+    command: Path = ROOT / TOOL,
+    expect: int | None = 0,
+    **variables: object,
 ) -> Run:
     """The command to its end; no namespace of it stays."""
     require_namespaces()
     env = {"PYTHON": sys.executable, "PROBE": "0"}
     env |= {name: str(value) for name, value in variables.items()}
-    with start(["bash", COMMAND, *arguments], env=env, cwd=folder) as started:
+    with start(["bash", command, *arguments], env=env, cwd=folder) as started:
         run = started.finish(400, expect=expect, clean=10)
         assert not namespaces(started)
     return run
@@ -50,11 +59,11 @@ def two_nodes(
         ("--lr 1", "--lr"),
         ("--rate", "--rate"),
         ("--gpus_per_node 0 -- x", "(?i)gpus_per_node"),
-        ("--rate fast -- x", "rate.* fast"),
+        ("--rate fast -- --annotation_path none", "rate.* fast"),
         ("--links slow -- x", "slow.*NAME=RATE"),
         ("--links lo=1gbit,fast=unshaped -- x", r"\blo\b"),
         ("--links a=1gbit,a=2gbit -- x", r"\ba\b"),
-        ("--links a=fast,b=2gbit -- x", " fast"),
+        ("--links a=fast,b=2gbit -- --annotation_path none", " fast"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(tmp_path, options, words):
@@ -67,9 +76,9 @@ def test_wrong_options_are_refused_in_one_line(tmp_path, options, words):
 
 def test_without_root_it_is_refused():
     other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    tried = subprocess.run([*other, "test", "-r", COMMAND], capture_output=True)
+    tried = subprocess.run([*other, "test", "-r", ROOT / TOOL], capture_output=True)
     require(tried.returncode == 0, "no other user can be made that reads this checkout")
-    with start([*other, "bash", COMMAND, "--", "--lr", 1], cwd="/") as started:
+    with start([*other, "bash", ROOT / TOOL, "--", "--lr", 1], cwd="/") as started:
         (line,) = started.finish(20, expect=1).lines()
     assert "error: " in line and "root" in line
 
@@ -91,84 +100,135 @@ def python_for(user: pwd.struct_passwd) -> dict[str, str]:
     pytest.skip(f"{user.pw_name} cannot run a Python that has torch")
 
 
+OWN = shlex.split("--max_steps 2 --global_batch_size 8 --image_size 40 --timeout 60 --log_every 1")
+OWN += shlex.split("--workers 0 --precision fp32")
+
+
 @pytest.fixture(scope="module")
-def folder(caller) -> Iterator[Path]:
-    """The folder of a user behind sudo, who has trained with four ranks over a slow cable."""
+def of_user(caller) -> Iterator[tuple[Path, Run]]:
+    """The folder of a user behind sudo, with a copy of the project whose sample set was not made
+    yet, in which four ranks have trained over a slow cable.
+    """
     require_namespaces()
     variables = {**python_for(caller), "SUDO_UID": caller.pw_uid, "SUDO_GID": caller.pw_gid}
     with tempfile.TemporaryDirectory(prefix="mein Gerät-") as name:  # pytest's own is for root
         os.chown(name, caller.pw_uid, caller.pw_gid)
         path = Path(name)
         path.chmod(0o755)
-        command = ["--rate", "100mbit", "--gpus_per_node", 2, "--name", "slow", "--"]
-        command += [*make_set(path / "set", 32), *FAST, "--max_steps", 2]
-        two_nodes(path, *command, TMPDIR=path, **variables)
-        yield path
+        project = copy_project(path)
+        drawing = project / "tools/make_sample_coco.py"
+        drawing.write_text(drawing.read_text().replace("default=512", "default=48"))
+        command = ["--rate", "100mbit", "--gpus_per_node", 2, "--name", "slow", "--", *OWN]
+        run = two_nodes(path, *command, command=project / TOOL, TMPDIR=path, **variables)
+        yield path, run
+
+
+def log_of(folder: Path, node: int = 0) -> Run:
+    """What a node's log in this folder says."""
+    return Run([], 0, (folder / f"node{node}.log").read_text(), 0)
 
 
 @LONG
-def test_both_nodes_train_over_a_cable_of_the_rate_asked_for(folder):
+def test_both_nodes_train_over_a_cable_of_the_rate_asked_for(of_user):
     """A step sends 1.5 times 45 MB of gradients each way: 5.4 s at 100 Mb/s."""
+    folder, _ = of_user
     for node, ranks in enumerate([(0, 1), (2, 3)]):
-        log = Run([], 0, (folder / f"logs/slow/node{node}.log").read_text(), 0)
+        log = log_of(folder / "logs/slow", node)
         assert [rank for rank in range(4) if log.steps(rank)] == [*ranks]
         times = re.findall(r"\| step (\S+) ms", log.out)
         assert len(times) == 4 and all(float(time) > 4500 for time in times)
-    facts = Run([], 0, (folder / "logs/slow/node0.log").read_text(), 0).json_line("Run")
+    facts = log_of(folder / "logs/slow").json_line("Run")
     assert facts["hosts"] == ["node0", "node0", "node1", "node1"]
 
 
 @LONG
-def test_what_it_makes_belongs_to_the_user_behind_sudo(folder, caller):
-    made = [folder / "logs", *(folder / "logs").rglob("*")]
-    assert {"node0.log", "node1.log"} <= {path.name for path in made}
-    owners = {(path.lstat().st_uid, path.lstat().st_gid) for path in made}
-    assert owners == {(caller.pw_uid, caller.pw_gid)}
-    assert (folder / "set").stat().st_uid == os.geteuid()  # which was there before
+def test_they_make_the_sample_set_once_and_a_users_settings_win_over_its_own(of_user):
+    folder, run = of_user
+    assert run.out.count("sample_coco: 48 + ") == 1, run.tail()
+    assert [step for _, step, _ in run.steps()] == [1, 2]
+    facts = run.json_line("Run")
+    assert facts["global_batch_size"] == 8 and facts["image_size"] == 40
+    assert facts["coco_image_path"] == f"{folder}/project/data/sample_coco/train2017"
+    assert facts["weights"] == "none"
 
 
 @LONG
-def test_the_sample_set_belongs_to_the_user_behind_sudo(tmp_path, caller):
-    """It is stopped as soon as the set is made."""
+def test_what_it_makes_belongs_to_the_user_behind_sudo(of_user, caller):
+    folder, _ = of_user
+    logs = [folder / "logs", *(folder / "logs").rglob("*")]
+    assert {"node0.log", "node1.log"} <= {path.name for path in logs}
+    data = [folder / "project/data", *(folder / "project/data").rglob("*")]
+    assert len(data) > 48
+    owners = {(path.lstat().st_uid, path.lstat().st_gid) for path in [*logs, *data]}
+    assert owners == {(caller.pw_uid, caller.pw_gid)}
+    assert (folder / "project").stat().st_uid == os.geteuid()  # which was there before
+
+
+# --- Several cables ----------------------------------------------------------------------------
+
+TIMEOUT = 8  # seconds, of --timeout
+
+
+def swallow(space: str, interface: str) -> None:
+    """A firewall in this namespace drops all TCP of an interface."""
+    rules = f"""
+    table inet demo {{
+        chain input {{
+            type filter hook input priority 0;
+            iifname {interface} meta l4proto tcp drop
+        }}
+        chain output {{
+            type filter hook output priority 0;
+            oifname {interface} meta l4proto tcp drop
+        }}
+    }}"""
+    command = ["ip", "netns", "exec", space, "nft", "-f", "-"]
+    subprocess.run(command, input=rules.encode(), check=True)
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory) -> list[str]:
+    """Options of ten steps."""
+    images = make_set(tmp_path_factory.mktemp("set"), 80)
+    return [*images, *FAST, "--max_steps", 10, "--timeout", TIMEOUT]
+
+
+@pytest.fixture(scope="module")
+def links(training, tmp_path_factory) -> tuple[Path, Run]:
+    """The folder of a run over each of three cables, of which one is not open in a firewall."""
     require_namespaces()
-    project = copy_project(tmp_path)
-    drawing = project / "tools/make_sample_coco.py"
-    drawing.write_text(drawing.read_text().replace("default=512", "default=48"))
-    env = {"PYTHON": sys.executable}
-    env |= {"SUDO_UID": str(caller.pw_uid), "SUDO_GID": str(caller.pw_gid)}
-    with start(["bash", project / "tools/two_nodes.sh"], env=env, cwd=tmp_path) as started:
-        started.wait_for("Emulated: ")
-        started.signal(signal.SIGTERM)
-        started.finish(30, expect=None, clean=10)
-    made = [project / "data", *(project / "data").rglob("*")]
-    assert len(made) > 48
-    owners = {(path.stat().st_uid, path.stat().st_gid) for path in made}
-    assert owners == {(caller.pw_uid, caller.pw_gid)}
+    folder = tmp_path_factory.mktemp("links")
+    # -x: it prints what it does, and with that the exit code of each node.
+    words = ["--links", "slow=500mbit,bad=unshaped,fast=unshaped", "--name", "both", "--"]
+    env = {"PYTHON": sys.executable, "PROBE": "1", "RESTARTS": "1", "OMP_NUM_THREADS": None}
+    with start(["bash", "-x", ROOT / TOOL, *words, *training], env=env, cwd=folder) as started:
+        started.wait_for("^[^+].*Emulated: ")
+        swallow(f"two_nodes{started.pid}-1", "bad")
+        run = started.finish(400, expect=1, clean=10)
+        assert not namespaces(started)
+    return folder / "logs/both", run
 
 
 @LONG
-def test_links_are_compared_in_a_table_and_a_picture(tmp_path):
-    """Of each network there is the log of each node, and of both a comparison, on node 0."""
-    links = ["--links", "slow=500mbit,fast=unshaped", "--name", "both"]
-    arguments = [*make_set(tmp_path / "set", 32), *FAST, "--max_steps", 3]
-    run = two_nodes(tmp_path, *links, "--", *arguments, PROBE=1)
-    logs = tmp_path / "logs/both"
+def test_links_are_compared_in_a_table_and_a_picture(links):
+    """Of each network there is the log of each node, and of all a comparison, on node 0."""
+    logs, run = links
     summaries = []
     for label in ("slow", "fast"):
-        log = Run([], 0, (logs / label / "node0.log").read_text(), 0)
-        assert "[CPU 1] " in (logs / label / "node1.log").read_text()
+        log = log_of(logs / label)
+        assert "[CPU 1] " in log_of(logs / label, 1).out
         assert log.json_line("Run")["env"]["GLOO_SOCKET_IFNAME"] == label
         probe = log.json_line("Probe")
         assert probe["world_size"] == 2
         if label == "slow":
-            links = [link for node in probe["nodes"] for link in node["interfaces"]]
-            rates = [link["wire_Gbps"] for link in links if link["name"] == "slow"]
+            found = [link for node in probe["nodes"] for link in node["interfaces"]]
+            rates = [link["wire_Gbps"] for link in found if link["name"] == "slow"]
             assert rates == pytest.approx([0.5, 0.5], rel=0.1)
         summaries.append(log.json_line("Summary"))
     slow, fast = summaries
-    assert slow["weights_sha256"] == fast["weights_sha256"] and slow["steps"] == 3
-    assert "Emulated: two network namespaces" in run.out
-    head = re.search(r"^\|.*\| +slow +\| +fast +\|$", run.out, re.MULTILINE)
+    assert slow["weights_sha256"] == fast["weights_sha256"] and slow["steps"] == 10
+    assert "two_nodes.sh: Emulated: two network namespaces" in run.out
+    head = re.search(r"^\|.*\| +slow +\| +bad +\| +fast +\|$", run.out, re.MULTILINE)
     assert head and head[0] in (logs / "compare.md").read_text()
     assert (logs / "compare.png").stat().st_size > 10_000
     # Its interface states 10 Gb/s; the cable that was made is judged by its own rate.
@@ -179,38 +239,98 @@ def test_links_are_compared_in_a_table_and_a_picture(tmp_path):
 
 
 @LONG
-def test_one_process_and_two_on_one_node_and_on_two_are_compared(tmp_path):
-    """With the same arguments and threads. Two processes train the same wherever they are."""
-    words = [*make_set(tmp_path / "set", 64), *FAST, "--max_steps", 8]
-    threads = {"OMP_NUM_THREADS": "1", "RUN_NAME": "one"}
-    for count, name in ((1, "one"), (2, "two")):
-        with launch(SINGLE, tmp_path, *words, GPUS=count, **threads | {"RUN_NAME": name}) as run:
-            run.finish(120)
-    two_nodes(tmp_path, "--name", "nodes", "--", *words, OMP_NUM_THREADS=1)
-    logs = {name: tmp_path / "logs" / name for name in ("one", "two", "nodes")}
-    found = {}
-    for name, folder in logs.items():
-        log = Run([], 0, (folder / "node0.log").read_text(), 0)
-        facts, summary = log.json_line("Run"), log.json_line("Summary")
-        place = facts["world_size"], facts["nodes"], facts["threads"]
-        found[name] = place, summary["weights_sha256"], summary["steps"]
-    assert [place for place, *_ in found.values()] == [(1, 1, 1), (2, 1, 1), (2, 2, 1)]
-    assert found["two"][1:] == found["nodes"][1:] and found["one"][1:] != found["two"][1:]
+def test_a_network_whose_probe_fails_is_left_out_and_the_others_are_compared(links):
+    """Its training is not started. Both nodes end with 1. The logs and the comparison of another
+    one name the interface that carried it, and no idle one: in each node's log after the second of
+    two Counters lines.
+    """
+    logs, run = links
+    assert re.findall(r"^\++ node_code=([1-9]\d*)$", run.out, re.MULTILINE) == ["1", "1"]
+    both = (logs / "compare.md").read_text()
+    assert re.search(r"(?m)^.*\bbad\b.*(missing|no |not |incomplete|failed)", both)
+    compare = [sys.executable, ROOT / "tools/compare_logs.py", logs / "fast"]
+    with start(compare) as started:
+        fast = started.finish(60).out
+    assert "TCP on fast (ethernet), by byte counters" in fast
+    assert not re.search(r"\b(slow|bad)\b", fast)
+    for node in (0, 1):
+        bad, good = (log_of(logs / label, node).out for label in ("bad", "fast"))
+        assert starts(bad) == 1 and "probe_link.py" in COMMAND.search(bad)[1]
+        assert "| Step 1 " not in bad and "| Step 10 " in good
+        assert re.findall(r"^Sent .* on (\S+) \(ethernet\) in \d+ s$", good, re.M) == ["fast"]
+    order = re.findall(
+        r"^(?:\[CPU 0\] )?(Probe|Counters|Run|Summary) \{", log_of(logs / "fast").out, re.M
+    )
+    assert order == ["Probe", "Counters", "Run", "Summary", "Counters"]
+
+
+@LONG
+def test_a_firewall_that_opens_the_rendezvous_alone_is_named_in_time(links):
+    """The nodes meet over the first cable. A minute is for what the ranks load first."""
+    logs, _ = links
+    for node in (0, 1):
+        bad = log_of(logs / "bad", node).out
+        assert re.search(rf"^\[CPU {node}\] ERROR.*firewall.*GLOO_SOCKET_IFNAME", bad, re.M), bad
+        assert "rendezvous at" not in bad
+        lines = [COMMAND.search(log_of(logs / label, node).out)[0] for label in ("bad", "fast")]
+        begun, ended = (datetime.fromisoformat(" ".join(line.split()[1:3])) for line in lines)
+        assert (ended - begun).total_seconds() < TIMEOUT + 15 + BUSY + 60
+
+
+@LONG
+def test_one_and_two_processes_and_two_nodes_train_with_equal_threads_and_are_compared(
+    training, links, tmp_path
+):
+    """Each number of processes has a folder of its own, with its log, its checkpoint and its
+    traces. Two processes train the same wherever they are.
+    """
+    folder = tmp_path / "mein Gerät"
+    folder.mkdir()
+    words = [*training, "--profile=traces/", "--checkpoint", folder / "elsewhere/c.pt"]
+    with launch(SINGLE, folder, *words, GPUS="1 2", OMP_NUM_THREADS=None) as started:
+        run = started.finish(180, expect=None)
+    logs = {name: folder / "logs/run" / name for name in ("p1", "p2")}
+    for count, path in enumerate(logs.values(), 1):
+        log = log_of(path)
+        facts = log.json_line("Run")
+        assert (facts["world_size"], facts["global_batch_size"]) == (count, 4 * count)
+        assert [step for _, step, _ in log.steps(count - 1)] == [*range(1, 11)]
+        assert {file.name for file in path.iterdir()} == {"node0.log", "c.pt", "traces"}
+        traces = {file.name for file in (path / "traces").iterdir()}
+        assert traces == {f"rank{rank}.json.gz" for rank in range(count)}
+    assert not (folder / "elsewhere").exists() and not (folder / "traces").exists()
+    assert run.out.count("weak scaling: ") == 1 and "--lr_scaling" in run.out
+    assert_scaling_is_compared(run, "p1", "p2")
+    compared = {path.name for path in (folder / "logs/run").glob("compare.*")}
+    assert compared == {"compare.md", "compare.png"}
+
+    logs["fast"] = links[0] / "fast"
+    found = {name: (log_of(path).json_line("Run"), log_of(path)) for name, path in logs.items()}
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    places = [(facts["world_size"], facts["nodes"]) for facts, _ in found.values()]
+    assert places == [(1, 1), (2, 1), (2, 2)]
+    assert {facts["threads"] for facts, _ in found.values()} == {threads}
+    digest = {name: log.json_line("Summary")["weights_sha256"] for name, (_, log) in found.items()}
+    assert digest["p2"] == digest["fast"] != digest["p1"]
     with start([sys.executable, ROOT / "tools/compare_logs.py", *logs.values()]) as started:
         assert_scaling_is_compared(started.finish(60, expect=None), *logs)
 
 
 @LONG
-def test_a_stop_saves_on_both_nodes_and_leaves_no_namespace(tmp_path):
+def test_a_stop_in_the_first_of_two_runs_saves_on_both_nodes_and_leaves_no_namespace(tmp_path):
+    """It ends the series. The checkpoint is in the run's own folder, under the given name."""
     require_namespaces()
-    words = ["--", *make_set(tmp_path / "set", 32), *FAST, "--num_epochs", 99, "--timeout", 30]
+    words = ["--links", "one=unshaped,two=unshaped", "--", *make_set(tmp_path / "set", 32), *FAST]
+    words += ["--num_epochs", 99, "--timeout", 30, "--checkpoint", tmp_path / "c.pt"]
     env = {"PYTHON": sys.executable, "PROBE": "0", "RUN_NAME": "run"}
-    with start(["bash", COMMAND, *words], env=env, cwd=tmp_path) as started:
+    with start(["bash", ROOT / TOOL, *words], env=env, cwd=tmp_path) as started:
         for rank in (0, 1):
             started.wait_for(rf"\[CPU {rank}\] .*{STEP_3}")
         started.signal(signal.SIGTERM)
         started.finish(20, SAVED, clean=10)
     assert not namespaces(started)
+    logs = tmp_path / "logs/run"
+    assert [path.name for path in logs.iterdir()] == ["one"]
+    assert (logs / "one/c.pt").stat().st_size > 0
     for node in (0, 1):
-        log = (tmp_path / f"logs/run/node{node}.log").read_text()
-        assert f"[CPU {node}] Stopped on SIGTERM" in log
+        assert f"[CPU {node}] Stopped on SIGTERM" in log_of(logs / "one", node).out

@@ -23,29 +23,39 @@ def run_forked(runs: Sequence[ForkedRun], **options: Any) -> list:
 
     Each rank is a process with the variables that torchrun would give it; 0 ranks: one process
     without them. Variables that a run states itself win over these. `program` is another module
-    with `main` and `run_and_exit`, `expect` the exit code of each rank (None: any), `timeout`
-    seconds for all runs, `trains` says whether any run comes to train; the rest are options of
-    `Started`.
+    with `main` and `run_and_exit`, `trains` says whether any run comes to train, `enter` has words
+    before the command, `expect` the exit code of each rank (None: any), `timeout` seconds for all
+    runs; the rest are options of `Started`.
     """
     from support.processes import SCRIPT, Run, start
 
     program, expect = options.pop("program", SCRIPT), options.pop("expect", 0)
-    timeout = options.pop("timeout", None)
-    texts = [(run[0], words_of(run), run[2] if run[2:] else {}) for run in runs]
-    # Otherwise each rank would import it for its optimizer, in 3 s.
-    imports = ["torch._dynamo"] if options.pop("trains", True) else []
-    command = [sys.executable, "-u", __file__, program, json.dumps(texts), *imports]
-    with start(command, **options) as started:
-        whole = started.finish(timeout or 60 + 30 * len(texts))
+    timeout, enter = options.pop("timeout", None), options.pop("enter", [])
+    command = forked_command(runs, program, options.pop("trains", True))
+    with start([*enter, *command], **options) as started:
+        whole = started.finish(timeout or 60 + 30 * len(runs))
     found = MARKS.findall(whole.out)
-    assert len(found) == len(texts), whole.tail()
+    assert len(found) == len(runs), whole.tail()
     ended = []
-    for (_, words, _), (output, numbers) in zip(texts, found, strict=True):
+    for run, (output, numbers) in zip(runs, found, strict=True):
         codes = [int(number) for number in numbers.split()]
         code = next((code for code in codes if code), 0)
-        ended.append(Run([str(program), *words[0]], code, output, whole.seconds))
+        command = [str(program), *words_of(run)[0]]
+        ended.append(Run(command, code, output, whole.seconds))
         assert expect is None or {*codes} == {expect}, ended[-1].tail()
     return ended
+
+
+def forked_command(
+    runs: Sequence[ForkedRun], program: object = None, trains: bool = True
+) -> list[str]:
+    """The command of `run_forked`. It prints BEGIN before each run, END and the codes after it."""
+    from support.processes import SCRIPT
+
+    texts = [(run[0], words_of(run), run[2] if run[2:] else {}) for run in runs]
+    # Otherwise each rank would import it for its optimizer, in 3 s.
+    imports = ["torch._dynamo"] if trains else []
+    return [sys.executable, "-u", __file__, str(program or SCRIPT), json.dumps(texts), *imports]
 
 
 def words_of(run: ForkedRun) -> list[list[str]]:
@@ -78,7 +88,7 @@ def main() -> None:
     spec.loader.exec_module(module)
     for name in imports:
         importlib.import_module(name)
-    for ranks, words, given in json.loads(runs):
+    for ranks, words, own in json.loads(runs):
         print("BEGIN")
         with socket.create_server(("", 0)) as probe:
             port = probe.getsockname()[1]
@@ -86,11 +96,10 @@ def main() -> None:
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
             place |= {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             variables = {name: str(value) for name, value in place.items()} if ranks else {}
-            variables |= given
             if os.fork() == 0:
-                run_rank(module, [program, *words[rank]], variables)
+                run_rank(module, [program, *words[rank]], variables | own)
         codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(max(1, ranks))]
-        print("END", *codes)
+        print(f"END {' '.join(map(str, codes))}\n", end="")  # in one piece
 
 
 if __name__ == "__main__":
