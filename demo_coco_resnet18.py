@@ -11,11 +11,12 @@ It needs Linux or macOS (on Windows: WSL2), Python 3.10 or newer, and what requi
 One GPU, or the CPU if there is none (python in place of torchrun and its options does the same):
     torchrun --standalone --nnodes=1 --nproc_per_node=1 demo_coco_resnet18.py \
         --coco_image_path DIR --annotation_path FILE
---standalone: all meet on this machine. (Its name does not resolve? Add --local-addr=127.0.0.1.)
+(If torchrun hangs, this machine's own name does not resolve: add --local-addr=127.0.0.1.)
 All GPUs of one machine:
     torchrun --standalone --nnodes=1 --nproc_per_node=gpu demo_coco_resnet18.py ...
-Two nodes (machines) with two GPUs each. They meet (rdzv: rendezvous) at the first one's address
-and a free port; --node_rank, 1 on the second one, decides the ranks (static); 123: any number:
+Two nodes (machines) with two GPUs each. They meet (rdzv: rendezvous) at 10.0.0.1:29500, the first
+node's address and a free port there. static: --node_rank decides the ranks. 123 is any number. On
+the second node the command is the same except for --node_rank=1:
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=2 --rdzv_id=123 --rdzv_backend=static \
         --rdzv_endpoint=10.0.0.1:29500 demo_coco_resnet18.py ...
 The same under SLURM, which starts the processes itself:
@@ -33,7 +34,7 @@ With N processes a step covers N times as many images, so an epoch has 1/N as ma
 --batch_size sets the images of one process; --global_batch_size sets those of all, for any N.
 With --accumulate_steps each process adds up the gradients of several batches (micro-batches)
 before a step. A step of N processes does what one process would do with all these images, but also
-sends gradients (5/6) and waits for the slowest process. Three results differ: batch norm sees the
+sends gradients (5/6) and waits for the slowest process. Three things differ: batch norm sees the
 images of its own process only, an epoch may end with repeated images (3/6), and sums may differ in
 their last bits. The learning rate does not depend on N unless you ask for --lr_scaling.
 
@@ -50,7 +51,7 @@ collective call is an exchange between all ranks: all-reduce (every rank gets th
 maximum of all values), all-gather (every rank gets a list of all values), broadcast (every rank
 gets one rank's value) or barrier (no value: the ranks only wait). In such a call the ranks wait
 for each other. If one leaves a call out, the others fail after --timeout seconds. Calls that do
-not match hang, or mix up data. A function with such calls is one too: it begins "All ranks:".
+not match hang, or mix up data. The docstring of a function with such calls begins "All ranks:".
 
 The first part of this file, up to "Part two", is the lesson: it can be read alone. Part two has
 what the first part calls, in the order of use: look up what you need.
@@ -512,6 +513,7 @@ def leave_process_group():
     # break while others still use them. And after an error torchrun, which kills all processes as
     # soon as one has failed, could kill some before they have said why.
     dist.barrier()
+    gc.collect()  # frees DDP: threads of the group that still run could abort Python at its end
     dist.destroy_process_group()
 
 
@@ -637,6 +639,8 @@ def parse_arguments(argv):
         refuse("--val_image_path and --val_annotation_path go together: give both")
     if args.resume and not args.checkpoint:
         refuse("--resume needs --checkpoint FILE")
+    if args.compile and args.bucket_cap_mb < 1:
+        refuse("--compile needs --bucket_cap_mb 1 or more: PyTorch's first bucket has 1 MB")
     args.val_workers = args.workers
     return args
 
@@ -709,8 +713,7 @@ def fill_in_arguments(args, process, image_count, checkpoint=None):
     if args.grad_compression == "powersgd":
         args.bucket_cap_mb = 1024  # NOTE: over Gloo PowerSGD hangs with two buckets
         if args.precision == "fp16":  # all ranks have the same
-            text = "--grad_compression powersgd does not recover from an overflow in fp16"
-            raise UserError(f"{text}: use --precision bf16 or fp32")
+            raise UserError("powersgd in fp16 does not recover from an overflow: use bf16 or fp32")
 
 
 # ---- Launchers and devices: who started this process, and on what it computes
@@ -2024,8 +2027,7 @@ def run_and_exit(main, log_wall_time=True):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # With a code the reason is logged already: this is only a connection lost after it.
         end_process(code or EXIT_FAILED, process, "" if code else explain(process, error))
-    # Not sys.exit: threads of PyTorch that still run could abort Python's own end, a long one.
-    end_process(code)
+    sys.exit(code)
 
 
 def explain(process, error):
@@ -2046,8 +2048,6 @@ def end_process(code, process=None, text=""):
     # Loader workers ignore SIGTERM, and could outlive this process.
     for worker in multiprocessing.active_children():
         worker.kill()
-    with suppress(OSError):
-        sys.stdout.flush()
     os._exit(code)
 
 

@@ -144,7 +144,6 @@ def test_peer_is_measured_by_the_clock_alone(benchmark, tmp_path, monkeypatch):
     found = rates(out)
     assert list(found) == ["launch_single.sh", "bare torchrun", "peer"]
     assert found["peer"] == pytest.approx(2 / SLEEP, rel=0.3)
-    assert max(found.values()) < 1.3 * 2 / SLEEP
     assert "The demo's precision: fp32. Loader workers: 1" in out
 
 

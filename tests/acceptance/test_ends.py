@@ -78,7 +78,7 @@ def test_what_nccls_watchdog_says_is_the_reason_of_a_restart_and_the_last_line(t
     """Beside a rank that is killed in the first start, alone in the second."""
     project = changed_project(tmp_path, ABORTED)
     with launch(project / SINGLE.name, tmp_path, *training, GPUS=2, RESTARTS=1) as started:
-        run = started.finish(180, expect=1)
+        run = started.finish(240, expect=1)
     (reason,) = re.findall("restart 1 of 1, after: (.*)", run.out)
     assert WATCHDOG in reason and WATCHDOG in run.lines()[-1]
 
@@ -185,13 +185,13 @@ def test_torchruns_own_restart_resumes(training, tmp_path):
     not what it goes on from.
     """
     (tmp_path / "c.pt").write_text("of an earlier run")
-    words = demo_command([*training, "--max_steps", 12, "--checkpoint", tmp_path / "c.pt"])
+    words = demo_command([*training, "--checkpoint", tmp_path / "c.pt"], nproc=2)
     words.insert(words.index("--standalone"), "--max-restarts=1")
     with start(words) as started:
         started.wait_for(STEP_3)
-        os.kill(started.rank_pid(0), signal.SIGKILL)
+        os.kill(started.rank_pid(1), signal.SIGKILL)
         run = started.finish(120)
-    assert run.json_line("Run")["start_step"] >= 2 and run.steps()[-1][1] == 12
+    assert run.json_line("Run")["start_step"] >= 2 and run.steps(1)[-1][1] == 12
     (earlier,) = tmp_path.glob("c.pt.*")
     assert earlier.read_text() == "of an earlier run" and f"renamed to {earlier}" in run.out
 

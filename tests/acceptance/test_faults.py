@@ -82,7 +82,7 @@ def test_after_each_fault_both_nodes_restart_and_end_with_the_weights_of_an_unbr
     with two_nodes(tmp_path) as nodes:
         nodes.launcher = changed_project(tmp_path, FULL) / MULTINODE.name
         nodes.second_cable()
-        started = nodes.start_both(*words, "--checkpoint_every", 2, NETWORKS=BOTH, RESTARTS=4)
+        started = nodes.train(*words, "--checkpoint_every", 2, NETWORKS=BOTH, RESTARTS=4)
         for restart, what in enumerate(["memory", "rank", "torchrun", "cable"], 1):
             if what == "cable":
                 nodes.pair.link_down()

@@ -97,6 +97,7 @@ BAD_INPUT = {  # options: the exit code, and what the line names
     "--device mps": (2, r"--device mps needs a Mac"),
     "--sync_bn": (2, r"--sync_bn needs NVIDIA GPUs"),
     "--grad_compression powersgd --precision fp16": (2, r"powersgd .* fp16"),
+    "--compile --bucket_cap_mb 0.5": (2, r"--compile needs --bucket_cap_mb 1 or more"),
     "--checkpoint set": (2, r"checkpoint set is a folder"),
     "--weights code.pt": (2, r"code\.pt"),
     "--checkpoint run.pt --resume --image_size 48": (2, r"run\.pt\b.*--image_size"),

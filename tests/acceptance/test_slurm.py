@@ -64,8 +64,9 @@ def test_srun_of_the_launcher_takes_its_settings_from_the_job_and_1_and_2_nodes_
         env = {"GPUS_PER_NODE": "1", "PROBE": "0"} | name
         run = cluster.run("srun", *nodes, *command, timeout=180, clean=10, env=env, cwd=tmp_path)
         assert_trained(run, 8, ["node0", "node1"][:count])
-    (folder,) = (tmp_path / "logs").glob("job*")  # without a name the job's, the same on both
-    assert re.search(r"job\d+", folder.name)
+    folder, named = sorted((tmp_path / "logs").iterdir())
+    assert named.name == "nodes1"
+    assert re.match(r"job\d+", folder.name)  # without a name the job's, the same on both nodes
     for node in (0, 1):
         assert f"[CPU {node}] Epoch 1 | Step 3 " in (folder / f"node{node}.log").read_text()
     with start(

@@ -29,13 +29,14 @@ def run_forked(runs: Sequence[ForkedRun], **options: Any) -> list:
     """
     from support.processes import SCRIPT, Run, start
 
+    runs = [(run[0], [*run[1]], *run[2:]) for run in runs]
     program, expect = options.pop("program", SCRIPT), options.pop("expect", 0)
     timeout, enter = options.pop("timeout", None), options.pop("enter", [])
     command = forked_command(runs, program, options.pop("trains", True))
     with start([*enter, *command], **options) as started:
         whole = started.finish(timeout or 60 + 30 * len(runs))
     found = MARKS.findall(whole.out)
-    assert len(found) == len(runs), whole.tail()
+    assert len(found) == len(runs) and whole.out.startswith("BEGIN\n"), whole.tail()
     ended = []
     for run, (output, numbers) in zip(runs, found, strict=True):
         codes = [int(number) for number in numbers.split()]
@@ -74,7 +75,9 @@ def run_rank(module: Any, words: list[str], variables: dict[str, str]) -> None:
     try:
         module.run_and_exit(module.main)
     except SystemExit as end:
-        code = end.code or 0
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(bool(end.code))
     finally:
         sys.stdout.flush()
         os._exit(code)  # Python's own end takes a second after a fork

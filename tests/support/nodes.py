@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.processes import ROOT, Started, counter, require
+from support.processes import ROOT, Run, Started, counter, require, start
 
 # How tools/two_nodes.sh shapes a link, beside its rate: here the same.
 SHAPE = re.search(r"tbf rate \S+ (.*) \|\|", (ROOT / "tools" / "two_nodes.sh").read_text())[1]
@@ -28,22 +28,41 @@ def _ip(command: str, check: bool = True) -> str:
     return done.stdout
 
 
-def require_namespaces() -> None:
-    """Skips a test where network namespaces cannot be made."""
-    root = sys.platform == "linux" and os.geteuid() == 0
-    require(root, "network namespaces need root on Linux")
+def no_namespaces() -> str:
+    """Why network namespaces cannot be made here; nothing if they can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need root on Linux"
     for tool in ("ip", "nsenter", "unshare", "mount"):
-        needed = f"the command {tool} (packages iproute2 and util-linux)"
-        require(shutil.which(tool), f"network namespaces need {needed}")
+        if not shutil.which(tool):
+            return f"network namespaces need the command {tool} (packages iproute2, util-linux)"
     name = f"demo-{os.getpid()}-{next(counter)}-x"
     try:
         _ip(f"netns add {name}")
         _ip(f"-n {name} link add eth0 type veth peer name eth1")
         subprocess.run(["unshare", "-mu", "true"], check=True, capture_output=True)
     except (RuntimeError, subprocess.CalledProcessError) as error:
-        require(False, f"network namespaces cannot be made here: {error}")
+        return f"network namespaces cannot be made here: {error}"
     finally:
         _ip(f"netns del {name}", check=False)
+    return ""
+
+
+def require_namespaces() -> None:
+    """Skips a test where network namespaces cannot be made."""
+    reason = no_namespaces()
+    require(not reason, reason)
+
+
+NAMELESS = 'ip link set lo up; hostname nowhere.example; mount --bind "$0" /etc/hosts; exec "$@"'
+
+
+def nameless(tmp_path: Path, *command: object, **env: str) -> Run:
+    """A run on a machine of which nobody knows the name, and with no way to ask for one."""
+    require_namespaces()
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
+    isolated = ["unshare", "--uts", "--mount", "--net", "sh", "-ec", NAMELESS, tmp_path / "hosts"]
+    with start([*isolated, *command], env=env, cwd=tmp_path) as started:
+        return started.finish(100)
 
 
 # What makes a namespace look like a machine: its own host name, /etc/hosts and /sys/class/net. A
