@@ -24,7 +24,6 @@ from support.processes import (
     Started,
     demo_command,
     free_port,
-    run_demo,
     start,
     wait_until,
 )
@@ -119,15 +118,6 @@ def test_bad_input_ends_with_one_line_that_names_it(folder):
     assert torch.load(folder / "run.pt", weights_only=True)["step"] == 1
 
 
-@LONG
-def test_imagenet_weights_that_cannot_be_downloaded_are_one_line_that_says_what_to_do(folder):
-    env = {"TORCH_HOME": str(folder / "home"), "https_proxy": "http://127.0.0.1:9"}
-    arguments = [*GOOD, *FAST, "--weights", "imagenet"]
-    run = run_demo(arguments, launcher="python", cwd=folder, expect=2, env=env)
-    error = the_error(run.output)
-    assert "resnet18-" in error and str(folder / "home") in error and "--weights none" in error
-
-
 # --- Processes that are started by hand, with torchrun's variables ------------------------------
 
 
@@ -163,13 +153,6 @@ def test_only_rank_0_needs_the_annotations_and_the_weights(folder, tmp_path):
 
 
 @LONG
-def test_rank_beyond_the_world_size_is_named(folder):
-    with start_rank(2, free_port(), folder) as started:
-        run = started.finish(SECONDS, expect=2)
-    assert re.search(r"\bRANK\b.*\b2\b.*\bWORLD_SIZE\b", the_error(run.output))
-
-
-@LONG
 def test_peer_that_never_comes_is_waited_for_no_longer_than_the_timeout(folder):
     """Within 10 s of it, counted from when rank 0 can be reached."""
     port = free_port()
@@ -187,7 +170,7 @@ def is_listening(port: int) -> bool:
     return any(re.search(rf":{port:04X} \S+ 0A ", table) for table in tables)
 
 
-# --- Two ranks that were not given the same ----------------------------------------------------
+# --- What ends before training: all share one start of Python -----------------------------------
 
 OTHER = {  # what rank 1 has, and what the one line names
     "--coco_image_path other/images --annotation_path other/instances.json": r"\b0004\.jpg",
@@ -196,26 +179,47 @@ OTHER = {  # what rank 1 has, and what the one line names
 
 
 @pytest.fixture(scope="module")
-def unlike(folder) -> dict[str, Run]:
-    """Runs of two ranks, by what is not the same. All share one start of Python."""
+def refused(folder) -> dict[str, Run]:
+    """Runs of two ranks that were not given the same, by what differs; and of one process."""
     words = [*GOOD, *FAST]
     val = ["--val_image_path", GOOD[1], "--val_annotation_path", GOOD[3]]
-    runs = {other: (2, [words, [*words, *shlex.split(other)]]) for other in OTHER}
+    runs: dict[str, tuple] = {
+        other: (2, [words, [*words, *shlex.split(other)]]) for other in OTHER
+    }
     runs["val"] = 2, [[*words, *val], words]
+    place = {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    runs["rank"] = 0, words, place
+    env = {"TORCH_HOME": str(folder / "home"), "https_proxy": "http://127.0.0.1:9"}
+    runs["imagenet"] = 0, [*words, "--weights", "imagenet"], env
     ended = run_forked([*runs.values()], cwd=folder, expect=2, trains=False)
     return dict(zip(runs, ended, strict=True))
 
 
 @LONG
-def test_validation_images_that_rank_0_alone_was_given_are_named(unlike):
-    run = unlike["val"]
+def test_imagenet_weights_that_cannot_be_downloaded_are_one_line_that_says_what_to_do(
+    refused, folder
+):
+    error = the_error(refused["imagenet"].output)
+    assert "resnet18-" in error and str(folder / "home") in error and "--weights none" in error
+
+
+@LONG
+def test_rank_beyond_the_world_size_is_named(refused):
+    error = the_error(refused["rank"].output)
+    assert re.search(r"\bRANK\b.*\b2\b.*\bWORLD_SIZE\b", error)
+
+
+@LONG
+def test_validation_images_that_rank_0_alone_was_given_are_named(refused):
+    run = refused["val"]
     assert "--val_image_path is given on rank 0 only: start all ranks alike" in run.output
     assert "Traceback" not in run.output
 
 
 @LONG
 @pytest.mark.parametrize("other", OTHER)
-def test_ranks_with_other_data_or_arguments_end_and_one_line_names_what(unlike, other):
-    run = unlike[other]
+def test_ranks_with_other_data_or_arguments_end_and_one_line_names_what(refused, other):
+    run = refused[other]
     assert re.search(OTHER[other], the_error(run.output))
     assert not run.steps(0) and not run.steps(1)

@@ -137,7 +137,7 @@ def forked(small, tmp_path_factory) -> dict[str, list[Run]]:
     words += ["--batch_size", 2]
     for ranks in (1, 3):
         saves = [*words, "--checkpoint", tmp_path / f"{ranks}.pt", "--resume"]
-        lengths = [(words, 7), (saves, 5), (saves, 7)]  # of three ranks in the second epoch
+        lengths = [(words, 6), (saves, 5), (saves, 6)]  # of three ranks in the second epoch
         runs[f"mid-epoch {ranks}"] = [(ranks, [*w, "--max_steps", n]) for w, n in lengths]
     words = [*make_set(tmp_path / "24", 24, val=5), *FAST, "--checkpoint", tmp_path / "c.pt"]
     words += ["--resume"]
@@ -160,7 +160,7 @@ def test_a_run_resumed_in_mid_epoch_ends_with_the_weights_of_an_unbroken_one(for
     per_epoch = unbroken.json_line("Run")["steps_per_epoch"]
     assert per_epoch == {1: 11, 3: 4}[ranks]
     epoch = 1 + 5 // per_epoch
-    assert [(of, step) for of, step, _ in resumed.steps(0)] == [(epoch, 6), (epoch, 7)]
+    assert [(of, step) for of, step, _ in resumed.steps(0)] == [(epoch, 6)]
     assert weights(resumed) == weights(unbroken)
 
 
@@ -225,7 +225,7 @@ OPTIONS = [
     "--accumulate_steps 2 --lr_scaling linear --warmup_steps 2 --workers 1 --seed 7 "
     "--grad_compression powersgd --powersgd_rank 2",
     "--log_every 2 --checkpoint_every 1 --checkpoint run.pt --resume --precision fp16 "
-    "--grad_compression fp16",
+    "--grad_compression fp16 --batch_size 1",  # on a CPU fp16 takes its time
     "--global_batch_size 8 --bucket_cap_mb 5 --timeout 60 --backend gloo --precision bf16 "
     "--grad_compression bf16",
 ]

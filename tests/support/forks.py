@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import multiprocessing
@@ -91,6 +92,7 @@ def main() -> None:
     spec.loader.exec_module(module)
     for name in imports:
         importlib.import_module(name)
+    gc.freeze()  # a collection in a rank would copy all that is imported, page by page
     for ranks, words, own in json.loads(runs):
         print("BEGIN")
         with socket.create_server(("", 0)) as probe:
