@@ -639,7 +639,7 @@ def parse_arguments(argv):
         refuse("--val_image_path and --val_annotation_path go together: give both")
     if args.resume and not args.checkpoint:
         refuse("--resume needs --checkpoint FILE")
-    if args.compile and args.bucket_cap_mb < 1:
+    if args.compile and (args.bucket_cap_mb or 1) < 1:
         refuse("--compile needs --bucket_cap_mb 1 or more: PyTorch's first bucket has 1 MB")
     args.val_workers = args.workers
     return args

@@ -94,7 +94,7 @@ BAD_INPUT = {  # options: the exit code, and what the line names
     "--lr 1e9 --num_epochs 20": (2, r"(?i)\bloss\b.*\b(finite|nan)\b"),
     "--backend nccl": (2, r"--backend nccl: 1 processes for 0 GPU"),
     "--device mps": (2, r"--device mps needs a Mac"),
-    "--sync_bn": (2, r"--sync_bn needs NVIDIA GPUs"),
+    "--compile --sync_bn": (2, r"--sync_bn needs NVIDIA GPUs"),
     "--grad_compression powersgd --precision fp16": (2, r"powersgd .* fp16"),
     "--compile --bucket_cap_mb 0.5": (2, r"--compile needs --bucket_cap_mb 1 or more"),
     "--checkpoint set": (2, r"checkpoint set is a folder"),
