@@ -712,8 +712,8 @@ def fill_in_arguments(args, process, image_count, checkpoint=None):
         args.precision = saved or min(all_gather(fastest_precision(process)), key=PRECISIONS.index)
     if args.grad_compression == "powersgd":
         args.bucket_cap_mb = 1024  # NOTE: over Gloo PowerSGD hangs with two buckets
-        if args.precision == "fp16":  # all ranks have the same
-            raise UserError("powersgd in fp16 does not recover from an overflow: use bf16 or fp32")
+        if args.precision == "fp16":  # it would not recover from an overflow
+            raise UserError("--grad_compression powersgd needs --precision bf16 or fp32, not fp16")
 
 
 # ---- Launchers and devices: who started this process, and on what it computes

@@ -71,18 +71,18 @@ plain, finish_step = finish_step, failing
 
 
 def test_after_each_fault_both_nodes_restart_and_end_with_the_weights_of_an_unbroken_run(
-    tmp_path,
+    training, tmp_path
 ):
     """A memory is full on one node alone, a rank is killed, a torchrun is killed, a cable is
     pulled until both nodes have noticed: all over the first of two networks. Nothing happens over
     the second one, which no restart meets.
     """
     steps = set(range(1, 25))
-    words = [*make_set(tmp_path / "set", 192), *FAST, "--timeout", TIMEOUT, "--num_epochs", 1]
+    saves = ["--num_epochs", 6, "--checkpoint_every", 2]
     with two_nodes(tmp_path) as nodes:
         nodes.launcher = changed_project(tmp_path, FULL) / MULTINODE.name
         nodes.second_cable()
-        started = nodes.train(*words, "--checkpoint_every", 2, NETWORKS=BOTH, RESTARTS=4)
+        started = nodes.train(*training, *saves, NETWORKS=BOTH, RESTARTS=4)
         for restart, what in enumerate(["memory", "rank", "torchrun", "cable"], 1):
             if what == "cable":
                 nodes.pair.link_down()

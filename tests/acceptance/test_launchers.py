@@ -64,8 +64,8 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def training(tmp_path_factory) -> list[str]:
     """Options of a run of 32 steps on one process that saves every fourth step."""
-    images = make_set(tmp_path_factory.mktemp("set"), 128)
-    return [*FAST, *images, "--timeout", "8", "--checkpoint_every", "4", "--num_epochs", "1"]
+    images = make_set(tmp_path_factory.mktemp("set"), 64)
+    return [*FAST, *images, "--timeout", "8", "--checkpoint_every", "4", "--num_epochs", "2"]
 
 
 # --- On this machine --------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_a_second_ctrl_c_ends_at_once(training, folder):
 def test_sigusr1_to_all_processes_saves(training, folder):
     """As SLURM may send it before a time limit. Loader workers and torchrun do not know it."""
     options = ["--num_epochs", 999, "--workers", 1, "--checkpoint", "c.pt"]
-    with launch(SINGLE, folder, *training, *options) as started:
+    with launch(SINGLE, folder, *training, *options, GPUS=2) as started:
         started.wait_for(STEP_3)
         for pid in started.pids():
             os.kill(pid, signal.SIGUSR1)
@@ -272,7 +272,7 @@ def test_a_log_folder_that_cannot_be_made_is_refused(folder):
 def test_training_goes_on_when_the_disk_of_the_log_is_full(training, folder):
     with small_disk(folder / "disk", "1m") as disk:
         # 64 steps, more lines than the log's last page can take
-        options = ["--num_epochs", 2, "--checkpoint_every", 0]
+        options = ["--num_epochs", 4, "--checkpoint_every", 0]
         with launch(SINGLE, folder, *training, *options, LOG_DIR=disk) as started:
             started.wait_for(STEP_3)
             with pytest.raises(OSError, match="No space"):

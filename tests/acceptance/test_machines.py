@@ -159,16 +159,16 @@ def test_a_process_that_cannot_learn_its_rank_ends_in_one_line(training):
 
 
 @LONG
-@pytest.mark.parametrize(("nohup", "ranks"), [([], 2), (["nohup"], 1)], ids=["plain", "nohup"])
-def test_a_hang_up_of_torchrun_saves(training, tmp_path, nohup, ranks):
+@pytest.mark.parametrize("nohup", [[], ["nohup"]], ids=["plain", "nohup"])
+def test_a_hang_up_of_torchrun_saves(training, tmp_path, nohup):
     """torchrun handles the signal itself, also under nohup, and hands it on to its ranks."""
     words = [*training, "--num_epochs", 999, "--checkpoint", tmp_path / "c.pt"]
-    with start([*nohup, *demo_command(words, nproc=ranks)], cwd=tmp_path) as started:
+    with start([*nohup, *demo_command(words, nproc=2)], cwd=tmp_path) as started:
         started.wait_for(STEP_3)
         started.signal(signal.SIGHUP)
         run = started.finish(30, expect=None)
     assert run.returncode != 0 and (tmp_path / "c.pt").stat().st_size > 0
-    for rank in range(ranks):
+    for rank in (0, 1):
         assert [line for line in run.lines(rank) if line.startswith("Stopped on SIGHUP")]
 
 

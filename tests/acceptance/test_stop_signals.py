@@ -69,16 +69,18 @@ def test_ctrl_c_on_a_terminal_saves_and_keeps_the_last_lines(training, tmp_path)
     words = ["bash", SINGLE, *training, "--checkpoint", tmp_path / "c.pt"]
     command = shlex.quote("exec " + shlex.join(map(str, words)))  # dash would end with 130
     line = f"exec script -qec {command} /dev/null <{shlex.quote(str(keyboard))}"
-    env = {"GPUS": "1", "RUN_NAME": "run"}
+    env = {"GPUS": "2", "RUN_NAME": "run"}
     with (
         start(["sh", "-c", line], env=env, cwd=tmp_path) as started,
         keyboard.open("wb", 0) as key,
     ):
-        started.wait_for(STEP_3)
+        for rank in (0, 1):
+            started.wait_for(rf"^\[CPU {rank}\] .*{STEP_3}")
         key.write(b"\x03")
         end_within(10, [started], SAVED)
     log = (tmp_path / "logs" / "run" / "node0.log").read_text()
-    assert stops(log, rank=0) == 1 and (tmp_path / "c.pt").exists()
+    assert [stops(log, rank) for rank in (0, 1)] == [1, 1]
+    assert (tmp_path / "c.pt").exists()
 
 
 @pytest.mark.parametrize(
@@ -119,17 +121,21 @@ def test_a_stop_while_the_sample_set_is_made_ends_at_once(tmp_path, launcher):
 
 
 @LONG
-def test_a_hang_up_in_the_first_of_two_runs_saves_and_ends_the_series(training, tmp_path):
-    """The checkpoint is in the run's own folder, under the name that was given. For two networks
-    see test_two_nodes.py.
-    """
+@pytest.mark.parametrize(
+    ("launcher", "variable", "first"),
+    [(MULTINODE, {"NETWORKS": "one=lo two=lo"}, "one"), (SINGLE, {"GPUS": "1 2"}, "p1")],
+)
+def test_a_hang_up_in_the_first_of_two_runs_saves_and_ends_the_series(
+    training, tmp_path, launcher, variable, first
+):
+    """The checkpoint is in the run's own folder, under the name that was given."""
     saves = ["--checkpoint", tmp_path / "c.pt"]
-    with launch(SINGLE, tmp_path, *training, *saves, GPUS="1 2") as started:
+    with launch(launcher, tmp_path, *training, *saves, **variable) as started:
         started.wait_for(STEP_3)
         started.signal(signal.SIGHUP)
         end_within(10, [started], SAVED)
-    assert [path.name for path in (tmp_path / "logs/run").iterdir()] == ["p1"]
-    assert (tmp_path / "logs/run/p1/c.pt").stat().st_size > 0
+    assert [path.name for path in (tmp_path / "logs/run").iterdir()] == [first]
+    assert (tmp_path / "logs/run" / first / "c.pt").stat().st_size > 0
 
 
 @LONG
