@@ -219,13 +219,16 @@ def test_three_processes_see_two_images_twice_and_leave_no_thread(folder):
 
 # --- Experiments -------------------------------------------------------------------------------
 
-# Runs a changed program in its folder, as Python does, and says how long that took.
+# Runs a changed program in its folder, as Python does, and says how long that took. A second
+# argument is the number of ranks on each node, if that is not the number of all ranks.
 ANY_PROGRAM = (
     "\n".join(re.findall(r"^(?:import|from) .*", DDP, re.M))
     + """
 import runpy, sys
 
 def main():
+    if sys.argv[2:]:
+        os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % int(sys.argv[2]))
     os.chdir(os.path.dirname(sys.argv[1]))
     runpy.run_path(sys.argv[1])
 
@@ -245,13 +248,13 @@ def run_and_exit(main):
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory) -> dict[str, Run]:
-    """Runs of the changed programs, which share one start of Python: ddp.py with two ranks."""
+    """Runs of the changed programs, which share one start of Python."""
     folder = tmp_path_factory.mktemp("changed")
     for number in (1, 2, 5):
         made = copy_programs(folder / f"experiment {number}")
         for change in changes(SECTIONS[EXPERIMENTS[number]]):
             apply(change, made)
-    for number in (11, 12, 13, 15):
+    for number in (11, 12, 13, 15, 21):
         becomes(number, copy_programs(folder / f"question {number}"))
     names = [path.name for path in folder.iterdir()]
     for name, told, old, new in (
@@ -263,15 +266,13 @@ def changed(tmp_path_factory) -> dict[str, Run]:
         assert text.count(old) == 1
         (folder / told / "ddp.py").write_text(text.replace(old, new))
         names.append(told)
-    runs = {f"{name}/ddp.py": 2 for name in names}
-    runs |= {f"{name}/plain.py": 0 for name in ("experiment 5", "without a prefix")}
+    runs = {f"{name}/ddp.py": (2, [folder / name / "ddp.py"]) for name in names}
+    runs["question 21/ddp.py"] = 4, [folder / "question 21/ddp.py", 2]
+    for name in ("experiment 5", "without a prefix"):
+        runs[f"{name}/plain.py"] = 0, [folder / name / "plain.py"]
     (folder / "any_program.py").write_text(ANY_PROGRAM)
-    ended = run_forked(
-        [(ranks, [folder / path]) for path, ranks in runs.items()],
-        program=folder / "any_program.py",
-        expect=None,
-    )
-    return dict(zip(runs, ended, strict=True))
+    program = folder / "any_program.py"
+    return dict(zip(runs, run_forked([*runs.values()], program=program, expect=None), strict=True))
 
 
 def run_nameless(command: str, folder: Path) -> str:
@@ -413,10 +414,9 @@ def test_answer_on_a_global_batch_that_doubles(changed, original):
 
 
 @LONG
-def test_answer_on_the_local_rank(folder):
-    becomes(21, folder)
-    both = "".join(f"{command.strip()} & " for command in blocks(TWO_NODES, "bash"))
-    output = run_nameless(f"{both} wait", folder)
+def test_answer_on_the_local_rank(changed):
+    """Two ranks on each of two nodes. For the commands see the next test."""
+    output = output_of(changed["question 21/ddp.py"])
     assert "replicas identical: True" in output
     assert images(output, 0) == images(output, 2) and images(output, 1) == images(output, 3)
     assert "the same half of the images" in answer(21)
@@ -429,7 +429,7 @@ def test_two_nodes_on_one_laptop(folder):
     # Longer than the timeout of ddp.py: torchrun waits, before it starts a rank.
     late = both.replace(" &\n", " &\nsleep 25\n", 1)
     assert late != both
-    output = run(late, folder).out
+    output = run_nameless(late, folder)
     assert "[rank 3] last weights: sum 2.2" in output and "replicas identical: True" in output
     seen = [number for rank in range(4) for number in images(output, rank)[0]]
     assert sorted(seen) == [*range(16)]

@@ -40,13 +40,29 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def profiled(folder) -> Run:
-    """Two ranks of 14 steps, of which 11 are an epoch."""
+def ended(folder) -> dict[str, Run]:
+    """Two ranks of 14 steps, of which 11 are an epoch; then what cannot be profiled."""
     (folder / "slowly.py").write_text(SLOWLY)
-    words = [*make_set(folder, 88, val=4), *FAST, "--max_steps", 14]
-    words += ["--profile", folder / "mein Gerät"]
-    (run,) = run_forked([(2, words)], program=folder / "slowly.py", timeout=240)
-    return run
+    (folder / "file").touch()
+    words = [*make_set(folder, 88, val=4), *FAST]
+    saves = [*words, "--checkpoint", folder / "c.pt", "--resume"]
+    none = ["--profile", folder / "none"]
+    runs = {
+        "profiled": (2, [*words, "--max_steps", 14, "--profile", folder / "mein Gerät"]),
+        "short": (2, [*words, "--max_steps", 9, *none]),
+        "unwritable": (2, [*words, "--profile", folder / "file"]),
+        "begun": (0, [*saves, "--max_steps", 5]),
+        "resumed": (0, [*saves, "--max_steps", 14, *none]),
+    }
+    program = folder / "slowly.py"
+    codes = [0, 2, 2, 0, 0]
+    found = run_forked([*runs.values()], program=program, expect=codes, timeout=360)
+    return dict(zip(runs, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def profiled(ended) -> Run:
+    return ended["profiled"]
 
 
 def spans(rank: int, folder: Path, name: str) -> list[tuple[float, float]]:
@@ -128,25 +144,20 @@ def test_pytorchs_own_messages_about_a_gpu_that_is_not_there_are_not_printed(pro
     assert not re.search(r"^\w+:\d{4}-|\.cpp:", profiled.out, re.MULTILINE), profiled.tail()
 
 
-def test_what_cannot_be_profiled_ends_in_one_line_before_training(profiled, folder, tmp_path):
-    words = [*make_set(tmp_path, 80), *FAST]
-    (tmp_path / "file").touch()
-    saves = [*words, "--checkpoint", tmp_path / "c.pt", "--resume"]
-    runs = [
-        (2, [*words, "--max_steps", 9, "--profile", tmp_path / "traces"]),
-        (2, [*words, "--profile", tmp_path / "file"]),
-        (0, [*saves, "--max_steps", 5]),
-        (0, [*saves, "--max_steps", 14, "--profile", tmp_path / "traces"]),
-    ]
-    short, unwritable, _, resumed = run_forked(runs, expect=None)
-    for run, words in (
-        (short, r"--profile needs 10 steps: this run makes 9$"),
-        (unwritable, rf"--profile {tmp_path}/file cannot be written: .*exists"),
+def test_what_cannot_be_profiled_ends_in_one_line_before_training(ended, folder):
+    for name, words in (
+        ("short", r"--profile needs 10 steps: this run makes 9$"),
+        ("unwritable", rf"--profile {folder}/file cannot be written: .*exists"),
     ):
-        assert run.returncode == 2 and not run.steps()
+        run = ended[name]
+        assert not run.steps()
         (line,) = [line for line in run.lines() if "ERROR" in line]
         assert line == run.lines()[-1] and re.search(words, line)
-    # One with too few steps left goes on: a restart may come to that.
-    assert resumed.returncode == 0 and resumed.steps()[-1][1] == 14
+
+
+def test_a_resumed_run_with_too_few_steps_left_goes_on(ended, folder):
+    """A restart may come to that."""
+    resumed = ended["resumed"]
+    assert resumed.steps()[-1][1] == 14
     assert "Note: no --profile, because fewer than 10 steps are left" in resumed.out
-    assert not [*(tmp_path / "traces").iterdir()] and "Profile of" not in resumed.out
+    assert not [*(folder / "none").iterdir()] and "Profile of" not in resumed.out

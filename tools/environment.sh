@@ -190,7 +190,8 @@ install_packages() {
 
 if [ "$0" = "${BASH_SOURCE[0]}" ]; then
     # Without a GPU here the default build: nodes with GPUs may share this folder.
-    nvidia-smi -L 2>/dev/null | grep -q '^GPU' || backend=
+    # Not -q: it would end at the first line, and with it, by pipefail, the pipe would fail.
+    nvidia-smi -L 2>/dev/null | grep '^GPU' >/dev/null || backend=
     find_python
     echo "$PYTHON"
 fi

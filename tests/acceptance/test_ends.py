@@ -14,10 +14,9 @@ import time
 import pytest
 
 from support.datasets import make_set
-from support.forks import run_forked
+from support.forks import forked_command, run_forked
 from support.launchers import (
     FAST,
-    MULTINODE,
     SAVED,
     SINGLE,
     STEP_3,
@@ -25,10 +24,9 @@ from support.launchers import (
     end_within,
     launch,
     starts,
-    two_nodes,
 )
 from support.nodes import NamespacePair
-from support.processes import LONG, SCRIPT, demo_command, start
+from support.processes import LONG, SCRIPT, Run, demo_command, processes, start
 
 pytestmark = LONG
 
@@ -43,72 +41,66 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 # --- What one rank alone meets -----------------------------------------------------------------
 
-# At step 3 of each start.
-FAILS = """
-def failing(training, *rest):
-    plain(training, *rest)
-    if training.step == 3:
-        fail(training)
-
-plain, finish_step = finish_step, failing
-
-"""
 # PyTorch's words, and the signal with which its watchdog ends a process. It has threads of its
 # own, so the main thread is deaf meanwhile: that of the other rank, too, until it is killed.
 WATCHDOG = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, \
 OpType=ALLREDUCE, NumelIn=11217552, NumelOut=11217552, Timeout(ms)=8000) ran for 8045 \
 milliseconds before timing out."
-ABORTED = (
-    FAILS
-    + f"""
-def fail(training):
-    if training.process.rank == 0:
+# At step 3 of the first start, and at step 5 of the second one.
+FAULTS = f"""
+def failing(training, *rest):
+    plain(training, *rest)
+    if training.step == 3 and not training.args.resume:
+        both_are_ended(training.process)
+    if training.step == 5:
+        one_raises(training.process)
+
+plain, finish_step = finish_step, failing
+
+def both_are_ended(process):
+    if process.rank == 0:
         os.write(2, b"[rank0]:[E101 12:00:00.1 ProcessGroupNCCL.cpp:683] {WATCHDOG}\\n")
         os.kill(os.getpid(), signal.SIGABRT)
-    if not training.args.resume:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(5)
-        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(5)
+    os.kill(os.getpid(), signal.SIGKILL)
 
-"""
-)
-
-
-def test_what_nccls_watchdog_says_is_the_reason_of_a_restart_and_the_last_line(training, tmp_path):
-    """Beside a rank that is killed in the first start, alone in the second."""
-    project = changed_project(tmp_path, ABORTED)
-    with launch(project / SINGLE.name, tmp_path, *training, GPUS=2, RESTARTS=1) as started:
-        run = started.finish(240, expect=1)
-    (reason,) = re.findall("restart 1 of 1, after: (.*)", run.out)
-    assert WATCHDOG in reason and WATCHDOG in run.lines()[-1]
-
-
-ENDED_BY_TORCHRUN = (
-    FAILS
-    + """
-def fail(training):
-    if training.process.rank == 0:
+def one_raises(process):
+    if process.rank == 0:
         time.sleep(1)
         raise RuntimeError("something of rank 0 alone")
-    signal.signal(signal.SIGTERM, lambda *_: stopped(training.process))
+    signal.signal(signal.SIGTERM, lambda *_: stopped(process))
     time.sleep(60)
 
 def stopped(process):
-    log(process, "Stopped on SIGTERM | step 3 | exit code 75")
+    log(process, "Stopped on SIGTERM | step 5 | exit code 75")
     end_process(75)
 
 """
-)
 
 
-def test_a_rank_that_torchrun_stops_after_another_has_failed_is_no_stop_of_the_user(
-    training, tmp_path
-):
-    """It is restarted."""
-    project = changed_project(tmp_path, ENDED_BY_TORCHRUN)
-    with launch(project / SINGLE.name, tmp_path, *training, GPUS=2, RESTARTS=1) as started:
-        started.wait_for(r"restart 1 of 1, after: \[CPU 0\] ERROR: .*\n.*torchrun .* --resume$")
-        assert "Stopped on SIGTERM" in started.text() and starts(started.text()) == 2
+@pytest.fixture(scope="module")
+def failed_twice(training, tmp_path_factory) -> Run:
+    """Two ranks that are restarted once, and fail in each start."""
+    folder = tmp_path_factory.mktemp("failed")
+    project = changed_project(folder, FAULTS)
+    with launch(project / SINGLE.name, folder, *training, GPUS=2, RESTARTS=1) as started:
+        return started.finish(240, expect=1)
+
+
+def test_what_nccls_watchdog_says_is_the_reason_of_a_restart(failed_twice):
+    """Beside a rank that is killed."""
+    (reason,) = re.findall(
+        "restart 1 of 1, after: (.*)\n.*torchrun .* --resume$", failed_twice.out, re.M
+    )
+    assert WATCHDOG in reason
+
+
+def test_a_rank_that_torchrun_stops_after_another_has_failed_is_no_stop_of_the_user(failed_twice):
+    """It would have been restarted once more: for that see test_launchers.py."""
+    second = failed_twice.out.partition("restart 1 of 1")[2]
+    assert "[CPU 1] Stopped on SIGTERM" in second and starts(second) == 1
+    assert re.search(r"error: \[CPU 0\] ERROR: .*rank 0 alone", failed_twice.lines()[-1])
 
 
 # Of the rank that the last argument names.
@@ -142,16 +134,15 @@ plain, CocoFirstCategory.load_image = CocoFirstCategory.load_image, slow
 """
 
 
-def test_a_stop_in_the_validation_of_a_minute_on_one_node_saves_on_both(tmp_path):
-    project = changed_project(tmp_path, SLOW_VALIDATION)
+def test_a_stop_in_the_validation_of_a_minute_on_one_rank_saves_on_both(tmp_path):
+    program = changed_project(tmp_path, SLOW_VALIDATION) / SCRIPT.name
     words = [*make_set(tmp_path / "set", 8, val=120), *FAST, "--checkpoint", tmp_path / "c.pt"]
-    with two_nodes(tmp_path) as nodes:
-        nodes.launcher = project / MULTINODE.name
-        started = nodes.start_both(*words)
-        started[0].wait_for("Epoch 1 complete", 60)
-        started[0].signal(signal.SIGTERM)
-        end_within(15, started, SAVED)
-    assert (tmp_path / "c.pt").stat().st_size > 0
+    with start(forked_command([(2, words)], program)) as started:
+        started.wait_for("Epoch 1 complete", 60)
+        ranks = [p.pid for p in processes(started.test_id) if p.parent == started.pid]
+        os.kill(min(ranks), signal.SIGTERM)
+        run = started.finish(15)
+    assert "END 75 75" in run.lines() and (tmp_path / "c.pt").stat().st_size > 0
 
 
 SLOW_STORAGE = """

@@ -386,6 +386,9 @@ RESET = "[CPU 0] ERROR: reset: another rank has ended, or does not answer"
 STOPPED = "[CPU 0] Stopped on SIGTERM | step 3 | exit code 75"
 CLASS = "[CPU 1] Note: 1 class has no training image: exitcode  : 2"
 APART = "torch.distributed.DistStoreError: Timed out. 1/2 clients joined."
+WATCHDOG = (
+    "[rank0]:[E1 ProcessGroupNCCL.cpp:683] [Rank 0] Watchdog caught collective operation timeout"
+)
 ENDS = [  # torchrun's code, its log, the outcome, words of the reason
     (1, f"{RESET}\n{CLASS}{exit_codes(1, -9)}", "lost", "reset"),
     (137, "[CPU 0] WARNING: image /Stopped on SIGTERM/1.jpg is damaged", "lost", "with 137"),
@@ -395,8 +398,12 @@ ENDS = [  # torchrun's code, its log, the outcome, words of the reason
     (143, STOPPED, "asked", ""),
     (1, f"{STOPPED}{exit_codes(75, -15)}", "asked", ""),
     (1, f"{STOPPED}\n{RESET}{exit_codes(75, 1)}", "lost", "reset"),
+    (1, f"{RESET}\n{STOPPED}\n[CPU 1] ERROR: slip{exit_codes(75, 1)}", "lost", "slip"),
+    (1, f"{RESET}\n{WATCHDOG}{exit_codes(1, -6)}", "lost", "Watchdog caught"),
     (143, "[CPU 0] Cleanup complete. Total wall time: 3s", "complete", ""),
     (1, APART, "apart", "1/2 clients"),
+    (1, "\n".join([RESET, *["[CPU 1] ERROR: full"] * 6000]), "lost", "full"),
+    (1, "[CPU 1] ERROR: no \udcff.jpg", "lost", "no \udcff.jpg"),  # a name that is not in UTF-8
 ]
 
 
@@ -405,11 +412,13 @@ def test_end_is_judged_by_the_lines_of_the_log_and_by_nothing_else_in_them(
     code, log, outcome, words
 ):
     """Names of images and classes may hold any text."""
-    program = 'source "$0"; lines=$(grep -aE "$telling" <<<"$2" || true); '
+    program = 'set -euo pipefail; source "$0"; lines=$(grep -aE "$telling" <<<"$2" || true); '
     program += 'judge_end "$1" "$lines" "${2##*$\'\\n\'}"; echo "$outcome"; echo "$reason"'
     command = ["bash", "-c", program, ROOT / "tools/launcher/common.sh", str(code), log]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert found.splitlines()[0] == outcome and words in found.splitlines()[1]
+    env = {**os.environ, "LC_ALL": "C.UTF-8"}
+    done = subprocess.run(command, env=env, capture_output=True, check=True)
+    found, reason = done.stdout.decode(errors="surrogateescape").splitlines()
+    assert found == outcome and words in reason
 
 
 # --- Several numbers of processes --------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 
 from support.datasets import make_set
 from support.forks import run_forked
-from support.launchers import COMMAND, FAST, SINGLE, STEP_3
+from support.launchers import COMMAND, FAST, SAVE_VARIABLES, SINGLE, STEP_3, places
 from support.nodes import nameless
 from support.processes import LONG, ROOT, SCRIPT, Run, demo_command, require, start
 
@@ -116,18 +116,26 @@ def test_with_an_old_driver_the_cpu_trains_if_it_is_asked_for(with_old_driver, c
 OPEN_MPI = shlex.split("mpirun.openmpi --oversubscribe --bind-to none -n 2")
 OPEN_MPI += ["--allow-run-as-root"] if os.geteuid() == 0 else []
 MPICH = shlex.split("mpiexec.mpich -n 2")
-IN_STEP = ["env", *(f"{name}={value}" for name, value in STEP.items())]
 
 
 @LONG
-@pytest.mark.parametrize("inside", [[], IN_STEP], ids=["alone", "in a step of SLURM"])
 @pytest.mark.parametrize("command", [MPICH, OPEN_MPI], ids=lambda command: command[0])
-def test_mpi_launchers_start_one_run_of_two_processes(training, command, inside):
+def test_mpi_launchers_start_one_run_of_two_processes(training, command):
     """Nobody has to tell them rank 0's address, as all are on one node."""
     require(shutil.which(command[0]), f"{command[0]} (mpich, openmpi-bin) is not installed")
-    words = [*command, *inside, sys.executable, SCRIPT, *training]
-    with start(words) as started:
+    with start([*command, sys.executable, SCRIPT, *training]) as started:
         assert_two_processes(started.finish())
+
+
+@LONG
+@pytest.mark.parametrize("command", [MPICH, OPEN_MPI], ids=lambda command: command[0])
+def test_inside_a_step_of_slurm_mpis_variables_win(command, tmp_path):
+    require(shutil.which(command[0]), f"{command[0]} (mpich, openmpi-bin) is not installed")
+    step = ["env", *(f"{name}={value}" for name, value in STEP.items())]
+    with start([*command, *step, *SAVE_VARIABLES, tmp_path]) as started:
+        started.finish()
+    found = [(launcher, *numbers) for launcher, _, *numbers in places(tmp_path)]
+    assert found == [("mpirun", rank, "2", rank, "2") for rank in "01"]
 
 
 BY_HAND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

@@ -11,7 +11,13 @@ import pytest
 
 from support.datasets import data_args
 from support.forks import forked_command
-from support.launchers import FAST, MULTINODE, assert_scaling_is_compared
+from support.launchers import (
+    FAST,
+    MULTINODE,
+    SAVE_VARIABLES,
+    assert_scaling_is_compared,
+    places,
+)
 from support.processes import (
     LONG,
     ROOT,
@@ -75,21 +81,22 @@ def test_srun_of_the_launcher_takes_its_settings_from_the_job_and_1_and_2_nodes_
         assert_scaling_is_compared(started.finish(60, expect=None), "nodes1", folder.name)
 
 
-def test_srun_of_the_script_with_two_tasks_a_node(cluster, sample, tmp_path):
+def test_srun_of_the_script_with_uneven_tasks(cluster, sample, tmp_path):
     """Local ranks, and a master that is not among the local tasks of node 1."""
     script = demo_command([*data_args(sample), *FAST, "--max_steps", 2], launcher="python")
-    tasks = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]
     env = {"GLOO_SOCKET_IFNAME": cluster.pair.interface}  # alone, Gloo would take 127.0.1.1
-    run = cluster.run("srun", *tasks, *script, timeout=180, clean=10, env=env, cwd=tmp_path)
-    assert_trained(run, 2, ["node0", "node0", "node1", "node1"])
-
-
-def test_srun_of_the_script_with_uneven_tasks(cluster, sample, tmp_path):
-    script = demo_command([*data_args(sample), *FAST, "--max_steps", 2], launcher="python")
-    env = {"GLOO_SOCKET_IFNAME": cluster.pair.interface}
     tasks = ["--nodes=2", "--ntasks=3"]
     run = cluster.run("srun", *tasks, *script, timeout=180, clean=10, env=env, cwd=tmp_path)
     assert_trained(run, 2, ["node0", "node0", "node1"])
+
+
+def test_each_of_two_tasks_a_node_finds_its_place(cluster, tmp_path):
+    """SLURM writes the numbers of tasks in another form than that of uneven ones."""
+    tasks = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]
+    cluster.run("srun", *tasks, *SAVE_VARIABLES, tmp_path, cwd="/")
+    assert all("=2(x2)\0" in path.read_text() for path in tmp_path.iterdir())
+    expected = [("srun", "node0", str(rank), "4", str(rank % 2), "2") for rank in range(4)]
+    assert places(tmp_path) == expected
 
 
 WRONG = {  # what is set: the words on each node

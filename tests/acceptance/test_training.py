@@ -14,7 +14,7 @@ import torch
 import torchvision
 
 from support.datasets import data_args, make_set, truncate
-from support.forks import run_forked
+from support.forks import ForkedRun, run_forked
 from support.launchers import FAST, changed_project
 from support.nodes import NamespacePair
 from support.processes import (
@@ -129,10 +129,23 @@ def test_validation_counts_each_labelled_image_once_where_shares_are_uneven(two_
 
 
 @pytest.fixture(scope="module")
-def forked(small, tmp_path_factory) -> dict[str, list[Run]]:
+def made_up(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
+    """A folder with weights where torchvision would have downloaded ImageNet's, and the model."""
+    folder = tmp_path_factory.mktemp("made_up")
+    url = torchvision.models.ResNet18_Weights.DEFAULT.url
+    path = folder / "home/hub/checkpoints" / Path(url).name
+    path.parent.mkdir(parents=True)
+    torch.manual_seed(5)
+    model = torchvision.models.resnet18()
+    torch.save(model.state_dict(), path)
+    return folder, model
+
+
+@pytest.fixture(scope="module")
+def forked(small, made_up, tmp_path_factory) -> dict[str, list[Run]]:
     """Runs that need no launcher, by name. All share one start of Python."""
     tmp_path = tmp_path_factory.mktemp("forked")
-    runs: dict[str, list[tuple[int, list]]] = {}
+    runs: dict[str, list[ForkedRun]] = {}
     words = [*make_set(tmp_path / "44", 44), *FAST, "--workers", 1, "--accumulate_steps", 2]
     words += ["--batch_size", 2]
     for ranks in (1, 3):
@@ -146,6 +159,12 @@ def forked(small, tmp_path_factory) -> dict[str, list[Run]]:
         (2, [*words, "--batch_size", 4, "--max_steps", 4]),
         (0, [*words, "--batch_size", 8, "--max_steps", 4]),
     ]
+    folder, _ = made_up
+    words = [*small, "--weights", "imagenet", "--lr", 1e-9, "--max_steps", 1]
+    words += ["--checkpoint", folder / "run.pt"]
+    nobody = "http://127.0.0.1:9"
+    env = {"TORCH_HOME": str(folder / "home"), "https_proxy": nobody, "http_proxy": nobody}
+    runs["imagenet"] = [(2, words, env)]
     words = [*small, "--max_steps", 5]
     runs["options"] = [(0, [*words, *shlex.split(options)]) for options in OPTIONS]
     ended = iter(run_forked([run for some in runs.values() for run in some], cwd=tmp_path))
@@ -190,31 +209,19 @@ def test_resumed_with_another_number_of_ranks_goes_on_at_the_same_global_batch(f
     assert weights(resumed) == weights(finished)
 
 
-# --- ImageNet's weights -------------------------------------------------------------------------
-
-
 @LONG
-def test_imagenet_weights_are_taken_from_the_folder_of_earlier_downloads(small, tmp_path):
+def test_imagenet_weights_are_taken_from_the_folder_of_earlier_downloads(forked, made_up):
     """From a made-up file with the right name, without a network. The last layer is left out. Rank
     1 gets them from rank 0. The learning rate is so small that a step hardly changes them.
     """
-    url = torchvision.models.ResNet18_Weights.DEFAULT.url
-    folder = tmp_path / "home/hub/checkpoints"
-    folder.mkdir(parents=True)
-    torch.manual_seed(5)
-    made_up = torchvision.models.resnet18()
-    torch.save(made_up.state_dict(), folder / Path(url).name)
-    words = [*small, "--weights", "imagenet", "--lr", 1e-9, "--max_steps", 1]
-    words += ["--checkpoint", tmp_path / "run.pt"]
-    nobody = "http://127.0.0.1:9"
-    env = {"TORCH_HOME": str(tmp_path / "home"), "https_proxy": nobody, "http_proxy": nobody}
-    (run,) = run_forked([(2, words)], env=env)
+    folder, weights_there = made_up
+    (run,) = forked["imagenet"]
     layer = r"imagenet: the last layer, of 1000 other classes, is left out: 80 classes here"
     assert re.search(layer, run.out) and "Downloading" not in run.out
     assert run.json_line("Summary")["replicas_identical"] is True
-    found = torch.load(tmp_path / "run.pt", weights_only=True)["model"]
+    found = torch.load(folder / "run.pt", weights_only=True)["model"]
     assert len(found["fc.weight"]) == 80
-    for name, weights in made_up.named_parameters():
+    for name, weights in weights_there.named_parameters():
         if not name.startswith("fc."):
             assert torch.allclose(found[name], weights, rtol=0, atol=1e-7), name
 

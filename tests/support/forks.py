@@ -15,8 +15,13 @@ from typing import Any
 
 MARKS = re.compile(r"^BEGIN\n(.*?)^END ([-\d ]+)\n", re.MULTILINE | re.DOTALL)
 
-# Ranks, arguments (or a list of those of each rank) and, where they are given, variables of all.
-ForkedRun = tuple[int, Iterable[object]] | tuple[int, Iterable[object], Mapping[str, str]]
+# Ranks, arguments (or a list of those of each rank) and, where they are given, variables of all,
+# and a program in place of that of the other runs.
+ForkedRun = (
+    tuple[int, Iterable[object]]
+    | tuple[int, Iterable[object], Mapping[str, str]]
+    | tuple[int, Iterable[object], Mapping[str, str], object]
+)
 
 
 def run_forked(runs: Sequence[ForkedRun], **options: Any) -> list:
@@ -25,8 +30,8 @@ def run_forked(runs: Sequence[ForkedRun], **options: Any) -> list:
     Each rank is a process with the variables that torchrun would give it; 0 ranks: one process
     without them. Variables that a run states itself win over these. `program` is another module
     with `main` and `run_and_exit`, `trains` says whether any run comes to train, `enter` has words
-    before the command, `expect` the exit code of each rank (None: any), `timeout` seconds for all
-    runs; the rest are options of `Started`.
+    before the command, `expect` the exit code of each rank (None: any), or a list of those of each
+    run, `timeout` seconds for all runs; the rest are options of `Started`.
     """
     from support.processes import SCRIPT, Run, start
 
@@ -39,12 +44,13 @@ def run_forked(runs: Sequence[ForkedRun], **options: Any) -> list:
     found = MARKS.findall(whole.out)
     assert len(found) == len(runs) and whole.out.startswith("BEGIN\n"), whole.tail()
     ended = []
-    for run, (output, numbers) in zip(runs, found, strict=True):
+    expected = expect if isinstance(expect, list) else [expect] * len(runs)
+    for run, wanted, (output, numbers) in zip(runs, expected, found, strict=True):
         codes = [int(number) for number in numbers.split()]
         code = next((code for code in codes if code), 0)
-        command = [str(program), *words_of(run)[0]]
+        command = [str(run[3] if run[3:] else program), *words_of(run)[0]]
         ended.append(Run(command, code, output, whole.seconds))
-        assert expect is None or {*codes} == {expect}, ended[-1].tail()
+        assert wanted is None or {*codes} == {wanted}, ended[-1].tail()
     return ended
 
 
@@ -54,7 +60,10 @@ def forked_command(
     """The command of `run_forked`. It prints BEGIN before each run, END and the codes after it."""
     from support.processes import SCRIPT
 
-    texts = [(run[0], words_of(run), run[2] if run[2:] else {}) for run in runs]
+    texts = [
+        (run[0], words_of(run), run[2] if run[2:] else {}, str(run[3]) if run[3:] else "")
+        for run in runs
+    ]
     # Otherwise each rank would import it for its optimizer, in 3 s.
     imports = ["torch._dynamo"] if trains else []
     return [sys.executable, "-u", __file__, str(program or SCRIPT), json.dumps(texts), *imports]
@@ -68,12 +77,24 @@ def words_of(run: ForkedRun) -> list[list[str]]:
     return [[*map(str, arguments)]] * max(1, run[0])
 
 
-def run_rank(module: Any, words: list[str], variables: dict[str, str]) -> None:
-    """In a process of its own: the program with these arguments. It does not return."""
-    sys.argv[:] = words
+def load(program: str) -> Any:
+    """The module that this file is."""
+    spec = importlib.util.spec_from_file_location("demo", program)
+    module = sys.modules["demo"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_rank(module: Any, other: str, words: list[str], variables: dict[str, str]) -> None:
+    """In a process of its own: the module, or another program, with these arguments. It does not
+    return.
+    """
+    sys.argv[1:] = words
     os.environ.update(variables)
     code: Any = 1
     try:
+        if other:
+            module, sys.argv[0] = load(other), other
         module.run_and_exit(module.main)
     except SystemExit as end:
         if isinstance(end.code, str):
@@ -87,13 +108,11 @@ def run_rank(module: Any, words: list[str], variables: dict[str, str]) -> None:
 def main() -> None:
     program, runs, *imports = sys.argv[1:]
     multiprocessing.set_start_method("fork")  # loader workers find the module in no other way
-    spec = importlib.util.spec_from_file_location("demo", program)
-    module = sys.modules["demo"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module, sys.argv[0] = load(program), program
     for name in imports:
         importlib.import_module(name)
     gc.freeze()  # a collection in a rank would copy all that is imported, page by page
-    for ranks, words, own in json.loads(runs):
+    for ranks, words, own, other in json.loads(runs):
         print("BEGIN")
         with socket.create_server(("", 0)) as probe:
             port = probe.getsockname()[1]
@@ -102,7 +121,7 @@ def main() -> None:
             place |= {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             variables = {name: str(value) for name, value in place.items()} if ranks else {}
             if os.fork() == 0:
-                run_rank(module, [program, *words[rank]], variables | own)
+                run_rank(module, other, words[rank], variables | own)
         codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(max(1, ranks))]
         print(f"END {' '.join(map(str, codes))}\n", end="")  # in one piece
 

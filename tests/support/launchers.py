@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -10,6 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from support.nodes import NamespacePair
 from support.processes import (
@@ -163,3 +166,23 @@ def end_within(seconds: float, started: list[Started], expect: int | None = None
         assert_none_left(one.test_id, 10)
         assert expect is not None or run.returncode != 0, run.tail()
     return runs
+
+
+# Each process saves its variables in a folder, which is the next word.
+SAVE_VARIABLES = ["sh", "-c", 'env -0 >"$0/$$"']
+
+
+def places(folder: Path) -> list[tuple[str | None, ...]]:
+    """Of each process that has saved its variables: by whom the script takes itself to be started,
+    rank 0's address, and torchrun's four numbers; in the order of the ranks.
+    """
+    import demo_coco_resnet18 as demo  # and with it PyTorch
+
+    found = []
+    for path in folder.iterdir():
+        env = dict(line.split("=", 1) for line in path.read_text().split("\0") if line)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "environ", env)
+            launcher = demo.find_launcher()
+        found.append((launcher, env.get("MASTER_ADDR"), *(env[name] for name in demo.TORCHRUN)))
+    return sorted(found)

@@ -242,15 +242,16 @@ telling="$nccl|\] ERROR: |: error: |\] Stopped on SIG|\] Cleanup complete|Signal
 # CODE is torchrun's, LINES are the telling ones of the log, LAST is its last one. Of the ranks that torchrun lists none is
 # the first: some versions list those that torchrun has killed, some do not.
 judge_end() {
-    local codes
-    codes=$(grep -oE '^ *exitcode +: -?[0-9]+' <<<"$2" | sed 's/.*: //' || true)
+    local codes errors causes signals
+    codes=$(grep -aoE '^ *exitcode +: -?[0-9]+' <<<"$2" | sed 's/.*: //' || true)
+    errors=$(grep -aE '\] ERROR: |: error: ' <<<"$2" || true)
     if [ "$1" -eq 0 ]; then
         outcome=complete
     elif [ "$1" -gt 128 ] && [ -z "$codes" ] && [[ $2 == *"] Cleanup complete"* ]]; then # a signal after the end
         outcome=complete
     elif [[ $2 == *"] Stopped on SIG"* ]] && { [ "$1" -gt 128 ] || ! grep -qvxE '75|-15|' <<<"$codes"; }; then
         outcome=asked
-    elif grep -qx 2 <<<"$codes" && grep -qE '\] ERROR: |: error: ' <<<"$2"; then
+    elif grep -qx 2 <<<"$codes" && [ -n "$errors" ]; then
         outcome=user
     elif [ -z "$codes" ] && [[ $3 == torch.distributed.Dist* ]]; then
         outcome=apart
@@ -258,11 +259,12 @@ judge_end() {
         outcome=lost
     fi
     # That another rank has ended is what follows from the reason, unless there is no other.
-    reason=$(grep -m 1 -E "$nccl" <<<"$2" ||
-        grep -E '\] ERROR: |: error: ' <<<"$2" | grep -m 1 -v 'another rank has ended' ||
-        grep 'Signal .* received' <<<"$2" | grep -m 1 -v 'Signal 15 ' ||
-        grep -m 1 -E '\] ERROR: |: error: ' <<<"$2" ||
-        grep -m 1 exitcode <<<"$2" || echo "torchrun ended with $1")
+    causes=$(grep -av 'another rank has ended' <<<"$errors" || true)
+    signals=$(grep -a 'Signal .* received' <<<"$2" | grep -av 'Signal 15 ' || true)
+    reason=$(grep -aE "$nccl" <<<"$2" || true)
+    reason=${reason:-${causes:-${signals:-${errors:-$(grep -a exitcode <<<"$2" || true)}}}}
+    reason=${reason:-torchrun ended with $1}
+    reason=${reason%%$'\n'*} # the first of these lines
     [ "$outcome" != apart ] || reason=${3#*: }
 }
 

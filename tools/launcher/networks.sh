@@ -104,7 +104,7 @@ interfaces() { # OPTIONS of ip address show: their names, without lo
 
 leave_out_virtual() { # NCCL may mistake a container bridge for the network between the nodes
     local address found virtual="(docker|br-|veth|virbr)"
-    compgen -G "/sys/class/net/*" | grep -qE "/$virtual" || return 0
+    grep -qE "/$virtual" <<<"$(compgen -G "/sys/class/net/*")" || return 0
     ! compgen -G "/sys/class/net/ib*" >/dev/null || return 0 # which NCCL takes first
     address=$(getent ahosts "$MASTER_ADDR" | sed -n '1s/ .*//p' || true)
     found=$(ip -o route get "$address" 2>/dev/null; ip -o address show to "$address" 2>/dev/null) || true
