@@ -165,7 +165,7 @@ def forked(small, made_up, tmp_path_factory) -> dict[str, list[Run]]:
     nobody = "http://127.0.0.1:9"
     env = {"TORCH_HOME": str(folder / "home"), "https_proxy": nobody, "http_proxy": nobody}
     runs["imagenet"] = [(2, words, env)]
-    words = [*small, "--max_steps", 5]
+    words = [*small, "--max_steps", 3]
     runs["options"] = [(0, [*words, *shlex.split(options)]) for options in OPTIONS]
     ended = iter(run_forked([run for some in runs.values() for run in some], cwd=tmp_path))
     return {name: [next(ended) for _ in some] for name, some in runs.items()}
@@ -249,7 +249,7 @@ def check_options(run: Run, options: str, steps: int) -> None:
 @LONG
 def test_options_train_and_stand_in_the_run_record(forked):
     for run, options in zip(forked["options"], OPTIONS, strict=True):
-        check_options(run, options, steps=5)
+        check_options(run, options, steps=3)
 
 
 # The compiler takes a minute for ResNet-18. This has a shortcut, too, and two buckets.
