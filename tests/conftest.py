@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,10 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(scratch.cleanup)
 
 
+# Files that take minutes, the longest first: started last, they would end long after the rest.
+LONGEST = "faults training launchers slurm two_nodes benchmark machines environment ends lesson "
+LONGEST += "readme stop_signals script talk refusals preflight probe compare_logs"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with many long tests come first: started last, they would end long after the rest."""
-    count = Counter(item.path for item in items if item.get_closest_marker("skipif"))
-    items.sort(key=lambda item: -count[item.path])
+    order = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.fixture(scope="session")

@@ -139,7 +139,7 @@ def test_peer_is_measured_by_the_clock_alone(benchmark, tmp_path, monkeypatch):
     (project / SCRIPT.name).write_text(sleeping())
     monkeypatch.setattr(tool, "ROOT", project)
     monkeypatch.setattr(tool, "SCRIPT", project / SCRIPT.name)
-    words = ["--steps", 8, "--batch_size", 2, "--rounds", 1, "--precision", "fp32"]
+    words = ["--steps", 20, "--batch_size", 2, "--rounds", 1, "--precision", "fp32"]
     out = benchmark("peer", "--peer", tmp_path / "main.py", *words)
     found = rates(out)
     assert list(found) == ["launch_single.sh", "bare torchrun", "peer"]

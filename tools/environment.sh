@@ -190,8 +190,8 @@ install_packages() {
 
 if [ "$0" = "${BASH_SOURCE[0]}" ]; then
     # Without a GPU here the default build: nodes with GPUs may share this folder.
-    # Not -q: it would end at the first line, and with it, by pipefail, the pipe would fail.
-    nvidia-smi -L 2>/dev/null | grep '^GPU' >/dev/null || backend=
+    # No pipe: grep ends it at the first line, and by pipefail it fails if nvidia-smi is not done.
+    grep -q '^GPU' <<<"$(nvidia-smi -L 2>/dev/null)" || backend=
     find_python
     echo "$PYTHON"
 fi

@@ -207,7 +207,7 @@ def test_python_that_cannot_make_the_environment_is_refused(checkout, module, co
 # --- What the launcher finds before it starts torchrun ------------------------------------------
 
 GPUS = """echo 'GPU 0: NVIDIA A100 (UUID: GPU-8f1d)'
-sleep 0.1 # a driver takes its time
+sleep 0.1 # whoever reads the first line alone is gone by then
 echo 'GPU 1: NVIDIA A100 (UUID: GPU-2e7c)'
 echo '  MIG 1g.5gb Device 0: (UUID: MIG-77aa)'"""
 CPU, CUDA = "cuda: Optional[str] = None\n", "cuda: Optional[str] = '12.4'\n"

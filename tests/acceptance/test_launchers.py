@@ -402,7 +402,9 @@ ENDS = [  # torchrun's code, its log, the outcome, words of the reason
     (1, f"{RESET}\n{WATCHDOG}{exit_codes(1, -6)}", "lost", "Watchdog caught"),
     (143, "[CPU 0] Cleanup complete. Total wall time: 3s", "complete", ""),
     (1, APART, "apart", "1/2 clients"),
-    (1, "\n".join([RESET, *["[CPU 1] ERROR: full"] * 6000]), "lost", "full"),
+    pytest.param(
+        1, "\n".join([RESET, *["[CPU 1] ERROR: full"] * 6000]), "lost", "full", id="many lines"
+    ),
     (1, "[CPU 1] ERROR: no \udcff.jpg", "lost", "no \udcff.jpg"),  # a name that is not in UTF-8
 ]
 
@@ -415,7 +417,7 @@ def test_end_is_judged_by_the_lines_of_the_log_and_by_nothing_else_in_them(
     program = 'set -euo pipefail; source "$0"; lines=$(grep -aE "$telling" <<<"$2" || true); '
     program += 'judge_end "$1" "$lines" "${2##*$\'\\n\'}"; echo "$outcome"; echo "$reason"'
     command = ["bash", "-c", program, ROOT / "tools/launcher/common.sh", str(code), log]
-    env = {**os.environ, "LC_ALL": "C.UTF-8"}
+    env = {**os.environ, "LC_ALL": "C.UTF-8"}  # in which one of the names is no text
     done = subprocess.run(command, env=env, capture_output=True, check=True)
     found, reason = done.stdout.decode(errors="surrogateescape").splitlines()
     assert found == outcome and words in reason

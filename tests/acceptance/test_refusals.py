@@ -19,6 +19,7 @@ from support.forks import run_forked
 from support.launchers import FAST
 from support.processes import (
     LONG,
+    SCRIPT,
     WITH_LONG,
     Run,
     Started,
@@ -111,6 +112,17 @@ OTHER = {  # what rank 1 has, and what the one line names
 }
 
 
+# Rank 1 is in the folder 1.
+ELSEWHERE = f"""
+import os, sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+from demo_coco_resnet18 import main, run_and_exit
+
+if os.environ["RANK"] == "1":
+    os.chdir("1")
+"""
+
+
 @pytest.fixture(scope="module")
 def ended(folder) -> dict[str, Run]:
     """Runs of one process, and of two ranks that were not given the same, by what is wrong. All
@@ -128,7 +140,13 @@ def ended(folder) -> dict[str, Run]:
         runs["rank"] = 0, words, place
         env = {"TORCH_HOME": str(folder / "home"), "https_proxy": "http://127.0.0.1:9"}
         runs["imagenet"] = 0, [*words, "--weights", "imagenet"], env
-    codes = [0] + [2] * (len(runs) - 1)
+        torch.save(torchvision.models.resnet18(num_classes=80).state_dict(), folder / "good.pt")
+        shutil.copytree(folder / "set/images", folder / "1/set/images")
+        program = folder / "elsewhere.py"
+        program.write_text(ELSEWHERE)
+        words += ["--weights", "good.pt", "--max_steps", 2]
+        runs["images alone"] = 2, words, {}, program
+    codes = [0 if name in ("", "images alone") else 2 for name in runs]
     return dict(zip(runs, run_forked([*runs.values()], cwd=folder, expect=codes), strict=True))
 
 
@@ -137,6 +155,7 @@ def test_bad_input_ends_with_one_line_that_names_it(ended, folder):
     for words in GIVEN:
         run = ended[words]
         assert re.search(BAD_INPUT[words], the_error(run.output)), run.tail()
+        assert "usage:" not in run.output  # which argparse would print
     assert not (folder / "made_by_a_weights_file").exists()
     assert torch.load(folder / "run.pt", weights_only=True)["step"] == 1
 
@@ -166,6 +185,12 @@ def test_validation_images_that_rank_0_alone_was_given_are_named(ended):
 
 
 @LONG
+def test_only_rank_0_needs_the_annotations_and_the_weights(ended):
+    """Rank 1 is in a folder that has the images alone."""
+    assert ended["images alone"].json_line("Summary")["replicas_identical"] is True
+
+
+@LONG
 @pytest.mark.parametrize("other", OTHER)
 def test_ranks_with_other_data_or_arguments_end_and_one_line_names_what(ended, other):
     run = ended[other]
@@ -191,20 +216,6 @@ def test_port_that_is_taken_is_named(folder):
         with start_rank(0, port, folder) as started:
             run = started.finish(SECONDS, expect=1)
     assert re.search(rf":{port}\b", the_error(run.output))
-
-
-@LONG
-def test_only_rank_0_needs_the_annotations_and_the_weights(folder, tmp_path):
-    """Rank 1 is started in a folder that has the images alone."""
-    torch.save(torchvision.models.resnet18(num_classes=80).state_dict(), folder / "good.pt")
-    shutil.copytree(folder / "set/images", tmp_path / "set/images")
-    port, weights = free_port(), ("--weights", "good.pt", "--max_steps", 2)
-    with (
-        start_rank(0, port, folder, *weights) as first,
-        start_rank(1, port, tmp_path, *weights) as second,
-    ):
-        runs = [started.finish(SECONDS) for started in (first, second)]
-    assert runs[0].json_line("Summary")["replicas_identical"] is True
 
 
 @LONG

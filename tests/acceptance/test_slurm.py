@@ -122,12 +122,15 @@ def test_srun_of_the_script_says_what_keeps_the_ranks_apart(cluster, sample, tmp
 INTERACTIVE = shlex.split("srun --interactive --preserve-env --nodes=1 --ntasks=1")
 
 
-@pytest.mark.parametrize("step", [[], INTERACTIVE], ids=["salloc", "its interactive step"])
-def test_python_inside_salloc_is_one_process(cluster, sample, tmp_path, step):
+def test_python_inside_salloc_is_one_process(cluster, sample, tmp_path):
     """The allocation has room for two; a shell in it may be a job step of its own."""
     script = demo_command([*data_args(sample), *FAST, "--max_steps", 2], launcher="python")
-    run = cluster.run("salloc", *ONE_TASK, *step, *script, timeout=180, clean=10, cwd=tmp_path)
+    run = cluster.run("salloc", *ONE_TASK, *script, timeout=180, clean=10, cwd=tmp_path)
     assert_trained(run, 2, ["node0"])
+    (tmp_path / "step").mkdir()
+    step = [*INTERACTIVE, *SAVE_VARIABLES, tmp_path / "step"]
+    cluster.run("salloc", *ONE_TASK, *step, clean=10, cwd=tmp_path)
+    assert places(tmp_path / "step") == [("srun", "node0", "0", "1", "0", "1")]
 
 
 def test_srun_with_two_tasks_a_node_is_refused_on_each(cluster, tmp_path):
@@ -154,7 +157,7 @@ def test_requeued_batch_job_resumes_and_loses_no_step(cluster, sample, tmp_path)
     test_id = new_test_id()
     env = {"SBATCH_OUTPUT": str(out), "GPUS_PER_NODE": "1", "RUN_NAME": tmp_path.name}
     # With a loader worker, as SLURM sends its signals to every process of a job step.
-    steps = [*FAST, "--workers", 1, "--num_epochs", 20, "--max_steps", 60]
+    steps = [*FAST, "--workers", 1, "--num_epochs", 20, "--max_steps", 40]
     job = cluster.submit(
         script, *data_args(sample), *steps, cwd=tmp_path, test_id=test_id, env=env
     )
@@ -175,7 +178,7 @@ def test_requeued_batch_job_resumes_and_loses_no_step(cluster, sample, tmp_path)
         kill_leftover(test_id)
     run, facts = log(), cluster.job(job)
     assert (facts["Restarts"], facts["ExitCode"]) == ("1", "0:0"), run.tail()
-    assert_trained(run, 60, ["node0", "node1"])  # each step once: none lost, none repeated
+    assert_trained(run, 40, ["node0", "node1"])  # each step once: none lost, none repeated
     stops = re.findall(r"^\[CPU (\d)\] Stopped on \w+ \| step (\d+)", run.out, re.MULTILINE)
     step = run.json_line("Run")["start_step"]
-    assert sorted(stops) == [("0", str(step)), ("1", str(step))] and 3 <= step < 60
+    assert sorted(stops) == [("0", str(step)), ("1", str(step))] and 3 <= step < 40

@@ -10,13 +10,14 @@ import os
 import re
 import socket
 import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MARKS = re.compile(r"^BEGIN\n(.*?)^END ([-\d ]+)\n", re.MULTILINE | re.DOTALL)
 
 # Ranks, arguments (or a list of those of each rank) and, where they are given, variables of all,
-# and a program in place of that of the other runs.
+# and a program of its own, which each rank loads.
 ForkedRun = (
     tuple[int, Iterable[object]]
     | tuple[int, Iterable[object], Mapping[str, str]]
@@ -78,7 +79,7 @@ def words_of(run: ForkedRun) -> list[list[str]]:
 
 
 def load(program: str) -> Any:
-    """The module that this file is."""
+    """The module in this file, under the name `demo`."""
     spec = importlib.util.spec_from_file_location("demo", program)
     module = sys.modules["demo"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -100,6 +101,8 @@ def run_rank(module: Any, other: str, words: list[str], variables: dict[str, str
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(bool(end.code))
+    except Exception:  # of the program itself
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(code)  # Python's own end takes a second after a fork

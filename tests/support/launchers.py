@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from support.forks import load
 from support.nodes import NamespacePair
 from support.processes import (
     ROOT,
@@ -168,21 +169,24 @@ def end_within(seconds: float, started: list[Started], expect: int | None = None
     return runs
 
 
-# Each process saves its variables in a folder, which is the next word.
+# A command that saves its variables, as the launcher of a process has set them. The folder for
+# them follows.
 SAVE_VARIABLES = ["sh", "-c", 'env -0 >"$0/$$"']
 
 
 def places(folder: Path) -> list[tuple[str | None, ...]]:
-    """Of each process that has saved its variables: by whom the script takes itself to be started,
-    rank 0's address, and torchrun's four numbers; in the order of the ranks.
+    """What the script makes of them, for each process: its launcher, rank 0's address, and the
+    four numbers of torchrun; in the order of the ranks, of which there are ten at most. All have
+    one port.
     """
-    import demo_coco_resnet18 as demo  # and with it PyTorch
-
-    found = []
+    demo = load(str(SCRIPT))
+    found, ports = [], set()
     for path in folder.iterdir():
         env = dict(line.split("=", 1) for line in path.read_text().split("\0") if line)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "environ", env)
             launcher = demo.find_launcher()
+        ports.add(env.get("MASTER_PORT"))
         found.append((launcher, env.get("MASTER_ADDR"), *(env[name] for name in demo.TORCHRUN)))
+    assert len(ports) == 1
     return sorted(found)

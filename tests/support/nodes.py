@@ -62,7 +62,7 @@ def nameless(tmp_path: Path, *command: object, **env: str) -> Run:
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
     isolated = ["unshare", "--uts", "--mount", "--net", "sh", "-ec", NAMELESS, tmp_path / "hosts"]
     with start([*isolated, *command], env=env, cwd=tmp_path) as started:
-        return started.finish(100)
+        return started.finish(180)
 
 
 # What makes a namespace look like a machine: its own host name, /etc/hosts and /sys/class/net. A

@@ -249,7 +249,7 @@ judge_end() {
         outcome=complete
     elif [ "$1" -gt 128 ] && [ -z "$codes" ] && [[ $2 == *"] Cleanup complete"* ]]; then # a signal after the end
         outcome=complete
-    elif [[ $2 == *"] Stopped on SIG"* ]] && { [ "$1" -gt 128 ] || ! grep -qvxE '75|-15|' <<<"$codes"; }; then
+    elif [[ $2 == *"] Stopped on SIG"* ]] && { [ "$1" -gt 128 ] || ! grep -qvE '^(75|-15)?$' <<<"$codes"; }; then
         outcome=asked
     elif grep -qx 2 <<<"$codes" && [ -n "$errors" ]; then
         outcome=user
