@@ -176,10 +176,10 @@ def test_files_that_commands_name_exist(calls):
 
 @LONG
 def test_readmes_first_commands_train_and_compare(tmp_path):
-    """On 96 of the 512 images."""
+    """On 64 of the 512 images."""
     project = copy_project(tmp_path)
     drawing = project / "tools" / "make_sample_coco.py"
-    drawing.write_text(drawing.read_text().replace("default=512", "default=96"))
+    drawing.write_text(drawing.read_text().replace("default=512", "default=64"))
     trains, *others = PAGES[README].commands
     (compares,) = [text for text in others if "compare_logs.py logs/two" in text]
     lines = [line for line in trains.splitlines() if not line.startswith("tests/")]

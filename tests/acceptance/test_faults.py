@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from support.datasets import make_set
+from support.forks import forked_command
 from support.launchers import (
     BUSY,
     FAST,
@@ -20,7 +21,7 @@ from support.launchers import (
     starts,
     two_nodes,
 )
-from support.processes import LONG, Run, Started, processes, wait_until
+from support.processes import LONG, SCRIPT, Run, Started, processes, start, wait_until
 
 pytestmark = LONG
 TIMEOUT = 8  # seconds, of --timeout
@@ -109,17 +110,30 @@ def test_a_stopped_rank_ends_the_other_node_and_its_own_after_a_second_signal(tr
     said(first, r"^\[CPU 0\] .*ERROR")
 
 
+# Each rank has a folder of its own, as on two nodes.
+APART = f"""
+import os, sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+from demo_coco_resnet18 import main, run_and_exit
+
+os.chdir(os.environ["RANK"])
+"""
+
+
 def test_an_image_that_disappears_on_one_node_is_named_and_ends_both(tmp_path):
-    images = ["--coco_image_path", "images", "--annotation_path", "instances.json"]
-    with two_nodes(tmp_path) as nodes:
-        for node in (0, 1):
-            make_set(nodes.folder(node), 64)
-        started = nodes.train(*FAST, *images, "--num_epochs", 99, "--timeout", TIMEOUT)
-        (nodes.folder(1) / "images" / "0005.jpg").unlink()
-        started[1].wait_for(r"^\[CPU 1\] .*0005\.jpg")
-        first, second = end_within(20, started)
-    said(first, r"^\[CPU 0\] ERROR")
-    said(second, r"^\[CPU 1\] .*0005\.jpg")
+    (tmp_path / "apart.py").write_text(APART)
+    for rank in "01":
+        make_set(tmp_path / rank, 64)
+    words = ["--coco_image_path", "images", "--annotation_path", "instances.json", *FAST]
+    words += ["--num_epochs", 99, "--timeout", TIMEOUT]
+    command = forked_command([(2, words, {}, tmp_path / "apart.py")])
+    with start(command, cwd=tmp_path) as started:
+        started.wait_for(r"^\[CPU 1\] .*\| Step 3 ")
+        (tmp_path / "1/images/0005.jpg").unlink()
+        (run,) = end_within(20, [started], 0)
+    said(run, "^END 1 1$")
+    said(run, r"^\[CPU 0\] ERROR")
+    said(run, r"^\[CPU 1\] ERROR.*0005\.jpg")
 
 
 # --- Nodes that do not reach each other, or come otherwise -------------------------------------
