@@ -2027,7 +2027,6 @@ def run_and_exit(main, log_wall_time=True):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # With a code the reason is logged already: this is only a connection lost after it.
         end_process(code or EXIT_FAILED, process, "" if code else explain(process, error))
-    gc.freeze()  # otherwise Python looks through all of PyTorch's objects once more, for a second
     sys.exit(code)
 
 

@@ -62,8 +62,8 @@ def test_after_each_fault_both_nodes_restart_and_end_with_the_weights_of_an_unbr
     """A rank is killed, a torchrun is killed, a cable is pulled until both nodes have noticed: all
     over the first of two networks. Nothing happens over the second one, which no restart meets.
     """
-    steps = set(range(1, 21))
-    saves = ["--num_epochs", 5, "--checkpoint_every", 2]
+    steps = set(range(1, 17))
+    saves = ["--num_epochs", 4, "--checkpoint_every", 2]
     with two_nodes(tmp_path) as nodes:
         nodes.second_cable()
         started = nodes.train(*training, *saves, NETWORKS=BOTH, RESTARTS=3)
