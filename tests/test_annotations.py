@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import itertools
 import json
 import math
@@ -21,7 +20,7 @@ import torchvision
 
 import prepare_coco
 from support.datasets import instances, make_set, numbered, write_images
-from support.forks import run_forked
+from support.forks import load, run_forked
 from support.launchers import FAST
 from support.processes import LONG, ROOT, SCRIPT, free_port, start
 
@@ -31,10 +30,7 @@ PYTHON_NAME = r"\b\w*(Error|Exception)\b|Errno|NoneType|Traceback"
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("demo", SCRIPT)
-    module = sys.modules["demo"] = importlib.util.module_from_spec(spec)  # for its dataclasses
-    spec.loader.exec_module(module)
-    return module
+    return load(str(SCRIPT))
 
 
 def good() -> dict:

@@ -268,7 +268,7 @@ def run_nameless(command: str, folder: Path) -> str:
     """
     if no_namespaces():
         return run(command, folder).out
-    return nameless(folder, "bash", "-c", command).out
+    return nameless(folder, "bash", "-c", command, timeout=120).out
 
 
 def output_of(run: Run, fails: bool = False) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import re
 import signal
@@ -18,7 +17,7 @@ import torchvision
 from PIL import Image
 
 from support.datasets import COCO_IDS, instances, make_set, numbered, truncate, write_images
-from support.forks import ForkedRun, run_forked
+from support.forks import ForkedRun, load, run_forked
 from support.launchers import FAST
 from support.nodes import small_disk
 from support.processes import LONG, SCRIPT, WITH_LONG, Run, run_demo, start
@@ -29,10 +28,7 @@ OPTIONS = ["--coco_image_path", "any", "--annotation_path", "any", "--workers", 
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("demo", SCRIPT)
-    module = sys.modules["demo"] = importlib.util.module_from_spec(spec)  # for its dataclasses
-    spec.loader.exec_module(module)
-    return module
+    return load(str(SCRIPT))
 
 
 def arguments(demo, *more):

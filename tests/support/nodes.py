@@ -56,13 +56,13 @@ def require_namespaces() -> None:
 NAMELESS = 'ip link set lo up; hostname nowhere.example; mount --bind "$0" /etc/hosts; exec "$@"'
 
 
-def nameless(tmp_path: Path, *command: object, **env: str) -> Run:
+def nameless(tmp_path: Path, *command: object, timeout: float = 100, **env: str) -> Run:
     """A run on a machine of which nobody knows the name, and with no way to ask for one."""
     require_namespaces()
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
     isolated = ["unshare", "--uts", "--mount", "--net", "sh", "-ec", NAMELESS, tmp_path / "hosts"]
     with start([*isolated, *command], env=env, cwd=tmp_path) as started:
-        return started.finish(180)
+        return started.finish(timeout)
 
 
 # What makes a namespace look like a machine: its own host name, /etc/hosts and /sys/class/net. A
