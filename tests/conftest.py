@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mutants import FAULTS
 from support.processes import ROOT
 from support.slurm import SlurmCluster
 
 # A worker takes seconds to make the test files ready; written once, they and the tools are read by
 # all that start here later. Many containers forbid it, and each process would do all of it anew.
 sys.dont_write_bytecode = False
+
+
+QUICK = 0.3  # seconds for ten starts of Python on two quiet cores, on which limits were tried
+
+
+def slowness() -> float:
+    """How many times as long as there they take here now; at least 1."""
+    begin = time.monotonic()
+    for _ in range(10):
+        subprocess.run([sys.executable, "-S", "-c", "import json, subprocess"], check=True)
+    return max(1.0, (time.monotonic() - begin) / QUICK)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "write the tests that guard against each fault of tests/mutants.py to this file"
+    parser.addoption("--write-guards", metavar="FILE", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,7 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             signal.signal(signal.SIGHUP, lambda *_: None)
+    text = "guards(names...): fails with each of these faults of tests/mutants.py"
+    config.addinivalue_line("markers", text)
     if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ["TEST_FACTOR"] = str(slowness())
         tempfile.gettempdir()  # pytest's own folders, with what failed, stay where they are
         scratch = tempfile.TemporaryDirectory(prefix="demo-", ignore_cleanup_errors=True)
         os.chmod(scratch.name, 0o711)  # tests that become another user go through it
@@ -46,7 +68,15 @@ LONGEST = "faults training launchers slurm two_nodes benchmark machines environm
 LONGEST += "readme stop_signals script talk refusals preflight probe compare_logs"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    guards: dict[str, list[str]] = {}
+    for item in items:
+        for name in (name for mark in item.iter_markers("guards") for name in mark.args):
+            guards.setdefault(name, []).append(item.nodeid)
+    if unknown := guards.keys() - {fault.name for fault in FAULTS}:
+        raise pytest.UsageError(f"tests/mutants.py has no fault {', '.join(sorted(unknown))}")
+    if path := config.getoption("--write-guards"):
+        Path(path).write_text(json.dumps(guards))
     order = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 

@@ -108,6 +108,7 @@ def test_share_can_begin_in_mid_epoch(demo):
     assert keys(demo, 1, start=2, count=40) == keys(demo, 1, count=40)[2:]
 
 
+@pytest.mark.guards("validation-shares")
 @pytest.mark.parametrize("count", [1, 10, 13])
 def test_validation_gives_each_image_once(demo, count):
     found = []
@@ -388,6 +389,7 @@ def two_epochs(forked) -> Run:
     return forked["two epochs"]
 
 
+@pytest.mark.guards("set-epoch")
 def test_each_epoch_has_each_image_once_in_another_order(two_epochs):
     keys = [tuple(map(int, found)) for found in re.findall(r"KEY (\d+) (\d+)", two_epochs.out)]
     first, second = ([index for epoch, index in keys if epoch == number] for number in (1, 2))

@@ -31,6 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(os.environ.get("TEST_SCRIPT", ROOT / "demo_coco_resnet18.py"))
 MARK = "TEST_ID"  # in the environment of every process that a test starts
 counter = itertools.count()
+# How many times as long as on the machine where the limits were set a start of Python takes here
+# (conftest.py measures it when the session begins): each limit in seconds is multiplied by it.
+FACTOR = float(os.environ.get("TEST_FACTOR", "1"))
 # The lines that the script promises: "[GPU 3] ", then a step with its loss.
 PREFIX = re.compile(r"\[(GPU|CPU|MPS) (\d+)\] ")
 STEP = re.compile(r"Epoch (\d+) \| Step (\d+) \| Loss: (-?[\d.]+|-?inf|nan)")
@@ -106,6 +109,7 @@ def base_env(test_id: str, extra: Mapping[str, str | None] | None = None) -> dic
 
 def wait_until(condition: Callable[[], object], timeout: float, what: str) -> object:
     """The first true value of `condition()`; fails after `timeout` seconds, naming `what`."""
+    timeout *= FACTOR
     deadline = time.monotonic() + timeout
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -160,6 +164,7 @@ def assert_none_left(test_id: str, within: float = 5.0, but: int | None = None) 
     """Fails, after having killed it, when a process of `test_id`, except `but`, is still alive
     `within` seconds from now.
     """
+    within *= FACTOR
     deadline = time.monotonic() + within
     while left := processes(test_id, but):
         if time.monotonic() > deadline:
@@ -225,7 +230,7 @@ class Watched:
         """The first match of `pattern` (multi-line mode) in the text; fails at once when it ends
         without.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout * FACTOR
         while True:
             over = not self.running() or time.monotonic() > deadline
             if match := re.search(pattern, self.text(), re.MULTILINE):
@@ -318,6 +323,7 @@ class Started(Watched):
         the time in seconds that processes of the run may take to be gone after that (None: not
         checked).
         """
+        timeout *= FACTOR
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
