@@ -1,9 +1,10 @@
 # The networks to train over, and the variables that keep NCCL's and Gloo's traffic on one. launch_multinode.sh sources it.
 # shellcheck shell=bash
 # A network is LABEL=NAMES: ethernet=eth0, infiniband=mlx5_0,mlx5_1 or, with an interface for the start-up, mlx5_0,ib0.
+sysfs=${SYSFS_ROOT:-/sys} # tests give another one; analysis/kernel.py reads it, too
 
 is_adapter() { # mlx5_0, or mlx5_0:1 for one of its ports
-    [ -e "/sys/class/infiniband/${1%%:*}" ]
+    [ -e "$sysfs/class/infiniband/${1%%:*}" ]
 }
 
 set_networks() { # ARGUMENTS...: sets `networks`, the LABEL=NAMES of each network to train over
@@ -43,12 +44,12 @@ check_networks() { # ends the launcher if any interface or adapter is missing or
 check_interface() { # NAME
     local state
     if is_adapter "$1"; then
-        state=$(cat "/sys/class/infiniband/${1%%:*}/ports"/*/state)
+        state=$(cat "$sysfs/class/infiniband/${1%%:*}/ports"/*/state)
         [[ $state == *ACTIVE* ]] || die "no port of $1 is active: look at its cable, ibstat, the subnet manager"
     else
-        [ -e "/sys/class/net/$1" ] ||
+        [ -e "$sysfs/class/net/$1" ] ||
             die "this node has no $1: 'ip -br link' lists interfaces, 'ls /sys/class/infiniband' adapters"
-        [ "$(cat "/sys/class/net/$1/carrier" 2>/dev/null)" = 1 ] ||
+        [ "$(cat "$sysfs/class/net/$1/carrier" 2>/dev/null)" = 1 ] ||
             die "interface $1 is down, or has no cable: 'ip -br link' shows it"
     fi
 }
@@ -58,7 +59,7 @@ use_network() { # LABEL=NAMES: adds to `variables` what keeps NCCL and Gloo on t
     for name in $(tr ',' ' ' <<<"${1#*=}"); do
         if ! is_adapter "$name"; then
             sockets+=",$name"
-        elif [[ $(readlink "/sys/class/infiniband/${name%%:*}/device/driver") == */efa ]]; then
+        elif [[ $(readlink "$sysfs/class/infiniband/${name%%:*}/device/driver") == */efa ]]; then
             efa=$name
         else
             adapters+=",$name"
@@ -104,8 +105,8 @@ interfaces() { # OPTIONS of ip address show: their names, without lo
 
 leave_out_virtual() { # NCCL may mistake a container bridge for the network between the nodes
     local address found virtual="(docker|br-|veth|virbr)"
-    grep -qE "/$virtual" <<<"$(compgen -G "/sys/class/net/*")" || return 0
-    ! compgen -G "/sys/class/net/ib*" >/dev/null || return 0 # which NCCL takes first
+    grep -qE "/$virtual" <<<"$(compgen -G "$sysfs/class/net/*")" || return 0
+    ! compgen -G "$sysfs/class/net/ib*" >/dev/null || return 0 # which NCCL takes first
     address=$(getent ahosts "$MASTER_ADDR" | sed -n '1s/ .*//p' || true)
     found=$(ip -o route get "$address" 2>/dev/null; ip -o address show to "$address" 2>/dev/null) || true
     grep -qE " $virtual" <<<"$found" || prefer NCCL_SOCKET_IFNAME "^lo,docker,br-,veth,virbr"
