@@ -26,7 +26,9 @@ import sys
 import time
 from pathlib import Path
 
-SYS, ROOT = Path("/sys/class"), Path(__file__).resolve().parents[1]
+from analysis.kernel import SYSFS, text_of
+
+SYS, ROOT = SYSFS / "class", Path(__file__).resolve().parents[1]
 INTERFACES = [name for _, name in socket.if_nameindex() if name != "lo"]
 ADAPTERS = [path.name for path in SYS.glob("infiniband/*")]
 IFNAME = [name for name in os.environ.get("IFNAME", "").split(",") if name]
@@ -125,11 +127,9 @@ def loads(library: str) -> bool:
     return False
 
 
-def text_of(path: str) -> str:
-    """Of a file under /sys/class; empty if it cannot be read, as a virtual interface's speed."""
-    with contextlib.suppress(OSError):
-        return (SYS / path).read_text().strip()
-    return ""
+def of_interface(name: str, file: str) -> str:
+    """What the kernel says of an interface; empty if nothing, as of a virtual one's speed."""
+    return text_of(SYS / "net" / name / file)
 
 
 def address_of(interface: str) -> str:
@@ -141,10 +141,10 @@ def address_of(interface: str) -> str:
 
 def check_interface(name: str, named: bool) -> None:
     address, wrong = address_of(name), ""
-    mtu, speed = text_of(f"net/{name}/mtu"), text_of(f"net/{name}/speed")
+    mtu, speed = of_interface(name, "mtu"), of_interface(name, "speed")
     if name not in INTERFACES:
         wrong = f"there is no {name} on this node: set IFNAME to some of {INTERFACES + ADAPTERS}"
-    elif text_of(f"net/{name}/carrier") != "1":
+    elif of_interface(name, "carrier") != "1":
         wrong = f"{name} is down: see its cable; ip link set {name} up"
     elif not address:
         wrong = f"{name} is up but has no address: ip address add ADDRESS/LENGTH dev {name}"
@@ -180,7 +180,7 @@ def check_verbs(named: bool) -> None:
 def check_node() -> None:
     check_python()
     # Where IFNAME names none, NCCL may use all that are ready.
-    ready = [n for n in INTERFACES if address_of(n) and text_of(f"net/{n}/carrier") == "1"]
+    ready = [n for n in INTERFACES if address_of(n) and of_interface(n, "carrier") == "1"]
     ports = SYS.glob("infiniband/*/ports/*")
     active = sorted({port.parts[-3] for port in ports if "ACTIVE" in text_of(port / "state")})
     names = IFNAME or ready + (active or ADAPTERS)
@@ -216,7 +216,7 @@ def meet(connection: socket.socket, rank: int) -> int:
     leads = [name for name in INTERFACES if address_of(name) == own]
     interface = ([name for name in IFNAME if address_of(name)] + leads + [""])[0]
     mine = {"rank": rank, "name": f"node {rank} ({socket.gethostname()})"}
-    mine |= {"mtu": text_of(f"net/{interface}/mtu"), "address": address_of(interface) or own}
+    mine |= {"mtu": of_interface(interface, "mtu"), "address": address_of(interface) or own}
     with socket.create_server(("", 0)) as listener, connection.makefile("rb") as stream:
 
         def swap(value: object) -> object:

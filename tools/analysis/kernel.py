@@ -9,8 +9,11 @@ ethernet, infiniband, roce, efa, ipoib, loopback, other.
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
+# Where the kernel shows its devices. Tests give another folder, to launcher/networks.sh as well.
+SYSFS = Path(os.environ.get("SYSFS_ROOT") or "/sys")
 KINDS = {1: "ethernet", 32: "ipoib", 772: "loopback"}  # linux/if_arp.h
 LINK_LAYERS = {"InfiniBand": "infiniband", "Ethernet": "roce"}  # EFA has neither word
 ERRORS = [  # files of an interface or of an adapter's port that stand still on a healthy link
@@ -29,14 +32,13 @@ ERRORS = [  # files of an interface or of an adapter's port that stand still on 
 # --- Reading -------------------------------------------------------------------------------------
 
 
-def read_counters(root: str | Path = "/") -> dict:
+def read_counters(sysfs: Path = SYSFS) -> dict:
     """What the kernel has counted so far: {"interfaces": {name: facts}, "tcp": {...} or None}."""
-    classes = Path(root, "sys/class")
-    nets = [path for path in sorted(classes.glob("net/*")) if path.is_dir()]
+    nets = [path for path in sorted(sysfs.glob("class/net/*")) if path.is_dir()]
     found = {net.name: read_interface(net) for net in nets}
-    for port in sorted(classes.glob("infiniband/*/ports/*")):
+    for port in sorted(sysfs.glob("class/infiniband/*/ports/*")):
         found[f"{port.parent.parent.name}:{port.name}"] = read_port(port)
-    return {"interfaces": found, "tcp": read_tcp(text_of(Path(root, "proc/net/snmp")))}
+    return {"interfaces": found, "tcp": read_tcp(text_of(Path("/proc/net/snmp")))}
 
 
 def read_tcp(snmp: str) -> dict | None:
