@@ -79,6 +79,62 @@ FAULTS = [
     # ---- Files: annotations, images, prepared and generated sets
     # ---- compare_logs.py and analysis/
     # ---- NCCL's text, counters, probe, preflight
+    Fault(
+        "counter-unit",
+        "tools/analysis/kernel.py",
+        'sent = 4 * number(port / "counters/port_xmit_data")',
+        'sent = number(port / "counters/port_xmit_data")',
+        "an InfiniBand port seems to have sent a quarter of its bytes",
+    ),
+    Fault(
+        "counted-twice",
+        "tools/analysis/kernel.py",
+        "        if traffic(link) > 2 * above:\n",
+        "        if traffic(link):\n",
+        "a bond's bytes are counted again on its ports",
+    ),
+    Fault(
+        "counter-reset",
+        "tools/analysis/kernel.py",
+        "max(0, now[way] - then[way])",
+        "now[way] - then[way]",
+        "a counter that began anew takes bytes from the sum",
+    ),
+    Fault(
+        "rate-unit",
+        "tools/analysis/kernel.py",
+        'number(net / "speed") / 1000 or None',
+        'number(net / "speed") or None',
+        "an interface of 10 Gb/s is taken for one of 10,000 Gb/s",
+    ),
+    Fault(
+        "errors-of-before",
+        "tools/analysis/kernel.py",
+        'count - then["errors"].get(name, 0)',
+        "count",
+        "errors of last year are said to be the run's",
+    ),
+    Fault(
+        "loss-on-roce",
+        "tools/analysis/kernel.py",
+        '    "hw_counters/out_of_sequence",\n',
+        "",
+        "a RoCE link that loses packets has no finding",
+    ),
+    Fault(
+        "retransmissions",
+        "tools/analysis/kernel.py",
+        'int(counts["RetransSegs"])',
+        "0",
+        "a cable that loses packets shows no retransmission",
+    ),
+    Fault(
+        "counters-since",
+        "tools/counters.py",
+        '                if record.get("host") == host:\n                    return record\n',
+        "                return record\n",
+        "in a shared log the counters of another node are subtracted",
+    ),
     # ---- Launchers, environment, nodes, schedulers
     # ---- The lesson, the pages, the benchmark
 ]
