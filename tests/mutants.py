@@ -135,6 +135,34 @@ FAULTS = [
         "                return record\n",
         "in a shared log the counters of another node are subtracted",
     ),
+    Fault(
+        "probe-bytes",
+        "tools/probe_link.py",
+        "    return 4 * sum(map(torch.numel, model.parameters()))\n",
+        "    return sum(map(torch.numel, model.parameters()))\n",
+        "the probe measures a quarter of what a step sends",
+    ),
+    Fault(
+        "probe-wire",
+        "tools/probe_link.py",
+        'link["wire_Gbps"] = 8e-6 * busier / (calls * own["ms"])',
+        'link["wire_Gbps"] = 8e-6 * busier / own["ms"]',
+        "all rounds' bytes in one round's time: a link faster than it is",
+    ),
+    Fault(
+        "probe-warm-up",
+        "tools/probe_link.py",
+        "for _, ms in rounds[1:])",
+        "for _, ms in rounds)",
+        "the first all-reduce, which makes connections, is part of the link's rate",
+    ),
+    Fault(
+        "probe-bus-rate",
+        "tools/probe_link.py",
+        "    busbw = algbw * 2 * (ranks - 1) / ranks\n",
+        "    busbw = algbw * 2 * (ranks - 1)\n",
+        "with four ranks each link seems to carry four times its bytes",
+    ),
     # ---- Launchers, environment, nodes, schedulers
     # ---- The lesson, the pages, the benchmark
 ]

@@ -2,45 +2,76 @@
 
 from __future__ import annotations
 
+import json
 import re
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 import compare_logs
+from support.forks import run_forked
 from support.nodes import NamespacePair
-from support.processes import LONG, ROOT, Run, base_env, new_test_id
+from support.processes import ROOT
 
-PROBE = [sys.executable, str(ROOT / "tools" / "probe_link.py")]
 GRADIENT_BYTES = 44_870_208  # 4 * 11,217,552 parameters
+# What each forked rank runs: the probe, with NODES in a namespace, as support/nodes.py starts
+# what is new there. With FIGURES it prints what the probe makes of times that it is given.
+PROGRAM = f"""
+import ctypes, json, os, socket, subprocess, sys
+
+sys.path.insert(0, {str(ROOT / "tools")!r})
+import probe_link
+from probe_link import demo
+
+NEW_MOUNTS, NEW_HOST_NAME = 0x20000, 0x4000000
 
 
-def probe(nodes: NamespacePair, address: str, interface: str, *words: str) -> Run:
-    """The probe as rank 0 on node 0 and rank 1 on node 1; what rank 0 says."""
-    started = []
-    for rank in (0, 1):
-        env = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        env |= {"MASTER_ADDR": address, "MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": interface}
-        env |= {"OMP_NUM_THREADS": 1, "TORCHELASTIC_RUN_ID": "probe"}
-        texts = {name: str(value) for name, value in env.items()}
-        started.append(nodes.popen(rank, [*PROBE, *words], env=texts))
-    first, _ = (one.finish(120) for one in started)
-    return first
+def enter(rank, name):
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/run/netns/" + name) as namespace:
+        assert libc.setns(namespace.fileno(), 0) == 0, ctypes.get_errno()
+    assert libc.unshare(NEW_MOUNTS | NEW_HOST_NAME) == 0, ctypes.get_errno()
+    socket.sethostname(f"node{{rank}}")
+    for words in ("--make-rprivate /", "-t sysfs sysfs /sys"):
+        subprocess.run(["mount", *words.split()], check=True)
 
 
-def test_record_and_words_of_a_link_of_a_known_rate(tmp_path, capsys):
+def main(process):
+    sys.argv[0] = probe_link.__file__
+    if "FIGURES" in os.environ:
+        process.world_size = 4
+        rounds = [(1, 900.0), (1, 2.0), (10, 3.0), (10, 4.0)]
+        print(json.dumps(probe_link.timing(process, 6000, probe_link.median(rounds))))
+        return
+    if "NODES" in os.environ:
+        rank = int(os.environ["RANK"])
+        enter(rank, os.environ["NODES"].split()[rank])
+    probe_link.main(process)
+
+
+def run_and_exit(main):
+    demo.run_and_exit(main, log_wall_time=False)
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("probe") / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+@pytest.mark.guards("probe-bytes", "probe-wire")
+def test_record_and_words_of_a_link_of_a_known_rate(program, tmp_path, capsys):
     """It takes the training's arguments, and compare_logs.py reads what it writes."""
     with NamespacePair("300mbit") as nodes:
-        run = probe(
-            nodes, nodes.addresses[0], "eth0", "--coco_image_path", "x", "--max_steps", "2"
-        )
+        own = {"MASTER_ADDR": nodes.addresses[0], "GLOO_SOCKET_IFNAME": nodes.interface}
+        own |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODES": " ".join(nodes.names)}
+        words = ["--coco_image_path", "x", "--max_steps", "2"]
+        (run,) = run_forked([(2, words, own, program)], trains=False)
     record = run.json_line("Probe")
     sizes = [2**10, 2**12, 2**15, 2**18, 2**21, 2**24, GRADIENT_BYTES]
     assert [size["bytes"] for size in record["sizes"]] == sizes
-    for size in record["sizes"]:  # with two ranks a ring carries each byte once
-        assert size["algbw_GBps"] == size["busbw_GBps"]
-        assert size["algbw_GBps"] == pytest.approx(size["bytes"] / size["ms"] / 1e6)
     # By the clock and by the counters; a busy machine is slower.
     rates = [8 * record["algbw_GBps"]]
     rates += [node["interfaces"][0]["wire_Gbps"] for node in record["nodes"]]
@@ -59,17 +90,14 @@ def test_record_and_words_of_a_link_of_a_known_rate(tmp_path, capsys):
     assert "sockets (byte counters)" in capsys.readouterr().out
 
 
-@LONG
-@pytest.mark.parametrize(
-    ("words", "code", "out", "error"),
-    [
-        ("", 0, "[CPU 0] Probe: one process has no link to probe\n", ""),
-        ("--backend smoke", 2, "", "ERROR: probe_link.py: argument --backend: invalid choice: "),
-    ],
-)
-def test_one_process_has_no_link_and_an_error_is_one_line(words, code, out, error):
-    env = base_env(new_test_id()) | {"OMP_NUM_THREADS": "1"}
-    how = {"capture_output": True, "text": True, "timeout": 60, "env": env}
-    done = subprocess.run([*PROBE, *words.split()], **how)
-    assert (done.returncode, done.stdout) == (code, out), done.stderr
-    assert error in done.stderr and len(done.stderr.splitlines()) == bool(error), done.stderr
+@pytest.mark.guards("probe-warm-up", "probe-bus-rate")
+def test_figures_are_those_after_the_warm_up_an_error_is_one_line_and_one_process_no_link(program):
+    runs = [(0, [], {"FIGURES": "1"}, program), (0, ["--backend", "smoke"], {}, program)]
+    runs += [(0, [], {}, program)]
+    figures, error, alone = run_forked(runs, trains=False, expect=[0, 2, 0])
+    # Of four ranks a ring carries one and a half times the bytes.
+    expected = {"bytes": 6000, "ms": 3.0, "algbw_GBps": 0.002, "busbw_GBps": 0.003}
+    assert json.loads(figures.out) == pytest.approx(expected)
+    refusal = "[CPU 0] ERROR: probe_link.py: argument --backend: invalid choice: "
+    assert error.out.startswith(refusal) and error.out.count("\n") == 1, error.tail()
+    assert alone.out == "[CPU 0] Probe: one process has no link to probe\n"
