@@ -163,6 +163,55 @@ FAULTS = [
         "    busbw = algbw * 2 * (ranks - 1)\n",
         "with four ranks each link seems to carry four times its bytes",
     ),
+    Fault(
+        "port-not-active",
+        "tools/preflight.py",
+        'report("" if "ACTIVE" in str(states) else wrong, fine, named=named)',
+        'report("" if states else wrong, fine, named=named)',
+        "an adapter whose cable is out is called fine",
+    ),
+    Fault(
+        "preflight-memlock",
+        "tools/preflight.py",
+        "if os.geteuid() and 0 <= limit < 1 << 30:",
+        "if os.geteuid() and 0 <= limit < 1 << 20:",
+        "8 MiB of memory that may be locked are called enough for InfiniBand",
+    ),
+    Fault(
+        "old-driver",
+        "tools/preflight.py",
+        '    elif not driver or int(driver.partition(".")[0]) < least:\n',
+        "    elif not driver:\n",
+        "nobody is told that the NVIDIA driver is too old for this PyTorch",
+    ),
+    Fault(
+        "preflight-firewall",
+        "tools/preflight.py",
+        "        wrong += swap(wrong)\n",
+        "        swap(wrong)\n",
+        "a node does not say that the other one cannot reach it",
+    ),
+    Fault(
+        "preflight-address",
+        "tools/preflight.py",
+        '"address": address_of(interface) or own}',
+        '"address": own}',
+        "a network of IFNAME that does not join the nodes is called fine",
+    ),
+    Fault(
+        "preflight-mtu",
+        "tools/preflight.py",
+        '        if len({mine["mtu"], theirs["mtu"]} - {""}) == 2:\n',
+        "        if False:\n",
+        "nodes with MTU 9000 and 1500 have no finding",
+    ),
+    Fault(
+        "preflight-large",
+        "tools/preflight.py",
+        '            swap("large packets" * 2000)\n',
+        '            swap("large packets")\n',
+        "a switch that loses large packets has no finding, and the job hangs",
+    ),
     # ---- Launchers, environment, nodes, schedulers
     # ---- The lesson, the pages, the benchmark
 ]
