@@ -331,6 +331,34 @@ FAULTS = [
         '            swap("large packets")\n',
         "a switch that loses large packets has no finding, and the job hangs",
     ),
+    Fault(
+        "preflight-exit-code",
+        "tools/preflight.py",
+        "    return 1 if findings else 0\n",
+        "    return 0\n",
+        "a script starts the job though a node is not fit for it",
+    ),
+    Fault(
+        "preflight-node-rank",
+        "tools/preflight.py",
+        "            if came not in missing:\n",
+        "            if False:\n",
+        "two nodes with the same NODE_RANK are not found",
+    ),
+    Fault(
+        "preflight-loopback",
+        "tools/preflight.py",
+        '    if (address := socket.gethostbyname(host)).startswith("127."):\n',
+        '    if (address := socket.gethostbyname(host)) == "127.0.0.1":\n',
+        "MASTER_ADDR that is 127.0.1.1 on its own node, as on Debian, is called fine",
+    ),
+    Fault(
+        "own-processes",
+        "tools/analysis/nccl.py",
+        '    paths = {pattern.replace("%p", str(pid)) for pid in pids}\n',
+        '    paths = {str(path) for path in Path(pattern).parent.glob("*")}\n',
+        "the probe tells what NCCL wrote in an earlier run",
+    ),
     # ---- Launchers, environment, nodes, schedulers
     # ---- The lesson, the pages, the benchmark
 ]

@@ -207,8 +207,10 @@ def test_each_pattern_has_its_formats():
 
 
 @pytest.mark.guards("bootstrap-as-data", "wished-as-used", "missing-plugin-normal")
-@pytest.mark.guards("verbs-first-try", "peer-unreachable")
-@pytest.mark.parametrize("form", [f for f in ALL_FORMATS if f not in FORMATS], ids=str)
+@pytest.mark.guards("verbs-first-try", "peer-unreachable", "half-a-name")
+@pytest.mark.parametrize(
+    "form", [form for form in ALL_FORMATS if form not in FORMATS], ids=lambda form: form.by
+)
 def test_a_message_without_pattern_says_nothing_and_changes_nothing(form):
     """The same for half a name: one that is cut, or broken by another text."""
     line = INFO + filled(form)
@@ -271,7 +273,6 @@ def test_neither_prefix_nor_order_changes_what_a_text_says(kind, prefix):
     assert found.to_dict() | {"problems": []} == whole.to_dict() | {"problems": []}
 
 
-@pytest.mark.guards("half-a-name")
 @pytest.mark.parametrize("kind", JOBS)
 def test_a_text_cut_anywhere_says_what_the_whole_says_or_nothing(kind):
     text = "\n".join(JOBS[kind]) + "\n"
@@ -423,6 +424,7 @@ def test_wrong_usage_ends_in_one_line(arguments, code, message, tmp_path, call, 
     assert err.startswith("nccl_log.py: " + message)
 
 
+@pytest.mark.guards("own-processes")
 def test_files_of_a_nodes_processes(tmp_path):
     """What the probe asks for: this run's processes alone; a host's name ends at the first dot."""
     for pid, name in ((11, "ib0"), (12, "ib1"), (13, "ib2")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import resource
@@ -48,7 +49,7 @@ def check(nodes: NamespacePair, node: int, **variables: object) -> Started:
         "NNODES": 2,
         "NODE_RANK": node,
         "MASTER_ADDR": nodes.addresses[0],
-        "CONNECT_TIMEOUT": 20,
+        "CONNECT_TIMEOUT": math.ceil(20 * FACTOR),
     }
     env = {name: str(value) for name, value in {**env, **variables}.items()}
     return nodes.popen(node, PREFLIGHT, env=env)
@@ -238,6 +239,7 @@ def test_a_driver_that_pytorch_cannot_use_is_found(
         assert out.startswith(f"note: CUDA_VISIBLE_DEVICES='{hidden}' hides")
 
 
+@pytest.mark.guards("preflight-exit-code")
 def test_a_python_without_torch_is_found(tmp_path):
     python = tmp_path / "python3"
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS "$@"\n')
@@ -297,6 +299,7 @@ def test_a_switch_that_loses_large_packets_is_found(nodes):
         assert line.startswith(f"large packets from node {1 - node} (node{1 - node}) get lost")
 
 
+@pytest.mark.guards("preflight-loopback")
 def test_master_addr_that_is_loopback_on_its_node_is_found(nodes):
     """As where Debian's hosts file has the own name at 127.0.1.1; the other node knows it well."""
     nodes.usual_hosts()
@@ -316,9 +319,12 @@ def test_a_port_that_is_taken_is_found(nodes):
     assert second.seconds < 1 + 10 * FACTOR
 
 
+@pytest.mark.guards("preflight-node-rank")
 def test_a_node_rank_that_two_nodes_have_is_found(nodes):
-    started = [check(nodes, node, NNODES=3, CONNECT_TIMEOUT=5) for node in (0, 1, 1)]
-    run = started[0].finish(5 + 10, expect=1)
+    started = [
+        check(nodes, node, NNODES=3, CONNECT_TIMEOUT=math.ceil(5 * FACTOR)) for node in (0, 1, 1)
+    ]
+    run = started[0].finish(15, expect=1)
     assert "NODE_RANK=1 came twice" in wrong(run)[0]
     assert "node 2 did not come" in wrong(run)[1]
 
@@ -326,5 +332,5 @@ def test_a_node_rank_that_two_nodes_have_is_found(nodes):
 @LONG
 def test_srun_tells_the_nodes_who_they_are(slurm: SlurmCluster):
     srun = ["srun", "--nodes=2", "--ntasks-per-node=1", *PREFLIGHT]
-    run = slurm.run(*srun, env={"CONNECT_TIMEOUT": "30"})
+    run = slurm.run(*srun, env={"CONNECT_TIMEOUT": str(math.ceil(30 * FACTOR))})
     assert run.out.count(HEALTHY) == 2
