@@ -121,7 +121,7 @@ REPORTS = SUPPORT / "nccl_reports.txt"
 
 def read_reports() -> dict[str, str]:
     """{name: text}"""
-    parts = REPORTS.read_text().split("\n== ")[1:]
+    parts = REPORTS.read_text(encoding="utf-8").split("\n== ")[1:]
     return dict(part.partition("\n--\n")[0].split("\n", 1) for part in parts)
 
 
@@ -144,13 +144,13 @@ JOBS = {
 def same_as_in_file(path: Path, made: str, request: pytest.FixtureRequest) -> None:
     """With --record the file is written anew."""
     if request.config.getoption("--record", False):
-        path.write_text(made)
-    assert made.splitlines() == path.read_text().splitlines()
+        path.write_text(made, encoding="utf-8")
+    assert made.splitlines() == path.read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.guards("slowest-rank", "timeout-named")
 def test_whole_texts_have_their_answers(tmp_path, request):
-    made = REPORTS.read_text().partition("\n== ")[0]
+    made = REPORTS.read_text(encoding="utf-8").partition("\n== ")[0]
     for name, text in TEXTS.items():
         made += "\n".join(["", f"== {name}", text, "--", *answer(name, text, tmp_path), ""])
     same_as_in_file(REPORTS, made, request)
@@ -262,15 +262,7 @@ def test_a_newer_library_has_no_wording_about_networks_that_nobody_has_looked_at
     assert len(found) > 40 and found - kept == set()
 
 
-# --- Torn texts, prefixes, names -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("prefix", ["", "[default1]:", "2026-01-31T12:00:00.123Z | ", "\x1b[36m"])
-@pytest.mark.parametrize("kind", JOBS)
-def test_neither_prefix_nor_order_changes_what_a_text_says(kind, prefix):
-    found, whole = find(*(prefix + line for line in reversed(JOBS[kind]))), find(*JOBS[kind])
-    assert whole.transport == kind
-    assert found.to_dict() | {"problems": []} == whole.to_dict() | {"problems": []}
+# --- Torn texts and names ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", JOBS)
