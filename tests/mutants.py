@@ -81,6 +81,48 @@ FAULTS = [
     # ---- NCCL's text, counters, probe, preflight
     # ---- Launchers, environment, nodes, schedulers
     # ---- The lesson, the pages, the benchmark
+    Fault(
+        "benchmark-ratio",
+        "tools/benchmark.py",
+        "{medians[name] / medians[last]:.3f}",
+        "{medians[last] / medians[name]:.3f}",
+        "the benchmark calls the slower script the faster one",
+    ),
+    Fault(
+        "benchmark-order",
+        "tools/benchmark.py",
+        "for name in list(cases)[:: -1 if number % 2 else 1]:",
+        "for name in cases:",
+        "in each round the same case runs last, on a machine that has become warm",
+    ),
+    Fault(
+        "benchmark-median",
+        "tools/benchmark.py",
+        "statistics.median(rates) for name",
+        "statistics.mean(rates) for name",
+        "one disturbed round moves the benchmark's figure",
+    ),
+    Fault(
+        "benchmark-variables",
+        "tools/benchmark.py",
+        "text = run(args, command, FASTER)",
+        "text = run(args, command)",
+        "the benchmark measures a step slower than the launchers run it",
+    ),
+    Fault(
+        "benchmark-against",
+        "tools/benchmark.py",
+        "[sys.executable, script, *given]",
+        "[sys.executable, SCRIPT, *given]",
+        "the benchmark compares the script with itself, whatever --against names",
+    ),
+    Fault(
+        "benchmark-start",
+        "tools/benchmark.py",
+        'longer = seconds["long"] - seconds["short"]',
+        'longer = seconds["long"]',
+        "a peer that starts slowly comes out as slow in training",
+    ),
 ]
 
 
