@@ -82,6 +82,41 @@ FAULTS = [
     # ---- Launchers, environment, nodes, schedulers
     # ---- The lesson, the pages, the benchmark
     Fault(
+        "page-option",
+        "README.md",
+        "--num_epochs 2 --checkpoint coco.pt",
+        "--num_epochs 2 --save coco.pt",
+        "a command of the README ends with: unrecognized arguments",
+    ),
+    Fault(
+        "page-link",
+        "README.md",
+        "](docs/speed.md#a-slow-link)",
+        "](docs/speed.md#slow-link)",
+        "a link of the README leads to the top of the wrong section",
+    ),
+    Fault(
+        "page-message",
+        "demo_coco_resnet18.py",
+        "this PyTorch has no code for this GPU",
+        "this PyTorch cannot use this GPU",
+        "a reader looks up an error message, and the page has another",
+    ),
+    Fault(
+        "page-variable",
+        "launch_multinode.sh",
+        "#   CONNECT_TIMEOUT=300 ",
+        "#   CONNECT_TIMEOUT=600 ",
+        "the launcher and the page state different defaults",
+    ),
+    Fault(
+        "page-map",
+        "docs/development.md",
+        "| `tools/nccl_log.py` | after a run: what NCCL's text means |\n",
+        "",
+        "the map leaves a tool out",
+    ),
+    Fault(
         "lesson-shares",
         "docs/lesson/ddp.py",
         "DistributedSampler(data, world_size, rank)",
