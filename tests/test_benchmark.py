@@ -22,6 +22,7 @@ import benchmark as tool
 from support.processes import LONG, ROOT, SCRIPT
 
 TINY = ["--steps", 2, "--batch_size", 4]
+ONCE = [*TINY, "--image_size", 40, "--rounds", 1, "--precision", "fp32"]
 TORCHRUN = "torch.distributed.run"
 
 
@@ -193,8 +194,7 @@ def test_peer_is_measured_by_the_clock_without_the_start(
 @LONG
 def test_ceiling_tells_a_step_without_the_loader(benchmark):
     """Two real runs; the second keeps its batch."""
-    words = [*TINY, "--image_size", 40, "--rounds", 1, "--precision", "fp32"]
-    out = benchmark("ceiling", *words)
+    out = benchmark("ceiling", *ONCE)
     fed, resident = map(float, re.findall(r"^\w+: [\d.]+ img/s, ([\d.]+) ms a step$", out, re.M))
     cost, step = re.search(r"cost (-?[\d.]+) ms of a step of ([\d.]+) ms", out).groups()
     assert float(step) == pytest.approx(fed, abs=0.2)
@@ -203,8 +203,7 @@ def test_ceiling_tells_a_step_without_the_loader(benchmark):
 
 @LONG
 def test_loaders_of_the_script_and_of_a_commit_are_measured(benchmark):
-    words = [*TINY, "--image_size", 40, "--rounds", 1, "--precision", "fp32"]
-    out = benchmark("input", *words, "--against", "HEAD")
+    out = benchmark("input", *ONCE, "--against", "HEAD")
     assert re.fullmatch(r"this script: .* img/s\nHEAD: .* img/s\nimg/s, .*\n", out)
     assert all(float(rate) > 0 for rate in re.findall(r": ([\d.]+) img/s$", out, re.M))
 

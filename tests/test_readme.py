@@ -31,7 +31,8 @@ MADE += ["examples/imagenet/main.py"]  # and one of pytorch/examples
 
 # A call is written down as its words, each ended by a zero byte, and a second one.
 PROGRAMS = """
-python python3 ./launch_single.sh ./launch_multinode.sh tests/run.sh tools/environment.sh source
+python python3 ./launch_single.sh ./launch_multinode.sh tests/run.sh tests/mutants.py source
+tools/environment.sh
 curl unzip torchrun sudo srun sbatch mpirun pip module apptainer docker sed grep diff git
 """
 NOTING = "\n".join(
@@ -76,43 +77,34 @@ def source(*patterns: str) -> str:
 
 
 @pytest.mark.guards("page-option")
-def test_script_takes_the_arguments_of_the_commands(calls):
-    """Through whatever launcher they go to it; a launcher without arguments is fine."""
+def test_programs_take_the_arguments_of_the_commands(calls, monkeypatch):
+    """The script's go to it through whatever launcher. A parser exits if it refuses them."""
+    monkeypatch.chdir(ROOT)
     targets = {SCRIPT.name, "./launch_single.sh", "./launch_multinode.sh", *MADE, "--"}
-    parsed = 0
+    parsed = []
     for call in calls:
         at = [i for i, word in enumerate(call) if word in targets]
         if call[0] not in ("sed", "docker") and at and call[at[0] + 1 :]:
             words = call[at[0] + 1 :]
             if call[at[0]].startswith("./launch_") and not any("_path" in word for word in words):
                 words += ["--coco_image_path", "sample", "--annotation_path", "sample"]
-            args = demo.parse_arguments(words)  # exits if it refuses them
+            args = demo.parse_arguments(words)
             assert args.coco_image_path and args.annotation_path
-            parsed += 1
-    assert parsed >= 18
-
-
-def test_tools_take_the_arguments_of_the_commands(calls, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    parsed = set()
-    for call in calls:
+            parsed.append("script")
         if call[0] == "python" and call[1].startswith("tools/"):
             tool = importlib.import_module(Path(call[1]).stem)
             if parse := getattr(tool, "parse_arguments", None):  # others take no arguments
-                parse(call[2:])  # exits if it refuses them
-                parsed.add(tool.__name__)
-    assert parsed >= {"benchmark", "compare_logs", "prepare_coco", "show_results"}
-
-
-def test_torchrun_takes_the_arguments_of_the_commands(calls):
-    torchruns = [vars(get_args_parser().parse_args(c[1:])) for c in calls if c[0] == "torchrun"]
-    assert len(torchruns) >= 5
-    scripts = (SCRIPT.name, "ddp.py", "tools/probe_link.py")
-    for known in torchruns:
-        assert known["training_script"] in scripts
-        if not known["standalone"]:
-            assert int(known["nnodes"]) > known["node_rank"]
-            assert known["rdzv_backend"] == "static" and known["rdzv_endpoint"]
+                parse(call[2:])
+                parsed.append(tool.__name__)
+        if call[0] == "torchrun":
+            known = get_args_parser().parse_args(call[1:])
+            assert known.training_script in (SCRIPT.name, "ddp.py", "tools/probe_link.py")
+            if not known.standalone:
+                assert int(known.nnodes) > known.node_rank
+                assert known.rdzv_backend == "static" and known.rdzv_endpoint
+            parsed.append("torchrun")
+    assert {*parsed} >= {"benchmark", "compare_logs", "prepare_coco", "show_results"}
+    assert parsed.count("script") >= 18 and parsed.count("torchrun") >= 5
 
 
 def test_commands_of_the_launcher_of_nodes_have_what_it_needs():
@@ -172,6 +164,7 @@ def test_readmes_log_is_one_that_the_comparison_reads_whole():
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("tools/*.py")), ids=lambda path: path.name)
 def test_each_tool_answers_help(path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", pytest.fail)  # the probe ends with it on an error
     monkeypatch.setattr("sys.argv", [str(path), "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(path), run_name="__main__")
@@ -184,7 +177,7 @@ def test_each_tool_answers_help(path, monkeypatch, capsys):
 def test_options_that_the_text_names_exist():
     """In the script, in torchrun, in the source of a tool, or in a program of others."""
     option = r"(?<![\w-])--[a-z][\w-]*"
-    files = source("tools/*.*", "tools/*/*.py", "tools/*/*.sh", "tests/run.sh", "tests/*.py")
+    files = source("tools/*.*", "tools/*/*.py", "tools/*/*.sh", "tests/run.sh")
     known = {*re.findall(option, files)}
     known |= {*demo.make_parser()._option_string_actions}
     known |= {*get_args_parser()._option_string_actions}
