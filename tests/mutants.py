@@ -93,7 +93,7 @@ FAULTS = [
         "README.md",
         "](docs/speed.md#a-slow-link)",
         "](docs/speed.md#slow-link)",
-        "a link of the README leads to the top of the wrong section",
+        "a link of the README leads to a section that is not there",
     ),
     Fault(
         "page-message",
