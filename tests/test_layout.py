@@ -49,8 +49,12 @@ def test_script_imports_nothing_of_this_repository():
     assert tops <= {*sys.stdlib_module_names, "torch", "torchvision", "PIL", "pycocotools"}
 
 
-def test_map_has_each_module_of_analysis_once():
+@pytest.mark.guards("page-map")
+def test_map_has_each_file_of_tools_and_each_module_of_analysis_once():
     assert sorted(ORDER) == list(ANALYSIS)
+    named = {*re.findall(r"`(?:\w+/)*(\w+\.(?:py|sh))`", MAP)}
+    assert named >= {path.name for path in TOOLS.rglob("*.*") if path.suffix in (".py", ".sh")}
+    assert all([*ROOT.glob(name), *ROOT.glob(f"[td]*/**/{name}")] for name in named)
 
 
 @pytest.mark.parametrize("name", ANALYSIS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,42 +22,17 @@ from torch.distributed.run import get_args_parser
 from analysis.logs import END, EPOCH, PREFIX, STEP, VALIDATION
 from support.datasets import numbered, write_images
 from support.launchers import copy_project
+from support.pages import LESSON, PAGES, README, RUNNING
 from support.processes import LONG, ROOT, SCRIPT, base_env, new_test_id, start
 
-README, RUNNING, LESSON = "README.md", "docs/running.md", "docs/lesson/README.md"
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def anchor(title: str) -> str:
-    """GitHub's: lower case, spaces to dashes, without punctuation."""
-    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
-
-
-class Page:
-    """A page, by its path under the repository's root."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.text = name, (ROOT / name).read_text()
-        blocks = [(m[1], m[2]) for m in FENCED.finditer(self.text)]
-        shell = [text for kind, text in blocks if kind == "bash"]
-        self.commands = [text for text in shell if not text.startswith("#!")]
-        self.printed = [text for kind, text in blocks if kind == "text"]
-        self.prose = FENCED.sub("", self.text)
-        self.anchors = [*map(anchor, re.findall(r"^#+ (.*)$", self.prose, re.MULTILINE))]
-        self.links = re.findall(r"\]\(([^)]+)\)", self.prose)
-
-
-DOCS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md"))]
-PAGES = {name: Page(name) for name in [README, *DOCS]}
-every_page = pytest.mark.parametrize("page", PAGES.values(), ids=lambda page: page.name)
-WIDTH = 140  # columns
 COMMANDS = "\n".join(text for page in PAGES.values() for text in page.commands)
 MADE = ["make_coco.py", "demo_resnet50.py", "coco.sbatch"]  # files that the reader makes
 MADE += ["examples/imagenet/main.py"]  # and one of pytorch/examples
 
 # A call is written down as its words, each ended by a zero byte, and a second one.
 PROGRAMS = """
-python python3 ./launch_single.sh ./launch_multinode.sh tests/run.sh tools/environment.sh source
+python python3 ./launch_single.sh ./launch_multinode.sh tests/run.sh tests/mutants.py source
+tools/environment.sh
 curl unzip torchrun sudo srun sbatch mpirun pip module apptainer docker sed grep diff git
 """
 NOTING = "\n".join(
@@ -100,43 +76,35 @@ def source(*patterns: str) -> str:
 # --- Commands ----------------------------------------------------------------------------------
 
 
-def test_script_takes_the_arguments_of_the_commands(calls):
-    """Through whatever launcher they go to it; a launcher without arguments is fine."""
+@pytest.mark.guards("page-option")
+def test_programs_take_the_arguments_of_the_commands(calls, monkeypatch):
+    """The script's go to it through whatever launcher. A parser exits if it refuses them."""
+    monkeypatch.chdir(ROOT)
     targets = {SCRIPT.name, "./launch_single.sh", "./launch_multinode.sh", *MADE, "--"}
-    parsed = 0
+    parsed = []
     for call in calls:
         at = [i for i, word in enumerate(call) if word in targets]
         if call[0] not in ("sed", "docker") and at and call[at[0] + 1 :]:
             words = call[at[0] + 1 :]
             if call[at[0]].startswith("./launch_") and not any("_path" in word for word in words):
                 words += ["--coco_image_path", "sample", "--annotation_path", "sample"]
-            args = demo.parse_arguments(words)  # exits if it refuses them
+            args = demo.parse_arguments(words)
             assert args.coco_image_path and args.annotation_path
-            parsed += 1
-    assert parsed >= 18
-
-
-def test_tools_take_the_arguments_of_the_commands(calls, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    parsed = set()
-    for call in calls:
+            parsed.append("script")
         if call[0] == "python" and call[1].startswith("tools/"):
             tool = importlib.import_module(Path(call[1]).stem)
             if parse := getattr(tool, "parse_arguments", None):  # others take no arguments
-                parse(call[2:])  # exits if it refuses them
-                parsed.add(tool.__name__)
-    assert parsed >= {"benchmark", "compare_logs", "prepare_coco", "show_results"}
-
-
-def test_torchrun_takes_the_arguments_of_the_commands(calls):
-    torchruns = [vars(get_args_parser().parse_args(c[1:])) for c in calls if c[0] == "torchrun"]
-    assert len(torchruns) >= 5
-    scripts = (SCRIPT.name, "ddp.py", "tools/probe_link.py")
-    for known in torchruns:
-        assert known["training_script"] in scripts
-        if not known["standalone"]:
-            assert int(known["nnodes"]) > known["node_rank"]
-            assert known["rdzv_backend"] == "static" and known["rdzv_endpoint"]
+                parse(call[2:])
+                parsed.append(tool.__name__)
+        if call[0] == "torchrun":
+            known = get_args_parser().parse_args(call[1:])
+            assert known.training_script in (SCRIPT.name, "ddp.py", "tools/probe_link.py")
+            if not known.standalone:
+                assert int(known.nnodes) > known.node_rank
+                assert known.rdzv_backend == "static" and known.rdzv_endpoint
+            parsed.append("torchrun")
+    assert {*parsed} >= {"benchmark", "compare_logs", "prepare_coco", "show_results"}
+    assert parsed.count("script") >= 18 and parsed.count("torchrun") >= 5
 
 
 def test_commands_of_the_launcher_of_nodes_have_what_it_needs():
@@ -148,18 +116,8 @@ def test_commands_of_the_launcher_of_nodes_have_what_it_needs():
         assert by_hand or by_srun, before
 
 
-@pytest.mark.parametrize("name", [name for name in DOCS if name.count("/") == 1])
-def test_no_command_is_wider_than_a_screen(name):
-    for kind, text in FENCED.findall(PAGES[name].text):
-        if kind in ("bash", "yaml"):
-            assert [line for line in text.splitlines() if len(line) > WIDTH] == []
-
-
-@every_page
-def test_a_log_kept_by_hand_has_errors_and_leaves_the_exit_code(page):
-    if page.name == README:
-        return
-    for text in page.commands:
+def test_a_log_kept_by_hand_has_errors_and_leaves_the_exit_code():
+    for text in (text for page in PAGES.values() for text in page.commands):
         kept = [line for line in text.splitlines() if "| tee " in line]
         assert all("2>&1 | tee " in line for line in kept)
         assert not kept or "pipefail" in text.partition("| tee ")[0]
@@ -204,11 +162,19 @@ def test_readmes_log_is_one_that_the_comparison_reads_whole():
         assert any(match and None not in match.groups() for match in found), line
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("tools/*.py")), ids=lambda path: path.name)
+def test_each_tool_answers_help(path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", pytest.fail)  # the probe ends with it on an error
+    monkeypatch.setattr("sys.argv", [str(path), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert not ended.value.code and capsys.readouterr().out.startswith("usage: ")
+
+
 # --- Tables and the code -----------------------------------------------------------------------
 
 
-@every_page
-def test_options_that_the_text_names_exist(page):
+def test_options_that_the_text_names_exist():
     """In the script, in torchrun, in the source of a tool, or in a program of others."""
     option = r"(?<![\w-])--[a-z][\w-]*"
     files = source("tools/*.*", "tools/*/*.py", "tools/*/*.sh", "tests/run.sh")
@@ -217,9 +183,11 @@ def test_options_that_the_text_names_exist(page):
     known |= {*get_args_parser()._option_string_actions}
     known |= {"--cpus-per-task", "--nv", "--gpus", "--shm-size", "--network", "--install"}
     known |= {"--system-site-packages"}  # of python -m venv
-    assert {*re.findall(option, page.prose)} - known == set()
+    for page in PAGES.values():
+        assert {*re.findall(option, page.prose)} - known == set(), page.name
 
 
+@pytest.mark.guards("page-variable")
 def test_variables_of_the_launchers():
     """All that the launchers' headers name are in the table, with their defaults."""
     table = {name: row for row in rows("variable") for name in re.findall(r"`(\w+)`", row[0])}
@@ -245,22 +213,24 @@ def test_variables_that_a_network_sets():
         assert name in {entry.partition("=")[0] for entry in table}, f"{name} is not explained"
 
 
-def test_step_table_names_the_marked_functions():
+def test_tables_of_steps_name_the_marked_functions():
+    """README's, and the lesson's, which has more words in a cell."""
     functions, marked = [], {}
     for name, number in re.findall(r"^ *def (\w+)|# DDP (\d)/6", SCRIPT.read_text(), re.MULTILINE):
         functions += [name] * bool(name)
-        marked |= {number: f"`{functions[-1]}`"} if number else {}
-    assert {row[0]: row[1] for row in rows("change")} == marked and len(marked) == 6
+        marked |= {number: functions[-1]} if number else {}
+    assert len(marked) == 6
+    assert {row[0]: row[1].strip("`") for row in rows("change")} == marked
+    assert {row[0][0]: row[2].split("`")[1] for row in rows("mark")} == marked
 
 
-def test_settings_that_a_resumed_run_must_share():
-    listed = re.search(r"(?s)must share these settings.*?the data set", PAGES[RUNNING].prose)[0]
-    wanted = [f"--{name}" for name in demo.SAME_ON_RESUME]
-    assert re.findall(r"`(--\w+)`", listed) == wanted
-    (compression,) = (row for row in rows("option") if row[0] == "`--grad_compression`")
-    assert f"starting at step {demo.UNMEASURED_STEPS + 1}" in compression[1]
+def test_a_paragraph_names_all_settings_that_a_resumed_run_must_share():
+    wanted = {f"`--{name}`" for name in demo.SAME_ON_RESUME}
+    paragraphs = PAGES[RUNNING].prose.split("\n\n")
+    assert any({*re.findall(r"`--\w+`", text)} == wanted for text in paragraphs)
 
 
+@pytest.mark.guards("page-message")
 def test_messages_of_the_fault_table_are_those_of_the_code():
     code = source("*.py", "*.sh", "tools/*.sh", "tools/launcher/*.sh")
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # strings that stand on several lines
@@ -271,52 +241,32 @@ def test_messages_of_the_fault_table_are_those_of_the_code():
         assert text in code, text
 
 
-def test_development_page_has_each_file_of_tools():
-    named = {*re.findall(r"`(?:\w+/)*(\w+\.(?:py|sh))`", PAGES["docs/development.md"].text)}
-    tools = [path.name for path in (ROOT / "tools").rglob("*.*") if path.suffix in (".py", ".sh")]
-    assert {*tools} <= named
-    assert all([*ROOT.glob(name), *ROOT.glob(f"[td]*/**/{name}")] for name in named)
-
-
-@LONG
-@pytest.mark.parametrize("path", sorted(ROOT.glob("tools/*.py")), ids=lambda path: path.name)
-def test_each_tool_answers_help(path):
-    assert os.access(path, os.X_OK)
-    done = subprocess.run([path, "--help"], capture_output=True, text=True, env=base_env("help"))
-    assert done.returncode == 0 and done.stdout.startswith("usage: ")
-
-
 # --- Links -------------------------------------------------------------------------------------
 
 
-@every_page
-def test_links_resolve_and_sections_have_names_of_their_own(page):
-    assert len({*page.anchors}) == len(page.anchors)  # a second one would get another anchor
-    for link in page.links:
-        path, _, place = link.partition("#")
-        target = (ROOT / page.name).parent.joinpath(path).resolve() if path else ROOT / page.name
-        name = os.path.relpath(target, ROOT)
-        if link.startswith("https://"):
-            continue
-        assert target.is_file() and target.is_relative_to(ROOT), link
-        assert not place or place in PAGES[name].anchors, f"{link}: no such section in {name}"
+def page_of(name: str) -> str:
+    """Where a reader comes from: README, or the lesson's page for its sheet and answers."""
+    return README if name.count("/") == 1 or name == LESSON else LESSON
 
 
-@every_page
-def test_no_empty_line_cuts_a_table(page):
-    """What follows it would be shown as text with bars."""
-    assert not re.search(r"\|\n\n+\|", page.prose)
-
-
-@every_page
-def test_readme_links_each_page_and_each_page_links_back(page):
-    """The lesson's sheet and answers hang on the lesson's page."""
-    if page.name == README:
-        return
-    above = README if page.name.count("/") == 1 or page.name == LESSON else LESSON
-    back = os.path.relpath(ROOT / above, (ROOT / page.name).parent)
-    assert os.path.relpath(page.name, os.path.dirname(above)) in PAGES[above].links
-    assert any(link.startswith(back) for link in page.links)
+@pytest.mark.guards("page-link")
+def test_links_resolve_and_lead_there_and_back():
+    for page in PAGES.values():
+        assert len({*page.anchors}) == len(page.anchors)  # a second one would get another anchor
+        assert not re.search(r"\|\n\n+\|", page.prose), "an empty line cuts a table"
+        folder = (ROOT / page.name).parent
+        for link in page.links:
+            path, _, place = link.partition("#")
+            target = folder.joinpath(path).resolve() if path else ROOT / page.name
+            if link.startswith("https://"):
+                continue
+            assert target.is_file() and target.is_relative_to(ROOT), f"{page.name}: {link}"
+            assert not place or place in PAGES[os.path.relpath(target, ROOT)].anchors, link
+        if page.name != README:
+            above = page_of(page.name)
+            assert os.path.relpath(page.name, os.path.dirname(above)) in PAGES[above].links
+            back = os.path.relpath(ROOT / above, folder)
+            assert any(link.startswith(back) for link in page.links), page.name
 
 
 # --- Own data, own model -----------------------------------------------------------------------
