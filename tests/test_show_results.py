@@ -171,7 +171,6 @@ def test_frames_signs_and_words_tell_right_from_wrong(tmp_path, monkeypatch, cla
 BAD = {
     "no checkpoint": (["{}/none.pt"], "{}/none.pt is no checkpoint of the demo: "),
     "weights alone": (["{}/weights.pt"], "weights.pt is no checkpoint of the demo: "),
-    "code": (["{}/code.pt"], "code.pt is no checkpoint of the demo: "),
     "another model": (["{}/empty.pt"], "empty.pt has another model, see --script: "),
     "other classes": (
         ["--annotation_path", "{}/other.json"],
@@ -183,13 +182,11 @@ BAD = {
 }
 
 
-@pytest.mark.guards("results-code")
 def test_bad_input_is_one_line_and_leaves_no_picture(trained, tmp_path):
     folder = trained.folder
     state = torch.load(trained.argv[0], weights_only=True)
     torch.save({"fc.weight": state["model"]["fc.weight"]}, folder / "weights.pt")
     torch.save(state | {"model": {}, "optimizer": {}}, folder / "empty.pt")
-    torch.save(Payload(folder / "made_by_a_checkpoint"), folder / "code.pt")
     write_set(folder, "other", [1, 2], [1, 2])
     for given, words in BAD.values():
         given = [part.format(folder) for part in given]
@@ -199,4 +196,12 @@ def test_bad_input_is_one_line_and_leaves_no_picture(trained, tmp_path):
         (line,) = ended.value.code.splitlines()
         assert line.startswith("show_results.py: error: ") and words.format(folder) in line
         assert not [*tmp_path.iterdir()] and not (folder / "a.xyz").exists()
-    assert not (folder / "made_by_a_checkpoint").exists()
+
+
+@pytest.mark.guards("results-code")
+def test_a_checkpoint_from_elsewhere_runs_no_code(tmp_path):
+    torch.save(Payload(tmp_path / "made"), tmp_path / "code.pt")
+    words = [str(tmp_path / "code.pt"), "--coco_image_path", "none", "--annotation_path", "none"]
+    with pytest.raises(SystemExit, match=r"code\.pt is no checkpoint of the demo: "):
+        tool.main(words)
+    assert not (tmp_path / "made").exists()
