@@ -111,8 +111,8 @@ def tiny_coco() -> Path:
     not in it.
     """
     folder = ROOT.parent / "shared" / "data" / "tiny_coco"
-    if not folder.is_dir():  # with --ci as well: no clone has to have them
-        pytest.skip(f"the real COCO images are not there: {folder}")
+    if not folder.is_dir():  # skips with --ci as well
+        pytest.skip(f"real photos, which no clone has to have: {folder} is not there")
     return folder
 
 

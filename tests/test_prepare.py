@@ -1,4 +1,4 @@
-"""tools/prepare_coco.py: the real command; what it writes is read with Pillow."""
+"""tools/prepare_coco.py: what it writes is read with Pillow."""
 
 from __future__ import annotations
 
@@ -14,61 +14,70 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import prepare_coco
+from support.annotation_cases import changed
 from support.datasets import data_args, digests, instances, numbered, truncate, write_images
+from support.forks import run_forked
 from support.launchers import FAST
-from support.processes import LONG, ROOT, run_demo
+from support.processes import FACTOR, LONG, ROOT
+
+COMMAND = [sys.executable, ROOT / "tools" / "prepare_coco.py"]
 
 
-def start(*arguments: object) -> subprocess.Popen:
-    command = [sys.executable, ROOT / "tools" / "prepare_coco.py", *arguments]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen([*map(str, command)], **pipes)
-
-
-def prepare(*arguments: object, expect: int = 0) -> tuple[str, str]:
-    """What the command prints: stdout, stderr."""
-    process = start(*arguments)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == expect and "Traceback" not in err, out + err
-    return out, err
-
-
-def refusal(*arguments: object) -> str:
-    out, err = prepare(*arguments, expect=1)
-    assert out == "" and err.startswith("prepare_coco.py: error: ") and err.count("\n") == 1, err
-    return err
+def prepare(folder: Path, side: int = 64, target: str = "small") -> int:
+    return prepare_coco.prepare(prepare_coco.Job(folder / "coco", folder / target, side))
 
 
 def content(folder: Path, split: str = "train2017", kind: str = "instances") -> dict:
     return json.loads((folder / "annotations" / f"{kind}_{split}.json").read_text())
 
 
-def write_content(folder: Path, text: str) -> None:
+def write_content(folder: Path, content: object) -> None:
     (folder / "annotations").mkdir(exist_ok=True)
+    text = content if isinstance(content, str) else json.dumps(content)
     (folder / "annotations" / "instances_train2017.json").write_text(text)
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Four images, with one annotation each."""
+    """Five images in the folder coco, with one annotation each."""
     folder = tmp_path / "coco"
-    write_images(folder / "train2017", numbered(4), size=(200, 150))
-    write_content(folder, json.dumps(instances(numbered(4))))
+    write_images(folder / "train2017", numbered(5), size=(200, 150))
+    write_content(folder, instances(numbered(5)))
     return folder
 
 
 @pytest.fixture(scope="module")
 def prepared(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sample set of 96 and 20 images, prepared in one go."""
-    target = tmp_path_factory.mktemp("prepared") / "small"
-    out, err = prepare(sample, target)
-    assert "116 images in " in out and err == ""
-    return target
+    """The sample set of 96 and 20 images, prepared by a Python without PyTorch, which is ended
+    twice on the way. What was there stays.
+    """
+    folder = tmp_path_factory.mktemp("prepared")
+    (folder / "torch.py").write_text("raise ImportError('no PyTorch here')")
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    made: dict[Path, int] = {}
+    for number in (signal.SIGINT, signal.SIGKILL, 0):
+        run = subprocess.Popen([*COMMAND, sample, folder / "small"], **pipes)
+        deadline = time.monotonic() + 30 * FACTOR
+        while number and len([*folder.glob("small/train2017/*.jpg")]) <= len(made):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        if number:
+            run.send_signal(number)
+        out, err = run.communicate(timeout=120 * FACTOR)
+        assert err == "" and run.returncode == -number
+        assert {path: path.stat().st_mtime_ns for path in made} == made
+        paths = [*folder.glob("small/train2017/*.jpg")]
+        made = {path: path.stat().st_mtime_ns for path in paths}
+    assert "116 images in " in out
+    return folder / "small"
 
 
 # ---- What a prepared set is
 
 
+@pytest.mark.guards("prepare-boxes", "prepare-goes-on")
 @pytest.mark.parametrize("split", ["train2017", "val2017"])
 def test_sizes_boxes_and_areas_are_scaled_and_all_else_stays(sample, prepared, split):
     assert sorted(os.listdir(sample / split)) == sorted(os.listdir(prepared / split))
@@ -78,6 +87,7 @@ def test_sizes_boxes_and_areas_are_scaled_and_all_else_stays(sample, prepared, s
         size = np.array([before.pop("width"), before.pop("height")])
         name = after["file_name"]
         with Image.open(sample / split / name) as a, Image.open(prepared / split / name) as b:
+            b.load()
             assert b.size == (after.pop("width"), after.pop("height"))
             assert min(b.size) == 256 and b.mode == a.mode and b.format == "JPEG"
             factors[after["id"]] = np.divide(b.size, size)
@@ -97,101 +107,112 @@ def test_first_annotations_are_those_of_the_whole_file(prepared):
     assert first == whole and len(places) < len(numbers)
 
 
-def test_outlines_are_left_out_and_own_data_needs_no_boxes_or_sizes(source, tmp_path):
-    plain = content(source)
-    plain["images"] = [{"id": i["id"], "file_name": i["file_name"]} for i in plain["images"]]
-    for annotation in plain["annotations"]:
-        del annotation["bbox"], annotation["area"]
-    outlined = [annotation | {"segmentation": [[1] * 6]} for annotation in plain["annotations"]]
-    write_content(source, json.dumps(plain | {"annotations": outlined}))
-    prepare(source, tmp_path / "small", "--shorter_side", 64)
-    assert content(tmp_path / "small")["annotations"] == plain["annotations"]
+@pytest.mark.guards("prepare-first", "windows-path-copy", "later-annotations")
+def test_outlines_are_left_out_and_fields_that_training_does_not_need_may_be_anything(
+    source, tmp_path
+):
+    changes = ["info = []", 'images[0].width = "wide"', "images[1].height is gone"]
+    changes += ["annotations[0].bbox = null", 'annotations[1].area = "much"']
+    changes += ["annotations[3].bbox is gone", "annotations[3].area is gone"]
+    changes += ["annotations[4].category_id = 8", 'images[3].file_name = "part\\\\0003.jpg"']
+    plain = changed("; ".join(changes))
+    outlined = [{**a, "segmentation": {"a": 1}} for a in plain["annotations"]]
+    plain["images"][4] |= {"coco_url": "http://images.example/0004.jpg", "file_name": ""}
+    write_content(source, plain | {"annotations": outlined})
+    (source / "train2017/part").mkdir()
+    (source / "train2017/0003.jpg").rename(source / "train2017/part/0003.jpg")
+    assert prepare(tmp_path) == 5
+    assert digests(tmp_path / "small/train2017").keys() == digests(source / "train2017").keys()
+    made = content(tmp_path / "small")
+    assert not any("segmentation" in annotation for annotation in made["annotations"])
+    assert made["annotations"][0]["bbox"] is None and made["annotations"][1]["area"] == "much"
+    assert made["annotations"][3] == plain["annotations"][3]
+    first = content(tmp_path / "small", kind="first_instances")["annotations"]
+    assert first == made["annotations"][:4]
 
 
-@pytest.mark.parametrize("mode", ["L", "RGB"])
-def test_shrunk_images_look_as_before(source, tmp_path, mode):
-    paths = [folder / "train2017" / "0002.jpg" for folder in (source, tmp_path / "small")]
-    Image.open(paths[0]).convert(mode).save(paths[0])
-    prepare(source, tmp_path / "small", "--shorter_side", 64)
-    with Image.open(paths[0]) as old, Image.open(paths[1]) as new:
-        assert new.size == (85, 64) and new.mode == mode
-        difference = np.subtract(old.resize(new.size), new, dtype=float)
-        assert abs(difference).mean() < 8 and np.std(new) > 20
-
-
-def test_small_damaged_and_unusual_images_are_copied(source, tmp_path):
-    images = [source / "train2017" / name for name in numbered(4)]
+@pytest.mark.guards("prepare-small-copied", "prepare-modes", "prepare-damaged")
+def test_images_look_as_before_and_small_damaged_and_unusual_ones_are_copied(
+    source, tmp_path, capfd
+):
+    images = [source / "train2017" / name for name in numbered(5)]
     Image.open(images[0]).resize((80, 60)).save(images[0])
     Image.open(images[1]).convert("CMYK").save(images[1])
     truncate(images[2])
-    _, err = prepare(source, tmp_path / "small", "--shorter_side", 64)
+    Image.open(images[3]).convert("L").save(images[3])
+    prepare(tmp_path)
+    err = capfd.readouterr().err
     assert err.count("\n") == 1 and f"{images[2]} is damaged" in err
     old, new = digests(source / "train2017"), digests(tmp_path / "small" / "train2017")
-    assert [name for name in old if old[name] != new[name]] == ["0003.jpg"]
+    assert [name for name in old if old[name] != new[name]] == ["0003.jpg", "0004.jpg"]
+    for path, mode in zip(images[3:], ("L", "RGB"), strict=True):
+        with (
+            Image.open(path) as before,
+            Image.open(tmp_path / "small/train2017" / path.name) as after,
+        ):
+            assert after.size == (85, 64) and after.mode == mode
+            difference = np.subtract(before.resize(after.size), after, dtype=float)
+            assert abs(difference).mean() < 8 and np.std(after) > 20
+
+
+@pytest.mark.guards("prepare-unfinished")
+def test_image_appears_when_it_is_complete(source, tmp_path, monkeypatch):
+    def stop_half_way(source: Path, target: Path, side: int) -> bool:
+        target.write_bytes(source.read_bytes()[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_coco, "shrink", stop_half_way)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path)
+    assert not [*tmp_path.glob("small/train2017/*.jpg")]
 
 
 @LONG
 def test_a_prepared_set_trains(prepared):
-    words = [*data_args(prepared, val=True), *FAST, "--max_steps", 2]
-    assert run_demo(words, launcher="python").json_line("Summary")["steps"] == 2
-
-
-# ---- Stopped and started again
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_ended_run_goes_on_when_started_again(sample, prepared, tmp_path, number):
-    target = tmp_path / "small"
-    run = start(sample, target)
-    deadline = time.monotonic() + 30
-    while not [*target.glob("train2017/*.jpg")]:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    run.send_signal(number)
-    _, err = run.communicate(timeout=20)
-    assert run.returncode == -number and err == ""
-    made = {path: path.stat().st_mtime_ns for path in target.glob("train2017/*.jpg")}
-    assert len(made) < 96
-    prepare(sample, target)
-    assert digests(target) == digests(prepared)
-    assert made == {path: path.stat().st_mtime_ns for path in made}
+    (run,) = run_forked([(0, [*data_args(prepared, val=True), *FAST, "--max_steps", 2])])
+    assert run.json_line("Summary")["steps"] == 2
 
 
 # ---- Refusals
 
 
+@pytest.mark.guards("path-escape-copy", "missing-image-copy")
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("{", "is not JSON, or not all of it is there (1 bytes): "),
         ('{"images": []}', "has no images: expected a list"),
-        (json.dumps(instances(["../a.jpg"])), "../a.jpg leaves"),
+        (json.dumps(instances(["part/../../a.jpg"])), "part/../../a.jpg leaves"),
+        (
+            json.dumps(instances(["gone.jpg"])),
+            "train2017 lacks 1 of 1 listed images, the first is",
+        ),
     ],
 )
-def test_file_that_is_no_instances_file(source, tmp_path, text, words):
+def test_source_that_cannot_be_prepared_makes_no_target(source, tmp_path, text, words):
     write_content(source, text)
-    error = refusal(source, tmp_path / "small")
-    assert words in error and "instances_train2017.json" in error
-    assert not (tmp_path / "small").exists()
+    with pytest.raises(prepare_coco.UserError) as error:
+        prepare(tmp_path)
+    assert words in str(error.value) and not (tmp_path / "small").exists()
 
 
-def test_source_that_lacks_something(source, tmp_path):
-    (source / "train2017" / "0002.jpg").unlink()
-    line = "train2017 lacks 1 of 4 listed images, the first is 0002.jpg"
-    assert line in refusal(source, tmp_path / "small")
-    assert "train2017.json with" in refusal(tmp_path, tmp_path / "other")
+def test_folder_that_is_not_cocos_is_one_line(tmp_path):
+    run = subprocess.run([*COMMAND, tmp_path, tmp_path / "small"], capture_output=True, text=True)
+    words = f"{tmp_path} has no annotations/instances_train2017.json with train2017/"
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr == f"prepare_coco.py: error: {words}\n"
 
 
-@pytest.mark.parametrize("kind", ["the source", "not empty", "another size"])
-def test_target_that_must_not_be_written(source, tmp_path, kind):
-    target = source if kind == "the source" else tmp_path / "small"
-    words = "is not empty, and not made by this program"
-    if kind == "not empty":
-        target.mkdir()
-        (target / "thesis.tex").write_text("years of work")
-    if kind == "another size":
-        prepare(source, target, "--shorter-side", 65)
-        words = "was made with {'shorter_side': 65}: give another TARGET"
+@pytest.mark.guards("prepare-in-place", "prepare-other-size")
+def test_target_that_must_not_be_written(source, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    prepare(tmp_path, side=65)
     before = digests(tmp_path)
-    assert f"{target} {words}" in refusal(source, target)
-    assert digests(tmp_path) == before
+    foreign = "is not empty, and not made by this program"
+    made = "was made with {'shorter_side': 65}: give another TARGET"
+    for target, words in {"coco": foreign, "mine": foreign, "small": made}.items():
+        with pytest.raises(prepare_coco.UserError) as error:
+            prepare(tmp_path, target=target)
+        assert str(error.value) == f"{tmp_path / target} {words}"
+        assert digests(tmp_path) == before

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
-from support.datasets import COCO_IDS, digests, read_coco
-from support.processes import ROOT
+import make_sample_coco
+from support.datasets import COCO_IDS, read_coco
+from support.processes import FACTOR, ROOT
 
 SMALL = ["--images", "6", "--val_images", "2"]
 
@@ -27,11 +30,12 @@ def start(*arguments: object) -> subprocess.Popen:
 def make(*arguments: object, expect: int = 0) -> str:
     """The one line that the command prints."""
     process = start(*arguments)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60 * FACTOR)
     assert process.returncode == expect and (out + err).count("\n") == 1, out + err
     return out + err
 
 
+@pytest.mark.guards("sample-boxes")
 @pytest.mark.parametrize(("split", "count"), [("train2017", 96), ("val2017", 20)])
 def test_layout_categories_and_annotations_are_those_of_coco(sample, split, count):
     coco = read_coco(sample, split)
@@ -65,42 +69,48 @@ def test_first_annotation_is_the_large_icon_and_all_icons_are_as_frequent(sample
     assert len(firsts) >= 10 and max(firsts.values()) <= min(firsts.values()) + 2
 
 
-def test_same_seed_same_bytes(tmp_path):
-    for name, seed in (("one", 5), ("two", 5), ("other", 6)):
-        make(tmp_path / name, *SMALL, "--seed", seed)
-    one, two, other = (digests(tmp_path / name) for name in ("one", "two", "other"))
-    assert one == two and sum(name.endswith(".jpg") for name in one) == 8
-    assert {*one.values()} & {*other.values()} == {"folder"}
-
-
-def test_own_set_is_left_alone_and_anything_else_refused(tmp_path):
+@pytest.mark.guards("sample-seed", "sample-at-once")
+def test_own_set_is_left_alone_and_anything_else_refused(sample, tmp_path):
+    """An image depends on the seed and its number alone, so those of another set are the same."""
     folder = tmp_path / "set"
     make(folder, *SMALL)
+    assert same_images(folder, sample) == 8
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert "has this set already" in make(folder, *SMALL)
     assert f"{folder}: holds something else" in make(folder, *SMALL, "--seed", 1, expect=1)
+    args = SimpleNamespace(folder=folder, images=6, val_images=2, seed=0)
+    # As if another node had just made it on the same disk.
+    make_sample_coco.make_set(args, (folder / "sample.json").read_text())
+    args.seed = 1
+    with pytest.raises(OSError):
+        make_sample_coco.make_set(args, "another record")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    args.folder = tmp_path / "other"
+    make_sample_coco.make_set(args, "record")
+    assert same_images(args.folder, sample) == 0
 
 
-def test_two_calls_at_once_make_one_set(tmp_path):
-    """As two nodes do that share a disk."""
-    calls = [start(tmp_path / "set", *SMALL) for _ in range(2)]
-    ends = [call.communicate(timeout=60)[1] for call in calls]
-    assert [call.returncode for call in calls] == [0, 0], ends
-    assert os.listdir(tmp_path) == ["set"]
+def same_images(one: Path, other: Path) -> int:
+    """The number of images that are also in the other set, by number; some are for validation
+    in one of them alone.
+    """
+    names = {path.name: path.read_bytes() for path in one.glob("*2017/*.jpg")}
+    assert len(names) == 8
+    return sum((other / "train2017" / name).read_bytes() == names[name] for name in names)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_stopped_call_leaves_no_half_set_and_the_next_makes_it(tmp_path, number):
-    call = start(tmp_path / "set", "--images", 2000)
-    deadline = time.monotonic() + 30
-    while not [*tmp_path.rglob("*.jpg")]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    call.send_signal(number)
-    call.communicate(timeout=20)
-    if number == signal.SIGTERM:
-        assert call.returncode == 128 + number and not [*tmp_path.iterdir()]
+@pytest.mark.guards("sample-unfinished")
+def test_stopped_call_leaves_no_half_set_and_the_next_makes_it(tmp_path):
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        call = start(tmp_path / "set", "--images", 2000)
+        deadline = time.monotonic() + 30 * FACTOR
+        while not [*tmp_path.rglob("*.jpg")]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        call.send_signal(number)
+        call.communicate(timeout=20 * FACTOR)
+        if number == signal.SIGTERM:
+            assert call.returncode == 128 + number and not [*tmp_path.iterdir()]
     make(tmp_path / "set", *SMALL)
 
 

@@ -215,6 +215,7 @@ def dataset(demo, folder, seed=0, count=8):
     return demo.make_train_loader(args, demo.ProcessInfo(), image_list(demo, count)).dataset
 
 
+@pytest.mark.guards("crop-seed")
 def test_pixels_are_a_function_of_seed_epoch_and_index(demo, images):
     one, same = dataset(demo, images), dataset(demo, images)
     first = [one[1, index][0] for index in range(8)]
@@ -258,6 +259,7 @@ KINDS |= {"colour.tiff": "RGB", "new.webp": "RGB", "ycc.jpg": "YCbCr", "bit.tiff
 KINDS |= {"cmyk.tiff": "CMYK", "new.avif": "RGB"}
 
 
+@pytest.mark.guards("image-modes")
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_image_looks_as_pillow_shows_it(demo, tmp_path, name, capfd):
     path = tmp_path / name
@@ -268,12 +270,14 @@ def test_every_kind_of_image_looks_as_pillow_shows_it(demo, tmp_path, name, capf
     assert difference(decoded(demo, path, capfd), Image.open(path)) == 0
 
 
+@pytest.mark.guards("sixteen-bits")
 @pytest.mark.parametrize("name", ["deep.png", "deep.tiff", "deep.pgm"])
 def test_an_image_of_16_bits_looks_as_its_original_of_8(demo, tmp_path, name, capfd):
     grey("I;16" if name != "deep.pgm" else "I").save(tmp_path / name)
     assert difference(decoded(demo, tmp_path / name, capfd), picture().convert("L")) < 1
 
 
+@pytest.mark.guards("deep-range")
 @pytest.mark.parametrize(("mode", "name"), [("I", "a.tiff"), ("F", "a.tiff"), ("F", "a.pfm")])
 def test_an_image_of_32_bits_is_scaled(demo, tmp_path, mode, name, capfd):
     grey(mode).save(tmp_path / name)
@@ -309,6 +313,7 @@ def test_an_image_that_pillow_warns_of_is_not_damaged(demo, tmp_path, capfd):
     assert difference(found, clear.convert("RGBA")) == 0
 
 
+@pytest.mark.guards("damaged-image")
 def test_damaged_image_is_black_and_named_once(demo, tmp_path, capfd):
     make_set(tmp_path, 8)
     truncate(tmp_path / "images/0003.jpg")

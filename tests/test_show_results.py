@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +17,9 @@ import torchvision
 from PIL import Image
 
 import show_results as tool
-from support.datasets import instances, numbered, truncate, write_images
-from support.processes import SCRIPT, run_demo
+from support.datasets import Payload, instances, numbered, truncate, write_images
+from support.forks import run_forked
+from support.processes import SCRIPT
 
 CLASSES = [4, 6, 7, 9]
 FAST = shlex.split("--weights none --image_size 40 --workers 0 --precision fp32 --batch_size 8")
@@ -31,60 +34,72 @@ def write_set(folder: Path, part: str, labels: list, classes: list) -> list[str]
     return [str(folder / part), str(folder / f"{part}.json")]
 
 
+def turn(path: Path) -> None:
+    """Gives the categories other ids, in another order, and adds one that no image needs."""
+    content = json.loads(path.read_text())
+    for category in content["categories"]:
+        category["id"] = 90 - category["id"]
+    for annotation in content["annotations"]:
+        annotation["category_id"] = 90 - annotation["category_id"]
+    content["categories"].append({"id": 1, "name": "unused"})
+    path.write_text(json.dumps(content))
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A run of four classes: its checkpoint, its last line on the validation, and the tool's
-    arguments for the same 40 images, one of which is damaged.
+    arguments for the same 40 images, one of which is damaged. For the run they have other ids.
     """
     folder = tmp_path_factory.mktemp("trained")
     images, notes = write_set(folder, "train", CLASSES * 4, CLASSES)
     val_images, val_notes = write_set(folder, "val", LABELS, CLASSES)
+    shutil.copy(val_notes, folder / "turned.json")
+    turn(folder / "turned.json")
     truncate(folder / "val" / "0007.jpg")
     options = ["--coco_image_path", images, "--annotation_path", notes]
-    options += ["--val_image_path", val_images, "--val_annotation_path", val_notes]
+    options += ["--val_image_path", val_images, "--val_annotation_path", folder / "turned.json"]
     words = [*options, *FAST, "--checkpoint", folder / "c.pt"]
-    run = run_demo(words, launcher="python", damaged=True)
+    (run,) = run_forked([(0, words)], damaged=True)
     argv = [str(folder / "c.pt"), "--coco_image_path", val_images, "--annotation_path", val_notes]
     line = re.findall(r"validation \| (.*)", run.out)[-1]
     return SimpleNamespace(folder=folder, line=line, argv=[*argv, "--script", str(SCRIPT)])
 
 
-def test_top_1_and_baseline_are_those_of_the_scripts_validation(trained, tmp_path, capsys):
+@pytest.mark.guards("results-by-name")
+def test_top_1_and_baseline_are_those_of_the_scripts_validation(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """Classes go by name, whatever their ids and their order, in the script and here."""
     picture = tmp_path / "a picture.png"
-    tool.main([*trained.argv, "--output", str(picture)])
     theirs = re.fullmatch(r"(Top-1: (.*)%) \| (40 images) \| .*s \| (baseline .*%)", trained.line)
     assert 0 < float(theirs[2]) < 100, "could not tell one model from another"
+    most = max(Counter(LABELS).values()) / 40
+    assert theirs[4] == f"baseline {most:.2%}"
+    tool.main([*trained.argv, "--output", str(picture)])
     line, where = capsys.readouterr().out.splitlines()[-2:]
     assert line.startswith(f"{theirs[1]} | {theirs[3]} | {theirs[4]} (always category ")
     assert where == f"Picture: {picture}"
     with Image.open(picture) as image:
         assert image.format == "PNG" and image.width > 1000
+    monkeypatch.setattr(tool, "draw", lambda *_: None)
+    tool.main([*trained.argv, "--annotation_path", str(trained.folder / "turned.json")])
+    assert line in capsys.readouterr().out
 
 
-def test_classes_go_by_name_whatever_their_ids_and_their_order(trained, tmp_path, capsys):
-    """And a class that the model does not know does not matter if no image needs it."""
-    content = json.loads((trained.folder / "val.json").read_text())
-    for entry, key in [(c, "id") for c in content["categories"]] + [
-        (a, "category_id") for a in content["annotations"]
-    ]:
-        entry[key] = 90 - entry[key]
-    content["categories"].append({"id": 1, "name": "unused"})
-    (tmp_path / "turned.json").write_text(json.dumps(content))
-    argv = [*trained.argv, "--output", str(tmp_path / "a.png")]
-    tool.main([*argv, "--annotation_path", str(tmp_path / "turned.json")])
-    assert re.match(r"Top-1: .*?%", trained.line)[0] in capsys.readouterr().out
-
-
-def test_changed_copy_of_the_script_draws_its_own_model(trained, tmp_path):
+@pytest.mark.guards("results-script")
+def test_changed_copy_of_the_script_has_its_own_model(trained, tmp_path, capsys, monkeypatch):
+    """One of fewer layers."""
+    resnet = torchvision.models.resnet
     state = torch.load(trained.argv[0], weights_only=True)
-    state["model"] = torchvision.models.resnet34(num_classes=len(CLASSES)).state_dict()
-    torch.save(state, tmp_path / "34.pt")
-    copy = tmp_path / "demo34.py"
-    copy.write_text(SCRIPT.read_text().replace("models.resnet18(", "models.resnet34("))
-    output = str(tmp_path / "34.png")
-    argv = [str(tmp_path / "34.pt"), *trained.argv[1:], "--output", output]
-    tool.main([*argv, "--script", str(copy)])
-    assert Path(output).is_file()
+    state["model"] = resnet.ResNet(resnet.BasicBlock, [1] * 4, len(CLASSES)).state_dict()
+    del state["optimizer"]
+    torch.save(state, tmp_path / "10.pt")
+    copy = tmp_path / "demo10.py"
+    smaller = "models.ResNet(torchvision.models.resnet.BasicBlock, [1] * 4, "
+    copy.write_text(SCRIPT.read_text().replace("models.resnet18(", smaller))
+    monkeypatch.setattr(tool, "draw", lambda *_: None)
+    tool.main([str(tmp_path / "10.pt"), *trained.argv[1:], "--script", str(copy)])
+    assert "Top-1: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -105,7 +120,8 @@ def test_half_of_the_images_are_wrong_ones_from_the_surest_on(right, wrong, show
             assert sure[0] == confidence[kind].max() and sure[-1] == confidence[kind].min()
 
 
-def test_rows_of_classes_count_each_answer_once():
+@pytest.mark.guards("results-mistake", "results-accuracy")
+def test_accuracy_and_rows_of_classes_count_each_answer_once():
     found = SimpleNamespace(
         names=["cat", "dog", "cow", "bus"],
         labels=torch.tensor([1, 1, 1, 1, 1, 0, 0, 2]),
@@ -116,8 +132,11 @@ def test_rows_of_classes_count_each_answer_once():
         ("cat", 2, 2, "", 0),
         ("cow", 1, 0, "bus", 1),
     ]
+    words = "Top-1: 50.00% | 8 images | baseline 62.50% (always dog)"
+    assert tool.in_words(found) == words
 
 
+@pytest.mark.guards("results-labels")
 @pytest.mark.parametrize(("classes", "images"), [(200, 3000), (3, 2)])
 def test_frames_signs_and_words_tell_right_from_wrong(tmp_path, monkeypatch, classes, images):
     figures = []
@@ -127,7 +146,7 @@ def test_frames_signs_and_words_tell_right_from_wrong(tmp_path, monkeypatch, cla
     labels = torch.randint(0, classes, (images,), generator=draw)
     guesses = labels.where(torch.rand(images, generator=draw) < 0.6, 0)
     found = SimpleNamespace(
-        names=[f"a name without much room {i}" for i in range(classes)],
+        names=[f"{i} is a name without much room" for i in range(classes)],
         labels=labels,
         guesses=guesses,
         confidence=torch.rand(images, generator=draw),
@@ -139,7 +158,9 @@ def test_frames_signs_and_words_tell_right_from_wrong(tmp_path, monkeypatch, cla
     assert len(shown) == len(chosen) == min(images, 16)
     for axis, position in zip(shown, chosen, strict=True):
         right = bool(labels[position] == guesses[position])
-        assert axis.axison and axis.get_title()[0] == ("✓" if right else "✗")
+        guess = tool.short(found.names[guesses[position]])
+        title = f"{'✓' if right else '✗'} {guess} {found.confidence[position]:.0%}"
+        assert axis.axison and axis.get_title() == title
         assert {spine.get_linestyle() == "solid" for spine in axis.spines.values()} == {right}
         label = tool.short(found.names[labels[position]])
         assert axis.get_xlabel() == ("" if right else f"is {label}")
@@ -161,18 +182,26 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_and_leaves_no_picture(trained, tmp_path, name):
+def test_bad_input_is_one_line_and_leaves_no_picture(trained, tmp_path):
     folder = trained.folder
     state = torch.load(trained.argv[0], weights_only=True)
-    torch.save(state["model"], folder / "weights.pt")
-    torch.save(state | {"model": {}}, folder / "empty.pt")
+    torch.save({"fc.weight": state["model"]["fc.weight"]}, folder / "weights.pt")
+    torch.save(state | {"model": {}, "optimizer": {}}, folder / "empty.pt")
     write_set(folder, "other", [1, 2], [1, 2])
-    given, words = BAD[name]
-    given = [part.format(folder) for part in given]
-    argv = trained.argv[1:] if not given[0].startswith("-") else trained.argv
-    with pytest.raises(SystemExit) as ended:
-        tool.main([*argv, "--output", str(tmp_path / "picture.png"), *given])
-    (line,) = ended.value.code.splitlines()
-    assert line.startswith("show_results.py: error: ") and words.format(folder) in line
-    assert not [*tmp_path.iterdir()] and not (folder / "a.xyz").exists()
+    for given, words in BAD.values():
+        given = [part.format(folder) for part in given]
+        argv = trained.argv[1:] if not given[0].startswith("-") else trained.argv
+        with pytest.raises(SystemExit) as ended:
+            tool.main([*argv, "--output", str(tmp_path / "picture.png"), *given])
+        (line,) = ended.value.code.splitlines()
+        assert line.startswith("show_results.py: error: ") and words.format(folder) in line
+        assert not [*tmp_path.iterdir()] and not (folder / "a.xyz").exists()
+
+
+@pytest.mark.guards("results-code")
+def test_a_checkpoint_from_elsewhere_runs_no_code(tmp_path):
+    torch.save(Payload(tmp_path / "made"), tmp_path / "code.pt")
+    words = [str(tmp_path / "code.pt"), "--coco_image_path", "none", "--annotation_path", "none"]
+    with pytest.raises(SystemExit, match=r"code\.pt is no checkpoint of the demo: "):
+        tool.main(words)
+    assert not (tmp_path / "made").exists()
