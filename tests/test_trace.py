@@ -59,6 +59,7 @@ def save(folder, **traces):
             json.dump({"schemaVersion": 1, "traceEvents": events}, file)
 
 
+@pytest.mark.guards("trace-overlap", "trace-gpu-step")
 @pytest.mark.parametrize("events", [ON_CPU, ON_GPU], ids=["cpu", "gpu"])
 def test_compute_and_all_reduce_of_a_step_and_how_much_is_at_once(tmp_path, events):
     save(tmp_path, rank0=events, rank10=[*events, step(8, 200, 300)], other=[])
@@ -72,7 +73,7 @@ def test_compute_and_all_reduce_of_a_step_and_how_much_is_at_once(tmp_path, even
 def test_picture_and_a_line_for_each_rank(tmp_path):
     pytest.importorskip("matplotlib")
     save(tmp_path, rank0=ON_CPU, rank1=ON_CPU)
-    out, _ = run_tool("--trace", tmp_path, "--plot", tmp_path / "step.png")
+    out, _, _ = run_tool("--trace", tmp_path, "--plot", tmp_path / "step.png")
     line = (
         "rank 1: ProfilerStep#7 of 100 ms: compute 70.0 ms, all-reduce 40.0 ms, of which 20.0 ms"
     )
@@ -98,6 +99,6 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path, monkeypatch, words, s
     (tmp_path / "bad/rank0.json.gz").write_bytes(gzip.compress(b'{"traceEvents": [')[:20])
     (tmp_path / "two").mkdir()
     save(tmp_path / "two", rank0=[step(1, 0, 1)], rank1=[step(2, 0, 1)])
-    error = run_tool(*words, code=2)[1]
-    assert said in error and len(error.splitlines()) == 1
+    _, error, code = run_tool(*words)
+    assert code == 2 and said in error and len(error.splitlines()) == 1
     assert not (tmp_path / "a.png").exists()
