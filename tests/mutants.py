@@ -366,6 +366,13 @@ FAULTS = [
         "the script's step is drawn in place of the GPU's",
     ),
     Fault(
+        "profiled-step",
+        "tools/analysis/trace.py",
+        "events, max(shared))",
+        "events, min(shared))",
+        "the first profiled step is drawn, in which caches are cold",
+    ),
+    Fault(
         "csv-columns",
         "tools/analysis/report.py",
         "                measured = line.loss, line.img_per_s, line.data_ms, line.step_ms\n",

@@ -59,7 +59,7 @@ def save(folder, **traces):
             json.dump({"schemaVersion": 1, "traceEvents": events}, file)
 
 
-@pytest.mark.guards("trace-overlap", "trace-gpu-step")
+@pytest.mark.guards("trace-overlap", "trace-gpu-step", "profiled-step")
 @pytest.mark.parametrize("events", [ON_CPU, ON_GPU], ids=["cpu", "gpu"])
 def test_compute_and_all_reduce_of_a_step_and_how_much_is_at_once(tmp_path, events):
     save(tmp_path, rank0=events, rank10=[*events, step(8, 200, 300)], other=[])
