@@ -39,6 +39,8 @@ def slowness() -> float:
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "write the tests that guard against each fault of tests/mutants.py to this file"
     parser.addoption("--write-guards", metavar="FILE", help=text)
+    text = "write the reports in tests/data/reports anew: their diff shows what has changed"
+    parser.addoption("--record", action="store_true", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
