@@ -138,7 +138,7 @@ lock_venv() {
         process=${owner#* }
         process=${process%% *}
         if [ -n "$owner" ] && [ "$owner" = "$host $process $space" ] && ! is_alive "$process"; then
-            # One heir at a time. An earlier one may have taken the lock over since `owner` was read.
+            # NOTE: one heir at a time. An earlier one may have taken the lock over since `owner` was read.
             if mkdir "$lock/heir" 2>/dev/null; then
                 if [ "$(cat "$lock/owner")" = "$owner" ]; then break; fi
                 rmdir "$lock/heir" 2>/dev/null || true # with the lock that it lay in

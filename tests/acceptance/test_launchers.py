@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,38 +19,37 @@ from support.launchers import (
     FAST,
     LOG,
     MULTINODE,
+    OTHER_RANK,
     SAVED,
     SINGLE,
-    STEP_3,
-    TwoNodes,
+    STOPS,
     copy_project,
     finish_all,
+    given,
+    guarded,
     launch,
+    project_with,
     starts,
+    stub_python,
     two_nodes,
 )
-from support.nodes import require_namespaces, small_disk
-from support.processes import LONG, ROOT, SCRIPT, Run, Started, processes, start, wait_until
+from support.nodes import NamespacePair, require_namespaces, small_disk
+from support.processes import (
+    LONG,
+    ROOT,
+    Run,
+    Started,
+    free_ports,
+    processes,
+    start,
+    wait_until,
+)
 
+guards = pytest.mark.guards
+DEMO = str(ROOT / "demo_coco_resnet18.py")  # which the launchers start
 NO_SAMPLE = ["--annotation_path", "none"]  # with a path the launchers make no sample set
 HERE = {"PYTHON": sys.executable, "RUN_NAME": "run", "NNODES": "1", "PROBE": "0"}
-
-
-def command(started: Started) -> set[str]:
-    """The words of the torchrun command, as it is printed before it runs."""
-    return set(shlex.split(started.wait_for(COMMAND.pattern)[1]))
-
-
-def chosen(started: Started) -> set[str]:
-    """What that command sets for NCCL and Gloo, except NCCL's debug text."""
-    return {word for word in command(started) if re.match("(NCCL|GLOO)_(?!DEBUG)", word)}
-
-
-def refused(started: Started, words: str) -> None:
-    """The launcher has to end with one line that has these words."""
-    run = started.finish(30, expect=None)
-    (line,) = run.lines()
-    assert run.returncode not in (0, SAVED) and re.search(f"error: .*{words}", line), run.tail()
+CORES = len(os.sched_getaffinity(0))
 
 
 @pytest.fixture
@@ -61,68 +60,466 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def training(tmp_path_factory) -> list[str]:
-    """Options of a run of 32 steps on one process that saves every fourth step."""
-    images = make_set(tmp_path_factory.mktemp("set"), 64)
-    return [*FAST, *images, "--timeout", "8", "--checkpoint_every", "4", "--num_epochs", "2"]
+@pytest.fixture
+def stub(tmp_path: Path) -> Path:
+    return stub_python(tmp_path)
 
 
-# --- On this machine --------------------------------------------------------------------------
-
-
-def test_in_the_background_of_a_script_two_processes_train_and_the_log_has_all_lines(folder):
-    """SIGINT is ignored there. The arguments have a space and an accent, of which the locale
-    knows nothing.
-    """
-    arguments = [*make_set(folder / "größer", 16), *FAST, "--max_steps", 2]
-    background = ["bash", "-c", 'bash "$@" & wait "$!"', "bash", SINGLE, *arguments]
-    with start(background, env=HERE | {"GPUS": "2", "LC_ALL": "C"}, cwd=folder) as started:
-        run = started.finish(120)
-    assert [run.steps(rank)[-1][1] for rank in (0, 1)] == [2, 2]
-    log = (folder / LOG).read_text()
-    for rank in (0, 1):
-        assert all(f"[CPU {rank}] {line}\n" in log for line in run.lines(rank))
-    assert log.index(COMMAND.search(run.out)[0]) < log.index("[CPU 0]")
-
-
-def test_an_error_of_the_script_is_the_last_line_and_is_not_restarted(folder):
-    _, *rest = make_set(folder / "set", 4)
-    arguments = ["--coco_image_path", folder / "nowhere", *rest[1:], *FAST]
-    with launch(SINGLE, folder, *arguments, RESTARTS=1) as started:
-        run = started.finish(120, expect=2)
-    assert starts(run.out) == 1
-    assert "ERROR: " in run.lines()[-1] and f"{folder}/nowhere" in run.lines()[-1]
+# --- Real trainings ----------------------------------------------------------------------------
 
 
 @LONG
-def test_a_second_ctrl_c_ends_at_once(training, folder):
-    """The rank is stopped, and cannot answer the first one."""
-    with launch(SINGLE, folder, *training) as started:
-        started.wait_for(STEP_3)
-        os.kill(started.rank_pid(0), signal.SIGSTOP)
+def test_both_nodes_train_and_each_logs_its_command_and_its_own_ranks(tmp_path):
+    """Their hosts files map their own names to loopback, as Debian's do."""
+    folder = tmp_path / "mein Gerät"
+    data = make_set(folder / "set", 32)
+    with two_nodes(folder) as nodes:
+        nodes.pair.usual_hosts()
+        runs = finish_all(nodes.start_both(*data, *FAST, "--max_steps", 3))
+        first = Run([], 0, nodes.log(0), 0)
+        facts, summary = first.json_line("Run"), first.json_line("Summary")
+        logs = [nodes.log(node) for node in (0, 1)]
+    for node, (run, log) in enumerate(zip(runs, logs, strict=True)):
+        assert [step for _, step, _ in run.steps(node)] == [1, 2, 3], run.tail()
+        assert all(f"[CPU {node}] {line}\n" in log for line in run.lines(node))
+        assert f"[CPU {1 - node}]" not in log
+        words = COMMAND.search(log)
+        assert words.start() < log.index("[CPU ")
+        told = {"--rdzv_backend=static", f"--node_rank={node}", "--rdzv_id=run-1"}
+        assert told <= set(shlex.split(words[1]))
+    assert (facts["world_size"], facts["hosts"]) == (2, ["node0", "node1"])
+    assert facts["env"]["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert summary["steps"] == 3 and summary["replicas_identical"] is True
+
+
+@LONG
+def test_under_nohup_a_hang_up_is_ignored_and_a_killed_loader_worker_costs_a_restart(folder):
+    training = [*make_set(folder / "set", 64), *FAST, "--num_epochs", 2]
+    words = [*training, "--checkpoint_every", 4, "--timeout", 8, "--workers", 1]
+    with start(
+        ["nohup", "bash", SINGLE, *words], env=HERE | {"RESTARTS": "1"}, cwd=folder
+    ) as started:
+        started.wait_for(r"\| Step 5 ")
+        os.killpg(started.pid, signal.SIGHUP)  # as a terminal does when it is closed
+        rank = started.rank_pid(0)
+        (worker,) = [p.pid for p in processes(started.test_id) if p.parent == rank]
+        os.kill(worker, signal.SIGKILL)
+        run = started.finish(180)
+    assert starts(run.out) == 2 and "Stopped on" not in run.out
+    resumed = run.json_line("Run")["start_step"]
+    steps = [step for _, step, _ in run.steps()]
+    assert 4 <= resumed < 32 and steps[resumed - 32 :] == list(range(resumed + 1, 33))
+    assert (folder / "logs/run/checkpoint.pt").is_file()
+
+
+@LONG
+def test_a_read_only_checkout_trains(folder):
+    require_namespaces()
+    words = [copy_project(folder) / SINGLE.name, *make_set(folder / "set", 8), *FAST]
+    read_only = 'mount --bind "$0" "$0"; mount -o remount,bind,ro "$0"; exec bash "$@"'
+    unshared = ["unshare", "-m", "sh", "-ec", read_only, folder / "project", *words]
+    with start(unshared, env=HERE, cwd=folder) as started:
+        run = started.finish(120)
+    assert "| Step 2 " in run.out and "[CPU 0] Cleanup complete" in run.out
+
+
+# --- Ends: a real torchrun, and a script that does at once what a training may come to ---------
+
+
+ECHOES = """
+for n in range(3):
+    line = f"[CPU {os.environ['RANK']}] {n} {sys.argv[-1]}\\n"
+    os.write(1, os.fsencode(line))  # in one piece, as the real script does
+"""
+
+
+@guards("log-is-complete")
+def test_started_in_the_background_of_a_script_it_logs_all_lines_of_two_processes(folder):
+    """SIGINT is ignored there. The argument has a space and an accent, of which the locale knows
+    nothing. For a training of two processes see test_machines.py.
+    """
+    words = [project_with(folder, ECHOES) / SINGLE.name, *NO_SAMPLE, "ein Gerät"]
+    background = ["bash", "-c", 'bash "$@" & wait "$!"', "bash", *words]
+    with start(background, env=HERE | {"GPUS": "2", "LC_ALL": "C"}, cwd=folder) as started:
+        run = started.finish(60)
+    log = (folder / LOG).read_text()
+    for text in (run.out, log):
+        lines = text.splitlines()
+        begin = lines.index(COMMAND.search(text)[0])
+        for rank in (0, 1):
+            own = [f"[CPU {rank}] {n} ein Gerät" for n in range(3)]
+            assert [line for line in lines[begin:] if line.startswith(f"[CPU {rank}]")] == own
+
+
+# The rank is killed over the first network, and finds an error of the user's over the second one.
+KILLED = """
+if "/two/" in " ".join(sys.argv):
+    print("[CPU 0] ERROR: folder nowhere: No such file or directory", flush=True)
+    sys.exit(2)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@guards("restart-resumes", "start-has-own-port", "lost-network-goes-on", "user-error-restarted")
+@guards("exit-2", "restarts-counted")
+def test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its_turn(folder):
+    """Each start has a port and an id of its own. The error is the last line."""
+    project, port = project_with(folder, KILLED), free_ports(12)
+    networks = {"NETWORKS": "one=lo two=lo three=lo", "RESTARTS": 1, "MASTER_PORT": port}
+    with launch(project / MULTINODE.name, folder, *NO_SAMPLE, **networks) as started:
+        run = started.finish(180, expect=2)
+    commands = [shlex.split(line) for line in COMMAND.findall(run.out)]
+    told = {"--rdzv_endpoint": [], "--rdzv_id": []}
+    for command in commands:
+        options = dict(word.split("=", 1) for word in command if "=" in word)
+        for name, values in told.items():
+            values.append(options[name])
+    assert told["--rdzv_id"] == ["one-1", "one-2", "two-1"]
+    assert told["--rdzv_endpoint"] == [f"localhost:{port + n}" for n in (1, 2, 4)]
+    assert ["--resume" in command for command in commands] == [False, True, False]
+    first = (folder / "logs/run/one/node0.log").read_text().splitlines()
+    reason = r".*(SIGKILL|exitcode *: -9)"
+    assert [line for line in first if re.search(f"restart 1 of 1, after: {reason}", line)]
+    assert re.search(f"error: network one: {reason}", first[-1]) and first[-1] in run.lines()
+    assert not (folder / "logs/run/three").exists()
+    assert run.lines()[-1].endswith(
+        "error: [CPU 0] ERROR: folder nowhere: No such file or directory"
+    )
+
+
+STOPPING = guarded(
+    ("signal-passed-on tee-survives exit-75", signal.SIGINT, False),
+    ("torchrun-lives-on-usr1", signal.SIGUSR1, True),
+)
+
+
+@pytest.mark.parametrize(("number", "to_all"), STOPPING)
+def test_a_stop_signal_reaches_the_ranks_as_sigterm_and_their_last_lines_the_log(
+    folder, number, to_all
+):
+    """SLURM may send SIGUSR1 to all processes. The signal is no failure: there is no restart."""
+    project = project_with(folder, STOPS)
+    with launch(project / SINGLE.name, folder, *NO_SAMPLE, RESTARTS=1) as started:
+        started.wait_for(r"\] trains")
+        for pid in started.pids() if to_all else [started.pid]:
+            os.kill(pid, number)
+        run = started.finish(60, SAVED)
+    assert "got signal: 15" in run.out  # torchrun has lived to pass it on
+    last = rf"stopped by {number.name}: --resume goes on from \S+/checkpoint\.pt$"
+    for lines in (run.lines(), (folder / LOG).read_text().splitlines()):
+        assert "[CPU 0] Stopped on SIGTERM | step 3 | exit code 75" in lines
+        assert re.search(last, lines[-1])
+
+
+DEAF = STOPS.replace("TERM, stop", "TERM, lambda *_: print('heard', flush=True)")
+DEAF = DEAF.replace("sleep(15)", "sleep(200)")
+
+
+@LONG
+@guards("second-ctrl-c", "stop-not-restarted")
+def test_a_second_ctrl_c_ends_at_once_ranks_that_do_not_answer(folder):
+    project = project_with(folder, DEAF)
+    with launch(project / SINGLE.name, folder, *NO_SAMPLE, RESTARTS=1) as started:
+        started.wait_for(r"\] trains")
         started.signal(signal.SIGINT)
-        time.sleep(1)
+        started.wait_for("heard")
         assert started.running()
         started.signal(signal.SIGINT)
         wait_until(lambda: not started.running(), 5, "its end")
         assert started.process.returncode == 128 + signal.SIGINT
+        assert starts(started.text()) == 1
+
+
+MANY_LINES = """
+for n in range(20000):
+    print("[CPU 0] line", n, flush=True)
+open("over", "w").close()
+"""
 
 
 @LONG
-def test_sigusr1_to_all_processes_saves(training, folder):
-    """As SLURM may send it before a time limit. Loader workers and torchrun do not know it."""
-    options = ["--num_epochs", 999, "--workers", 1, "--checkpoint", "c.pt"]
-    with launch(SINGLE, folder, *training, *options, GPUS=2) as started:
-        started.wait_for(STEP_3)
-        for pid in started.pids():
-            os.kill(pid, signal.SIGUSR1)
-        run = started.finish(60, SAVED, clean=10)
-    assert (folder / "c.pt").stat().st_size > 0
-    assert "got signal: 15" in run.out  # torchrun has lived to pass the launcher's SIGTERM on
+@guards("full-disk")
+def test_a_full_disk_of_the_log_is_no_reason_to_stop(folder):
+    project = project_with(folder, MANY_LINES)
+    with small_disk(folder / "disk", "100k") as disk:
+        with launch(project / SINGLE.name, folder, *NO_SAMPLE, LOG_DIR=disk) as started:
+            run = started.finish(60)
+        assert (disk / "run/node0.log").stat().st_size < 2**17
+    assert "[CPU 0] line 19999" in run.lines() and (folder / "over").exists()
 
 
-# --- Help, and the sample set ------------------------------------------------------------------
+@LONG
+@guards("reader-gone")
+def test_a_reader_that_goes_away_changes_nothing(folder):
+    words = ["bash", project_with(folder, MANY_LINES) / SINGLE.name, *NO_SAMPLE]
+    pipe = ["bash", "-c", '"$@" 2>&1 | head -n 1; exit "${PIPESTATUS[0]}"', "bash"]
+    with start([*pipe, *words], env=HERE, cwd=folder) as started:
+        started.finish(60)
+    assert "[CPU 0] line 19999" in (folder / LOG).read_text() and (folder / "over").exists()
+
+
+def exit_codes(*codes: int) -> str:
+    """As torchrun lists those of its ranks."""
+    return "".join(f"\n  exitcode  : {code} (pid: 7)" for code in codes)
+
+
+RESET = f"[CPU 0] ERROR: reset: {OTHER_RANK}"
+STOPPED = "[CPU 0] Stopped on SIGTERM | step 3 | exit code 75"
+CLASS = "[CPU 1] Note: 1 class has no training image: exitcode  : 2"
+APART = "torch.distributed.DistStoreError: Timed out. 1/2 clients joined."
+USAGE = "demo_coco_resnet18.py: error: unrecognized arguments: --x"
+COMPLETE = "[CPU 0] Cleanup complete. Total wall time: 3s"
+WATCHDOG = (
+    "[rank0]:[E1 ProcessGroupNCCL.cpp:683] [Rank 0] Watchdog caught collective operation timeout"
+)
+SIGNALS = "  Signal 15 (SIGTERM) received by PID 8\n  Signal 9 (SIGKILL) received by PID 7"
+
+
+SLIP = f"{RESET}\n{STOPPED}\n[CPU 1] ERROR: slip"
+ENDS = guarded(  # fault, torchrun's code, its log, the outcome, words of the reason
+    ("", 1, f"{RESET}\n{CLASS}{exit_codes(1, -9)}", "lost", "reset"),
+    ("", 137, "[CPU 0] WARNING: image /Stopped on SIGTERM/1.jpg", "lost", "with 137"),
+    ("stop-has-prefix", 143, "[CPU 0] Resumed from /Stopped on SIG.pt", "lost", "with 143"),
+    ("", 1, "[CPU 0] No /ERROR: 1\n[CPU 1] ERROR: full", "lost", "full"),
+    ("phrase-error", 1, f"[CPU 1] ERROR: none{exit_codes(2, -15)}", "user", "none"),
+    ("phrase-usage", 1, f"{USAGE}{exit_codes(2)}", "user", "--x"),
+    ("phrase-stopped", 143, STOPPED, "asked", ""),
+    ("", 1, f"{STOPPED}{exit_codes(75, -15)}", "asked", ""),
+    ("stop-beside-failure", 1, f"{STOPPED}\n{RESET}{exit_codes(75, 1)}", "lost", "reset"),
+    ("phrase-other-rank", 1, f"{SLIP}{exit_codes(75, 1)}", "lost", "slip"),
+    ("phrase-watchdog", 1, f"{RESET}\n{WATCHDOG}{exit_codes(1, -6)}", "lost", "Watchdog caught"),
+    ("", 1, f"{RESET}\nNCCL error in: x.cpp{exit_codes(1)}", "lost", "NCCL error"),
+    ("phrase-signal", 1, f"{SIGNALS}{exit_codes(-15, -9)}", "lost", "SIGKILL"),
+    ("phrase-exitcode", 1, f"no rank says why{exit_codes(7)}", "lost", "exitcode  : 7"),
+    ("phrase-complete", 143, COMPLETE, "complete", ""),
+    ("phrase-apart", 1, APART, "apart", "1/2 clients"),
+    ("", 1, RESET + "\n[CPU 1] ERROR: full" * 6000, "lost", "full"),
+    ("", 1, "[CPU 1] ERROR: no \udcff.jpg", "lost", "no \udcff.jpg"),  # a name not in UTF-8
+)
+
+
+@pytest.mark.parametrize(("code", "log", "outcome", "words"), ENDS, ids=range(len(ENDS)))
+def test_end_is_judged_by_the_lines_of_the_log_and_by_nothing_else_in_them(
+    code, log, outcome, words
+):
+    """Names of images and classes may hold any text."""
+    program = 'set -euo pipefail; source "$0"; lines=$(grep -aE "$telling" <<<"$2" || true); '
+    program += 'judge_end "$1" "$lines" "${2##*$\'\\n\'}"; echo "$outcome"; echo "$reason"'
+    command = ["bash", "-c", program, ROOT / "tools/launcher/common.sh", str(code), log]
+    env = {**os.environ, "LC_ALL": "C.UTF-8"}  # in which one of the names is no text
+    done = subprocess.run(command, env=env, capture_output=True, check=True)
+    found, reason = done.stdout.decode(errors="surrogateescape").splitlines()
+    assert found == outcome and words in reason
+
+
+# --- What torchrun is given --------------------------------------------------------------------
+
+ALL_CORES, HALF = (f"OMP_NUM_THREADS={n}" for n in (CORES, max(1, CORES // 2)))
+NCCL_FILE = "NCCL_DEBUG_FILE=logs/run/{}nccl.node0.%h.%p.log"
+LOCAL = "--standalone --local-addr=127.0.0.1"
+PRINTED = guarded(  # fault, launcher, variables, options, words of each start, what none has
+    ("", SINGLE, "GPUS=all CUDA_VISIBLE_DEVICES=0,2", "", "--nproc_per_node=2", "--checkpoint"),
+    ("", SINGLE, "GPUS=all CUDA_VISIBLE_DEVICES=1,-1,0", "", "--nproc_per_node=1", "--resume"),
+    ("one-by-default", SINGLE, "CUDA_VISIBLE_DEVICES=0,2", "", "--nproc_per_node=1", "--resume"),
+    ("", MULTINODE, "CUDA_VISIBLE_DEVICES=GPU-8f,MIG-2e", "", "--nproc_per_node=2", "--resume"),
+    ("threads-per-process local-addr", SINGLE, "", "", f"{ALL_CORES} {LOCAL}", "NCCL"),
+    ("", MULTINODE, "GPUS_PER_NODE=2", "", HALF, "--checkpoint"),
+    ("", MULTINODE, "GPUS_PER_NODE=2 OMP_NUM_THREADS=3", "", "OMP_NUM_THREADS=3", "--resume"),
+    ("all-runs-same-threads", SINGLE, "GPUS='1 2'", "", HALF, "--checkpoint"),
+    ("", SINGLE, f"GPUS='1 {CORES + 1}'", "", "OMP_NUM_THREADS=1", "--checkpoint"),
+    ("", SINGLE, "RESTARTS=1", "--checkpoint own.pt", "--checkpoint own.pt", "checkpoint.pt"),
+    ("", MULTINODE, "RESTARTS=1", "", "--checkpoint logs/run/checkpoint.pt", "--resume"),
+    ("", MULTINODE, "", "", NCCL_FILE.format("") + " NCCL_DEBUG=INFO --rdzv_id=run-1", "GLOO"),
+    ("", MULTINODE, "NETWORKS=a=lo", "", NCCL_FILE.format("a/") + " --rdzv_id=a-1", "--resume"),
+    ("", MULTINODE, "NCCL_DEBUG=WARN", "", "NCCL_DEBUG=WARN", "NCCL_DEBUG_FILE"),
+)
+
+
+@pytest.mark.parametrize(("launcher", "variables", "options", "words", "absent"), PRINTED)
+def test_settings_and_defaults_are_what_torchrun_is_given(
+    tmp_path, stub, launcher, variables, options, words, absent
+):
+    """GPUs are shown by CUDA_VISIBLE_DEVICES alone."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    own = {"OMP_NUM_THREADS": None, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": stub}
+    own |= dict(word.split("=", 1) for word in shlex.split(variables))
+    for found in given(launch(launcher, tmp_path, *NO_SAMPLE, *options.split(), **own)):
+        assert {*words.split()} <= {*found} and not [word for word in found if absent in word]
+
+
+@guards("probe-comes-first", "later-starts-wait-longer", "restart-counted")
+def test_over_each_network_the_probe_comes_first_and_ports_are_left_for_restarts(folder, stub):
+    """A node may need --timeout to notice that another one has failed. For what follows a probe
+    that fails see test_two_nodes.py.
+    """
+    settings = {"NETWORKS": "a=lo b=lo", "RESTARTS": 3, "GPUS_PER_NODE": 2, "PROBE": 1}
+    settings |= {"MASTER_PORT": 30000, "CONNECT_TIMEOUT": 7, "PYTHON": stub}
+    found = given(launch(MULTINODE, folder, *NO_SAMPLE, "--timeout", "1e2", **settings))
+    programs = [str(ROOT / "tools/probe_link.py"), DEMO] * 2
+    ports, seconds = [30000, 30001, 30005, 30006], [7, 167, 167, 167]
+    for words, program, port, wait in zip(found, programs, ports, seconds, strict=True):
+        assert {program, f"--rdzv_endpoint=localhost:{port}"} <= {*words}
+        assert f"--rdzv_conf=timeout={wait}" in words
+
+
+@guards("no-probe-alone")
+def test_one_process_alone_has_no_link_to_probe(folder, stub):
+    (words,) = given(launch(MULTINODE, folder, *NO_SAMPLE, PROBE=1, PYTHON=stub))
+    assert DEMO in words
+
+
+@guards("run-has-own-files")
+def test_each_of_several_runs_has_its_checkpoint_and_traces_in_its_own_folder(folder, stub):
+    words = ["--profile=traces/", "--checkpoint", folder / "elsewhere/c.pt", *NO_SAMPLE]
+    found = given(launch(SINGLE, folder, *words, GPUS="1 2", PYTHON=stub))
+    for label, words in zip(("p1", "p2"), found, strict=True):
+        own = f"logs/run/{label}"
+        assert words[-4:] == ["--checkpoint", f"{own}/c.pt", "--profile", f"{own}/traces"]
+
+
+@guards("old-checkpoint-renamed", "other-node-renames-nothing", "appending-is-said")
+def test_a_second_run_of_a_name_appends_to_the_log_and_node_0_renames_the_checkpoint(folder, stub):
+    """Where nothing resumes from it."""
+    own = {"RESTARTS": 1, "NNODES": 2, "MASTER_ADDR": "127.0.0.1", "PYTHON": stub}
+    for node, options, expected in ((1, [], 0), (0, ["--resume"], 0), (0, [], 1), (0, [], 1)):
+        file = folder / "logs/run/checkpoint.pt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        words = [*NO_SAMPLE, *options]
+        with launch(MULTINODE, folder, *words, **own, NODE_RANK=node) as started:
+            run = started.finish(30)
+        assert file.exists() != bool(expected)
+        for found in file.parent.glob("checkpoint.pt.2*"):
+            found.unlink()
+            expected -= 1
+        assert expected == 0, run.tail()
+    assert starts((folder / LOG).read_text()) == 3
+    assert "has a run already" in run.out
+
+
+OWN = ["--max_steps", "5", "--lr", "0.1"]
+
+
+@guards("user-options-win")
+def test_without_paths_a_users_options_come_after_those_of_the_sample_set(folder, stub):
+    (words,) = given(launch(SINGLE, folder, *OWN, PYTHON=stub))
+    sample = words[words.index(DEMO) + 1 :]
+    assert sample[-4:] == OWN and "--val_image_path" in sample
+    assert sample[:2] == ["--coco_image_path", f"{ROOT}/data/sample_coco/train2017"]
+    for words in given(launch(SINGLE, folder, GPUS="1 2", PYTHON=stub)):
+        assert "--max_steps 20" in " ".join(words) and "--val_image_path" not in words
+
+
+PATHS = ["coco_image_path", "annotation_path", "val_image_path", "val_annotation_path"]
+ONE_PATH = [["--" + name, "none"] for name in PATHS[:2]]
+ONE_PATH += [["--" + name.replace("_", "-") + "=none"] for name in PATHS[2:]]
+
+
+@guards("dashes-in-a-path")
+@pytest.mark.parametrize("path", ONE_PATH, ids=lambda words: words[0])
+def test_with_any_path_the_script_gets_the_users_arguments_alone(folder, stub, path):
+    (words,) = given(launch(SINGLE, folder, *path, "--max_steps", 5, PYTHON=stub))
+    assert words[words.index(DEMO) + 1 :] == [*path, "--max_steps", "5"]
+
+
+# --- Refusals and help -------------------------------------------------------------------------
+
+
+def refused(started: Started, words: str) -> None:
+    """The launcher has to end with one line that has these words."""
+    run = started.finish(30, expect=None)
+    (line,) = run.lines()
+    assert run.returncode not in (0, SAVED) and re.search(f"error: .*{words}", line), run.tail()
+
+
+@pytest.mark.parametrize("value", ["0", "two", "-1", "all", " ", "1 two"])
+def test_wrong_number_of_processes_is_refused(folder, value):
+    """All GPUs are wrong where there is none."""
+    with launch(SINGLE, folder, *NO_SAMPLE, GPUS=value) as started:
+        refused(started, f"GPUS.*{value.split(' ')[-1]}|GPUS=all")
+
+
+# Of a node that is otherwise right; each with the words that the one line must have.
+NODE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "203.0.113.1"}
+IN_JOB = dict.fromkeys(NODE) | {"SLURM_JOB_ID": "7"}
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
+WRONG = guarded(
+    ("", {"NODE_RANK": None}, "NODE_RANK"),
+    ("", {"NODE_RANK": "2"}, "NODE_RANK is '?2"),
+    ("", {"WORLD_SIZE": "4"}, "NNODES.*WORLD_SIZE"),
+    ("", {"NNODES": "two"}, "NNODES is '?two"),
+    ("", {"MASTER_ADDR": None}, "MASTER_ADDR"),
+    ("", {"MASTER_PORT": "99999"}, "MASTER_PORT is '?99999"),
+    ("", {"RESTARTS": "-1"}, "RESTARTS is '?-1"),
+    ("", {"GPUS_PER_NODE": "all"}, "GPU"),
+    ("", {"NETWORK": "token-ring", "IFNAME": "lo"}, "NETWORK is '?token-ring"),
+    ("", {"NETWORK": "ethernet"}, "IFNAME"),
+    ("", {"IFNAME": "none0"}, "none0"),
+    ("", {"IFNAME": "mlx5_0,mlx5_2"}, "mlx5_2"),
+    ("", {"IFNAME": "mlx5_0", "NETWORK": "ethernet"}, "NETWORK=ethernet.*mlx5_0"),
+    ("", {"IFNAME": "down0"}, "down0 .*down"),
+    ("loose-cable", {"NETWORKS": "one=eth0 two=loose0"}, "loose0 .*cable"),
+    ("", {"NETWORKS": "ethernet infiniband"}, "NETWORKS .*=INTERFACE"),
+    ("names-twice", {"NETWORKS": "a=lo a=lo"}, "NETWORKS .*a"),
+    ("", {"NETWORKS": "a=lo", "LINK_GBPS": "a=1gbit"}, "LINK_GBPS has 'a=1gbit'"),
+    ("", {"NETWORKS": "a=lo", "LINK_GBPS": "1 b=1"}, "LINK_GBPS has b"),
+    ("", {"PYTHON": "/nowhere/python"}, "/nowhere/python"),
+    ("", dict.fromkeys(NODE), "NNODES.*NODE_RANK.*MASTER_ADDR"),
+    ("slurm-step-without-id", IN_JOB, "not started by srun"),
+    ("slurm-two-tasks", IN_JOB | STEP, "4 tasks on 2 nodes.*--ntasks-per-node=1"),
+)
+
+
+@pytest.mark.parametrize(("settings", "words"), WRONG)
+def test_wrong_settings_are_refused(tmp_path, sysfs, settings, words):
+    own = {**NODE, "SYSFS_ROOT": sysfs, **settings}
+    with launch(MULTINODE, tmp_path, *NO_SAMPLE, **own) as started:
+        refused(started, words)
+
+
+SEVERAL = guarded(  # fault, launcher, the runs, options, words
+    ("series-with-resume", SINGLE, "GPUS=1 2", "--resume", "GPUS and --resume"),
+    ("", MULTINODE, "NETWORKS=a=lo b=lo", "--resume", "NETWORKS and --resume"),
+    ("", SINGLE, "GPUS=2 1 2", "", "GPUS has p2 twice"),
+    ("shares-are-whole", SINGLE, "GPUS=1 2", "--global-batch-size=3", "3 is not a multiple of 2"),
+    ("more-than-gpus", SINGLE, "GPUS=1 2", "--precision=bf16", "GPUS has 2, but there are 1 GPU"),
+)
+
+
+@pytest.mark.parametrize(("launcher", "runs", "options", "words"), SEVERAL)
+def test_what_several_runs_cannot_have_is_refused(folder, launcher, runs, options, words):
+    gpu = {"CUDA_VISIBLE_DEVICES": "0" if "precision" in options else ""}
+    own = dict([runs.split("=", 1)])
+    with launch(launcher, folder, *NO_SAMPLE, *options.split(), **own, **gpu) as started:
+        run = started.finish(30, expect=1)
+    assert re.search(f"error: .*{words}", run.lines()[-1]) and not starts(run.out)
+
+
+def test_what_several_numbers_of_processes_compare_is_said(folder, stub):
+    notes = {
+        "": rf"cores \({CORES}\) than processes \({CORES + 1}\).*\n.*weak scaling: .*--lr_scaling",
+        f"--global_batch_size {CORES + 1}": f"strong scaling: a step has {CORES + 1} images",
+    }
+    for options, words in notes.items():
+        settings = {"GPUS": f"1 {CORES + 1}", "PYTHON": stub, "OMP_NUM_THREADS": None}
+        with launch(SINGLE, folder, *NO_SAMPLE, *options.split(), **settings) as started:
+            assert len(re.findall(words, started.finish(30).out)) == 1
+
+
+def test_a_log_folder_that_cannot_be_made_is_refused(folder):
+    (folder / "file").touch()
+    with launch(SINGLE, folder, *NO_SAMPLE, LOG_DIR=folder / "file/logs") as started:
+        refused(started, f"{folder}/file/logs")
+
+
+def test_an_exported_cdpath_changes_nothing(tmp_path):
+    """With it `cd` prints where it goes, and may go elsewhere."""
+    (tmp_path / ROOT.name / "tools").mkdir(parents=True)
+    words = ["bash", SINGLE.relative_to(ROOT.parent)]
+    with start(words, env={"CDPATH": f"{tmp_path}:.", "GPUS": "0"}, cwd=ROOT.parent) as started:
+        refused(started, "GPUS")
+
 
 TWO_NODES_SH = ROOT / "tools/two_nodes.sh"
 
@@ -138,466 +535,106 @@ def test_help_is_the_commands_own_header_and_starts_nothing(folder, launcher, op
     assert "python demo_coco_resnet18.py --help" in last and not [*folder.iterdir()]
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Path:
-    """A copy of this project, whose sample set has 48 images and is not made yet."""
-    project = copy_project(tmp_path_factory.mktemp("copy"))
-    drawing = project / "tools/make_sample_coco.py"
-    drawing.write_text(drawing.read_text().replace("default=512", "default=48"))
-    return project
+# --- Networks ----------------------------------------------------------------------------------
 
 
-OWN = shlex.split("--max_steps 2 --global_batch_size 8 --image_size 40 --timeout 60 --log_every 1")
-
-
-def test_without_paths_a_users_settings_win_over_those_of_the_sample_set(project, folder):
-    """For two nodes see test_two_nodes.py."""
-    with launch(project / SINGLE.name, folder, *OWN) as started:
-        run = started.finish(180)
-    assert [step for _, step, _ in run.steps()] == [1, 2]
-    facts = run.json_line("Run")
-    assert facts["global_batch_size"] == 8 and facts["image_size"] == 40
-    assert facts["coco_image_path"] == f"{project}/data/sample_coco/train2017"
-    assert facts["weights"] == "none"
-
-
-PATHS = ["coco_image_path", "annotation_path", "val_image_path", "val_annotation_path"]
-ONE_PATH = [["--" + name, "none"] for name in PATHS]
-ONE_PATH += [["--" + name.replace("_", "-") + "=none"] for name in PATHS]
-
-
-@pytest.mark.parametrize("path", ONE_PATH, ids=lambda words: words[0])
-def test_with_any_path_the_script_gets_the_users_arguments_alone(folder, path):
-    with launch(SINGLE, folder, *path, "--max_steps", 5) as started:
-        line = started.wait_for(COMMAND.pattern)[1]
-    script = str(ROOT / "demo_coco_resnet18.py")
-    assert shlex.split(line)[-len(path) - 3 :] == [script, *path, "--max_steps", "5"]
-
-
-def test_without_a_path_of_images_the_scripts_own_error_is_seen(folder):
-    with launch(SINGLE, folder, "--annotation_path", folder) as started:
-        run = started.finish(60, expect=2)
-    assert re.search(r"error: .*--coco_image_path", run.out)
-
-
-# --- A name that is used twice, and where the log goes -----------------------------------------
-
-
-READ_ONLY = 'mount --bind "$0" "$0"; mount -o remount,bind,ro "$0"; exec bash "$@"'
+def make_sysfs(root: Path, *carriers: str) -> Path:
+    """A root of sysfs with these interfaces, and with adapters, which no machine for tests has."""
+    for name in carriers:
+        (root / "class/net" / name).mkdir(parents=True)
+        (root / "class/net" / name / "carrier").write_text("0\n" if name == "loose0" else "1\n")
+    for name, state in {"mlx5_0": 4, "mlx5_1": 4, "mlx5_2": 1, "rdmap0s6": 4}.items():
+        adapter = root / "class/infiniband" / name
+        (adapter / "ports/1").mkdir(parents=True)
+        (adapter / "ports/1/state").write_text("4: ACTIVE\n" if state == 4 else "1: DOWN\n")
+        (adapter / "device").mkdir()
+        driver = "efa" if name == "rdmap0s6" else "mlx5_core"
+        (adapter / "device/driver").symlink_to(f"/sys/bus/pci/drivers/{driver}")
+    return root
 
 
 @pytest.fixture(scope="module")
-def three(training, tmp_path_factory) -> tuple[Path, list[Run]]:
-    """Three runs of one name, with what each has added to the log. The first one restarts, the
-    second does not resume. The third resumes from the second, of a checkout that is read-only
-    where root can make it so, and its output is read up to the first line.
-    """
-    folder = tmp_path_factory.mktemp("three") / "mein Gerät"
-    folder.mkdir()
-    begin, logged = 0, []
-
-    def add(run: Run) -> None:
-        nonlocal begin
-        text = (folder / LOG).read_text()
-        logged.append(Run(run.command, run.returncode, text[begin:], run.seconds))
-        begin = len(text)
-
-    env = HERE | {"RESTARTS": "1"}
-    words = ["nohup", "bash", SINGLE, *training, "--workers", 1]
-    with start(words, env=env, cwd=folder) as started:
-        started.wait_for(r"\| Step 5 ")
-        os.killpg(started.pid, signal.SIGHUP)  # as a terminal does when it is closed
-        rank = started.rank_pid(0)
-        (worker,) = [p.pid for p in processes(started.test_id) if p.parent == rank]
-        os.kill(worker, signal.SIGKILL)
-        add(started.finish(180))
-    assert (folder / "logs/run/checkpoint.pt").is_file()
-    with start(["bash", SINGLE, *training, "--max_steps", 2], env=env, cwd=folder) as started:
-        add(started.finish(120))
-    project = copy_project(folder)
-    words = ["bash", project / SINGLE.name, *training, "--max_steps", 4, "--resume"]
-    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0:
-        words = ["unshare", "-m", "sh", "-ec", READ_ONLY, project, *words[1:]]
-    pipe = ["bash", "-c", '"$@" 2>&1 | head -n 1; exit "${PIPESTATUS[0]}"', "bash"]
-    with start([*pipe, *words], env=env, cwd=folder) as started:
-        add(started.finish(120))
-    return folder, logged
+def sysfs(tmp_path_factory) -> Path:
+    root = make_sysfs(tmp_path_factory.mktemp("my sys"), "lo", "eth0", "loose0", "down0")
+    (root / "class/net/down0/carrier").unlink()  # the kernel's cannot be read
+    return root
 
 
-@LONG
-def test_after_a_loader_worker_was_killed_it_restarts_from_the_checkpoint(three):
-    """For a killed rank see below."""
-    run = three[1][0]
-    assert starts(run.out) == 2
-    resumed = run.json_line("Run")["start_step"]
-    steps = [step for _, step, _ in run.steps()]
-    assert 4 <= resumed < 32 and steps[resumed - 32 :] == list(range(resumed + 1, 33))
-
-
-@LONG
-def test_a_hang_up_is_ignored_under_nohup(three):
-    run = three[1][0]
-    assert run.steps()[-1][1] == 32 and "Stopped on" not in run.out
-
-
-@LONG
-def test_a_second_run_of_a_name_appends_to_the_log_and_renames_the_checkpoint(three):
-    """The third goes on from the second. The comparison takes that one, and says so."""
-    folder, runs = three
-    assert [starts(run.out) for run in runs] == [2, 1, 1]
-    assert [run.out.count("has a run already") for run in runs] == [0, 1, 0]
-    assert [[step for _, step, _ in run.steps()] for run in runs[1:]] == [[1, 2], [3, 4]]
-    assert [run.out.count("renamed") for run in runs] == [0, 1, 0]
-    assert len([*folder.glob("logs/run/checkpoint.pt.2*")]) == 1
-    with start([sys.executable, ROOT / "tools/compare_logs.py", folder / LOG]) as started:
-        compared = started.finish(60)
-    assert re.search(r"^\| steps +\| +4 \|$", compared.out, re.MULTILINE), compared.tail()
-    assert "1 other run(s) before it in the same log" in compared.out
-
-
-@LONG
-def test_a_read_only_checkout_trains_and_a_reader_that_goes_away_changes_nothing(three):
-    require_namespaces()
-    third = three[1][2].out
-    assert "| Step 4 " in third and "[CPU 0] Cleanup complete" in third
-
-
-def test_a_log_folder_that_cannot_be_made_is_refused(folder):
-    (folder / "file").touch()
-    with launch(SINGLE, folder, *NO_SAMPLE, LOG_DIR=folder / "file/logs") as started:
-        refused(started, f"{folder}/file/logs")
-
-
-@LONG
-def test_training_goes_on_when_the_disk_of_the_log_is_full(training, folder):
-    with small_disk(folder / "disk", "1m") as disk:
-        # 64 steps, more lines than the log's last page can take
-        options = ["--num_epochs", 4, "--checkpoint_every", 0]
-        with launch(SINGLE, folder, *training, *options, LOG_DIR=disk) as started:
-            started.wait_for(STEP_3)
-            with pytest.raises(OSError, match="No space"):
-                (disk / "full").write_bytes(bytes(2**21))
-            run = started.finish(120)
-        log = (disk / "run" / "node0.log").read_text()
-    assert run.steps()[-1][1] == 64 and "[CPU 0] Cleanup complete" in run.out
-    assert "| Step 3 " in log and "Cleanup complete" not in log, "the disk was not full"
-
-
-# --- Settings ---------------------------------------------------------------------------------
-
-CORES = len(os.sched_getaffinity(0))
-ALL, HALF = (f"OMP_NUM_THREADS={n}" for n in (CORES, max(1, CORES // 2)))
-NCCL_FILE = "NCCL_DEBUG_FILE=logs/run/{}nccl.node0.%h.%p.log"
-PRINTED = [  # launcher, variables, options, words of the torchrun command, what it has not
-    (SINGLE, "GPUS=all CUDA_VISIBLE_DEVICES=0,2", "", "--nproc_per_node=2", "--checkpoint"),
-    (SINGLE, "GPUS=all CUDA_VISIBLE_DEVICES=1,-1,0", "", "--nproc_per_node=1", "--checkpoint"),
-    (SINGLE, "CUDA_VISIBLE_DEVICES=0,2", "", f"--nproc_per_node=1 {ALL}", "--checkpoint"),
-    (MULTINODE, "CUDA_VISIBLE_DEVICES=GPU-8f,MIG-2e", "", "--nproc_per_node=2", "--checkpoint"),
-    (MULTINODE, "GPUS_PER_NODE=2", "", HALF, "--checkpoint"),
-    (MULTINODE, "GPUS_PER_NODE=2 OMP_NUM_THREADS=3", "", "OMP_NUM_THREADS=3", "--checkpoint"),
-    (SINGLE, "RESTARTS=1", "--checkpoint own.pt", "--checkpoint own.pt", "checkpoint.pt"),
-    (MULTINODE, "RESTARTS=1", "", "--checkpoint logs/run/checkpoint.pt", "--resume"),
-    (MULTINODE, "", "", NCCL_FILE.format(""), "--checkpoint"),
-    (MULTINODE, "NETWORKS=a=lo", "", NCCL_FILE.format("a/"), "--resume"),
-    (MULTINODE, "NCCL_DEBUG=WARN", "", "", "NCCL_DEBUG"),  # as it is in the environment already
-]
-
-
-@pytest.mark.parametrize(("launcher", "variables", "options", "words", "absent"), PRINTED)
-def test_settings_and_defaults_are_seen_in_the_torchrun_command(
-    tmp_path, launcher, variables, options, words, absent
-):
-    """GPUs are shown by CUDA_VISIBLE_DEVICES alone."""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    given = {"OMP_NUM_THREADS": None, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    given |= dict(word.split("=", 1) for word in variables.split())
-    with launch(launcher, tmp_path, *NO_SAMPLE, *options.split(), **given) as started:
-        found = command(started)
-    assert set(words.split()) <= found and not [word for word in found if absent in word]
-
-
-@pytest.mark.parametrize(
-    ("processes", "program"), [(1, "demo_coco_resnet18.py"), (2, "tools/probe_link.py")]
-)
-def test_the_probe_comes_first_unless_there_is_one_process_alone(folder, processes, program):
-    """For what follows a probe that fails see test_two_nodes.py."""
-    with launch(MULTINODE, folder, *NO_SAMPLE, PROBE=1, GPUS_PER_NODE=processes) as started:
-        assert str(ROOT / program) in command(started)
-
-
-@pytest.mark.parametrize("value", ["0", "two", "-1", "all", " ", "1 two", "2 1 2"])
-def test_wrong_number_of_processes_is_refused(folder, value):
-    """All GPUs are wrong where there is none."""
-    with launch(SINGLE, folder, *NO_SAMPLE, GPUS=value) as started:
-        refused(started, f"GPUS.*{value.split(' ')[-1]}|GPUS=all")
-
-
-# Of a node that is otherwise right; each with the words that the one line must have.
-NODE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "203.0.113.1"}
-WRONG = [
-    ({"NODE_RANK": None}, "NODE_RANK"),
-    ({"NODE_RANK": "2"}, "NODE_RANK is '?2"),
-    ({"WORLD_SIZE": "4"}, "NNODES.*WORLD_SIZE"),
-    ({"NNODES": "two"}, "NNODES is '?two"),
-    ({"MASTER_ADDR": None}, "MASTER_ADDR"),
-    ({"MASTER_PORT": "99999"}, "MASTER_PORT is '?99999"),
-    ({"RESTARTS": "-1"}, "RESTARTS is '?-1"),
-    ({"GPUS_PER_NODE": "all"}, "GPU"),
-    ({"NETWORK": "token-ring", "IFNAME": "lo"}, "NETWORK is '?token-ring"),
-    ({"NETWORK": "ethernet"}, "IFNAME"),
-    ({"IFNAME": "none0"}, "none0"),
-    ({"NETWORKS": "ethernet infiniband"}, "NETWORKS .*=INTERFACE"),
-    ({"NETWORKS": "a=lo a=lo"}, "NETWORKS .*a"),
-    ({"NETWORKS": "a=lo", "LINK_GBPS": "a=1gbit"}, "LINK_GBPS has 'a=1gbit'"),
-    ({"NETWORKS": "a=lo", "LINK_GBPS": "1 b=1"}, "LINK_GBPS has b"),
-    ({"PYTHON": "/nowhere/python"}, "/nowhere/python"),
-    (dict.fromkeys(NODE), "NNODES.*NODE_RANK.*MASTER_ADDR"),
-]
-
-
-@pytest.mark.parametrize(("settings", "words"), WRONG)
-def test_wrong_settings_are_refused(tmp_path, settings, words):
-    with launch(MULTINODE, tmp_path, *NO_SAMPLE, **{**NODE, **settings}) as started:
-        refused(started, words)
-
-
-def test_an_exported_cdpath_changes_nothing(tmp_path):
-    """With it `cd` prints where it goes, and may go elsewhere."""
-    (tmp_path / ROOT.name / "tools").mkdir(parents=True)
-    words = ["bash", SINGLE.relative_to(ROOT.parent)]
-    with start(words, env={"CDPATH": f"{tmp_path}:.", "GPUS": "0"}, cwd=ROOT.parent) as started:
-        refused(started, "GPUS")
-
-
-def test_launcher_counts_on_the_scripts_timeout_where_none_is_given():
-    default = re.search(r"^TIMEOUT = (\d+)", SCRIPT.read_text(), re.MULTILINE)[1]
-    assert (
-        f'"${{timeout:-{default}}}" 2>/dev/null) || timeout={default}\n' in MULTINODE.read_text()
-    )
-
-
-def exit_codes(*codes: int) -> str:
-    """As torchrun lists those of its ranks."""
-    return "".join(f"\n  exitcode  : {code} (pid: 7)" for code in codes)
-
-
-RESET = "[CPU 0] ERROR: reset: another rank has ended, or does not answer"
-STOPPED = "[CPU 0] Stopped on SIGTERM | step 3 | exit code 75"
-CLASS = "[CPU 1] Note: 1 class has no training image: exitcode  : 2"
-APART = "torch.distributed.DistStoreError: Timed out. 1/2 clients joined."
-WATCHDOG = (
-    "[rank0]:[E1 ProcessGroupNCCL.cpp:683] [Rank 0] Watchdog caught collective operation timeout"
-)
-ENDS = [  # torchrun's code, its log, the outcome, words of the reason
-    (1, f"{RESET}\n{CLASS}{exit_codes(1, -9)}", "lost", "reset"),
-    (137, "[CPU 0] WARNING: image /Stopped on SIGTERM/1.jpg is damaged", "lost", "with 137"),
-    (1, "[CPU 0] Resumed from /data/Stopped on SIG.pt at step 3", "lost", "ended with 1"),
-    (1, f"[CPU 0] WARNING: /ERROR: 1.jpg\n[CPU 1] ERROR: full{exit_codes(1)}", "lost", "full"),
-    (1, f"[CPU 1] ERROR: no folder{exit_codes(2, -15)}", "user", "no folder"),
-    (143, STOPPED, "asked", ""),
-    (1, f"{STOPPED}{exit_codes(75, -15)}", "asked", ""),
-    (1, f"{STOPPED}\n{RESET}{exit_codes(75, 1)}", "lost", "reset"),
-    (1, f"{RESET}\n{STOPPED}\n[CPU 1] ERROR: slip{exit_codes(75, 1)}", "lost", "slip"),
-    (1, f"{RESET}\n{WATCHDOG}{exit_codes(1, -6)}", "lost", "Watchdog caught"),
-    (143, "[CPU 0] Cleanup complete. Total wall time: 3s", "complete", ""),
-    (1, APART, "apart", "1/2 clients"),
-    pytest.param(
-        1, "\n".join([RESET, *["[CPU 1] ERROR: full"] * 6000]), "lost", "full", id="many lines"
-    ),
-    (1, "[CPU 1] ERROR: no \udcff.jpg", "lost", "no \udcff.jpg"),  # a name that is not in UTF-8
-]
-
-
-@pytest.mark.parametrize(("code", "log", "outcome", "words"), ENDS)
-def test_end_is_judged_by_the_lines_of_the_log_and_by_nothing_else_in_them(
-    code, log, outcome, words
-):
-    """Names of images and classes may hold any text."""
-    program = 'set -euo pipefail; source "$0"; lines=$(grep -aE "$telling" <<<"$2" || true); '
-    program += 'judge_end "$1" "$lines" "${2##*$\'\\n\'}"; echo "$outcome"; echo "$reason"'
-    command = ["bash", "-c", program, ROOT / "tools/launcher/common.sh", str(code), log]
-    env = {**os.environ, "LC_ALL": "C.UTF-8"}  # in which one of the names is no text
-    done = subprocess.run(command, env=env, capture_output=True, check=True)
-    found, reason = done.stdout.decode(errors="surrogateescape").splitlines()
-    assert found == outcome and words in reason
-
-
-# --- Several numbers of processes --------------------------------------------------------------
-
-
-@LONG
-def test_a_killed_rank_ends_its_run_with_its_signal_and_does_not_keep_the_next_one_from_training(
-    training, folder
-):
-    """torchrun ends the other rank by another signal. Without RESTARTS there is no restart. Both
-    runs have one global batch. The launcher then ends with 1.
-    """
-    words = [*training, "--global-batch-size=4", "--max_steps", 20]
-    with launch(SINGLE, folder, *words, GPUS="2 1") as started:
-        started.wait_for(STEP_3)
-        os.kill(started.rank_pid(0), signal.SIGKILL)
-        run = started.finish(180, expect=None)
-    assert run.returncode == 1
-    failed, other = ((folder / f"logs/run/p{n}/node0.log").read_text() for n in (2, 1))
-    assert starts(failed) == 1
-    assert re.search("error: run p2: .*(SIGKILL|exitcode *: -9)", failed.splitlines()[-1]), failed
-    assert failed.splitlines()[-1] in run.lines()
-    assert "| Step 20 |" in other and '"global_batch_size": 4' in other
-    assert run.out.count("strong scaling: a step has 4 images") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("--resume", "--resume"),
-        ("--global-batch-size=3", "3 is not a multiple of 2"),
-        ("--precision=bf16", "GPUS has 2, but there are 1 GPU"),
-    ],
-)
-def test_what_several_numbers_of_processes_cannot_have_is_refused(folder, options, words):
-    gpu = {"CUDA_VISIBLE_DEVICES": "0" if "precision" in options else ""}
-    with launch(SINGLE, folder, *NO_SAMPLE, options, GPUS="1 2", **gpu) as started:
-        run = started.finish(30, expect=1)
-    assert re.search(f"error: .*{words}", run.lines()[-1]) and not starts(run.out)
-
-
-def test_more_processes_than_cores_are_noted_and_have_a_thread_each(folder):
-    most = CORES + 1
-    given = {"GPUS": f"1 {most}", "OMP_NUM_THREADS": None}
-    with launch(SINGLE, folder, *NO_SAMPLE, **given) as started:
-        assert "OMP_NUM_THREADS=1" in command(started)
-        started.wait_for(rf"note: .*cores \({CORES}\).*processes \({most}\)")
-
-
-def test_without_paths_each_number_makes_20_steps_and_does_not_validate(project, folder):
-    with launch(project / SINGLE.name, folder, GPUS="1 2") as started:
-        line = started.wait_for(COMMAND.pattern)[1]
-    assert "--max_steps 20" in line and "--val_" not in line
-
-
-# --- Networks ---------------------------------------------------------------------------------
-
-# The kernel's files of adapters that no machine for tests has, for this start alone.
-ADAPTERS = """
-cp -a /sys/class/net "$0"
-mount -t tmpfs none /sys/class
-mv "$0/net" /sys/class
-for name in mlx5_0 mlx5_1 mlx5_2 rdmap0s6; do
-    mkdir -p /sys/class/infiniband/$name/ports/1 /sys/class/infiniband/$name/device
-    echo "4: ACTIVE" >/sys/class/infiniband/$name/ports/1/state
-    ln -s /sys/bus/pci/drivers/mlx5_core /sys/class/infiniband/$name/device/driver
-done
-ln -sfn /sys/bus/pci/drivers/efa /sys/class/infiniband/rdmap0s6/device/driver
-echo "1: DOWN" >/sys/class/infiniband/mlx5_2/ports/1/state
-exec "$@"
-"""
 VERBS = {"NCCL_IB_DISABLE=0", "NCCL_NET=IB"}
 SOCKETS = {"NCCL_IB_DISABLE=1", "NCCL_NET=Socket"}
-ROUTE = {"GLOO_SOCKET_IFNAME=eth0"}  # where no interface is named
-ETH0 = {"NCCL_SOCKET_IFNAME==eth0"} | ROUTE
-CHOSEN = [
-    ({"IFNAME": "mlx5_0,mlx5_1"}, VERBS | {"NCCL_IB_HCA==mlx5_0,mlx5_1"} | ETH0),
-    ({"IFNAME": "mlx5_0,eth0"}, VERBS | {"NCCL_IB_HCA==mlx5_0"} | ETH0),
-    ({"IFNAME": "eth0", "NETWORK": "infiniband"}, VERBS | ETH0),
-    ({"NETWORKS": "infiniband=eth0"}, SOCKETS | ETH0),
-    ({"IFNAME": "rdmap0s6,eth0"}, ETH0),
-]
-REFUSED = [
-    ({"IFNAME": "mlx5_0,mlx5_2"}, [], "mlx5_2"),
-    ({"IFNAME": "mlx5_0", "NETWORK": "ethernet"}, [], "NETWORK=ethernet.*mlx5_0"),
-    ({"IFNAME": "down0"}, [], "down0 .*down"),
-    ({"NETWORKS": "one=eth0 two=loose0"}, [], "loose0 .*cable"),
-    ({"NETWORKS": "one=eth0 two=lo"}, ["--resume"], "--resume"),
-]
+GLOO = {"GLOO_SOCKET_IFNAME=eth0"}
+ETH0 = {"NCCL_SOCKET_IFNAME==eth0"} | GLOO
+OWN_VALUES = {"IFNAME": "eth0", "NCCL_IB_DISABLE": "0", "GLOO_SOCKET_IFNAME": "lo"}
+MINE = SOCKETS - {"NCCL_IB_DISABLE=1"} | {"NCCL_IB_DISABLE=0", "NCCL_SOCKET_IFNAME==eth0"}
+CHOSEN = guarded(
+    ("ifname-exact", {"NETWORKS": "infiniband=eth0"}, SOCKETS | ETH0),
+    ("hca-exact net-ib", {"IFNAME": "mlx5_0,eth0"}, VERBS | {"NCCL_IB_HCA==mlx5_0"} | ETH0),
+    ("", {"IFNAME": "mlx5_0,mlx5_1,eth0"}, VERBS | {"NCCL_IB_HCA==mlx5_0,mlx5_1"} | ETH0),
+    ("", {"IFNAME": "eth0", "NETWORK": "infiniband"}, VERBS | ETH0),
+    ("efa-plugin", {"IFNAME": "rdmap0s6,eth0"}, ETH0),
+    ("user-value-wins", OWN_VALUES, MINE | {"GLOO_SOCKET_IFNAME=lo"}),
+)
 
 
-def with_adapters(nodes: TwoNodes, *options: object, **variables: str) -> Started:
-    """The launcher on node 0, which has adapters, an interface that is down, and a loose one."""
-    nodes.pair.ip(0, "link add down0 type bridge", "link add loose0 up type veth peer name end")
-    env = HERE | {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "10.77.0.1"} | variables
-    words = ["sh", "-ec", ADAPTERS, nodes.folder(0), "bash", MULTINODE, *NO_SAMPLE, *options]
-    return nodes.pair.popen(0, words, env=env, cwd=nodes.folder(0))
+def chosen(started: Started) -> set[str]:
+    """What the command sets for NCCL and Gloo, except NCCL's debug text."""
+    (words,) = given(started)
+    return {word for word in words if re.match("(NCCL|GLOO)_(?!DEBUG)", word)}
 
 
 @pytest.mark.parametrize(("variables", "expected"), CHOSEN)
-def test_nccl_is_kept_on_the_adapters_or_interface_except_with_efa(tmp_path, variables, expected):
-    with two_nodes(tmp_path) as nodes:
-        assert chosen(with_adapters(nodes, **variables)) == expected
-
-
-@pytest.mark.parametrize(("variables", "options", "words"), REFUSED)
-def test_a_network_that_is_missing_or_contradictory_is_refused(
-    tmp_path, variables, options, words
+def test_nccl_is_kept_on_the_adapters_or_interface_except_with_efa(
+    tmp_path, sysfs, stub, variables, expected
 ):
-    with two_nodes(tmp_path) as nodes:
-        refused(with_adapters(nodes, *options, **variables), words)
+    """A value of the user's own stays."""
+    own = {"NNODES": 2, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", **variables}
+    started = launch(MULTINODE, tmp_path, PYTHON=stub, SYSFS_ROOT=sysfs, **own)
+    assert chosen(started) == expected
 
 
-def test_a_users_own_variable_of_nccl_stays_and_a_line_says_so(tmp_path):
-    with two_nodes(tmp_path) as nodes:
-        started = nodes.start(0, *NO_SAMPLE, IFNAME="eth0", NCCL_IB_DISABLE="0")
-        assert chosen(started) == ETH0 | SOCKETS - {"NCCL_IB_DISABLE=1"}
-        started.wait_for(r"\.sh: keeping your NCCL_IB_DISABLE='0'")
+@guards("kept-value-is-said")
+def test_a_line_says_which_of_the_users_own_variables_stay(tmp_path, sysfs, stub):
+    own = {"PYTHON": stub, "SYSFS_ROOT": sysfs, **OWN_VALUES}
+    run = launch(MULTINODE, tmp_path, *NO_SAMPLE, **own).finish(30)
+    said = re.findall(r"\.sh: keeping your (\w+)='(\w+)'", run.out)
+    assert dict(said) == {"NCCL_IB_DISABLE": "0", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-VETH0 = ["link set eth0 down", "link set eth0 name veth0", "link set veth0 up"]
-BRIDGE = ["link add br-x up type bridge", "link add veth7 up type veth peer name end"]
-MEMBER = [*BRIDGE, "link set eth0 master br-x", "addr flush dev eth0"]
-CONTAINERS = {  # commands on the node, variables, whether container networks are left out
-    "bridge": (BRIDGE, {}, True),
-    "none": ([], {}, False),
-    "veth joins": (VETH0, {}, False),
-    "bridge joins": ([*MEMBER, "addr add 10.77.0.2/24 dev br-x"], {}, False),
-    "InfiniBand": ([*BRIDGE, "link add ib0 type bridge"], {}, False),  # which NCCL takes first
-    "chosen": (BRIDGE, {"NCCL_SOCKET_IFNAME": "eth0"}, False),
-}
+@pytest.fixture(scope="module")
+def routes() -> Iterator[NamespacePair]:
+    """Node 1 has a network of its own for containers, on each of two kinds of interfaces."""
+    with NamespacePair() as pair:
+        for name, kind, net in (("br-x", "bridge", 79), ("veth7", "veth peer name end", 80)):
+            pair.ip(1, f"link add {name} up type {kind}", f"addr add 10.{net}.0.2/24 dev {name}")
+        pair.ip(1, "link set end up")
+        pair.usual_hosts()
+        yield pair
 
 
-@pytest.mark.parametrize("case", CONTAINERS)
-def test_container_networks_are_left_out_unless_they_join_the_nodes(tmp_path, case):
-    commands, variables, expected = CONTAINERS[case]
-    with two_nodes(tmp_path) as nodes:
-        nodes.pair.ip(1, *commands)
-        words = chosen(nodes.start(1, *NO_SAMPLE, **variables))
-    found = " ".join(word for word in words if word.startswith("NCCL"))
-    names = found.removeprefix("NCCL_SOCKET_IFNAME=^").split(",")
-    assert {"lo", "docker", "br-", "veth"} <= set(names) if expected else not found
+LEFT_OUT = {"NCCL_SOCKET_IFNAME=^lo,docker,br-,veth,virbr"}
+HCA = VERBS | {"NCCL_IB_HCA==mlx5_0,mlx5_1"}
+BRIDGE, VETH = {"GLOO_SOCKET_IFNAME=br-x"}, {"GLOO_SOCKET_IFNAME=veth7"}
+ROUTES = guarded(  # fault, node, variables, interfaces other than the real ones, the outcome
+    ("containers-left-out", 1, {}, "", LEFT_OUT | GLOO),
+    ("route-interface", 1, {}, "lo eth0", GLOO),  # no containers
+    ("", 1, {}, "lo eth0 ib0 br-x", GLOO),  # NCCL takes InfiniBand first
+    ("", 1, {"NCCL_SOCKET_IFNAME": "eth0"}, "", {"NCCL_SOCKET_IFNAME=eth0"} | GLOO),
+    ("container-joins", 1, {"MASTER_ADDR": "10.80.0.1"}, "", VETH),
+    ("", 1, {"MASTER_ADDR": "10.79.0.1"}, "", BRIDGE),
+    ("", 1, {"MASTER_ADDR": "10.79.0.2"}, "", BRIDGE),  # its own address
+    ("loopback-name", 0, {"MASTER_ADDR": "node0"}, "", GLOO),  # its own name
+    ("", 0, {"IFNAME": "mlx5_0,mlx5_1"}, "lo eth0", HCA | ETH0),
+)
 
 
-def test_each_node_has_its_own_interface_under_one_label(tmp_path):
-    with two_nodes(tmp_path) as nodes:
-        nodes.pair.ip(1, *VETH0)
-        for node, name in enumerate(["eth0", "veth0"]):
-            words = command(nodes.start(node, *NO_SAMPLE, NETWORKS=f"one={name}"))
-            assert {f"GLOO_SOCKET_IFNAME={name}", "--rdzv_id=one-1"} <= words
-
-
-# --- Two nodes --------------------------------------------------------------------------------
-
-
-def record(nodes: TwoNodes, kind: str) -> dict:
-    """The last such record in node 0's log."""
-    return Run([], 0, nodes.log(0), 0).json_line(kind)
-
-
-def test_both_nodes_train_and_each_logs_its_command_and_its_own_ranks(tmp_path):
-    """Their hosts files map their own names to loopback, as Debian's do."""
-    folder = tmp_path / "mein Gerät"
-    data = make_set(folder / "set", 32)
-    with two_nodes(folder) as nodes:
-        nodes.pair.usual_hosts()
-        runs = finish_all(nodes.start_both(*data, *FAST, "--max_steps", 3))
-        facts, summary = record(nodes, "Run"), record(nodes, "Summary")
-        logs = [nodes.log(node) for node in (0, 1)]
-    for node, (run, log) in enumerate(zip(runs, logs, strict=True)):
-        assert [step for _, step, _ in run.steps(node)] == [1, 2, 3], run.tail()
-        assert all(f"[CPU {node}] {line}\n" in log for line in run.lines(node))
-        assert f"[CPU {1 - node}]" not in log
-        words = COMMAND.search(log)
-        assert words.start() < log.index("[CPU ")
-        given = {"--rdzv_backend=static", f"--node_rank={node}", "--rdzv_id=run-1"}
-        assert given <= set(shlex.split(words[1]))
-    assert (facts["world_size"], facts["hosts"]) == (2, ["node0", "node1"])
-    assert facts["env"]["GLOO_SOCKET_IFNAME"] == "eth0"
-    assert summary["steps"] == 3 and summary["replicas_identical"] is True
+@pytest.mark.parametrize(("node", "variables", "interfaces", "expected"), ROUTES)
+def test_without_a_named_interface_the_route_to_node_0_tells_it(
+    tmp_path, routes, stub, node, variables, interfaces, expected
+):
+    """Container networks are left out unless they join the nodes."""
+    env = HERE | {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "10.77.0.1"}
+    env |= {"PYTHON": str(stub), **variables}
+    if interfaces:
+        env["SYSFS_ROOT"] = str(make_sysfs(tmp_path / "sys", *interfaces.split()))
+    words = ["bash", MULTINODE, *NO_SAMPLE]
+    assert chosen(routes.popen(node, words, env=env, cwd=tmp_path)) == expected

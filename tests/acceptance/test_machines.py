@@ -13,11 +13,12 @@ import sys
 import pytest
 
 from support.datasets import make_set
-from support.forks import run_forked
-from support.launchers import COMMAND, FAST, SAVE_VARIABLES, SINGLE, STEP_3, places
+from support.forks import load, run_forked
+from support.launchers import COMMAND, FAST, OTHER_RANK, SINGLE, STEP_3, guarded, place
 from support.nodes import nameless
 from support.processes import LONG, ROOT, SCRIPT, Run, demo_command, require, start
 
+guards = pytest.mark.guards
 # As inside a job step of SLURM, in which MPICH's mpiexec starts processes of its own.
 STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
@@ -52,7 +53,6 @@ def test_launcher_gives_torchrun_a_local_address_and_trains_where_the_host_name_
     run = nameless(tmp_path, "bash", SINGLE, *training, **env)
     assert_two_processes(run)
     assert " --standalone --local-addr=127.0.0.1 " in COMMAND.search(run.out)[1]
-    assert "If torchrun hangs, this machine's own name" in SCRIPT.read_text()
 
 
 @LONG
@@ -92,6 +92,7 @@ def with_old_driver(training, old_driver) -> list[Run]:
     return run_forked(runs, env=old_driver, expect=None)
 
 
+@LONG
 def test_gpus_with_an_old_driver_end_all_ranks_with_the_reason_and_the_remedy(with_old_driver):
     run = with_old_driver[0]
     assert run.returncode == 2
@@ -102,6 +103,7 @@ def test_gpus_with_an_old_driver_end_all_ranks_with_the_reason_and_the_remedy(wi
     assert not run.steps(0)
 
 
+@LONG
 @pytest.mark.parametrize("case", [1, 2], ids=["--device cpu", "CUDA_VISIBLE_DEVICES="])
 def test_with_an_old_driver_the_cpu_trains_if_it_is_asked_for(with_old_driver, case):
     """Then PyTorch's warning is of no use to anyone."""
@@ -127,15 +129,38 @@ def test_mpi_launchers_start_one_run_of_two_processes(training, command):
         assert_two_processes(started.finish())
 
 
-@LONG
-@pytest.mark.parametrize("command", [MPICH, OPEN_MPI], ids=lambda command: command[0])
-def test_inside_a_step_of_slurm_mpis_variables_win(command, tmp_path):
-    require(shutil.which(command[0]), f"{command[0]} (mpich, openmpi-bin) is not installed")
-    step = ["env", *(f"{name}={value}" for name, value in STEP.items())]
-    with start([*command, *step, *SAVE_VARIABLES, tmp_path]) as started:
-        started.finish()
-    found = [(launcher, *numbers) for launcher, _, *numbers in places(tmp_path)]
-    assert found == [("mpirun", rank, "2", rank, "2") for rank in "01"]
+# As each launcher sets them for rank 5 of 8, the second of two processes on its node.
+PLACE = ("5", "8", "1", "2")
+IN_STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "node[01-04]"}
+IN_STEP |= {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+IN_STEP |= {"SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x4)"}
+NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+BY_OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": n for name, n in zip(NAMES, PLACE, strict=True)}
+BY_OPEN_MPI["PMIX_NAMESPACE"] = "prterun-a@1"
+NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+BY_MPICH = dict(zip(NAMES, PLACE, strict=True))
+IN_BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+STEP_PORT, MPI_PORT = str(20000 + 7 * 16 + 1), str(20000 + 4004349739 % 12000)  # a CRC
+BY_MPI = ("mpirun", None, *PLACE)
+STARTED = guarded(  # fault, its variables, its launcher, rank 0's address and numbers, the port
+    ("srun-node-list job-has-own-port", IN_STEP, ("srun", "node01", *PLACE), STEP_PORT),
+    ("mpich-before-srun", IN_STEP | BY_MPICH, BY_MPI, None),
+    ("", IN_STEP | BY_OPEN_MPI, BY_MPI, MPI_PORT),
+    ("batch-script-is-no-step", IN_BATCH_SCRIPT, ("python", *[None] * 5), None),
+)
+
+
+@pytest.mark.parametrize(("variables", "expected", "port"), STARTED)
+def test_a_process_learns_its_place_from_what_started_it(variables, expected, port):
+    """Inside a job step of SLURM mpirun's variables win. Each job has a port of its own."""
+    env = dict(variables)
+    assert place(env) == expected and env.get("MASTER_PORT") == port
+
+
+@guards("phrase-of-script")
+def test_what_the_script_says_of_another_ranks_end_is_what_the_launchers_know():
+    """They look for the reason in other lines."""
+    assert [advice for _, advice in load(str(SCRIPT)).ADVICE].count(OTHER_RANK) == 2
 
 
 BY_HAND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -143,24 +168,26 @@ BY_HAND["MASTER_ADDR"] = "127.0.0.1"
 
 
 # Variables of a process that cannot learn its rank, and what it says.
-UNCLEAR = [
-    ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_SIZE is 2"),
-    ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, "mpirun should set RANK"),
-    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "srun should set RANK"),
-    ({"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}, "MPI_LOCALNRANKS is 2"),
-    (STEP | {"SLURM_NODEID": "3"}, "start with srun"),
-    (BY_HAND | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
-    (BY_HAND | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc'"),
-    (BY_HAND | {"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
-]
+UNCLEAR = guarded(
+    ("unknown-mpirun", {"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_SIZE is 2"),
+    ("", BY_MPICH | {"MPI_LOCALNRANKS": ""}, "mpirun should set RANK"),
+    ("", STEP | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "srun should set RANK"),
+    ("", {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}, "MPI_LOCALNRANKS is 2"),
+    ("", STEP | {"SLURM_NODEID": "3"}, "start with srun"),
+    ("rank-below-world-size", BY_HAND | {"RANK": "2"}, "RANK 2 is not below WORLD_SIZE 2"),
+    ("", BY_HAND | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+    ("", BY_HAND | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc'"),
+    ("", BY_HAND | {"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
+)
 
 
-def test_a_process_that_cannot_learn_its_rank_ends_in_one_line(training):
-    runs = [(0, training, variables) for variables, _ in UNCLEAR]
-    runs = run_forked(runs, expect=2, trains=False)
-    for run, (_, expected) in zip(runs, UNCLEAR, strict=True):
-        (line,) = run.lines()
-        assert "ERROR: " in line and expected in line
+@pytest.mark.parametrize(("variables", "words"), UNCLEAR)
+def test_a_process_that_cannot_learn_its_place_says_why(monkeypatch, variables, words):
+    """For the one line that a UserError becomes see test_refusals.py."""
+    demo = load(str(SCRIPT))
+    monkeypatch.setattr(os, "environ", dict(variables))
+    with pytest.raises(demo.UserError, match=words):
+        demo.read_environment(demo.ProcessInfo())
 
 
 # --- A hang-up ---------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ FAST += ["--precision", "fp32"]
 BUSY = 40  # seconds more than a promised bound: other tests run on the same cores meanwhile
 SAVED = 75  # exit code after a stop signal
 STEP_3 = r"\| Step 3 "
+OTHER_RANK = "another rank has ended, or does not answer"  # as the script says it
 LOG = "logs/run/node0.log"  # of a launcher on this machine
 # The line with the torchrun command, which a launcher prints before it runs it.
 COMMAND = re.compile(r"^\S+\.sh: [\d-]+ [\d:]+ (.*\btorchrun .*)$", re.MULTILINE)
@@ -46,6 +47,46 @@ def launch(launcher: Path, folder: Path, *arguments: object, **variables: object
     env |= {"MASTER_PORT": str(free_ports(4))}
     env |= {name: None if value is None else str(value) for name, value in variables.items()}
     return start(["bash", launcher, *arguments], env=env, cwd=folder)
+
+
+def guarded(*rows: tuple) -> list:
+    """Cases of a test: each row begins with the faults that its case guards against, or none."""
+    marks = [pytest.mark.guards(*faults.split()) for faults, *_ in rows]
+    return [pytest.param(*row[1:], marks=mark) for row, mark in zip(rows, marks, strict=True)]
+
+
+# In place of PYTHON where only what a launcher starts is looked at. The launcher's own questions
+# are for the Python of the tests. Of what it starts the variables and the words are printed.
+STUB = """#!/usr/bin/env bash
+[ "$1" != -c ] || exec '{python}' "$@"
+mapfile -t variables < <(env | grep -E '^(NCCL|GLOO|OMP)_')
+printf 'GIVEN'; printf ' %q' "${{variables[@]}}" "$@"; echo
+"""
+
+
+def stub_python(folder: Path) -> Path:
+    path = folder / "stub"
+    path.write_text(STUB.format(python=sys.executable))
+    path.chmod(0o755)
+    return path
+
+
+def given(started: Started) -> list[list[str]]:
+    """What torchrun was given at each start of a launcher whose PYTHON is `stub_python`: variables
+    and words. They are those of the command that the launcher prints.
+    """
+    run = started.finish(60)
+    found = []
+    for line in run.lines():
+        variables, torchrun, words = line.partition(" -m torch.distributed.run ")
+        if line.startswith("GIVEN") and torchrun:
+            found.append([shlex.split(part) for part in (variables.removeprefix("GIVEN"), words)])
+    assert found, run.tail()
+    for (variables, words), line in zip(found, COMMAND.findall(run.out), strict=True):
+        printed = shlex.split(line)
+        begin = printed.index("torchrun")
+        assert {*printed[:begin]} <= {*variables} and printed[begin + 1 :] == words
+    return [variables + words for variables, words in found]
 
 
 def copy_project(folder: Path) -> Path:
@@ -67,6 +108,27 @@ def changed_project(folder: Path, code: str) -> Path:
     before, main, after = script.read_text().partition('if __name__ == "__main__":')
     script.write_text(before + code + main + after)
     return project
+
+
+def project_with(folder: Path, code: str) -> Path:
+    """A copy of the project with this code as the script."""
+    project = copy_project(folder)
+    (project / SCRIPT.name).write_text(f"import os, signal, sys, time\n{code}")
+    return project
+
+
+# The code of a script that a stop signal ends as it would end the real one, within 15 seconds.
+STOPS = """
+def stop(*_):
+    time.sleep(0.5)
+    print(f"[CPU {os.environ['RANK']}] Stopped on SIGTERM | step 3 | exit code 75", flush=True)
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+print(f"[CPU {os.environ['RANK']}] trains", flush=True)
+time.sleep(15)
+"""
 
 
 def starts(output: str) -> int:
@@ -174,19 +236,25 @@ def end_within(seconds: float, started: list[Started], expect: int | None = None
 SAVE_VARIABLES = ["sh", "-c", 'env -0 >"$0/$$"']
 
 
-def places(folder: Path) -> list[tuple[str | None, ...]]:
-    """What the script makes of them, for each process: its launcher, rank 0's address, and the
-    four numbers of torchrun; in the order of the ranks, of which there are ten at most. All have
-    one port.
+def place(env: dict[str, str]) -> tuple[str | None, ...]:
+    """What the script makes of these variables: its launcher, rank 0's address, and the four
+    numbers of torchrun. It adds to `env`.
     """
     demo = load(str(SCRIPT))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", env)
+        launcher = demo.find_launcher()
+    return (launcher, env.get("MASTER_ADDR"), *(env.get(name) for name in demo.TORCHRUN))
+
+
+def places(folder: Path) -> list[tuple[str | None, ...]]:
+    """The places of the processes that saved their variables, in the order of their ranks, of
+    which there are ten at most. All have one port.
+    """
     found, ports = [], set()
     for path in folder.iterdir():
         env = dict(line.split("=", 1) for line in path.read_text().split("\0") if line)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "environ", env)
-            launcher = demo.find_launcher()
+        found.append(place(env))
         ports.add(env.get("MASTER_PORT"))
-        found.append((launcher, env.get("MASTER_ADDR"), *(env[name] for name in demo.TORCHRUN)))
     assert len(ports) == 1
-    return sorted(found)
+    return sorted(found, key=lambda values: values[2] or "")
