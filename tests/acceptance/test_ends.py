@@ -14,7 +14,7 @@ import time
 import pytest
 
 from support.datasets import make_set
-from support.forks import forked_command, run_forked
+from support.forks import Forked, run_forked
 from support.launchers import (
     BUSY,
     FAST,
@@ -27,7 +27,7 @@ from support.launchers import (
     starts,
 )
 from support.nodes import NamespacePair
-from support.processes import LONG, SCRIPT, Run, demo_command, processes, start
+from support.processes import LONG, SCRIPT, Run, demo_command, start
 
 pytestmark = LONG
 
@@ -137,12 +137,11 @@ plain, CocoFirstCategory.load_image = CocoFirstCategory.load_image, slow
 def test_a_stop_in_the_validation_of_a_minute_on_one_rank_saves_on_both(tmp_path):
     program = changed_project(tmp_path, SLOW_VALIDATION) / SCRIPT.name
     words = [*make_set(tmp_path / "set", 8, val=120), *FAST, "--checkpoint", tmp_path / "c.pt"]
-    with start(forked_command([(2, words)], program)) as started:
+    with Forked(2, words, program=program) as started:
         started.wait_for("Epoch 1 complete", 60)
-        ranks = [p.pid for p in processes(started.test_id) if p.parent == started.pid]
-        os.kill(min(ranks), signal.SIGTERM)
-        run = started.finish(BUSY)
-    assert "END 75 75" in run.lines() and (tmp_path / "c.pt").stat().st_size > 0
+        os.kill(started.rank_pid(0), signal.SIGTERM)
+        started.finish(BUSY, expect=75)
+    assert (tmp_path / "c.pt").stat().st_size > 0
 
 
 SLOW_STORAGE = """
@@ -215,7 +214,7 @@ def errors(training) -> dict[str, list[str]]:
     words = [*training, "--timeout", 4]
     runs = [(ranks, words, variables) for ranks, variables in STARTS.values()]
     with NamespacePair() as pair:
-        ended = run_forked(runs, enter=pair.enter(1, []), expect=1, trains=False)
+        ended = run_forked(runs, enter=pair.enter(1, []), expect=1)
     found = [[line for line in run.lines() if "ERROR: " in line] for run in ended]
     assert [len(lines) for lines in found] == [max(1, ranks) for ranks, _ in STARTS.values()]
     return dict(zip(STARTS, found, strict=True))

@@ -157,7 +157,7 @@ UNCLEAR = [
 
 def test_a_process_that_cannot_learn_its_rank_ends_in_one_line(training):
     runs = [(0, training, variables) for variables, _ in UNCLEAR]
-    runs = run_forked(runs, expect=2, trains=False)
+    runs = run_forked(runs, expect=2)
     for run, (_, expected) in zip(runs, UNCLEAR, strict=True):
         (line,) = run.lines()
         assert "ERROR: " in line and expected in line
