@@ -155,6 +155,7 @@ UNCLEAR = [
 ]
 
 
+@pytest.mark.guards("unknown-launcher")
 def test_a_process_that_cannot_learn_its_rank_ends_in_one_line(training):
     runs = [(0, training, variables) for variables, _ in UNCLEAR]
     runs = run_forked(runs, expect=2)

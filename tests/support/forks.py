@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 sys.path.insert(0, str(Path(__file__).parents[1]))  # in the server
 from support.processes import SCRIPT, Run, Started, free_port, start
 
+QUICK = Path(__file__).with_name("quick.py")
 # Ranks, arguments (or a list of those of each rank) and, where they are given, variables of all,
 # and a program in place of the script.
 ForkedRun = (
@@ -61,6 +62,12 @@ def run_forked(
             run = Forked(ranks, arguments, variables, own_program, **place, **options)
             ended.append(run.finish(timeout, wanted))
     return ended
+
+
+def changed(path: Path, code: str) -> Path:
+    """A file with a program that is quick.py changed by this code."""
+    path.write_text(QUICK.read_text() + code)
+    return path
 
 
 class Forked(Started):
