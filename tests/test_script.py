@@ -424,7 +424,8 @@ def test_a_stop_comes_about_a_second_after_the_signal_where_steps_are_slow(tmp_p
         started.wait_for(r"\| Step 1 ")
         started.signal(signal.SIGTERM)
         run = started.finish(expect=75)
-    assert int(re.search(r"Stopped on SIGTERM \| step (\d+)", run.out)[1]) <= 3
+    end = r"Stopped on SIGTERM \| step (\d+) \| exit code 75 \| not saved: no --checkpoint"
+    assert int(re.fullmatch(end, run.lines(0)[-1])[1]) <= 3
 
 
 @pytest.mark.guards("parent-ended")
