@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files that take minutes, the longest first: started last, they would end long after the rest.
 LONGEST = "faults training launchers slurm two_nodes benchmark machines environment ends lesson "
-LONGEST += "readme stop_signals script talk refusals preflight probe compare_logs"
+LONGEST += "readme stop_signals runs script talk refusals preflight probe compare_logs"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

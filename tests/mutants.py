@@ -301,6 +301,13 @@ FAULTS = [
         "launchers start a run again that ends on a user's error",
     ),
     Fault(
+        "argument-code",
+        SCRIPT,
+        "        parser.exit(EXIT_USER, ",
+        "        parser.exit(EXIT_FAILED, ",
+        "launchers start a run again that has a wrong argument",
+    ),
+    Fault(
         "damaged-image",
         SCRIPT,
         "        except Exception as error:  # damaged images raise errors of any type\n",

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import torchvision
 
 from support.datasets import data_args, make_set, truncate
 from support.forks import QUICK, Forked, run_forked
@@ -133,6 +131,9 @@ def test_imagenet_weights_are_taken_from_the_folder_of_earlier_downloads(small, 
     """From a made-up file with the right name, without a network. The last layer is left out. Rank
     1 gets them from rank 0. The learning rate is so small that a step hardly changes them.
     """
+    import torch
+    import torchvision
+
     url = torchvision.models.ResNet18_Weights.DEFAULT.url
     path = tmp_path / "home/hub/checkpoints" / Path(url).name
     path.parent.mkdir(parents=True)
