@@ -107,7 +107,7 @@ def marked(options: str) -> Any:
     return pytest.param(options, marks=mark)
 
 
-@pytest.mark.parametrize("options", map(marked, BAD_INPUT))
+@pytest.mark.parametrize("options", [*map(marked, BAD_INPUT)])
 def test_bad_input_ends_with_one_line_that_names_it(options, folder):
     """And no code in a file is run."""
     words = [*GOOD, *FAST]

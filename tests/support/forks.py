@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,39 +28,31 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # in the server
 from support.processes import SCRIPT, Run, Started, free_port, start
 
 QUICK = Path(__file__).with_name("quick.py")
-# Ranks, arguments (or a list of those of each rank) and, where they are given, variables of all,
-# and a program in place of the script.
-ForkedRun = (
-    tuple[int, Iterable[object]]
-    | tuple[int, Iterable[object], Mapping[str, str]]
-    | tuple[int, Iterable[object], Mapping[str, str], object]
-)
 
 
 def run_forked(
-    runs: Sequence[ForkedRun],
+    runs: Iterable[Sequence[Any]],
     program: object = SCRIPT,
-    expect: object = 0,
+    expect: int | None = 0,
     timeout: float = 90,
-    enter: Sequence[object] = (),
     env: Mapping[str, str | None] | None = None,
     **options: Any,
 ) -> list[Run]:
-    """Runs the script once for each (ranks, arguments), one after another, to their ends.
+    """Runs the script once for each (ranks, arguments) or (ranks, arguments, variables), one after
+    another, to their ends.
 
-    `program` is another module with `main` and `run_and_exit`, `expect` the exit code of each rank
-    (None: any), or a list of those of each run, `timeout` seconds for each run. `env` are
-    variables that must be set when Python starts, `enter` words before its command: both need a
-    fork server of their own. The rest are options of `Started`.
+    See `Forked`. `expect` is the exit code of each rank (None: any), `timeout` seconds for each
+    run. `env` are variables that must be set when Python starts: for a fork server of their own.
     """
     ended = []
-    expected = expect if isinstance(expect, list) else [expect] * len(runs)
-    with own_server(enter, env) if enter or env else contextlib.nullcontext(None) as server:
-        for (ranks, arguments, *more), wanted in zip(runs, expected, strict=True):
-            variables, own_program = (*more, *({}, program)[len(more) :])
-            place = {"server": server, "env": env}
-            run = Forked(ranks, arguments, variables, own_program, **place, **options)
-            ended.append(run.finish(timeout, wanted))
+    with contextlib.ExitStack() as stack:
+        if env:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            stack.enter_context(start_server(f"{folder}/forks", env=env))
+            options |= {"server": f"{folder}/forks", "env": env}
+        for ranks, arguments, *variables in runs:
+            run = Forked(ranks, arguments, *variables, program=program, **options)
+            ended.append(run.finish(timeout, expect))
     return ended
 
 
@@ -74,7 +66,8 @@ class Forked(Started):
     """A run of the fork server.
 
     Each rank is a process with the variables that torchrun would give it; 0 ranks: one process
-    without them. `variables` win over these. The other options are those of `Started`.
+    without them. `variables` win over these. `arguments` may be a list of those of each rank,
+    `program` another module with `main` and `run_and_exit`. The rest are options of `Started`.
     """
 
     def __init__(
@@ -155,17 +148,10 @@ def connect() -> Connection:
     return Client(address)
 
 
-def start_server(address: str, enter: Sequence[object] = (), **options: Any) -> Started:
-    server = start([*enter, sys.executable, "-u", __file__, address], **options)
+def start_server(address: str, **options: Any) -> Started:
+    server = start([sys.executable, "-u", __file__, address], **options)
     server.wait_for("READY")
     return server
-
-
-@contextlib.contextmanager
-def own_server(enter: Sequence[object], env: Mapping[str, str | None] | None) -> Iterator[str]:
-    """The address of another fork server."""
-    with tempfile.TemporaryDirectory() as folder, start_server(f"{folder}/forks", enter, env=env):
-        yield f"{folder}/forks"
 
 
 # --- In the server -----------------------------------------------------------------------------
