@@ -513,7 +513,8 @@ def leave_process_group():
     # break while others still use them. And after an error torchrun, which kills all processes as
     # soon as one has failed, could kill some before they have said why.
     dist.barrier()
-    gc.collect()  # frees DDP: threads of the group that still run could abort Python at its end
+    # NOTE: this frees DDP. Threads of the group that still run could abort Python at its end.
+    gc.collect()
     dist.destroy_process_group()
 
 

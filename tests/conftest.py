@@ -58,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", text)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ["TEST_FACTOR"] = str(slowness())
+        os.environ["TEST_SESSION"] = str(os.getpid())  # what outlives it (forks.py) then ends
         tempfile.gettempdir()  # pytest's own folders, with what failed, stay where they are
         scratch = tempfile.TemporaryDirectory(prefix="demo-", ignore_cleanup_errors=True)
         os.chmod(scratch.name, 0o711)  # tests that become another user go through it
@@ -67,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files that take minutes, the longest first: started last, they would end long after the rest.
 LONGEST = "faults training launchers slurm two_nodes benchmark machines environment ends lesson "
-LONGEST += "readme stop_signals script talk refusals preflight probe compare_logs"
+LONGEST += "readme stop_signals runs script talk refusals preflight probe compare_logs"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

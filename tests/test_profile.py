@@ -11,17 +11,16 @@ import pytest
 
 from analysis.trace import read_traces
 from support.datasets import make_set
-from support.forks import run_forked
+from support.forks import QUICK, run_forked
 from support.launchers import FAST
-from support.processes import LONG, SCRIPT, Run
+from support.processes import LONG, Run
 
 pytestmark = LONG
 RECORDED, LEFT_OUT = (8, 9, 10), (6, 7, 8, 9, 10)  # steps
-SLOW = 6  # seconds that rank 1 writes its trace
+SLOW = 4  # seconds that rank 1 writes its trace
 # The script, of which rank 1 writes its trace slowly.
 SLOWLY = f"""
-import os, sys, time
-sys.path.insert(0, {str(SCRIPT.parent)!r})
+import os, time
 import demo_coco_resnet18 as demo
 
 def export(profiler, path):
@@ -40,29 +39,18 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ended(folder) -> dict[str, Run]:
-    """Two ranks of 14 steps, of which 11 are an epoch; then what cannot be profiled."""
-    (folder / "slowly.py").write_text(SLOWLY)
-    (folder / "file").touch()
-    words = [*make_set(folder, 88, val=4), *FAST]
-    saves = [*words, "--checkpoint", folder / "c.pt", "--resume"]
-    none = ["--profile", folder / "none"]
-    runs = {
-        "profiled": (2, [*words, "--max_steps", 14, "--profile", folder / "mein Gerät"]),
-        "short": (2, [*words, "--max_steps", 9, *none]),
-        "unwritable": (2, [*words, "--profile", folder / "file"]),
-        "begun": (0, [*saves, "--max_steps", 5]),
-        "resumed": (0, [*saves, "--max_steps", 14, *none]),
-    }
-    program = folder / "slowly.py"
-    codes = [0, 2, 2, 0, 0]
-    found = run_forked([*runs.values()], program=program, expect=codes, timeout=360)
-    return dict(zip(runs, found, strict=True))
+def words(folder) -> list[str]:
+    """Options for 88 images, of which two ranks make 11 steps an epoch."""
+    return [*make_set(folder, 88, val=4), *FAST]
 
 
 @pytest.fixture(scope="module")
-def profiled(ended) -> Run:
-    return ended["profiled"]
+def profiled(folder, words) -> Run:
+    """Two ranks of 14 steps."""
+    (folder / "slowly.py").write_text(SLOWLY)
+    words = [*words, "--max_steps", 14, "--profile", folder / "mein Gerät"]
+    (run,) = run_forked([(2, words)], program=folder / "slowly.py")
+    return run
 
 
 def spans(rank: int, folder: Path, name: str) -> list[tuple[float, float]]:
@@ -122,6 +110,7 @@ def test_rank_0_logs_ten_lines_with_what_took_the_most_time(profiled):
     assert counts["aten::convolution_backward"] == 3 * 20 and counts["gloo:all_reduce"] >= 9
 
 
+@pytest.mark.guards("profiled-steps")
 def test_profiled_steps_and_the_wait_for_the_slowest_trace_are_in_no_figure(profiled):
     for rank in (0, 1):
         lines = re.findall(rf"^\[CPU {rank}\] .*\| Step (\d+) \| .*$", profiled.out, re.MULTILINE)
@@ -144,20 +133,29 @@ def test_pytorchs_own_messages_about_a_gpu_that_is_not_there_are_not_printed(pro
     assert not re.search(r"^\w+:\d{4}-|\.cpp:", profiled.out, re.MULTILINE), profiled.tail()
 
 
-def test_what_cannot_be_profiled_ends_in_one_line_before_training(ended, folder):
-    for name, words in (
-        ("short", r"--profile needs 10 steps: this run makes 9$"),
-        ("unwritable", rf"--profile {folder}/file cannot be written: .*exists"),
+def test_what_cannot_be_profiled_ends_in_one_line_before_training(words, tmp_path):
+    (tmp_path / "file").touch()
+    for more, text in (
+        (
+            ["--max_steps", 9, "--profile", tmp_path],
+            r"--profile needs 10 steps: this run makes 9$",
+        ),
+        (
+            ["--profile", tmp_path / "file"],
+            rf"--profile {tmp_path}/file cannot .* written: .*exists",
+        ),
     ):
-        run = ended[name]
+        (run,) = run_forked([(2, [*words, *more])], QUICK, expect=2)
         assert not run.steps()
         (line,) = [line for line in run.lines() if "ERROR" in line]
-        assert line == run.lines()[-1] and re.search(words, line)
+        assert line == run.lines()[-1] and re.search(text, line)
 
 
-def test_a_resumed_run_with_too_few_steps_left_goes_on(ended, folder):
+def test_a_resumed_run_with_too_few_steps_left_goes_on(words, tmp_path):
     """A restart may come to that."""
-    resumed = ended["resumed"]
+    words = [*words, "--checkpoint", tmp_path / "c.pt", "--resume", "--max_steps"]
+    profiled = [*words, 14, "--profile", tmp_path / "none"]
+    _, resumed = run_forked([(0, [*words, 5]), (0, profiled)], QUICK)
     assert resumed.steps()[-1][1] == 14
     assert "Note: no --profile, because fewer than 10 steps are left" in resumed.out
-    assert not [*(folder / "none").iterdir()] and "Profile of" not in resumed.out
+    assert not [*(tmp_path / "none").iterdir()] and "Profile of" not in resumed.out

@@ -169,7 +169,7 @@ BY_HAND["MASTER_ADDR"] = "127.0.0.1"
 
 # Variables of a process that cannot learn its rank, and what it says.
 UNCLEAR = guarded(
-    ("unknown-mpirun", {"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_SIZE is 2"),
+    ("unknown-launcher", {"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_SIZE is 2"),
     ("", BY_MPICH | {"MPI_LOCALNRANKS": ""}, "mpirun should set RANK"),
     ("", STEP | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "srun should set RANK"),
     ("", {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}, "MPI_LOCALNRANKS is 2"),

@@ -53,15 +53,6 @@ def test_a_stop_signal_to_one_launcher_saves_and_ends_both_nodes(training, tmp_p
 
 
 @LONG
-def test_a_stop_without_a_checkpoint_says_that_nothing_is_saved(training, tmp_path):
-    with launch(SINGLE, tmp_path, *training) as started:
-        started.wait_for(STEP_3)
-        started.signal(signal.SIGTERM)
-        (run,) = end_within(10, [started], SAVED)
-    assert re.search(r"not saved|no checkpoint (was )?saved", run.out)
-
-
-@LONG
 def test_ctrl_c_on_a_terminal_saves_and_keeps_the_last_lines(training, tmp_path):
     require(shutil.which("script"), "a terminal needs the command script (util-linux)")
     keyboard = tmp_path / "keyboard"
@@ -69,17 +60,15 @@ def test_ctrl_c_on_a_terminal_saves_and_keeps_the_last_lines(training, tmp_path)
     words = ["bash", SINGLE, *training, "--checkpoint", tmp_path / "c.pt"]
     command = shlex.quote("exec " + shlex.join(map(str, words)))  # dash would end with 130
     line = f"exec script -qec {command} /dev/null <{shlex.quote(str(keyboard))}"
-    env = {"GPUS": "2", "RUN_NAME": "run"}
+    env = {"GPUS": "1", "RUN_NAME": "run"}
     with (
         start(["sh", "-c", line], env=env, cwd=tmp_path) as started,
         keyboard.open("wb", 0) as key,
     ):
-        for rank in (0, 1):
-            started.wait_for(rf"^\[CPU {rank}\] .*{STEP_3}")
+        started.wait_for(STEP_3)
         key.write(b"\x03")
         end_within(10, [started], SAVED)
-    log = (tmp_path / "logs" / "run" / "node0.log").read_text()
-    assert [stops(log, rank) for rank in (0, 1)] == [1, 1]
+    assert stops((tmp_path / "logs/run/node0.log").read_text(), rank=0) == 1
     assert (tmp_path / "c.pt").exists()
 
 

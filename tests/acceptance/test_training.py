@@ -5,26 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import signal
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-import torchvision
 
 from support.datasets import data_args, make_set, truncate
-from support.forks import ForkedRun, run_forked
-from support.launchers import FAST, changed_project
+from support.forks import QUICK, Forked, run_forked
+from support.launchers import FAST
 from support.nodes import NamespacePair
-from support.processes import (
-    LONG,
-    SCRIPT,
-    Run,
-    demo_command,
-    run_demo,
-    start,
-)
+from support.processes import LONG, SCRIPT, Run
 
 LAST_LINE = r"Cleanup complete\. Total wall time: (\d+[hm] )*\d+\.\d\ds \(\d+\.\d{3}s\)"
 
@@ -49,11 +39,6 @@ def check_records(run: Run, world_size: int, steps: int, images: int) -> None:
     assert end["replicas_identical"] is True
 
 
-def weights(run: Run) -> str:
-    """The digest of the weights at the end."""
-    return run.json_line("Summary")["weights_sha256"]
-
-
 def labelled(data: Path, split: str) -> int:
     """The number of images with a label."""
     notes = json.loads((data / f"annotations/instances_{split}2017.json").read_text())
@@ -62,21 +47,20 @@ def labelled(data: Path, split: str) -> int:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options for 44 training images, of which two ranks make 6 steps an epoch."""
-    return [*make_set(tmp_path_factory.mktemp("small"), 44), *FAST]
+    """Options for 24 training and 5 validation images."""
+    return [*make_set(tmp_path_factory.mktemp("small"), 24, val=5), *FAST]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(sample: Path) -> Run:
-    """Two ranks that have trained by torchrun on the sample set, for an epoch of 3 steps."""
+    """Two ranks that have trained on the sample set, for an epoch of 3 steps."""
     epoch = ["--num_epochs", 1, "--batch_size", 16]
-    return run_demo([*data_args(sample, val=True), *FAST, *epoch], nproc=2)
+    (run,) = run_forked([(2, [*data_args(sample, val=True), *FAST, *epoch])])
+    return run
 
 
-# --- Each way to start it ----------------------------------------------------------------------
-
-
-def test_two_ranks_by_torchrun_log_all_steps_and_agreeing_records(two_ranks, sample):
+@pytest.mark.guards("statistics-shared")
+def test_two_ranks_log_all_steps_and_agreeing_records(two_ranks, sample):
     check_ranks(two_ranks, [0, 1], steps=3)
     check_records(two_ranks, 2, steps=3, images=labelled(sample, "train"))
 
@@ -116,6 +100,7 @@ def test_lines_have_the_fields_that_readme_shows(two_ranks, mark, pattern, ranks
     assert all(re.fullmatch(pattern, line[8:]) for line in found), found
 
 
+@pytest.mark.guards("counts-mean")
 def test_validation_counts_each_labelled_image_once_where_shares_are_uneven(two_ranks, sample):
     count = labelled(sample, "val")
     assert count % 2 == 1, "the shares of two ranks have to be uneven"
@@ -128,97 +113,42 @@ def test_validation_counts_each_labelled_image_once_where_shares_are_uneven(two_
 # --- Resume, and ImageNet's weights ------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def imagenet(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
-    """A folder with made-up weights where torchvision looks for ImageNet's, and their model."""
-    folder = tmp_path_factory.mktemp("imagenet")
+@LONG
+def test_resumed_with_another_number_of_ranks_goes_on_at_the_same_global_batch(small, tmp_path):
+    """And a finished run that is resumed makes no step."""
+    words = [*small, "--checkpoint", tmp_path / "c.pt", "--resume"]
+    alone, shared = [*words, "--batch_size", 8], [*words, "--batch_size", 4, "--max_steps", 4]
+    runs = [(0, [*alone, "--max_steps", 2]), (2, shared), (0, [*alone, "--max_steps", 4])]
+    _, resumed, finished = run_forked(runs, program=QUICK)
+    assert [step for _, step, _ in resumed.steps(1)] == [3, 4]
+    assert not finished.steps(0)
+    ends = [run.json_line("Summary")["weights_sha256"] for run in (resumed, finished)]
+    assert ends[0] == ends[1]
+
+
+@LONG
+def test_imagenet_weights_are_taken_from_the_folder_of_earlier_downloads(small, tmp_path):
+    """From a made-up file with the right name, without a network. The last layer is left out. Rank
+    1 gets them from rank 0. The learning rate is so small that a step hardly changes them.
+    """
+    import torch
+    import torchvision
+
     url = torchvision.models.ResNet18_Weights.DEFAULT.url
-    path = folder / "home/hub/checkpoints" / Path(url).name
+    path = tmp_path / "home/hub/checkpoints" / Path(url).name
     path.parent.mkdir(parents=True)
     torch.manual_seed(5)
     model = torchvision.models.resnet18()
     torch.save(model.state_dict(), path)
-    return folder, model
-
-
-@pytest.fixture(scope="module")
-def forked(small, imagenet, tmp_path_factory) -> dict[str, list[Run]]:
-    """Runs that need no launcher, by name. All share one start of Python."""
-    tmp_path = tmp_path_factory.mktemp("forked")
-    runs: dict[str, list[ForkedRun]] = {}
-    words = [*make_set(tmp_path / "44", 44), *FAST, "--workers", 1, "--accumulate_steps", 2]
-    words += ["--batch_size", 2]
-    for ranks in (1, 3):
-        saves = [*words, "--checkpoint", tmp_path / f"{ranks}.pt", "--resume"]
-        lengths = [(words, 6), (saves, 5), (saves, 6)]  # of three ranks in the second epoch
-        runs[f"mid-epoch {ranks}"] = [(ranks, [*w, "--max_steps", n]) for w, n in lengths]
-    words = [*make_set(tmp_path / "24", 24, val=5), *FAST, "--checkpoint", tmp_path / "c.pt"]
-    words += ["--resume"]
-    runs["other ranks"] = [
-        (0, [*words, "--batch_size", 8, "--max_steps", 2]),
-        (2, [*words, "--batch_size", 4, "--max_steps", 4]),
-        (0, [*words, "--batch_size", 8, "--max_steps", 4]),
-    ]
-    folder, _ = imagenet
     words = [*small, "--weights", "imagenet", "--lr", 1e-9, "--max_steps", 1]
-    words += ["--checkpoint", folder / "run.pt"]
+    words += ["--checkpoint", tmp_path / "run.pt"]
     nobody = "http://127.0.0.1:9"
-    env = {"TORCH_HOME": str(folder / "home"), "https_proxy": nobody, "http_proxy": nobody}
-    runs["imagenet"] = [(2, words, env)]
-    runs["options"] = [(0, [*small, *shlex.split(options)]) for options in OPTIONS]
-    ended = iter(run_forked([run for some in runs.values() for run in some], cwd=tmp_path))
-    return {name: [next(ended) for _ in some] for name, some in runs.items()}
-
-
-@LONG
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_run_resumed_in_mid_epoch_ends_with_the_weights_of_an_unbroken_one(forked, ranks):
-    """A sum of three depends on their order, which DDP's buckets decide."""
-    unbroken, _, resumed = forked[f"mid-epoch {ranks}"]
-    per_epoch = unbroken.json_line("Run")["steps_per_epoch"]
-    assert per_epoch == {1: 11, 3: 4}[ranks]
-    epoch = 1 + 5 // per_epoch
-    assert [(of, step) for of, step, _ in resumed.steps(0)] == [(epoch, 6)]
-    assert weights(resumed) == weights(unbroken)
-
-
-@LONG
-def test_stopped_by_sigterm_and_resumed_ends_with_the_weights_of_an_unbroken_run(tmp_path):
-    """The signal goes to torchrun, which itself then ends with 1."""
-    words = [*make_set(tmp_path / "set", 600), *FAST, "--batch_size", 2]
-    saves = [*words, "--checkpoint", tmp_path / "run.pt"]
-    with start(demo_command(saves, nproc=2)) as started:
-        started.wait_for(r"\[CPU 1\] Epoch 1 \| Step 2 ")
-        started.signal(signal.SIGTERM)
-        stopped = started.finish(60, expect=1)
-    steps = re.findall(r"\[CPU \d\] Stopped on SIGTERM \| step (\d+)", stopped.out)
-    assert len(steps) == 2 and steps[0] == steps[1]
-    end = ["--max_steps", int(steps[0]) + 2]
-    unbroken, resumed = run_forked([(2, [*words, *end]), (2, [*saves, *end, "--resume"])])
-    assert resumed.json_line("Run")["start_step"] == int(steps[0])
-    assert weights(resumed) == weights(unbroken)
-
-
-@LONG
-def test_resumed_with_another_number_of_ranks_goes_on_at_the_same_global_batch(forked):
-    """And a finished run that is resumed makes no step."""
-    _, resumed, finished = forked["other ranks"]
-    assert [step for _, step, _ in resumed.steps(1)] == [3, 4]
-    assert not finished.steps(0)
-    assert weights(resumed) == weights(finished)
-
-
-@LONG
-def test_imagenet_weights_are_taken_from_the_folder_of_earlier_downloads(forked, imagenet):
-    """From a made-up file with the right name, without a network. The last layer is left out. Rank
-    1 gets them from rank 0. The learning rate is so small that a step hardly changes them.
-    """
-    folder, model = imagenet
-    (run,) = forked["imagenet"]
+    env = {"TORCH_HOME": str(tmp_path / "home"), "https_proxy": nobody, "http_proxy": nobody}
+    (run,) = run_forked([(2, words, env)])
     layer = r"imagenet: the last layer, of 1000 other classes, is left out: 80 classes here"
     assert re.search(layer, run.out) and "Downloading" not in run.out
     assert run.json_line("Summary")["replicas_identical"] is True
-    found = torch.load(folder / "run.pt", weights_only=True)["model"]
+    found = torch.load(tmp_path / "run.pt", weights_only=True)["model"]
     assert len(found["fc.weight"]) == 80
     for name, weights in model.named_parameters():
         if not name.startswith("fc."):
@@ -228,10 +158,9 @@ def test_imagenet_weights_are_taken_from_the_folder_of_earlier_downloads(forked,
 # --- Options and data --------------------------------------------------------------------------
 
 OPTIONS = [
-    "--accumulate_steps 2 --lr_scaling linear --warmup_steps 2 --workers 1 --seed 7 "
-    "--grad_compression powersgd --powersgd_rank 2 --max_steps 6",  # it begins at step 4
+    "--accumulate_steps 2 --lr_scaling linear --warmup_steps 2 --workers 1 --seed 7 --max_steps 2",
     "--log_every 2 --checkpoint_every 1 --checkpoint run.pt --resume --precision fp16 "
-    "--grad_compression fp16 --batch_size 1 --max_steps 2",  # on a CPU fp16 takes its time
+    "--grad_compression fp16 --batch_size 1 --max_steps 2",
     "--global_batch_size 8 --bucket_cap_mb 5 --timeout 60 --backend gloo --precision bf16 "
     "--grad_compression bf16 --max_steps 3",
 ]
@@ -246,52 +175,44 @@ def check_options(run: Run, options: str) -> None:
 
 
 @LONG
-def test_options_train_and_stand_in_the_run_record(forked):
-    for run, options in zip(forked["options"], OPTIONS, strict=True):
+def test_options_train_and_stand_in_the_run_record(small, tmp_path):
+    runs = [(0, [*small, *shlex.split(options)]) for options in OPTIONS]
+    for run, options in zip(run_forked(runs, program=QUICK, cwd=tmp_path), OPTIONS, strict=True):
         check_options(run, options)
 
 
-# The compiler takes a minute for ResNet-18. This has a shortcut, too, and two buckets.
-SMALL = """
-class Small(torch.nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.first = torch.nn.Sequential(torch.nn.Conv2d(3, 256, 3, stride=4), torch.nn.ReLU())
-        self.block = torch.nn.Conv2d(256, 256, 3, padding=1)
-        self.norm = torch.nn.BatchNorm2d(256)
-        self.fc = torch.nn.Linear(256, num_classes)
-
-    def forward(self, images):
-        images = self.first(images)
-        return self.fc((images + self.norm(self.block(images))).relu().mean((2, 3)))
-
-torchvision.models.resnet18 = Small
-
-"""
+@pytest.mark.guards("powersgd-start", "powersgd-one-bucket")
+def test_powersgd_sends_less_from_the_fourth_step_on(small):
+    """The averages of the log begin there, too."""
+    options = "--grad_compression powersgd --powersgd_rank 2 --batch_size 2 --timeout 10"
+    words = [*small, *options.split(), "--max_steps"]
+    runs = run_forked([(2, [*words, steps]) for steps in (3, 4)], program=QUICK)
+    plain, compressed = (run.json_line("Summary")["wire_bytes_per_step"] for run in runs)
+    assert plain == 4 * runs[0].json_line("Run")["parameters"]
+    assert compressed < plain / 10
+    check_options(runs[1], options)
 
 
 @LONG
-def test_compiled_model_trains(small, tmp_path):
-    program = changed_project(tmp_path, SMALL) / SCRIPT.name
-    words = [*small, "--max_steps", 2, "--compile", "--bucket_cap_mb", 1]
-    with start([sys.executable, program, *words]) as started:
+def test_compiled_model_trains(small):
+    with Forked(0, [*small, "--max_steps", 2, "--compile"], program=QUICK) as started:
         check_options(started.finish(300), "--compile --max_steps 2")
 
 
 @LONG
 def test_real_coco_images_train(tiny_coco):
     options = ["--image_size", 64, "--batch_size", 10, "--num_epochs", 1]
-    run = run_demo([*data_args(tiny_coco, val=True), *FAST, *options], launcher="python")
+    (run,) = run_forked([(0, [*data_args(tiny_coco, val=True), *FAST, *options])])
     check_ranks(run, [0], steps=5)
     assert f"% | {labelled(tiny_coco, 'val')} images | " in run.out
 
 
 @LONG
-def test_without_a_launcher_a_damaged_image_is_named_in_a_warning_and_training_goes_on(tmp_path):
-    arguments = [*make_set(tmp_path, 100), *FAST, "--batch_size", 25, "--num_epochs", 1]
-    damaged = tmp_path / "images/0042.jpg"
+def test_a_damaged_image_is_named_in_a_warning_and_training_goes_on(tmp_path):
+    words = [*make_set(tmp_path, 16), *FAST, "--workers", 1, "--num_epochs", 1]
+    damaged = tmp_path / "images/0002.jpg"
     truncate(damaged)
-    run = run_demo(arguments, launcher="python", damaged=True)
+    (run,) = run_forked([(0, words)], program=QUICK, damaged=True)
     check_ranks(run, [0], steps=4)
-    check_records(run, 1, steps=4, images=100)
+    check_records(run, 1, steps=4, images=16)
     assert [line for line in run.lines() if "WARNING" in line and str(damaged) in line]

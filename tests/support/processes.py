@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import pytest
 
@@ -131,22 +131,24 @@ def processes(test_id: str, but: int | None = None) -> list[Process]:
     moved.
 
     torchrun gives each rank a session of its own and SLURM runs tasks under its daemons, so
-    neither process group nor parent finds them all; the environment is inherited by every one. A
-    zombie has none and is not counted. Empty where there is no /proc.
+    neither process group nor parent finds them all; the environment is inherited by every one. Of
+    a forked run (forks.py) `test_id` is its session. A zombie is not counted. Empty where there is
+    no /proc.
     """
     mark = f"{MARK}={test_id}"
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
-            env = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            if mark not in env or folder.name == str(but):
-                continue
-            command = (folder / "cmdline").read_bytes().decode(errors="replace")
             # The name, in parentheses, may itself hold spaces: state and parent follow the last.
             stat = (folder / "stat").read_text(errors="replace").rpartition(") ")[2].split()
+            state, parent, _, session = stat[:4]
+            env = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            if (mark not in env and session != test_id) or state == "Z" or folder.name == str(but):
+                continue
+            command = (folder / "cmdline").read_bytes().decode(errors="replace")
             variables = dict(item.split("=", 1) for item in env if "=" in item)
             command = command.replace("\0", " ").strip()
-            found.append(Process(int(folder.name), int(stat[1]), command, variables))
+            found.append(Process(int(folder.name), int(parent), command, variables))
     return found
 
 
@@ -271,18 +273,22 @@ class Started(Watched):
         try:
             # Append mode keeps each write whole where several ranks share the file.
             with self.log.open("ab") as out, self._err.open("ab") as err:
-                self.process = subprocess.Popen(
-                    command,
-                    cwd=cwd,
-                    env=base_env(self.test_id, env),
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err if split else out,
-                    start_new_session=True,
-                )
+                err = err if split else out
+                self.process = self._popen(command, base_env(self.test_id, env), cwd, out, err)
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
+
+    def _popen(self, command: list[str], env: dict, cwd: Any, out: BinaryIO, err: BinaryIO) -> Any:
+        return subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:

@@ -1,0 +1,362 @@
+"""What a run does: the order of its images, stops, checkpoints, what ranks share, and failures.
+
+Where the model does not matter it is a small one (support/quick.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from support.datasets import instances, make_set, numbered
+from support.forks import QUICK, Forked, changed, run_forked
+from support.launchers import FAST
+from support.processes import LONG, Run, assert_none_left, processes, wait_until
+
+
+def saved_step(checkpoint: Path) -> int:
+    import torch  # takes seconds, which most of these tests do not need
+
+    return torch.load(checkpoint, weights_only=True)["step"]
+
+
+# --- A run of one process ----------------------------------------------------------------------
+
+# It prints the key of each image that it reads, and how many workers it has before the first
+# backward pass.
+WATCHED = r"""
+def read(dataset, key):
+    print(f"KEY {key[0]} {key[1]}\n", end="")
+    return plain_read(dataset, key)
+
+def rebuild(training):
+    print(f"WORKERS {len(demo.multiprocessing.active_children())}\n", end="")
+    plain_rebuild(training)
+
+plain_read = demo.CocoFirstCategory.__getitem__
+demo.CocoFirstCategory.__getitem__ = read
+plain_rebuild, demo.rebuild_buckets = demo.rebuild_buckets, rebuild
+"""
+
+
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory) -> Run:
+    """22 images in batches of 4 are 6 steps an epoch. The timeout is longer than a loader can
+    wait.
+    """
+    folder = tmp_path_factory.mktemp("two_epochs")
+    words = [*make_set(folder, 22, val=3), *FAST, "--num_epochs", 2, "--log_every", 3]
+    words += ["--workers", 1, "--timeout", 1e7]
+    (run,) = run_forked([(0, words)], program=changed(folder / "watched.py", WATCHED))
+    return run
+
+
+@pytest.mark.guards("set-epoch", "workers-idle", "loader-timeout")
+def test_each_epoch_has_each_image_once_in_another_order(two_epochs):
+    """And no image is read that nobody uses. Those of the validation have 0 as epoch."""
+    keys = [tuple(map(int, found)) for found in re.findall(r"KEY (\d+) (\d+)", two_epochs.out)]
+    val, first, second = ([index for of, index in keys if of == epoch] for epoch in range(3))
+    assert sorted(first) == sorted(second) == list(range(22))
+    assert first != second
+    assert val == [0, 1, 2] * 2
+
+
+@pytest.mark.guards("workers-before-backward")
+def test_workers_are_there_before_the_first_backward_pass(two_epochs):
+    """It starts threads, after which a fork may hang."""
+    assert "WORKERS 2" in two_epochs.lines()
+
+
+def test_figures_of_a_run_agree(two_epochs):
+    summary = two_epochs.json_line("Summary")
+    assert (summary["epochs"], summary["steps"]) == (2, 12)
+    assert summary["img_per_s"] == pytest.approx(44 / summary["train_s"])
+    (times,) = summary["ranks"]
+    parts = times["data_ms"] + times["compute_ms"] + times["exposed_ms"]
+    assert parts == pytest.approx(times["step_ms"])
+    assert 0.1 < summary["step_ms"] / (1e3 * summary["train_s"] / 12) < 2  # the first one is slow
+    assert [step for _, step, _ in two_epochs.steps()] == [1, 4, 7, 10, 12]
+    for line in two_epochs.lines(0):
+        if found := re.search(r"\| ([\d.]+) img/s \| data ([\d.]+) ms \| step ([\d.]+) ms", line):
+            rate, data, step = map(float, found.groups())
+            assert 0 < data < step
+            assert 1 < rate * step / 1e3 < 4.1  # images in a step
+
+
+@LONG
+def test_classes_are_those_of_the_annotation_file_and_a_layer_of_others_is_left_out(tmp_path):
+    content = instances(numbered(8), ids=[7, 5, 9])
+    words = [*make_set(tmp_path, 8), *FAST, "--max_steps", 1]
+    three = words[:3] + [tmp_path / "three.json"] + words[4:]
+    (tmp_path / "three.json").write_text(json.dumps(content))
+    saves, loads = ["--checkpoint", tmp_path / "80.pt"], ["--weights", tmp_path / "80.pt"]
+    _, run = run_forked([(0, [*words, *saves]), (0, [*three, *loads])])
+    assert run.json_line("Run")["classes"] == 3
+    assert re.search(r"the last layer, of 80 other classes, is left out: 3 classes here", run.out)
+
+
+# --- Stops -------------------------------------------------------------------------------------
+
+
+@pytest.mark.guards("stop-exit-code", "worker-signals")
+def test_a_stop_signal_to_all_processes_saves_and_ends_with_75(tmp_path):
+    """As SLURM sends it. PyTorch lets SIGTERM end loader workers, and then the run."""
+    words = [*make_set(tmp_path, 22), *FAST, "--num_epochs", 99, "--workers", 1]
+    words += ["--checkpoint", tmp_path / "c.pt"]
+    with Forked(0, words, program=QUICK) as started:
+        started.wait_for(r"\| Step 3 ")
+        rank = started.rank_pid(0)
+        workers = [found.pid for found in processes(started.test_id) if found.parent == rank]
+        for pid in [*workers, rank]:
+            os.kill(pid, signal.SIGTERM)
+        run = started.finish(expect=75)
+    assert workers
+    end = re.fullmatch(r"Stopped on SIGTERM \| step (\d+) \| exit code 75", run.lines(0)[-1])
+    assert saved_step(tmp_path / "c.pt") == int(end[1]) >= 3
+
+
+SLOW_STORAGE = """
+def slow(dataset, path):
+    time.sleep(0.7)
+    return plain(dataset, path)
+
+plain, demo.CocoFirstCategory.load_image = demo.CocoFirstCategory.load_image, slow
+"""
+
+
+@pytest.mark.guards("agree-fixed")
+def test_a_stop_comes_about_a_second_after_the_signal_where_steps_are_slow(tmp_path):
+    words = [*make_set(tmp_path, 40), *FAST, "--batch_size", 1, "--log_every", 99]
+    with Forked(0, words, program=changed(tmp_path / "slow.py", SLOW_STORAGE)) as started:
+        started.wait_for(r"\| Step 1 ")
+        started.signal(signal.SIGTERM)
+        run = started.finish(expect=75)
+    end = r"Stopped on SIGTERM \| step (\d+) \| exit code 75 \| not saved: no --checkpoint"
+    assert int(re.fullmatch(end, run.lines(0)[-1])[1]) <= 3
+
+
+@pytest.mark.guards("parent-ended")
+def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path):
+    words = [*make_set(tmp_path, 22), *FAST, "--num_epochs", 99, "--checkpoint", tmp_path / "c.pt"]
+    with Forked(2, words, {"TORCHELASTIC_RUN_ID": "1"}, QUICK) as started:
+        started.wait_for(r"\| Step 2 ")
+        os.kill(started.pid, signal.SIGKILL)
+        end = r"Stopped on the end of its parent process \| step \d+ \| exit code 1"
+        wait_until(lambda: len(re.findall(end, started.text())) == 2, 10, "the end of both ranks")
+        assert_none_left(started.test_id)
+    assert (tmp_path / "c.pt").exists()
+
+
+SLOW_VALIDATION = """
+def slow(dataset, path):
+    if "val_images" in path and os.environ["RANK"] == "1":
+        time.sleep(1)
+    return plain(dataset, path)
+
+plain, demo.CocoFirstCategory.load_image = demo.CocoFirstCategory.load_image, slow
+"""
+
+
+@LONG
+def test_a_stop_in_a_validation_that_is_slow_on_one_rank_saves_and_is_validated_after(tmp_path):
+    """A minute of it would be left."""
+    words = [*make_set(tmp_path, 8, val=120), *FAST, "--num_epochs", 1]
+    words += ["--checkpoint", tmp_path / "c.pt", "--resume"]
+    with Forked(2, words, program=changed(tmp_path / "slow.py", SLOW_VALIDATION)) as started:
+        started.wait_for("Epoch 1 complete")
+        os.kill(started.rank_pid(0), signal.SIGTERM)
+        run = started.finish(40, expect=75)
+    for rank in (0, 1):
+        assert run.lines(rank)[-1] == "Stopped on SIGTERM | step 1 | exit code 75"
+    assert " validation | " not in run.out
+    (resumed,) = run_forked([(2, words)], program=QUICK)
+    assert re.search(r"Epoch 1 validation \| .* \| 120 images", resumed.out)
+    assert not resumed.steps(0)
+
+
+# --- A checkpoint ------------------------------------------------------------------------------
+
+# After the first checkpoint no file may have more than a megabyte, as on a disk that is full.
+FULL_DISK = """
+import resource
+
+def write(training, path):
+    plain(training, path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
+
+plain, demo.write_checkpoint = demo.write_checkpoint, write
+"""
+
+
+@pytest.mark.guards("checkpoint-in-place")
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_older_one(tmp_path):
+    path = tmp_path / "c.pt"
+    words = [*make_set(tmp_path, 22), *FAST, "--checkpoint_every", 1, "--checkpoint", path]
+    program = changed(tmp_path / "full_disk.py", FULL_DISK)
+    (run,) = run_forked([(0, words)], program=program, expect=2)
+    assert saved_step(path) == 1
+    assert re.match(
+        rf"ERROR: .*{path} not saved at step 2, an older one is kept: ", run.lines(0)[-1]
+    )
+    assert not path.with_name("c.pt.new").exists()
+
+
+# Each step's checkpoint stays, under its number.
+KEEPING = """
+def keep(training, path):
+    plain(training, f"{path}.{training.step}")
+
+plain, demo.write_checkpoint = demo.write_checkpoint, keep
+"""
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(1, marks=pytest.mark.guards("resume-offset", "resume-epoch")),
+        pytest.param(3, marks=pytest.mark.guards("rebuild-buckets")),
+    ],
+)
+def test_a_run_resumed_in_mid_epoch_ends_as_an_unbroken_one(tmp_path, ranks):
+    """With the same weights, bit for bit: a sum of three depends on the order, which DDP's buckets
+    decide. An epoch has two steps, of up to two micro-batches, and is validated once.
+    """
+    words = [*make_set(tmp_path, 8 * ranks - 1, val=3), *FAST, "--batch_size", 2]
+    words += ["--accumulate_steps", 2, "--workers", 1, "--max_steps", 4, "--checkpoint_every", 1]
+    program = changed(tmp_path / "keeping.py", KEEPING)
+    last = ["--checkpoint", tmp_path / "c.pt.3", "--resume"]
+    runs = [(ranks, [*words, "--checkpoint", tmp_path / "c.pt"]), (ranks, [*words, *last])]
+    unbroken, resumed = run_forked(runs, program=program)
+    assert [(epoch, step) for epoch, step, _ in resumed.steps(0)] == [(2, 4)]
+    ends = [run.json_line("Summary")["weights_sha256"] for run in (unbroken, resumed)]
+    assert ends[0] == ends[1]
+    assert re.findall(r"Epoch (\d) validation", unbroken.out) == ["1", "2"]
+    assert re.findall(r"Epoch (\d) validation", resumed.out) == ["2"]
+
+
+# --- Two ranks ---------------------------------------------------------------------------------
+
+# Rank 0 of bf16 hardware, rank 1 of older hardware, which is also slower at its end.
+UNLIKE = """
+def main(process):
+    args = demo.parse_arguments(sys.argv[1:])
+    demo.read_environment(process)
+    demo.join_process_group(args, process)
+    demo.fastest_precision = lambda process: ["bf16", "fp32"][process.rank]
+    demo.fill_in_arguments(args, process, 10)
+    time.sleep(process.rank)
+    demo.log(process, f"precision {args.precision}")
+"""
+
+
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory) -> Run:
+    program = changed(tmp_path_factory.mktemp("unlike") / "unlike.py", UNLIKE)
+    (run,) = run_forked(
+        [(2, ["--coco_image_path", "any", "--annotation_path", "any", "--precision", "auto"])],
+        program=program,
+    )
+    return run
+
+
+@pytest.mark.guards("precision-minimum")
+def test_precision_is_the_fastest_one_that_suits_all_ranks(unlike):
+    assert [unlike.lines(rank)[0] for rank in (0, 1)] == ["precision fp32"] * 2
+
+
+@pytest.mark.guards("barrier-at-end")
+def test_a_rank_that_is_done_waits_for_the_others(unlike):
+    assert unlike.out.index("[CPU 1] precision") < unlike.out.index("[CPU 0] Cleanup complete")
+
+
+# One rank changes a weight of its own.
+DRIFT = """
+def drifted(model):
+    next(model.parameters()).data += demo.dist.get_rank()
+    return plain(model)
+
+plain, demo.digests_of_replicas = demo.digests_of_replicas, drifted
+"""
+
+
+@pytest.mark.guards("replicas")
+def test_ranks_that_end_with_different_weights_are_reported(tmp_path):
+    words = [*make_set(tmp_path, 16), *FAST, "--max_steps", 1]
+    (run,) = run_forked([(2, words)], program=changed(tmp_path / "drift.py", DRIFT))
+    assert run.json_line("Summary")["replicas_identical"] is False
+    assert "replicas identical: False" in run.out
+
+
+NAN = """
+def not_a_number(*inputs, **options):
+    return plain(*inputs, **options) * float("nan" if os.environ["RANK"] == "1" else 1)
+
+plain, demo.cross_entropy = demo.cross_entropy, not_a_number
+"""
+
+
+@pytest.mark.guards("nan-of-one-rank")
+def test_a_loss_of_one_rank_that_is_not_a_number_ends_the_run(tmp_path):
+    words = [*make_set(tmp_path, 16), *FAST]
+    (run,) = run_forked([(2, words)], program=changed(tmp_path / "nan.py", NAN), expect=2)
+    assert "ERROR: a loss up to step 1 is not finite: lower --lr" in run.out
+
+
+# --- Errors ------------------------------------------------------------------------------------
+
+LINES = {  # what one rank raises: words of its line, and whether that is called a bug
+    "OSError(5, 'Input/output error', 'a.jpg')": (r"a\.jpg", False),
+    "RuntimeError('CUDA out of memory. Tried to allocate 2 GiB')": ("--batch_size", False),
+    "RuntimeError('CUDA error: no kernel image is available')": ("no code for this GPU", False),
+    "RuntimeError('[/a/gloo/pair.cc:1] Connection closed by peer')": ("another rank", False),
+    "EOFError()": ("EOFError", False),
+    "TypeError('a slip')": ("TypeError: a slip", True),
+    "RuntimeError('shapes cannot be multiplied')": ("shapes cannot be multiplied", True),
+}
+# Rank 7 raises what the argument says.
+FAILING = """
+def main(process):
+    process.rank = 7
+    raise eval(sys.argv[1])
+"""
+
+
+@LONG
+def test_error_of_one_rank_is_one_line_that_says_what_to_do(tmp_path):
+    """Its exit code is 1. Of a bug there is a traceback as well, with the rank in each line."""
+    program = changed(tmp_path / "failing.py", FAILING)
+    runs = run_forked([(0, [error]) for error in LINES], program=program, expect=1)
+    for run, (words, bug) in zip(runs, LINES.values(), strict=True):
+        lines = run.lines(7)
+        assert len(lines) == len(run.lines())
+        assert re.fullmatch(rf"ERROR: .*{words}.*", lines[-1])
+        assert (lines[0].startswith("Traceback")) == bug == (len(lines) > 1)
+
+
+# After the first step the loader worker reads an image for a minute.
+BUSY_WORKER = """
+def slow(dataset, key):
+    time.sleep(60 * next(dataset.reads))
+    return plain(dataset, key)
+
+def fail(*_):
+    raise RuntimeError("of this rank alone")
+
+plain, demo.CocoFirstCategory.__getitem__ = demo.CocoFirstCategory.__getitem__, slow
+demo.CocoFirstCategory.reads = iter([0, 0, 0, 0, 1])
+demo.finish_step = fail
+"""
+
+
+@pytest.mark.guards("workers-killed")
+def test_loader_workers_end_with_a_rank_that_fails(tmp_path):
+    """They ignore SIGTERM."""
+    words = [*make_set(tmp_path, 8), *FAST, "--workers", 1]
+    program = changed(tmp_path / "busy.py", BUSY_WORKER)
+    (run,) = run_forked([(0, words)], program=program, expect=1)
+    assert "ERROR: RuntimeError: of this rank alone" in run.out
