@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 import shlex
+import sys
 from collections.abc import Iterator
 
 import pytest
