@@ -47,4 +47,4 @@ done < <(find . -name '*.sh' -not -path './.*' -not -path './data/*' -not -path 
 # More workers than cores, as some tests wait. A file's tests stay together, and with them what they share.
 share=(-n 4 --dist loadfile --no-loadscope-reorder)
 trap - HUP INT TERM USR1 # pytest gets them itself
-exec "$PYTHON" -m pytest "${share[@]}" --durations 10 -rs "$@" # -rs: what was skipped, and why
+exec "$PYTHON" -m pytest "${share[@]}" --durations 10 "$@"

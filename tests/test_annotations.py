@@ -314,7 +314,7 @@ def test_two_ranks_end_with_one_line_about_a_file_that_rank_0_alone_reads(tmp_pa
     words = [*make_set(tmp_path, 8, val=4), *FAST]
     path = tmp_path / "val_instances.json"
     path.write_text(path.read_text().replace('"category 4"', '"cow"'))
-    (run,) = run_forked([(2, words)], trains=False, expect=2)
+    (run,) = run_forked([(2, words)], expect=2)
     assert not re.search(PYTHON_NAME, run.output)
     (line,) = [line for line in run.output.splitlines() if "ERROR: " in line]
     assert f"{path}: it has images of the class 'cow', which the training classes lack" in line

@@ -68,7 +68,7 @@ def test_record_and_words_of_a_link_of_a_known_rate(program, tmp_path, capsys):
         own = {"MASTER_ADDR": nodes.addresses[0], "GLOO_SOCKET_IFNAME": nodes.interface}
         own |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODES": " ".join(nodes.names)}
         words = ["--coco_image_path", "x", "--max_steps", "2"]
-        (run,) = run_forked([(2, words, own, program)])
+        (run,) = run_forked([(2, words, own)], program=program)
     record = run.json_line("Probe")
     sizes = [2**10, 2**12, 2**15, 2**18, 2**21, 2**24, GRADIENT_BYTES]
     assert [size["bytes"] for size in record["sizes"]] == sizes
@@ -92,9 +92,9 @@ def test_record_and_words_of_a_link_of_a_known_rate(program, tmp_path, capsys):
 
 @pytest.mark.guards("probe-warm-up", "probe-bus-rate")
 def test_figures_are_those_after_the_warm_up_an_error_is_one_line_and_one_process_no_link(program):
-    runs = [(0, [], {"FIGURES": "1"}, program), (0, ["--backend", "smoke"], {}, program)]
-    runs += [(0, [], {}, program)]
-    figures, error, alone = run_forked(runs, expect=[0, 2, 0])
+    runs = [(0, [], {"FIGURES": "1"}), (0, [])]
+    figures, alone = run_forked(runs, program=program)
+    (error,) = run_forked([(0, ["--backend", "smoke"])], program=program, expect=2)
     # Of four ranks a ring carries one and a half times the bytes.
     expected = {"bytes": 6000, "ms": 3.0, "algbw_GBps": 0.002, "busbw_GBps": 0.003}
     assert json.loads(figures.out) == pytest.approx(expected)
