@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,7 @@ def test_a_stop_signal_to_all_processes_saves_and_ends_with_75(tmp_path):
         workers = [found.pid for found in processes(started.test_id) if found.parent == rank]
         for pid in [*workers, rank]:
             os.kill(pid, signal.SIGTERM)
+            time.sleep(0.3)
         run = started.finish(expect=75)
     assert workers
     end = re.fullmatch(r"Stopped on SIGTERM \| step (\d+) \| exit code 75", run.lines(0)[-1])

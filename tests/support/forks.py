@@ -123,7 +123,6 @@ class Leader:
                 self.codes = self.connection.recv()
             except EOFError:
                 self.codes = [-signal.SIGKILL]
-            self.connection.close()
             self.returncode = next((code for code in self.codes if code), 0)
         return self.returncode
 
