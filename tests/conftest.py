@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(signal.SIGHUP, lambda *_: None)
     text = "guards(names...): fails with each of these faults of tests/mutants.py"
     config.addinivalue_line("markers", text)
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    if "TEST_SESSION" not in os.environ:  # it is in a worker's, and where mutants.py has set it
         os.environ["TEST_FACTOR"] = str(slowness())
         os.environ["TEST_SESSION"] = str(os.getpid())  # what outlives it (forks.py) then ends
         tempfile.gettempdir()  # pytest's own folders, with what failed, stay where they are
