@@ -4,6 +4,7 @@ any program's log.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import subprocess
@@ -124,11 +125,10 @@ def test_kept_logs_and_reports_hold_no_path_of_a_machine():
 
 
 def test_logs_of_the_talk_are_unchanged():
-    folder = ROOT.parent / "shared" / "talk"
-    if not folder.is_dir():  # with --ci as well: no clone has to have them
-        pytest.skip(f"the talk's own logs are not there: {folder}")
-    for name in ("ethernet.log", "infiniband.log"):
-        assert (ROOT / "docs/talk" / name).read_bytes() == (folder / name).read_bytes()
+    """These are the first digits of the SHA-256 of what its speaker handed out."""
+    for name, digest in (("ethernet", "b600a9b49b69aa1b"), ("infiniband", "7218347cabb4b7b9")):
+        log = (ROOT / f"docs/talk/{name}.log").read_bytes()
+        assert hashlib.sha256(log).hexdigest().startswith(digest)
 
 
 def test_expected_times_are_those_of_the_projection(capsys):
