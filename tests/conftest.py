@@ -57,8 +57,9 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(signal.SIGHUP, lambda *_: None)
     text = "guards(names...): fails with each of these faults of tests/mutants.py"
     config.addinivalue_line("markers", text)
-    if "TEST_SESSION" not in os.environ:  # it is in a worker's, and where mutants.py has set it
+    if "TEST_FACTOR" not in os.environ:  # a worker has its session's
         os.environ["TEST_FACTOR"] = str(slowness())
+    if "TEST_SESSION" not in os.environ:  # nor where mutants.py has set it
         os.environ["TEST_SESSION"] = str(os.getpid())  # what outlives it (forks.py) then ends
         tempfile.gettempdir()  # pytest's own folders, with what failed, stay where they are
         scratch = tempfile.TemporaryDirectory(prefix="demo-", ignore_cleanup_errors=True)
