@@ -489,12 +489,15 @@ def test_lock_of_another_host_is_waited_for_half_an_hour_at_most(checkout):
 
 @LONG
 @pytest.mark.parametrize(
-    ("variables", "words"),
-    [({}, "network"), ({"UV_TORCH_BACKEND": "cpu"}, "UV_TORCH_BACKEND=cpu")],
+    "words", guarded(("", "network"), ("uv-build-kept", "UV_TORCH_BACKEND=cpu"))
 )
-def test_without_a_network_it_ends_with_a_line_that_says_so(checkout, variables, words):
-    """A build that uv is told to take is never replaced by pip's."""
-    address = f"http://127.0.0.1:{free_port()}"
-    run = checkout.start(PIP_INDEX_URL=address, **variables).finish(60, expect=None)
+def test_without_a_network_or_a_build_for_uv_it_ends_with_a_line_that_says_so(
+    checkout, index, words
+):
+    """A build that uv is told to take is never replaced by pip's. That index has no uv."""
+    variables = {"PIP_INDEX_URL": f"http://127.0.0.1:{free_port()}"}
+    if words != "network":
+        variables = {"PIP_INDEX_URL": index, "UV_TORCH_BACKEND": "cpu"}
+    run = checkout.start(**variables).finish(60, expect=None)
     last = run.err.splitlines()[-1]
     assert run.returncode != 0 and run.out == "" and "error: " in last and words in last

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.datasets import make_set
+from support.forks import load
 from support.launchers import (
     COMMAND,
     FAST,
@@ -282,7 +283,7 @@ ENDS = guarded(  # fault, torchrun's code, its log, the outcome, words of the re
     ("stop-has-prefix", 143, "[CPU 0] Resumed from /Stopped on SIG.pt", "lost", "with 143"),
     ("", 1, "[CPU 0] No /ERROR: 1\n[CPU 1] ERROR: full", "lost", "full"),
     ("phrase-error", 1, f"[CPU 1] ERROR: none{exit_codes(2, -15)}", "user", "none"),
-    ("phrase-usage", 1, f"{USAGE}{exit_codes(2)}", "user", "--x"),
+    ("phrase-usage phrase-exitcode", 1, f"{USAGE}{exit_codes(2)}", "user", "--x"),
     ("phrase-stopped", 143, STOPPED, "asked", ""),
     ("", 1, f"{STOPPED}{exit_codes(75, -15)}", "asked", ""),
     ("stop-beside-failure", 1, f"{STOPPED}\n{RESET}{exit_codes(75, 1)}", "lost", "reset"),
@@ -290,7 +291,7 @@ ENDS = guarded(  # fault, torchrun's code, its log, the outcome, words of the re
     ("phrase-watchdog", 1, f"{RESET}\n{WATCHDOG}{exit_codes(1, -6)}", "lost", "Watchdog caught"),
     ("", 1, f"{RESET}\nNCCL error in: x.cpp{exit_codes(1)}", "lost", "NCCL error"),
     ("phrase-signal", 1, f"{SIGNALS}{exit_codes(-15, -9)}", "lost", "SIGKILL"),
-    ("phrase-exitcode", 1, f"no rank says why{exit_codes(7)}", "lost", "exitcode  : 7"),
+    ("", 1, f"no rank says why{exit_codes(7)}", "lost", "exitcode  : 7"),
     ("phrase-complete", 143, COMPLETE, "complete", ""),
     ("phrase-apart", 1, APART, "apart", "1/2 clients"),
     ("", 1, RESET + "\n[CPU 1] ERROR: full" * 6000, "lost", "full"),
@@ -317,6 +318,10 @@ def test_end_is_judged_by_the_lines_of_the_log_and_by_nothing_else_in_them(
 ALL_CORES, HALF = (f"OMP_NUM_THREADS={n}" for n in (CORES, max(1, CORES // 2)))
 NCCL_FILE = "NCCL_DEBUG_FILE=logs/run/{}nccl.node0.%h.%p.log"
 LOCAL = "--standalone --local-addr=127.0.0.1"
+# One node of a SLURM job, which tells the launcher all that it needs.
+IN_STEP = "NNODES= MASTER_PORT= SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 "
+IN_STEP += "SLURM_STEP_NUM_NODES=1 SLURM_NODEID=0 SLURM_STEP_NODELIST=node7"
+OF_JOB = "--rdzv_endpoint=node7:20141 " + NCCL_FILE.replace("run/{}", "job7-step0/")
 PRINTED = guarded(  # fault, launcher, variables, options, words of each start, what none has
     ("", SINGLE, "GPUS=all CUDA_VISIBLE_DEVICES=0,2", "", "--nproc_per_node=2", "--checkpoint"),
     ("", SINGLE, "GPUS=all CUDA_VISIBLE_DEVICES=1,-1,0", "", "--nproc_per_node=1", "--resume"),
@@ -332,6 +337,8 @@ PRINTED = guarded(  # fault, launcher, variables, options, words of each start, 
     ("", MULTINODE, "", "", NCCL_FILE.format("") + " NCCL_DEBUG=INFO --rdzv_id=run-1", "GLOO"),
     ("", MULTINODE, "NETWORKS=a=lo", "", NCCL_FILE.format("a/") + " --rdzv_id=a-1", "--resume"),
     ("", MULTINODE, "NCCL_DEBUG=WARN", "", "NCCL_DEBUG=WARN", "NCCL_DEBUG_FILE"),
+    ("slurm-own-name", MULTINODE, IN_STEP, "", NCCL_FILE.format(""), "job7"),
+    ("slurm-one-node", MULTINODE, f"{IN_STEP} RUN_NAME=", "", "--nnodes=1 " + OF_JOB, "logs/run"),
 )
 
 
@@ -340,8 +347,9 @@ def test_settings_and_defaults_are_what_torchrun_is_given(
     tmp_path, stub, launcher, variables, options, words, absent
 ):
     """GPUs are shown by CUDA_VISIBLE_DEVICES alone."""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
+    for name, line in (("nvidia-smi", "exit 9"), ("scontrol", 'echo "$3"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
     own = {"OMP_NUM_THREADS": None, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": stub}
     own |= dict(word.split("=", 1) for word in shlex.split(variables))
     for found in given(launch(launcher, tmp_path, *NO_SAMPLE, *options.split(), **own)):
@@ -363,6 +371,13 @@ def test_over_each_network_the_probe_comes_first_and_ports_are_left_for_restarts
         assert f"--rdzv_conf=timeout={wait}" in words
 
 
+@guards("timeout-by-default")
+def test_without_timeout_a_later_start_waits_as_long_as_the_ranks_would(folder, stub):
+    settings = {"NETWORKS": "a=lo b=lo", "CONNECT_TIMEOUT": 7, "PYTHON": stub}
+    _, later = given(launch(MULTINODE, folder, *NO_SAMPLE, **settings))
+    assert f"--rdzv_conf=timeout={7 + load(DEMO).TIMEOUT + 60}" in later
+
+
 @guards("no-probe-alone")
 def test_one_process_alone_has_no_link_to_probe(folder, stub):
     (words,) = given(launch(MULTINODE, folder, *NO_SAMPLE, PROBE=1, PYTHON=stub))
@@ -379,6 +394,7 @@ def test_each_of_several_runs_has_its_checkpoint_and_traces_in_its_own_folder(fo
 
 
 @guards("old-checkpoint-renamed", "other-node-renames-nothing", "appending-is-said")
+@guards("renaming-is-said")
 def test_a_second_run_of_a_name_appends_to_the_log_and_node_0_renames_the_checkpoint(folder, stub):
     """Where nothing resumes from it."""
     own = {"RESTARTS": 1, "NNODES": 2, "MASTER_ADDR": "127.0.0.1", "PYTHON": stub}
@@ -395,7 +411,7 @@ def test_a_second_run_of_a_name_appends_to_the_log_and_node_0_renames_the_checkp
             expected -= 1
         assert expected == 0, run.tail()
     assert starts((folder / LOG).read_text()) == 3
-    assert "has a run already" in run.out
+    assert "has a run already" in run.out and "is of an earlier run: renamed" in run.out
 
 
 OWN = ["--max_steps", "5", "--lr", "0.1"]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import preflight
+from support.launchers import guarded
 from support.nodes import NamespacePair
 from support.processes import FACTOR, LONG, ROOT, Run, Started, require, start
 from support.slurm import SlurmCluster
@@ -248,15 +249,19 @@ def test_healthy_nodes_have_no_finding_and_their_own_name_at_127_0_1_1_is_a_note
         assert "export GLOO_SOCKET_IFNAME=" in note
 
 
-@pytest.mark.guards("preflight-firewall")
-def test_a_firewall_in_one_direction_is_named_by_both_nodes(nodes):
+FIREWALLS = guarded(("preflight-firewall", 0, "drop"), ("preflight-firewall-of-1", 1, "reject"))
+
+
+@pytest.mark.parametrize(("node", "verdict"), FIREWALLS)
+def test_a_firewall_in_one_direction_is_named_by_both_nodes(nodes, node, verdict):
     """It lets MASTER_PORT through, as many do."""
-    answers = "ct state established,related accept"
-    firewall(nodes, 0, answers, f"tcp dport {PORT} accept", "tcp dport 1024-65535 drop")
+    answers, others = "ct state established,related accept", f"tcp dport 1024-65535 {verdict}"
+    firewall(nodes, node, answers, f"tcp dport {PORT} accept", others)
     for run in check_both(nodes, expect=1):
         (line,) = wrong(run)
-        way = f"node 1 (node1) cannot reach node 0 (node0) at {nodes.addresses[0]}, random port "
-        assert line.startswith(way) and "firewall" in line
+        way = f"node {1 - node} (node{1 - node}) cannot reach node {node} (node{node})"
+        assert line.startswith(f"{way} at {nodes.addresses[node]}, random port ")
+        assert "firewall" in line
 
 
 def test_a_firewall_that_closes_the_masters_port_is_asked_about_on_both_nodes(nodes):
