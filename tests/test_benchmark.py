@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,7 +50,12 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable:
         def run(_args, command, variables=()):
             words = [str(word) for word in command]
             if TORCHRUN in words:
-                get_args_parser().parse_args(words[3:])
+                parsed = get_args_parser().parse_args(words[3:])
+                changed = [tool.__file__, "child", "resident", str(SCRIPT)]
+                program = changed if "resident" in words else [str(SCRIPT)]
+                started = [parsed.training_script, *parsed.training_script_args]
+                assert started[: len(program)] == program
+                assert started[len(program)].startswith("--")
             given = [n for n, word in enumerate(words) if word == "--coco_image_path"]
             if given:  # the peer has other options
                 demo.parse_arguments(words[given[0] :])  # fails where the script refuses them
@@ -137,6 +143,7 @@ fp32 rows it takes 5914 s fed, 3696 s with resident batches
 """
 
 
+@pytest.mark.guards("benchmark-torchrun")
 def test_gpu_prints_a_row_for_each_case_and_projects_the_talks_job(
     benchmark, made_up, monkeypatch
 ):
@@ -165,7 +172,16 @@ img/s, bare torchrun / peer: 4.000 (4.000 to 4.000 in 1 round(s))
 """
 
 
-@pytest.mark.guards("benchmark-start")
+def starts(folder: Path) -> list[list[str]]:
+    """How peer starts the demo, by a launcher that a user can start and by torchrun."""
+    launcher = ROOT / "launch_single.sh"
+    assert launcher.is_file() and os.access(launcher, os.X_OK)
+    given = [f"PYTHON={sys.executable}", f"LOG_DIR={folder}/logs", "GPUS=1", "RESTARTS=0"]
+    bare = [sys.executable, "-m", TORCHRUN, "--standalone", "--nproc_per_node=1", str(SCRIPT)]
+    return [["env", *given, "bash", str(launcher)], bare]
+
+
+@pytest.mark.guards("benchmark-start", "benchmark-launcher")
 def test_peer_is_measured_by_the_clock_without_the_start(
     benchmark, made_up, monkeypatch, tmp_path
 ):
@@ -182,6 +198,7 @@ def test_peer_is_measured_by_the_clock_without_the_start(
             clock.now += 50 + len(images)
             return ""
         file = Path(words[words.index("--annotation_path") + 1])
+        assert words[: words.index("--coco_image_path")] in starts(file.parent)
         images = json.loads(file.read_text())["images"]
         clock.now += 10 + len(images) * (0.25 if TORCHRUN in words else 0.5)
         return record("Run", precision="fp32", workers=1)
@@ -189,6 +206,20 @@ def test_peer_is_measured_by_the_clock_without_the_start(
     made_up(run)
     words = ["--steps", 20, "--batch_size", 2, "--rounds", 1, "--peer", tmp_path / "main.py"]
     assert benchmark("peer", *words) == PEER
+
+
+@LONG
+@pytest.mark.guards("benchmark-other-folder")
+def test_real_steps_of_the_script_and_of_a_copy_in_the_users_folder(
+    benchmark, tmp_path, monkeypatch
+):
+    shutil.copy(SCRIPT, tmp_path / "my copy.py")
+    monkeypatch.chdir(tmp_path)
+    out = benchmark("step", *ONCE, "--against", "my copy.py")
+    speed = r"[\d.]+ img/s, [\d.]+ ms a step"
+    ratio = r"[\d.]+ \([\d.]+ to [\d.]+ in 1 round\(s\)\)"
+    lines = rf"this script: {speed}\nmy copy\.py: {speed}\n"
+    assert re.fullmatch(rf"{lines}img/s, this script / my copy\.py: {ratio}\n", out), out
 
 
 @LONG

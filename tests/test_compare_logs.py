@@ -65,7 +65,7 @@ def answer(command: str) -> str:
     out, err, code = run_tool(*shlex.split(command)[1:])
     text = out + err + (f"exit code {code}\n" if code else "")
     for file in sorted({*Path().iterdir()} - before):
-        text += f"\n--- {file} ---\n{file.read_text()}"
+        text += f"\n--- {file} ---\n{file.read_bytes().decode()}"  # with the ends of lines
         file.unlink()
     return text
 
@@ -83,7 +83,7 @@ def test_report_is_as_recorded(case, tmp_path, monkeypatch, pytestconfig):
         text += f"\n$ {command}\n{answer(command)}"
     if pytestconfig.getoption("--record"):
         (case / "report.txt").write_text(text)
-    assert text.splitlines() == (case / "report.txt").read_text().splitlines()
+    assert text.split("\n") == (case / "report.txt").read_text().split("\n")
 
 
 # --- Figures -------------------------------------------------------------------------------------

@@ -402,15 +402,18 @@ def test_page_sheet_and_answers_number_the_same_questions():
 # --- What students get -------------------------------------------------------------------------
 
 
+@pytest.mark.guards("lesson-folder")
 def test_archive_has_what_students_need():
     (command,) = (text for text in PAGE.commands if text.startswith("git archive"))
     packed = command.partition(" HEAD:docs/lesson ")[2].split()
     needed = {"README.md", "sheet.md", "lesson.ipynb", "plain.py", "ddp.py"}
     assert {*packed} == needed | {*re.findall(r"\w+\.png", PAGE.text)}
     assert all((LESSON / name).is_file() for name in packed)
+    (folder,) = re.findall(r"^git archive --format=zip --prefix=(\w+)/ ", command)
+    assert f"Students unpack it and go to the folder `{folder}`." in PAGE.text
 
 
-@pytest.mark.guards("lesson-notebook")
+@pytest.mark.guards("lesson-notebook", "lesson-speed")
 def test_notebook_is_made_of_the_programs_and_runs_the_commands_of_the_page():
     """If it differs, run docs/lesson/make_pages.py. Jupyter runs a cell as a file, as lines of the
     shell, or as a script of bash. The tests above run these commands.
@@ -421,7 +424,7 @@ def test_notebook_is_made_of_the_programs_and_runs_the_commands_of_the_page():
     cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
     (diff,) = blocks("The diff", "bash")
     plain, ddp = (f"%%writefile {path.name}\n{path.read_text()}".rstrip("\n") for path in PROGRAMS)
-    speed = "\n".join(f"!OMP_NUM_THREADS=1 {command}" for command in (RUN_PLAIN, RUN_DDP))
+    speed = "\n".join(f"!{text.strip()}" for text in blocks(EXPERIMENTS[4], "bash"))
     first = [plain, f"!{RUN_PLAIN}", ddp, f"!{RUN_DDP}", f"!{diff.strip()}", f"!{RUN_DDP}"]
     assert cells == [*first, speed, f"%%bash\n{NODES}wait"]
 

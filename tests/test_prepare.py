@@ -155,6 +155,15 @@ def test_images_look_as_before_and_small_damaged_and_unusual_ones_are_copied(
             assert abs(difference).mean() < 8 and np.std(after) > 20
 
 
+@pytest.mark.guards("prepare-side")
+def test_shorter_side_is_that_of_the_command_line_in_both_spellings(source, tmp_path):
+    """The second call finds what the first one made with the same setting."""
+    for option in ("--shorter-side", "--shorter_side"):
+        subprocess.run([*COMMAND, source, tmp_path / "small", option, "75"], check=True)
+        with Image.open(tmp_path / "small/train2017/0001.jpg") as image:
+            assert image.size == (100, 75)
+
+
 @pytest.mark.guards("prepare-unfinished")
 def test_image_appears_when_it_is_complete(source, tmp_path, monkeypatch):
     def stop_half_way(source: Path, target: Path, side: int) -> bool:

@@ -15,9 +15,10 @@ from support.processes import ROOT
 
 GRADIENT_BYTES = 44_870_208  # 4 * 11,217,552 parameters
 # What each forked rank runs: the probe, with NODES in a namespace, as support/nodes.py starts
-# what is new there. With FIGURES it prints what the probe makes of times that it is given.
+# what is new there. With FIGURES it prints what the probe makes of times that it is given. Without
+# either, the file is run as torchrun runs it.
 PROGRAM = f"""
-import ctypes, json, os, socket, subprocess, sys
+import ctypes, json, os, runpy, socket, subprocess, sys
 
 sys.path.insert(0, {str(ROOT / "tools")!r})
 import probe_link
@@ -37,20 +38,21 @@ def enter(rank, name):
 
 
 def main(process):
-    sys.argv[0] = probe_link.__file__
     if "FIGURES" in os.environ:
         process.world_size = 4
         rounds = [(1, 900.0), (1, 2.0), (10, 3.0), (10, 4.0)]
         print(json.dumps(probe_link.timing(process, 6000, probe_link.median(rounds))))
         return
-    if "NODES" in os.environ:
-        rank = int(os.environ["RANK"])
-        enter(rank, os.environ["NODES"].split()[rank])
+    rank = int(os.environ["RANK"])
+    enter(rank, os.environ["NODES"].split()[rank])
     probe_link.main(process)
 
 
 def run_and_exit(main):
-    demo.run_and_exit(main, log_wall_time=False)
+    sys.argv[0] = probe_link.__file__
+    if "FIGURES" in os.environ or "NODES" in os.environ:
+        demo.run_and_exit(main, log_wall_time=False)
+    runpy.run_path(probe_link.__file__, run_name="__main__")
 """
 
 
@@ -90,7 +92,7 @@ def test_record_and_words_of_a_link_of_a_known_rate(program, tmp_path, capsys):
     assert "sockets (byte counters)" in capsys.readouterr().out
 
 
-@pytest.mark.guards("probe-warm-up", "probe-bus-rate")
+@pytest.mark.guards("probe-warm-up", "probe-bus-rate", "probe-wall-time")
 def test_figures_are_those_after_the_warm_up_an_error_is_one_line_and_one_process_no_link(program):
     runs = [(0, [], {"FIGURES": "1"}), (0, [])]
     figures, alone = run_forked(runs, program=program)

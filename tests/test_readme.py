@@ -17,6 +17,8 @@ from pathlib import Path
 
 import demo_coco_resnet18 as demo
 import pytest
+import torch
+import torchvision
 from torch.distributed.run import get_args_parser
 
 from analysis.logs import END, EPOCH, PREFIX, STEP, VALIDATION
@@ -228,6 +230,16 @@ def test_a_paragraph_names_all_settings_that_a_resumed_run_must_share():
     wanted = {f"`--{name}`" for name in demo.SAME_ON_RESUME}
     paragraphs = PAGES[RUNNING].prose.split("\n\n")
     assert any({*re.findall(r"`--\w+`", text)} == wanted for text in paragraphs)
+
+
+@pytest.mark.guards("page-parameters", "page-first-step")
+def test_size_of_the_gradients_and_step_of_powersgd_are_those_of_the_code():
+    with torch.device("meta"):
+        model = torchvision.models.resnet18(num_classes=80)
+    count = sum(map(torch.numel, model.parameters()))
+    text = f"has {count:,} weights. In fp32 a gradient has 4 bytes, so all gradients are"
+    assert f"{text} **{4 * count / 1e6:.1f} MB**." in PAGES[LESSON].text
+    assert f", starting at step {demo.UNMEASURED_STEPS + 1}, " in PAGES[RUNNING].text
 
 
 @pytest.mark.guards("page-message")

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 import make_sample_coco
-from support.datasets import COCO_IDS, read_coco
+from support.datasets import COCO_IDS, digests, read_coco
 from support.processes import FACTOR, ROOT
 
 SMALL = ["--images", "6", "--val_images", "2"]
@@ -69,7 +69,7 @@ def test_first_annotation_is_the_large_icon_and_all_icons_are_as_frequent(sample
     assert len(firsts) >= 10 and max(firsts.values()) <= min(firsts.values()) + 2
 
 
-@pytest.mark.guards("sample-seed", "sample-at-once")
+@pytest.mark.guards("sample-seed", "sample-at-once", "sample-same-set")
 def test_own_set_is_left_alone_and_anything_else_refused(sample, tmp_path):
     """An image depends on the seed and its number alone, so those of another set are the same."""
     folder = tmp_path / "set"
@@ -78,9 +78,10 @@ def test_own_set_is_left_alone_and_anything_else_refused(sample, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert "has this set already" in make(folder, *SMALL)
     assert f"{folder}: holds something else" in make(folder, *SMALL, "--seed", 1, expect=1)
+    record = (folder / "sample.json").read_text()
     args = SimpleNamespace(folder=folder, images=6, val_images=2, seed=0)
     # As if another node had just made it on the same disk.
-    make_sample_coco.make_set(args, (folder / "sample.json").read_text())
+    make_sample_coco.make_set(args, record)
     args.seed = 1
     with pytest.raises(OSError):
         make_sample_coco.make_set(args, "another record")
@@ -88,6 +89,9 @@ def test_own_set_is_left_alone_and_anything_else_refused(sample, tmp_path):
     args.folder = tmp_path / "other"
     make_sample_coco.make_set(args, "record")
     assert same_images(args.folder, sample) == 0
+    args.seed, args.folder = 0, tmp_path / "again"
+    make_sample_coco.make_set(args, record)
+    assert digests(args.folder) == digests(folder)
 
 
 def same_images(one: Path, other: Path) -> int:
