@@ -31,12 +31,13 @@ Two nodes with two GPUs each have four processes. Their number, 4, is the world 
 
 With N processes a step covers N times as many images, so an epoch has 1/N as many steps:
     images per step (global batch size) = world size x batch size x accumulate steps
---batch_size sets the images of one process; --global_batch_size sets those of all, for any N.
-With --accumulate_steps each process adds up the gradients of several batches (micro-batches)
-before a step. A step of N processes does what one process would do with all these images, but also
-sends gradients (5/6) and waits for the slowest process. Three things differ: batch norm sees the
-images of its own process only, an epoch may end with repeated images (3/6), and sums may differ in
-their last bits. The learning rate does not depend on N unless you ask for --lr_scaling.
+--batch_size sets the images of one process in one forward pass (a micro-batch);
+--global_batch_size sets those of a step of all processes, for any N. With --accumulate_steps each
+process adds up the gradients of several micro-batches before a step. A step of N processes does
+what one process would do with all these images, but also sends gradients (5/6) and waits for the
+slowest process. Three things differ: batch norm sees the images of its own process only, an epoch
+may end with repeated images (3/6), and sums may differ in their last bits. The learning rate does
+not depend on N unless you ask for --lr_scaling.
 
 Six changes make a training script distributed. Each is marked in the code:
     1/6  a process learns its rank from the environment       read_environment
@@ -54,11 +55,12 @@ for each other. If one leaves a call out, the others fail after --timeout second
 not match hang, or mix up data. The docstring of a function with such calls begins "All ranks:".
 
 The first part of this file, up to "Part two", is the lesson: it can be read alone. Part two has
-what the first part calls, in the order of use: look up what you need.
+what the first part calls, and begins with a table of contents.
 
-Exit codes: 0 done; 1 a failure outside (StartError: in 2/6), or a bug; 2 something that you can
-fix, such as a wrong argument (UserError); 75 stopped by a signal (Stopped: --checkpoint is saved).
-torchrun makes 1 of all but 0; the launchers return them.
+Exit codes: 0 done; 1 a failure outside, a bug, or an error that one rank alone has found, such as
+a full memory; 2 an error that all ranks know and that you can fix, such as a wrong argument
+(UserError); 75 stopped by a signal (Stopped: --checkpoint is saved). torchrun makes 1 of all but
+0; the launchers return them.
 """
 
 import argparse
@@ -76,7 +78,6 @@ import tempfile
 import threading
 import time
 import traceback
-import unicodedata
 import warnings
 import zlib
 from collections import Counter, namedtuple
@@ -105,7 +106,7 @@ from torchvision.transforms import v2
 
 # What to change first. Each is the default of the option with its name; --help lists all options.
 NUM_EPOCHS = 2  # passes over the images
-BATCH_SIZE = 64  # images per process, in one forward pass
+BATCH_SIZE = 64  # images of one process in one forward pass (a micro-batch)
 LR = 1e-3  # learning rate of Adam
 IMAGE_SIZE = 224  # pixels a side
 SEED = 0  # decides the first weights, the order of the images and the crops
@@ -113,46 +114,44 @@ TIMEOUT = 300  # seconds without an answer after which a process counts as lost
 LOG_EVERY = 5  # steps from one log line to the next
 
 
-def main(process):
-    """Every process runs all of this. `process` says which one it is."""
+def main(place):
+    """Every process runs all of this. `place` says which one it is."""
     args = parse_arguments(sys.argv[1:])
-    read_environment(process)  # 1/6
-    join_process_group(args, process)  # 2/6
+    read_environment(place)  # 1/6
+    join_process_group(args, place)  # 2/6
 
     # Rank 0 reads, every rank receives: only the images have to be on every node.
-    log_from_rank_0(process, "Reading the annotations")
-    train_list = from_rank_0(lambda: read_image_list(args.annotation_path, args.coco_image_path))
-    val_list = from_rank_0(
-        lambda: read_image_list(args.val_annotation_path, args.val_image_path, train_list)
+    log_from_rank_0(place, "Reading the annotations")
+    train_set = from_rank_0(lambda: read_image_list(args.annotation_path, args.coco_image_path))
+    val_set = from_rank_0(
+        lambda: read_image_list(args.val_annotation_path, args.val_image_path, train_set)
     )
     # Here all ranks end if one lacks an image, or was started with other arguments than rank 0.
-    size_digest = check_start(args, process, train_list, val_list)
-    checkpoint = read_checkpoint(args, process)  # None if the run starts from the beginning
+    image_sizes = check_start(args, place, train_set, val_set)
+    checkpoint = read_checkpoint(args, place)  # None if the run starts from the beginning
     # The number of steps, the precision, and what else depends on the hardware and the images.
-    fill_in_arguments(args, process, len(train_list.names), checkpoint)
-    train_loader = make_train_loader(args, process, train_list)  # 3/6
-    val_loader = make_val_loader(args, process, val_list)
+    resolve_arguments(args, place, len(train_set.names), checkpoint)
+    train_loader = make_train_loader(args, place, train_set)  # 3/6
+    val_loader = make_val_loader(args, place, val_set)
 
-    model = build_model(args, process, train_list, load=checkpoint is None)
-    ddp, powersgd = wrap_model(args, process, model)  # 4/6
+    model = build_model(args, place, train_set, load=checkpoint is None)
+    ddp, powersgd = wrap_model(args, place, model)  # 4/6
     # ddp holds the model, so both have the same weights. The optimizer can take them from either.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    training = Training(args, process, train_list, size_digest, model, ddp, optimizer, powersgd)
+    training = Training(args, place, train_set, image_sizes, model, ddp, optimizer, powersgd)
     if checkpoint:  # every rank has the same one, so the replicas stay equal
         load_checkpoint(training, checkpoint)
-    catch_stop_signals(process)  # from now on such a signal saves, and ends all ranks
+    else:
+        keep_earlier_checkpoint(args, place)  # this run would write over it
+    catch_stop_signals(place)  # from now on such a signal saves, and ends all ranks
     start_workers(train_loader, val_loader)  # the processes that load images
-    rebuild_buckets(training)  # so that a resumed run adds up in the order of an unbroken one
-    log_run(training, val_list)
+    rebuild_buckets(training)  # DDP's first pass, over blank images: then it sums in one order
+    log_run(training, val_set)
 
-    # The checkpoint of an epoch is saved before its validation. A run that resumes from it has no
-    # step of that epoch left, but validates it.
-    first_epoch = max(1, math.ceil(training.step / args.steps_per_epoch))
-    last_epoch = math.ceil(args.max_steps / args.steps_per_epoch)
-    for epoch in range(first_epoch, last_epoch + 1):
+    for epoch in epochs_left(training):  # 1, 2, ..., unless the run was resumed
         train_one_epoch(training, train_loader, epoch)  # 5/6
         # Like all calls in main, each rank makes this one, though only rank 0 writes.
-        save_checkpoint(training)
+        save_checkpoint(training, is_last=training.step == args.max_steps)
         if val_loader is not None:
             evaluate(training, val_loader, epoch)  # 6/6
     # The proof: rank 0 logs whether the replicas are still equal.
@@ -177,12 +176,12 @@ class ProcessInfo:
 
     @property
     def gpu(self):
-        return self.device.type == "cuda"  # of NVIDIA or AMD, not a Mac's
+        return self.device.type == "cuda"  # of NVIDIA or AMD
 
     @property
     def memory_format(self):
-        """channels_last makes convolutions faster. NOTE: on a Mac's GPU it fails."""
-        return torch.contiguous_format if self.device.type == "mps" else torch.channels_last
+        """channels_last makes convolutions faster."""
+        return torch.channels_last if self.device.type in DDP_DEVICES else torch.contiguous_format
 
     @property
     def exchange_device(self):
@@ -200,127 +199,107 @@ class Training:
     """What is trained, how, and the progress."""
 
     args: argparse.Namespace
-    process: ProcessInfo
-    train_list: "ImageList"  # names and labels of the images, and the classes
-    size_digest: str  # a digest of the sizes of some training images
+    place: ProcessInfo
+    train_set: "ImageSet"  # names and labels of the images, and the classes
+    image_sizes: str  # a digest of the sizes of some training images
     model: torch.nn.Module
     ddp: torch.nn.Module  # the model in DDP: the same weights, in the same memory
     optimizer: torch.optim.Optimizer
     powersgd: powerSGD_hook.PowerSGDState | None  # with --grad_compression powersgd
     step: int = 0  # optimizer steps so far
-    agree_at_step: int = 0  # the step after which the ranks next agree to go on
+    next_agreement: int = 0  # the step after which the ranks next agree to go on
     loss_sum: torch.Tensor | float = 0.0  # in this epoch, over this rank's images
 
     def __post_init__(self):
-        self.timer = StepTimer(self.process.device, self.model)
-        self.profiler = start_profiler(self.process) if self.args.profile else None
+        self.timer = StepTimer(self.place.device, self.model)
+        self.profiler = start_profiler(self.args, self.place) if self.args.profile else None
         # The pretrained weights expect images with ImageNet's mean and standard deviation.
-        self.mean, self.std = MEAN.to(self.process.device), STD.to(self.process.device)
+        self.mean, self.std = MEAN.to(self.place.device), STD.to(self.place.device)
         # In fp16 small gradients would become 0. The scaler multiplies the loss by a large number
         # and divides the gradients by it. With other precisions it does nothing.
         fp16 = self.args.precision == "fp16"
-        self.scaler = torch.amp.GradScaler(self.process.device.type, enabled=fp16)
+        self.scaler = torch.amp.GradScaler(self.place.device.type, enabled=fp16)
 
 
 # ---- The six changes
 
 
-def read_environment(process):
+def read_environment(place):
     """Learns this process's rank. Raises UserError."""
     # DDP 1/6: torchrun starts the processes and tells each its rank through the environment.
-    process.launcher = find_launcher()  # gives the variables of mpirun and srun torchrun's names
-    if process.launcher == "python":  # started by hand: it is rank 0 of one process
-        return
-    process.rank = int(os.environ["RANK"])  # over all nodes: 0 to world_size - 1
-    process.world_size = int(os.environ["WORLD_SIZE"])  # the number of processes, not of nodes
-    process.local_rank = int(os.environ["LOCAL_RANK"])  # on its own node, from 0
-    process.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    process.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    set_meeting_point(process)  # MASTER_ADDR and MASTER_PORT, where those given do not serve
+    # For mpirun, srun and plain python find_launcher sets the variables that torchrun sets.
+    place.launcher = find_launcher()
+    place.rank = int(os.environ["RANK"])  # over all nodes: 0 to world_size - 1
+    place.world_size = int(os.environ["WORLD_SIZE"])  # the number of processes, not of nodes
+    place.local_rank = int(os.environ["LOCAL_RANK"])  # on its own node, from 0
+    place.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    place.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    set_meeting_point(place)  # MASTER_ADDR and MASTER_PORT, where those given do not serve
 
 
-def join_process_group(args, process):
+def join_process_group(args, place):
     """All ranks: chooses the device, and joins the group. Raises UserError or StartError."""
     # The backend moves tensors between the processes: NCCL between NVIDIA GPUs, one for each
     # process; Gloo between CPUs, or with --backend gloo between processes that share a GPU.
-    process.backend = choose_backend(args, process)
+    place.backend = choose_backend(args, place)
     # DDP 2/6: each process takes a GPU of its own, by its local rank. Otherwise all would take
     # GPU 0: NCCL refuses that, and the other GPUs would be idle.
     if args.device in ("auto", "cuda") and torch.cuda.is_available():
         # (%: srun's --gpus-per-task hides the other GPUs, so that each process sees one, GPU 0.)
-        process.device = torch.device("cuda", process.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(process.device)
+        place.device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(place.device)
     elif args.device == "mps":
-        process.device = torch.device("mps")  # a Mac's GPU
-    prepare_hardware(process)  # the number of threads, and other settings of PyTorch
+        place.device = torch.device("mps")  # a Mac's GPU
+    prepare_hardware(place)  # the number of threads, and other settings of PyTorch
     # Then all processes meet at MASTER_ADDR:MASTER_PORT, on rank 0's node, and leave each other
-    # their addresses in a store. torchrun has set both. Each waits until all have joined. If one
-    # has not come after --timeout seconds, the others end with a StartError, exit code 1.
-    with connecting_ranks(args, process) as store:
-        dist.init_process_group(
-            process.backend,
-            rank=process.rank,
-            world_size=process.world_size,
+    # their addresses in a store. torchrun has set both. (With several nodes it has itself waited
+    # for those of the others, up to 10 minutes, before it started this script.) Each process waits
+    # until all have joined. If one has not come after --timeout seconds, the others end with a
+    # StartError, exit code 1.
+    with connecting_ranks(args, place):
+        dist.init_process_group(  # rank, world size and the address are in the environment
+            place.backend,
             timeout=timedelta(seconds=args.timeout),
-            device_id=process.device if process.backend == "nccl" else None,  # binds it to a GPU
-            store=store,
+            device_id=place.device if place.backend == "nccl" else None,  # binds it to a GPU
         )
         # In its first collective call NCCL connects the ranks for data. item() waits for its end.
-        probe = torch.ones(1, device=process.exchange_device)
+        probe = torch.ones(1, device=place.exchange_device)
         dist.all_reduce(probe)
         probe.item()
 
 
-def make_train_loader(args, process, train_list):
+def make_train_loader(args, place, train_set):
     """The batches of this rank's share of the training images."""
     transform = v2.Compose([v2.RandomResizedCrop(args.image_size), v2.RandomHorizontalFlip()])
-    dataset = CocoFirstCategory(args, process, args.coco_image_path, train_list, transform)
+    dataset = CocoFirstCategory(args, place, args.coco_image_path, train_set, transform)
     # DDP 3/6: the sampler gives each rank its own share of the images. All ranks shuffle all
     # images alike, by seed and epoch. Of N ranks, rank r takes number r, r + N, r + 2N, ...
     # Each step has a collective call (5/6), so all ranks must make the same number of steps, and
     # all shares have the same length: of 10 images each of 4 ranks gets 3, with two repeated as
-    # padding.
-    sampler = EpochSampler(dataset, process.world_size, process.rank, seed=args.seed)
-    return make_loader(args, process, dataset, sampler, args.workers)
+    # padding. EpochSampler is PyTorch's DistributedSampler with two additions. It yields (epoch,
+    # index), so that the dataset crops an image in another way in each epoch. And a share can
+    # begin later, in a run that resumes, or end earlier, as in make_val_loader.
+    sampler = EpochSampler(dataset, place.world_size, place.rank, seed=args.seed)
+    return make_loader(args, place, dataset, sampler, args.workers)
 
 
-class EpochSampler(DistributedSampler):
-    """PyTorch's DistributedSampler, which deals out the images, with two additions.
-
-    It yields (epoch, index) in place of index, as key for the dataset: in each epoch an image is
-    cropped in another way. set_epoch does not reach the dataset, because copies of it live in the
-    loader's worker processes. And a share can begin later, in a run that resumes, or end earlier.
-    """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.start, self.end = 0, None  # the part of this rank's share that is used
-
-    def __iter__(self):
-        part = islice(super().__iter__(), self.start, self.end)
-        return ((self.epoch, index) for index in part)
-
-    def __len__(self):
-        return len(range(self.num_samples)[self.start : self.end])
-
-
-def make_val_loader(args, process, val_list):
+def make_val_loader(args, place, val_set):
     """The batches of this rank's share of the validation images, or None."""
-    if not val_list:
+    if not val_set:
         return None
     transform = v2.Compose([v2.Resize(args.image_size * 8 // 7), v2.CenterCrop(args.image_size)])
-    dataset = CocoFirstCategory(args, process, args.val_image_path, val_list, transform)
-    sampler = EpochSampler(dataset, process.world_size, process.rank, shuffle=False)
+    dataset = CocoFirstCategory(args, place, args.val_image_path, val_set, transform)
+    sampler = EpochSampler(dataset, place.world_size, place.rank, shuffle=False)
     # Padding would count some images twice. DistributedSampler puts it at the end of some shares:
-    # these end one image earlier here. Shares of different lengths do no harm, because the ranks
-    # exchange no gradients: they meet after all batches (6/6).
-    sampler.end = len(dataset) // process.world_size
-    if process.rank < len(dataset) % process.world_size:
+    # these end one image earlier here. Shares of different lengths do no harm: the ranks exchange
+    # no gradients, and meet only after batches that all of them have, and at the end (6/6).
+    sampler.end = len(dataset) // place.world_size
+    if place.rank < len(dataset) % place.world_size:
         sampler.end += 1
-    return make_loader(args, process, dataset, sampler, args.val_workers)
+    return make_loader(args, place, dataset, sampler, args.val_workers)
 
 
-def build_model(args, process, train_list, load=True):
+def build_model(args, place, train_set, load=True):
     """All ranks: ResNet-18 on this process's device.
 
     load: whether rank 0 loads the weights of --weights. Until 4/6 no other rank has them.
@@ -328,22 +307,21 @@ def build_model(args, process, train_list, load=True):
     torch.manual_seed(args.seed)  # makes a run repeatable; DDP (4/6) makes the ranks equal
     # For another model change this line, load_weights and download_weights, and StepTimer if its
     # first parameter is not the last one that gets a gradient.
-    model = torchvision.models.resnet18(num_classes=len(train_list.categories))
+    model = torchvision.models.resnet18(num_classes=len(train_set.categories))
     with errors_end_all_ranks():
-        if process.rank == 0 and load and args.weights != "none":
-            load_weights(process, model, args.weights, train_list)
+        if place.rank == 0 and load and args.weights != "none":
+            load_weights(place, model, args.weights, train_set)
     if args.sync_bn:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.compile:
         model.compile()
-    return model.to(process.device, memory_format=process.memory_format)
+    return model.to(place.device, memory_format=place.memory_format)
 
 
-def wrap_model(args, process, model):
+def wrap_model(args, place, model):
     """All ranks: the model in DDP, and the state of --grad_compression powersgd or None."""
-    if process.device.type == "mps":  # a Mac's GPU: one process, and DDP has no backend for it
-        model.no_sync = nullcontext
-        return model, None
+    if place.device.type not in DDP_DEVICES:
+        return WithoutDDP(model), None
     # DDP 4/6: DDP copies rank 0's weights into the model of every rank, here and now, so that all
     # start equal. ddp(images) then computes what model(images) does, and its backward pass also
     # averages the gradients (5/6). Validation has no gradients: it calls model(images).
@@ -359,32 +337,47 @@ def wrap_model(args, process, model):
     return ddp, compress_gradients(args, ddp)
 
 
+# One step of two ranks in time; rank 1 computes more slowly. The all-reduce of a bucket (5/6)
+# begins when both ranks have its gradients:
+#     rank 0   data | forward | backward | ......... exposed ......... | optimizer
+#     rank 1   data |   forward   |       backward      | .. exposed . | optimizer
+#     network                         [ bucket 1 ]   [    bucket 2    ]
+#     marks    1    2                    3 of rank 0    3 of rank 1    4           5
+# The timer's marks: 1 "waiting for data", 2 "data arrived", 3 "own gradients", 4 "gradients
+# averaged", 5 "end". The log has the times between them. data: 1 to 2. exposed communication: 3 to
+# 4, in which a rank computes nothing, but waits for slower ranks and for the network. What the
+# network does before 3 is hidden. compute: the rest, up to 5. Here rank 0 seems to communicate for
+# longer, because of rank 1: the shortest exposed time of all ranks is what the network costs.
 def train_one_epoch(training, loader, epoch):
     """All ranks: trains what is left of an epoch: all of it, unless the run was resumed in it."""
-    args, process, ddp, timer = training.args, training.process, training.ddp, training.timer
+    args, place, ddp, timer = training.args, training.place, training.ddp, training.timer
     # Seed and epoch decide the order of the images, and so the shares. Without this call each
     # epoch would repeat the first one.
     loader.sampler.set_epoch(epoch)
     steps_done = training.step - (epoch - 1) * args.steps_per_epoch  # 0, unless it was resumed
     loader.sampler.start = steps_done * args.accumulate_steps * args.batch_size
     batches, began = iter(loader), perf_counter()
-    training.loss_sum, images_seen = torch.zeros((), device=process.device), 0
+    training.loss_sum, images_seen = torch.zeros((), device=place.device), 0
     timer.start_step()  # it measures the wait for data, and how long averaging holds up a step
     while training.step < min(args.max_steps, epoch * args.steps_per_epoch):
-        micro_batches = list(islice(batches, args.accumulate_steps))  # an epoch's last step: fewer
-        timer.mark("data arrived")
-        images_in_step = sum(len(labels) for _, labels in micro_batches)
+        # Of this rank. In an epoch's last step there may be fewer images, in fewer micro-batches.
+        images_left = len(loader.sampler) - images_seen
+        images_in_step = min(args.accumulate_steps * args.batch_size, images_left)
+        micro_batches = math.ceil(images_in_step / args.batch_size)
         lr_factor = min(1, (training.step + 1) / max(1, args.warmup_steps))  # rises to 1
         training.optimizer.param_groups[0]["lr"] = args.lr * lr_factor
-        loss_of_step = torch.zeros((), device=process.device)
-        for index, (images, labels) in enumerate(micro_batches):
+        loss_of_step = torch.zeros((), device=place.device)
+        for micro_batch in range(micro_batches):
+            timer.mark("waiting for data")
+            images, labels = next(batches)
+            timer.mark("data arrived")
             # The gradients of the micro-batches add up on this rank. Only the last backward pass
             # has to send them: in no_sync DDP sends nothing, which saves the other all-reduces.
             # The forward pass must be in no_sync as well: DDP prepares to send during it.
-            is_last = index == len(micro_batches) - 1
+            is_last = micro_batch == micro_batches - 1
             with nullcontext() if is_last else ddp.no_sync():
                 logits = forward(training, ddp, images)
-                labels = labels.to(process.device, non_blocking=process.gpu)
+                labels = labels.to(place.device, non_blocking=place.gpu)
                 # Its part of the mean over all images that this rank has in the step.
                 loss = cross_entropy(logits, labels, reduction="sum") / images_in_step
                 # DDP 5/6: backward works from the last layer to the first. As soon as the
@@ -405,33 +398,33 @@ def train_one_epoch(training, loader, epoch):
         training.step += 1
         images_seen += images_in_step
         training.loss_sum += loss_of_step * images_in_step
-        finish_step(training, epoch, loss_of_step, images_in_step)  # logs, saves or stops when due
+        after_step(training, epoch, loss_of_step, images_in_step)  # logs, saves or stops when due
     share_statistics(training)
     agree_to_continue(training, timer.last_step_seconds())  # all go on, or on a signal all end
-    log_epoch(training, epoch, images_seen, began)
+    log_epoch(training, epoch, steps_done + 1, images_seen, began)
 
 
 def share_statistics(training):
     """All ranks: take rank 0's batch-norm statistics, so that all validate the same model."""
-    if training.process.world_size > 1:
+    if training.place.world_size > 1:
         for buffer in training.model.buffers():
             dist.broadcast(buffer, src=0)
 
 
 def forward(training, model, images):
     """Logits, float32 (n, classes), of images, uint8 (n, 3, size, size)."""
-    process, precision = training.process, training.args.precision
-    images = images.to(process.device, non_blocking=process.gpu)
+    place, precision = training.place, training.args.precision
+    images = images.to(place.device, non_blocking=place.gpu)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    with torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None):
-        images = ((images - training.mean) / training.std).to(memory_format=process.memory_format)
+    with torch.autocast(place.device.type, dtype=dtype, enabled=dtype is not None):
+        images = ((images - training.mean) / training.std).to(memory_format=place.memory_format)
         return model(images).float()
 
 
 @torch.inference_mode()
 def evaluate(training, loader, epoch):
     """All ranks: logs the accuracy over all validation images."""
-    process, model, began = training.process, training.model, perf_counter()
+    place, model, began = training.place, training.model, perf_counter()
     correct = images_seen = 0
     model.eval()
     for images, labels in batches_until_stop(training, loader):
@@ -441,20 +434,29 @@ def evaluate(training, loader, epoch):
     model.train()
     # DDP 6/6: each rank has counted its own share. all_reduce makes sums of the counts, on every
     # rank. They are then the same everywhere, and rank 0 alone logs them.
-    counts = torch.tensor([correct, images_seen], device=process.exchange_device)
+    counts = torch.tensor([correct, images_seen], device=place.exchange_device)
     dist.all_reduce(counts)
-    if process.rank == 0:
+    if place.rank == 0:
         log_validation(training, loader, epoch, *counts.tolist(), began)
 
 
-def save_checkpoint(training):
-    """All ranks: rank 0 writes the checkpoint; if it cannot, all ranks end. Raises UserError."""
-    step, path = training.step, training.args.checkpoint
+def save_checkpoint(training, is_last):
+    """All ranks: rank 0 writes the checkpoint. Raises UserError.
+
+    is_last: whether the run ends now. Only then does it end with an error if rank 0 cannot write.
+    """
+    args, place = training.args, training.place
     with errors_end_all_ranks():
         if not all(parameter.isfinite().all() for parameter in training.model.parameters()):
-            raise UserError(f"weights not finite after step {step}: lower --lr; not saved")
-        if path and training.process.rank == 0:
-            write_checkpoint(training, path)
+            text = f"weights not finite after step {training.step}: lower --lr; not saved"
+            raise UserError(text)
+        if args.checkpoint and place.rank == 0:
+            try:
+                write_checkpoint(training, args.checkpoint)
+            except UserError as error:
+                if is_last:
+                    raise
+                log(place, f"WARNING: {error}: the run goes on")
 
 
 def digests_of_replicas(model):
@@ -518,7 +520,31 @@ def leave_process_group():
     dist.destroy_process_group()
 
 
-# ==== Part two: what part one calls, in the order of use. Part one can be read without it.
+# ==== Part two: what part one calls. Part one can be read without it.
+#
+# Where is ...? In the order of this part:
+#     an option, its default, its check            make_parser, parse_arguments
+#     what must be the same on all ranks           check_start
+#     what follows from hardware and options       resolve_arguments
+#     torchrun, srun or mpirun: the rank           find_launcher
+#     the backend, the number of threads           choose_backend, own_cores
+#     the choice of bf16, fp16 or fp32             fast_precision
+#     where the ranks meet, what if one is missing set_meeting_point, connecting_ranks
+#     an image's label, another kind of data       list_labelled, CocoFirstCategory
+#     validation's classes                         match_classes
+#     a damaged image                              load_image
+#     the loader and its processes                 make_loader, start_workers
+#     another model, pretrained weights            build_model (in part one), load_weights
+#     fewer bytes to send                          compress_gradients
+#     one order of sums, buckets                   rebuild_buckets
+#     what Summary and the log lines measure       StepTimer
+#     the profiler                                 start_profiler
+#     a stop signal, a lost torchrun               catch_stop_signals, agree_to_continue
+#     what happens after each step                 after_step
+#     what a checkpoint holds, who may resume      write_checkpoint, SAME_ON_RESUME
+#     another learning rate or scheduler           train_one_epoch (in part one: lr_factor)
+#     the lines and records of the log             log_run, log_step, log_summary
+#     which errors are one line, exit codes        ADVICE, UserError, run_and_exit
 
 # ---- Arguments: their defaults and limits, and what follows from them
 
@@ -549,76 +575,100 @@ def add_data_options(add):
     add("--val_image_path", help="folder of the validation images")
     add("--val_annotation_path", help="their COCO instances file")
     add("--image_size", type=at_least(int, 33), default=IMAGE_SIZE, help="pixels a side")
-    text = "loader processes of each rank; unset: 1 on a CPU, else as many as it has cores - 1, "
-    text += f"at most {MOST_WORKERS}, and {MOST_VAL_WORKERS} for validation"
-    add("--workers", type=at_least(int, 0), help=text)
+    add(
+        "--workers",
+        type=at_least(int, 0),
+        help="loader processes of each rank; unset: 1 on a CPU, else as many as it has cores - 1, "
+        f"at most {MOST_WORKERS}, and {MOST_VAL_WORKERS} for validation",
+    )
 
 
 def add_training_options(add):
     add("--num_epochs", type=at_least(int, 1), default=NUM_EPOCHS, help="passes over the images")
-    text = "images per process and micro-batch"
-    add("--batch_size", type=at_least(int, 1), default=BATCH_SIZE, help=text)
-    text = "images per step of all processes together; replaces --batch_size"
-    add("--global_batch_size", type=at_least(int, 1), help=text)
-    text = "micro-batches per optimizer step"
-    add("--accumulate_steps", type=at_least(int, 1), default=1, help=text)
+    add("--batch_size", type=at_least(int, 1), default=BATCH_SIZE, help="images per micro-batch")
+    add("--global_batch_size", type=at_least(int, 1), help="images per step, of all processes")
+    add("--accumulate_steps", type=at_least(int, 1), default=1, help="micro-batches per step")
     add("--lr", type=at_least(float, 1e-9), default=LR, help="learning rate of Adam")
-    text = f"linear: --lr times global batch size / {LR_BATCH}"
-    add("--lr_scaling", choices=["none", "linear"], default="none", help=text)
-    text = "steps in which the learning rate rises to its value"
-    add("--warmup_steps", type=at_least(int, 0), default=0, help=text)
+    add(
+        "--lr_scaling",
+        choices=["none", "linear"],
+        default="none",
+        help=f"linear: --lr times global batch size / {LR_BATCH}",
+    )
+    add("--warmup_steps", type=at_least(int, 0), default=0, help="steps in which --lr is reached")
     add("--weights", default="imagenet", help="imagenet, none, or a FILE with a state dict")
-    text = "decides the first weights, the order of the images and the crops"
-    add("--seed", type=at_least(int, 0), default=SEED, help=text)
-    text = "stop after this number of optimizer steps"
-    add("--max_steps", type=at_least(int, 1), help=text)
+    add("--seed", type=at_least(int, 0), default=SEED, help="decides first weights, order, crops")
+    add("--max_steps", type=at_least(int, 1), help="stop after this number of optimizer steps")
 
 
 def add_hardware_options(add):
-    text = "auto: the fastest one of this hardware"
-    add("--precision", choices=["auto", "fp32", "fp16", "bf16"], default="auto", help=text)
+    add("--precision", choices=["auto", *PRECISIONS], default="auto", help="auto: the fastest")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--sync_bn", action="store_true", help="batch norm over the images of all GPUs")
-    text = "auto: NVIDIA GPU, else CPU; mps: a Mac's GPU"
-    add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help=text)
+    add(
+        "--device",
+        choices=["auto", "cpu", "cuda", "mps"],
+        default="auto",
+        help="auto: NVIDIA GPU, else CPU; mps: a Mac's GPU",
+    )
 
 
 def add_communication_options(add):
-    text = "auto: nccl on NVIDIA GPUs, else gloo"
-    add("--backend", choices=["auto", "nccl", "gloo"], default="auto", help=text)
-    text = "seconds without an answer after which a process counts as lost"
-    add("--timeout", type=at_least(float, 0.1), default=float(TIMEOUT), help=text)
-    text = "MiB of gradients in one all-reduce; unset: DDP's default"
-    add("--bucket_cap_mb", type=at_least(float, 0.1), help=text)
-    kinds, text = ["none", "fp16", "bf16", "powersgd"], "how gradients are made smaller to send"
-    add("--grad_compression", choices=kinds, default="none", help=text)
-    text = "rank of PowerSGD's matrices: a lower one sends less, and is less exact"
-    add("--powersgd_rank", type=at_least(int, 1), default=8, help=text)
+    add(
+        "--backend",
+        choices=["auto", "nccl", "gloo"],
+        default="auto",
+        help="auto: nccl on NVIDIA GPUs, else gloo",
+    )
+    add(
+        "--timeout",
+        type=at_least(float, 0.1),
+        default=float(TIMEOUT),
+        help="seconds without an answer after which a process counts as lost",
+    )
+    add(
+        "--bucket_cap_mb",
+        type=at_least(float, 0.1),
+        help="MiB of gradients in one all-reduce; unset: DDP's default",
+    )
+    add(
+        "--grad_compression",
+        choices=["none", "fp16", "bf16", "powersgd"],
+        default="none",
+        help="how gradients are made smaller to send",
+    )
+    add("--powersgd_rank", type=at_least(int, 1), default=8, help="lower: fewer bytes, less exact")
 
 
 def add_output_options(add):
-    text = "steps from one log line to the next; a GPU has to finish all its work for each line"
-    add("--log_every", type=at_least(int, 1), default=LOG_EVERY, help=text)
+    add(
+        "--log_every",
+        type=at_least(int, 1),
+        default=LOG_EVERY,
+        help="steps from one log line to the next; a GPU finishes all its work for each line",
+    )
     add("--checkpoint", help="FILE, saved at the end of each epoch and on a stop signal")
-    text = "FOLDER for a trace of each rank, of steps 8 to 10 of this run: what ran when"
-    add("--profile", metavar="FOLDER", help=text)
-    text = "also save every N optimizer steps; 0: do not"
-    add("--checkpoint_every", type=at_least(int, 0), default=0, help=text)
+    add(
+        "--profile",
+        metavar="FOLDER",
+        help="FOLDER for a trace of each rank, of steps 8 to 10 of this run: what ran when",
+    )
+    add("--checkpoint_every", type=at_least(int, 0), default=0, help="save every N steps, too")
     add("--resume", action="store_true", help="continue from --checkpoint if that file exists")
 
 
-def at_least(kind, least):
+def at_least(number_type, least):
     """A type for add_argument: an int or float that is not below `least`."""
 
     def convert(text):
-        value = kind(text)
+        value = number_type(text)
         if not value >= least:
             raise argparse.ArgumentTypeError(f"{text} is not at least {least:g}")
         if value >= 2**31:
             raise argparse.ArgumentTypeError(f"{text} is not below {2**31}")
         return value
 
-    convert.__name__ = kind.__name__  # argparse then says "invalid int value"
+    convert.__name__ = number_type.__name__  # argparse then says "invalid int value"
     return convert
 
 
@@ -638,58 +688,59 @@ def parse_arguments(argv):
             refuse(f"--{name} is empty: give a path")
     if bool(args.val_image_path) != bool(args.val_annotation_path):
         refuse("--val_image_path and --val_annotation_path go together: give both")
-    if args.resume and not args.checkpoint:
-        refuse("--resume needs --checkpoint FILE")
+    for option, given in (("resume", args.resume), ("checkpoint_every", args.checkpoint_every)):
+        if given and not args.checkpoint:
+            refuse(f"--{option} needs --checkpoint FILE")
     if args.compile and (args.bucket_cap_mb or 1) < 1:
         refuse("--compile needs --bucket_cap_mb 1 or more: PyTorch's first bucket has 1 MB")
     args.val_workers = args.workers
     return args
 
 
-def check_start(args, process, train_list, val_list):
+def check_start(args, place, train_set, val_set):
     """All ranks: raises UserError unless all were started alike, and have the images.
 
     Returns a digest of the sizes of some images, which tells resized images from the originals.
     """
     # By a torchrun that starts its ranks again; another node's may have started its first ones.
-    process.restarts = max(all_gather(process.restarts))
-    own = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
-    own["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
-    own["--profile given"] = bool(args.profile)
-    own["PyTorch"] = str(torch.__version__)
-    count = len(train_list.names) + len(val_list.names if val_list else [])
-    log_from_rank_0(process, f"Looking for {counted(count, 'image')}")
+    place.restarts = max(all_gather(place.restarts))
+    settings = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
+    settings["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
+    settings["--profile given"] = bool(args.profile)
+    settings["PyTorch"] = str(torch.__version__)
+    count = len(train_set.names) + len(val_set.names if val_set else [])
+    log_from_rank_0(place, f"Looking for {counted(count, 'image')}")
     with errors_end_all_ranks():
-        sizes = check_images(args.coco_image_path, train_list.names)
-        if val_list and not args.val_image_path:
+        sizes = check_images(args.coco_image_path, train_set.names)
+        if val_set and not args.val_image_path:
             raise UserError("--val_image_path is given on rank 0 only: start all ranks alike")
-        if val_list:
-            check_images(args.val_image_path, val_list.names)
-        if args.checkpoint and process.rank == 0:
-            check_checkpoint(args, process)
-    note_unused_classes(process, train_list)
-    own["sizes of the images"] = digest(sizes)
+        if val_set:
+            check_images(args.val_image_path, val_set.names)
+        if args.checkpoint and place.rank == 0:
+            check_checkpoint(args.checkpoint)
+    note_unused_classes(place, train_set)
+    settings["sizes of the images"] = digest(sizes)
     if max(map(min, sizes), default=math.inf) < args.image_size:
         text = "the images are smaller than --image_size: prepared for a smaller one?"
-        log_from_rank_0(process, f"WARNING: {text}")
-    expected = from_rank_0(lambda: own)
+        log_from_rank_0(place, f"WARNING: {text}")
+    expected = from_rank_0(lambda: settings)
     with errors_end_all_ranks():
         for name, value in expected.items():
-            if own.get(name) != value:
-                text = f"{name} is {own.get(name)} here, but {value} on rank 0"
+            if settings.get(name) != value:
+                text = f"{name} is {settings.get(name)} here, but {value} on rank 0"
                 raise UserError(f"{text}: start all ranks alike")
-    return own["sizes of the images"]
+    return settings["sizes of the images"]
 
 
-def fill_in_arguments(args, process, image_count, checkpoint=None):
+def resolve_arguments(args, place, image_count, checkpoint=None):
     """All ranks: sets what depends on the hardware, the number of images and the checkpoint."""
     # Collective calls in here depend on arguments. All ranks have the same ones: check_start.
     with errors_end_all_ranks():
-        if args.sync_bn and not process.gpu:
+        if args.sync_bn and not place.gpu:
             raise UserError("--sync_bn needs NVIDIA GPUs: PyTorch has no other SyncBatchNorm")
         if args.device == "mps" and args.grad_compression != "none":
             raise UserError("--grad_compression needs DDP, which --device mps does not use")
-        micro_batches = process.world_size * args.accumulate_steps  # of all ranks in a step
+        micro_batches = place.world_size * args.accumulate_steps  # of all ranks in a step
         global_batch = args.global_batch_size or args.batch_size * micro_batches
         if global_batch % micro_batches:
             raise UserError(
@@ -701,16 +752,17 @@ def fill_in_arguments(args, process, image_count, checkpoint=None):
     all_steps = args.num_epochs * args.steps_per_epoch
     args.max_steps = min(all_steps, args.max_steps or all_steps)
     if args.profile:
-        check_profile(args, process, checkpoint)
+        check_profile(args, place, checkpoint)
     if args.lr_scaling == "linear":
         base, args.lr = args.lr, args.lr * global_batch / LR_BATCH
-        log_from_rank_0(process, f"--lr {base:g} x {global_batch} / {LR_BATCH} = {args.lr:g}")
+        log_from_rank_0(place, f"--lr {base:g} x {global_batch} / {LR_BATCH} = {args.lr:g}")
     if args.workers is None:
-        workers = max(1, own_cores(process) - 1) if process.gpu else 1
+        workers = max(1, own_cores(place) - 1) if place.gpu else 1
         args.workers, args.val_workers = min(workers, MOST_WORKERS), min(workers, MOST_VAL_WORKERS)
     if args.precision == "auto":  # that of the checkpoint, or the fastest one that suits all ranks
         saved = checkpoint and checkpoint["settings"].get("--precision", "fp32")
-        args.precision = saved or min(all_gather(fastest_precision(process)), key=PRECISIONS.index)
+        fast = None if saved else all_gather(fast_precision(args, place))
+        args.precision = saved or min(fast, key=PRECISIONS.index)
     if args.grad_compression == "powersgd":
         args.bucket_cap_mb = 1024  # NOTE: over Gloo PowerSGD hangs with two buckets
         if args.precision == "fp16":  # it would not recover from an overflow
@@ -721,18 +773,23 @@ def fill_in_arguments(args, process, image_count, checkpoint=None):
 
 # The same four numbers, as each launcher names them.
 TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+# What init_process_group needs of a process that meets nobody, with a port that is free (0).
+ALONE = dict(zip(TORCHRUN, "0101", strict=True)) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]  # and Intel MPI
 # SLURM_NTASKS is the number of tasks of the job. srun starts those of a job step.
 SRUN = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
+# A Mac's GPU, mps, is none of them: there one process trains without DDP and channels_last.
+DDP_DEVICES = ["cpu", "cuda"]
 PRECISIONS = ["fp32", "fp16", "bf16"]  # hardware that is fast in one is fast in those before it
 
 
 def find_launcher():
-    """Who started this process. Gives the variables of mpirun and srun torchrun's names."""
+    """Who started this process. Sets torchrun's variables where another launcher did not."""
     env = os.environ
     launcher, names = launcher_and_variables(env)
     if launcher == "python":
+        env.update(ALONE)
         return launcher
     for name, other_name in zip(TORCHRUN, names, strict=True):
         env[name] = env.get(other_name, "")
@@ -792,40 +849,40 @@ def tasks_of_this_node(env):
     return tasks[int(env.get("SLURM_NODEID", 0))]
 
 
-def choose_backend(args, process):
+def choose_backend(args, place):
     """nccl or gloo. Raises UserError if this node's hardware is not what the options need."""
     gpus = usable_gpus(args)
     backend = ("nccl" if gpus else "gloo") if args.backend == "auto" else args.backend
     # srun's --gpus-per-task, or a script around mpirun's command, may hide the others.
-    own_gpu = process.launcher in ("srun", "mpirun") and gpus == 1
-    if backend == "nccl" and process.local_world_size > gpus and not own_gpu:
+    own_gpu = place.launcher in ("srun", "mpirun") and gpus == 1
+    if backend == "nccl" and place.local_world_size > gpus and not own_gpu:
         raise UserError(
-            f"--backend nccl: {process.local_world_size} processes for {gpus} GPU(s) on this "
+            f"--backend nccl: {place.local_world_size} processes for {gpus} GPU(s) on this "
             "node: start one for each GPU, or use --backend gloo"
         )
-    if args.device == "mps" and (process.world_size > 1 or not torch.backends.mps.is_available()):
+    if args.device == "mps" and (place.world_size > 1 or not torch.backends.mps.is_available()):
         raise UserError("--device mps needs a Mac, and one process")
     return backend
 
 
-def prepare_hardware(process):
+def prepare_hardware(place):
     """Settings of PyTorch for this device and backend."""
-    if process.device.type == "mps":
-        log(process, "One process on a Mac's GPU, without DDP, which has no backend for it")
+    if place.device.type == "mps":
+        log(place, "One process on a Mac's GPU, without DDP, which has no backend for it")
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32, also in convolutions
     torch.backends.cudnn.benchmark = True  # tries out which convolutions are the fastest
     # NOTE: by its source, the new process group of NCCL in PyTorch 2.15 makes backward wait for
     # each all-reduce. 0 selects the former one, in which they overlap.
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(own_cores(process))
+        torch.set_num_threads(own_cores(place))
 
 
-def own_cores(process):
+def own_cores(place):
     """The number of CPU cores for this process."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    pinned = process.launcher in ("srun", "mpirun") and cores < os.cpu_count()  # to its own cores
-    return cores if pinned else max(1, cores // process.local_world_size)
+    pinned = place.launcher in ("srun", "mpirun") and cores < os.cpu_count()  # to its own cores
+    return cores if pinned else max(1, cores // place.local_world_size)
 
 
 def usable_gpus(args):
@@ -850,16 +907,16 @@ def usable_gpus(args):
     return gpus
 
 
-def fastest_precision(process):
+def fast_precision(args, place):
     """bf16 if the hardware multiplies faster in it, fp16 on older tensor cores, else fp32."""
-    if process.gpu:
+    if place.gpu:
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bf16"
         return "fp16" if torch.cuda.get_device_capability() >= (7, 0) else "fp32"
-    if process.device.type == "mps":
+    if place.device.type == "mps":
         return "fp32"
-    # CPUs with bf16 instructions multiply several times faster in it, others many times slower, so
-    # a short measurement is enough.
+    # CPUs with bf16 instructions multiply several times faster in it, others many times slower.
+    # Between them is room enough: a machine that is busy gives the same answer.
     seconds = {torch.float32: [], torch.bfloat16: []}
     for _ in range(50):
         for dtype in seconds:
@@ -868,15 +925,16 @@ def fastest_precision(process):
             torch.mm(matrix, matrix)
             seconds[dtype].append(perf_counter() - began)
     # The fastest measurements are those that other programs have not disturbed.
-    return "bf16" if min(seconds[torch.bfloat16]) < min(seconds[torch.float32]) else "fp32"
+    args.bf16_speed_up = min(seconds[torch.float32]) / min(seconds[torch.bfloat16])  # for Run
+    return "bf16" if args.bf16_speed_up >= 1.5 else "fp32"
 
 
 # ---- Meeting: where the processes find each other, and what is said if they do not
 
 
-def set_meeting_point(process):
+def set_meeting_point(place):
     """Sets MASTER_ADDR and MASTER_PORT where torchrun has not. Raises UserError."""
-    if process.world_size == process.local_world_size:
+    if place.world_size == place.local_world_size:
         # On one node they meet at its own address. torchrun would give its name, which does not
         # resolve on every machine.
         os.environ["MASTER_ADDR"] = "127.0.0.1"
@@ -885,29 +943,35 @@ def set_meeting_point(process):
     port = os.environ.setdefault("MASTER_PORT", "29500")
     if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise UserError(f"MASTER_PORT is {port!r}: give a free port of rank 0's node, 1 to 65535")
+    if place.restarts and place.world_size == place.local_world_size:
+        # NOTE: torchrun --max-restarts keeps its store, with the addresses of the start before.
+        # So rank 0 opens another one. (On several nodes such restarts do not work in any case.)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        os.environ["MASTER_PORT"] = str(int(port) + place.restarts)
 
 
 @contextmanager
-def connecting_ranks(args, process):
-    """A block in which the ranks connect, with the store of their addresses. Raises StartError.
+def connecting_ranks(args, place):
+    """A block in which the ranks meet and connect. Raises StartError.
 
-    NOTE: meeting and connecting may take longer than their own timeout. PyTorch tries a port that
-    refuses up to two times as long, Gloo waits several times as long for an address that does not
-    answer, and NCCL waits for ever. So a timer ends the process.
+    NOTE: that may take longer than PyTorch's timeout: it tries a port that refuses up to two times
+    as long, Gloo waits several times as long for an address that does not answer, and NCCL waits
+    for ever. So a timer ends the process.
     """
     port = os.environ.get("MASTER_PORT")
     meeting = f"rendezvous at {os.environ.get('MASTER_ADDR')}:{port}: "
     meeting += "did all nodes start, with rank 0's address and port?"
-    interface = f"{process.backend.upper()}_SOCKET_IFNAME"
-    connection = f"{process.backend} on the {process.device.type} of {socket.gethostname()}"
-    stuck = f"{connection} is not connected to all ranks after {args.timeout:g} s: do the "
-    stuck += f"others use {process.backend}, too? A firewall that opens port {port} alone, or "
-    stuck += f"the wrong interface (export {interface}=NAME)? Try tools/preflight.py"
+    interface = f"{place.backend.upper()}_SOCKET_IFNAME"
+    connection = f"{place.backend} on the {place.device.type} of {socket.gethostname()}"
+    late = f"ERROR: no connection to all ranks in {args.timeout:g} s. First the {meeting} Then "
+    late += f"{connection}: do the others use {place.backend}, too? A firewall that opens port "
+    late += f"{port} alone, or the wrong interface (export {interface}=NAME)? "
+    late += "Try tools/preflight.py"
+    timer = threading.Timer(args.timeout + 5, end_process, (EXIT_FAILED, place, late))
+    timer.daemon = True
+    timer.start()
     try:
-        with time_limit(args, process, f"{meeting} No answer in {args.timeout:g} s"):
-            store = find_store(args, process)
-        with time_limit(args, process, stuck):
-            yield store
+        yield
     except (RuntimeError, ValueError) as error:
         cause = one_line(error)
         if "clients joined" in cause or isinstance(error, dist.DistNetworkError):
@@ -917,243 +981,116 @@ def connecting_ranks(args, process):
             text += f"another backend or device? {cause}"
         else:
             text = f"{connection} cannot connect to the other ranks: {cause}"
-            if interface in os.environ or process.world_size > process.local_world_size:
+            if interface in os.environ or place.world_size > place.local_world_size:
                 now = os.environ.get(interface, "not set")
                 text += f" | Is {interface} ({now}) the interface between the nodes? A firewall?"
         raise StartError(text) from error
-
-
-@contextmanager
-def time_limit(args, process, text):
-    """A block that ends the process with this error after --timeout and five seconds."""
-    ending = (EXIT_FAILED, process, f"ERROR: {text}")
-    timer = threading.Timer(args.timeout + 5, end_process, ending)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
     finally:
         timer.cancel()
-
-
-def find_store(args, process):
-    """Where the ranks find each other's addresses: on rank 0's node, at MASTER_ADDR."""
-    if process.launcher == "python":
-        return dist.HashStore()  # nobody to meet: no port, a store in this process's memory
-    timeout = timedelta(seconds=args.timeout)
-    store, *_ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
-    if not process.restarts or process.world_size > process.local_world_size:
-        return store
-    # NOTE: torchrun of 2.8 keeps its store, so that it has the addresses of the start before. (On
-    # several nodes its restarts do not work in any case.)
-    return dist.PrefixStore(f"start {process.restarts}", store)
 
 
 # ---- Annotation files: from COCO's JSON to file names, labels and classes
 
 # The images that have a label: their file names, and their labels, which are indices of
 # `categories`, {id: name}. `unlabelled` counts the images without an annotation: left out.
-ImageList = namedtuple("ImageList", "names labels categories unlabelled")
+ImageSet = namedtuple("ImageSet", "names labels categories unlabelled")
+INSTANCES = "give an instances file, such as instances_train2017.json"
+# Each entry of a file's lists needs these ids.
+IDS = {
+    "images": ["id"],
+    "categories": ["id"],
+    "annotations": ["id", "image_id", "category_id"],
+}
 
 
-def read_image_list(path, folder=None, train_list=None):
-    """ImageList of a COCO instances file; None without a path. Raises UserError.
+def read_image_list(path, folder=None, train_set=None):
+    """ImageSet of a COCO instances file; None without a path. Raises UserError.
 
-    folder: that of the images. train_list: that of the training images, for validation images:
+    folder: that of the images. train_set: that of the training images, for validation images:
     their labels are then those of its classes.
     """
     if not path:
         return None
-    with as_user_error(f"cannot use annotation file {path}"):
-        try:
-            gc.disable()  # it would search millions of new objects again and again
-            with redirect_stdout(None):  # pycocotools prints
-                coco = COCO(path)
-            image_list = list_labelled(coco)
-        except Exception:
-            check_instances(path, read_json(path))  # says what is wrong with the file
-            raise
-        finally:
-            gc.enable()
-        if not image_list.names or not is_well_formed(coco, image_list):
-            check_instances(path, coco.dataset)
-    names, labels, categories, unlabelled = image_list
+    coco = COCO()
+    gc.disable()  # it would search millions of new objects again and again
+    try:
+        coco.dataset = json.loads(Path(path).read_bytes())
+        check_instances(coco.dataset)
+        with redirect_stdout(None):  # pycocotools prints
+            coco.createIndex()
+        names, labels, categories, unlabelled = list_labelled(coco)
+    except OSError as error:
+        raise UserError(f"annotation file {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        text = f"annotation file {path} is not JSON, or not all of it is there"
+        raise UserError(text + see_check_coco()) from error
+    except UserError as error:
+        raise UserError(f"annotation file {path}: {error}{see_check_coco()}") from error
+    finally:
+        gc.enable()
     if folder and any("\\" in name for name in names):  # an export made on Windows
         absent = set(missing_images(folder, names))
         names = [name.replace("\\", "/") if name in absent else name for name in names]
     outside = [name for name in names if os.path.isabs(name) or ".." in name.split("/")]
     if outside:
         raise UserError(f"annotation file {path}: {outside[0]} leaves the image folder")
-    image_list = ImageList(names, labels, categories, unlabelled)
-    return match_classes(image_list, path, train_list) if train_list else image_list
+    image_set = ImageSet(names, labels, categories, unlabelled)
+    return match_classes(image_set, path, train_set) if train_set else image_set
+
+
+def check_instances(content):
+    """Raises UserError where training on this content of a file would fail, or be wrong."""
+    for name, keys in IDS.items():
+        entries = content.get(name) if isinstance(content, dict) else None
+        if not entries or not isinstance(entries, list):
+            raise UserError(f"it has no list of {name}: {INSTANCES}")
+        if not all(isinstance(entry, dict) for entry in entries):
+            raise UserError(f"not all of its {name} are objects with fields")
+        for key in keys:
+            wrong = sum(not is_id(entry.get(key)) for entry in entries)
+            if wrong:
+                text = (
+                    f"{wrong} of {len(entries)} {name} have no usable {key}, which is a number or"
+                )
+                more = f": {INSTANCES}" if wrong == len(entries) else ""
+                raise UserError(f"{text} a text{more}")
+            if len({isinstance(entry[key], str) for entry in entries}) > 1:
+                raise UserError(f"some of its {name} have a number as {key}, some a text")
+    for name in ("images", "categories"):
+        number_of_ids = len({entry["id"] for entry in content[name]})
+        if number_of_ids < len(content[name]):
+            text = f"its {len(content[name])} {name} have only {number_of_ids} different ids"
+            raise UserError(f"{text}: each needs one of its own")
+
+
+def is_id(value):
+    """Whether it stands for one thing: from 2**53 on a float may stand for its neighbours."""
+    return type(value) in (int, str) or (isinstance(value, float) and abs(value) < 2**53)
 
 
 def list_labelled(coco):
-    """ImageList of what pycocotools has read. Raises an error of any type for a faulty file."""
-    categories = {i: class_name(coco.cats[i]) for i in sorted(coco.cats)}
+    """ImageSet of what pycocotools has indexed. Raises UserError."""
+    ids = sorted(coco.cats, key=lambda category: (isinstance(category, str), category))
+    categories = {category: class_name(coco.cats[category]) for category in ids}
     label_of = {category: label for label, category in enumerate(categories)}
     # The label is the category of the first annotation in the file, crowds included.
     first = {image: of_it[0]["category_id"] for image, of_it in coco.imgToAnns.items()}
     images = coco.dataset["images"]
-    names = [file_name(image) for image in images if image["id"] in first]
-    labels = [label_of[first[image["id"]]] for image in images if image["id"] in first]
-    return ImageList(names, labels, categories, len(images) - len(names))
-
-
-def is_well_formed(coco, image_list):
-    """Whether all ids are unique whole numbers, and all names are text. Nearly always they are."""
-    images, _, annotations = lists = [coco.dataset[name] for name in LISTS]
-    ids = {type(entry["id"]) for entries in lists for entry in entries}
-    ids |= {type(entry[key]) for entry in annotations for key in ("image_id", "category_id")}
-    names = [*map(file_name, images), *image_list.categories.values()]
-    unique = [len(coco.imgs), len(coco.cats), len(coco.anns)] == [*map(len, lists)]
-    return unique and all(names) and ids == {int} and {*map(type, names)} == {str}
-
-
-def match_classes(image_list, path, train_list):
-    """The ImageList with labels of the training classes of the same names. Raises UserError."""
-    check_names("of the training images", train_list)
-    check_names(path, image_list)
-    train_names, names = (list(found.categories.values()) for found in (train_list, image_list))
-    # Of two training classes of one name, that with images comes last.
-    used_last = [*range(len(train_names)), *train_list.labels]
-    label_of = {train_names[label]: label for label in used_last}
-    lacking = [names[label] for label in image_list.labels if names[label] not in label_of]
-    if lacking:
-        text = f"it has images of the class {lacking[0]!r}, which the training classes lack"
-        raise UserError(f"annotation file {path}: {text}: give both files the same names")
-    labels = [label_of[names[label]] for label in image_list.labels]
-    return ImageList(image_list.names, labels, train_list.categories, image_list.unlabelled)
-
-
-def check_names(path, image_list):
-    """Raises UserError if two classes that have images have the same name."""
-    classes, ids = list(image_list.categories.items()), {}
-    for label in sorted(set(image_list.labels)):
-        category, name = classes[label]
-        other = ids.setdefault(name, category)
-        if other != category:
-            text = f"categories {other} and {category} have images, and both are called {name!r}"
-            raise UserError(f"annotation file {path}: {text}: rename one, names tell them apart")
-
-
-def note_unused_classes(process, train_list):
-    used = set(train_list.labels)
-    names = [n for label, n in enumerate(train_list.categories.values()) if label not in used]
-    if names:
-        text = counted(len(names), "class has", "classes have")
-        more = ", ..." if len(names) > 3 else ""
-        log_from_rank_0(process, f"Note: {text} no training image: {', '.join(names[:3])}{more}")
-
-
-# ---- What is wrong with an annotation file (tools/prepare_coco.py has the same lines)
-
-LISTS = ("images", "categories", "annotations")
-# What training needs of COCO's format: of each entry of a list a field, and what its values are.
-FIELDS = [
-    ("images", "id", "ids of images"),
-    ("images", "file_name", "names"),
-    ("categories", "id", "ids of categories"),
-    ("categories", "name", "names"),
-    ("annotations", "category_id", "ids of categories"),
-    ("annotations", "image_id", "ids of images"),
-    ("annotations", "id", "ids of annotations"),
-]
-INSTANCES = "Of COCO's files give the instances file, such as instances_train2017.json"
-UTF_16 = "it is UTF-16: save it as UTF-8"
-BEGINNINGS = {  # of files that are not what they should be
-    b"PK": "it is a zip archive: unpack it",
-    b"\x1f\x8b": "it is a gzip archive: unpack it",
-    b"\xef\xbb\xbf": "it begins with a byte order mark: save it as UTF-8 without one",
-    **dict.fromkeys([b"\xff\xfe", b"\xfe\xff", b"{\0", b"\0{", b"[\0", b"\0["], UTF_16),
-}
-
-
-def read_json(path, **options):
-    """What json.loads makes of an annotation file with these options. Raises UserError."""
-    try:
-        data = Path(path).read_bytes()
-        for beginning, what in BEGINNINGS.items():
-            if data.startswith(beginning):
-                raise UserError(f"annotation file {path} is not JSON in UTF-8: {what}")
-        return json.loads(data.decode(), **options)
-    except OSError as error:
-        raise UserError(f"annotation file {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        text = f"annotation file {path} is not JSON, or not all of it is there"
-        raise UserError(f"{text} ({len(data)} bytes): {error}") from error
-
-
-def check_instances(path, content):
-    """Raises UserError if training cannot use the content of an annotation file."""
-    file = f"annotation file {path}"
-    check_lists(file, content)
-    for name, key, kind in FIELDS:
-        types = types_of(content, kind)
-        expected = "text" if types == [str] else "a number"
-        if "ids" in kind:
-            expected += f", as {kind} are"
-        for index, entry in enumerate(content[name]):
-            value = value_of(entry, key)
-            if type(value) not in types or value == "" or not is_exact(value):
-                if key == "category_id" and key not in entry:  # as in COCO's panoptic files
-                    expected += f". {INSTANCES}"
-                text = f"{file}: {name}[{index}] {has(entry, key)}"
-                raise UserError(f"{text}: expected {expected}")
-    check_ids(file, content)
-
-
-def check_lists(file, content):
-    """Raises UserError unless there are three lists of objects."""
-    if not isinstance(content, dict):
-        text = "expected an object with images, annotations and categories"
-        raise UserError(f"{file} is {shown(content)}: {text}. {INSTANCES}")
-    for name in LISTS:
-        if not content.get(name) or not isinstance(content[name], list):
-            raise UserError(f"{file} {has(content, name)}: expected a list of them. {INSTANCES}")
-        for index, entry in enumerate(content[name]):
-            if not isinstance(entry, dict):
-                raise UserError(f"{file}: {name}[{index}] is {shown(entry)}: expected an object")
-
-
-def check_ids(file, content):
-    """Raises UserError if ids are not unique, or the label of an image has no category."""
-    indices = {"images": {}, "categories": {}}
-    for name, seen in indices.items():
-        for index, entry in enumerate(content[name]):
-            first = seen.setdefault(entry["id"], index)
-            if first != index:
-                text = f"{name}[{index}] has the id {entry['id']}, as {name}[{first}] has"
-                raise UserError(f"{file}: {text}: expected another one")
-    labelled = set()
-    for index, annotation in enumerate(content["annotations"]):
-        image, category = annotation["image_id"], annotation["category_id"]
-        if image not in indices["images"] or image in labelled:
-            continue  # training uses the first annotation of each image
-        labelled.add(image)
-        if category not in indices["categories"]:
-            text = f"annotations[{index}] has {category} as category_id"
-            raise UserError(f"{file}: {text}: expected the id of a category")
+    labelled = [image for image in images if image["id"] in first]
     if not labelled:
-        raise UserError(f"{file}: no image has an annotation: no image_id is the id of an image")
-
-
-def is_exact(value):
-    """Whether it is surely this number. A float from 2**53 on may stand for its neighbours."""
-    return not isinstance(value, float) or abs(value) < 2**53
-
-
-def types_of(content, kind):
-    """Names are text, ids are numbers. Ids may also all be text."""
-    fields = [(name, key) for name, key, its_kind in FIELDS if its_kind == kind]
-    values = (value_of(entry, key) for name, key in fields for entry in content[name])
-    return [str] if all(isinstance(v, str) for v in values) or kind == "names" else [int, float]
-
-
-def value_of(entry, key):
-    if key == "file_name":
-        return file_name(entry)
-    return class_name(entry) if key == "name" else entry.get(key)
+        raise UserError("no image has an annotation: no image_id is the id of an image")
+    used = [first[image["id"]] for image in labelled]
+    unknown = [category for category in used if category not in label_of]
+    if unknown:
+        text = f"{len(unknown)} of {len(used)} labelled images have a category_id that is no id of"
+        raise UserError(f"{text} a category, such as {unknown[0]!r}")
+    names = [file_name(image) for image in labelled]
+    nameless = sum(not isinstance(name, str) or not name for name in names)
+    if nameless:
+        text = f"{nameless} of {len(names)} labelled images have no file_name that is text"
+        raise UserError(text)
+    labels = [label_of[category] for category in used]
+    return ImageSet(names, labels, categories, len(images) - len(names))
 
 
 def file_name(image):
@@ -1164,21 +1101,50 @@ def file_name(image):
 def class_name(category):
     """A class without a name is called by its id."""
     name = category.get("name")
-    name = category.get("id") if name in (None, "") else name
-    return str(name).removesuffix(".0") if type(name) in (int, float) else name
+    name = category["id"] if name in (None, "") else name
+    return str(name).removesuffix(".0") if isinstance(name, float) else str(name)
 
 
-def has(entry, key):
-    """'has no id', 'has null as id'."""
-    missing = key not in entry or entry[key] == []
-    return f"has no {key}" if missing else f"has {shown(entry[key])} as {key}"
+def see_check_coco():
+    """Names the tool that says more of a file, where it lies beside this one."""
+    tool = Path(__file__).resolve().parent / "tools" / "check_coco.py"
+    return f" ({tool} says more)" if tool.is_file() else ""
 
 
-def shown(value):
-    if isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "an object"
-    text = json.dumps(value)[:60]
-    return f"the text {text}" if isinstance(value, str) else text
+def match_classes(image_set, path, train_set):
+    """The ImageSet with labels of the training classes of the same names. Raises UserError."""
+    check_names("of the training images", train_set)
+    check_names(path, image_set)
+    train_names, names = (list(found.categories.values()) for found in (train_set, image_set))
+    # Of two training classes of one name, that with images comes last.
+    used_last = [*range(len(train_names)), *train_set.labels]
+    label_of = {train_names[label]: label for label in used_last}
+    lacking = [names[label] for label in image_set.labels if names[label] not in label_of]
+    if lacking:
+        text = f"it has images of the class {lacking[0]!r}, which the training classes lack"
+        raise UserError(f"annotation file {path}: {text}: give both files the same names")
+    labels = [label_of[names[label]] for label in image_set.labels]
+    return ImageSet(image_set.names, labels, train_set.categories, image_set.unlabelled)
+
+
+def check_names(path, image_set):
+    """Raises UserError if two classes that have images have the same name."""
+    classes, ids = list(image_set.categories.items()), {}
+    for label in sorted(set(image_set.labels)):
+        category, name = classes[label]
+        other = ids.setdefault(name, category)
+        if other != category:
+            text = f"categories {other} and {category} have images, and both are called {name!r}"
+            raise UserError(f"annotation file {path}: {text}: rename one, names tell them apart")
+
+
+def note_unused_classes(place, train_set):
+    used = set(train_set.labels)
+    names = [n for label, n in enumerate(train_set.categories.values()) if label not in used]
+    if names:
+        text = counted(len(names), "class has", "classes have")
+        more = ", ..." if len(names) > 3 else ""
+        log_from_rank_0(place, f"Note: {text} no training image: {', '.join(names[:3])}{more}")
 
 
 # ---- Images: from a file to a batch
@@ -1186,7 +1152,6 @@ def shown(value):
 # Mean and standard deviation of ImageNet's red, green and blue, on a scale of 0 to 255.
 MEAN = 255 * torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
 STD = 255 * torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
-Image.MAX_IMAGE_PIXELS = None  # Pillow would refuse very large images
 MOST_LOADER_SECONDS = 2_000_000  # 23 days; poll() counts milliseconds in 32 bits
 
 
@@ -1198,9 +1163,9 @@ class CocoFirstCategory(Dataset):
     such keys and with `labels`, and functions in place of read_image_list and check_images.
     """
 
-    def __init__(self, args, process, folder, image_list, transform):
-        self.size, self.seed, self.process = args.image_size, args.seed, process
-        self.folder, self.names, self.labels = folder, image_list.names, image_list.labels
+    def __init__(self, args, place, folder, image_set, transform):
+        self.size, self.seed, self.place = args.image_size, args.seed, place
+        self.folder, self.names, self.labels = folder, image_set.names, image_set.labels
         self.transform = transform
 
     def __len__(self):
@@ -1223,7 +1188,7 @@ class CocoFirstCategory(Dataset):
         except Exception as error:  # damaged images raise errors of any type
             reason = one_line(error).partition(" <_io")[0]
             text = f"image {path} is damaged, a black one takes its place"
-            log(self.process, f"WARNING: {text}: {reason}")
+            log(self.place, f"WARNING: {text}: {reason}")
             return torch.zeros(3, self.size, self.size, dtype=torch.uint8)
 
 
@@ -1232,8 +1197,8 @@ def decode(content):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow also warns of images that it can decode
         image = Image.open(BytesIO(content))
-        if image.mode[0] in "IF":
-            image = to_8_bits(image)
+        if has_more_bits(image):
+            raise ValueError(f"its pixels have more than 8 bits (mode {image.mode})")
         if image.mode != "RGB":  # convert would copy the image in any case
             image = image.convert("RGB")
         # As pil_to_tensor, with a copy less. PyTorch warns that nobody may write to these bytes.
@@ -1241,29 +1206,42 @@ def decode(content):
         return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
 
 
-def to_8_bits(image):
-    """A grey image of 16 or 32 bits in 8 bits. NOTE: convert("RGB") would only clip its values."""
-    # 16 bits have a range of their own. Of 32 bits the least value becomes black, the greatest
-    # one white.
-    is_16_bit = image.mode.startswith("I;16")
-    is_16_bit |= image.mode == "I" and image.format in ("PNG", "PPM")  # they have no 32 bits
-    image = image.convert("I").convert("F") if image.mode != "F" else image
-    low, high = (0, 2**16 - 1) if is_16_bit else image.getextrema()
-    if not 0 < high - low < math.inf:
-        raise ValueError(f"its values, from {low} to {high}, have no range to scale")
-    scale = 255 / (high - low)
-    return image.point(lambda value: value * scale + (0.5 - low * scale)).convert("L")
+def has_more_bits(image):
+    """Whether a pixel has more than 8 bits a colour. convert("RGB") would clip its values."""
+    return image.mode[0] in "IF"  # I, I;16, F: grey images of 16 or 32 bits
 
 
-def make_loader(args, process, dataset, sampler, workers):
+class EpochSampler(DistributedSampler):
+    """PyTorch's DistributedSampler, of whose share a part is used, with keys (epoch, index).
+
+    NOTE: set_epoch does not reach the dataset, because copies of it live in the loader's worker
+    processes. So the epoch is in the key.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.start, self.end = 0, None  # the part of this rank's share that is used
+
+    def __iter__(self):
+        part = islice(super().__iter__(), self.start, self.end)
+        return ((self.epoch, index) for index in part)
+
+    def __len__(self):
+        return len(range(self.num_samples)[self.start : self.end])
+
+
+def make_loader(args, place, dataset, sampler, workers):
     return DataLoader(
         dataset,
         batch_size=args.batch_size,
         sampler=sampler,
         num_workers=workers,
+        # NOTE: the default of Python 3.14 starts workers by way of a process of its own. A stop
+        # signal to all processes would end that one, and with it the workers.
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         worker_init_fn=ignore_stop_signals,
         persistent_workers=workers > 0,
-        pin_memory=process.gpu,
+        pin_memory=place.gpu,
         timeout=min(args.timeout, MOST_LOADER_SECONDS) if workers else 0,
     )
 
@@ -1285,19 +1263,21 @@ def start_workers(*loaders):
 
 
 def check_images(folder, names):
-    """Raises UserError unless all images are in the folder; returns the sizes of some of them."""
+    """The sizes of some of the images. Raises UserError unless all are there, in 8 bits."""
     missing = missing_images(folder, names)
     if missing:
-        raise UserError(
-            f"the folder of images {folder} lacks {len(missing)} of {len(names)} listed images, "
-            f"the first is {missing[0]}: {look_around(folder, missing[0])}"
-        )
-    sizes = []
+        text = f"lacks {len(missing)} of {len(names)} listed images, the first is {missing[0]}"
+        raise UserError(f"the folder of images {folder} {text}{see_check_coco()}")
+    sizes, clipped = [], []
     for name in names[:: 1 + len(names) // 64]:
         with warnings.catch_warnings(), suppress(Exception):  # a damaged image has no size
             warnings.simplefilter("ignore")
             with Image.open(os.path.join(folder, name)) as image:
                 sizes.append(image.size)
+                clipped += [name] if has_more_bits(image) else []
+    if clipped:
+        text = f"{clipped[0]} in {folder} has pixels of more than 8 bits, which would be clipped"
+        raise UserError(f"{text}: convert such images (tools/prepare_coco.py does)")
     return sizes
 
 
@@ -1313,72 +1293,15 @@ def missing_images(folder, names):
     return [name for name in names if os.path.basename(name) not in files[os.path.dirname(name)]]
 
 
-def look_around(folder, name):
-    """Where an image is that the folder lacks, or what it is called there; and what to do."""
-    try:
-        with os.scandir(folder) as entries:
-            below = [entry.path for entry in entries if entry.is_dir()][:1000]
-    except OSError as error:
-        return f"{error.strerror}: check the path"
-    above = Path(os.path.abspath(folder)).parents
-    for other in [*list(above)[: name.count("/")], *below]:
-        if os.path.isfile(os.path.join(other, name)):
-            return f"{name} is in {other}: give that folder"
-    for wanted in (name, os.path.basename(name)):
-        if found := find_alike(folder, wanted):
-            how = "under another name"
-            if one_form(found) == one_form(name):
-                how = "with the same letters in another Unicode form (NFC, NFD)"
-            elif loose_form(found) == loose_form(name):
-                how = "in another case"
-            elif os.path.basename(found) == os.path.basename(name):
-                how = "in another folder"
-            return f"{found} is there, {how}: name it in the annotation file as it is there"
-    return "check the path"
-
-
-def find_alike(folder, name):
-    """A file of the folder whose name has another case, extension or Unicode form; or None."""
-    found = ""
-    for part in name.split("/"):
-        try:
-            entries = os.listdir(os.path.join(folder, found))
-        except OSError:
-            return None
-        for form in (one_form, loose_form, without_extension):
-            alike = [entry for entry in entries if form(entry) in (form(part), loose_form(part))]
-            if form is without_extension:  # labelling tools leave a text file beside each image
-                known = Image.registered_extensions()
-                alike = [entry for entry in alike if os.path.splitext(entry)[1].lower() in known]
-            if alike:
-                break
-        else:
-            return None
-        found = os.path.join(found, part if part in alike else min(alike))
-    return found
-
-
-def one_form(name):
-    return unicodedata.normalize("NFC", name)  # macOS writes an accent as a character of its own
-
-
-def loose_form(name):
-    return one_form(name).casefold()
-
-
-def without_extension(name):
-    return os.path.splitext(loose_form(name))[0]
-
-
 # ---- Weights and compression: where a model begins, and how it sends less
 
 
-def load_weights(process, model, source, train_list):
+def load_weights(place, model, source, train_set):
     """Loads ImageNet's weights or a file's, without a last layer of other classes."""
-    log(process, f"Loading weights: --weights {source}")
+    log(place, f"Loading weights: --weights {source}")
     with as_user_error(f"--weights {source}: these are not weights of ResNet-18"):
         state = download_weights() if source == "imagenet" else read_file(source)
-        names = list(train_list.categories.values())
+        names = list(train_set.categories.values())
         their_names = state.get("categories")  # a checkpoint has more than weights
         state = state.get("model", state)
         their_classes, classes = len(state["fc.weight"]), len(names)
@@ -1393,10 +1316,10 @@ def load_weights(process, model, source, train_list):
             theirs, own = next((theirs, own) for theirs, own in pairs if theirs != own)
             reason = f" is left out: its class {theirs!r} is {own!r} here"
         elif their_names:
-            check_names("of the training images", train_list)
+            check_names("of the training images", train_set)
         if reason:
             state |= {"fc.weight": model.fc.weight, "fc.bias": model.fc.bias}
-            log(process, f"--weights {source}: the last layer{reason}")
+            log(place, f"--weights {source}: the last layer{reason}")
         model.load_state_dict(state)
 
 
@@ -1422,6 +1345,20 @@ def read_file(path):
     """What torch.save has written. Code in the file is not run. Raises UserError."""
     with as_user_error(f"cannot read {path}, which torch.save should have written"):
         return torch.load(path, map_location="cpu", weights_only=True)
+
+
+class WithoutDDP(torch.nn.Module):
+    """Takes DDP's place on a Mac's GPU: one process, for which DDP has no backend."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+    def forward(self, images):
+        return self.module(images)
+
+    def no_sync(self):
+        return nullcontext()
 
 
 def compress_gradients(args, ddp):
@@ -1492,7 +1429,7 @@ class StepTimer:
 
     def __init__(self, device, model):
         self.device_type = device.type
-        self.moments = {}  # of the present step, by name
+        self.moments = {}  # of the present step: a list for each name
         self.unread = []  # (moments, number of images) of steps that a GPU may not have finished
         self.step_times = []
         self.logged = 0  # how many of them have been in a log line
@@ -1504,23 +1441,23 @@ class StepTimer:
     def mark(self, name):
         """Notes this moment. A GPU runs behind the script: there, when the GPU gets here."""
         if self.device_type == "cuda":
-            self.moments[name] = torch.cuda.Event(enable_timing=True)
-            self.moments[name].record()
-            return
-        if self.device_type == "mps":
-            torch.mps.synchronize()
-        self.moments[name] = perf_counter()
+            moment = torch.cuda.Event(enable_timing=True)
+            moment.record()
+        else:
+            if self.device_type == "mps":
+                torch.mps.synchronize()
+            moment = perf_counter()
+        self.moments.setdefault(name, []).append(moment)
 
     def start_step(self):
         """Leaves out what happened before: it is not part of the next step."""
         self.moments = {}
         self.mark("begin")
-        self.mark("waiting for data")
 
     def end_step(self, image_count):
         self.mark("end")
         self.unread.append((self.moments, image_count))
-        self.moments = {"begin": self.moments["end"]}
+        self.moments = {"begin": self.moments["end"]}  # the next step's
 
     def last_step_seconds(self):
         self.read()
@@ -1536,11 +1473,14 @@ class StepTimer:
     def read(self):
         """Fills in `step_times`; waits for a GPU."""
         if self.device_type == "cuda" and self.unread:
-            self.unread[-1][0]["end"].synchronize()
+            self.unread[-1][0]["end"][0].synchronize()
         for moments, image_count in self.unread:
-            data = self.seconds(moments["waiting for data"], moments["data arrived"])
-            exposed = self.seconds(moments["own gradients"], moments["gradients averaged"])
-            whole = self.seconds(moments["begin"], moments["end"])
+            # One wait for each micro-batch. The gradients of the last one complete the sum.
+            waits = zip(moments["waiting for data"], moments["data arrived"], strict=True)
+            data = sum(self.seconds(begin, end) for begin, end in waits)
+            own, averaged = moments["own gradients"][-1], moments["gradients averaged"][0]
+            exposed = self.seconds(own, averaged)
+            whole = self.seconds(moments["begin"][0], moments["end"][0])
             self.step_times.append(StepTime(data, exposed, whole, image_count))
         self.unread.clear()
 
@@ -1557,7 +1497,7 @@ def mean_time(times):
 PROFILED = {"wait": 5, "warmup": 2, "active": 3}
 
 
-def check_profile(args, process, checkpoint):
+def check_profile(args, place, checkpoint):
     """All ranks: raises UserError if the run is too short, or a rank cannot write its trace."""
     needed = sum(PROFILED.values())
     with errors_end_all_ranks():
@@ -1567,59 +1507,43 @@ def check_profile(args, process, checkpoint):
             os.makedirs(args.profile, exist_ok=True)
             tempfile.TemporaryFile(dir=args.profile).close()
     if checkpoint and args.max_steps - checkpoint["step"] < needed:
-        log_from_rank_0(process, f"Note: no --profile, because fewer than {needed} steps are left")
+        log_from_rank_0(place, f"Note: no --profile, because fewer than {needed} steps are left")
         args.profile = None
 
 
-def start_profiler(process):
+def start_profiler(args, place):
     """PyTorch's profiler. It does nothing in the first steps, see PROFILED."""
-    if not process.gpu:  # Kineto, the profiler's library, would print errors about that
+    if not place.gpu:  # Kineto, the profiler's library, would print errors about that
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    kinds = torch.profiler.ProfilerActivity
+
+    def write(profiler):
+        path = os.path.join(args.profile, f"rank{place.rank}.json.gz")
+        # All wait for the slowest to write: then no later step does.
+        with errors_end_all_ranks(), as_user_error(f"--profile {path} cannot be written"):
+            profiler.export_chrome_trace(path)
+        if place.rank == 0:
+            by = "self_device_time_total" if place.gpu else "self_cpu_time_total"
+            table = profiler.key_averages().table(by, row_limit=10, max_name_column_width=60)
+            for line in table.splitlines():
+                log(place, f"Profile | {line}")
+
     profiler = torch.profiler.profile(
-        activities=[kinds.CPU, kinds.CUDA] if process.gpu else [kinds.CPU],
-        schedule=torch.profiler.schedule(**PROFILED, repeat=1),
+        schedule=torch.profiler.schedule(**PROFILED, repeat=1), on_trace_ready=write
     )
     profiler.start()
     return profiler
 
 
 def profile_step(training):
-    """All ranks: tells the profiler that a step has ended, and writes the trace after the last."""
-    args, process, profiler = training.args, training.process, training.profiler
-    actions, action = torch.profiler.ProfilerAction, profiler.current_action
-    profiler.step()
-    if action == actions.NONE:  # in the step that has ended
-        return
-    if action == actions.RECORD_AND_SAVE:  # it was the last one
-        path = os.path.join(args.profile, f"rank{process.rank}.json.gz")
-        with errors_end_all_ranks():  # all wait: a later step has no wait for a rank that writes
-            with as_user_error(f"--profile {path} cannot be written"):
-                profiler.export_chrome_trace(path)
-            if process.rank == 0:
-                log_profile(process, profiler.events())
+    """All ranks: tells the profiler that a step has ended. After the last one it writes."""
+    action = training.profiler.current_action  # of the step that has ended
+    training.profiler.step()
+    if action != torch.profiler.ProfilerAction.NONE:
+        # A profiled step takes longer than others: no average has it.
+        training.timer.unread.pop()
+        training.timer.start_step()
+    if action == torch.profiler.ProfilerAction.RECORD_AND_SAVE:
         training.profiler = None
-    training.timer.unread.pop()  # a profiled step takes longer than others: no average has it
-    training.timer.start_step()
-
-
-def log_profile(process, events):
-    """What took the most time in the profiled steps: on a GPU its kernels."""
-    # An operation's time is without that of other operations inside it. What another thread does
-    # beside them, such as an all-reduce over Gloo, counts in full.
-    seconds, counts = Counter(), Counter()
-    for event in events:
-        of_gpu = event.device_type == torch.autograd.DeviceType.CUDA
-        is_block = event.is_user_annotation and not event.is_async  # a name for several operations
-        if is_block or of_gpu != process.gpu:
-            continue
-        whole, own = event.time_range.elapsed_us(), event.self_cpu_time_total
-        microseconds = whole if event.is_async or process.gpu else own
-        seconds[event.name] += microseconds / 1e6
-        counts[event.name] += 1
-    for name, time_of_it in seconds.most_common(10):
-        text = f"Profile of {PROFILED['active']} steps | {name[:80]} | {1e3 * time_of_it:.1f} ms"
-        log(process, f"{text} | {counted(counts[name], 'time')}")
 
 
 # ---- Going on, or not: what happens between steps; a stop signal ends all ranks together
@@ -1631,17 +1555,17 @@ PARENT_ENDED = 1000  # in place of a signal's number, and above all of them
 MOST_STEPS_WITHOUT_AGREEMENT = 20
 
 
-def catch_stop_signals(process):
-    """A stop signal is only noted, in process.stop. agree_to_continue then stops all ranks."""
+def catch_stop_signals(place):
+    """A stop signal is only noted, in place.stop. agree_to_continue then stops all ranks."""
 
     def note(signal_number, _):
-        process.stop = signal_number
+        place.stop = signal_number
 
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, note)
 
 
-def finish_step(training, epoch, loss, image_count):
+def after_step(training, epoch, loss, image_count):
     """All ranks: logs, agrees to go on and saves, each in the steps in which it is due."""
     args, timer = training.args, training.timer
     # Steps 1, 6, 11, ... with --log_every 5, and the last one.
@@ -1653,19 +1577,18 @@ def finish_step(training, epoch, loss, image_count):
     if log_due:
         log_step(training, epoch, shown_loss)  # on every rank: of its own images
     save_due = args.checkpoint_every and training.step % args.checkpoint_every == 0
-    if log_due or save_due or training.step >= training.agree_at_step:
+    if log_due or save_due or training.step >= training.next_agreement:
         steps = agree_to_continue(training, timer.last_step_seconds())
-        training.agree_at_step = training.step + steps
+        training.next_agreement = training.step + steps
     if save_due:
-        save_checkpoint(training)
+        save_checkpoint(training, is_last=False)
         timer.start_step()  # the time to save is not part of a step
-    timer.mark("waiting for data")
 
 
 def batches_until_stop(training, loader):
     """All ranks: the loader's batches. After some of them the ranks agree to go on."""
     # After the same batches on all ranks, which the shortest share has, too; and at the end.
-    images_of_shortest = len(loader.dataset) // training.process.world_size
+    images_of_shortest = len(loader.dataset) // training.place.world_size
     shortest = math.ceil(images_of_shortest / training.args.batch_size)
     agree_at_batch, began = 1, perf_counter()
     for number, batch in enumerate(loader, 1):
@@ -1682,23 +1605,23 @@ def agree_to_continue(training, seconds):
     seconds: of the last step. Returns after how many steps the ranks should agree again: about
     once a second, because here they wait for each other and for their GPUs.
     """
-    process, stop = training.process, training.process.stop
+    place, stop = training.place, training.place.stop
     # A torchrun that is killed leaves its ranks behind, with another parent. A rank that was
     # started by hand, with RANK set, may go on when its shell has ended.
-    started_by_hand = process.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ
-    watched = process.launcher != "python" and not started_by_hand
-    if not stop and watched and os.getppid() != process.parent:
+    started_by_hand = place.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ
+    watched = place.launcher != "python" and not started_by_hand
+    if not stop and watched and os.getppid() != place.parent:
         stop = PARENT_ENDED
     not_finite = not math.isfinite(training.loss_sum)  # as a number: a maximum may leave out NaN
     # A stop signal may come to one rank alone. Here all learn of it, after the same step.
     facts = torch.tensor([stop, not_finite, seconds], dtype=torch.float64)
-    facts = facts.to(process.exchange_device)
+    facts = facts.to(place.exchange_device)
     dist.all_reduce(facts, dist.ReduceOp.MAX)
     stop, not_finite, slowest = facts.tolist()
     if not_finite:
         raise UserError(f"a loss up to step {training.step} is not finite: lower --lr")
     if stop:
-        save_checkpoint(training)
+        save_checkpoint(training, is_last=True)
         raise Stopped(training, int(stop))
     return max(1, min(MOST_STEPS_WITHOUT_AGREEMENT, int(1 / max(slowest, 1e-9))))
 
@@ -1713,9 +1636,9 @@ SAME_ON_RESUME += ["grad_compression", "powersgd_rank", "sync_bn", "seed"]
 def settings_of(training):
     """{name: value} of what a run must have in common with the run that it resumes."""
     settings = {f"--{name}": getattr(training.args, name) for name in SAME_ON_RESUME}
-    settings["number of classes"] = len(training.train_list.categories)
-    settings["data set"] = digest(training.train_list.names, training.train_list.labels)
-    settings["sizes of the images"] = training.size_digest
+    settings["number of classes"] = len(training.train_set.categories)
+    settings["data set"] = digest(training.train_set.names, training.train_set.labels)
+    settings["sizes of the images"] = training.image_sizes
     return settings
 
 
@@ -1724,31 +1647,36 @@ def digest(*parts):
     return hashlib.sha256("".join(map(str, parts)).encode()).hexdigest()[:12]
 
 
-def check_checkpoint(args, process):
+def check_checkpoint(path):
     """Raises UserError if a checkpoint cannot be saved there: now, not after an epoch."""
-    path = args.checkpoint
     if os.path.isdir(path):
         raise UserError(f"checkpoint {path} is a folder: name a file in it")
     with as_user_error(f"checkpoint {path} cannot be written"):
         tempfile.TemporaryFile(dir=os.path.dirname(path) or ".").close()
-    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if may_restart and not process.restarts and not args.resume and os.path.exists(path):
-        earlier = f"{path}.{time.strftime('%Y%m%d-%H%M%S')}"
-        os.replace(path, earlier)  # or a restart would go on from it
-        log(process, f"{path} is of an earlier run: renamed to {earlier}")
+
+
+def keep_earlier_checkpoint(args, place):
+    """All ranks: rank 0 gives the file of an earlier run another name. Raises UserError."""
+    path = args.checkpoint
+    with errors_end_all_ranks(), as_user_error(f"checkpoint {path} cannot be renamed"):
+        if path and place.rank == 0 and os.path.exists(path):
+            earlier = f"{path}.{time.strftime('%Y%m%d-%H%M%S')}"
+            os.replace(path, earlier)
+            log(place, f"{path} is of an earlier run: renamed to {earlier}")
 
 
 def write_checkpoint(training, path):
     """The old file stays until the new one is complete. Raises UserError."""
     state = {
         "settings": settings_of(training),
-        "categories": list(training.train_list.categories.values()),
+        "categories": list(training.train_set.categories.values()),
         "step": training.step,
         "model": training.model.state_dict(),  # in ddp's, names would begin with "module."
         "optimizer": training.optimizer.state_dict(),
         "scaler": training.scaler.state_dict(),
     }
-    what = f"checkpoint {path} not saved at step {training.step}, an older one is kept"
+    what = f"checkpoint {path} not saved at step {training.step}"
+    what += ", an older one is kept" if os.path.exists(path) else ""
     try:
         with as_user_error(what), open(f"{path}.new", "wb") as file:
             torch.save(state, file)
@@ -1760,9 +1688,9 @@ def write_checkpoint(training, path):
             Path(f"{path}.new").unlink(missing_ok=True)  # an incomplete one, if the disk is full
 
 
-def read_checkpoint(args, process):
+def read_checkpoint(args, place):
     """All ranks: what --checkpoint has; None if there is nothing to resume. Raises UserError."""
-    if process.restarts and args.checkpoint:  # torchrun --max-restarts repeats the first command
+    if place.restarts and args.checkpoint:  # torchrun --max-restarts repeats the first command
         args.resume = True
     if not args.resume:
         return None
@@ -1773,6 +1701,16 @@ def read_checkpoint(args, process):
     if state is not None and not (is_own and isinstance(state["settings"], dict)):
         raise UserError(f"checkpoint {path} is not one of this demo")
     return state
+
+
+def epochs_left(training):
+    """The numbers of the epochs from the present one to the last one."""
+    # The checkpoint of an epoch is saved before its validation. A run that resumes from it has no
+    # step of that epoch left, but validates it.
+    steps_per_epoch = training.args.steps_per_epoch
+    first = max(1, math.ceil(training.step / steps_per_epoch))
+    last = math.ceil(training.args.max_steps / steps_per_epoch)
+    return range(first, last + 1)
 
 
 def load_checkpoint(training, state):
@@ -1801,19 +1739,20 @@ def load_checkpoint(training, state):
 # ---- Log: lines for people, and a line of JSON beside some of them for programs
 
 STDOUT, STDERR = 1, 2  # file descriptors
-LOGGED = ("NCCL_", "GLOO_", "OMP_", "TORCH_NCCL_", "TORCH_DIST_")  # of the environment
+# Of the environment: what may change the speed or the network of a run.
+LOGGED = ("NCCL_", "GLOO_", "OMP_", "GOMP_", "MALLOC_", "TORCH_NCCL_", "TORCH_DIST_")
 
 
-def log(process, text, to=STDOUT):
+def log(place, text, to=STDOUT):
     """Writes a line in one piece, so that the lines of several ranks do not mix."""
     text = "".join(c if c.isprintable() else "?" for c in text)  # a file name can hold anything
     with suppress(OSError):  # a full disk, or a reader that has gone, does not end a training
-        os.write(to, f"{process.name} {text}\n".encode(errors="replace"))
+        os.write(to, f"{place.name} {text}\n".encode(errors="replace"))
 
 
-def log_from_rank_0(process, text):
-    if process.rank == 0:
-        log(process, text)
+def log_from_rank_0(place, text):
+    if place.rank == 0:
+        log(place, text)
 
 
 def duration(seconds, digits=2):
@@ -1831,47 +1770,47 @@ def counted(number, one, more=None):
     return f"{number} {one if number == 1 else more or one + 's'}"
 
 
-def log_run(training, val_list):
+def log_run(training, val_set):
     """All ranks: rank 0 writes what runs, on what hardware, with which settings and data."""
-    args, process, train_list = training.args, training.process, training.train_list
-    device = torch.cuda.get_device_name() if process.gpu else os.uname().machine
-    if process.device.type == "mps":
+    args, place, train_set = training.args, training.place, training.train_set
+    device = torch.cuda.get_device_name() if place.gpu else os.uname().machine
+    if place.device.type == "mps":
         device = f"MPS of {device}"
-    nccl = torch.cuda.nccl.version() if process.backend == "nccl" else None
+    nccl = torch.cuda.nccl.version() if place.backend == "nccl" else None
     record = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl},
         **vars(args),
-        "launcher": process.launcher,
-        "backend": process.backend,
+        "launcher": place.launcher,
+        "backend": place.backend,
         "hosts": all_gather(socket.gethostname()),
         "devices": all_gather(device),
-        "nodes": all_gather(process.local_rank).count(0),
-        "world_size": process.world_size,
+        "nodes": all_gather(place.local_rank).count(0),
+        "world_size": place.world_size,
         "threads": torch.get_num_threads(),
         "parameters": sum(map(torch.numel, training.model.parameters())),
         "start_step": training.step,
-        "classes": len(train_list.categories),
-        "images": len(train_list.names),
-        "images_without_annotations": train_list.unlabelled,
-        "picture_sizes": training.size_digest,  # a digest: equal in runs with the same images
-        "padding": -len(train_list.names) % process.world_size,
-        "val_images": len(val_list.names) if val_list else None,
+        "classes": len(train_set.categories),
+        "images": len(train_set.names),
+        "images_without_annotations": train_set.unlabelled,
+        "picture_sizes": training.image_sizes,  # a digest: equal in runs with the same images
+        "padding": -len(train_set.names) % place.world_size,
+        "val_images": len(val_set.names) if val_set else None,
         "env": {k: v for k, v in sorted(os.environ.items()) if k.startswith(LOGGED)},
     }
-    log_from_rank_0(process, "Run " + json.dumps(record))
-    processes = counted(process.world_size, "process", "processes")
+    log_from_rank_0(place, "Run " + json.dumps(record))
+    processes = counted(place.world_size, "process", "processes")
     steps, images = counted(args.max_steps, "step"), counted(args.global_batch_size, "image")
-    text = f"Run: {processes} on {counted(record['nodes'], 'node')}, {process.backend}, "
-    text += f"{args.precision}; {steps} of {images}; {len(train_list.names)} labelled images, "
-    text += f"{train_list.unlabelled} without a label, {record['padding']} repeated as padding. "
+    text = f"Run: {processes} on {counted(record['nodes'], 'node')}, {place.backend}, "
+    text += f"{args.precision}; {steps} of {images}; {len(train_set.names)} labelled images, "
+    text += f"{train_set.unlabelled} without a label, {record['padding']} repeated as padding. "
     if training.step:
         text += f"Resumed from {args.checkpoint} at step {training.step}"
     elif args.resume:
         text += f"No checkpoint {args.checkpoint} yet: the run starts from the beginning"
     else:
         text += "Not resumed"
-    log_from_rank_0(process, text)
+    log_from_rank_0(place, text)
 
 
 def log_step(training, epoch, loss):
@@ -1879,22 +1818,23 @@ def log_step(training, epoch, loss):
     args, mean = training.args, mean_time(training.timer.since_last_line())
     text = f"Epoch {epoch} | Step {training.step} | Loss: {loss:.4f} | "
     if not mean.images:  # all steps since the last line were profiled
-        log(training.process, f"{text}profiled")
+        log(training.place, f"{text}profiled")
         return
     left = duration((args.max_steps - training.step) * mean.whole, 0)
     text += f"{mean.images / mean.whole:.1f} img/s | data {1e3 * mean.data:.1f} ms | "
-    log(training.process, f"{text}step {1e3 * mean.whole:.1f} ms | ETA {left}")
+    log(training.place, f"{text}step {1e3 * mean.whole:.1f} ms | ETA {left}")
 
 
-def log_epoch(training, epoch, images_seen, began):
-    """This rank's part of an epoch, or of what is left of it in a resumed run."""
+def log_epoch(training, epoch, first_step, images_seen, began):
+    """This rank's part of an epoch; in a resumed run of its steps from `first_step` on."""
     seconds = perf_counter() - began
     if images_seen:  # none if the run was resumed at the end of the epoch
         steps = training.args.steps_per_epoch
         done = training.step - (epoch - 1) * steps
         state = "complete" if done == steps else f"ends at step {done} of {steps}"
+        state += f" from step {first_step}" if first_step > 1 else ""
         text = f"Epoch {epoch} {state} | Avg loss: {training.loss_sum.item() / images_seen:.4f} | "
-        log(training.process, f"{text}{images_seen / seconds:.1f} img/s | {seconds:.2f}s")
+        log(training.place, f"{text}{images_seen / seconds:.1f} img/s | {seconds:.2f}s")
 
 
 def log_validation(training, loader, epoch, correct, seen, began):
@@ -1902,12 +1842,12 @@ def log_validation(training, loader, epoch, correct, seen, began):
     most_frequent = max(Counter(loader.dataset.labels).values())
     text = f"Epoch {epoch} validation | Top-1: {100 * correct / seen:.2f}% | {seen} images | "
     text += f"{perf_counter() - began:.2f}s | baseline {100 * most_frequent / seen:.2f}%"
-    log(training.process, text)
+    log(training.place, text)
 
 
 def log_summary(training, digests):
     """All ranks: rank 0 writes what the run did, its times, and whether the digests are equal."""
-    process, times = training.process, training.timer.step_times
+    place, times = training.place, training.timer.step_times
     mean = mean_time(times[UNMEASURED_STEPS:] or times)
     parts = {
         "data_ms": 1e3 * mean.data,
@@ -1915,10 +1855,10 @@ def log_summary(training, digests):
         "exposed_ms": 1e3 * mean.exposed,
         "step_ms": 1e3 * mean.whole,
     }
-    ranks = all_gather({"rank": process.rank, **parts})
+    ranks = all_gather({"rank": place.rank, **parts})
     images = sum(all_gather(sum(time.images for time in times)))
     seconds = sum(time.whole for time in times)
-    peak = max(all_gather(torch.cuda.max_memory_allocated() if process.gpu else 0))
+    peak = max(all_gather(torch.cuda.max_memory_allocated() if place.gpu else 0))
     summary = {
         "epochs": training.step // training.args.steps_per_epoch,
         "steps": training.step,
@@ -1931,13 +1871,15 @@ def log_summary(training, digests):
         "weights_sha256": digests[0],
         "replicas_identical": len(set(digests)) == 1,
     }
-    log_from_rank_0(process, "Summary " + json.dumps(summary))
+    log_from_rank_0(place, "Summary " + json.dumps(summary))
+    # NOTE: PowerSGD computes and communicates in one call: no moment is between the two.
+    exposed = "compression and communication" if training.powersgd else "exposed communication"
     text = "{img_per_s:.1f} img/s; a step of {step_ms:.0f} ms is {data_ms:.0f} data + "
-    text += "{compute_ms:.0f} compute + {exposed_ms:.0f} exposed communication; "
+    text += f"{{compute_ms:.0f}} compute + {{exposed_ms:.0f}} {exposed}; "
     text += f"at most {peak / 2**30:.2f} GiB of a GPU's memory; " if peak else ""
     text += "replicas identical: {replicas_identical}"
     epochs, steps = counted(summary["epochs"], "epoch"), counted(training.step, "step")
-    log_from_rank_0(process, f"Summary: {epochs}, {steps}, {text.format(**summary)}")
+    log_from_rank_0(place, f"Summary: {epochs}, {steps}, {text.format(**summary)}")
 
 
 # ---- Errors and the end: one line for an error, and ranks that end together
@@ -2005,47 +1947,47 @@ def one_line(error):
 
 def run_and_exit(main, log_wall_time=True):
     """Runs main(process) and ends the process with its exit code. Also for probe_link.py."""
-    process, code, began = ProcessInfo(), 0, perf_counter()
+    place, code, began = ProcessInfo(), 0, perf_counter()
     try:
         try:
-            main(process)
+            main(place)
         except Stopped as stop:
             code = stop.code
-            log(process, str(stop))
+            log(place, str(stop))
         except StartError as error:
-            end_process(EXIT_FAILED, process, f"ERROR: {error}")
+            end_process(EXIT_FAILED, place, f"ERROR: {error}")
         except UserError as error:
             code = EXIT_USER
             # Connected ranks share their errors: one line on each node is enough.
-            if process.local_rank == 0 or not dist.is_initialized():
-                log(process, f"ERROR: {error}", STDERR)
+            if place.local_rank == 0 or not dist.is_initialized():
+                log(place, f"ERROR: {error}", STDERR)
         leave_process_group()
         if code == 0 and log_wall_time:
             total = perf_counter() - began
-            log(process, f"Cleanup complete. Total wall time: {duration(total)} ({total:.3f}s)")
+            log(place, f"Cleanup complete. Total wall time: {duration(total)} ({total:.3f}s)")
     except Exception as error:
         # PyTorch's handler of this signal, for dead loader workers, could raise another error.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # With a code the reason is logged already: this is only a connection lost after it.
-        end_process(code or EXIT_FAILED, process, "" if code else explain(process, error))
+        end_process(code or EXIT_FAILED, place, "" if code else explain(place, error))
     sys.exit(code)
 
 
-def explain(process, error):
+def explain(place, error):
     """The line for an error that the other ranks do not know. A bug's traceback is logged."""
     advice = [what_to_do for part, what_to_do in ADVICE if part in str(error)][:1]
     name = ""
     if not advice and not isinstance(error, (OSError, EOFError, dist.DistError)):
         name = f"{type(error).__name__}: "
         for line in traceback.format_exc().splitlines():
-            log(process, line, STDERR)
+            log(place, line, STDERR)
     return f"ERROR: {name}" + ": ".join([one_line(error), *advice])
 
 
-def end_process(code, process=None, text=""):
+def end_process(code, place=None, text=""):
     """Ends a process that may not be able to end by itself: it could wait for others for ever."""
     if text:
-        log(process, text, STDERR)
+        log(place, text, STDERR)
     # Loader workers ignore SIGTERM, and could outlive this process.
     for worker in multiprocessing.active_children():
         worker.kill()

@@ -9,10 +9,16 @@ SOURCE (here coco) is COCO's folder, as much of it as is there; it is only read:
     coco/val2017/...                       coco/annotations/instances_val2017.json
 
 TARGET gets the same layout, file names and ids. Colour and grey images are resized to a shorter
-side of 256 pixels and written as JPEG; boxes and areas are scaled with them, outlines
-(`segmentation`) are left out. Smaller images and other kinds are copied. So are damaged images,
-which are named. Beside each instances file comes one with the first annotation of each image
-alone, first_instances_train2017.json: all that the demo needs of it, and read faster.
+side of 256 pixels and written as JPEG (whatever their names end with: Pillow goes by the content);
+boxes and areas are scaled with them, outlines (`segmentation`) are left out. Smaller images and
+other kinds are copied. So are damaged images, which are named. Beside each instances file comes
+one with the first annotation of each image alone, first_instances_train2017.json: all that the
+demo needs of it, and read faster.
+
+Grey images of 16 or 32 bits, also small ones, are written in 8 bits, as the demo needs them: in
+RGB Pillow would show them white or black. 0 to 65,535 becomes 0 to 255; of 32 bits the least value
+of the image becomes 0, the greatest one 255. So that its name still says what it is, such a PNG,
+TIFF or PGM stays one. From another format it becomes JPEG.
 
 A run that was stopped or killed goes on when it is started again.
 """
@@ -20,6 +26,7 @@ A run that was stopped or killed goes on when it is started again.
 import argparse
 import gc
 import json
+import math
 import os
 import shutil
 import signal
@@ -36,11 +43,9 @@ try:
 except ImportError:
     sys.exit("prepare_coco.py: error: Pillow is missing: pip install pillow")
 
+from check_coco import UserError, faults_of_images, read_instances
+
 PROGRESS_S = 5  # seconds from one line of progress to the next
-
-
-class UserError(Exception):
-    """What a user can fix, in one line."""
 
 
 class Job(NamedTuple):
@@ -51,24 +56,48 @@ class Job(NamedTuple):
     side: int  # pixels
 
 
+def warn(text):
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
 # ---- Images
+
+LOSSLESS = ("PNG", "TIFF", "PPM")  # formats that an image of 16 or 32 bits keeps
 
 
 def shrink(source, target, side):
-    """Writes a smaller image. Returns False if it need not be smaller, or is of another kind.
+    """Writes a smaller image, of 8 bits. Returns False if it is small, or of another kind.
 
     Raises an error of any type if the image is damaged.
     """
     with Image.open(source) as image:
-        if min(image.size) <= side or image.mode not in ("L", "RGB"):
+        kind = "JPEG"
+        if image.mode[0] in "IF":  # I, I;16, F: 16 or 32 bits
+            kind = image.format if image.format in LOSSLESS else kind
+            image = to_8_bits(image, source)
+        elif min(image.size) <= side or image.mode not in ("L", "RGB"):
             image.load()  # shows whether it is damaged
             return False
-        new_size = tuple(round(pixels * side / min(image.size)) for pixels in image.size)
-        # libjpeg decodes no more than twice the new size needs: faster, and as sharp.
-        image.draft(None, tuple(2 * pixels for pixels in new_size))
-        image = image.resize(new_size, Image.Resampling.BICUBIC, reducing_gap=2)
-    image.save(target, "JPEG", quality=90, subsampling="4:2:0")
+        if min(image.size) > side:
+            new_size = tuple(round(pixels * side / min(image.size)) for pixels in image.size)
+            # libjpeg decodes no more than twice the new size needs: faster, and as sharp.
+            image.draft(None, tuple(2 * pixels for pixels in new_size))
+            image = image.resize(new_size, Image.Resampling.BICUBIC, reducing_gap=2)
+        image.save(target, kind, quality=90, subsampling="4:2:0")
     return True
+
+
+def to_8_bits(image, source):
+    """A grey image of 16 or 32 bits in 8 bits. NOTE: convert("L") would only clip its values."""
+    is_16_bit = image.mode.startswith("I;16")
+    is_16_bit |= image.mode == "I" and image.format in ("PNG", "PPM")  # they have no 32 bits
+    image = image.convert("I").convert("F") if image.mode != "F" else image
+    low, high = (0, 2**16 - 1) if is_16_bit else image.getextrema()
+    if not 0 < high - low < math.inf:
+        warn(f"image {source} is black in the copy: its values, {low} to {high}, have no range")
+        return Image.new("L", image.size)
+    scale = 255 / (high - low)
+    return image.point(lambda value: value * scale + (0.5 - low * scale)).convert("L")
 
 
 def make_image(job, name):
@@ -84,8 +113,7 @@ def make_image(job, name):
                 shutil.copyfile(source, unfinished)
         except Exception as error:  # damaged data raises anything
             shutil.copyfile(source, unfinished)  # fails if it cannot be read at all
-            text = f"WARNING: image {source} is damaged, and copied as it is: {error}"
-            print(text, file=sys.stderr, flush=True)
+            warn(f"image {source} is damaged, and copied as it is: {error}")
         unfinished.replace(target)
     try:
         with Image.open(source) as old, Image.open(target) as new:
@@ -116,39 +144,6 @@ def make_images(job, names):
 
 
 # ---- Annotations
-
-
-def without_outline(found):
-    """For each JSON object as it is parsed: the outlines of COCO would fill gigabytes."""
-    found.pop("segmentation", None)
-    return found
-
-
-def read_instances(path, folder):
-    """The content of an instances file, without outlines, with the images' names in the folder.
-
-    Raises UserError.
-    """
-    gc.disable()  # it would look through millions of objects again and again
-    content = read_json(path, object_hook=without_outline)
-    check_instances(path, content)
-    for image in content["images"]:
-        name = file_name(image)
-        if "\\" in name and not (folder / name).exists():  # an export made on Windows
-            name = name.replace("\\", "/")
-        if os.path.isabs(name) or ".." in name.split("/"):
-            raise UserError(f"annotation file {path}: {name} leaves the image folder")
-        image["file_name"] = name
-    return content
-
-
-def check_images(folder, names):
-    """Raises UserError unless all images are in the folder."""
-    # isfile is also False for a name that no file can have.
-    missing = [name for name in names if not os.path.isfile(folder / name)]
-    if missing:
-        text = f"lacks {len(missing)} of {len(names)} listed images, the first is {missing[0]}"
-        raise UserError(f"the folder of images {folder} {text}: check the path")
 
 
 def scale(content, sizes, split):
@@ -183,141 +178,6 @@ def write_instances(folder, split, content):
     firsts = content | {"annotations": list(first.values())}
     write_json(folder / f"first_instances_{split}.json", firsts)
     write_json(folder / f"instances_{split}.json", content)
-
-
-# ---- What is wrong with an annotation file (demo_coco_resnet18.py has the same lines)
-
-LISTS = ("images", "categories", "annotations")
-# What training needs of COCO's format: of each entry of a list a field, and what its values are.
-FIELDS = [
-    ("images", "id", "ids of images"),
-    ("images", "file_name", "names"),
-    ("categories", "id", "ids of categories"),
-    ("categories", "name", "names"),
-    ("annotations", "category_id", "ids of categories"),
-    ("annotations", "image_id", "ids of images"),
-    ("annotations", "id", "ids of annotations"),
-]
-INSTANCES = "Of COCO's files give the instances file, such as instances_train2017.json"
-UTF_16 = "it is UTF-16: save it as UTF-8"
-BEGINNINGS = {  # of files that are not what they should be
-    b"PK": "it is a zip archive: unpack it",
-    b"\x1f\x8b": "it is a gzip archive: unpack it",
-    b"\xef\xbb\xbf": "it begins with a byte order mark: save it as UTF-8 without one",
-    **dict.fromkeys([b"\xff\xfe", b"\xfe\xff", b"{\0", b"\0{", b"[\0", b"\0["], UTF_16),
-}
-
-
-def read_json(path, **options):
-    """What json.loads makes of an annotation file with these options. Raises UserError."""
-    try:
-        data = Path(path).read_bytes()
-        for beginning, what in BEGINNINGS.items():
-            if data.startswith(beginning):
-                raise UserError(f"annotation file {path} is not JSON in UTF-8: {what}")
-        return json.loads(data.decode(), **options)
-    except OSError as error:
-        raise UserError(f"annotation file {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        text = f"annotation file {path} is not JSON, or not all of it is there"
-        raise UserError(f"{text} ({len(data)} bytes): {error}") from error
-
-
-def check_instances(path, content):
-    """Raises UserError if training cannot use the content of an annotation file."""
-    file = f"annotation file {path}"
-    check_lists(file, content)
-    for name, key, kind in FIELDS:
-        types = types_of(content, kind)
-        expected = "text" if types == [str] else "a number"
-        if "ids" in kind:
-            expected += f", as {kind} are"
-        for index, entry in enumerate(content[name]):
-            value = value_of(entry, key)
-            if type(value) not in types or value == "" or not is_exact(value):
-                if key == "category_id" and key not in entry:  # as in COCO's panoptic files
-                    expected += f". {INSTANCES}"
-                text = f"{file}: {name}[{index}] {has(entry, key)}"
-                raise UserError(f"{text}: expected {expected}")
-    check_ids(file, content)
-
-
-def check_lists(file, content):
-    """Raises UserError unless there are three lists of objects."""
-    if not isinstance(content, dict):
-        text = "expected an object with images, annotations and categories"
-        raise UserError(f"{file} is {shown(content)}: {text}. {INSTANCES}")
-    for name in LISTS:
-        if not content.get(name) or not isinstance(content[name], list):
-            raise UserError(f"{file} {has(content, name)}: expected a list of them. {INSTANCES}")
-        for index, entry in enumerate(content[name]):
-            if not isinstance(entry, dict):
-                raise UserError(f"{file}: {name}[{index}] is {shown(entry)}: expected an object")
-
-
-def check_ids(file, content):
-    """Raises UserError if ids are not unique, or the label of an image has no category."""
-    indices = {"images": {}, "categories": {}}
-    for name, seen in indices.items():
-        for index, entry in enumerate(content[name]):
-            first = seen.setdefault(entry["id"], index)
-            if first != index:
-                text = f"{name}[{index}] has the id {entry['id']}, as {name}[{first}] has"
-                raise UserError(f"{file}: {text}: expected another one")
-    labelled = set()
-    for index, annotation in enumerate(content["annotations"]):
-        image, category = annotation["image_id"], annotation["category_id"]
-        if image not in indices["images"] or image in labelled:
-            continue  # training uses the first annotation of each image
-        labelled.add(image)
-        if category not in indices["categories"]:
-            text = f"annotations[{index}] has {category} as category_id"
-            raise UserError(f"{file}: {text}: expected the id of a category")
-    if not labelled:
-        raise UserError(f"{file}: no image has an annotation: no image_id is the id of an image")
-
-
-def is_exact(value):
-    """Whether it is surely this number. A float from 2**53 on may stand for its neighbours."""
-    return not isinstance(value, float) or abs(value) < 2**53
-
-
-def types_of(content, kind):
-    """Names are text, ids are numbers. Ids may also all be text."""
-    fields = [(name, key) for name, key, its_kind in FIELDS if its_kind == kind]
-    values = (value_of(entry, key) for name, key in fields for entry in content[name])
-    return [str] if all(isinstance(v, str) for v in values) or kind == "names" else [int, float]
-
-
-def value_of(entry, key):
-    if key == "file_name":
-        return file_name(entry)
-    return class_name(entry) if key == "name" else entry.get(key)
-
-
-def file_name(image):
-    """In LVIS it is the last part of the URL."""
-    return image.get("file_name") or str(image.get("coco_url") or "").rpartition("/")[2]
-
-
-def class_name(category):
-    """A class without a name is called by its id."""
-    name = category.get("name")
-    name = category.get("id") if name in (None, "") else name
-    return str(name).removesuffix(".0") if type(name) in (int, float) else name
-
-
-def has(entry, key):
-    """'has no id', 'has null as id'."""
-    missing = key not in entry or entry[key] == []
-    return f"has no {key}" if missing else f"has {shown(entry[key])} as {key}"
-
-
-def shown(value):
-    if isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "an object"
-    text = json.dumps(value)[:60]
-    return f"the text {text}" if isinstance(value, str) else text
 
 
 # ---- The run
@@ -355,7 +215,8 @@ def prepare(job):
         path = job.source / f"annotations/instances_{split}.json"
         contents[split] = read_instances(path, job.source / split)
         names = [image["file_name"] for image in contents[split]["images"]]
-        check_images(job.source / split, names)
+        if faults := faults_of_images(job.source / split, names):
+            raise UserError(*faults)
     claim(job)
     listed = [f"{s}/{image['file_name']}" for s in contents for image in contents[s]["images"]]
     names = list(dict.fromkeys(listed))  # each once
@@ -385,6 +246,7 @@ def parse_arguments(argv=None):
 
 def main():
     args = parse_arguments()
+    gc.disable()  # it would look through millions of objects again and again
     # Files appear when they are complete, so the program may be ended at any moment.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     began = time.monotonic()

@@ -16,6 +16,7 @@ would reach. Exit code: 0 done, 2 wrong arguments, else 1.
 
 import argparse
 import importlib.util
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -60,20 +61,21 @@ def results_of(demo, args):
     if list(image_list.categories.values()) == names:
         demo.check_names(file, image_list)
     else:
-        trained = demo.ImageList([], range(len(names)), dict(enumerate(names)), 0)
+        trained = demo.ImageSet([], range(len(names)), dict(enumerate(names)), 0)
         image_list = demo.match_classes(image_list, file, trained)
     argv = [f"--coco_image_path={images}", f"--annotation_path={file}", "--weights=none"]
     argv += [f"--val_image_path={images}", f"--val_annotation_path={file}", "--workers=0"]
     argv += [f"--image_size={image_size}", f"--precision={precision}"]
     settings, process = demo.parse_arguments(argv), demo.ProcessInfo()
-    demo.join_process_group(settings, process)  # chooses the device; it is alone in its group
+    os.environ.update(demo.ALONE)  # whatever has started this program
+    demo.join_process_group(settings, process)  # chooses the device
     loader = demo.make_val_loader(settings, process, image_list)
     model = demo.build_model(settings, process, image_list)
     with demo.as_user_error(f"{args.checkpoint} has another model, see --script"):
         model.load_state_dict(weights)
     mean, std = (values.to(process.device) for values in (demo.MEAN, demo.STD))
     # What forward needs of it.
-    training = SimpleNamespace(args=settings, process=process, mean=mean, std=std)
+    training = SimpleNamespace(args=settings, place=process, mean=mean, std=std)
     labels, guesses, confidence = answers(demo, training, model, loader)
     return SimpleNamespace(
         names=names, dataset=loader.dataset, labels=labels, guesses=guesses, confidence=confidence

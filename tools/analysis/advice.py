@@ -246,6 +246,7 @@ def good_link_rows(run, bound):
         (overlap and cpu, cores),
         (link and not between and cpu, "fewer processes: they share one machine's cores"),
         ((link or overlap) and less, f"send less: {less}"),
+        (bound == "compression", "a lower --powersgd_rank, which computes and sends less"),
         (link, "send less often: a larger --accumulate_steps or --batch_size"),
         (
             link and between and run.network and kind_of(run) != "ipoib" and not kept,

@@ -15,7 +15,8 @@ STEP = re.compile(
     r"Epoch (\d{1,9}) \| Step (\d{1,9}) \| Loss: " + LOSS + r"(?: \| (\d{1,12}\.\d) img/s)?"
     r"(?: \| data (\d{1,12}\.\d) ms \| step (\d{1,12}\.\d) ms)?"
 )
-EPOCH = re.compile(r"Epoch (\d{1,9}) (?:complete|ends at .*) \| Avg loss: " + LOSS)
+# Not of a run that was resumed in the epoch: its mean is over the rest of the epoch alone.
+EPOCH = re.compile(r"Epoch (\d{1,9}) (?:complete|ends at step \d+ of \d+) \| Avg loss: " + LOSS)
 VALIDATION = re.compile(
     r"Epoch \d{1,9} validation \| Top-1: (\d{1,3}\.\d\d)%"
     r"(?: .*\| baseline (\d{1,3}\.\d\d)%)?"

@@ -45,8 +45,8 @@ def column(run, result):
         cells = {title: text for title, text in cells.items() if not title.startswith("img/s")}
         cells["img/s of a mean step"] = scaled and f"{scaled.img_per_s:,.1f}"
     cells["step"] = run.step_s and ms(run.step_s)
-    for title in ("data wait", "compute", "exposed communication"):
-        seconds = getattr(run, f"{title.split()[0]}_s")
+    parts = {"data wait": run.data_s, "compute": run.compute_s, run.exposed_name: run.exposed_s}
+    for title, seconds in parts.items():
         shown = seconds is not None and f"{ms(seconds)} ({part(seconds, run.step_s)})"
         cells[f"- {title}"] = shown
     if result["scaling"]:

@@ -215,7 +215,7 @@ def names_of_loss(kind, base, run):
     else:
         cores = " (processes share cores and memory, for example)" if run.on_cpu else ""
         compute = f"compute, which takes longer for the same images{cores}"
-    exposed = "exposed communication"
+    exposed = run.exposed_name
     if kind == "strong" and abs(run.exposed_s - base.exposed_s) <= NAMED * base.exposed_s:
         exposed += " that does not shrink with the batch"
     if run.straggler is not None:

@@ -39,8 +39,8 @@ FALLEN = "Likely cause: a port that negotiated 100 Mb/s, or a rate limit."
 
 @dataclass
 class Verdict:
-    """`bound`: link, overlap (communication, but not by the wire), input, compute, slow rank,
-    not the link, unknown.
+    """`bound`: link, overlap (communication, but not by the wire), compression (PowerSGD's, and
+    communication), input, compute, slow rank, not the link, unknown.
     """
 
     bound: str = "unknown"
@@ -98,9 +98,13 @@ def judge_split(verdict, run):
         parts = parts_around_slow_rank(run)
     verdict.bound = max(parts, key=parts.get)
     link = name_link(run)
-    # Exposed time far above the all-reduce's own is not the wire's: on a CPU compute and network
-    # share the cores, and ranks wait for each other.
-    if run.probe_s and run.probe_s < parts["link"] / 2:
+    if run.exposed_name != "exposed communication":
+        link = "PowerSGD's compression and communication, of which no log tells how much is which"
+        if verdict.bound == "link":
+            verdict.bound = "compression"
+    elif run.probe_s and run.probe_s < parts["link"] / 2:
+        # Exposed time far above the all-reduce's own is not the wire's: on a CPU compute and
+        # network share the cores, and ranks wait for each other.
         link = f"communication, but not by the wire (an all-reduce alone takes {ms(run.probe_s)})"
         if verdict.bound == "link":
             verdict.bound = "overlap"
@@ -118,7 +122,7 @@ def judge_split(verdict, run):
     mean = "" if run.straggler is None else ", mean over the ranks"
     verdict.says.append(
         f"Bound by {title}: of a step of {ms(run.step_s)}, compute is {compute}, data wait "
-        f"{data}, exposed communication {exposed}, as measured{mean}."
+        f"{data}, {run.exposed_name} {exposed}, as measured{mean}."
     )
 
 
