@@ -68,8 +68,15 @@ def test_commands_import_analysis_and_three_of_them_the_script():
     found = {name: own(path) for name, path in COMMANDS.items()}
     script = {name for name, modules in found.items() if SCRIPT.stem in modules}
     assert script == {"probe_link", "show_results", "benchmark"}
-    modules = {f"analysis.{name}" for name in ANALYSIS} | {SCRIPT.stem}
+    assert found["prepare_coco"] == {"check_coco"} and not found["check_coco"]
+    modules = {f"analysis.{name}" for name in ANALYSIS} | {SCRIPT.stem, "check_coco"}
     assert set().union(*found.values()) <= modules
+    assert [name for name in found if "check_coco" in found[name]] == ["prepare_coco"]
+
+
+def test_check_coco_needs_python_alone():
+    tops = {name.partition(".")[0] for name in imports(COMMANDS["check_coco"])}
+    assert tops <= sys.stdlib_module_names
 
 
 def test_commands_have_the_run_bit_and_what_is_sourced_or_imported_has_not():

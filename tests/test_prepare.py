@@ -176,6 +176,69 @@ def test_image_appears_when_it_is_complete(source, tmp_path, monkeypatch):
     assert not [*tmp_path.glob("small/train2017/*.jpg")]
 
 
+def picture() -> Image.Image:
+    """A smooth one, in grey."""
+    coarse = Image.frombytes("L", (3, 2), bytes(range(20, 260, 40)))
+    return coarse.resize((60, 40), Image.Resampling.BILINEAR)
+
+
+def deep(mode: str) -> Image.Image:
+    """The picture in a mode of 16 or 32 bits."""
+    values = picture().convert("F").point(lambda value: value * 257 + 0)
+    return values.convert("I").convert(mode) if mode.startswith("I") else values
+
+
+def copied(folder: Path, name: str, side: int = 64) -> Image.Image:
+    """The copy of an image of the folder."""
+    job = prepare_coco.Job(folder, folder / "small", side)
+    job.target.mkdir()
+    before = (folder / name).read_bytes()
+    old, new = prepare_coco.make_image(job, name)
+    assert (folder / name).read_bytes() == before and os.listdir(job.target) == [name]
+    with Image.open(job.target / name) as image:
+        image.load()
+    assert (old, new, image.mode) == ((60, 40), image.size, "L")
+    return image
+
+
+def difference(image: Image.Image, expected: Image.Image) -> float:
+    """The mean over all pixels, of a value of 0 to 255."""
+    return np.abs(np.subtract(image, expected, dtype=float)).mean()
+
+
+@pytest.mark.guards("deep-copied")
+@pytest.mark.parametrize("side", [64, 32])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("deep.png", "PNG"), ("deep.tiff", "TIFF"), ("deep.pgm", "PPM")]
+)
+def test_an_image_of_16_bits_looks_in_its_copy_as_its_original_of_8(tmp_path, name, kind, side):
+    deep("I;16" if name != "deep.pgm" else "I").save(tmp_path / name)
+    image = copied(tmp_path, name, side)
+    expected = picture() if side == 64 else picture().resize((48, 32))
+    assert image.format == kind and image.size == expected.size
+    assert difference(image, expected) < 1
+
+
+@pytest.mark.guards("deep-copy-range")
+@pytest.mark.parametrize(
+    ("mode", "kind", "copy"),
+    [("I", "TIFF", "TIFF"), ("F", "TIFF", "TIFF"), ("F", "PPM", "PPM"), ("F", "SPIDER", "JPEG")],
+)
+def test_an_image_of_32_bits_is_scaled_in_its_copy(tmp_path, mode, kind, copy):
+    deep(mode).save(tmp_path / "image", kind)
+    image = copied(tmp_path, "image")
+    low, high = picture().getextrema()
+    stretched = picture().point(lambda value: round(255 * (value - low) / (high - low)))
+    assert image.format == copy and difference(image, stretched) < 1
+
+
+def test_the_copy_of_an_image_of_32_bits_without_a_range_is_black(tmp_path, capfd):
+    Image.new("F", (60, 40), 7.5).save(tmp_path / "flat.tiff")
+    assert copied(tmp_path, "flat.tiff").getextrema() == (0, 0)
+    line = "flat.tiff is black in the copy: its values, 7.5 to 7.5, have no range\n"
+    assert capfd.readouterr().err.endswith(line)
+
+
 @LONG
 def test_a_prepared_set_trains(prepared):
     (run,) = run_forked([(0, [*data_args(prepared, val=True), *FAST, "--max_steps", 2])])

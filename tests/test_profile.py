@@ -98,16 +98,13 @@ def test_comparison_reads_the_last_recorded_step_of_each_rank(profiled, folder):
         assert one.beside_s > 0, one
 
 
-def test_rank_0_logs_ten_lines_with_what_took_the_most_time(profiled):
+def test_rank_0_logs_pytorchs_table_of_what_took_the_most_time(profiled):
     found = re.findall(
-        r"^\[CPU 0\] Profile of 3 steps \| (\S.*) \| ([\d.]+) ms \| (\d+) times?$",
-        profiled.out,
-        re.MULTILINE,
+        r"^\[CPU 0\] Profile \| +(\S.*?)  +\d.* (\d+) *$", profiled.out, re.MULTILINE
     )
-    assert len(found) == profiled.out.count("Profile of") == 10, profiled.tail()
-    assert [float(ms) for _, ms, _ in found] == sorted((float(ms) for _, ms, _ in found))[::-1]
-    counts = {name: int(count) for name, _, count in found}
-    assert counts["aten::convolution_backward"] == 3 * 20 and counts["gloo:all_reduce"] >= 9
+    assert len(found) == 10, profiled.tail()
+    assert dict(found)["aten::convolution_backward"] == str(3 * 20)
+    assert "[CPU 1] Profile" not in profiled.out
 
 
 @pytest.mark.guards("profiled-steps")
@@ -158,4 +155,4 @@ def test_a_resumed_run_with_too_few_steps_left_goes_on(words, tmp_path):
     _, resumed = run_forked([(0, [*words, 5]), (0, profiled)], QUICK)
     assert resumed.steps()[-1][1] == 14
     assert "Note: no --profile, because fewer than 10 steps are left" in resumed.out
-    assert not [*(tmp_path / "none").iterdir()] and "Profile of" not in resumed.out
+    assert not [*(tmp_path / "none").iterdir()] and "Profile |" not in resumed.out

@@ -105,7 +105,7 @@ def test_programs_take_the_arguments_of_the_commands(calls, monkeypatch):
                 assert int(known.nnodes) > known.node_rank
                 assert known.rdzv_backend == "static" and known.rdzv_endpoint
             parsed.append("torchrun")
-    assert {*parsed} >= {"benchmark", "compare_logs", "prepare_coco", "show_results"}
+    assert {*parsed} >= {"benchmark", "check_coco", "compare_logs", "prepare_coco"}
     assert parsed.count("script") >= 18 and parsed.count("torchrun") >= 5
 
 

@@ -146,7 +146,7 @@ STARTED = guarded(  # fault, its variables, its launcher, rank 0's address and n
     ("srun-node-list job-has-own-port", IN_STEP, ("srun", "node01", *PLACE), STEP_PORT),
     ("mpich-before-srun", IN_STEP | BY_MPICH, BY_MPI, None),
     ("", IN_STEP | BY_OPEN_MPI, BY_MPI, MPI_PORT),
-    ("batch-script-is-no-step", IN_BATCH_SCRIPT, ("python", *[None] * 5), None),
+    ("batch-script-is-no-step", IN_BATCH_SCRIPT, ("python", "127.0.0.1", *"0101"), "0"),
 )
 
 

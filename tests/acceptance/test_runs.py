@@ -164,7 +164,7 @@ def test_a_stop_comes_about_a_second_after_the_signal_where_steps_are_slow(tmp_p
     with Forked(0, words, program=changed(tmp_path / "slow.py", SLOW_STORAGE)) as started:
         started.wait_for(r"\| Step 1 ")
         started.signal(signal.SIGTERM)
-        run = started.finish(expect=75)
+        run = started.finish(30, expect=75)
     end = r"Stopped on SIGTERM \| step (\d+) \| exit code 75 \| not saved: no --checkpoint"
     assert int(re.fullmatch(end, run.lines(0)[-1])[1]) < 15  # 0.7 s each
 
@@ -223,14 +223,16 @@ plain, demo.write_checkpoint = demo.write_checkpoint, write
 
 
 @pytest.mark.guards("checkpoint-in-place")
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_older_one(tmp_path):
+def test_a_checkpoint_that_cannot_be_written_at_the_end_ends_the_run_and_leaves_the_older_one(
+    tmp_path,
+):
     path = tmp_path / "c.pt"
     words = [*make_set(tmp_path, 22), *FAST, "--checkpoint_every", 1, "--checkpoint", path]
     program = changed(tmp_path / "full_disk.py", FULL_DISK)
     (run,) = run_forked([(0, words)], program=program, expect=2)
     assert saved_step(path) == 1
     assert re.match(
-        rf"ERROR: .*{path} not saved at step 2, an older one is kept: ", run.lines(0)[-1]
+        rf"ERROR: .*{path} not saved at step 12, an older one is kept: ", run.lines(0)[-1]
     )
     assert not path.with_name("c.pt.new").exists()
 
@@ -276,8 +278,8 @@ def main(process):
     args = demo.parse_arguments(sys.argv[1:])
     demo.read_environment(process)
     demo.join_process_group(args, process)
-    demo.fastest_precision = lambda process: ["bf16", "fp32"][process.rank]
-    demo.fill_in_arguments(args, process, 10)
+    demo.fast_precision = lambda args, place: ["bf16", "fp32"][place.rank]
+    demo.resolve_arguments(args, process, 10)
     time.sleep(process.rank)
     demo.log(process, f"precision {args.precision}")
 """
@@ -378,7 +380,7 @@ def fail(*_):
 
 plain, demo.CocoFirstCategory.__getitem__ = demo.CocoFirstCategory.__getitem__, slow
 demo.CocoFirstCategory.reads = iter([0, 0, 0, 0, 1])
-demo.finish_step = fail
+demo.after_step = fail
 """
 
 

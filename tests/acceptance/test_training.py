@@ -14,7 +14,7 @@ from support.datasets import data_args, make_set, truncate
 from support.forks import QUICK, Forked, changed, run_forked
 from support.launchers import FAST
 from support.nodes import NamespacePair
-from support.processes import LONG, SCRIPT, Run
+from support.processes import LONG, SCRIPT, Run, free_port
 
 LAST_LINE = r"Cleanup complete\. Total wall time: (\d+[hm] )*\d+\.\d\ds \(\d+\.\d{3}s\)"
 
@@ -179,6 +179,15 @@ def test_options_train_and_stand_in_the_run_record(small, tmp_path):
     runs = [(0, [*small, *shlex.split(options)]) for options in OPTIONS]
     for run, options in zip(run_forked(runs, program=QUICK, cwd=tmp_path), OPTIONS, strict=True):
         check_options(run, options)
+
+
+def test_two_runs_of_plain_python_at_once_do_not_meet(small):
+    """Each has a port of its own, whatever MASTER_PORT says."""
+    words = [*small, "--max_steps", 2]
+    port = {"MASTER_PORT": str(free_port())}
+    with Forked(0, words, port, QUICK) as one, Forked(0, words, port, QUICK) as other:
+        for started in (one, other):
+            check_ranks(started.finish(), [0], steps=2)
 
 
 # Over Gloo it hangs now and then with more than one.

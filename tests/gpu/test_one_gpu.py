@@ -253,10 +253,8 @@ def test_parts_of_a_step_are_those_of_the_gpus_clock_and_add_up(tmp_path):
 def test_profile_has_the_gpus_kernels(small, tmp_path):
     words = [*small, "--num_epochs", 4, "--profile", tmp_path]
     (run,) = run_forked([(0, words)], env=VISIBLE)
-    lines = re.findall(
-        r"^\[GPU 0\] Profile of 3 steps \| (.+) \| [\d.]+ ms \| \d+ times?$", run.out, re.M
-    )
-    assert len(lines) == 10 and not any(name.startswith("aten::") for name in lines)
+    lines = re.findall(r"^\[GPU 0\] Profile \| +\S.* \d+ *$", run.out, re.M)
+    assert len(lines) == 10, run.tail()
     with gzip.open(tmp_path / "rank0.json.gz") as file:
         events = json.load(file)["traceEvents"]
     assert len([event for event in events if event.get("cat") == "kernel"]) > 300

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 DATA = Path(__file__).resolve().parents[1] / "data"
 GOOD = (DATA / "good_annotations.json").read_text()
 CHANGE = re.compile(r"(\w+)(?:\[(\d+|\*)])?(?:\.(\w+))? (?:= (.*)|(is gone|as floats|as text))")
@@ -95,3 +97,13 @@ def cases() -> list[tuple[Case, list[str]]]:
         name = text.removeprefix("validation: ")
         found.append((Case(name, name != text, "" if line == "trains" else line), faults))
     return found
+
+
+def marked(table: list) -> list:
+    """Its rows, as parameters with the marks of the faults that they show."""
+    return [pytest.param(row, marks=pytest.mark.guards(*faults)) for row, faults in table]
+
+
+def plain_id(words: list[str]) -> str:
+    """An id that can be given to pytest."""
+    return re.sub(r"\W+", "-", " ".join(words))[:60]
