@@ -83,7 +83,7 @@ INTERACTIVE = shlex.split("srun --interactive --preserve-env --nodes=1 --ntasks=
 EVEN = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]
 PLACES = [  # how the processes are started, and the place of each
     (["srun", *EVEN], [("srun", "node0", str(n), "4", str(n % 2), "2") for n in range(4)]),
-    (["salloc", *ONE_TASK], [("python", *[None] * 5)]),
+    (["salloc", *ONE_TASK], [("python", "127.0.0.1", *"0101")]),
     # A shell in an allocation may be a job step of its own.
     (["salloc", *ONE_TASK, *INTERACTIVE], [("srun", "node0", "0", "1", "0", "1")]),
 ]
