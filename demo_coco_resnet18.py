@@ -141,8 +141,6 @@ def main(place):
     training = Training(args, place, train_set, image_sizes, model, ddp, optimizer, powersgd)
     if checkpoint:  # every rank has the same one, so the replicas stay equal
         load_checkpoint(training, checkpoint)
-    else:
-        keep_earlier_checkpoint(args, place)  # this run would write over it
     catch_stop_signals(place)  # from now on such a signal saves, and ends all ranks
     start_workers(train_loader, val_loader)  # the processes that load images
     rebuild_buckets(training)  # DDP's first pass, over blank images: then it sums in one order
@@ -341,7 +339,7 @@ def wrap_model(args, place, model):
 # begins when both ranks have its gradients:
 #     rank 0   data | forward | backward | ......... exposed ......... | optimizer
 #     rank 1   data |   forward   |       backward      | .. exposed . | optimizer
-#     network                         [ bucket 1 ]   [    bucket 2    ]
+#     network                         [ bucket 1 ]      [  bucket 2  ]
 #     marks    1    2                    3 of rank 0    3 of rank 1    4           5
 # The timer's marks: 1 "waiting for data", 2 "data arrived", 3 "own gradients", 4 "gradients
 # averaged", 5 "end". The log has the times between them. data: 1 to 2. exposed communication: 3 to
@@ -585,8 +583,17 @@ def add_data_options(add):
 
 def add_training_options(add):
     add("--num_epochs", type=at_least(int, 1), default=NUM_EPOCHS, help="passes over the images")
-    add("--batch_size", type=at_least(int, 1), default=BATCH_SIZE, help="images per micro-batch")
-    add("--global_batch_size", type=at_least(int, 1), help="images per step, of all processes")
+    add(
+        "--batch_size",
+        type=at_least(int, 1),
+        default=BATCH_SIZE,
+        help="images per process and micro-batch",
+    )
+    add(
+        "--global_batch_size",
+        type=at_least(int, 1),
+        help="images per step of all processes together; replaces --batch_size",
+    )
     add("--accumulate_steps", type=at_least(int, 1), default=1, help="micro-batches per step")
     add("--lr", type=at_least(float, 1e-9), default=LR, help="learning rate of Adam")
     add(
@@ -595,14 +602,19 @@ def add_training_options(add):
         default="none",
         help=f"linear: --lr times global batch size / {LR_BATCH}",
     )
-    add("--warmup_steps", type=at_least(int, 0), default=0, help="steps in which --lr is reached")
+    add(
+        "--warmup_steps",
+        type=at_least(int, 0),
+        default=0,
+        help="steps in which the learning rate rises to its value",
+    )
     add("--weights", default="imagenet", help="imagenet, none, or a FILE with a state dict")
     add("--seed", type=at_least(int, 0), default=SEED, help="decides first weights, order, crops")
     add("--max_steps", type=at_least(int, 1), help="stop after this number of optimizer steps")
 
 
 def add_hardware_options(add):
-    add("--precision", choices=["auto", *PRECISIONS], default="auto", help="auto: the fastest")
+    add("--precision", choices=["auto", *PRECISIONS], default="auto", help="auto: the fastest one")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--sync_bn", action="store_true", help="batch norm over the images of all GPUs")
     add(
@@ -637,7 +649,12 @@ def add_communication_options(add):
         default="none",
         help="how gradients are made smaller to send",
     )
-    add("--powersgd_rank", type=at_least(int, 1), default=8, help="lower: fewer bytes, less exact")
+    add(
+        "--powersgd_rank",
+        type=at_least(int, 1),
+        default=8,
+        help="rank of PowerSGD's matrices: a lower one sends less, and is less exact",
+    )
 
 
 def add_output_options(add):
@@ -653,7 +670,12 @@ def add_output_options(add):
         metavar="FOLDER",
         help="FOLDER for a trace of each rank, of steps 8 to 10 of this run: what ran when",
     )
-    add("--checkpoint_every", type=at_least(int, 0), default=0, help="save every N steps, too")
+    add(
+        "--checkpoint_every",
+        type=at_least(int, 0),
+        default=0,
+        help="also save every N optimizer steps; 0: do not",
+    )
     add("--resume", action="store_true", help="continue from --checkpoint if that file exists")
 
 
@@ -773,12 +795,12 @@ def resolve_arguments(args, place, image_count, checkpoint=None):
 
 # The same four numbers, as each launcher names them.
 TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
-# What init_process_group needs of a process that meets nobody, with a port that is free (0).
-ALONE = dict(zip(TORCHRUN, "0101", strict=True)) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]  # and Intel MPI
 # SLURM_NTASKS is the number of tasks of the job. srun starts those of a job step.
 SRUN = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
+# What init_process_group needs of a process that meets nobody, with a port that is free (0).
+ALONE = dict(zip(TORCHRUN, "0101", strict=True)) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 # A Mac's GPU, mps, is none of them: there one process trains without DDP and channels_last.
 DDP_DEVICES = ["cpu", "cuda"]
 PRECISIONS = ["fp32", "fp16", "bf16"]  # hardware that is fast in one is fast in those before it
@@ -1050,10 +1072,10 @@ def check_instances(content):
             wrong = sum(not is_id(entry.get(key)) for entry in entries)
             if wrong:
                 text = (
-                    f"{wrong} of {len(entries)} {name} have no usable {key}, which is a number or"
+                    f"{wrong} of {len(entries)} {name} have no usable {key} (a number or a text)"
                 )
                 more = f": {INSTANCES}" if wrong == len(entries) else ""
-                raise UserError(f"{text} a text{more}")
+                raise UserError(text + more)
             if len({isinstance(entry[key], str) for entry in entries}) > 1:
                 raise UserError(f"some of its {name} have a number as {key}, some a text")
     for name in ("images", "categories"):
@@ -1661,6 +1683,8 @@ def keep_earlier_checkpoint(args, place):
     with errors_end_all_ranks(), as_user_error(f"checkpoint {path} cannot be renamed"):
         if path and place.rank == 0 and os.path.exists(path):
             earlier = f"{path}.{time.strftime('%Y%m%d-%H%M%S')}"
+            if os.path.exists(args.weights) and os.path.samefile(args.weights, path):
+                args.weights = earlier  # which rank 0 alone reads
             os.replace(path, earlier)
             log(place, f"{path} is of an earlier run: renamed to {earlier}")
 
@@ -1693,6 +1717,7 @@ def read_checkpoint(args, place):
     if place.restarts and args.checkpoint:  # torchrun --max-restarts repeats the first command
         args.resume = True
     if not args.resume:
+        keep_earlier_checkpoint(args, place)
         return None
     path = args.checkpoint
     state = from_rank_0(lambda: read_file(path) if os.path.exists(path) else None)
