@@ -97,10 +97,10 @@ def test_check_coco_is_named_only_where_it_is(tmp_path):
 
 # What the README beside the real files says of each, where the line is not the whole of it.
 OF_THE_PROJECT = {
-    "01": "annotations have no usable id, which is a number or a text",
+    "01": "annotations have no usable id (a number or a text)",
     "04": "have a category_id that is no id of a category, such as '4'",
     "05": "it has no list of categories: give an instances file",
-    "06": "annotations have no usable id, which is a number or a text: give an instances file",
+    "06": "annotations have no usable id (a number or a text): give an instances file",
     "08": "is not JSON, or not all of it is there",
     "09": "it has no list of images: give an instances file",
     "11": "annotations have no usable category_id",

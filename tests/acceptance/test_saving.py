@@ -51,7 +51,7 @@ def words(tmp_path) -> list[str]:
     return [*make_set(tmp_path, 16), *FAST]
 
 
-@pytest.mark.guards("earlier-kept", "epoch-from-step")
+@pytest.mark.guards("earlier-kept", "earlier-weights", "epoch-from-step")
 def test_a_run_without_resume_keeps_the_file_of_an_earlier_one(words, tmp_path):
     """Also where it takes its first weights from that file. A run that resumes goes on in it."""
     path = tmp_path / "c.pt"
@@ -64,6 +64,16 @@ def test_a_run_without_resume_keeps_the_file_of_an_earlier_one(words, tmp_path):
     assert step_of(path) == 6
     assert re.search(r"Epoch 1 complete from step 2 \| Avg loss", resumed.out)
     assert re.search(r"Epoch 2 ends at step 2 of 4 \| Avg loss", resumed.out)
+
+
+@pytest.mark.guards("earlier-at-once")
+def test_a_restart_of_a_run_that_failed_early_does_not_go_on_with_an_older_one(words, tmp_path):
+    """torchrun --max-restarts repeats the command, and the script then resumes."""
+    words += ["--checkpoint", tmp_path / "c.pt", "--max_steps", 2]
+    run_forked([(1, words)], program=QUICK)
+    run_forked([(1, [*words, "--weights", "gone.pt"])], program=QUICK, expect=2)
+    (run,) = run_forked([(1, words, {"TORCHELASTIC_RESTART_COUNT": "1"})], program=QUICK)
+    assert run.json_line("Run")["start_step"] == 0
 
 
 @pytest.mark.guards("failed-save")
