@@ -559,15 +559,13 @@ def make_parser():
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    add_data_options(parser.add_argument_group("data").add_argument)
-    add_training_options(parser.add_argument_group("training").add_argument)
-    add_hardware_options(parser.add_argument_group("hardware").add_argument)
-    add_communication_options(parser.add_argument_group("communication").add_argument)
-    add_output_options(parser.add_argument_group("output").add_argument)
+    add_data_and_training_options(parser)
+    add_hardware_and_output_options(parser)
     return parser
 
 
-def add_data_options(add):
+def add_data_and_training_options(parser):
+    add = parser.add_argument_group("data").add_argument
     add("--coco_image_path", required=True, help="folder of the training images")
     add("--annotation_path", required=True, help="their COCO instances file")
     add("--val_image_path", help="folder of the validation images")
@@ -575,26 +573,15 @@ def add_data_options(add):
     add("--image_size", type=at_least(int, 33), default=IMAGE_SIZE, help="pixels a side")
     add(
         "--workers",
-        type=at_least(int, 0),
+        type=NATURAL,
         help="loader processes of each rank; unset: 1 on a CPU, else as many as it has cores - 1, "
         f"at most {MOST_WORKERS}, and {MOST_VAL_WORKERS} for validation",
     )
-
-
-def add_training_options(add):
-    add("--num_epochs", type=at_least(int, 1), default=NUM_EPOCHS, help="passes over the images")
-    add(
-        "--batch_size",
-        type=at_least(int, 1),
-        default=BATCH_SIZE,
-        help="images per process and micro-batch",
-    )
-    add(
-        "--global_batch_size",
-        type=at_least(int, 1),
-        help="images per step of all processes together; replaces --batch_size",
-    )
-    add("--accumulate_steps", type=at_least(int, 1), default=1, help="micro-batches per step")
+    add = parser.add_argument_group("training").add_argument
+    add("--num_epochs", type=POSITIVE, default=NUM_EPOCHS, help="passes over the images")
+    add("--batch_size", type=POSITIVE, default=BATCH_SIZE, help="images per rank and micro-batch")
+    add("--global_batch_size", type=POSITIVE, help="instead: images per step of all ranks")
+    add("--accumulate_steps", type=POSITIVE, default=1, help="micro-batches in a step, per rank")
     add("--lr", type=at_least(float, 1e-9), default=LR, help="learning rate of Adam")
     add(
         "--lr_scaling",
@@ -602,81 +589,45 @@ def add_training_options(add):
         default="none",
         help=f"linear: --lr times global batch size / {LR_BATCH}",
     )
-    add(
-        "--warmup_steps",
-        type=at_least(int, 0),
-        default=0,
-        help="steps in which the learning rate rises to its value",
-    )
+    add("--warmup_steps", type=NATURAL, default=0, help="steps in which the learning rate rises")
     add("--weights", default="imagenet", help="imagenet, none, or a FILE with a state dict")
-    add("--seed", type=at_least(int, 0), default=SEED, help="decides first weights, order, crops")
-    add("--max_steps", type=at_least(int, 1), help="stop after this number of optimizer steps")
+    add("--seed", type=NATURAL, default=SEED, help="decides first weights, order, crops")
+    add("--max_steps", type=POSITIVE, help="stop after this number of optimizer steps")
 
 
-def add_hardware_options(add):
+def add_hardware_and_output_options(parser):
+    add = parser.add_argument_group("hardware").add_argument
     add("--precision", choices=["auto", *PRECISIONS], default="auto", help="auto: the fastest one")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--sync_bn", action="store_true", help="batch norm over the images of all GPUs")
+    devices = ["auto", "cpu", "cuda", "mps"]
     add(
-        "--device",
-        choices=["auto", "cpu", "cuda", "mps"],
-        default="auto",
-        help="auto: NVIDIA GPU, else CPU; mps: a Mac's GPU",
+        "--device", choices=devices, default="auto", help="auto: NVIDIA GPU or CPU; mps: Mac's GPU"
     )
-
-
-def add_communication_options(add):
-    add(
-        "--backend",
-        choices=["auto", "nccl", "gloo"],
-        default="auto",
-        help="auto: nccl on NVIDIA GPUs, else gloo",
-    )
+    add = parser.add_argument_group("communication").add_argument
+    backends = ["auto", "nccl", "gloo"]
+    add("--backend", choices=backends, default="auto", help="auto: nccl on NVIDIA GPUs, else gloo")
     add(
         "--timeout",
         type=at_least(float, 0.1),
         default=float(TIMEOUT),
         help="seconds without an answer after which a process counts as lost",
     )
-    add(
-        "--bucket_cap_mb",
-        type=at_least(float, 0.1),
-        help="MiB of gradients in one all-reduce; unset: DDP's default",
-    )
-    add(
-        "--grad_compression",
-        choices=["none", "fp16", "bf16", "powersgd"],
-        default="none",
-        help="how gradients are made smaller to send",
-    )
-    add(
-        "--powersgd_rank",
-        type=at_least(int, 1),
-        default=8,
-        help="rank of PowerSGD's matrices: a lower one sends less, and is less exact",
-    )
-
-
-def add_output_options(add):
+    add("--bucket_cap_mb", type=at_least(float, 0.1), help="MiB in one all-reduce; unset: DDP's")
+    hooks = ["none", "fp16", "bf16", "powersgd"]
+    add("--grad_compression", choices=hooks, default="none", help="to send less of the gradients")
+    add("--powersgd_rank", type=POSITIVE, default=8, help="a lower rank sends less, less exactly")
+    add = parser.add_argument_group("output").add_argument
     add(
         "--log_every",
-        type=at_least(int, 1),
+        type=POSITIVE,
         default=LOG_EVERY,
         help="steps from one log line to the next; a GPU finishes all its work for each line",
     )
     add("--checkpoint", help="FILE, saved at the end of each epoch and on a stop signal")
-    add(
-        "--profile",
-        metavar="FOLDER",
-        help="FOLDER for a trace of each rank, of steps 8 to 10 of this run: what ran when",
-    )
-    add(
-        "--checkpoint_every",
-        type=at_least(int, 0),
-        default=0,
-        help="also save every N optimizer steps; 0: do not",
-    )
+    add("--checkpoint_every", type=NATURAL, default=0, help="also every N optimizer steps; 0: not")
     add("--resume", action="store_true", help="continue from --checkpoint if that file exists")
+    add("--profile", metavar="FOLDER", help="FOLDER for a trace of each rank, of steps 8 to 10")
 
 
 def at_least(number_type, least):
@@ -692,6 +643,9 @@ def at_least(number_type, least):
 
     convert.__name__ = number_type.__name__  # argparse then says "invalid int value"
     return convert
+
+
+NATURAL, POSITIVE = at_least(int, 0), at_least(int, 1)  # types of options
 
 
 def parse_arguments(argv):
@@ -740,7 +694,6 @@ def check_start(args, place, train_set, val_set):
             check_images(args.val_image_path, val_set.names)
         if args.checkpoint and place.rank == 0:
             check_checkpoint(args.checkpoint)
-    note_unused_classes(place, train_set)
     settings["sizes of the images"] = digest(sizes)
     if max(map(min, sizes), default=math.inf) < args.image_size:
         text = "the images are smaller than --image_size: prepared for a smaller one?"
@@ -1160,15 +1113,6 @@ def check_names(path, image_set):
             raise UserError(f"annotation file {path}: {text}: rename one, names tell them apart")
 
 
-def note_unused_classes(place, train_set):
-    used = set(train_set.labels)
-    names = [n for label, n in enumerate(train_set.categories.values()) if label not in used]
-    if names:
-        text = counted(len(names), "class has", "classes have")
-        more = ", ..." if len(names) > 3 else ""
-        log_from_rank_0(place, f"Note: {text} no training image: {', '.join(names[:3])}{more}")
-
-
 # ---- Images: from a file to a batch
 
 # Mean and standard deviation of ImageNet's red, green and blue, on a scale of 0 to 255.
@@ -1324,31 +1268,13 @@ def load_weights(place, model, source, train_set):
     with as_user_error(f"--weights {source}: these are not weights of ResNet-18"):
         state = download_weights() if source == "imagenet" else read_file(source)
         names = list(train_set.categories.values())
-        their_names = state.get("categories")  # a checkpoint has more than weights
+        their_names = state.get("categories", names)  # a checkpoint has more than weights
         state = state.get("model", state)
-        their_classes, classes = len(state["fc.weight"]), len(names)
-        if their_names is not None and not are_names(their_names, their_classes):
-            text = f"expected a list of the names of its {their_classes} classes"
-            raise UserError(f"--weights {source}: its categories are wrong: {text}")
-        reason = ""
-        if source == "imagenet" or their_classes != classes:
-            reason = f", of {their_classes} other classes, is left out: {classes} classes here"
-        elif their_names and list(their_names) != names:
-            pairs = zip(their_names, names, strict=True)
-            theirs, own = next((theirs, own) for theirs, own in pairs if theirs != own)
-            reason = f" is left out: its class {theirs!r} is {own!r} here"
-        elif their_names:
-            check_names("of the training images", train_set)
-        if reason:
+        if source == "imagenet" or len(state["fc.weight"]) != len(names) or their_names != names:
+            text = f"the last layer, of {len(state['fc.weight'])} other classes, is left out"
+            log(place, f"--weights {source}: {text}: {len(names)} classes here")
             state |= {"fc.weight": model.fc.weight, "fc.bias": model.fc.bias}
-            log(place, f"--weights {source}: the last layer{reason}")
         model.load_state_dict(state)
-
-
-def are_names(value, count):
-    if not isinstance(value, (list, tuple)) or len(value) != count:
-        return False
-    return all(isinstance(name, str) for name in value)
 
 
 def download_weights():
