@@ -7,7 +7,7 @@ import re
 import shutil
 from collections import OrderedDict
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -186,7 +186,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("; ".join(f"{which}[*].{key} as floats" for which, key in IDS), ""),
         pytest.param(
             'categories[0].name = "cow"',
-            "its class 'bird' is 'cow' here",
+            "of 3 other classes, is left out: 3 classes",
             marks=pytest.mark.guards("weights-other-classes"),
         ),
         ('categories[3] = {"id": 1, "name": "cow"}', "of 3 other classes, is left out: 4 classes"),
@@ -206,22 +206,6 @@ def test_last_layer_is_kept_if_its_classes_have_the_same_names(
     assert line in out and ("the last layer" in out) == bool(line)
 
 
-def test_classes_of_a_checkpoint_that_are_no_names_or_of_one_name_are_named(
-    demo, tmp_path, checkpoint
-):
-    """Names that are not unique say nothing about which class is which."""
-    good = demo.read_image_list(write(tmp_path / "good.json"))
-    both = demo.read_image_list(write(tmp_path / "both.json", f"{TWO_BIRDS}[7, 9, 7, 9, 5, 5]"))
-    wrong = "c.pt: its categories are wrong: expected a list of the names of its 3 classes"
-    names = [["a", "b"], [1, 2, 3], {5: "a"}, "abc", 3, torch.zeros(3)]
-    rows = [(given, good, wrong) for given in names]
-    rows += [(["apple", "bird", "bird"], both, "7 and 9 have images, and both are called 'bird'")]
-    for given, found, line in rows:
-        torch.save(torch.load(checkpoint) | {"categories": given}, tmp_path / "c.pt")
-        with pytest.raises(demo.UserError, match=line):
-            demo.load_weights(demo.ProcessInfo(), small_model(3), str(tmp_path / "c.pt"), found)
-
-
 # --- Words of the script -----------------------------------------------------------------------
 
 
@@ -239,21 +223,6 @@ def test_cause_of_an_error_has_no_name_of_python(demo, error, line):
         raise error
     assert str(found.value).startswith("cannot read a.pt: ") and line in str(found.value)
     assert not re.search(r"\w+Error", str(found.value))
-
-
-def test_unused_classes_are_noted_by_rank_0(demo, tmp_path, capfd):
-    notes = {
-        1: "1 class has no training image: c0",
-        4: "4 classes have no training image: c0, c1, c2, ...",
-    }
-    for count, note in notes.items():
-        more = "; ".join(
-            f'categories[{3 + i}] = {{"id": {i}, "name": "c{i}"}}' for i in range(count)
-        )
-        found = demo.read_image_list(write(tmp_path / "file.json", more))
-        for rank in (0, 1):
-            demo.note_unused_classes(SimpleNamespace(rank=rank, name=f"[CPU {rank}]"), found)
-        assert capfd.readouterr().out == f"[CPU 0] Note: {note}\n"
 
 
 @pytest.mark.guards("validation-list")

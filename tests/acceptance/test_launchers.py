@@ -266,7 +266,7 @@ def exit_codes(*codes: int) -> str:
 
 RESET = f"[CPU 0] ERROR: reset: {OTHER_RANK}"
 STOPPED = "[CPU 0] Stopped on SIGTERM | step 3 | exit code 75"
-CLASS = "[CPU 1] Note: 1 class has no training image: exitcode  : 2"
+BLACK = "[CPU 1] WARNING: image /exitcode  : 2/1.jpg is damaged, a black one takes its place"
 APART = "torch.distributed.DistStoreError: Timed out. 1/2 clients joined."
 USAGE = "demo_coco_resnet18.py: error: unrecognized arguments: --x"
 COMPLETE = "[CPU 0] Cleanup complete. Total wall time: 3s"
@@ -278,7 +278,7 @@ SIGNALS = "  Signal 15 (SIGTERM) received by PID 8\n  Signal 9 (SIGKILL) receive
 
 SLIP = f"{RESET}\n{STOPPED}\n[CPU 1] ERROR: slip"
 ENDS = guarded(  # fault, torchrun's code, its log, the outcome, words of the reason
-    ("", 1, f"{RESET}\n{CLASS}{exit_codes(1, -9)}", "lost", "reset"),
+    ("", 1, f"{RESET}\n{BLACK}{exit_codes(1, -9)}", "lost", "reset"),
     ("", 137, "[CPU 0] WARNING: image /Stopped on SIGTERM/1.jpg", "lost", "with 137"),
     ("stop-has-prefix", 143, "[CPU 0] Resumed from /Stopped on SIG.pt", "lost", "with 143"),
     ("", 1, "[CPU 0] No /ERROR: 1\n[CPU 1] ERROR: full", "lost", "full"),
