@@ -143,7 +143,7 @@ def main(place):
         load_checkpoint(training, checkpoint)
     catch_stop_signals(place)  # from now on such a signal saves, and ends all ranks
     start_workers(train_loader, val_loader)  # the processes that load images
-    rebuild_buckets(training)  # DDP's first pass, over blank images: then it sums in one order
+    rebuild_buckets(training)  # a pass over blank images: from then on DDP's sums have one order
     log_run(training, val_set)
 
     for epoch in epochs_left(training):  # 1, 2, ..., unless the run was resumed
@@ -329,8 +329,8 @@ def wrap_model(args, place, model):
         bucket_cap_mb=args.bucket_cap_mb,  # a bucket: gradients that are sent together
     )
     # Each rank has batch-norm statistics of its own images. By default DDP copies rank 0's to all
-    # ranks before each forward pass. Once an epoch is enough: share_statistics. (Set here, as
-    # the argument's name, and its effect on the copy above, depend on the version of PyTorch.)
+    # ranks before each forward pass. Once an epoch is enough: share_statistics. (As an argument
+    # above it would, in some versions of PyTorch, also leave them out of the first copy.)
     ddp.broadcast_buffers = False
     return ddp, compress_gradients(args, ddp)
 
@@ -341,10 +341,11 @@ def wrap_model(args, place, model):
 #     rank 1   data |   forward   |       backward      | .. exposed . | optimizer
 #     network                         [ bucket 1 ]      [  bucket 2  ]
 #     marks    1    2                    3 of rank 0    3 of rank 1    4           5
-# The timer's marks: 1 "waiting for data", 2 "data arrived", 3 "own gradients", 4 "gradients
-# averaged", 5 "end". The log has the times between them. data: 1 to 2. exposed communication: 3 to
-# 4, in which a rank computes nothing, but waits for slower ranks and for the network. What the
-# network does before 3 is hidden. compute: the rest, up to 5. Here rank 0 seems to communicate for
+# The timer's marks: 1 "waiting for data", 2 "data arrived", 3 "own gradients" (the timer sets it,
+# when backward has reached the first layer), 4 "gradients averaged", 5 "end" (set in after_step).
+# The log has the times between them. data: 1 to 2. exposed communication: 3 to 4, in which a rank
+# computes nothing, but waits for slower ranks and for the network. What the network does before 3
+# is hidden: it costs no time. compute: the rest, up to 5. Here rank 0 seems to communicate for
 # longer, because of rank 1: the shortest exposed time of all ranks is what the network costs.
 def train_one_epoch(training, loader, epoch):
     """All ranks: trains what is left of an epoch: all of it, unless the run was resumed in it."""
@@ -358,7 +359,7 @@ def train_one_epoch(training, loader, epoch):
     training.loss_sum, images_seen = torch.zeros((), device=place.device), 0
     timer.start_step()  # it measures the wait for data, and how long averaging holds up a step
     while training.step < min(args.max_steps, epoch * args.steps_per_epoch):
-        # Of this rank. In an epoch's last step there may be fewer images, in fewer micro-batches.
+        # Of this rank's share. An epoch's last step may have fewer images and micro-batches.
         images_left = len(loader.sampler) - images_seen
         images_in_step = min(args.accumulate_steps * args.batch_size, images_left)
         micro_batches = math.ceil(images_in_step / args.batch_size)
@@ -371,7 +372,7 @@ def train_one_epoch(training, loader, epoch):
             timer.mark("data arrived")
             # The gradients of the micro-batches add up on this rank. Only the last backward pass
             # has to send them: in no_sync DDP sends nothing, which saves the other all-reduces.
-            # The forward pass must be in no_sync as well: DDP prepares to send during it.
+            # The forward pass must be in no_sync as well: in it DDP prepares to send, or not.
             is_last = micro_batch == micro_batches - 1
             with nullcontext() if is_last else ddp.no_sync():
                 logits = forward(training, ddp, images)
