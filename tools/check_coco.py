@@ -78,6 +78,9 @@ def read_json(path):
         return json.loads(data, object_hook=without_outline)  # in UTF-8, UTF-16 or UTF-32
     except OSError as error:
         raise UserError(f"annotation file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        text = f"is not text in UTF-8 (from byte {error.start} on): save it as UTF-8"
+        raise UserError(f"annotation file {path} {text}") from error
     except (ValueError, RecursionError) as error:
         text = f"annotation file {path} is not JSON, or not all of it is there"
         raise UserError(f"{text} ({len(data)} bytes): {error}") from error
