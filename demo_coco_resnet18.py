@@ -58,9 +58,9 @@ The first part of this file, up to "Part two", is the lesson: it can be read alo
 what the first part calls, and begins with a table of contents.
 
 Exit codes: 0 done; 1 a failure outside, a bug, or an error that one rank alone has found, such as
-a full memory; 2 an error that all ranks know and that you can fix, such as a wrong argument
-(UserError); 75 stopped by a signal (Stopped: --checkpoint is saved). torchrun makes 1 of all but
-0; the launchers return them.
+a full memory; 2 an error in what you have given, such as a wrong argument (UserError: from the
+moment when the ranks are connected, all of them end with it); 75 stopped by a signal (Stopped:
+--checkpoint, if given, is saved). torchrun makes 1 of all but 0; the demo's launchers return them.
 """
 
 import argparse
@@ -531,7 +531,7 @@ def leave_process_group():
 #     where the ranks meet, what if one is missing set_meeting_point, connecting_ranks
 #     an image's label, another kind of data       list_labelled, CocoFirstCategory
 #     validation's classes                         match_classes
-#     a damaged image                              load_image
+#     a damaged image, a missing one               load_image, check_images
 #     the loader and its processes                 make_loader, start_workers
 #     another model, pretrained weights            build_model (in part one), load_weights
 #     fewer bytes to send                          compress_gradients
@@ -541,7 +541,8 @@ def leave_process_group():
 #     a stop signal, a lost torchrun               catch_stop_signals, agree_to_continue
 #     what happens after each step                 after_step
 #     what a checkpoint holds, who may resume      write_checkpoint, SAME_ON_RESUME
-#     another learning rate or scheduler           train_one_epoch (in part one: lr_factor)
+#     a checkpoint of an earlier run               keep_earlier_checkpoint
+#     another optimizer, a scheduler               main, train_one_epoch (in part one: lr_factor)
 #     the lines and records of the log             log_run, log_step, log_summary
 #     which errors are one line, exit codes        ADVICE, UserError, run_and_exit
 
@@ -1230,7 +1231,7 @@ def start_workers(*loaders):
 
 
 def check_images(folder, names):
-    """The sizes of some of the images. Raises UserError unless all are there, in 8 bits."""
+    """Some images' sizes. Raises UserError if one of all lacks, or one of some has over 8 bits."""
     missing = missing_images(folder, names)
     if missing:
         text = f"lacks {len(missing)} of {len(names)} listed images, the first is {missing[0]}"
@@ -1372,8 +1373,8 @@ class StepTimer:
 
     data: the wait for images. exposed: the exposed communication, from the moment when this rank
     has all its own gradients until they are averaged. In this time a rank computes nothing: it
-    sends and receives, and waits for slower ranks. The rest is called compute; a step with a log
-    line writes that line in it, and the ranks agree to go on.
+    sends and receives, and waits for slower ranks. The rest is called compute. The step after
+    a log line includes the time to write that line, and to agree to go on.
     """
 
     def __init__(self, device, model):
@@ -1577,7 +1578,8 @@ def agree_to_continue(training, seconds):
 
 # ---- Checkpoint: what is saved, and who may resume from it
 
-# A run can resume only with the same values of these. The number of processes may differ.
+# A run can resume only with the same values of these. The number of processes may differ, if
+# --global_batch_size keeps a step's images the same.
 SAME_ON_RESUME = ["global_batch_size", "image_size", "lr", "warmup_steps", "precision"]
 SAME_ON_RESUME += ["grad_compression", "powersgd_rank", "sync_bn", "seed"]
 
