@@ -236,6 +236,7 @@ def set_file_names(content, folder):
             continue  # a fault of its field
         if "\\" in name and not (folder and os.path.isfile(os.path.join(folder, name))):
             name = name.replace("\\", "/")  # an export made on Windows
+            content["has_backslashes"] = True
         if os.path.isabs(name) or ".." in name.split("/"):
             outside.append(f": {name} leaves the image folder")
         image["file_name"] = name
@@ -368,6 +369,8 @@ def describe(path, content):
     counts, labelled = images_of_classes(content), first_annotations(content)
     names = [image["file_name"] for image in content["images"] if image["id"] not in labelled]
     left_out = f" (training leaves them out; the first is {names[0]})" if names else ""
+    images = {image["id"] for image in content["images"]}
+    lost = sum(annotation["image_id"] not in images for annotation in content["annotations"])
     digits = len(str(max(counts)))
     most_first = sorted(zip(counts, content["categories"], strict=True), key=lambda row: -row[0])
     cells = [f"{count:{digits}} {class_name(category)}" for count, category in most_first]
@@ -377,6 +380,7 @@ def describe(path, content):
     return [
         f"annotation file {path}",
         f"images: {len(content['images'])}, without a label: {len(names)}{left_out}",
+        f"annotations: {len(content['annotations'])}, of no image of this file: {lost}",
         f"classes: {len(cells)}, without an image: {counts.count(0)}. Images of each class:",
         *("".join(f"{cell:{width}}" for cell in row).rstrip() for row in rows),
     ]
@@ -397,6 +401,8 @@ def check(annotations, folder=None, val=None):
         content, labelled = files[0][1], first_annotations(files[0][1])
         names = [image["file_name"] for image in content["images"] if image["id"] in labelled]
         faults = faults_of_images(folder, names)
+        if faults and content.get("has_backslashes"):
+            faults = [f"{faults[0]} (the file has \\ in place of /)"]
     if val and len(files) == 2:
         faults = faults + faults_of_classes(*files)
     if faults:
