@@ -182,6 +182,14 @@ def test_names_of_windows_and_of_lvis(tmp_path: Path):
     assert faults(path, folder) == []
 
 
+def test_a_lost_image_with_a_backslash_is_shown_as_it_was_looked_for(tmp_path: Path):
+    path = write(tmp_path / "file.json", r'images[1].file_name = "part\\0001.jpg"')
+    folder = make_files(tmp_path / "images", *(f"000{i}.jpg" for i in range(4)))
+    (line,) = faults(path, folder)
+    assert "the first is part/0001.jpg: 0001.jpg is there, in another folder" in line
+    assert line.endswith(" (the file has \\ in place of /)")
+
+
 def test_links_that_lead_nowhere_do_no_harm(tmp_path: Path):
     make_files(tmp_path / "part", "2.jpg")
     (tmp_path / "1.jpg").touch()
@@ -199,15 +207,17 @@ def test_links_that_lead_nowhere_do_no_harm(tmp_path: Path):
 
 def test_a_file_without_faults_is_described(tmp_path: Path):
     train = write(tmp_path / "train.json", 'categories[3] = {"id": 3, "name": "cow"}')
-    val = write(tmp_path / "val.json", "annotations[*].image_id = [100, 101, 102, 103, 104, 101]")
+    val = write(tmp_path / "val.json", "annotations[*].image_id = [100, 101, 102, 103, 104, 999]")
     folder = make_files(tmp_path / "images", *(f"000{i}.jpg" for i in range(4)))
     assert check(train, folder, val) == [
         f"annotation file {train}",
         "images: 5, without a label: 1 (training leaves them out; the first is 0004.jpg)",
+        "annotations: 6, of no image of this file: 0",
         "classes: 4, without an image: 1. Images of each class:",
         "2 bird    1 apple   1 clock   0 cow",
         f"annotation file {val}",
         "images: 5, without a label: 0",
+        "annotations: 6, of no image of this file: 1",
         "classes: 3, without an image: 0. Images of each class:",
         "2 bird    2 apple   1 clock",
         f"{folder} has all images that have a label",
@@ -231,7 +241,7 @@ def test_eighty_classes_are_read_in_columns_the_largest_first(tmp_path: Path):
     for number, label in enumerate(labels):
         content["annotations"].append({"id": 1, "image_id": number, "category_id": label})
     (tmp_path / "file.json").write_text(json.dumps(content))
-    lines = check(tmp_path / "file.json")[3:]
+    lines = check(tmp_path / "file.json")[4:]
     assert len(lines) == 27 and max(map(len, lines)) <= 100
     columns = [re.findall(r"(\d+) (class \w+)", line) for line in lines]
     found = [row[column] for column in range(3) for row in columns if column < len(row)]
