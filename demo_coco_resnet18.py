@@ -951,7 +951,8 @@ def connecting_ranks(args, place):
         yield
     except (RuntimeError, ValueError) as error:
         cause = one_line(error)
-        if "clients joined" in cause or isinstance(error, dist.DistNetworkError):
+        network = isinstance(error, dist.DistNetworkError)
+        if network or "clients joined" in cause or "server socket" in cause:  # the latter: 2.6
             text = f"{meeting} {cause}"
         elif "wait timeout" in cause:  # for another rank's address, in the store where they met
             text = f"another rank does not connect to this one, {connection}: has it ended, or "

@@ -253,7 +253,7 @@ judge_end() {
         outcome=asked
     elif grep -qx 2 <<<"$codes" && [ -n "$errors" ]; then
         outcome=user
-    elif [ -z "$codes" ] && [[ $3 == torch.distributed.Dist* ]]; then
+    elif [ -z "$codes" ] && [[ $3 == torch.distributed.Dist* || $3 == *EADDRINUSE* ]]; then
         outcome=apart
     else
         outcome=lost
