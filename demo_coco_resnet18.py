@@ -14,6 +14,7 @@ One GPU, or the CPU if there is none (python in place of torchrun and its option
 (If torchrun hangs, this machine's own name does not resolve: add --local-addr=127.0.0.1.)
 All GPUs of one machine:
     torchrun --standalone --nnodes=1 --nproc_per_node=gpu demo_coco_resnet18.py ...
+(On a CPU put OMP_NUM_THREADS=N in front, N = cores / processes: torchrun sets 1 for several.)
 Two nodes (machines) with two GPUs each. They meet (rdzv: rendezvous) at 10.0.0.1:29500, the first
 node's address and a free port there. static: --node_rank decides the ranks. 123 is any number. On
 the second node the command is the same except for --node_rank=1:
@@ -57,9 +58,9 @@ not match hang, or mix up data. The docstring of a function with such calls begi
 The first part of this file, up to "Part two", is the lesson: it can be read alone. Part two has
 what the first part calls, and begins with a table of contents.
 
-Exit codes: 0 done; 1 a failure outside, a bug, or an error that one rank alone has found, such as
-a full memory; 2 an error in what you have given, such as a wrong argument (UserError: from the
-moment when the ranks are connected, all of them end with it); 75 stopped by a signal (Stopped:
+Exit codes: 0 done; 1, or a signal's number, a failure outside, a bug, or an error that one rank
+alone has found, such as a full memory; 2 an error in what you have given, such as a wrong argument
+(UserError: once the ranks are connected, all end with it); 75 stopped by a signal (Stopped:
 --checkpoint, if given, is saved). torchrun makes 1 of all but 0; the demo's launchers return them.
 """
 
@@ -304,7 +305,8 @@ def build_model(args, place, train_set, load=True):
     """
     torch.manual_seed(args.seed)  # makes a run repeatable; DDP (4/6) makes the ranks equal
     # For another model change this line, load_weights and download_weights, and StepTimer if its
-    # first parameter is not the last one that gets a gradient.
+    # first parameter is not the last one that gets a gradient. With dropout each rank also needs
+    # a seed of its own after 4/6: alike, all would drop the same outputs.
     model = torchvision.models.resnet18(num_classes=len(train_set.categories))
     with errors_end_all_ranks():
         if place.rank == 0 and load and args.weights != "none":
@@ -364,7 +366,8 @@ def train_one_epoch(training, loader, epoch):
         images_in_step = min(args.accumulate_steps * args.batch_size, images_left)
         micro_batches = math.ceil(images_in_step / args.batch_size)
         lr_factor = min(1, (training.step + 1) / max(1, args.warmup_steps))  # rises to 1
-        training.optimizer.param_groups[0]["lr"] = args.lr * lr_factor
+        for group in training.optimizer.param_groups:
+            group["lr"] = args.lr * lr_factor
         loss_of_step = torch.zeros((), device=place.device)
         for micro_batch in range(micro_batches):
             timer.mark("waiting for data")
@@ -492,7 +495,8 @@ def errors_end_all_ranks():
 
     If the block raises UserError on one rank, all ranks raise it. Example: an image is missing on
     the node of rank 1. Without this, rank 1 would end alone. Rank 0 would wait for it in the next
-    collective call, and fail with an error about a lost connection.
+    collective call, and fail with an error about a lost connection. (That is what happens after
+    any other exception: it skips the exchange, and torchrun or the timeout ends the others.)
     """
     error = ""
     try:
@@ -589,7 +593,7 @@ def add_data_and_training_options(parser):
         "--lr_scaling",
         choices=["none", "linear"],
         default="none",
-        help=f"linear: --lr times global batch size / {LR_BATCH}",
+        help=f"linear: --lr times global batch size / {LR_BATCH}, a rule that was found for SGD",
     )
     add("--warmup_steps", type=NATURAL, default=0, help="steps in which the learning rate rises")
     add("--weights", default="imagenet", help="imagenet, none, or a FILE with a state dict")
@@ -669,6 +673,8 @@ def parse_arguments(argv):
     for option, given in (("resume", args.resume), ("checkpoint_every", args.checkpoint_every)):
         if given and not args.checkpoint:
             refuse(f"--{option} needs --checkpoint FILE")
+    if args.grad_compression == "powersgd" and args.bucket_cap_mb:
+        refuse("--grad_compression powersgd needs one bucket, and sets --bucket_cap_mb itself")
     if args.compile and (args.bucket_cap_mb or 1) < 1:
         refuse("--compile needs --bucket_cap_mb 1 or more: PyTorch's first bucket has 1 MB")
     args.val_workers = args.workers
@@ -922,7 +928,8 @@ def set_meeting_point(place):
         raise UserError(f"MASTER_PORT is {port!r}: give a free port of rank 0's node, 1 to 65535")
     if place.restarts and place.world_size == place.local_world_size:
         # NOTE: torchrun --max-restarts keeps its store, with the addresses of the start before.
-        # So rank 0 opens another one. (On several nodes such restarts do not work in any case.)
+        # So rank 0 opens another one. (On several nodes torchrun itself must not share its store:
+        # --rdzv_backend=c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node.)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = str(int(port) + place.restarts)
 
@@ -1206,7 +1213,8 @@ def make_loader(args, place, dataset, sampler, workers):
         sampler=sampler,
         num_workers=workers,
         # NOTE: the default of Python 3.14 starts workers by way of a process of its own. A stop
-        # signal to all processes would end that one, and with it the workers.
+        # signal to all processes would end that one, and with it the workers. (DDP's docstring
+        # warns of forks with NCCL. These are made before the first backward: start_workers.)
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         worker_init_fn=ignore_stop_signals,
         persistent_workers=workers > 0,
@@ -1671,9 +1679,10 @@ def epochs_left(training):
 def load_checkpoint(training, state):
     """All ranks: restores what was saved. Raises UserError.
 
-    With as many processes as before, a resumed run equals an unbroken one bit for bit. The order
-    of the images and their crops depend on seed, epoch and index alone (EpochSampler,
-    CocoFirstCategory). DDP adds up in the same order (rebuild_buckets). The rest is in the file.
+    With the same number of processes, options and hardware a resumed run equals an unbroken one
+    bit for bit. The order of the images and their crops depend on seed, epoch and index alone
+    (EpochSampler, CocoFirstCategory). DDP adds up in the same order (rebuild_buckets). The rest
+    is in the file.
     (Its batch-norm statistics are rank 0's: a step does not use them.) This does not hold for
     PowerSGD, nor for a GPU on which cuDNN changes an order of sums. A model with dropout would
     also need the state of torch's random generators.
