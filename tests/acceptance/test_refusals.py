@@ -91,6 +91,7 @@ BAD_INPUT = {  # options, and what the line names
     "--compile --sync_bn": r"--sync_bn needs NVIDIA GPUs",
     "--grad_compression powersgd --precision fp16": r"powersgd .* fp16",
     "--compile --bucket_cap_mb 0.5": r"--compile needs --bucket_cap_mb 1 or more",
+    "--grad_compression powersgd --bucket_cap_mb 5": r"powersgd needs one bucket",
     "--checkpoint set": r"checkpoint set is a folder",
     "--checkpoint run.pt --resume --image_size 48": r"run\.pt\b.*--image_size",
 }
