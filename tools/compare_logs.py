@@ -10,10 +10,9 @@
 A run is NAME=PATH: a log file, or a run's folder with node0.log, node1.log, ... Node 0's log is
 enough. Without NAME= it is called after its folder or file. A name that is given again adds a file
 to its run, such as the probe's (`slow=probe.log slow=train.log`). The base of every ratio is the
-first run that has not failed. The logs are those of demo_coco_resnet18.py, or of the talk's
-original demo, which have no Run and no Summary line: give what they lack as an option, for all
-runs (`--steps 924`) or for one (`--steps slow=924`). A log's own figure wins, except that
-`--link_gbps` replaces the stated speed.
+first run that has not failed. The logs are those of demo_coco_resnet18.py, of step_log.py, or of
+the talk's original demo, which have losses and wall times alone. `--link_gbps 10` (or `slow=10`,
+for one run) replaces the stated rate of a node's link.
 
 Runs with different numbers of processes are compared as scaling: speed-up, efficiency, and what
 eats the rest. The base is then the run with the fewest processes (analysis/scaling.py).
@@ -35,7 +34,7 @@ from analysis import likeness, projection, scaling
 from analysis.logs import NODE_LOG, UserError, read_log
 from analysis.nccl import Reader
 from analysis.report import print_text, report, write_csv, write_json, write_report
-from analysis.runs import LACKING, make_run
+from analysis.runs import make_run
 from analysis.trace import read_traces
 from analysis.verdict import judge
 
@@ -55,8 +54,8 @@ def run_command(args):
     if not args.runs:
         raise UserError("give at least one run: NAME=PATH, or PATH")
     paths = named_paths(args.runs)
-    given = given_figures(args, paths)
-    runs = [make_run(name, read_files(files), given[name]) for name, files in paths.items()]
+    stated = stated_rates(args.link_gbps, paths)
+    runs = [make_run(name, read_files(files), stated.get(name)) for name, files in paths.items()]
     if args.csv and not any(run.log.steps for run in runs):
         raise UserError(f"--csv {args.csv}: no step line in any of the logs: give whole logs")
     result = compare_runs(runs, args.force, args.project)
@@ -133,7 +132,6 @@ def compare_runs(runs, force=False, project_from=None):
     if alike:
         likeness.set_losses(runs)
     for run in runs:
-        projection.set_work(run, runs)
         one = scaled and scaled.runs.get(run.name)
         run.efficiency = one and one.efficiency
     able = [run for run in runs if projection.can_model(run)]
@@ -171,9 +169,9 @@ def parse_arguments(argv):
     add("--force", action="store_true", help="compare unlike runs, and mark it")
     text = "what to expect at other rates, from this run (default: the one known best)"
     add("--project", metavar="NAME", nargs="?", const="", help=text)
-    for option, (_, _, text) in LACKING.items():
-        names = dict.fromkeys([f"--{option}", f"--{option.replace('_', '-')}"])
-        add(*names, default=[], action="append", metavar="[NAME=]N", help=text)
+    text = "stated rate of a node's link, Gb/s; replaces what the log says"
+    rate = {"default": [], "action": "append", "metavar": "[NAME=]N"}
+    add("--link_gbps", "--link-gbps", **rate, help=text)
     return parser.parse_intermixed_args(argv)
 
 
@@ -201,23 +199,21 @@ def own_name(path):
     return path.stem
 
 
-def given_figures(args, names):
-    """{run: {option: number}} from the options for what a log lacks."""
-    given = {name: {} for name in names}
-    for option, (_, kind, _) in LACKING.items():
-        for item in sorted(getattr(args, option), key=lambda text: "=" in text):  # own after all
-            name, equals, text = item.rpartition("=")
-            if equals and name not in given:
-                raise UserError(f"--{option} {item}: no run is named {name}: {', '.join(given)}")
-            try:
-                value = kind(text.replace(",", "").replace("_", ""))
-            except ValueError:
-                value = 0
-            if not 0 < value < 1e15:
-                raise UserError(f"--{option} {item}: not a number above 0")
-            for target in [name] if equals else given:
-                given[target][option] = value
-    return given
+def stated_rates(items, names):
+    """{run: Gb/s} from [NAME=]N texts; a run's own after that of all runs."""
+    stated = {}
+    for item in sorted(items, key=lambda text: "=" in text):
+        name, equals, text = item.rpartition("=")
+        if equals and name not in names:
+            raise UserError(f"--link_gbps {item}: no run is named {name}: {', '.join(names)}")
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < 1e15:
+            raise UserError(f"--link_gbps {item}: not a number above 0")
+        stated |= dict.fromkeys([name] if equals else names, value)
+    return stated
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""What to check or change next, for TCP, InfiniBand, RoCE and EFA: rows of (condition, sentence),
-most likely first.
+"""What to check or change next, for TCP, InfiniBand, RoCE and EFA: for each part of a step rows of
+(condition, sentence), most likely first.
 
 What is advised fits the run, and the run does not have it already.
 """
+
+from dataclasses import dataclass
 
 from analysis.logs import get, objects
 from analysis.nccl import REASONS
@@ -18,25 +20,43 @@ DELIVERS = 0.8  # above this share of its stated speed, headers and start-up acc
 OVERCOME = ("rank_twice", "no_interface", "timeout", "aborted")
 OVERCOME += ("peer_unreachable", "connection_failed")
 IN_PART = 0.2  # above this share of a step, exposed communication bounds it in part
-# ResNet-18 at 224 px in fp32 trains 750 images/s or more on an RTX 2080 Ti. A GPU that gets a
-# quarter of that most likely waits for images.
-SLOW_GPU_IMG_PER_S = 190
+WORTH = 0.05  # below this share of a step, a part of it is not worth a change
 SCALES = 0.8  # more processes are no advice for a run of a lower efficiency
 
 
-def next_checks(run, bound, slow_link, in_trouble):
-    """Sentences. bound: as in Verdict; slow_link: the rate, in Gb/s, of a link that is slower than
-    it states, else None; in_trouble: it has lost data or counted errors.
+@dataclass
+class Advice:
+    """What to check or change for one part of a step."""
+
+    part: str  # in words
+    costs_s: float | None  # of a step: what is not compute can be saved, at most
+    checks: list  # most likely first
+
+
+def next_checks(run, parts, slow_link, in_trouble):
+    """A list of Advice, the part that costs most first.
+
+    parts: {part of a step: seconds}, see parts_of_step; slow_link: the rate, in Gb/s, of a link
+    that is slower than it states, else None; in_trouble: it has lost data or counted errors.
     """
-    rows = [*slow_rank_rows(run), *((True, text) for text in nccl_advice(run))]
-    rows += adapter_rows(run)
-    if in_trouble:
-        rows += trouble_rows(run)
-    if slow_link:  # then nothing else matters
-        rows += tunnel_rows(run) if tunnel_of(run) else slow_link_rows(run, slow_link)
-    else:
-        rows += good_link_rows(run, bound) + other_rows(run, bound)
-    return list(dict.fromkeys(text for fits, text in rows if fits))
+    found = []
+    for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
+        name, rows, faults = part, [], []
+        if part == "slow rank":
+            name, rows = f"rank {run.straggler}", slow_rank_rows(run)
+        elif part == "input":
+            name, rows = "waiting for images", input_rows(run)
+        elif part == "compute":
+            rows = compute_rows(run) if seconds == max(parts.values()) else []
+        else:
+            name = "compression and communication" if part == "compression" else "communication"
+            rows = link_rows(run, part, slow_link, seconds == max(parts.values()))
+            faults = [(True, text) for text in nccl_advice(run)] + adapter_rows(run)
+            faults += trouble_rows(run) if in_trouble else []
+        rows = faults + (rows if seconds >= WORTH * run.step_s else [])
+        if checks := list(dict.fromkeys(text for fits, text in rows if fits)):
+            found.append(Advice(name, seconds, checks))
+    return found
 
 
 def is_fallen(gbps):
@@ -77,8 +97,6 @@ def tunnel_rows(run):
 
 
 def slow_rank_rows(run):
-    if run.straggler is None:
-        return []
     hosts = run.setting("hosts", list)
     who = f"rank {run.straggler}"
     if run.straggler < len(hosts):
@@ -134,6 +152,13 @@ def roce_losses(link):
         "local_ack_timeout_err), `ethtool -S` of its interface (discards, pauses), the switch's "
         "own"
     )
+
+
+def link_rows(run, part, slow_link, largest):
+    """part: link, overlap or compression; largest: whether nothing costs more."""
+    if slow_link and part == "link":  # then nothing else matters
+        return tunnel_rows(run) if tunnel_of(run) else slow_link_rows(run, slow_link)
+    return good_link_rows(run, part, largest)
 
 
 def slow_link_rows(run, reached_gbps):
@@ -217,11 +242,11 @@ def slow_link_rows(run, reached_gbps):
     ]
 
 
-def good_link_rows(run, bound):
-    """For communication that bounds the run, in part or whole, over a link that delivers."""
+def good_link_rows(run, part, largest):
+    """For communication over a link that delivers."""
     kept, less = only_sockets(run), send_less(run)
     between, cpu = run.nodes != 1, run.on_cpu
-    link, overlap = bound == "link", bound == "overlap"
+    link = part == "link"
     ports = len(run.network.names) if run.network else 0
     fallen = kind_of(run) == "sockets" and 0 < (run.link_gbps or 0) <= FALLEN_GBPS * ports
     port = "the port: 100 Mb/s is what it falls back to with a bad cable or a fixed setting "
@@ -231,6 +256,7 @@ def good_link_rows(run, bound):
     way = "the way between the GPUs: `nvidia-smi topo -m` (NV is NVLink; PIX, PXB, PHB, NODE, SYS "
     way += "are ever farther over PCIe), `nvidia-smi topo -p2p r` (OK, but still unused: "
     way += "NCCL_P2P_DISABLE, NCCL_P2P_LEVEL)"
+    fewer = "fewer processes: they share one machine's cores"
     cores = "cores shared by compute and network: fewer OMP_NUM_THREADS than cores"
     unknown = "a probe before the run (PROBE=1): it shows which network carries it, and how fast"
     if run.probe_s:  # there was one, but it saw no interface that moved its bytes
@@ -238,15 +264,14 @@ def good_link_rows(run, bound):
         unknown += "NETWORK= and IFNAME= set it"
     return [
         (link and between and not (run.network and run.probe_s), unknown),
-        *(tunnel_rows(run) if link or exposed_too(run, bound) else ()),
-        (exposed_too(run, bound) and less, f"the exposed communication: {less}"),
+        *(tunnel_rows(run) if link else ()),
         (link and between and fallen, port),
         (link and between and kept, faster),
         (link and not between and not cpu, way),
-        (overlap and cpu, cores),
-        (link and not between and cpu, "fewer processes: they share one machine's cores"),
-        ((link or overlap) and less, f"send less: {less}"),
-        (bound == "compression", "a lower --powersgd_rank, which computes and sends less"),
+        (part == "overlap" and cpu, cores),
+        (link and largest and cpu and not between, fewer),
+        (less, f"send less: {less}"),
+        (part == "compression", "a lower --powersgd_rank, which computes and sends less"),
         (link, "send less often: a larger --accumulate_steps or --batch_size"),
         (
             link and between and run.network and kind_of(run) != "ipoib" and not kept,
@@ -255,46 +280,30 @@ def good_link_rows(run, bound):
     ]
 
 
-def other_rows(run, bound):
-    """For a run that its link does not bound."""
-    data, compute, whole = bound == "input", bound == "compute", bound == "not the link"
-    cpu, settings = run.on_cpu, run.record("Run")
-    loaders = f"more loader processes: --workers (now {settings.get('workers')}), up to the cores "
-    loaders += "of a node / its processes"
+def input_rows(run):
+    loaders = f"more loader processes: --workers (now {run.record('Run').get('workers')}), up to "
+    loaders += "the cores of a node / its processes"
     small = "smaller images on disk: tools/prepare_coco.py; decoding is usually most of the work"
     storage = "storage: copy the images to a local disk, or run a second time with a warm cache"
+    return [(True, loaders), (True, small), (True, storage)]
+
+
+def compute_rows(run):
+    cpu = run.on_cpu
     lower = "lower precision: --precision bf16 or fp16 where the hardware has it"
     if cpu:
         lower = "lower precision: --precision bf16 where the CPU has it (`lscpu` shows "
         lower += "avx512_bf16 or amx_bf16)"
-    each = (run.img_per_s or 0) / (run.processes or 1)
-    more = compute and (run.efficiency is None or run.efficiency >= SCALES)
-    slow_gpu = "GPU" in run.log.kinds and 0 < each < SLOW_GPU_IMG_PER_S
-    pipeline = f"the input pipeline: {each:.0f} img/s per GPU is far below what ResNet-18 reaches "
-    pipeline += "on any recent one (an RTX 2080 Ti: 750 to 920 in fp32)"
+    # With much exposed, more processes would wait for each other still longer.
+    more = run.exposed_s <= IN_PART * run.step_s
+    more = more and (run.efficiency is None or run.efficiency >= SCALES)
     return [
-        (data, loaders),
-        (data, small),
-        (data, storage),
-        (compute and run.setting("precision") not in ("bf16", "fp16"), lower),
-        (compute and not settings.get("compile"), "fused operations: --compile"),
-        (more and cpu and not exposed_too(run, bound), "more machines"),
-        (compute and not cpu, "a larger --batch_size, if the device is not full"),
-        # With much exposed, more processes would wait for each other still longer.
-        (more and not cpu and not exposed_too(run, bound), "more GPUs, a process each"),
-        # A log without a split.
-        (whole and slow_gpu, pipeline),
-        (whole, "a run of this demo over the same link: its Summary splits the step"),
-        (whole, "the loader: --workers, disk, processor load (`top`, `iostat -x 5`)"),
-        (whole and not cpu, "the device: `nvidia-smi dmon` shows whether it waits"),
+        (run.setting("precision") not in ("bf16", "fp16"), lower),
+        (not run.record("Run").get("compile"), "fused operations: --compile"),
+        (more and cpu, "more machines"),
+        (not cpu, "a larger --batch_size, if the device is not full"),
+        (more and not cpu, "more GPUs, a process each"),
     ]
-
-
-def exposed_too(run, bound):
-    """Whether exposed communication is a large part beside what bounds the run."""
-    # Where a rank is waited for, the exposed time is that.
-    large = (run.exposed_s or 0.0) > IN_PART * (run.step_s or 0.0)
-    return bound in ("input", "compute") and run.straggler is None and large
 
 
 def send_less(run):

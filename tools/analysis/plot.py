@@ -23,8 +23,6 @@ PARTS = {  # of a step: colour, hatching
     "compute": ("#555555", ""),
     "data wait": ("#cccccc", ".."),
     "exposed communication": ("#ffffff", "///"),
-    "step, not split in the log": ("#999999", ""),
-    "over the fastest run (inferred)": ("#ffffff", "xx"),
 }
 
 
@@ -119,7 +117,7 @@ def draw_steps(steps, file):
 
 def draw_split(axis, runs, scaled):
     """A stacked bar for each run; in `scaled` runs with a mark at the ideal step."""
-    bars = {run.name: parts_of(run) for run in runs if run.step_s}
+    bars = {r.name: (r.compute_s, r.data_s, r.exposed_s) for r in runs if r.has_split}
     bottom = [0.0] * len(bars)
     for i, (name, (colour, hatch)) in enumerate(PARTS.items()):
         heights = [1000 * parts[i] for parts in bars.values()]
@@ -140,13 +138,6 @@ def draw_split(axis, runs, scaled):
     axis.set_ylim(0, max(bottom, default=1) * 1.45)  # room for the legend above the bars
     axis.set(ylabel="time per step (ms)", title="Where a step's time goes")
     finish(axis, "no step times in these logs")
-
-
-def parts_of(run):
-    """Seconds of a step in the order of PARTS; without a split its work and what is over it."""
-    if run.has_split:
-        return run.compute_s, run.data_s, run.exposed_s, 0, 0
-    return 0, 0, 0, run.work_s, run.step_s - run.work_s
 
 
 def draw_line(axis, i, run, name, factor, running=1):

@@ -20,43 +20,19 @@ RATES_GBPS = (1, 10, 25, 56, 100, 200, 400)
 TCP_SHARE = (1500 - 20 - 20 - 12) / (1500 + 14 + 4 + 8 + 12)
 
 
-def set_work(run, runs):
-    """Seconds of data wait and compute in a step, and the name of the run they come from.
-
-    A log without a split takes the whole step of the fastest run of the same shape.
-    """
-    if run.has_split:
-        run.work_s, run.work_from = run.data_s + run.compute_s, run.name
-        return
-    alike = [other for other in runs if other.step_s and other.shape == run.shape]
-    if best := min(alike, key=lambda other: other.step_s, default=None):
-        run.work_s, run.work_from = best.step_s, best.name
-
-
 def can_model(run):
-    """Whether the bytes that each node sends in a step are known."""
-    return bool(all((run.step_s, run.wire_bytes, run.processes, run.nodes)) and run.nodes > 1)
+    """Whether the parts of a step, and the bytes that each node sends in it, are known."""
+    known = all((run.step_s, run.has_split, run.wire_bytes, run.processes, run.nodes))
+    return bool(known and run.nodes > 1)
 
 
 def ring_bytes(run):
     """Bytes that a node sends in each direction in an all-reduce of a step's gradients: a ring's.
 
     Source: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69(2), 2009. NCCL may take a tree
-    instead: then trust the probe.
+    instead, which on two nodes sends wire_bytes: then trust the probe.
     """
     return 2 * (run.processes - 1) / run.processes * run.wire_bytes
-
-
-def sent_bytes(run):
-    """The same for each way that NCCL may take: a ring; on two nodes a tree, if it sends less.
-
-    A tree on two nodes sends each gradient once in each direction, and NCCL often takes it there
-    for large sizes: NVIDIA/nccl issues 812 and 946, NVIDIA/nccl-tests issue 196.
-    """
-    ways = {"a ring": ring_bytes(run)}
-    if run.nodes == 2 and run.processes > 2:
-        ways["a tree"] = run.wire_bytes
-    return ways
 
 
 def payload_rate(gbps):
@@ -73,12 +49,12 @@ def alone_s(run):
 
 def step_over(run, there_s):
     """Seconds of this run's step where an all-reduce alone takes there_s; see the docstring."""
-    here_s = alone_s(run)
-    if not (run.has_split and here_s):
-        return run.work_s + there_s  # nothing is known to be hidden
+    here_s, work_s = alone_s(run), run.data_s + run.compute_s
+    if not here_s:
+        return work_s + there_s  # nothing is known to be hidden
     hidden = max(0.0, here_s - run.exposed_s) * min(1.0, there_s / here_s)
     waited = max(0.0, run.exposed_s - here_s)
-    return run.work_s + there_s - hidden + waited
+    return work_s + there_s - hidden + waited
 
 
 def projected(runs, name):
@@ -93,8 +69,8 @@ def projected(runs, name):
     able = [run for run in runs if can_model(run) and name in ("", run.name)]
     if not able:
         which = name or "the logs"
-        raise UserError(f"--project: {which} lack step time, bytes a step, processes or nodes")
-    return min(able, key=lambda run: (not run.probe_s, not run.has_split, run.step_s))
+        raise UserError(f"--project: {which} lack a split step, bytes a step, processes or nodes")
+    return min(able, key=lambda run: (not run.probe_s, run.step_s))
 
 
 def project(run):
@@ -105,7 +81,7 @@ def project(run):
         step_s, epoch_s = step_over(run, there_s), None
         if run.images and run.global_batch:
             epoch_s = step_s * math.ceil(run.images / run.global_batch)
-        bound = not (run.has_split and here_s) or there_s > here_s
+        bound = not here_s or there_s > here_s
         row = {"gbps": gbps, "alone_s": there_s, "step_s": step_s}
         rows.append(row | {"bound": bound, "epoch_s": epoch_s})
     return rows

@@ -27,7 +27,7 @@ def table(head, rows):
 def column(run, result):
     """A run's cells of the main table by their title; None, 0 or "" if the log does not say."""
     base, ratio = result["base"], result["ratios"][run.name]
-    gbps = result["verdicts"][run.name].wire_gbps or run.wire_gbps
+    gbps = run.wire_gbps
     against = f"{1 / ratio:.2f} x faster" if ratio and ratio < 1 else f"{ratio or 0:.2f} x as long"
     of = f", {gbps / run.link_gbps:.0%} of stated" if gbps and run.link_gbps else ""
     img_per_s = run.img_per_s or 0
@@ -57,7 +57,7 @@ def column(run, result):
         "- of up to 4 KB": run.latency_s and f"{digits(run.latency_s * 1000)} ms",
         "bytes per step and rank": run.wire_bytes and megabytes(run.wire_bytes),
         "link, stated": run.link_gbps and rate(run.link_gbps),
-        "wire rate": gbps and rate(gbps) + of + ("" if run.wire_gbps else " (implied)"),
+        "wire rate": gbps and rate(gbps) + of,
         "transport": run.network and f"{run.network.transport} ({run.network.basis})",
         "interface": run.network and run.network.shown,
         **{f"loss, epoch {epoch}": f"{loss:.4f}" for epoch, loss in run.losses.items()},
@@ -137,18 +137,33 @@ def verdict_lines(run, verdicts):
     lines = [f"{run.name}: " + " ".join(verdicts[run.name].says), ""]
     for note in run.notes:
         lines += [f"Note: {note}.", ""]
-    if checks := verdicts[run.name].checks:
-        lines += ["Check or change next, most likely first:", ""]
-        lines += [*(f"{i}. {text}" for i, text in enumerate(checks, 1)), ""]
+    return lines + advice_lines(run, verdicts[run.name].advice)
+
+
+def advice_lines(run, advice):
+    """One numbered list, in groups if it is on several parts of a step."""
+    lines, number = [], 0
+    for one in advice:
+        title = "Then" if number else "Check or change next"
+        if one.part:  # work can be made faster; only waiting can be saved
+            most = "" if one.part == "compute" else "at most "
+            title += f" ({one.part}: {most}{ms(one.costs_s)} of a step's {ms(run.step_s)})"
+        lines += [f"{title}:" if number else f"{title}, most likely first:", ""]
+        lines += [*(f"{i}. {text}" for i, text in enumerate(one.checks, number + 1)), ""]
+        number += len(one.checks)
+    waits = [one.costs_s for one in advice if one.part not in ("", "compute")]
+    if len(waits) > 1:
+        saved_s = min(sum(waits), run.step_s)
+        lines += [f"Savings together: at most {ms(saved_s)} of {ms(run.step_s)}.", ""]
     return lines
 
 
 def projection_lines(run, rows):
-    of = "data wait and compute" if run.has_split else f"{run.work_from}'s whole step"
     text = (
         f"From {run.name}, by the model (not measured): {megabytes(run.wire_bytes)} a step in a "
     )
-    text += f"ring of {run.processes} on {run.nodes}, beside {ms(run.work_s)} of {of}."
+    text += f"ring of {run.processes} on {run.nodes}, beside {ms(run.data_s + run.compute_s)} of "
+    text += "data wait and compute."
     cells = [
         [
             *(rate(row["gbps"]), ms(row["alone_s"])),

@@ -11,16 +11,15 @@ from analysis.network import read_network
 STRAGGLER = 1.2  # a rank this many times as busy as usual keeps the others waiting
 MOST_RANKS = 100_000  # a larger number is damage
 
-# What an option gives where the log lacks it: field of the Run record, type, meaning.
-LACKING = {
-    "images": ("images", int, "images trained on in an epoch"),
-    "epochs": ("num_epochs", int, "epochs"),
-    "global_batch": ("global_batch_size", int, "images in a step over all processes"),
-    "steps": ("max_steps", int, "steps in all (default: from images, global batch and epochs)"),
-    "processes": ("world_size", int, "processes"),
-    "nodes": ("nodes", int, "nodes"),
-    "parameters": ("parameters", int, "parameters of the model, 4 bytes of gradient each"),
-    "link_gbps": ("", float, "stated speed of a node's link, Gb/s; replaces what the log says"),
+# Figures of a Run, and their names in the log's Run record.
+SETTINGS = {
+    "images": "images",
+    "epochs": "num_epochs",
+    "global_batch": "global_batch_size",
+    "steps": "max_steps",
+    "processes": "world_size",
+    "nodes": "nodes",
+    "parameters": "parameters",
 }
 
 
@@ -55,8 +54,6 @@ class Run:
     latency_s: float | None = None  # of an all-reduce of up to 4 KB
     networks: list = field(default_factory=list)  # a Network for each probed node
     traffic: list = field(default_factory=list)  # of each node in the run: host, interfaces, tcp
-    work_s: float | None = None  # data wait and compute of a step
-    work_from: str | None = None  # the run that they are of
     efficiency: float | None = None  # beside fewer processes, see scaling.py
 
     @property
@@ -71,10 +68,6 @@ class Run:
     def partial(self):
         """Whether the wall time covers only the last of several attempts."""
         return self.start_step > 0 or self.log.attempts > 1
-
-    @property
-    def shape(self):
-        return self.processes, self.nodes, self.global_batch
 
     @property
     def has_split(self):
@@ -111,24 +104,19 @@ class Run:
         return get(self.setting("env", dict), name, str)
 
 
-def make_run(name, log, given):
-    """A run's figures from its log, and from `given` ({option: number}) what the log lacks."""
-    run = Run(name, log)
+def make_run(name, log, link_gbps=None):
+    """A run's figures from its log. link_gbps: the stated rate of a node's link, if given."""
+    run = Run(name, log, link_gbps=link_gbps)
     run.start_step = run.setting("start_step", int) or 0
-    for option, (key, _, _) in LACKING.items():
-        value = run.setting(key, int)
-        setattr(run, option, value or given.get(option))
-        if value and given.get(option) not in (None, value):
-            run.notes.append(f"--{option} is not used: the log itself says {value:,}")
-    if run.steps is None and None not in (run.images, run.global_batch, run.epochs):
-        run.steps = math.ceil(run.images / run.global_batch) * run.epochs
+    for figure, key in SETTINGS.items():
+        setattr(run, figure, run.setting(key, int) or None)
     run.problems = find_problems(run)
     summary = run.record("Summary")
     if run.complete:
         add_times(run, summary)
     run.wire_bytes = get(summary, "wire_bytes_per_step")
     if not run.wire_bytes and run.parameters:
-        run.wire_bytes = 4 * run.parameters  # fp32 gradients, as in the original demo
+        run.wire_bytes = 4 * run.parameters  # fp32 gradients
     add_probe(run, run.record("Probe"))
     add_own_text(run)
     add_traffic(run)
@@ -149,9 +137,6 @@ def add_times(run, summary):
             setattr(run, f"{name}_s", milliseconds / 1000)
     if run.processes == 1 and None not in (run.step_s, run.data_s):  # nothing to communicate
         run.compute_s, run.exposed_s = run.step_s - run.data_s, 0.0
-    done = (run.steps or 0) - run.start_step
-    if run.step_s is None and run.wall_s and done > 0:
-        run.step_s = run.wall_s / done
     run.img_per_s = get(summary, "img_per_s")
     if run.img_per_s is None and run.step_s and run.global_batch:
         run.img_per_s = run.global_batch / run.step_s

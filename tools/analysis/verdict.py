@@ -1,7 +1,7 @@
 """The verdict on a run: what bounds it, and which share of its stated rate the link delivered.
 
 A verdict says what it rests on: measured (the split of a step, the probe, counters of bytes and
-errors), NCCL's word (its debug text), or the model in projection.py.
+errors) or NCCL's word (its debug text).
 """
 
 import math
@@ -11,6 +11,8 @@ from analysis.advice import (
     DELIVERS,
     FALLEN_GBPS,
     IN_PART,
+    WORTH,
+    Advice,
     is_fallen,
     nccl_advice,
     next_checks,
@@ -20,9 +22,8 @@ from analysis.advice import (
 from analysis.logs import get, objects
 from analysis.nccl import REASONS, message
 from analysis.network import ADAPTERS
-from analysis.projection import can_model, payload_rate, ring_bytes, sent_bytes
 from analysis.runs import usual_times
-from analysis.words import in_unit, megabytes, ms, part, rate
+from analysis.words import megabytes, ms, part, rate
 
 # TCP that sends this share of its segments again is slowed by it: its rate falls with the root of
 # the loss (Mathis et al., Computer Communication Review 27(3), 1997).
@@ -31,8 +32,6 @@ LOSSY = 0.01
 HARMLESS = ("rx_dropped", "port_xmit_wait")
 LOST_ON_ROCE = ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err")
 HEALTHY = 0.5  # a link below this share of its stated speed is not the link that was meant
-TOLERANCE = 0.10  # a time this far outside the model's range still counts as inside
-LINK_FREE_SHARE = 0.10  # an all-reduce below this share of a step cannot be what bounds it
 
 FALLEN = "Likely cause: a port that negotiated 100 Mb/s, or a rate limit."
 
@@ -40,108 +39,100 @@ FALLEN = "Likely cause: a port that negotiated 100 Mb/s, or a rate limit."
 @dataclass
 class Verdict:
     """`bound`: link, overlap (communication, but not by the wire), compression (PowerSGD's, and
-    communication), input, compute, slow rank, not the link, unknown.
+    communication), input, compute, slow rank, unknown.
     """
 
     bound: str = "unknown"
     says: list = field(default_factory=list)  # what bounds it, then its network, then the rest
-    checks: list = field(default_factory=list)  # most likely first
-    wire_gbps: float | None = None  # by counters, else what the time of an all-reduce implies
+    advice: list = field(default_factory=list)  # Advice on parts of a step, the costliest first
 
 
 def judge(run):
-    """The Verdict on a run whose work_s is set."""
+    """The Verdict on a run."""
     if not run.complete:
         start = "" if run.log.failed else "incomplete, not scored: "
         says = [f"{start}{'; '.join(run.problems)}."]
         says += [f"Timed out: {work}." for work in get(run.log.nccl, "timeouts", list)]
-        return Verdict(says=says, checks=nccl_advice(run))
+        checks = nccl_advice(run)
+        return Verdict(says=says, advice=[Advice("", None, checks)] if checks else [])
     trouble = say_trouble(run)
-    if run.step_s is None:
-        text = "No step time: give --steps (or images, epochs, batch)."
+    if not run.has_split:
+        text = "The log does not split a step: what bounds it cannot be told."
+        if run.step_s is None:
+            text = "The log states no step time: only losses and wall times can be compared."
         if run.steps and run.steps <= run.start_step:
             text = "It was resumed at its end, and made no step."
         return Verdict(says=[text, *say_network(run), *trouble])
-    verdict = Verdict()
-    if can_model(run) and run.steps:
-        took_s = all_reduce_s(run)
-        verdict.wire_gbps = run.wire_gbps or (took_s and ring_bytes(run) * 8e-9 / took_s)
-    (judge_split if run.has_split else judge_whole)(verdict, run)
-    verdict.says += [*say_network(run), *trouble]
+    parts = parts_of_step(run)
+    says = [say_split(run, parts), *say_network(run), *trouble]
     if run.straggler is not None:
-        verdict.says.append(say_slow_rank(run))
-    gbps = verdict.wire_gbps or 0.0
-    slow = verdict.bound == "link" and 0 < gbps < HEALTHY * (run.link_gbps or 0)
-    verdict.checks = next_checks(run, verdict.bound, gbps if slow else None, bool(trouble))
-    return verdict
-
-
-def all_reduce_s(run):
-    """How long a step's all-reduce took: by the probe, or in a log without a split all that is
-    beyond the work. Exposed time does not say it: it counts waiting, and not what was hidden.
-    """
-    if run.has_split and (not run.network or run.network.transport == "local"):
-        return None
-    if run.probe_s or run.has_split:
-        return run.probe_s
-    excess_s = run.step_s - run.work_s
-    return excess_s if excess_s > 0.02 * run.step_s else None
+        says.append(say_slow_rank(run, parts["slow rank"]))
+    gbps = run.wire_gbps or 0.0
+    slow_link = gbps if 0 < gbps < HEALTHY * (run.link_gbps or 0) else None
+    advice = next_checks(run, parts, slow_link, bool(trouble))
+    return Verdict(max(parts, key=parts.get), says, advice)
 
 
 # --- What bounds it ------------------------------------------------------------------------------
 
 
-def judge_split(verdict, run):
-    """A log with data wait, compute and exposed communication: the largest part bounds."""
-    parts = {"link": run.exposed_s, "input": run.data_s, "compute": run.compute_s}
-    if run.straggler is not None:
-        parts = parts_around_slow_rank(run)
-    verdict.bound = max(parts, key=parts.get)
-    link = name_link(run)
-    if run.exposed_name != "exposed communication":
-        link = "PowerSGD's compression and communication, of which no log tells how much is which"
-        if verdict.bound == "link":
-            verdict.bound = "compression"
-    elif run.probe_s and run.probe_s < parts["link"] / 2:
-        # Exposed time far above the all-reduce's own is not the wire's: on a CPU compute and
-        # network share the cores, and ranks wait for each other.
-        link = f"communication, but not by the wire (an all-reduce alone takes {ms(run.probe_s)})"
-        if verdict.bound == "link":
-            verdict.bound = "overlap"
-    title = {
+def parts_of_step(run):
+    """{part: seconds}: together a step at most. The parts of a slow rank are those that a usual
+    rank has too, and its excess.
+
+    The least exposed time of all ranks is the link's. What a rank has above it is the wait for the
+    slowest rank, so it is not a part of its own.
+    """
+    exposed = min((times[2] for times in run.ranks.values()), default=run.exposed_s)
+    # Exposed time far above the all-reduce's own is not the wire's: on a CPU compute and network
+    # share the cores, and ranks wait for each other.
+    kind = "overlap" if run.probe_s and run.probe_s < exposed / 2 else "link"
+    if run.setting("grad_compression") == "powersgd":
+        kind = "compression"
+    if run.straggler is None:
+        return {kind: exposed, "input": run.data_s, "compute": run.compute_s}
+    own = run.ranks[run.straggler][:2]
+    data, compute = map(min, own, usual_times(run.ranks))
+    excess = sum(own) - data - compute
+    return {"slow rank": excess, kind: exposed, "input": data, "compute": compute}
+
+
+def say_split(run, parts):
+    """What bounds it: the largest part of a step."""
+    kind = next(key for key in ("link", "overlap", "compression") if key in parts)
+    titles = {
         "input": "its input (waiting for images)",
         "compute": "compute",
         "slow rank": f"one slow rank, {run.straggler}, for which the others wait",
-    }.get(verdict.bound, link)
-    if verdict.bound in ("compute", "input") and parts["link"] > IN_PART * run.step_s:
-        title += f", in part by {link}"
-    compute, data, exposed = (
+        "link": name_link(run),
+        "overlap": f"communication, but not by the wire (an all-reduce alone takes "
+        f"{ms(run.probe_s or 0)})",
+        "compression": "PowerSGD's compression and communication, of which no log tells how much "
+        "is which",
+    }
+    bound = max(parts, key=parts.get)
+    title = titles[bound]
+    if bound in ("compute", "input") and parts[kind] > IN_PART * run.step_s:
+        title += f", in part by {titles[kind]}"
+    wait_s = run.exposed_s - parts[kind]
+    compute, data, exposed, wait = (
         f"{ms(seconds)} ({part(seconds, run.step_s)})"
-        for seconds in (run.compute_s, run.data_s, run.exposed_s)
+        for seconds in (run.compute_s, run.data_s, run.exposed_s, wait_s)
     )
     mean = "" if run.straggler is None else ", mean over the ranks"
-    verdict.says.append(
+    waited = f", {wait} of it the wait for the slowest rank" if wait_s > WORTH * run.step_s else ""
+    return (
         f"Bound by {title}: of a step of {ms(run.step_s)}, compute is {compute}, data wait "
-        f"{data}, {run.exposed_name} {exposed}, as measured{mean}."
+        f"{data}, {run.exposed_name} {exposed}{waited}, as measured{mean}."
     )
 
 
-def parts_around_slow_rank(run):
-    """{part of a step: seconds} on the slow rank's way through it.
-
-    Its exposed time is communication; that of the others is waiting for it as well.
-    """
-    data, compute, exposed = run.ranks[run.straggler]
-    usual = usual_times(run.ranks)
-    slow = data + compute - sum(usual)
-    return {"slow rank": slow, "link": exposed, "input": usual[0], "compute": usual[1]}
-
-
-def say_slow_rank(run):
+def say_slow_rank(run, costs_s):
     data, compute, _ = run.ranks[run.straggler]
     return (
         f"Rank {run.straggler} itself works {ms(data + compute)} of a step (data wait {ms(data)}, "
-        f"compute {ms(compute)}), the others {ms(sum(usual_times(run.ranks)))}."
+        f"compute {ms(compute)}), the others {ms(sum(usual_times(run.ranks)))}: it costs "
+        f"{ms(costs_s)}, {part(costs_s, run.step_s)} of the step."
     )
 
 
@@ -162,82 +153,6 @@ def name_link(run):
     if through_host_memory(run):
         return "communication between its nodes, which passes through host memory"
     return "its link"
-
-
-def judge_whole(verdict, run):
-    """A log without a split: beside a faster run of its shape, and against its stated link."""
-    excess_s, stated = run.step_s - run.work_s, rate(run.link_gbps or 0)
-    steps = (run.steps or 0) - run.start_step
-    known = can_model(run) and run.link_gbps and steps > 0
-    line_s = ring_bytes(run) / (run.link_gbps * 1e9 / 8) if known else math.inf
-    tcp_s = ring_bytes(run) / payload_rate(run.link_gbps) if known else math.inf
-    says = verdict.says
-    if excess_s > run.step_s / 2 and run.nodes != 1:
-        verdict.bound = "link"
-        says.append(
-            "Bound by its link, or by what carried the traffic instead: of its step of "
-            f"{ms(run.step_s)}, {part(excess_s, run.step_s)} is time beyond {run.work_from}'s "
-            f"whole step of {ms(run.work_s)}."
-        )
-        if (gbps := verdict.wire_gbps) and not run.probe_s:
-            fallen = is_fallen(gbps) and (run.link_gbps or 0) > FALLEN_GBPS
-            of = f", {gbps / run.link_gbps:.0%} of the stated {stated}" if run.link_gbps else ""
-            says.append(
-                f"That implies a wire that ran at {rate(gbps)}{of} ({run.steps:,} steps, a ring, "
-                f"no overlap).{f' {FALLEN}' if fallen else ''}"
-            )
-        if known:
-            says.append(say_explained(run, steps, steps * excess_s))
-    elif tcp_s < LINK_FREE_SHARE * run.step_s:
-        verdict.bound = "not the link"
-        says.append(
-            f"Not bound by its link: even with no overlap, all-reduces at {stated} take at most "
-            f"{steps * tcp_s:,.0f} s of {steps * run.step_s:,.0f} s (model)."
-        )
-    else:
-        says.append("The log does not split a step: what bounds it cannot be told.")
-    if known and run.work_from != run.name:
-        low_s, high_s = max(run.work_s, line_s), run.work_s + tcp_s
-        says.append(say_range(steps * low_s, steps * high_s, steps * run.step_s, stated))
-    elif not known and run.nodes != 1:
-        says.append("To judge the link: --link_gbps, --parameters, --processes, --nodes.")
-
-
-def say_explained(run, steps, excess_s):
-    """How much of the seconds beyond the faster run's the link explains: as stated, and as a port
-    at 100 Mb/s where that is not enough.
-    """
-
-    def times(nbytes, speed):
-        return in_unit(steps * nbytes / speed, excess_s)
-
-    stated, line, tcp = rate(run.link_gbps), run.link_gbps * 1e9 / 8, payload_rate(run.link_gbps)
-    sent = sent_bytes(run)
-    ring = sent["a ring"]
-    ways = [f"{way} {times(n, line)} and {times(n, tcp)}" for way, n in sent.items()]
-    most = "all" if steps * ring / tcp >= excess_s else f"at most {times(ring, tcp)}"
-    text = (
-        f"Of the {in_unit(excess_s, excess_s)} beyond {run.work_from}'s time, {stated} explains "
-        f"{most}: at line rate and at the rate that TCP leaves, {', '.join(ways)} (model, no "
-        "overlap)."
-    )
-    if steps * ring * 8e-9 / excess_s < DELIVERS * FALLEN_GBPS < run.link_gbps:
-        text += f" A port that negotiated {rate(FALLEN_GBPS)} would explain "
-        text += f"{times(ring, payload_rate(FALLEN_GBPS))}."
-    return text
-
-
-def say_range(low_s, high_s, took_s, stated):
-    """What the stated link gives, from all communication hidden to none, and what was measured."""
-    shortest, longest, took = (in_unit(seconds, high_s) for seconds in (low_s, high_s, took_s))
-    text = f"By the model of a ring, {stated} gives a run of {shortest} (communication fully "
-    text += f"hidden) to {longest} (not hidden); measured {took}"
-    if took_s < low_s * (1 - TOLERANCE):
-        return f"{text}: faster than that; NCCL took a tree, or the traffic went another way."
-    if took_s <= high_s * (1 + TOLERANCE):
-        return f"{text}: within that."
-    times = f"{took_s / high_s:.1f} times the longer of these"
-    return f"{text}, {times}: this is not a {stated} result."
 
 
 # --- The network that carried it -----------------------------------------------------------------

@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""What can explain the 230 minutes between the talk's two runs? A table, and the causes by size.
+
+    python docs/talk/explain.py
+
+The times are those of the two logs beside this file. A link explains most if nothing of its work
+is hidden: that is calculated, by the model of tools/analysis/projection.py.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from analysis.logs import read_log
+from analysis.projection import payload_rate, ring_bytes
+from analysis.report import table
+from analysis.runs import make_run
+from analysis.words import duration, megabytes, part, rate
+
+HERE = Path(__file__).parent
+
+# The slides state these,
+IMAGES, EPOCHS, NODES = 118_287, 2, 2
+ETHERNET_GBPS, INFINIBAND_GBPS = 1, 56
+# and these are known of the model and the images.
+PARAMETERS = 11_217_552  # ResNet-18 with a last layer of 80 outputs
+EPOCH_BYTES = 19e9  # of train2017's images, by the size of COCO's archive
+FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where its cable is bad
+
+
+@dataclass
+class Reading:
+    """What slides and logs leave open."""
+
+    processes: int
+    way: str  # that the all-reduces took
+    steps: int  # of both epochs
+    batch: int  # images in a step, over all processes
+
+
+# The first one is the main one, for the reasons in docs/networks.md.
+READINGS = [
+    Reading(4, "a ring", 924, 256),
+    Reading(4, "a tree", 924, 256),
+    Reading(2, "a ring", 924, 256),
+    Reading(4, "a ring", 1850, 128),
+]
+
+
+def main():
+    ethernet, infiniband = (
+        make_run(name, read_log([HERE / f"{name}.log"])) for name in ("ethernet", "infiniband")
+    )
+    excess_s = ethernet.wall_s - infiniband.wall_s
+    times = duration(ethernet.wall_s), duration(infiniband.wall_s)
+    print("Ethernet took {}, InfiniBand {}:".format(*times), f"{minutes(excess_s)} more.\n")
+    print(*explain_by_link(ethernet, excess_s), sep="\n")
+    print("\nCauses, with 4 processes and 924 steps:\n")
+    print(*list_causes(ethernet, infiniband), sep="\n")
+
+
+def sent(run, reading):
+    """Bytes that a node sends in each direction in the whole run."""
+    gradients = 4 * PARAMETERS  # fp32
+    if reading.way == "a tree":  # on two nodes: each gradient once
+        return reading.steps * gradients
+    shape = {"processes": reading.processes, "nodes": NODES, "wire_bytes": gradients}
+    return reading.steps * ring_bytes(replace(run, **shape))
+
+
+def explain_by_link(run, excess_s):
+    """Lines of a table: what each reading lets a link explain."""
+    slow, fast = rate(FALLEN_GBPS), rate(ETHERNET_GBPS)
+    head = ["processes, steps, images a step", "sent a step", f"{fast}, line rate", f"{fast}, TCP"]
+    head += [f"{slow}, TCP", "the same, images too", "rate for all"]
+    rows = []
+    for reading in READINGS:
+        size = sent(run, reading)
+        row = [f"{reading.processes}, {reading.steps:,}, {reading.batch}: {reading.way}"]
+        row += [megabytes(size / reading.steps), minutes(size / (ETHERNET_GBPS * 1e9 / 8))]
+        row += [minutes(size / payload_rate(gbps)) for gbps in (ETHERNET_GBPS, FALLEN_GBPS)]
+        row.append(minutes((size + EPOCHS * EPOCH_BYTES) / payload_rate(FALLEN_GBPS)))
+        rows.append([*row, rate(size * 8e-9 / excess_s)])
+    return table(head, rows)
+
+
+def list_causes(ethernet, infiniband):
+    """Lines: the causes that stay open by size, and what bounds the other run."""
+    main, epoch_s = READINGS[0], EPOCH_BYTES / payload_rate(ETHERNET_GBPS)
+    size, images = sent(ethernet, main), main.steps * main.batch
+    link_s, port_s, fast_s = (
+        size / payload_rate(gbps) for gbps in (ETHERNET_GBPS, FALLEN_GBPS, INFINIBAND_GBPS)
+    )
+    read = images / ethernet.wall_s
+    share = part(fast_s, infiniband.wall_s)
+    return [
+        f"- the gradients over {rate(ETHERNET_GBPS)}: at most {minutes(link_s)}",
+        f"- all images over {rate(ETHERNET_GBPS)} as well: {minutes(epoch_s)} for the "
+        f"{EPOCH_BYTES / 1e9:.0f} GB of an epoch, {minutes(link_s + EPOCHS * epoch_s)} in all",
+        f"- the gradients over a port that negotiated {rate(FALLEN_GBPS)}: {minutes(port_s)}",
+        f"- cold or shared storage: everything, if it delivered {read:.1f} images/s "
+        f"({megabytes(read * EPOCH_BYTES / IMAGES)}/s)",
+        "- another wire, a rate limit, or another job on the machines: everything",
+        "",
+        f"InfiniBand: {images / infiniband.wall_s:.0f} images/s. All-reduces at "
+        f"{rate(INFINIBAND_GBPS)} take {fast_s:.0f} s, {share} of its time.",
+    ]
+
+
+def minutes(seconds):
+    return f"{seconds / 60:.2g} min" if seconds < 600 else f"{seconds / 60:.0f} min"
+
+
+if __name__ == "__main__":
+    main()
