@@ -101,9 +101,8 @@ def test_slow_rank_is_over_a_fifth_busier_than_usual(busy, slow):
 @pytest.mark.guards("hidden-part")
 def test_hidden_part_shrinks_with_the_all_reduce():
     """376 ms alone, 100 exposed: 276 hidden; of 52 ms 52 * 276/376 = 38.2 hide."""
-    run = make_run("a", Log(), {})
+    run = make_run("a", Log())
     run.data_s, run.compute_s, run.exposed_s, run.probe_s = 0.001, 0.14, 0.1, 0.376
-    projection.set_work(run, [run])
     assert projection.step_over(run, 0.052) == approx(0.141 + 0.052 - 0.0382, abs=1e-4)
 
 
@@ -127,7 +126,7 @@ def test_hidden_part_shrinks_with_the_all_reduce():
 def test_a_nodes_ranks_are_those_on_its_host(hosts, written, problem):
     records = {"Run": {"world_size": 4, "nodes": 2, "hosts": hosts}, "Summary": {"step_ms": 9}}
     ended = dict.fromkeys(written, 9.0)
-    run = make_run("a", Log(records=records, ranks={*written}, ended=ended, ours=True), {})
+    run = make_run("a", Log(records=records, ranks={*written}, ended=ended, ours=True))
     assert run.problems == ([problem] if problem else [])
     note = "of 2 nodes only the logs of 1 are here"
     assert problem or any(note in text for text in run.notes) == (len(written) < 4)
@@ -137,12 +136,12 @@ def test_a_nodes_ranks_are_those_on_its_host(hosts, written, problem):
 def test_an_earlier_attempt_lends_nothing_to_the_last():
     second = (REPORTS / "restarts" / "resumed.log").read_text()
     complete = [
-        make_run("a", log_of(TEXT + text), {}).complete
+        make_run("a", log_of(TEXT + text)).complete
         for text in (second, second.replace("Summary {", "Summary"))
     ]
     assert complete == [True, False]
     for end in range(second.index("\n"), len(second) - 1, 97):
-        assert not make_run("a", log_of(TEXT + second[:end]), {}).complete
+        assert not make_run("a", log_of(TEXT + second[:end])).complete
 
 
 @pytest.mark.guards("incomplete-run")
@@ -150,7 +149,7 @@ def test_an_earlier_attempt_lends_nothing_to_the_last():
 def test_a_run_that_lacks_an_essential_line_is_incomplete(lost):
     lines = TEXT.splitlines(keepends=True)
     text = "".join(line for line in lines if not re.search(r"\[CPU " + lost, line))
-    run = make_run("a", log_of(text), {})
+    run = make_run("a", log_of(text))
     assert not run.complete
     assert (run.wall_s, run.step_s, run.img_per_s) == (None, None, None)
 
@@ -227,7 +226,7 @@ def test_no_damage_ends_in_a_traceback(data):
     lines = text.splitlines(keepends=True)
     shuffled = [lines[at % len(lines)] for at in data.draw(places)] + lines[len(lines) // 9 :]
     for broken in (text, "".join(shuffled), "[CPU 0] Run {" + '"a": ' + "[" * 100_000):
-        runs = [make_run(name, log_of(text), {}) for name, text in (("a", broken), ("b", TEXT))]
+        runs = [make_run(name, log_of(text)) for name, text in (("a", broken), ("b", TEXT))]
         result = compare_logs.compare_runs(runs, force=True)
         json.dumps(as_json(result), allow_nan=False)
         assert "Verdict" in report(result)
@@ -279,7 +278,7 @@ def test_loss_is_drawn_as_a_mean_of_the_last_five_lines_beside_faint_points():
         for step in (1, 6, 11, 16, 20)
         for rank in (0, 1)
     )
-    plot.draw_line(axis, 0, make_run("a", log_of(text), {}), "loss", 1, plot.RUNNING)
+    plot.draw_line(axis, 0, make_run("a", log_of(text)), "loss", 1, plot.RUNNING)
     points, line = (list(drawn.get_ydata()) for drawn in axis.get_lines())
     assert points == approx([4.405, 3.905, 3.405, 2.905, 2.505], abs=1e-3)
     assert line == approx([4.405, 4.155, 3.905, 3.655, 3.425], abs=1e-3)
@@ -347,7 +346,7 @@ def test_each_line_of_script_and_counters_is_known(tmp_path):
     assert log.records.keys() == {"Run", "Summary"} and len(*log.counters.values()) == 2
     assert log.steps.keys() == {(0, 1, 1), (0, 1, 2), (0, 1, 3)}
     assert all(None not in (step.img_per_s, step.step_ms) for step in log.steps.values())
-    run = make_run("real", log, {})
+    run = make_run("real", log)
     assert run.complete and run.has_split, run.problems
     assert run.step_s == approx(run.data_s + run.compute_s + run.exposed_s, rel=0.05)
     assert run.wire_bytes == 4 * run.parameters

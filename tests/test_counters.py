@@ -270,11 +270,11 @@ def line(time: float, downed: int) -> str:
 def test_comparison_tells_the_errors_of_the_last_run_in_a_log():
     text = on_gpus([carried("mlx5_0:1", "infiniband", 100, 90.0)])
     text = line(100, 0) + text + line(200, 2) + line(300, 2) + text + line(400, 5)
-    (said,) = verdict.say_trouble(make_run("a", log_of(text), {}))
+    (said,) = verdict.say_trouble(make_run("a", log_of(text)))
     assert said == "Errors counted during the run: link_downed 3 on mlx5_0:1 of n0."
 
 
 @pytest.mark.parametrize("more", ["}", ', "interfaces": {"mlx5_0:1": 5}, "tcp": 5}', ', "tim'])
 def test_damaged_line_is_survived(more):
-    run = make_run("a", log_of(f'{line(100, 0)}Counters {{"host": "n0"{more}\n'), {})
+    run = make_run("a", log_of(f'{line(100, 0)}Counters {{"host": "n0"{more}\n'))
     assert run.traffic == [] and run.log.torn == 1

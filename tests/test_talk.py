@@ -24,8 +24,6 @@ from support.processes import FACTOR, LONG, ROOT, Run, base_env, new_test_id
 from test_readme import PAGES
 
 PAGE = PAGES["docs/networks.md"]
-(TALK,) = [text for text in PAGE.commands if "docs/talk/ethernet.log" in text]
-TALK = TALK.replace("\\\n", " ").partition("|")[0].strip()
 PRINTED = re.findall(r"(?s)```bash\n([^`]+)\n```\n\n```text\n(.*?)```", PAGE.text)
 (FOUR_LINES,) = [text for text in PAGE.printed if "[CPU 0]" in text]
 
@@ -58,59 +56,95 @@ def test_readme_says_how_much_longer_a_step_over_the_slow_cable_takes():
 # --- The talk's times ----------------------------------------------------------------------------
 
 GRADIENTS = 4 * 11_217_552  # bytes
-RING = 1.5 * GRADIENTS  # of a node in each direction, by four ranks on two nodes
+IMAGES = 2 * 19e9  # bytes of both epochs
 TCP_BITS = 1e9 * 1448 / 1538  # at 1 Gb/s
-EXCESS_S = 14_939.79 - 1_164.99
+EXCESS_S = 14_939.786 - 1_164.994
 
 
-def said_of(steps: int) -> str:
-    """The recorded verdict on the slower run, if both made so many steps."""
-    _, _, report = (REPORTS / "talk/report.txt").read_text().partition(f" --steps {steps} ")
-    return re.search(r"^ethernet: (Bound by its link, or .*)$", report, re.MULTILINE)[1]
+@pytest.fixture(scope="module")
+def explained() -> str:
+    """What docs/talk/explain.py prints."""
+    command = [sys.executable, ROOT / "docs/talk/explain.py"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def minutes(nbytes: float, bits: float, steps: int) -> str:
-    value = steps * nbytes * 8 / bits / 60
+def minutes(seconds: float) -> str:
+    value = seconds / 60
     return f"{value:.2g} min" if value < 10 else f"{value:.0f} min"
 
 
-@pytest.mark.parametrize("steps", [924, 1850])
-def test_verdict_says_how_many_minutes_the_link_explains(steps):
-    said = said_of(steps)
-    ring, ring_tcp = minutes(RING, 1e9, steps), minutes(RING, TCP_BITS, steps)
-    tree, tree_tcp = minutes(GRADIENTS, 1e9, steps), minutes(GRADIENTS, TCP_BITS, steps)
-    assert f"Of the {EXCESS_S / 60:.0f} min beyond infiniband's time, " in said
-    assert f"explains at most {ring_tcp}: at line rate and at the rate that TCP" in said
-    assert f"a ring {ring} and {ring_tcp}, a tree {tree} and {tree_tcp} (model" in said
-    wire = steps * RING * 8 / EXCESS_S / 1e6
-    assert f"a wire that ran at {wire:.0f} Mb/s" in said
-    port = minutes(RING, TCP_BITS / 10, steps)
-    assert f"A port that negotiated 100 Mb/s would explain {port}." in said
+@pytest.mark.guards("ring-factor")
+@pytest.mark.parametrize(
+    ("reading", "steps", "factor"),
+    [
+        ("4, 924, 256: a ring", 924, 1.5),
+        ("4, 924, 256: a tree", 924, 1),
+        ("2, 924, 256: a ring", 924, 1),
+        ("4, 1,850, 128: a ring", 1850, 1.5),
+    ],
+)
+def test_each_reading_says_how_many_minutes_a_link_explains(explained, reading, steps, factor):
+    (line,) = [line for line in explained.splitlines() if line.startswith(f"| {reading} ")]
+    bits = 8 * steps * factor * GRADIENTS
+    assert [cell.strip() for cell in line.split("|")[2:-1]] == [
+        f"{factor * GRADIENTS / 1e6:.1f} MB",
+        minutes(bits / 1e9),
+        minutes(bits / TCP_BITS),
+        minutes(10 * bits / TCP_BITS),
+        minutes(10 * (bits + 8 * IMAGES) / TCP_BITS),
+        f"{bits / EXCESS_S / 1e6:.0f} Mb/s",
+    ]
 
 
-def test_pages_state_the_minutes_that_the_tool_prints():
-    said, other = said_of(924), said_of(1850)
-    prose = {name: page.prose.replace("\n", " ") for name, page in PAGES.items()}
-    answers = PAGES["docs/lesson/answers.md"].text
-    for reported, report, stated, page in (
-        ("at most 8.8 min: ", said, "at most [about 9 minutes](", prose["README.md"]),
-        ("at most 8.8 min: ", said, "at most about 9 of the 230 min", prose["docs/networks.md"]),
-        ("at 36 Mb/s", said, "it ran at about 36 Mb/s. A port", prose["docs/networks.md"]),
-        ("explain 88 min", said, "would explain only 88", prose["docs/networks.md"]),
-        ("at most 18 min: ", other, "at most 18 minutes, and the", prose["docs/networks.md"]),
-        ("at 72 Mb/s", other, "implied rate is 72 Mb/s", prose["docs/networks.md"]),
-        ("a ring 8.3 min ", said, "924 steps are 8.3 minutes", answers),
-        ("a tree 5.5 min ", said, " are 5.5 in a tree", answers),
+def test_causes_are_listed_by_size(explained):
+    link_s, epoch_s = 8 * 924 * 1.5 * GRADIENTS / TCP_BITS, 4 * IMAGES / TCP_BITS
+    assert epoch_s < 180
+    found = re.findall(r"^- .*$", explained, re.MULTILINE)
+    for text, said in zip(
+        found,
+        [
+            f"over 1 Gb/s: at most {minutes(link_s)}",
+            f"{minutes(epoch_s)} for the 19 GB of an epoch, {minutes(link_s + 2 * epoch_s)} in",
+            f"negotiated 100 Mb/s: {minutes(10 * link_s)}",
+            f"it delivered {924 * 256 / 14_939.786:.1f} images/s",
+            "another job on the machines: everything",
+        ],
+        strict=True,
     ):
-        assert reported in report and stated in page, (reported, stated)
-    for page in ("README", "sheet"):
-        assert "for 924 steps" in prose[f"docs/lesson/{page}.md"]
+        assert said in text
+
+
+def test_pages_state_the_minutes_that_the_script_prints(explained):
+    rows = re.findall(r"^\| (\d, .*?)\|(.*)$", explained, re.MULTILINE)
+    rows = {name.strip(): cells for name, cells in rows}
+    ring, two, restarted = (
+        rows[f"{of}: a ring"] for of in ("4, 924, 256", "2, 924, 256", "4, 1,850, 128")
+    )
+    tree = rows["4, 924, 256: a tree"]
+    prose = {name: page.prose.replace("\n", " ") for name, page in PAGES.items()}
+    answers, page = PAGES["docs/lesson/answers.md"].text, prose["docs/networks.md"]
+    for reported, report, stated, text in (
+        (" 8.8 min ", ring, "at most [about 9 minutes](", prose["README.md"]),
+        ("230 min more", explained, "Of the 230 minutes' difference", prose["README.md"]),
+        (" 8.8 min ", ring, "at most about 9 of the 230 minutes", page),
+        (" 36 Mb/s ", ring, "it ran at about 36 Mb/s; with", page),
+        (" 24 Mb/s ", two, "with two processes, at 24 Mb/s", page),
+        (" 88 min ", ring, "would explain only 88 minutes", page),
+        (" 230 min ", restarted, "explains all in one case: 1,850 steps, and all images", page),
+        (": 203 images/s", explained, "its 203 images per second", page),
+        (" 8.3 min ", ring, "924 steps are 8.3 minutes", answers),
+        (" 5.5 min ", tree, " are 5.5 in a tree", answers),
+    ):
+        assert reported in report and stated in text, (reported, stated)
+    for name in ("README", "sheet"):
+        assert "for 924 steps" in prose[f"docs/lesson/{name}.md"]
 
 
 def test_steps_of_the_talk_and_of_its_repetition():
     """462 an epoch, 921 the last of every fifth; here incomplete batches and labelled images."""
     steps = 2 * (118_287 // 256)
-    assert f"--steps {steps} " in TALK and range(1, steps + 1, 5)[-1] == 921
+    assert steps == 924 and range(1, steps + 1, 5)[-1] == 921
+    assert 118_287 // 128 + 1 == 925 and range(1, 926, 5)[-1] == 921  # numbered anew
     (repeat,) = [text for text in PAGE.commands if "RUN_NAME=talk" in text]
     args = demo.parse_arguments(repeat.replace("\\\n", "").partition(".sh ")[2].split())
     steps = args.num_epochs * math.ceil(117_266 / args.global_batch_size)
@@ -134,9 +168,10 @@ def test_logs_of_the_talk_are_unchanged():
 def test_expected_times_are_those_of_the_projection(capsys):
     rows = re.findall(r"^\| (\d+ Gb/s) \| (.*) \| (.*) \|$", PAGE.text, re.MULTILINE)
     assert len(rows) == 5
-    words = TALK.replace("ethernet=1 --link_gbps infiniband=56", "56").split()[3:]
-    for column, processes in ((1, "2"), (2, "4")):
-        compare_logs.main([*words, "--processes", processes, "--project"])
+    # One process and two on each of two nodes.
+    logs = [ROOT / "docs/emulated/fast.log", REPORTS / "not_the_link/fp32-gpus.log"]
+    for column, log in enumerate(logs, 1):
+        compare_logs.main([str(log), "--project"])
         out = capsys.readouterr().out
         found = re.findall(r"^\| (\d+ Gb/s) +\| +([\d.]+ ms) ", out, re.MULTILINE)
         assert {(row[0], row[column]) for row in rows} <= {*found}
@@ -144,7 +179,7 @@ def test_expected_times_are_those_of_the_projection(capsys):
 
 def test_the_four_lines_are_a_whole_run_with_a_split():
     step, end = (FOUR_LINES.splitlines()[n].replace("CPU 0", "CPU 1") for n in (1, 3))
-    run = make_run("mine", log_of(f"{FOUR_LINES}{step}\n{end}\n"), {})
+    run = make_run("mine", log_of(f"{FOUR_LINES}{step}\n{end}\n"))
     assert run.problems == [] and (run.processes, run.nodes, run.steps) == (2, 2, 20)
     assert abs(run.data_s + run.compute_s + run.exposed_s - run.step_s) < 1e-6
     assert run.wire_bytes == 4 * run.parameters
