@@ -71,7 +71,7 @@ class Run:
 
     @property
     def has_split(self):
-        return None not in (self.data_s, self.compute_s, self.exposed_s)
+        return None not in (self.step_s, self.data_s, self.compute_s, self.exposed_s)
 
     @property
     def exposed_name(self):
