@@ -1734,17 +1734,17 @@ def counted(number, one, more=None):
     return f"{number} {one if number == 1 else more or one + 's'}"
 
 
-def log_run(training, val_set):
-    """All ranks: rank 0 writes what runs, on what hardware, with which settings and data."""
-    args, place, train_set = training.args, training.place, training.train_set
+def facts_of_run(training):
+    """All ranks: what runs, on what hardware, with which settings. Also for step_log.py."""
+    place = training.place
     device = torch.cuda.get_device_name() if place.gpu else os.uname().machine
     if place.device.type == "mps":
         device = f"MPS of {device}"
     nccl = torch.cuda.nccl.version() if place.backend == "nccl" else None
-    record = {
+    return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl},
-        **vars(args),
+        **vars(training.args),
         "launcher": place.launcher,
         "backend": place.backend,
         "hosts": all_gather(socket.gethostname()),
@@ -1754,13 +1754,20 @@ def log_run(training, val_set):
         "threads": torch.get_num_threads(),
         "parameters": sum(map(torch.numel, training.model.parameters())),
         "start_step": training.step,
+        "env": {k: v for k, v in sorted(os.environ.items()) if k.startswith(LOGGED)},
+    }
+
+
+def log_run(training, val_set):
+    """All ranks: rank 0 writes the facts of the run, and those of its data."""
+    args, place, train_set = training.args, training.place, training.train_set
+    record = facts_of_run(training) | {
         "classes": len(train_set.categories),
         "images": len(train_set.names),
         "images_without_annotations": train_set.unlabelled,
         "picture_sizes": training.image_sizes,  # a digest: equal in runs with the same images
         "padding": -len(train_set.names) % place.world_size,
         "val_images": len(val_set.names) if val_set else None,
-        "env": {k: v for k, v in sorted(os.environ.items()) if k.startswith(LOGGED)},
     }
     log_from_rank_0(place, "Run " + json.dumps(record))
     processes = counted(place.world_size, "process", "processes")
@@ -1846,6 +1853,12 @@ def log_summary(training, digests):
     log_from_rank_0(place, f"Summary: {epochs}, {steps}, {text.format(**summary)}")
 
 
+def log_end(place, began):
+    """The last line: this rank has succeeded."""
+    total = perf_counter() - began
+    log(place, f"Cleanup complete. Total wall time: {duration(total)} ({total:.3f}s)")
+
+
 # ---- Errors and the end: one line for an error, and ranks that end together
 
 EXIT_FAILED, EXIT_USER = 1, 2
@@ -1927,8 +1940,7 @@ def run_and_exit(main, log_wall_time=True):
                 log(place, f"ERROR: {error}", STDERR)
         leave_process_group()
         if code == 0 and log_wall_time:
-            total = perf_counter() - began
-            log(place, f"Cleanup complete. Total wall time: {duration(total)} ({total:.3f}s)")
+            log_end(place, began)
     except Exception as error:
         # PyTorch's handler of this signal, for dead loader workers, could raise another error.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,0 +1,102 @@
+"""This demo's log for a training loop of your own with DDP, for compare_logs.py.
+
+docs/networks.md ("Any program's log") has the five lines that a loop needs, on all ranks. Times
+and log lines are those of demo_coco_resnet18.py, whose packages it needs.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from time import perf_counter
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import demo_coco_resnet18 as demo
+import torch.distributed as dist
+
+
+class AveragedParameters:
+    """What the script's functions ask of a model, for the parameters that DDP averages."""
+
+    def __init__(self, ddp):
+        self.averaged = [each for each in ddp.module.parameters() if each.requires_grad]
+
+    def parameters(self):
+        return iter(self.averaged)
+
+    def state_dict(self):
+        return {number: each.detach().float() for number, each in enumerate(self.averaged)}
+
+
+class StepLog:
+    """Writes Run, step lines and, if its block ends without an error, Summary and the last line.
+
+    ddp: the model in DistributedDataParallel. Its first parameter that is trained must be that of
+    the first layer, whose gradient is the last one to be ready.
+    max_steps: optimizer steps of the loop. global_batch_size: samples of a step, over all ranks.
+    settings: log_every, and what else Run shall say. With grad_compression="bf16" a gradient has
+    2 bytes and not 4.
+    """
+
+    powersgd = None  # the script's functions take a StepLog for their Training
+
+    def __init__(self, ddp, *, max_steps, global_batch_size, **settings):
+        settings = {"log_every": demo.LOG_EVERY, "grad_compression": "none"} | settings
+        counts = {"max_steps": max_steps, "global_batch_size": global_batch_size}
+        self.args = argparse.Namespace(**settings, **counts)
+        self.model = AveragedParameters(ddp)
+        self.place = demo.ProcessInfo(demo.find_launcher(), dist.get_rank(), dist.get_world_size())
+        # Without a launcher one process has started the others, on its own node.
+        spawned = self.place.launcher == "python"
+        self.place.local_rank = self.place.rank if spawned else int(os.environ["LOCAL_RANK"])
+        self.place.device = next(self.model.parameters()).device
+        self.place.backend = dist.get_backend()
+        self.timer = demo.StepTimer(self.place.device, self.model)
+        self.step = self.epoch = 0
+
+    def __enter__(self):
+        self.began = perf_counter()
+        demo.log_from_rank_0(self.place, "Run " + json.dumps(demo.facts_of_run(self)))
+        return self
+
+    def batches(self, loader):
+        """The loader's batches, with the wait for each one measured. Each call is an epoch."""
+        batches = iter(loader)
+        self.epoch += 1
+        self.timer.start_step()
+        self.timer.mark("waiting for data")
+        for batch in batches:
+            self.timer.mark("data arrived")
+            yield batch
+            self.timer.mark("waiting for data")
+
+    def averaged(self):
+        """To be called after a step's last backward pass, before the optimizer."""
+        self.timer.mark("gradients averaged")
+
+    def end_step(self, loss, samples):
+        """To be called after the optimizer. loss, a tensor, and samples are of this rank.
+
+        Raises RuntimeError if a mark of this step is missing.
+        """
+        for mark, missing in (
+            ("data arrived", "take the batches from batches()"),
+            ("own gradients", "the first parameter got no gradient in this backward pass"),
+            ("gradients averaged", "call averaged() after the backward pass"),
+        ):
+            if mark not in self.timer.moments:
+                raise RuntimeError(f"StepLog cannot measure step {self.step + 1}: {missing}")
+        self.step += 1
+        log_due = (self.step - 1) % self.args.log_every == 0 or self.step == self.args.max_steps
+        shown_loss = loss.item() if log_due else None
+        self.timer.end_step(samples)
+        if log_due:
+            demo.log_step(self, self.epoch, shown_loss)
+
+    def __exit__(self, error, *_):
+        if error is None:
+            self.args.steps_per_epoch = max(1, self.step // max(1, self.epoch))
+            demo.log_summary(self, demo.digests_of_replicas(self.model))
+            demo.log_end(self.place, self.began)
