@@ -28,8 +28,8 @@ from support.pages import LESSON, PAGES, README, RUNNING
 from support.processes import LONG, ROOT, SCRIPT, base_env, new_test_id, start
 
 COMMANDS = "\n".join(text for page in PAGES.values() for text in page.commands)
-MADE = ["make_coco.py", "demo_resnet50.py", "coco.sbatch"]  # files that the reader makes
-MADE += ["examples/imagenet/main.py"]  # and one of pytorch/examples
+# Files that the reader makes, and one of pytorch/examples.
+MADE = ["make_coco.py", "demo_resnet50.py", "coco.sbatch", "mine.py", "examples/imagenet/main.py"]
 
 # A call is written down as its words, each ended by a zero byte, and a second one.
 PROGRAMS = """
@@ -100,7 +100,12 @@ def test_programs_take_the_arguments_of_the_commands(calls, monkeypatch):
                 parsed.append(tool.__name__)
         if call[0] == "torchrun":
             known = get_args_parser().parse_args(call[1:])
-            assert known.training_script in (SCRIPT.name, "ddp.py", "tools/probe_link.py")
+            assert known.training_script in (
+                SCRIPT.name,
+                "ddp.py",
+                "tools/probe_link.py",
+                "mine.py",
+            )
             if not known.standalone:
                 assert int(known.nnodes) > known.node_rank
                 assert known.rdzv_backend == "static" and known.rdzv_endpoint
@@ -164,7 +169,10 @@ def test_readmes_log_is_one_that_the_comparison_reads_whole():
         assert any(match and None not in match.groups() for match in found), line
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("tools/*.py")), ids=lambda path: path.name)
+TOOLS = sorted({*ROOT.glob("tools/*.py")} - {ROOT / "tools/step_log.py"})  # which is imported
+
+
+@pytest.mark.parametrize("path", TOOLS, ids=lambda path: path.name)
 def test_each_tool_answers_help(path, monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", pytest.fail)  # the probe ends with it on an error
     monkeypatch.setattr("sys.argv", [str(path), "--help"])

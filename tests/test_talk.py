@@ -1,6 +1,4 @@
-"""docs/networks.md: the talk and the emulated runs judged, the expected times, the blocks by hand,
-any program's log.
-"""
+"""docs/networks.md: the talk explained, emulated runs judged, expected times, blocks by hand."""
 
 from __future__ import annotations
 
@@ -16,16 +14,14 @@ import pytest
 
 import compare_logs
 import probe_link
-from analysis.runs import make_run
 from support.datasets import data_args
-from support.made_logs import REPORTS, log_of
+from support.made_logs import REPORTS
 from support.nodes import NamespacePair
 from support.processes import FACTOR, LONG, ROOT, Run, base_env, new_test_id
 from test_readme import PAGES
 
 PAGE = PAGES["docs/networks.md"]
 PRINTED = re.findall(r"(?s)```bash\n([^`]+)\n```\n\n```text\n(.*?)```", PAGE.text)
-(FOUR_LINES,) = [text for text in PAGE.printed if "[CPU 0]" in text]
 
 
 def stripped(text: str) -> list[str]:
@@ -175,14 +171,6 @@ def test_expected_times_are_those_of_the_projection(capsys):
         out = capsys.readouterr().out
         found = re.findall(r"^\| (\d+ Gb/s) +\| +([\d.]+ ms) ", out, re.MULTILINE)
         assert {(row[0], row[column]) for row in rows} <= {*found}
-
-
-def test_the_four_lines_are_a_whole_run_with_a_split():
-    step, end = (FOUR_LINES.splitlines()[n].replace("CPU 0", "CPU 1") for n in (1, 3))
-    run = make_run("mine", log_of(f"{FOUR_LINES}{step}\n{end}\n"))
-    assert run.problems == [] and (run.processes, run.nodes, run.steps) == (2, 2, 20)
-    assert abs(run.data_s + run.compute_s + run.exposed_s - run.step_s) < 1e-6
-    assert run.wire_bytes == 4 * run.parameters
 
 
 BY_HAND = {

@@ -1,0 +1,95 @@
+"""tools/step_log.py: docs/networks.md's loop in a program that has nothing of the demo."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pytest import approx
+
+import compare_logs
+from analysis.logs import read_log
+from analysis.runs import make_run
+from support.processes import FACTOR, ROOT, base_env, new_test_id
+from test_readme import PAGES
+
+(LOOP,) = re.findall(r"```python\n(from step_log .*?)```", PAGES["docs/networks.md"].text, re.S)
+# A frozen layer, and batch norm, whose statistics differ between ranks.
+PROGRAM = """
+import sys, time
+import torch, torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+layers = [torch.nn.Linear(8, 100), torch.nn.Linear(100, 1000), torch.nn.BatchNorm1d(1000)]
+layers[0].requires_grad_(False)
+ddp = DistributedDataParallel(torch.nn.Sequential(*layers, torch.nn.Linear(1000, 4)))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.rand(48, 8), torch.arange(48) % 4), batch_size=4)
+seconds_of_data, seconds_of_compute = map(float, sys.argv[1:])
+
+
+class SlowLoader:
+    def __iter__(self):
+        for batch in loader:
+            time.sleep(seconds_of_data)
+            yield batch
+
+
+def slow_step(*_):
+    time.sleep(seconds_of_compute)
+
+
+optimizer.register_step_post_hook(slow_step)
+"""
+TRAINED = 100 * 1000 + 1000 + 2 * 1000 + 1000 * 4 + 4
+
+
+def start(folder: Path, loop: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs the program with a loop on two ranks of torchrun."""
+    file = folder / "mine.py"
+    file.write_text(PROGRAM + loop.replace("(loader)", "(SlowLoader())"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    env = base_env(new_test_id()) | {"PYTHONPATH": str(ROOT / "tools"), "OMP_NUM_THREADS": "1"}
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    words = [*command, file, *map(str, arguments)]
+    return subprocess.run(words, env=env, cwd=folder, timeout=120 * FACTOR, **how)
+
+
+@pytest.mark.guards("step-log-trained")
+def test_logs_of_a_loop_with_the_pages_five_lines_are_compared(tmp_path, capsys):
+    assert len(re.findall(r"# \d", LOOP)) == 5
+    loop = LOOP.replace(
+        "max_steps=200, global_batch_size=128", "max_steps=12, global_batch_size=8"
+    )
+    assert loop != LOOP
+    for name, data, compute in (("images", 0.2, 0.0), ("work", 0.0, 0.3)):
+        done = start(tmp_path, loop, data, compute)
+        assert done.returncode == 0, done.stdout
+        (tmp_path / f"{name}.log").write_text(done.stdout)
+    logs = [str(tmp_path / f"{name}.log") for name in ("images", "work")]
+    assert compare_logs.main(logs) == 0
+    out = capsys.readouterr().out
+    assert "images: Bound by its input (waiting for images): " in out
+    assert "work: Bound by compute" in out and "not identical" not in out
+    images, work = (make_run(name, read_log([log])) for name, log in zip("ab", logs, strict=True))
+    assert (images.processes, images.nodes, images.steps, images.global_batch) == (2, 1, 12, 8)
+    assert images.log.steps.keys() == {(rank, 1, s) for rank in (0, 1) for s in (1, 6, 11, 12)}
+    assert images.wire_bytes == 4 * TRAINED
+    assert images.data_s >= 0.2 and work.compute_s >= 0.3
+    assert work.step_s == approx(work.data_s + work.compute_s + work.exposed_s, rel=0.01)
+
+
+@pytest.mark.guards("step-log-end")
+def test_a_loop_that_lacks_a_line_is_told_which_and_has_no_end(tmp_path):
+    done = start(tmp_path, LOOP.replace("log.averaged()", "pass"), 0, 0)
+    assert done.returncode == 1
+    said = "RuntimeError: StepLog cannot measure step 1: call averaged() after the backward pass"
+    assert said in done.stdout
+    assert "Summary" not in done.stdout and "Cleanup complete" not in done.stdout
