@@ -2,7 +2,7 @@
 
 A step takes its own work (data wait and compute), and of the all-reduce what is not hidden behind
 the backward pass.
-    alone   one step's all-reduce with nothing beside it: the probe's, else bytes over the rate
+    alone   one step's all-reduce with nothing beside it: the probe's
     hidden  alone less the exposed communication; over a faster link as large a part of it
     waited  exposed communication beyond alone, for other ranks and for cores; it stays
     step    work + alone over the other link - hidden + waited
@@ -40,16 +40,9 @@ def payload_rate(gbps):
     return gbps * 1e9 / 8 * TCP_SHARE
 
 
-def alone_s(run):
-    """Seconds of a step's all-reduce with nothing beside it, or None."""
-    if run.probe_s or not (can_model(run) and run.link_gbps):
-        return run.probe_s
-    return ring_bytes(run) / payload_rate(run.link_gbps)
-
-
 def step_over(run, there_s):
     """Seconds of this run's step where an all-reduce alone takes there_s; see the docstring."""
-    here_s, work_s = alone_s(run), run.data_s + run.compute_s
+    here_s, work_s = run.probe_s, run.data_s + run.compute_s
     if not here_s:
         return work_s + there_s  # nothing is known to be hidden
     hidden = max(0.0, here_s - run.exposed_s) * min(1.0, there_s / here_s)
@@ -75,7 +68,7 @@ def projected(runs, name):
 
 def project(run):
     """Expected step and epoch at RATES_GBPS: dicts of gbps, alone_s, step_s, bound, epoch_s."""
-    rows, here_s = [], alone_s(run)
+    rows, here_s = [], run.probe_s
     for gbps in RATES_GBPS:
         there_s = ring_bytes(run) / payload_rate(gbps)
         step_s, epoch_s = step_over(run, there_s), None
