@@ -22,8 +22,7 @@ TCP_SHARE = (1500 - 20 - 20 - 12) / (1500 + 14 + 4 + 8 + 12)
 
 def can_model(run):
     """Whether the parts of a step, and the bytes that each node sends in it, are known."""
-    known = all((run.step_s, run.has_split, run.wire_bytes, run.processes, run.nodes))
-    return bool(known and run.nodes > 1)
+    return bool(run.has_split and run.wire_bytes and run.processes and (run.nodes or 0) > 1)
 
 
 def ring_bytes(run):
