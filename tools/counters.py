@@ -16,7 +16,7 @@ import socket
 import time
 from pathlib import Path
 
-from analysis.kernel import difference, read_counters, text_of, traffic
+from analysis.kernel import difference, settled_counters, text_of, traffic
 
 BUSY = 0.01  # an interface with less than this share of the traffic is not mentioned
 
@@ -28,7 +28,7 @@ def main() -> None:
     args = parser.parse_args()
     # NOTE: the log is read first, because what is printed here may go into it.
     log = text_of(args.since) if args.since else ""
-    now = {"host": socket.gethostname(), "time": round(time.time(), 3), **read_counters()}
+    now = {"host": socket.gethostname(), "time": round(time.time(), 3), **settled_counters()}
     print("Counters " + json.dumps(now))
     before = last_record(log, now["host"])
     if before and (sentence := describe_traffic(difference(before, now))):

@@ -3,19 +3,23 @@
 The figures are those of all traffic of the node, whoever caused it; a Mac has none. All bytes are
 bytes here, whatever unit the kernel counts in. A port of an adapter is named as NCCL does,
 mlx5_0:1. With RoCE it counts RDMA alone, and its Ethernet interface lacks those bytes. kind:
-ethernet, infiniband, roce, efa, ipoib, loopback, other.
+ethernet, infiniband, roce, efa, ipoib, loopback, other. virtual: no hardware states its speed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 # Where the kernel shows its devices. Tests give another folder, to launcher/networks.sh as well.
 SYSFS = Path(os.environ.get("SYSFS_ROOT") or "/sys")
 KINDS = {1: "ethernet", 32: "ipoib", 772: "loopback"}  # linux/if_arp.h
 LINK_LAYERS = {"InfiniBand": "infiniband", "Ethernet": "roce"}  # EFA has neither word
+# Drivers of virtual machines' interfaces, which state any rate; vif: Xen's.
+PARAVIRTUAL = {"virtio_net", "vmxnet3", "hv_netvsc", "vif"}
+REFRESH_S = 1.1  # the drivers bnxt_en, tg3 and atlantic count once a second
 ERRORS = [  # files of an interface or of an adapter's port that stand still on a healthy link
     "carrier_changes",
     "statistics/rx_errors",
@@ -38,7 +42,38 @@ def read_counters(sysfs: Path = SYSFS) -> dict:
     found = {net.name: read_interface(net) for net in nets}
     for port in sorted(sysfs.glob("class/infiniband/*/ports/*")):
         found[f"{port.parent.parent.name}:{port.name}"] = read_port(port)
+    for net in nets:
+        judge_speed(net, found)
     return {"interfaces": found, "tcp": read_tcp(text_of(Path("/proc/net/snmp")))}
+
+
+def settled_counters(sysfs: Path = SYSFS) -> dict:
+    """read_counters() when all that was sent before is counted."""
+    counted = read_counters(sysfs)
+    if all("virtual" in facts for facts in counted["interfaces"].values()):  # no driver is late
+        return counted
+    time.sleep(REFRESH_S)
+    return read_counters(sysfs)
+
+
+def judge_speed(net: Path, found: dict) -> float:
+    """What hardware states that carries an interface's bytes, in Gb/s; 0: none.
+
+    A bridge states its fastest port's speed, whatever it is, and a bond no more than is active:
+    so the smaller of its own and the sum of those below it.
+    """
+    facts = found[net.name]
+    own = facts["speed_Gbps"] or 0
+    driver = (net / "device/driver").resolve().name
+    if (net / "device").exists() and driver not in PARAVIRTUAL:
+        return own
+    lower = (net.parent / name for name in facts["below"] if name in found)
+    below = sum(judge_speed(each, found) for each in lower)
+    if not below:
+        facts["virtual"] = True
+        return 0.0
+    facts["speed_Gbps"] = min(own or below, below)
+    return facts["speed_Gbps"]
 
 
 def read_tcp(snmp: str) -> dict | None:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from analysis.logs import get, objects
+from analysis.words import rate
 
 # An interface with less than this share of what the all-reduces moved was not the link: it carried
 # other traffic of the node, or the few messages by which the ranks find each other.
@@ -26,6 +27,7 @@ class Network:
     over: list = field(default_factory=list)  # tunnels or bridges that carried the same bytes
     gbps: float | None = None  # measured, of all of them together, headers included
     stated: float | None = None
+    virtual: str = ""  # what it states, where no hardware does
     adapter: str = ""  # under IP over InfiniBand
 
     @property
@@ -59,7 +61,8 @@ class Network:
     @property
     def way(self):
         """TCP on eth0 (ethernet); RoCE on mlx5_0:1."""
-        title = TITLES.get(self.transport, "a network that NCCL does not name")
+        unnamed = "InfiniBand or RoCE" if self.names else "a network that NCCL does not name"
+        title = TITLES.get(self.transport, unnamed)
         where = ", ".join(self.names) if self.transport in ADAPTERS else self.shown
         return f"{title} on {where}" if where else title
 
@@ -79,7 +82,7 @@ def read_network(node, several, moved_gbps):
     kind = get(rails[0], "kind", str) if rails else ""
     if transport not in (*TITLES, "local"):
         transport = kind if kind in ADAPTERS else "sockets" if rails else "unknown"
-        basis = "byte counters"
+        basis = "byte counters" if rails or not finding else basis
     names = [get(rail, "name", str) for rail in rails]
     if not rails:
         said = "interfaces" if transport == "sockets" else "devices"
@@ -88,7 +91,11 @@ def read_network(node, several, moved_gbps):
     if rails:
         speeds = [get(rail, "speed_Gbps") for rail in rails]
         network.gbps = sum(map(wire_gbps, rails))
-        network.stated = sum(speeds) if all(speeds) else None
+        stated = sum(speeds) if all(speeds) else None
+        if stated and any(rail.get("virtual") for rail in rails):
+            network.virtual = f"{rate(stated)}, a virtual interface's"
+        else:
+            network.stated = stated
         network.members = [str(member) for member in get(rails[0], "members", list)]
         if transport == "sockets" and kind != "ipoib":
             beside = [link for link in outside if link not in rails]
@@ -102,24 +109,29 @@ def wire_gbps(link):
     return get(link, "wire_Gbps") or 0.0
 
 
-def carriers(seen, finding):
+def carriers(seen, finding, size=wire_gbps):
     """Of the interfaces with traffic, those that carried the gradients, none of them twice."""
-    transport, named = finding.get("transport"), get(finding, "interfaces", list)
+    transport = finding.get("transport")
+    named = get(finding, "interfaces", list) + get(finding, "devices", list)
     if transport == "local":
         return []
     adapters = [link for link in seen if get(link, "kind", str) in ADAPTERS]
     others = [link for link in seen if link not in adapters]
     if transport == "sockets":
-        seen = [link for link in others if link.get("name") in named] or others
+        seen = others
     elif transport in list(ADAPTERS):
         seen = adapters
     else:  # the bytes of IP over InfiniBand pass its adapter too
-        over_ip = sum(wire_gbps(link) for link in others if link.get("kind") == "ipoib")
-        seen = others + [link for link in adapters if wire_gbps(link) > 2 * over_ip]
-    top = max(seen, key=wire_gbps, default={})
-    alike = [link for link in seen if link.get("kind") == top.get("kind")]
-    if top in adapters or top.get("name") in named:
-        return alike
-    if top.get("kind") == "ethernet":  # two may have shared the bytes
-        return [link for link in alike if wire_gbps(link) > wire_gbps(top) / 2]
-    return [top] if top else []  # a bridge or tunnel and what is under it carry the same bytes
+        over_ip = sum(size(link) for link in others if link.get("kind") == "ipoib")
+        seen = others + [link for link in adapters if size(link) > 2 * over_ip]
+    if own := [link for link in seen if link.get("name") in named]:
+        return own
+    # Two may have shared the bytes; one with less carried other traffic, such as storage's.
+    largest = max(map(size, seen), default=0)
+    seen = [link for link in seen if 2 * size(link) > largest]
+    # A bridge, a tunnel or a port of Open vSwitch carries the same bytes as what is under it.
+    seen = [link for link in seen if not link.get("virtual")] or seen
+    top = max(seen, key=size, default={})
+    if top.get("kind") == "other" or top.get("virtual"):
+        return [top]
+    return [link for link in seen if link.get("kind") == top.get("kind")]
