@@ -11,7 +11,7 @@
 #   GPUS_PER_NODE        processes on this node: one per GPU, or 1 if there is no GPU; `all` fails without a GPU
 #   IFNAME, NETWORK      where to keep the traffic: eth0, or mlx5_0, or mlx5_0,ib0; infiniband or ethernet
 #   NETWORKS             "ethernet=eth0 infiniband=mlx5_0": trains once over each network, then compares them
-#   LINK_GBPS            "ethernet=10 infiniband=100": the networks' rates in Gb/s, where the interfaces state another
+#   LINK_GBPS            "ethernet=10 infiniband=100": the networks' rates, of all adapters of a node together, in Gb/s
 #   PROBE=1              1: measure the link before multi-process training; 0: skip that
 #   RESTARTS=0           how many times to restart from the last checkpoint after a failure
 #   CONNECT_TIMEOUT=300  seconds to wait for the other nodes

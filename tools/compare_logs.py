@@ -31,8 +31,8 @@ import sys
 from pathlib import Path
 
 from analysis import likeness, projection, scaling
-from analysis.logs import NODE_LOG, UserError, read_log
-from analysis.nccl import Reader
+from analysis.logs import NODE_LOG, UserError, log_files, read_log
+from analysis.nccl import Reader, of_last_run
 from analysis.report import print_text, report, write_csv, write_json, write_report
 from analysis.runs import make_run
 from analysis.trace import read_traces
@@ -89,8 +89,9 @@ def draw_trace(args):
 
 def read_files(files):
     """The Log of a run's files, with what NCCL's text in them says."""
-    reader = Reader()
-    log = read_log(files, reader.read)
+    log, reader = read_log(files), Reader()
+    for file in (file for path in files for file in log_files(Path(path))):
+        reader.add(of_last_run(file))
     if reader.lines:
         log.nccl = reader.finding().to_dict()
     return log

@@ -53,6 +53,7 @@ class Log:
     """What the files of one run say. Of lines that say the same, the last one counts."""
 
     records: dict = field(default_factory=dict)  # Run and Summary of the last attempt, last Probe
+    probed: bool = False  # since the last Run line
     counters: dict = field(default_factory=dict)  # host -> its last two Counters records
     attempts: int = 0  # of the last run
     earlier: int = 0  # runs before it
@@ -74,18 +75,15 @@ class Log:
 # --- Files ---------------------------------------------------------------------------------------
 
 
-def read_log(paths, read_too=None):
-    """Parse a run's files into one Log. Raises UserError for a bad path or a foreign file.
-
-    `read_too` is called with each line that is not a step line.
-    """
+def read_log(paths):
+    """Parse a run's files into one Log. Raises UserError for a bad path or a foreign file."""
     files = [file for path in paths for file in log_files(Path(path))]
     log = Log()
     try:
         if len(files) > 1:  # a Run line opens an attempt: what other files say comes after it
             files.sort(key=lambda file: not any("] Run {" in line for line in lines_of(file)))
         for file in files:
-            parse_lines(lines_of(file), log, read_too)
+            parse_lines(lines_of(file), log)
     except OSError as error:
         name = error.filename or paths[0]
         raise UserError(f"{name}: cannot be read: {error.strerror}") from None
@@ -118,7 +116,7 @@ def lines_of(path):
 # --- Lines ---------------------------------------------------------------------------------------
 
 
-def parse_lines(lines, log, read_too=None):
+def parse_lines(lines, log):
     """Add what one file says to `log`; damage never raises.
 
     A record is looked for after each `[KIND rank] `, wherever it stands in a line. So other
@@ -129,8 +127,6 @@ def parse_lines(lines, log, read_too=None):
     first = max(log.ranks) + 1 if log.ranks and not log.ours else 0
     failed = None
     for line in lines:
-        if read_too and " | Step " not in line:
-            read_too(line)
         if "\x1b" in line:
             line = COLOURS.sub("", line)
         if "Counters {" in line and (found := COUNTERS.search(line)):
@@ -179,7 +175,7 @@ def add_step(log, rank, found):
 
 
 def add_record(log, word, text):
-    """Add a Run, Probe or Summary. A Run opens a new attempt; the Probe before it stays."""
+    """Add a Run, Probe or Summary. A Run opens a new attempt; the Probe just before it stays."""
     found = whole(log, text)
     log.ours = True
     if word == "Run":  # even a torn one: what came before it is not the end of this attempt
@@ -189,10 +185,15 @@ def add_record(log, word, text):
             log.attempts, log.top1 = 0, None
             for gone in (log.steps, log.last_step, log.epochs):
                 gone.clear()
+            for records in log.counters.values():
+                del records[:-1]
+            if not log.probed:
+                log.records.pop("Probe", None)
         log.attempts += 1
         log.records.pop("Summary", None)
         log.ended.clear()
         log.stop = None
+    log.probed = word == "Probe" or (log.probed and word != "Run")
     log.records[word] = found
 
 

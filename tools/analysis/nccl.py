@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from analysis.logs import COLOURS, UserError, lines_of
+from analysis.logs import COLOURS, PREFIX, UserError, lines_of
 
 HOW_TO_ASK = "start the job with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET,ENV"
 
@@ -233,6 +233,13 @@ class Reader:
             if name not in self.lines and pattern.search(text):
                 self.lines[name] = quote
 
+    def add(self, other: Reader) -> None:
+        """What another text of the same run says."""
+        self.any_text = self.any_text or other.any_text
+        for name, seen in other.seen.items():
+            self.seen[name] += seen
+        self.lines = other.lines | self.lines
+
     def texts(self, name: str) -> list[str]:
         """What this evidence names, in the order in which it came, each once."""
         found = dict.fromkeys(next(filter(None, groups)) for groups in self.seen[name])
@@ -367,7 +374,7 @@ def transport_of(network: str, adapter_kind: str | None, providers: list[str]) -
 
 TRANSPORTS = {
     "infiniband": "InfiniBand",
-    "roce": "RoCE, RDMA over Ethernet",
+    "roce": "RoCE",
     "sockets": "TCP sockets",
     "efa": "EFA",
     "plugin": "the network of a plugin",
@@ -458,6 +465,24 @@ def find_in_files(paths: list[str]) -> Finding:
     if not (reader.lines or reader.any_text):
         raise UserError(f"no text of NCCL in {', '.join(paths)}: {HOW_TO_ASK}")
     return reader.finding()
+
+
+def of_last_run(path: Path) -> Reader:
+    """What NCCL's text in a log says of its last run: since a rank went on after its last line."""
+    reader, later, ended = Reader(), None, set()
+    for line in lines_of(path):
+        is_end = "] Cleanup complete" in line
+        if (is_end or ended) and (mark := PREFIX.search(line)):
+            if is_end:
+                ended.add(mark[2])
+                later = later or Reader()
+            elif later and mark[2] in ended:
+                reader, later, ended = later, None, set()
+        if " | Step " not in line:
+            (later or reader).read(line)
+    if later:
+        reader.add(later)
+    return reader
 
 
 def of_processes(pattern: str, host: str, pids: Iterable[int]) -> Finding | None:

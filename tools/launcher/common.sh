@@ -325,6 +325,7 @@ train_each() {
         compared+=("$label=$folder/$label")
     done
     [ "$NODE_RANK" -eq 0 ] || exit "$code"
+    [ "$1" = run ] || sleep 3 # in a shared folder the other nodes' last lines may come later
     [ "$1" = run ] || for one in ${LINK_GBPS:-}; do # p1 and p2 are no networks
         compared+=(--link_gbps "$one")
     done

@@ -17,17 +17,6 @@ set_networks() { # ARGUMENTS...: sets `networks`, the LABEL=NAMES of each networ
     [ -z "${NETWORK:-}${IFNAME:-}" ] || die "NETWORKS and NETWORK or IFNAME are set: unset the latter"
     check_series NETWORKS "$NETWORKS" "$@"
     networks=$NETWORKS
-    check_stated_rates
-}
-
-check_stated_rates() { # LINK_GBPS, for the comparison: LABEL=NUMBER for a network, or a NUMBER for all
-    local stated label
-    for stated in ${LINK_GBPS:-}; do
-        [[ $stated =~ ^(([A-Za-z0-9._-]+)=)?[0-9]*\.?[0-9]+$ ]] ||
-            die "LINK_GBPS has '$stated': write LABEL=NUMBER, in Gb/s, as in ethernet=10 infiniband=100"
-        label=${BASH_REMATCH[2]}
-        [ -z "$label" ] || [[ " $networks" == *" $label="* ]] || die "LINK_GBPS has $label, which NETWORKS has not"
-    done
 }
 
 check_networks() { # ends the launcher if any interface or adapter is missing or down
