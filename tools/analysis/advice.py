@@ -166,48 +166,32 @@ def slow_link_rows(run, reached_gbps):
     network, kind, name = run.network, kind_of(run), name_of(run)
     device, link = name.partition(":")[0], name.replace(":", "/")
     count = len(network.names) if network else 0
-    gbps = digits(run.link_gbps / max(1, count))
-    tcp = rate(payload_rate(run.link_gbps / max(1, count)) * 8e-9)
-    connections = network.connections if network else 0
-    direct = bool(connections) and network.with_gpudirect == connections
-    direct_known = direct or bool(network and network.problem("gpudirect_off"))
-    bond = "a bond sends a connection over one member: more connections, hashed by layer3+4 here "
-    bond += f"and on the switch (`cat /proc/net/bonding/{name}`)"
-    more = "more connections, as one may not fill this link: "
-    gloo = run.setting("backend") == "gloo"
-    nccls = "NCCL_SOCKET_NTHREADS=4 and NCCL_NSOCKS_PERTHREAD=4"
-    more += "more processes per node" if gloo else nccls
-    alone = f"the link alone: `ib_write_bw -d {device} --report_gbits`, then with PEER on the "
-    alone += f"other node: near {gbps} Gb/s from host memory"
+    each_gbps = run.link_gbps / max(1, count)
     module = "efa_nv_peermem" if kind == "efa" else "nvidia-peermem"
-    direct = f"GPUDirect: {module} loaded, or DMA-BUF; adapters near their GPU "
-    direct += "(`nvidia-smi topo -m`)"
-    bonded = bool(network and network.members)
-    several = bonded or run.link_gbps >= FAST_SOCKETS_GBPS
+    more = "NCCL_SOCKET_NTHREADS=4 and NCCL_NSOCKS_PERTHREAD=4"
+    if run.setting("backend") == "gloo":
+        more = "more processes per node"
+    alone = f"the link alone: `ib_write_bw -d {device} --report_gbits`, then with PEER on the "
+    alone += f"other node: near {digits(each_gbps)} Gb/s from host memory"
     speed = (
         f"the negotiated speed: the switch's ports, `ethtool {name} | grep Speed` on both nodes"
     )
     own_ports = {each.stated for each in run.networks}
-    if bonded and len(own_ports) == 1:
-        speed = f"between the nodes, a path slower than {rate(run.link_gbps)}"
-    elif len(own_ports) == count == 1 and network.stated and network.stated >= run.link_gbps:
-        speed = "between the nodes, a switch port that negotiated a lower speed: the nodes' own "
-        speed += f"ports state {rate(network.stated)}"
-    interface = "one interface alone: NETWORK= and IFNAME= of launch_multinode.sh keep to it"
-    causes = [interface] if count != 1 else []
-    causes.append(
-        f"an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev {name}`"
-    )
+    if len(own_ports) == count == 1 and network.stated and network.stated >= run.link_gbps:
+        speed = (
+            "between the nodes, a path or a switch port of a lower speed: the nodes' own ports "
+        )
+        speed += f"state {rate(network.stated)}"
+    causes = [
+        "one interface alone: NETWORK= and IFNAME= of launch_multinode.sh keep to it",
+        f"an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev {name}`",
+    ][count == 1 :]
     # Even a port at 100 Mb/s delivers this much. Below it, look at the port last.
     causes.insert(0 if reached_gbps >= DELIVERS * FALLEN_GBPS else len(causes), speed)
-    without = "the link without training: `iperf3 -c PEER` should show "
-    if several:
-        without = "the link without training: `iperf3 -P 8 -c PEER` should show about "
-    if count > 1:
-        without = "each link without training: `iperf3 -c` to PEER's address on each of these "
-        without += "interfaces should show "
+    tcp = rate(payload_rate(each_gbps) * 8e-9) + (" on each interface" if count > 1 else "")
+    causes.append(f"the link without training: `iperf3 -P 8 -c PEER` should show about {tcp}")
     by_kind = {
-        "sockets": [*causes, f"{without}{tcp}"],
+        "sockets": causes,
         "ipoib": [
             f"if it has to be IP, IPoIB's mode: `cat /sys/class/net/{name}/mode`; connected, if "
             "the driver has it, takes an MTU of 65520",
@@ -230,11 +214,25 @@ def slow_link_rows(run, reached_gbps):
             "the link alone: fabtests' `fi_rma_bw -p efa -E`, then with PEER on the other node",
         ],
     }
+    connections = network.connections if network else 0
+    direct = connections and network.with_gpudirect == connections
+    direct = direct or (network and network.problem("gpudirect_off"))  # NCCL's advice has it
     return [
-        (bonded, bond),
-        (kind in ("sockets", "ipoib") and run.link_gbps >= FAST_SOCKETS_GBPS, more),
+        (
+            network and network.members,
+            "a bond sends a connection over one member: more connections, hashed by layer3+4 here "
+            f"and on the switch (`cat /proc/net/bonding/{name}`)",
+        ),
+        (
+            kind in ("sockets", "ipoib") and run.link_gbps >= FAST_SOCKETS_GBPS,
+            f"more connections, as one may not fill this link: {more}",
+        ),
         *((True, text) for text in by_kind[kind]),
-        (kind in ADAPTERS and not direct_known, direct),
+        (
+            kind in ADAPTERS and not direct,
+            f"GPUDirect: {module} loaded, or DMA-BUF; adapters near their GPU "
+            "(`nvidia-smi topo -m`)",
+        ),
         (
             kind in ("infiniband", "roce"),
             "the adapter's PCIe link: `lspci -vv`, LnkSta as wide and fast as LnkCap",
@@ -274,7 +272,7 @@ def good_link_rows(run, part, largest):
         (part == "compression", "a lower --powersgd_rank, which computes and sends less"),
         (link, "send less often: a larger --accumulate_steps or --batch_size"),
         (
-            link and between and run.network and kind_of(run) != "ipoib" and not kept,
+            link and between and run.wire_gbps and kind_of(run) != "ipoib" and not kept,
             "a faster link: --project shows what to expect of it",
         ),
     ]

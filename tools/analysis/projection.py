@@ -65,11 +65,20 @@ def projected(runs, name):
     return min(able, key=lambda run: (not run.probe_s, run.step_s))
 
 
+def link_bytes(run):
+    """(what says so, bytes that a node's link carries for a step's all-reduce, headers too)."""
+    if run.probe_s and run.wire_gbps:
+        return "by the probe's counters", run.wire_gbps * 1e9 / 8 * run.probe_s
+    return f"in a ring of {run.processes} on {run.nodes}, with headers", ring_bytes(
+        run
+    ) / TCP_SHARE
+
+
 def project(run):
     """Expected step and epoch at RATES_GBPS: dicts of gbps, alone_s, step_s, bound, epoch_s."""
     rows, here_s = [], run.probe_s
     for gbps in RATES_GBPS:
-        there_s = ring_bytes(run) / payload_rate(gbps)
+        there_s = link_bytes(run)[1] * 8e-9 / gbps
         step_s, epoch_s = step_over(run, there_s), None
         if run.images and run.global_batch:
             epoch_s = step_s * math.ceil(run.images / run.global_batch)

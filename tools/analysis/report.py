@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
+from analysis.projection import link_bytes
 from analysis.scaling import PARTS
 from analysis.words import digits, duration, in_unit, megabytes, ms, part, rate
 
@@ -31,6 +32,7 @@ def column(run, result):
     against = f"{1 / ratio:.2f} x faster" if ratio and ratio < 1 else f"{ratio or 0:.2f} x as long"
     of = f", {gbps / run.link_gbps:.0%} of stated" if gbps and run.link_gbps else ""
     img_per_s = run.img_per_s or 0
+    virtual = run.network and run.network.virtual
     cells = {
         "status": run.status,
         "processes on nodes": run.processes and f"{run.processes} on {run.nodes or '?'}",
@@ -56,7 +58,7 @@ def column(run, result):
         "all-reduce alone": run.probe_s and ms(run.probe_s),
         "- of up to 4 KB": run.latency_s and f"{digits(run.latency_s * 1000)} ms",
         "bytes per step and rank": run.wire_bytes and megabytes(run.wire_bytes),
-        "link, stated": run.link_gbps and rate(run.link_gbps),
+        "link, stated": rate(run.link_gbps) if run.link_gbps else virtual,
         "wire rate": gbps and rate(gbps) + of,
         "transport": run.network and f"{run.network.transport} ({run.network.basis})",
         "interface": run.network and run.network.shown,
@@ -159,11 +161,9 @@ def advice_lines(run, advice):
 
 
 def projection_lines(run, rows):
-    text = (
-        f"From {run.name}, by the model (not measured): {megabytes(run.wire_bytes)} a step in a "
-    )
-    text += f"ring of {run.processes} on {run.nodes}, beside {ms(run.data_s + run.compute_s)} of "
-    text += "data wait and compute."
+    source, nbytes = link_bytes(run)
+    text = f"From {run.name}, by the model (not measured): {megabytes(nbytes)} a step on a node's "
+    text += f"link, {source}, beside {ms(run.data_s + run.compute_s)} of data wait and compute."
     cells = [
         [
             *(rate(row["gbps"]), ms(row["alone_s"])),

@@ -21,18 +21,23 @@ from analysis.advice import (
 )
 from analysis.logs import get, objects
 from analysis.nccl import REASONS, message
-from analysis.network import ADAPTERS
+from analysis.network import ADAPTERS, carriers
+from analysis.projection import can_model, ring_bytes
 from analysis.runs import usual_times
 from analysis.words import megabytes, ms, part, rate
 
 # TCP that sends this share of its segments again is slowed by it: its rate falls with the root of
 # the loss (Mathis et al., Computer Communication Review 27(3), 1997).
 LOSSY = 0.01
-# These rise on sound links too: frames of protocols that nobody listens to, waiting for credit.
-HARMLESS = ("rx_dropped", "port_xmit_wait")
-LOST_ON_ROCE = ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err")
+# Of RDMA's packets: lost, or in another order, which adaptive routing makes on sound links.
+LOST_OF_RDMA = ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err")
 HEALTHY = 0.5  # a link below this share of its stated speed is not the link that was meant
+TOO_FAST = 1.05  # above this share what it states is wrong
+# The training's own bytes may be so much less or more than those of its gradients: counters stand
+# still for a second, and headers are counted.
+LEAST_SENT, MOST_SENT = 0.97, 1.10
 
+ASK_NCCL = "`export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,ENV`"
 FALLEN = "Likely cause: a port that negotiated 100 Mb/s, or a rate limit."
 
 
@@ -55,21 +60,21 @@ def judge(run):
         says += [f"Timed out: {work}." for work in get(run.log.nccl, "timeouts", list)]
         checks = nccl_advice(run)
         return Verdict(says=says, advice=[Advice("", None, checks)] if checks else [])
-    trouble = say_trouble(run)
+    trouble, harmless = say_trouble(run)
     if not run.has_split:
         text = "The log does not split a step: what bounds it cannot be told."
         if run.step_s is None:
             text = "The log states no step time: only losses and wall times can be compared."
         if run.steps and run.steps <= run.start_step:
             text = "It was resumed at its end, and made no step."
-        return Verdict(says=[text, *say_network(run), *trouble])
+        return Verdict(says=[text, *say_network(run), *trouble, *harmless])
     parts = parts_of_step(run)
-    says = [say_split(run, parts), *say_network(run), *trouble]
+    says = [say_split(run, parts), *say_network(run), *say_own_bytes(run), *trouble, *harmless]
     if run.straggler is not None:
         says.append(say_slow_rank(run, parts["slow rank"]))
     gbps = run.wire_gbps or 0.0
-    slow_link = gbps if 0 < gbps < HEALTHY * (run.link_gbps or 0) else None
-    advice = next_checks(run, parts, slow_link, bool(trouble))
+    slow = 0 < gbps < HEALTHY * (run.link_gbps or 0) and not size_limits(run)
+    advice = next_checks(run, parts, gbps if slow else None, bool(trouble))
     return Verdict(max(parts, key=parts.get), says, advice)
 
 
@@ -145,10 +150,10 @@ def name_link(run):
         return f"TCP over {run.network.names[0]}, not InfiniBand itself"
     if tunnel := tunnel_of(run):
         return f"communication through {tunnel}"
-    trouble = say_trouble(run)
+    trouble, _ = say_trouble(run)
     if any("packets are lost" in text for text in trouble):
         return "its network, which loses packets"
-    if run.network.transport == "roce" and any(name in " ".join(trouble) for name in LOST_ON_ROCE):
+    if run.network.transport == "roce" and any(name in " ".join(trouble) for name in LOST_OF_RDMA):
         return "its network, which loses or reorders packets"
     if through_host_memory(run):
         return "communication between its nodes, which passes through host memory"
@@ -162,14 +167,18 @@ def say_network(run):
     """Which network carried the all-reduces, and what it delivered of what it states."""
     network = run.network
     if not network:
-        if not run.log.ours or run.nodes == 1:
+        if not run.log.ours or run.nodes == 1 or say_own_bytes(run):
             return []
         text = "Which network carried it is not known"
-        if not run.probe_s:
-            return [f"{text} (no probe of this run)."]
-        took = f"the probe's all-reduce took {ms(run.probe_s)} for a step's "
-        took += megabytes(run.wire_bytes)
-        return [f"{text}: {took}, but no interface that the probe could read moved these bytes."]
+        if run.probe_s:
+            text += ": no interface that the probe could read moved its all-reduce"
+            return [f"{text}{of_probe(run)}."]
+        text += " (no probe of this run)."
+        if run.traffic:
+            return [text]
+        text += " On node 0 `python tools/counters.py 2>&1 | tee -a LOG` before and after it tells"
+        nccl = run.setting("backend") == "nccl"
+        return [f"{text}{f', as does {ASK_NCCL} before it' if nccl else ''}."]
     basis = f"by {network.basis}"
     if run.nodes == 1 and network.gbps:
         return [f"Inside one node, over {network.shown}, {basis}: {rate(network.gbps)}."]
@@ -199,6 +208,51 @@ def say_network(run):
     if run.setting("backend") == "nccl" and not network.finding:
         text += "; NCCL's text, which would say why, is not in the log"
     return [*says, f"{text}."]
+
+
+def say_own_bytes(run):
+    """Which interfaces carried the training itself, by the counters before and after it.
+
+    All steps and one blank pass send the gradients: on two nodes once in a tree, as ring_bytes
+    says in a ring; on more nodes up to twice in a tree. Rank 0 also sends its model once.
+    """
+    steps, hosts = (run.steps or 0) - run.start_step, run.setting("hosts", list)
+    inside = run.network and run.network.transport == "local"
+    unknown = run.log.attempts > 1 or run.setting("grad_compression") == "powersgd"
+    if not can_model(run) or steps < 1 or inside or unknown:
+        return []
+    most = ring_bytes(run) if run.nodes == 2 else 2 * run.wire_bytes
+    model, says = 4 * (run.parameters or 0), []
+    for node in run.traffic:
+        host = node["host"]
+        links = [link for link in node["interfaces"] if link["kind"] != "loopback"]
+        of_node = [network for network in run.networks if network.host in ("", host)]
+        names = [name for network in of_node for name in network.names]
+        names = names or [link["name"] for link in carriers(links, {}, sent)]
+        total = sum(sent(link) for link in links if link["name"] in names)
+        low = (steps + 1) * run.wire_bytes + (model if hosts[:1] == [host] else 0)
+        high = (steps + 1) * most + model
+        text = f"{megabytes(total / steps)} a step over {', '.join(names) or 'any interface'}"
+        ways = dict.fromkeys(megabytes(nbytes / steps) for nbytes in (low, high))
+        expected = f"the {' to '.join(ways)} expected"
+        if total < LEAST_SENT * low:
+            rest = [link["name"] for link in links if 2 * sent(link) > low - total]
+            rest = ", ".join(name for name in rest if name not in names)
+            unseen = "no interface with a counter"
+            if run.setting("backend") == "nccl":
+                unseen = "NCCL's shared memory, or an adapter without a counter,"
+            text += f", less than {expected}: {rest or unseen} carried the rest"
+            says.append((0, f"During the training {host} sent {text}."))
+        elif total > MOST_SENT * high:
+            text += f", more than {expected}: other traffic, too"
+            says.append((1, f"During the training {host} sent {text}."))
+        else:
+            says.append((2, f"The training itself sent {text}, as expected."))
+    return [text for _, text in sorted(says)[:1]]
+
+
+def sent(link):
+    return get(link, "tx_bytes") or 0
 
 
 def way_inside(network):
@@ -237,15 +291,40 @@ def through_host_memory(run):
     )
 
 
+def of_probe(run):
+    """Bytes and time of the probe's all-reduce: " of 44.9 MB in 376 ms"."""
+    size, milliseconds = (get(run.record("Probe"), f"all_reduce_{key}") for key in ("bytes", "ms"))
+    return f" of {megabytes(size)} in {ms(milliseconds / 1000)}" if size and milliseconds else ""
+
+
+def size_limits(run):
+    """Whether the probe's all-reduce is too small to show what the link delivers: without the time
+    that does not grow with its size, it reached half of the stated rate.
+
+    That time is the latency, or what the line through the two largest sizes leaves.
+    """
+    sizes = objects(run.record("Probe"), "sizes")[-2:]
+    points = [(get(size, "bytes"), get(size, "ms")) for size in sizes]
+    took, fixed = get(run.record("Probe"), "all_reduce_ms") or 0, 1000 * (run.latency_s or 0)
+    if len(points) == 2 and None not in (*points[0], *points[1]) and points[0][0] < points[1][0]:
+        (small, quick), (large, slow) = points
+        fixed = max(fixed, slow - large * (slow - quick) / (large - small))
+    return (run.wire_gbps or 0) * took > HEALTHY * (run.link_gbps or 0) * max(0, took - fixed)
+
+
 def delivered(run):
     """What the probe's all-reduce reached of the stated speed, and what that shows."""
-    of = f" ({ms(run.probe_s)} for a step's {megabytes(run.wire_bytes)})" if run.probe_s else ""
-    text = f"the probe's all-reduce{of} ran at {rate(run.wire_gbps)} on the wire"
+    text = f"the probe's all-reduce{of_probe(run)} ran at {rate(run.wire_gbps)} on the wire"
     if not run.link_gbps:
-        return f"{text}; its stated speed is not known (--link_gbps)."
+        virtual = run.network.virtual and f"{run.network.virtual}, is not judged"
+        return f"{text}; {virtual or 'its stated speed is not known'} (--link_gbps gives it)."
     reached, stated = run.wire_gbps / run.link_gbps, rate(run.link_gbps)
     text += f", {reached:.0%} of the stated {stated}"
     sockets = run.network.transport == "sockets"
+    if reached > TOO_FAST:
+        return f"{text}, more than stated: the stated rate is wrong."
+    if reached < HEALTHY and size_limits(run):
+        return f"{text}: the probe's size limits the answer; nccl-tests with 1 GiB tells."
     if reached < HEALTHY:
         text += f": this is not a {stated} result"
         if sockets and is_fallen(run.wire_gbps):
@@ -261,8 +340,10 @@ def delivered(run):
 
 
 def say_trouble(run):
-    """What went wrong on the link, by the kernel's counters: sentences, none where nothing did."""
-    says = []
+    """(what went wrong on the link, what was counted without harm), by the kernel's counters:
+    sentences, none where nothing was.
+    """
+    wrong, harmless = [], []
     used = [name for network in run.networks for name in network.names]
     probed = objects(run.record("Probe"), "nodes")
     over_tcp = run.network is None or run.network.transport == "sockets"
@@ -272,18 +353,19 @@ def say_trouble(run):
         sent = sum(get(one, "segments") or 0 for one in tcp)
         again = sum(get(one, "retransmits") or 0 for one in tcp)
         if sent and again > LOSSY * sent and over_tcp and not healthy:
-            says.append(
+            wrong.append(
                 f"TCP sent {again / sent:.2%} of its segments again {when} ({again:,.0f} of "
                 f"{sent:,.0f}, counted): packets are lost on the way."
             )
-        found = [
-            f"{key} {count:,.0f} on {interface['name']} of {get(node, 'host', str)}"
-            for node in nodes
-            for interface in objects(node, "interfaces")
-            if interface.get("name") in used
-            for key in get(interface, "errors", dict)
-            if key not in HARMLESS and (count := get(interface["errors"], key))
-        ]
-        if found:
-            says.append(f"Errors counted {when}: {', '.join(found)}.")
-    return says
+        errors, counted = [], []
+        for node in nodes:
+            for link in objects(node, "interfaces"):
+                for key in get(link, "errors", dict) if link.get("name") in used else ():
+                    if count := get(link["errors"], key):
+                        of = f"{key} {count:,.0f} on {link['name']} of {get(node, 'host', str)}"
+                        (counted if healthy and key in LOST_OF_RDMA else errors).append(of)
+        if errors:
+            wrong.append(f"Errors counted {when}: {', '.join(errors)}.")
+        if counted:
+            harmless.append(f"Counted {when}, without harm to its rate: {', '.join(counted)}.")
+    return wrong, harmless
