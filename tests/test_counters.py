@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from analysis import verdict
-from analysis.kernel import difference, read_counters, read_tcp
+from analysis.kernel import difference, read_counters, read_tcp, settled_counters
 from analysis.runs import make_run
 from counters import describe_traffic, last_record
 from support.made_logs import carried, log_of, on_gpus
@@ -36,6 +37,14 @@ class Kernel:
         """An interface that has sent and received so many bytes."""
         self.write(f"net/{name}/statistics", tx_bytes=1000 + sent, rx_bytes=2000 + received)
         self.write(f"net/{name}", **{"type": 1} | files)
+
+    def device(self, name: str, driver: str) -> None:
+        """What the interface's link to its driver shows."""
+        self.write(f"drivers/{driver}", module="")
+        self.write(f"net/{name}/device", vendor="")
+        (self.root / f"class/net/{name}/device/driver").symlink_to(
+            self.root / f"class/drivers/{driver}"
+        )
 
     def port(self, place: str, count: int = 0, layer: str = "InfiniBand") -> None:
         """An adapter's port that has moved so many bytes each way."""
@@ -70,6 +79,7 @@ PORT, BELOW = "mlx4_0/ports/2", "net/ib0/device/infiniband/mlx4_0/ports/2"
 @pytest.mark.guards("rate-unit")
 def test_kind_and_stated_speed_of_each_interface(kernel):
     kernel.net("eth0", speed=400_000)
+    kernel.device("eth0", "mlx5_core")
     kernel.net("down", speed=-1)
     kernel.net("lo", type=772)
     kernel.net("tun0", type=65534, speed=10)
@@ -89,6 +99,64 @@ def test_kind_and_stated_speed_of_each_interface(kernel):
         "mlx5_0:1": ("roce", 56),
         "efa_0:1": ("efa", None),
     }
+
+
+# Of each interface: its driver, what it states in Mb/s, what lies below it. Then what the first
+# states by its hardware, in Gb/s; None: it is virtual.
+RATES = {
+    "an adapter": ({"eth0": ("bnxt_en", 10_000, "")}, 10),
+    "veth": ({"eth0": ("", 10_000, "")}, None),
+    "virtio": ({"eth0": ("virtio_net", 100_000, "")}, None),
+    "Azure": ({"eth0": ("hv_netvsc", 50_000, "vf"), "vf": ("mlx5_core", 40_000, "")}, 40),
+    "a bond of two": (
+        {"b": ("", 20_000, "e0 e1"), "e0": ("i40e", 10_000, ""), "e1": ("i40e", 10_000, "")},
+        20,
+    ),
+    "one of two active": (
+        {"b": ("", 25_000, "e0 e1"), "e0": ("ice", 25_000, ""), "e1": ("ice", 25_000, "")},
+        25,
+    ),
+    "a bond of virtual ones": ({"b": ("", 20_000, "v0"), "v0": ("", 10_000, "")}, None),
+    "a bridge": (
+        {"br0": ("", 10_000, "e0 v0"), "e0": ("igb", 1_000, ""), "v0": ("", 10_000, "")},
+        1,
+    ),
+    "a VLAN on a bond": (
+        {"v7": ("", 10_000, "b"), "b": ("", 10_000, "e0"), "e0": ("ixgbe", 10_000, "")},
+        10,
+    ),
+    "a team that states nothing": ({"t": ("", -1, "e0"), "e0": ("ixgbe", 10_000, "")}, 10),
+}
+
+
+@pytest.mark.guards("hardware-rate", "paravirtual")
+@pytest.mark.parametrize(("links", "expected"), RATES.values(), ids=RATES)
+def test_an_interface_states_what_the_hardware_below_it_does(kernel, links, expected):
+    for name, (driver, speed, below) in links.items():
+        kernel.net(name, speed=speed, **{f"lower_{lower}/mtu": 1500 for lower in below.split()})
+        if driver:
+            kernel.device(name, driver)
+    facts = kernel.read()["interfaces"][next(iter(links))]
+    stated = None if facts.get("virtual") else facts["speed_Gbps"]
+    assert stated == expected
+
+
+@pytest.mark.guards("counters-settle")
+def test_counters_are_read_when_the_drivers_have_refreshed_them(kernel, monkeypatch):
+    """Some do so once a second; virtual interfaces are never late."""
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        kernel.net("eth0", 5000)
+
+    monkeypatch.setattr(time, "sleep", wait)
+    kernel.net("veth0")
+    kernel.net("eth0", 3000)
+    assert settled_counters(kernel.root)["interfaces"]["eth0"]["tx_bytes"] == 4000 and not waits
+    kernel.device("eth0", "tg3")
+    assert settled_counters(kernel.root)["interfaces"]["eth0"]["tx_bytes"] == 6000
+    assert len(waits) == 1 and waits[0] > 1
 
 
 @pytest.mark.guards("counter-unit")
@@ -270,8 +338,8 @@ def line(time: float, downed: int) -> str:
 def test_comparison_tells_the_errors_of_the_last_run_in_a_log():
     text = on_gpus([carried("mlx5_0:1", "infiniband", 100, 90.0)])
     text = line(100, 0) + text + line(200, 2) + line(300, 2) + text + line(400, 5)
-    (said,) = verdict.say_trouble(make_run("a", log_of(text)))
-    assert said == "Errors counted during the run: link_downed 3 on mlx5_0:1 of n0."
+    said = verdict.say_trouble(make_run("a", log_of(text)))
+    assert said == (["Errors counted during the run: link_downed 3 on mlx5_0:1 of n0."], [])
 
 
 @pytest.mark.parametrize("more", ["}", ', "interfaces": {"mlx5_0:1": 5}, "tcp": 5}', ', "tim'])

@@ -165,7 +165,7 @@ def test_expected_times_are_those_of_the_projection(capsys):
     rows = re.findall(r"^\| (\d+ Gb/s) \| (.*) \| (.*) \|$", PAGE.text, re.MULTILINE)
     assert len(rows) == 5
     # One process and two on each of two nodes.
-    logs = [ROOT / "docs/emulated/fast.log", REPORTS / "not_the_link/fp32-gpus.log"]
+    logs = [REPORTS / f"later_runs/bare-{backend}.log" for backend in ("gloo", "nccl")]
     for column, log in enumerate(logs, 1):
         compare_logs.main([str(log), "--project"])
         out = capsys.readouterr().out

@@ -478,8 +478,6 @@ WRONG = guarded(
     ("loose-cable", {"NETWORKS": "one=eth0 two=loose0"}, "loose0 .*cable"),
     ("", {"NETWORKS": "ethernet infiniband"}, "NETWORKS .*=INTERFACE"),
     ("names-twice", {"NETWORKS": "a=lo a=lo"}, "NETWORKS .*a"),
-    ("", {"NETWORKS": "a=lo", "LINK_GBPS": "a=1gbit"}, "LINK_GBPS has 'a=1gbit'"),
-    ("", {"NETWORKS": "a=lo", "LINK_GBPS": "1 b=1"}, "LINK_GBPS has b"),
     ("", {"PYTHON": "/nowhere/python"}, "/nowhere/python"),
     ("", dict.fromkeys(NODE), "NNODES.*NODE_RANK.*MASTER_ADDR"),
     ("slurm-step-without-id", IN_JOB, "not started by srun"),
