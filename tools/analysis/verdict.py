@@ -37,7 +37,6 @@ TOO_FAST = 1.05  # above this share what it states is wrong
 # still for a second, and headers are counted.
 LEAST_SENT, MOST_SENT = 0.97, 1.10
 
-ASK_NCCL = "`export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,ENV`"
 FALLEN = "Likely cause: a port that negotiated 100 Mb/s, or a rate limit."
 
 
@@ -177,8 +176,9 @@ def say_network(run):
         if run.traffic:
             return [text]
         text += " On node 0 `python tools/counters.py 2>&1 | tee -a LOG` before and after it tells"
-        nccl = run.setting("backend") == "nccl"
-        return [f"{text}{f', as does {ASK_NCCL} before it' if nccl else ''}."]
+        if run.setting("backend") == "nccl":
+            text += ", as does `export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,ENV` before it"
+        return [f"{text}."]
     basis = f"by {network.basis}"
     if run.nodes == 1 and network.gbps:
         return [f"Inside one node, over {network.shown}, {basis}: {rate(network.gbps)}."]
@@ -198,16 +198,7 @@ def say_network(run):
         basis += f", as {kept} keeps NCCL from InfiniBand and RoCE"
     if network.gbps is None:
         return [*says, f"Over {network.way}, {basis}; the log has no counter of its bytes."]
-    if network.kind != "ipoib":
-        return [*says, f"Over {network.way}, {basis}: {delivered(run)}"]
-    text = f"IP over InfiniBand: the probe ran at {rate(network.gbps)} on {network.names[0]}"
-    if can := network.stated:  # the kernel states its adapter's rate
-        text += f", {network.gbps / can:.0%} of what {network.adapter or 'its adapter'} can do "
-        text += f"({rate(can)} stated)"
-    text += ", by byte counters"
-    if run.setting("backend") == "nccl" and not network.finding:
-        text += "; NCCL's text, which would say why, is not in the log"
-    return [*says, f"{text}."]
+    return [*says, f"Over {network.way}, {basis}: {delivered(run)}"]
 
 
 def say_own_bytes(run):
@@ -216,9 +207,9 @@ def say_own_bytes(run):
     All steps and one blank pass send the gradients: on two nodes once in a tree, as ring_bytes
     says in a ring; on more nodes up to twice in a tree. Rank 0 also sends its model once.
     """
-    steps, hosts = (run.steps or 0) - run.start_step, run.setting("hosts", list)
+    steps, hosts = run.steps or 0, run.setting("hosts", list)
     inside = run.network and run.network.transport == "local"
-    unknown = run.log.attempts > 1 or run.setting("grad_compression") == "powersgd"
+    unknown = run.partial or run.setting("grad_compression") == "powersgd"
     if not can_model(run) or steps < 1 or inside or unknown:
         return []
     most = ring_bytes(run) if run.nodes == 2 else 2 * run.wire_bytes
@@ -298,18 +289,18 @@ def of_probe(run):
 
 
 def size_limits(run):
-    """Whether the probe's all-reduce is too small to show what the link delivers: without the time
-    that does not grow with its size, it reached half of the stated rate.
-
-    That time is the latency, or what the line through the two largest sizes leaves.
+    """Whether the probe's all-reduce is too small to show what the link delivers: what its largest
+    size has more than the one before it went at half of the stated rate.
     """
     sizes = objects(run.record("Probe"), "sizes")[-2:]
     points = [(get(size, "bytes"), get(size, "ms")) for size in sizes]
-    took, fixed = get(run.record("Probe"), "all_reduce_ms") or 0, 1000 * (run.latency_s or 0)
-    if len(points) == 2 and None not in (*points[0], *points[1]) and points[0][0] < points[1][0]:
-        (small, quick), (large, slow) = points
-        fixed = max(fixed, slow - large * (slow - quick) / (large - small))
-    return (run.wire_gbps or 0) * took > HEALTHY * (run.link_gbps or 0) * max(0, took - fixed)
+    if len(points) < 2 or None in (*points[0], *points[1]):
+        return False
+    (small, quick), (large, slow) = points
+    if small >= large or quick >= slow:
+        return False
+    times = (large - small) / large * slow / (slow - quick)
+    return times * (run.wire_gbps or 0) > HEALTHY * (run.link_gbps or 0)
 
 
 def delivered(run):
