@@ -204,8 +204,9 @@ def say_network(run):
 def say_own_bytes(run):
     """Which interfaces carried the training itself, by the counters before and after it.
 
-    All steps and one blank pass send the gradients: on two nodes once in a tree, as ring_bytes
-    says in a ring; on more nodes up to twice in a tree. Rank 0 also sends its model once.
+    Each step sends the gradients, in the script a blank pass before them, too: on two nodes once
+    in a tree, as ring_bytes says in a ring; on more nodes up to twice in a tree. Rank 0 also sends
+    its model.
     """
     steps, hosts = run.steps or 0, run.setting("hosts", list)
     inside = run.network and run.network.transport == "local"
@@ -221,7 +222,7 @@ def say_own_bytes(run):
         names = [name for network in of_node for name in network.names]
         names = names or [link["name"] for link in carriers(links, {}, sent)]
         total = sum(sent(link) for link in links if link["name"] in names)
-        low = (steps + 1) * run.wire_bytes + (model if hosts[:1] == [host] else 0)
+        low = steps * run.wire_bytes + (model if hosts[:1] == [host] else 0)
         high = (steps + 1) * most + model
         text = f"{megabytes(total / steps)} a step over {', '.join(names) or 'any interface'}"
         ways = dict.fromkeys(megabytes(nbytes / steps) for nbytes in (low, high))
