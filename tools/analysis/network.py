@@ -124,14 +124,15 @@ def carriers(seen, finding, size=wire_gbps):
     else:  # the bytes of IP over InfiniBand pass its adapter too
         over_ip = sum(size(link) for link in others if link.get("kind") == "ipoib")
         seen = others + [link for link in adapters if size(link) > 2 * over_ip]
-    if own := [link for link in seen if link.get("name") in named]:
-        return own
     # Two may have shared the bytes; one with less carried other traffic, such as storage's.
     largest = max(map(size, seen), default=0)
-    seen = [link for link in seen if 2 * size(link) > largest]
-    # A bridge, a tunnel or a port of Open vSwitch carries the same bytes as what is under it.
-    seen = [link for link in seen if not link.get("virtual")] or seen
-    top = max(seen, key=size, default={})
+    large = [link for link in seen if 2 * size(link) > largest]
+    # A bridge, a tunnel or a port of Open vSwitch carries the same bytes as the hardware under it.
+    real = [link for link in large if not link.get("virtual")]
+    own = [link for link in seen if link.get("name") in named]
+    if own and not (real and all(link.get("virtual") for link in own)):
+        return own
+    top = max(real or large, key=size, default={})
     if top.get("kind") == "other" or top.get("virtual"):
         return [top]
-    return [link for link in seen if link.get("kind") == top.get("kind")]
+    return [link for link in real if link.get("kind") == top.get("kind")]

@@ -308,8 +308,9 @@ def delivered(run):
     """What the probe's all-reduce reached of the stated speed, and what that shows."""
     text = f"the probe's all-reduce{of_probe(run)} ran at {rate(run.wire_gbps)} on the wire"
     if not run.link_gbps:
-        virtual = run.network.virtual and f"{run.network.virtual}, is not judged"
-        return f"{text}; {virtual or 'its stated speed is not known'} (--link_gbps gives it)."
+        virtual = run.network.virtual
+        why = f"{virtual}, is not judged" if virtual else "its stated speed is not known"
+        return f"{text}; {why} (give the link's with --link_gbps)."
     reached, stated = run.wire_gbps / run.link_gbps, rate(run.link_gbps)
     text += f", {reached:.0%} of the stated {stated}"
     sockets = run.network.transport == "sockets"
