@@ -33,8 +33,8 @@ LOSSY = 0.01
 LOST_OF_RDMA = ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err")
 HEALTHY = 0.5  # a link below this share of its stated speed is not the link that was meant
 TOO_FAST = 1.05  # above this share what it states is wrong
-# The training's own bytes may be so much less or more than those of its gradients: counters stand
-# still for a second, and headers are counted.
+# The training's own bytes may be so much less or more than those of its gradients: headers and a
+# node's small traffic are counted, too.
 LEAST_SENT, MOST_SENT = 0.97, 1.10
 
 FALLEN = "Likely cause: a port that negotiated 100 Mb/s, or a rate limit."
