@@ -131,7 +131,7 @@ def test_a_nodes_ranks_are_those_on_its_host(hosts, written, problem):
     assert problem or any(note in text for text in run.notes) == (len(written) < 4)
 
 
-@pytest.mark.guards("node-0-alone")
+@pytest.mark.guards("late-log")
 @pytest.mark.parametrize(
     ("written", "ended", "problem", "note"),
     [
