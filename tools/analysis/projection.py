@@ -69,9 +69,8 @@ def link_bytes(run):
     """(what says so, bytes that a node's link carries for a step's all-reduce, headers too)."""
     if run.probe_s and run.wire_gbps:
         return "by the probe's counters", run.wire_gbps * 1e9 / 8 * run.probe_s
-    return f"in a ring of {run.processes} on {run.nodes}, with headers", ring_bytes(
-        run
-    ) / TCP_SHARE
+    way = f"in a ring of {run.processes} on {run.nodes}, with headers"
+    return way, ring_bytes(run) / TCP_SHARE
 
 
 def project(run):
