@@ -371,6 +371,20 @@ def test_over_each_network_the_probe_comes_first_and_ports_are_left_for_restarts
         assert f"--rdzv_conf=timeout={wait}" in words
 
 
+@guards("rounds-reversed")
+def test_repeats_are_rounds_of_which_every_other_one_is_reversed_with_ports_and_files_of_their_own(
+    folder, stub
+):
+    """And node 0 compares all of each network: that no run has ended is what it then says."""
+    own = {"NETWORKS": "a=lo b=lo", "REPEATS": 3, "MASTER_PORT": 30000, "PYTHON": stub}
+    found = given(launch(MULTINODE, folder, *NO_SAMPLE, "--checkpoint", "c.pt", **own))
+    for n, run in enumerate(["a/r1", "b/r1", "b/r2", "a/r2", "a/r3", "b/r3"]):
+        endpoint = f"--rdzv_endpoint=localhost:{30000 + 2 * n + 1}"
+        assert {endpoint, f"--rdzv_id={run}-1", f"logs/run/{run}/c.pt"} <= {*found[n]}
+        assert (folder / "logs/run" / run / "node0.log").exists()
+    assert len(found) == 6
+
+
 @guards("timeout-by-default")
 def test_without_timeout_a_later_start_waits_as_long_as_the_ranks_would(folder, stub):
     settings = {"NETWORKS": "a=lo b=lo", "CONNECT_TIMEOUT": 7, "PYTHON": stub}
@@ -480,6 +494,7 @@ WRONG = guarded(
     ("names-twice", {"NETWORKS": "a=lo a=lo"}, "NETWORKS .*a"),
     ("", {"NETWORKS": "a=lo", "LINK_GBPS": "a=1gbit"}, "LINK_GBPS has 'a=1gbit'"),
     ("", {"NETWORKS": "a=lo", "LINK_GBPS": "1 b=1"}, "LINK_GBPS has b"),
+    ("", {"REPEATS": 2}, "REPEATS .*NETWORKS"),
     ("", {"PYTHON": "/nowhere/python"}, "/nowhere/python"),
     ("", dict.fromkeys(NODE), "NNODES.*NODE_RANK.*MASTER_ADDR"),
     ("slurm-step-without-id", IN_JOB, "not started by srun"),
@@ -495,6 +510,7 @@ def test_wrong_settings_are_refused(tmp_path, sysfs, settings, words):
 
 
 SEVERAL = guarded(  # fault, launcher, the runs, options, words
+    ("", SINGLE, "REPEATS=2", "", "REPEATS .*several GPUS"),
     ("series-with-resume", SINGLE, "GPUS=1 2", "--resume", "GPUS and --resume"),
     ("", MULTINODE, "NETWORKS=a=lo b=lo", "--resume", "NETWORKS and --resume"),
     ("", SINGLE, "GPUS=2 1 2", "", "GPUS has p2 twice"),
