@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from statistics import median, median_low, quantiles
+from statistics import median, quantiles
 
 from analysis.logs import UserError, lines_of, log_files
 from analysis.runs import find_straggler
@@ -39,9 +39,7 @@ def find_repeats(name, paths):
     if len(whole) < 2:
         return {name: paths}
     if rest := [path for path in paths if path not in whole]:
-        raise UserError(
-            f"{rest[0]}: no Run line in it; of several runs of {name} give the folders"
-        )
+        raise UserError(f"{rest[0]}: no Run line in it; of the runs of {name} give the folders")
     return {f"{name}/r{n}": [path] for n, path in enumerate(whole, 1)}
 
 
@@ -53,16 +51,12 @@ def has_run(path):
 
 
 def gather(name, runs):
-    """One Run of all repeats: the one with the median step, with the medians of the complete ones
-    as its figures.
-    """
+    """One Run of all repeats: that with the median step, with the medians of those complete."""
     if len(runs) == 1:
         return replace(runs[0], name=name)
     whole = [run for run in runs if run.complete]
-    chosen = runs[0]
-    if whole:
-        middle = median_low(run.step_s or 0 for run in whole)
-        chosen = next(run for run in whole if (run.step_s or 0) == middle)
+    by_step = sorted(whole, key=lambda run: run.step_s or 0) or runs[:1]
+    chosen = by_step[(len(by_step) - 1) // 2]
     found = replace(chosen, name=name, repeats=whole, notes=[])
     for figure in FIGURES:
         each = values(found, figure)
@@ -72,19 +66,16 @@ def gather(name, runs):
         for rank in chosen.ranks
     }
     found.straggler = find_straggler(found.ranks)
-    found.networks = [
-        replace(network, gbps=median_rate(network, whole)) for network in chosen.networks
-    ]
+    found.networks = [replace(each, gbps=median_rate(each, whole)) for each in chosen.networks]
     found.notes = notes_on(found, chosen, runs)
     return found
 
 
 def median_rate(network, runs):
     """Of the repeats' networks on the same interfaces of the same node."""
-    same = [other for run in runs for other in run.networks]
-    same = [other for other in same if (other.host, other.names) == (network.host, network.names)]
-    each = [other.gbps for other in same if other.gbps is not None]
-    return median(each) if each else network.gbps
+    where = network.host, network.names
+    found = [one.gbps for run in runs for one in run.networks if (one.host, one.names) == where]
+    return median(found) if found and None not in found else network.gbps
 
 
 def notes_on(found, chosen, runs):
@@ -141,29 +132,26 @@ def say_difference(base, run):
     if not getattr(quick, figure) or (not measured and (base.partial or run.partial)):
         return ""
     a, b = values(quick, figure), values(slow, figure)
-    alone = len(a) == len(b) == 1
-    by = f"{len(b)} runs each" if len(a) == len(b) else f"{len(b)} and {len(a)} runs"
-    by = "one run each" if alone else by
-    texts = {
-        one.name: with_range(
-            show, getattr(one, figure), spread(one) if alone and measured else each
-        )
-        for one, each in ((quick, a), (slow, b))
-    }
+    by, end = f"{len(b)} and {len(a)} runs", "."
+    texts = {one.name: shown(one, figure, show) for one in (base, run)}
+    if len(a) == len(b):
+        by = f"{len(a)} runs each" if len(a) > 1 else "one run each"
+    if len(a) == len(b) == 1 and measured:
+        texts = {one.name: with_range(ms, one.step_s, spread(one)) for one in (base, run)}
+        end = ". In parentheses: the 10th to 90th percentile of its log lines."
+        end = end if "(" in "".join(texts.values()) else "."
     if not differ(a, b):
-        each = " and ".join(f"{texts[one.name]} in {one.name}" for one in (base, run))
-        return f"No difference shown by {by}: {took} {each}."
-    times = f"{getattr(slow, figure) / getattr(quick, figure):.2f} times as long"
-    text = f"{took.capitalize()} {times} in {slow.name} as in {quick.name}"
-    times = f"{texts[slow.name]} against {texts[quick.name]}, {by}"
+        each = " and ".join(f"{text} in {name}" for name, text in texts.items())
+        return f"No difference shown by {by}: {took} {each}{end}"
+    ratio = getattr(slow, figure) / getattr(quick, figure)
+    text = f"{took.capitalize()} {ratio:.2f} times as long in {slow.name} as in {quick.name}"
     if is_called(a, b):
-        return f"{text} ({min(b) / max(a):.2f} to {max(b) / min(a):.2f}): {times}."
-    if alone:
-        lines = "; in parentheses: the 10th to 90th percentile of its log lines"
-        return f"{text}: {times}{lines if '(' in times else ''}."
-    pairs = Fraction(2, math.comb(len(a) + len(b), len(a)))
-    chance = f"equal networks look so in {pairs.numerator} of {pairs.denominator} pairs"
-    return f"{text}: {times}: by chance {chance}."
+        text += f" ({min(b) / max(a):.2f} to {max(b) / min(a):.2f})"
+    elif len(a) + len(b) > 2:
+        chance = Fraction(2, math.comb(len(a) + len(b), len(a)))
+        end = f": by chance equal networks look so in {chance.numerator} of {chance.denominator} "
+        end += "pairs."
+    return f"{text}: {texts[slow.name]} against {texts[quick.name]}, {by}{end}"
 
 
 WALL = ("wall_s", duration, "by wall time, start and end included, a run took")
