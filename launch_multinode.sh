@@ -69,11 +69,12 @@ set_number MASTER_PORT 29500 1 "$((65536 - ports_per_run * REPEATS * $(wc -w <<<
 # ---- Starts over one network
 
 # on_all_nodes START PROGRAM ARGUMENTS...: runs torchrun, and sets `outcome` and `reason` as judge_end does.
-# A start has the same number and port on every node, so that a node in start 1 never joins start 2.
+# A start has the same number and port on every node, so that a node in start 1 never joins start 2. The id is a part of a
+# file's name for torchrun: without a slash.
 on_all_nodes() {
     local port=$((first_port + $1))
     start_torchrun --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \
-        --rdzv_backend=static --rdzv_endpoint="$MASTER_ADDR:$port" --rdzv_id="$label-$1" \
+        --rdzv_backend=static --rdzv_endpoint="$MASTER_ADDR:$port" --rdzv_id="${label//\//-}-$1" \
         --rdzv_conf="timeout=$rendezvous_timeout" "${@:2}"
     if [ "$outcome" = apart ]; then
         reason="the nodes did not meet at $MASTER_ADDR:$port: ${reason%.}. Has the launcher been started on all $NNODES \
