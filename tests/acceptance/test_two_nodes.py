@@ -323,7 +323,8 @@ def test_one_and_two_processes_and_two_nodes_train_with_equal_threads_and_are_co
     assert {run["threads"] for run in runs} == {max(1, len(os.sched_getaffinity(0)) // 2)}
     digests = [log_of(path).json_line("Summary")["weights_sha256"] for path in logs.values()]
     assert digests[0] != digests[1] == digests[2]
-    with start([sys.executable, ROOT / "tools/compare_logs.py", *logs.values()]) as started:
+    named = [f"{name}={path}" for name, path in logs.items()]
+    with start([sys.executable, ROOT / "tools/compare_logs.py", *named]) as started:
         assert_scaling_is_compared(started.finish(60, expect=None), *logs)
 
 
