@@ -1819,7 +1819,8 @@ def log_validation(training, loader, epoch, correct, seen, began):
 def log_summary(training, digests):
     """All ranks: rank 0 writes what the run did, its times, and whether the digests are equal."""
     place, times = training.place, training.timer.step_times
-    mean = mean_time(times[UNMEASURED_STEPS:] or times)
+    measured = times[UNMEASURED_STEPS:] or times
+    mean = mean_time(measured)
     parts = {
         "data_ms": 1e3 * mean.data,
         "compute_ms": 1e3 * (mean.whole - mean.data - mean.exposed),
@@ -1827,13 +1828,14 @@ def log_summary(training, digests):
         "step_ms": 1e3 * mean.whole,
     }
     ranks = all_gather({"rank": place.rank, **parts})
-    images = sum(all_gather(sum(time.images for time in times)))
-    seconds = sum(time.whole for time in times)
+    images = sum(all_gather(sum(time.images for time in measured)))
+    seconds = sum(time.whole for time in measured)
     peak = max(all_gather(torch.cuda.max_memory_allocated() if place.gpu else 0))
     summary = {
         "epochs": training.step // training.args.steps_per_epoch,
         "steps": training.step,
-        "train_s": seconds,
+        "train_s": sum(time.whole for time in times),
+        "measured_steps": len(measured),  # the figures below are of these
         "img_per_s": images / max(seconds, 1e-9),
         **{name: fmean(rank[name] for rank in ranks) for name in parts},
         "ranks": ranks,

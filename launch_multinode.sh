@@ -12,10 +12,11 @@
 #   IFNAME, NETWORK      where to keep the traffic: eth0, or mlx5_0, or mlx5_0,ib0; infiniband or ethernet
 #   NETWORKS             "ethernet=eth0 infiniband=mlx5_0": trains once over each network, then compares them
 #   LINK_GBPS            "ethernet=10 infiniband=100": the networks' rates, of all adapters of a node together, in Gb/s
+#   REPEATS=1            with NETWORKS: how many runs over each, in rounds; their logs are LABEL/r1/nodeK.log and so on
 #   PROBE=1              1: measure the link before multi-process training; 0: skip that
 #   RESTARTS=0           how many times to restart from the last checkpoint after a failure
 #   CONNECT_TIMEOUT=300  seconds to wait for the other nodes
-#   LOG_DIR=logs         this node's log is LOG_DIR/RUN_NAME/nodeK.log
+#   LOG_DIR=logs         this node's log is LOG_DIR/RUN_NAME/nodeK.log; with NETWORKS LOG_DIR/RUN_NAME/LABEL/nodeK.log
 #   RUN_NAME             the date and time; give the same name to all nodes where they share the folder
 #   OMP_NUM_THREADS      threads per process: cores / processes
 # Exit code: 0: finished; 2: an error of the script that you can fix; 75: stopped by a signal after saving;
@@ -55,22 +56,25 @@ set_number NNODES 1 1 1000000
 MASTER_ADDR=${MASTER_ADDR:-localhost}
 set_number NODE_RANK 0 0 "$((NNODES - 1))"
 set_number RESTARTS 0 0 1000
+set_number REPEATS 1 1 1000
+[ "$REPEATS" -eq 1 ] || [ -n "${NETWORKS:-}" ] || die "REPEATS repeats the runs of NETWORKS: set it"
 set_number PROBE 1 0 1
 set_number CONNECT_TIMEOUT 300 1 1000000
 set_processes GPUS_PER_NODE "$@"
 set_threads "$GPUS_PER_NODE"
 set_networks "$@"
-ports_per_network=$((2 + RESTARTS))
-set_number MASTER_PORT 29500 1 "$((65536 - ports_per_network * $(wc -w <<<"$networks")))"
+ports_per_run=$((2 + RESTARTS))
+set_number MASTER_PORT 29500 1 "$((65536 - ports_per_run * REPEATS * $(wc -w <<<"$networks")))"
 
 # ---- Starts over one network
 
 # on_all_nodes START PROGRAM ARGUMENTS...: runs torchrun, and sets `outcome` and `reason` as judge_end does.
-# A start has the same number and port on every node, so that a node in start 1 never joins start 2.
+# A start has the same number and port on every node, so that a node in start 1 never joins start 2. The id is a part of a
+# file's name for torchrun: without a slash.
 on_all_nodes() {
     local port=$((first_port + $1))
     start_torchrun --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \
-        --rdzv_backend=static --rdzv_endpoint="$MASTER_ADDR:$port" --rdzv_id="$label-$1" \
+        --rdzv_backend=static --rdzv_endpoint="$MASTER_ADDR:$port" --rdzv_id="${label//\//-}-$1" \
         --rdzv_conf="timeout=$rendezvous_timeout" "${@:2}"
     if [ "$outcome" = apart ]; then
         reason="the nodes did not meet at $MASTER_ADDR:$port: ${reason%.}. Has the launcher been started on all $NNODES \
@@ -87,7 +91,7 @@ count_traffic() { # the kernel's counters, before and after: which interface car
 train_over() { # LABEL=NAMES ARGUMENTS...
     local start=1
     first_port=$next_port
-    next_port=$((first_port + ports_per_network))
+    next_port=$((first_port + ports_per_run))
     variables=("OMP_NUM_THREADS=$OMP_NUM_THREADS")
     use_network "$1"
     shift

@@ -7,6 +7,7 @@
 #   GPUS="1 2 4" ./launch_single.sh ...             a run with each number of processes, then their comparison: how much
 #                                                   faster? Without paths: 20 steps each, without validation
 # Other environment variables and their defaults:
+#   REPEATS=1          with several numbers in GPUS: how many runs of each, in rounds; the logs are p1/r1/node0.log and so on
 #   RESTARTS=0         how many times to restart from the last checkpoint after a failure
 #   LOG_DIR=logs       the log is LOG_DIR/RUN_NAME/node0.log; of several runs LOG_DIR/RUN_NAME/p1/node0.log and so on
 #   RUN_NAME           the date and time
@@ -32,8 +33,10 @@ done
 [ "$most" -gt 0 ] || die "GPUS is '$GPUS': give a number of processes, or several, as in '1 2 4'"
 set_threads "$most" # the same in all runs
 set_number RESTARTS 0 0 1000
+set_number REPEATS 1 1 1000
 several=
 [ "$(wc -w <<<"$runs")" -eq 1 ] || several=yes
+[ "$REPEATS" -eq 1 ] || [ -n "$several" ] || die "REPEATS repeats the runs of several GPUS, as in '1 2': give them"
 
 # check_scaling ARGUMENTS...: whether these runs can be compared, and what is compared.
 check_scaling() {

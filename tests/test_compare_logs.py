@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import random
 import re
 import shlex
 import subprocess
@@ -26,8 +27,9 @@ from pytest import approx
 import compare_logs
 from analysis import logs, projection
 from analysis.logs import Log, read_log
+from analysis.repeats import find_repeats, gather, is_called
 from analysis.report import as_json, report
-from analysis.runs import find_straggler, make_run
+from analysis.runs import Run, find_straggler, make_run
 from support.datasets import make_set
 from support.forks import run_forked
 from support.made_logs import REPORTS, log_of
@@ -96,6 +98,21 @@ def test_report_is_as_recorded(case, tmp_path, monkeypatch, pytestconfig):
 def test_slow_rank_is_over_a_fifth_busier_than_usual(busy, slow):
     ranks = {rank: (0.001, 0.14 * times, 0.1) for rank, times in enumerate(busy)}
     assert find_straggler(ranks) == slow
+
+
+@pytest.mark.guards("repeats-enough")
+def test_equal_networks_are_called_different_as_rarely_as_by_chance():
+    """The ranges of 4 and 4 equal runs are disjoint in 2 of C(8, 4) = 70 pairs, which is 2.9 %.
+    Steps differ by 3 % from run to run.
+    """
+    draw = random.Random(0)
+
+    def called(runs: int) -> int:
+        lists = ([draw.lognormvariate(0, 0.03) for _ in range(runs)] for _ in range(20_000))
+        return sum(is_called(*pair) for pair in zip(lists, lists, strict=True))
+
+    assert 200 < called(4) < 400
+    assert called(3) == 0
 
 
 @pytest.mark.guards("hidden-part")
@@ -269,6 +286,7 @@ def png_size(file: Path) -> tuple[int, int]:
         ("refused", "end", (1920, 672)),  # with nothing to draw
         ("scaling_in_part", "p2 p8", (1440, 672)),  # with no speed-up
         ("scaling_networks", "one eth2 node2 ib2 eth4 ib4", (1440, 672)),
+        ("repeats", "far close", (1440, 1344)),  # with the probe's sizes
     ],
 )
 def test_picture_of_much_and_of_little(tmp_path, case, logs, size):
@@ -276,6 +294,30 @@ def test_picture_of_much_and_of_little(tmp_path, case, logs, size):
     words = [REPORTS / case / f"{name}.log" for name in logs.split()]
     run_tool(*words, "--plot", tmp_path / "run.png")
     assert png_size(tmp_path / "run.png") == size
+
+
+def repeats_of(name: str) -> Run:
+    paths = find_repeats(name, [str(REPORTS / "repeats" / name)])
+    return gather(name, [make_run(one, read_log(files), {}) for one, files in paths.items()])
+
+
+@pytest.mark.guards("whiskers")
+def test_whiskers_are_the_range_of_repeats_of_steps_and_of_bus_bandwidth():
+    plot = pytest.importorskip("analysis.plot")
+    from matplotlib.container import ErrorbarContainer
+
+    runs = [repeats_of("slow"), repeats_of("fast")]
+    steps, curve = plot.Figure().subplots(1, 2)
+    plot.draw_split(steps, runs, {})
+    (drawn,) = (each for each in steps.containers if isinstance(each, ErrorbarContainer))
+    ends = [end for segment in drawn[2][0].get_segments() for end in segment[:, 1]]
+    assert ends == approx([551, 570, 270, 284])
+    plot.draw_bandwidth(curve, {run.name: plot.bandwidth_of(run) for run in runs})
+    slow, fast = curve.containers
+    assert fast[0].get_xdata().tolist() == [4096, 65536, 1 << 20, 1 << 24, 44870208]
+    # Two ranks: the bus bandwidth is the all-reduce's. 4.1 to 4.5 Gb/s are 0.51 to 0.56 GB/s.
+    assert fast[2][0].get_segments()[-1][:, 1] == approx([0.5125, 0.5625], rel=1e-3)
+    assert slow[0].get_ydata()[-1] == approx(0.125, rel=1e-3)
 
 
 def test_report_names_its_picture_from_where_it_lies(tmp_path, monkeypatch):

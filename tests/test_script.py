@@ -501,7 +501,7 @@ class Batches(list):
     sampler = Sampler()
 
 
-@pytest.mark.guards("unmeasured-steps")
+@pytest.mark.guards("unmeasured-steps", "measured-images")
 @pytest.mark.parametrize(("kind", "peak"), [("cuda", 3 * 2**30), ("cpu", None)])
 def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
     demo, monkeypatch, kind, peak, capfd
@@ -521,7 +521,8 @@ def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
     summary = json.loads(record.partition("Summary ")[2])
     assert summary["peak_gpu_bytes"] == peak
     parts = [summary[f"{name}_ms"] for name in ("data", "compute", "exposed", "step")]
-    assert parts == [1000, 1000, 1000, 3000]
+    assert parts == [1000, 1000, 1000, 3000] and summary["measured_steps"] == 2
+    assert summary["img_per_s"] == pytest.approx(4 / 3)
     assert ("; at most 3.00 GiB of a GPU's memory; replicas" in text) == (kind == "cuda")
     assert text.endswith("replicas identical: True")
 

@@ -8,11 +8,13 @@
     python tools/compare_logs.py --trace FOLDER --plot step.png
 
 A run is NAME=PATH: a log file, or a run's folder with node0.log, node1.log, ... Node 0's log is
-enough. Without NAME= it is called after its folder or file. A name that is given again adds a file
-to its run, such as the probe's (`slow=probe.log slow=train.log`). The base of every ratio is the
-first run that has not failed. The logs are those of demo_coco_resnet18.py, of step_log.py, or of
-the talk's original demo, which have losses and wall times alone. `--link_gbps 10` (or `slow=10`,
-for one run) replaces the stated rate of a node's link.
+enough. Without NAME= it is called after its folder or file. A folder with r1, r2, ... in it holds
+repeats of one run, and so does a name that is given again with a whole run; otherwise that adds a
+file to the run, such as the probe's (`slow=probe.log slow=train.log`). Figures of repeats are
+medians, with their range. Runs are compared with the first that has not failed. The logs are
+those of demo_coco_resnet18.py, of step_log.py, or of the talk's original demo, which have losses
+and wall times alone. `--link_gbps 10` (or `slow=10`, for one run) replaces the stated rate of a
+node's link.
 
 Runs with different numbers of processes are compared as scaling: speed-up, efficiency, and what
 eats the rest. The base is then the run with the fewest processes (analysis/scaling.py).
@@ -33,6 +35,7 @@ from pathlib import Path
 from analysis import likeness, projection, scaling
 from analysis.logs import NODE_LOG, UserError, log_files, read_log
 from analysis.nccl import Reader, of_last_run
+from analysis.repeats import find_repeats, gather, say_difference
 from analysis.report import print_text, report, write_csv, write_json, write_report
 from analysis.runs import make_run
 from analysis.trace import read_traces
@@ -55,7 +58,11 @@ def run_command(args):
         raise UserError("give at least one run: NAME=PATH, or PATH")
     paths = named_paths(args.runs)
     stated = stated_rates(args.link_gbps, paths)
-    runs = [make_run(name, read_files(files), stated.get(name)) for name, files in paths.items()]
+    every = {name: [] for name in paths}
+    for name, each in every.items():
+        for own, files in find_repeats(name, paths[name]).items():
+            each.append(make_run(own, read_files(files), stated.get(name)))
+    runs = [gather(name, each) for name, each in every.items()]
     if args.csv and not any(run.log.steps for run in runs):
         raise UserError(f"--csv {args.csv}: no step line in any of the logs: give whole logs")
     result = compare_runs(runs, args.force, args.project)
@@ -68,7 +75,7 @@ def run_command(args):
             failed.append(f"--{option} {file}: cannot be written: {error}")
     if failed:
         raise UserError("; ".join(failed))
-    return 0 if all(run.complete for run in runs) else 1
+    return 0 if all(run.complete for each in every.values() for run in each) else 1
 
 
 def draw_trace(args):
@@ -124,6 +131,8 @@ def compare_runs(runs, force=False, project_from=None):
     others = [run for run in runs if run is not base]
     unlike = [text for run in others for text in likeness.differences(base, run, bool(scaled))]
     unlike += scaling.differences(runs) if scaled else []
+    again = [(run.repeats[0], other) for run in runs for other in run.repeats[1:]]
+    unlike += [text for pair in again for text in likeness.differences(*pair)]
     if unlike and not force:
         raise UserError("; ".join(unlike) + " (--force compares all the same)")
     for run in others:
@@ -141,7 +150,7 @@ def compare_runs(runs, force=False, project_from=None):
         "base": base,
         "scaling": scaled,
         "same_training": alike,
-        "ratios": {run.name: likeness.time_ratio(base, run) if alike else None for run in runs},
+        "says": [] if scaled else [*filter(None, (say_difference(base, run) for run in others))],
         "differences": unlike,
         "same_wire": likeness.same_wire(runs),
         "verdicts": {run.name: judge(run) for run in runs},

@@ -7,7 +7,7 @@
 # Without paths among the ARGUMENTS it trains for some steps on the sample set.
 # Needs root, on Linux. The logs are LOG_DIR/RUN_NAME/node0.log and node1.log. The launcher's variables apply. Behind
 # sudo the nodes run as the user who called it; sudo passes variables on after env:
-#   sudo env RESTARTS=1 tools/two_nodes.sh ...
+#   sudo env REPEATS=4 tools/two_nodes.sh --links ...
 # Exit code: 0 if both nodes ended with 0, else the first other code.
 set -euo pipefail
 # shellcheck source=tools/environment.sh

@@ -162,11 +162,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @guards("restart-resumes", "start-has-own-port", "lost-network-goes-on", "user-error-restarted")
-@guards("exit-2", "restarts-counted")
+@guards("exit-2", "restarts-counted", "id-without-slash")
 def test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its_turn(folder):
-    """Each start has a port and an id of its own. The error is the last line."""
-    project, port = project_with(folder, KILLED), free_ports(12)
-    networks = {"NETWORKS": "one=lo two=lo three=lo", "RESTARTS": 1, "MASTER_PORT": port}
+    """Each start has a port and an id of its own: torchrun makes a folder of that name. The error
+    is the last line.
+    """
+    project, port = project_with(folder, KILLED), free_ports(18)
+    networks = {"NETWORKS": "one=lo two=lo three=lo", "REPEATS": 2, "RESTARTS": 1}
+    networks["MASTER_PORT"] = port
     with launch(project / MULTINODE.name, folder, *NO_SAMPLE, **networks) as started:
         run = started.finish(180, expect=2)
     commands = [shlex.split(line) for line in COMMAND.findall(run.out)]
@@ -175,13 +178,13 @@ def test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its
         options = dict(word.split("=", 1) for word in command if "=" in word)
         for name, values in told.items():
             values.append(options[name])
-    assert told["--rdzv_id"] == ["one-1", "one-2", "two-1"]
+    assert told["--rdzv_id"] == ["one-r1-1", "one-r1-2", "two-r1-1"]
     assert told["--rdzv_endpoint"] == [f"localhost:{port + n}" for n in (1, 2, 4)]
     assert ["--resume" in command for command in commands] == [False, True, False]
-    first = (folder / "logs/run/one/node0.log").read_text().splitlines()
+    first = (folder / "logs/run/one/r1/node0.log").read_text().splitlines()
     reason = r".*(SIGKILL|exitcode *: -9)"
     assert [line for line in first if re.search(f"restart 1 of 1, after: {reason}", line)]
-    assert re.search(f"error: network one: {reason}", first[-1]) and first[-1] in run.lines()
+    assert re.search(f"error: network one/r1: {reason}", first[-1]) and first[-1] in run.lines()
     assert not (folder / "logs/run/three").exists()
     assert run.lines()[-1].endswith(
         "error: [CPU 0] ERROR: folder nowhere: No such file or directory"
@@ -371,6 +374,20 @@ def test_over_each_network_the_probe_comes_first_and_ports_are_left_for_restarts
         assert f"--rdzv_conf=timeout={wait}" in words
 
 
+@guards("rounds-reversed")
+def test_repeats_are_rounds_of_which_every_other_one_is_reversed_with_ports_and_files_of_their_own(
+    folder, stub
+):
+    """And node 0 compares all of each network: that no run has ended is what it then says."""
+    own = {"NETWORKS": "a=lo b=lo", "REPEATS": 3, "MASTER_PORT": 30000, "PYTHON": stub}
+    found = given(launch(MULTINODE, folder, *NO_SAMPLE, "--checkpoint", "c.pt", **own))
+    for n, run in enumerate(["a/r1", "b/r1", "b/r2", "a/r2", "a/r3", "b/r3"]):
+        endpoint = f"--rdzv_endpoint=localhost:{30000 + 2 * n + 1}"
+        assert {endpoint, f"logs/run/{run}/c.pt"} <= {*found[n]}
+        assert (folder / "logs/run" / run / "node0.log").exists()
+    assert len(found) == 6
+
+
 @guards("timeout-by-default")
 def test_without_timeout_a_later_start_waits_as_long_as_the_ranks_would(folder, stub):
     settings = {"NETWORKS": "a=lo b=lo", "CONNECT_TIMEOUT": 7, "PYTHON": stub}
@@ -478,6 +495,7 @@ WRONG = guarded(
     ("loose-cable", {"NETWORKS": "one=eth0 two=loose0"}, "loose0 .*cable"),
     ("", {"NETWORKS": "ethernet infiniband"}, "NETWORKS .*=INTERFACE"),
     ("names-twice", {"NETWORKS": "a=lo a=lo"}, "NETWORKS .*a"),
+    ("", {"REPEATS": 2}, "REPEATS .*NETWORKS"),
     ("", {"PYTHON": "/nowhere/python"}, "/nowhere/python"),
     ("", dict.fromkeys(NODE), "NNODES.*NODE_RANK.*MASTER_ADDR"),
     ("slurm-step-without-id", IN_JOB, "not started by srun"),
@@ -493,6 +511,7 @@ def test_wrong_settings_are_refused(tmp_path, sysfs, settings, words):
 
 
 SEVERAL = guarded(  # fault, launcher, the runs, options, words
+    ("", SINGLE, "REPEATS=2", "", "REPEATS .*several GPUS"),
     ("series-with-resume", SINGLE, "GPUS=1 2", "--resume", "GPUS and --resume"),
     ("", MULTINODE, "NETWORKS=a=lo b=lo", "--resume", "NETWORKS and --resume"),
     ("", SINGLE, "GPUS=2 1 2", "", "GPUS has p2 twice"),

@@ -313,9 +313,13 @@ def test_one_and_two_processes_and_two_nodes_train_with_equal_threads_and_are_co
     """Two processes train the same wherever they are."""
     folder = tmp_path / "mein Gerät"
     folder.mkdir()
-    with launch(SINGLE, folder, *training, GPUS="1 2", OMP_NUM_THREADS=None) as started:
-        assert_scaling_is_compared(started.finish(180, expect=None), "p1", "p2")
-    logs = {name: folder / "logs/run" / name for name in ("p1", "p2")}
+    own = {"GPUS": "1 2", "REPEATS": 2, "OMP_NUM_THREADS": None}
+    with launch(SINGLE, folder, *training, **own) as started:
+        compared = started.finish(300, expect=None)
+    assert_scaling_is_compared(compared, "p1", "p2")
+    assert re.search(r"^\| runs +\| +2 \| +2 \|$", compared.out, re.MULTILINE), compared.tail()
+    assert (folder / "logs/run/compare.png").stat().st_size > 10_000
+    logs = {name: folder / "logs/run" / name / "r2" for name in ("p1", "p2")}
     logs["fast"] = links[0] / "fast"
     runs = [log_of(path).json_line("Run") for path in logs.values()]
     assert [(run["world_size"], run["nodes"]) for run in runs] == [(1, 1), (2, 1), (2, 2)]
@@ -323,7 +327,8 @@ def test_one_and_two_processes_and_two_nodes_train_with_equal_threads_and_are_co
     assert {run["threads"] for run in runs} == {max(1, len(os.sched_getaffinity(0)) // 2)}
     digests = [log_of(path).json_line("Summary")["weights_sha256"] for path in logs.values()]
     assert digests[0] != digests[1] == digests[2]
-    with start([sys.executable, ROOT / "tools/compare_logs.py", *logs.values()]) as started:
+    named = [f"{name}={path}" for name, path in logs.items()]
+    with start([sys.executable, ROOT / "tools/compare_logs.py", *named]) as started:
         assert_scaling_is_compared(started.finish(60, expect=None), *logs)
 
 

@@ -1,4 +1,4 @@
-"""Whether runs may be compared, whether they went over one wire, and their ratio."""
+"""Whether runs may be compared, and whether they went over one wire."""
 
 import itertools
 
@@ -32,7 +32,7 @@ def differences(base, run, scaling=False):
     own = {"images": "image count", "parameters": "model (parameters)"}
     if not scaling:
         own |= {"epochs": "epoch count", "global_batch": "global batch"}
-        own |= {"steps": "number of steps"}
+        own |= {"steps": "number of steps", "processes": "number of processes"}
     pairs += [(text, getattr(base, name), getattr(run, name)) for name, text in own.items()]
     return [
         f"{text} differs: {a} in {base.name}, {b} in {run.name}"
@@ -80,10 +80,3 @@ def set_losses(runs):
             lines = {key: loss for key, loss in run.log.epochs.items() if key[1] == epoch}
             same = [loss for key, loss in lines.items() if key in shared] or lines.values()
             run.losses[epoch] = sum(same) / len(same)
-
-
-def time_ratio(base, run):
-    """How many times as long as the base the run took; None if that cannot be said."""
-    if None in (base.wall_s, run.wall_s) or base.partial or run.partial:
-        return None
-    return run.wall_s / base.wall_s

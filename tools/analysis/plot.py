@@ -1,5 +1,6 @@
 """The pictures of tools/compare_logs.py: where the time of each run went, throughput and loss, or
-for runs that differ in their number of processes the speed-up; and a profiled step.
+for runs that differ in their number of processes the speed-up; the bus bandwidth of the probe's
+sizes; and a profiled step. Whiskers are the range of repeats.
 
 Drawn with matplotlib, which only a picture needs. Hatching, line style and mark tell the runs
 apart without colour.
@@ -7,11 +8,14 @@ apart without colour.
 
 import math
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import matplotlib
 from matplotlib.figure import Figure  # without pyplot, which may look for a display
+from matplotlib.ticker import EngFormatter, LogLocator
 
+from analysis.logs import get, objects
+from analysis.repeats import values
 from analysis.scaling import network_of
 from analysis.trace import STEP
 
@@ -29,19 +33,61 @@ PARTS = {  # of a step: colour, hatching
 def draw(result, file):
     """`result` is what compare_logs.compare_runs returns. Raises OSError or ValueError."""
     runs, scaled = result["runs"], result["scaling"]
+    curves = {run.name: curve for run in runs if (curve := bandwidth_of(run))}
     with matplotlib.rc_context(LOOK):
-        figure = Figure(figsize=(9 if scaled else 12, 4.2), layout="constrained")
-        split, *others = figure.subplots(1, 2 if scaled else 3)
+        count = (2 if scaled else 3) + bool(curves)
+        rows, columns = (2, 2) if count == 4 else (1, count)
+        figure = Figure(figsize=(3 + 3 * columns, 4.2 * rows), layout="constrained")
+        split, *others = figure.subplots(rows, columns).flat
         draw_split(split, runs, scaled.runs if scaled else {})
         if scaled:
             draw_speed_up(others[0], runs, scaled)
         else:
-            draw_throughput_and_loss(*others, runs)
+            draw_throughput_and_loss(*others[:2], runs)
+        if curves:
+            draw_bandwidth(others[-1], curves)
         save(figure, file)
 
 
 def save(figure, file):
     figure.savefig(file, dpi=160, format=None if Path(file).suffix else "png")
+
+
+def look_of(i):
+    """Of the i-th run, or network: the same in each panel."""
+    return {"color": COLOURS[i % 5], "linestyle": LINES[i % 5], "marker": "osD^v"[i % 5]}
+
+
+def whiskers(middles, each):
+    """How far the lowest and the highest of each list are from its middle; None: all the same."""
+    below = [middle - min(values) for middle, values in zip(middles, each, strict=True)]
+    above = [max(values) - middle for middle, values in zip(middles, each, strict=True)]
+    return [below, above] if any(below) else None
+
+
+def bandwidth_of(run):
+    """{bytes of an all-reduce: its bus bandwidth in GB/s, of each repeat}, from the probe."""
+    found = {}
+    for one in run.repeats or [run]:
+        for size in objects(one.record("Probe"), "sizes"):
+            count, busbw = get(size, "bytes"), get(size, "busbw_GBps")
+            if count and busbw:
+                found.setdefault(count, []).append(busbw)
+    return dict(sorted(found.items()))
+
+
+def draw_bandwidth(axis, curves):
+    for i, (name, curve) in enumerate(curves.items()):
+        middles = [median(each) for each in curve.values()]
+        ranges = whiskers(middles, curve.values())
+        axis.errorbar(list(curve), middles, ranges, label=name, capsize=3, **look_of(i))
+    axis.set(xscale="log", yscale="log", title="All-reduces alone, by the probe")
+    axis.set(xlabel="size", ylabel="bus bandwidth (GB/s)")
+    axis.xaxis.set_major_formatter(EngFormatter("B"))
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("")
+    finish(axis, "")
 
 
 def draw_throughput_and_loss(throughput, loss, runs):
@@ -67,7 +113,7 @@ def draw_speed_up(axis, runs, scaled):
         axis.plot(counts, [count / counts[0] for count in counts], color="#999999", label="ideal")
         axis.set_xlim(right=counts[-1] * 1.15)
     for i, group in enumerate(networks.values()):
-        look = {"label": "measured", "color": COLOURS[i % 5], "linestyle": LINES[i % 5]}
+        look = {"label": "measured", "linewidth": 2, "capsize": 4} | look_of(i)
         if len(networks) > 1 and group[0].network:
             look["label"] = group[0].network.way
         elif len(networks) > 1:
@@ -78,8 +124,10 @@ def draw_speed_up(axis, runs, scaled):
             text = f"{run.name}: {one.efficiency:.0%}"
             axis.annotate(text, (run.processes, one.speed_up), **place)
         line = {name for run in group for name in (run.name, scaled.runs[run.name].base)}
-        points = sorted((by_name[name].processes, scaled.runs[name].speed_up) for name in line)
-        axis.plot(*zip(*points, strict=True), marker="osD^v"[i % 5], linewidth=2, **look)
+        line = sorted(line, key=lambda name: (by_name[name].processes, scaled.runs[name].speed_up))
+        middles = [scaled.runs[name].speed_up for name in line]
+        ranges = whiskers(middles, [scaled.runs[name].between for name in line])
+        axis.errorbar([by_name[name].processes for name in line], middles, ranges, **look)
     axis.set_xticks(counts)
     axis.set_ylim(bottom=0)
     axis.set(xlabel="processes", ylabel="speed-up over the base", title="Speed-up and efficiency")
@@ -125,9 +173,14 @@ def draw_split(axis, runs, scaled):
             look = {"label": name, "color": colour, "hatch": hatch, "edgecolor": "#111111"}
             axis.bar(range(len(bars)), heights, 0.6, bottom, **look)
             bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-    for i, top in enumerate(bottom):
+    steps = [[1000 * each for each in values(run, "step_s")] for run in runs if run.has_split]
+    middles = [median(each) for each in steps]
+    if ranges := whiskers(middles, steps):
+        look = {"fmt": "none", "ecolor": "#1f5fa8", "capsize": 6, "label": "range of the runs"}
+        axis.errorbar(range(len(bars)), middles, ranges, **look)
+    for i, (middle, top) in enumerate(zip(middles, bottom, strict=True)):
         place = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
-        axis.annotate(f"{top:,.0f} ms", (i, top), **place)
+        axis.annotate(f"{middle:,.0f} ms", (i, max(top, *steps[i])), **place)
     ideal = [(i, scaled[name].ideal_s) for i, name in enumerate(bars) if name in scaled]
     if ideal:
         look = {"color": "#c1440e", "linestyle": "--", "label": "ideal step"}
@@ -154,9 +207,8 @@ def draw_line(axis, i, run, name, factor, running=1):
     points = [(step, sum(v) / most) for (_, step), v in by_step.items() if len(v) == most]
     if points:
         label = run.name if run.complete else f"{run.name} (incomplete)"
-        look = {"label": label, "color": COLOURS[i % 5], "linestyle": LINES[i % 5], "linewidth": 2}
         # The mark stands at the end, so that a short run is seen too.
-        look |= {"marker": "osD^v"[i % 5], "markevery": [-1]}
+        look = {"label": label, "linewidth": 2, "markevery": [-1]} | look_of(i)
         steps, values = [step for step, _ in points], [factor * mean for _, mean in points]
         if running > 1:
             axis.plot(steps, values, ".", color=look["color"], alpha=0.3)

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from analysis.projection import link_bytes
+from analysis.repeats import FIGURES, shown, values
 from analysis.scaling import PARTS
 from analysis.words import digits, duration, in_unit, megabytes, ms, part, rate
 
@@ -27,39 +28,37 @@ def table(head, rows):
 
 def column(run, result):
     """A run's cells of the main table by their title; None, 0 or "" if the log does not say."""
-    base, ratio = result["base"], result["ratios"][run.name]
-    gbps = run.wire_gbps
-    against = f"{1 / ratio:.2f} x faster" if ratio and ratio < 1 else f"{ratio or 0:.2f} x as long"
+    gbps, virtual = run.wire_gbps, run.network and run.network.virtual
     of = f", {gbps / run.link_gbps:.0%} of stated" if gbps and run.link_gbps else ""
-    img_per_s = run.img_per_s or 0
-    virtual = run.network and run.network.virtual
+    wire = shown(run, "wire_gbps", rate)
+    per_process = run.img_per_s and run.processes and run.img_per_s / run.processes
     cells = {
         "status": run.status,
+        "runs": run.repeats and str(len(run.repeats)),
         "processes on nodes": run.processes and f"{run.processes} on {run.nodes or '?'}",
-        "wall time": run.wall_s and duration(run.wall_s) + (" (part)" if run.partial else ""),
-        f"against {base.name}": ratio and ("base" if run is base else against),
-        "steps": run.steps and f"{run.steps:,}",
-        "img/s, job": img_per_s and f"{img_per_s:,.1f}",
-        "img/s, process": img_per_s and run.processes and f"{img_per_s / run.processes:,.1f}",
+        "step": shown(run, "step_s", ms),
     }
-    scaled = result["scaling"] and result["scaling"].runs.get(run.name)
+    parts = {"data wait": "data_s", "compute": "compute_s", run.exposed_name: "exposed_s"}
+    for title, name in parts.items():
+        text = shown(run, name, ms)
+        cells[f"- {title}"] = text and f"{text}, {part(getattr(run, name), run.step_s)}"
     if result["scaling"]:
-        cells = {title: text for title, text in cells.items() if not title.startswith("img/s")}
-        cells["img/s of a mean step"] = scaled and f"{scaled.img_per_s:,.1f}"
-    cells["step"] = run.step_s and ms(run.step_s)
-    parts = {"data wait": run.data_s, "compute": run.compute_s, run.exposed_name: run.exposed_s}
-    for title, seconds in parts.items():
-        shown = seconds is not None and f"{ms(seconds)} ({part(seconds, run.step_s)})"
-        cells[f"- {title}"] = shown
-    if result["scaling"]:
-        cells |= scaling_cells(run, scaled)
+        cells |= scaling_cells(run, result["scaling"].runs.get(run.name))
+    wall = shown(run, "wall_s", duration)
+    cells |= {
+        "img/s, job": shown(run, "img_per_s", "{:,.1f}".format),
+        "img/s, process": per_process and f"{per_process:,.1f}",
+        "steps": run.steps and f"{run.steps:,}",
+        "wall time": wall and wall + (" (part)" if run.partial else ""),
+        "- start, validation, saving, end": shown(run, "rest_s", duration),
+    }
     top1, baseline = (run.log.top1, run.log.baseline) if result["same_training"] else (None, None)
     return cells | {
-        "all-reduce alone": run.probe_s and ms(run.probe_s),
-        "- of up to 4 KB": run.latency_s and f"{digits(run.latency_s * 1000)} ms",
+        "all-reduce alone": shown(run, "probe_s", ms),
+        "- of up to 4 KB": shown(run, "latency_s", lambda s: f"{digits(s * 1000)} ms"),
         "bytes per step and rank": run.wire_bytes and megabytes(run.wire_bytes),
         "link, stated": rate(run.link_gbps) if run.link_gbps else virtual,
-        "wire rate": gbps and rate(gbps) + of,
+        "wire rate": wire and wire + of,
         "transport": run.network and f"{run.network.transport} ({run.network.basis})",
         "interface": run.network and run.network.shown,
         **{f"loss, epoch {epoch}": f"{loss:.4f}" for epoch, loss in run.losses.items()},
@@ -75,29 +74,19 @@ def scaling_cells(run, scaled):
         return dict.fromkeys(titles) | {"speed-up": scaled and "base"}
     lost = [scaled.lost_s.get(part) for part in PARTS]
     texts = [ms(scaled.ideal_s), *(None if seconds is None else ms(seconds) for seconds in lost)]
-    over = f"{scaled.speed_up:.2f} over {scaled.base}"
+    over = f"{scaled.shown_speed_up} over {scaled.base}"
     return dict(zip(titles, [*texts, over, f"{scaled.efficiency:.0%}"], strict=True))
 
 
 def main_table(result):
     """The table of all runs, without rows that no run can fill and without most epochs."""
-    runs, base = result["runs"], result["base"]
+    runs = result["runs"]
     columns = [column(run, result) for run in runs]
     epochs = sorted({epoch for run in runs for epoch in run.losses})
     hidden = {f"loss, epoch {epoch}" for epoch in epochs[1:-3] if len(epochs) > 6}
-    if len(runs) == 1:
-        hidden.add(f"against {base.name}")
     titles = dict.fromkeys(title for cells in columns for title in cells if title not in hidden)
     rows = [[title, *(cells.get(title) or "-" for cells in columns)] for title in titles]
     return table(["", *(run.name for run in runs)], [r for r in rows if set(r[1:]) != {"-"}])
-
-
-def ratio_sentence(base, run, value):
-    slow, quick, times = (run, base, value) if value >= 1 else (base, run, 1 / value)
-    return (
-        f"{slow.name} took {times:.2f} times as long as {quick.name}: "
-        f"{duration(slow.wall_s)} against {duration(quick.wall_s)}."
-    )
 
 
 PART = "(part): a part of the run only (restarted or resumed); compare the step times."
@@ -105,17 +94,14 @@ PART = "(part): a part of the run only (restarted or resumed); compare the step 
 
 def report(result, picture=None):
     """The whole report: Markdown that reads well in a terminal too. `picture`: its address."""
-    runs, base, verdicts = result["runs"], result["base"], result["verdicts"]
-    ratios, scaled = result["ratios"], result["scaling"]
+    runs, verdicts, scaled = result["runs"], result["verdicts"], result["scaling"]
     lines = []
     for text in result["differences"]:
         lines += [f"FORCED, not like with like: {text}", ""]
     lines += [*main_table(result), ""]
     if any(run.partial for run in runs):
         lines += [PART, ""]
-    others = [run for run in runs if run is not base and ratios[run.name]]
-    said = [ratio_sentence(base, run, ratios[run.name]) for run in others]
-    lines += [*said, ""] if said else []
+    lines += [*result["says"], ""] if result["says"] else []
     shown = "Speed-up, and parts of a step" if scaled else "Parts of a step, throughput and loss"
     lines += [f"![{shown}]({picture})", ""] if picture else []
     if scaled:
@@ -204,13 +190,13 @@ def as_json(result):
     """The report's figures as plain objects: seconds, bytes, Gb/s, images/s."""
     runs = []
     for run in result["runs"]:
-        figures = {key: value for key, value in vars(run).items() if key != "log"}
+        figures = {key: value for key, value in vars(run).items() if key not in ("log", "repeats")}
+        figures["of_repeats"] = {figure: values(run, figure) for figure in FIGURES if run.repeats}
         figures |= {name: getattr(run, name) for name in ("complete", "status", "wire_gbps")}
         figures |= {"interface": run.network and run.network.shown, "attempts": run.log.attempts}
         figures |= {"top1": run.log.top1, "baseline": run.log.baseline}
-        figures["wall_ratio"] = result["ratios"][run.name]
         runs.append(figures | {"verdict": result["verdicts"][run.name]})
-    keys = ("differences", "scaling", "same_wire", "projections")
+    keys = ("differences", "says", "scaling", "same_wire", "projections")
     every = {"base": result["base"].name, "runs": runs} | {key: result[key] for key in keys}
     # JSON has no word for nan and infinity: null.
     return json.loads(json.dumps(every, default=vars), parse_constant=lambda name: None)
@@ -245,7 +231,9 @@ def write_csv(result, file):
             if scaled:
                 one = scaled.runs.get(run.name)
                 of_run = [run.processes, *(one and getattr(one, name) for name in SCALED)]
-            in_time = sorted(run.log.steps.items(), key=lambda item: (*item[0][1:], item[0][0]))
-            for (rank, epoch, step), line in in_time:
-                measured = line.loss, line.img_per_s, line.data_ms, line.step_ms
-                writer.writerow([run.name, rank, epoch, step, *measured, *of_run])
+            for each in run.repeats or [run]:
+                steps = each.log.steps.items()
+                in_time = sorted(steps, key=lambda item: (*item[0][1:], item[0][0]))
+                for (rank, epoch, step), line in in_time:
+                    measured = line.loss, line.img_per_s, line.data_ms, line.step_ms
+                    writer.writerow([each.name, rank, epoch, step, *measured, *of_run])

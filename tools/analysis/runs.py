@@ -39,13 +39,15 @@ class Run:
     start_step: int = 0
     global_batch: int | None = None
     parameters: int | None = None
+    repeats: list = field(default_factory=list)  # complete Runs, of which it has the medians
     wall_s: float | None = None
+    rest_s: float | None = None  # of it outside steps: start, validation, saving, end
     step_s: float | None = None
     data_s: float | None = None
     compute_s: float | None = None
     exposed_s: float | None = None
     ranks: dict = field(default_factory=dict)  # rank -> its data_s, compute_s, exposed_s
-    img_per_s: float | None = None  # whole job
+    img_per_s: float | None = None  # whole job: images of the counted steps / their seconds
     straggler: int | None = None
     losses: dict = field(default_factory=dict)  # epoch -> mean over ranks
     wire_bytes: float | None = None  # per step and rank, after compression
@@ -67,7 +69,8 @@ class Run:
     @property
     def partial(self):
         """Whether the wall time covers only the last of several attempts."""
-        return self.start_step > 0 or self.log.attempts > 1
+        each = self.repeats or [self]
+        return any(run.start_step > 0 or run.log.attempts > 1 for run in each)
 
     @property
     def has_split(self):
@@ -130,6 +133,8 @@ def make_run(name, log, link_gbps=None):
 def add_times(run, summary):
     """Wall time and the split of a step, means over the ranks."""
     run.wall_s = max(run.log.ended.values())
+    if (train_s := get(summary, "train_s")) is not None:
+        run.rest_s = max(0.0, run.wall_s - train_s)
     if get(summary, "step_ms") == 0:  # resumed at its very end, it has made no step
         return
     for name in ("step", "data", "compute", "exposed"):
@@ -137,8 +142,10 @@ def add_times(run, summary):
             setattr(run, f"{name}_s", milliseconds / 1000)
     if run.processes == 1 and None not in (run.step_s, run.data_s):  # nothing to communicate
         run.compute_s, run.exposed_s = run.step_s - run.data_s, 0.0
-    run.img_per_s = get(summary, "img_per_s")
-    if run.img_per_s is None and run.step_s and run.global_batch:
+    made = (run.steps or 0) * (run.global_batch or 0)
+    if get(summary, "measured_steps"):
+        run.img_per_s = get(summary, "img_per_s")
+    elif 0 < made <= (run.images or 0) and get(summary, "step_ms"):  # an older log, of full steps
         run.img_per_s = run.global_batch / run.step_s
     for entry in objects(summary, "ranks"):
         rank = get(entry, "rank", int)

@@ -1,25 +1,23 @@
 """Runs with different numbers of processes: how much faster, and what eats the rest.
 
-    images/s    global batch / the Summary's mean step, which has neither warm-up nor profiled
-                steps in it; not the Summary's own images/s, which is of all steps
-    speed-up    images/s / the base's
+    speed-up    images/s / the base's; of repeats, see repeats.py, the medians, with the range that
+                the slowest and the fastest runs of both give
     efficiency  speed-up x the base's processes / processes
     strong      the same global batch in all runs, however it is accumulated
     weak        the same images per process and step in all runs
-    base        the fewest processes, of complete runs. Of several such runs those over the run's
-                own network if there are any, and of these the lower median by images/s
+    base        the fewest processes, of complete runs: the first over the run's own network, else
+                the first
     ideal step  the base's step (weak), or that x the base's processes / processes (strong). Both
                 are the base's step x images per process / the base's images per process
     lost        step - ideal step; and so for each part, which may also be shorter than ideal
 
-Runs are repeats only if processes, nodes and network are the same. No law is fitted.
+No law is fitted.
 """
 
-import statistics
 from dataclasses import dataclass, field
 
-from analysis.logs import get
-from analysis.words import digits, ms
+from analysis.repeats import values
+from analysis.words import digits, ms, with_range
 
 PARTS = {"compute": "compute_s", "data wait": "data_s", "exposed communication": "exposed_s"}
 NETWORK_VARIABLES = ("NCCL_NET", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -31,12 +29,16 @@ class Scaled:
     """One run beside its base."""
 
     base: str
-    img_per_s: float
     speed_up: float
+    between: tuple  # the lowest and highest speed-up of repeats
     efficiency: float
     ideal_s: float  # seconds of a step
     lost_s: dict = field(default_factory=dict)  # part of a step -> seconds; empty: not split
     says: str = ""
+
+    @property
+    def shown_speed_up(self):
+        return with_range("{:.2f}".format, self.speed_up, self.between)
 
 
 @dataclass
@@ -53,7 +55,7 @@ def is_scaling(runs):
 
 def scale(runs):
     """The Scaling of runs that differ in their number of processes."""
-    able = [run for run in runs if img_per_s(run)]
+    able = [run for run in runs if run.complete and run.processes and run.img_per_s]
     fewest = min((run.processes for run in able), default=0)
     first = [run for run in able if run.processes == fewest]
     found = Scaling(kind_of(runs))
@@ -63,25 +65,20 @@ def scale(runs):
         )
         found.says.append(text)
         return found
-    found.base = lower_median(first).name
+    found.base = first[0].name
     for run in able:
         own = [other for other in first if network_of(other) == network_of(run)]
-        base = lower_median(own or first)
+        base = (own or first)[0]
         scaled = beside(base, run)
         scaled.says = say_run(found.kind, base, run, scaled)
         found.runs[run.name] = scaled
-    found.says = [*say_threads(able), say_kind(found.kind, able[0]), say_base(first, found)]
+    found.says = [*say_threads(able), say_kind(found.kind, able[0]), say_base(first[0], found)]
+    if not any(run.repeats for run in able):
+        found.says.append("One run each: how much such runs differ is not known.")
     left_out = [f"{run.name} ({run.status})" for run in runs if run not in able]
     if left_out:
         found.says.append(f"Without a speed-up: {', '.join(left_out)}.")
     return found
-
-
-def img_per_s(run):
-    """Images per second of a mean step; None if the log does not say."""
-    step_ms = get(run.record("Summary"), "step_ms")
-    known = run.complete and run.processes and run.global_batch and step_ms
-    return run.global_batch / step_ms * 1000 if known else None
 
 
 def kind_of(runs):
@@ -107,11 +104,6 @@ def same_training(runs):
     return len({(run.global_batch, run.steps) for run in runs if run.complete}) < 2
 
 
-def lower_median(runs):
-    middle = statistics.median_low(img_per_s(run) for run in runs)
-    return next(run for run in runs if img_per_s(run) == middle)
-
-
 def network_of(run):
     """What tells networks apart: what carried node 0's probe, else the variables that name it."""
     if run.nodes == 1:
@@ -122,10 +114,12 @@ def network_of(run):
 
 
 def beside(base, run):
-    speed_up = img_per_s(run) / img_per_s(base)
+    slow, fast = values(base, "img_per_s"), values(run, "img_per_s")
+    between = min(fast) / max(slow), max(fast) / min(slow)
+    speed_up = run.img_per_s / base.img_per_s
+    efficiency = speed_up * base.processes / run.processes
     share = (run.global_batch / run.processes) / (base.global_batch / base.processes)
-    found = Scaled(base.name, img_per_s(run), speed_up, 0.0, share * base.step_s)
-    found.efficiency = speed_up * base.processes / run.processes
+    found = Scaled(base.name, speed_up, between, efficiency, share * base.step_s)
     if base.has_split and run.has_split:
         found.lost_s = {
             # Without a minus before a zero.
@@ -161,14 +155,11 @@ def say_kind(kind, run):
 
 def say_base(first, found):
     bases = dict.fromkeys(scaled.base for scaled in found.runs.values())
-    counted = f"{first[0].processes} process{'es' if first[0].processes > 1 else ''}"
+    counted = f"{first.processes} process{'es' if first.processes > 1 else ''}"
     if len(bases) > 1:
         text = "Each network, and one node by itself, has its own base"
         return f"{text}, with {counted}: {', '.join(bases)}."
-    text = f"The base is {found.base}, with {counted}"
-    if len(first) > 1:
-        text += f", by its images/s the median of {len(first)} such runs"
-    return f"{text}."
+    return f"The base is {found.base}, with {counted}."
 
 
 def say_run(kind, base, run, scaled):
@@ -176,12 +167,11 @@ def say_run(kind, base, run, scaled):
     if run is base:
         return ""
     if run.processes == base.processes:
-        alike = (run.nodes, network_of(run)) == (base.nodes, network_of(base))
-        text = f"{'a repeat' if alike else 'as many processes on other nodes'}, with "
-        return f"{text}{scaled.speed_up:.2f} times the images/s of {base.name}."
-    slower = ", slower than its base" if scaled.speed_up < 0.995 else ""
+        text = f"as many processes as {base.name}, with {scaled.shown_speed_up} times its images/s"
+        return f"{text}."
+    slower = ", slower than its base" if max(scaled.between) < 0.995 else ""
     times = f"{digits(run.processes / base.processes)} times the processes"
-    text = f"{scaled.speed_up:.2f} times the images/s of {base.name} with {times}{slower}: "
+    text = f"{scaled.shown_speed_up} times the images/s of {base.name} with {times}{slower}: "
     text += f"an efficiency of {scaled.efficiency:.0%}. "
     if f"{scaled.efficiency:.0%}" == "100%":
         return f"{text}A step takes as long as is ideal."

@@ -17,6 +17,18 @@ def ms(seconds):
     return f"{seconds * 1000:,.1f} ms" if seconds < 0.1 else f"{seconds * 1000:,.0f} ms"
 
 
+def with_range(show, value, values):
+    """563 ms (551 to 570): a figure with the range of the values; `show` writes the unit, too."""
+    text, low, high = show(value), show(min(values)), show(max(values))
+    if low == high:
+        return text
+    unit = text.partition(" ")[2]
+    if unit[:1].isalpha() and low.endswith(f" {unit}") and high.endswith(f" {unit}"):
+        low = low.partition(" ")[0]
+        high = high.partition(" ")[0]
+    return f"{text} ({low} to {high})"
+
+
 def part(value, total):
     return f"{value / total:.0%}" if total else "-"
 

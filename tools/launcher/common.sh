@@ -298,13 +298,26 @@ check_series() {
     [ -z "$twice" ] || die "$1 has $twice twice: each run needs a label of its own"
 }
 
-# train_each WHAT LIST ARGUMENTS...: a run for each LABEL=VALUE of the list, by the launcher's own train_over, with its
+# in_order LIST: prints the runs. With REPEATS each LABEL=VALUE becomes LABEL/r1=VALUE, LABEL/r2=VALUE and so on, in rounds.
+# Every other round is reversed: the first run reads the images from disk, the others from memory.
+in_order() {
+    local one round list backwards=
+    [ "$REPEATS" -gt 1 ] || echo "$1"
+    for one in $1; do backwards="$one $backwards"; done
+    for ((round = 1; REPEATS > 1 && round <= REPEATS; round++)); do
+        list=$1
+        ((round % 2)) || list=$backwards
+        for one in $list; do echo "${one%%=*}/r$round=${one#*=}"; done
+    done
+}
+
+# train_each WHAT LIST ARGUMENTS...: the runs of each LABEL=VALUE of the list, by the launcher's own train_over, with their
 # files in `folder`/LABEL; on node 0 their comparison. Ends the launcher. WHAT is what a label names.
 # shellcheck disable=SC2154  # the launcher's variables
 train_each() {
     local one name file words code=0 compared
     compared=(--report "$folder/compare.md")
-    for one in $2; do
+    for one in $(in_order "$2"); do
         label=${one%%=*}
         open_log "$folder/$label/node$NODE_RANK.log" "${@:3}"
         words=("${@:3}")
@@ -322,10 +335,10 @@ train_each() {
         *) finish ;;
         esac
         leave_if_stopped
-        compared+=("$label=$folder/$label")
     done
     [ "$NODE_RANK" -eq 0 ] || exit "$code"
     [ "$1" = run ] || sleep 3 # in a shared folder the other nodes' last lines may come later
+    for one in $2; do compared+=("${one%%=*}=$folder/${one%%=*}"); done
     [ "$1" = run ] || for one in ${LINK_GBPS:-}; do # p1 and p2 are no networks
         compared+=(--link_gbps "$one")
     done

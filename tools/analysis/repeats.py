@@ -1,0 +1,166 @@
+"""Repeats of a run: where they lie, their medians and ranges, and when two runs differ.
+
+Of two equal networks with n runs each, the ranges are disjoint by chance in 2 of C(2n, n) pairs: 1
+in 3 with 2 runs each, 1 in 10 with 3, 1 in 35 with 4. So a difference is called from 4 on, if the
+ranges are disjoint and the medians at least 2 % apart.
+"""
+
+import math
+import re
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from statistics import median, quantiles
+
+from analysis.logs import UserError, lines_of, log_files
+from analysis.runs import find_straggler
+from analysis.words import duration, ms, with_range
+
+ENOUGH = 4  # runs of each network
+LEAST = 1.02  # the ratio of two medians
+FIGURES = ["wall_s", "rest_s", "step_s", "data_s", "compute_s", "exposed_s", "img_per_s"]
+FIGURES += ["probe_s", "latency_s"]
+UNCOUNTED = 3  # steps of a run that no mean has
+
+# --- Where they lie ------------------------------------------------------------------------------
+
+
+def find_repeats(name, paths):
+    """{name of a run: its paths}, of all repeats that `paths` hold; else of the one run.
+
+    Repeats are the folders r1, r2, ... of one path, or several paths with a Run line. Raises
+    UserError.
+    """
+    if len(paths) == 1:
+        rounds = [path for path in Path(paths[0]).glob("r*") if re.fullmatch(r"r\d+", path.name)]
+        rounds.sort(key=lambda path: int(path.name[1:]))
+        return {f"{name}/{path.name}": [path] for path in rounds} or {name: paths}
+    whole = [path for path in paths if has_run(path)]
+    if len(whole) < 2:
+        return {name: paths}
+    if rest := [path for path in paths if path not in whole]:
+        raise UserError(f"{rest[0]}: no Run line in it; of the runs of {name} give the folders")
+    return {f"{name}/r{n}": [path] for n, path in enumerate(whole, 1)}
+
+
+def has_run(path):
+    return any("] Run {" in line for file in log_files(Path(path)) for line in lines_of(file))
+
+
+# --- Medians and ranges --------------------------------------------------------------------------
+
+
+def gather(name, runs):
+    """One Run of all repeats: that with the median step, with the medians of those complete."""
+    if len(runs) == 1:
+        return replace(runs[0], name=name)
+    whole = [run for run in runs if run.complete]
+    by_step = sorted(whole, key=lambda run: run.step_s or 0) or runs[:1]
+    chosen = by_step[(len(by_step) - 1) // 2]
+    found = replace(chosen, name=name, repeats=whole, notes=[])
+    for figure in FIGURES:
+        each = values(found, figure)
+        setattr(found, figure, median(each) if each else None)
+    found.ranks = {
+        rank: [median(run.ranks[rank][n] for run in whole if rank in run.ranks) for n in range(3)]
+        for rank in chosen.ranks
+    }
+    found.straggler = find_straggler(found.ranks)
+    found.networks = [replace(each, gbps=median_rate(each, whole)) for each in chosen.networks]
+    found.notes = notes_on(found, chosen, runs)
+    return found
+
+
+def median_rate(network, runs):
+    """Of the repeats' networks on the same interfaces of the same node."""
+    where = network.host, network.names
+    found = [one.gbps for run in runs for one in run.networks if (one.host, one.names) == where]
+    return median(found) if found and None not in found else network.gbps
+
+
+def notes_on(found, chosen, runs):
+    whole = found.repeats
+    lost = [run for run in runs if not run.complete and run is not chosen]
+    notes = [f"{run.name} is left out: {'; '.join(run.problems)}" for run in lost]
+    if len(whole) > 1:
+        text = f"medians of {len(whole)} runs; counters, losses and step lines are {chosen.name}'s"
+        notes.insert(0, text)
+    for run in whole or [chosen]:
+        for note in run.notes:
+            of_all = all(note in other.notes for other in whole)
+            notes.append(note if of_all else f"{run.name}: {note}")
+    ways = {run.network.way: run.name for run in whole if run.network}
+    if len(ways) > 1:
+        where = ", ".join(f"{way} ({name})" for way, name in ways.items())
+        notes.append(f"its runs went over different networks: {where}")
+    return list(dict.fromkeys(notes))
+
+
+def values(run, figure):
+    """The figure of each repeat that has it; of a run alone its own."""
+    each = (getattr(one, figure) for one in run.repeats or [run])
+    return [value for value in each if value is not None]
+
+
+def shown(run, figure, show):
+    """563 ms (551 to 570): a figure with its range, if it is known; `show` writes the unit."""
+    value = getattr(run, figure)
+    return value is not None and with_range(show, value, values(run, figure))
+
+
+# --- Whether two runs differ ---------------------------------------------------------------------
+
+
+def differ(a, b):
+    """Whether repeated figures have disjoint ranges, and medians that are 2 % apart."""
+    low, high = sorted([median(a), median(b)])
+    return (max(a) < min(b) or max(b) < min(a)) and high >= LEAST * low
+
+
+def is_called(a, b):
+    """Whether that is by more than chance."""
+    return min(len(a), len(b)) >= ENOUGH and differ(a, b)
+
+
+def say_difference(base, run):
+    """A sentence on how long a step takes in two runs; where no log measures it, on wall times.
+    Empty where there is nothing to compare.
+    """
+    measured = all(one.record("Summary").get("step_ms") for one in (base, run))
+    figure, show, took = ("step_s", ms, "a step took") if measured else WALL
+    quick, slow = sorted([base, run], key=lambda one: getattr(one, figure) or 0)
+    if not getattr(quick, figure) or (not measured and (base.partial or run.partial)):
+        return ""
+    a, b = values(quick, figure), values(slow, figure)
+    by, end = f"{len(b)} and {len(a)} runs", "."
+    texts = {one.name: shown(one, figure, show) for one in (base, run)}
+    if len(a) == len(b):
+        by = f"{len(a)} runs each" if len(a) > 1 else "one run each"
+    if len(a) == len(b) == 1 and measured:
+        texts = {one.name: with_range(ms, one.step_s, spread(one)) for one in (base, run)}
+        end = ". In parentheses: the 10th to 90th percentile of its log lines."
+        end = end if "(" in "".join(texts.values()) else "."
+    if not differ(a, b):
+        each = " and ".join(f"{text} in {name}" for name, text in texts.items())
+        return f"No difference shown by {by}: {took} {each}{end}"
+    ratio = getattr(slow, figure) / getattr(quick, figure)
+    text = f"{took.capitalize()} {ratio:.2f} times as long in {slow.name} as in {quick.name}"
+    if is_called(a, b):
+        text += f" ({min(b) / max(a):.2f} to {max(b) / min(a):.2f})"
+    elif len(a) + len(b) > 2:
+        chance = Fraction(2, math.comb(len(a) + len(b), len(a)))
+        end = f": by chance equal networks look so in {chance.numerator} of {chance.denominator} "
+        end += "pairs."
+    return f"{text}: {texts[slow.name]} against {texts[quick.name]}, {by}{end}"
+
+
+WALL = ("wall_s", duration, "by wall time, start and end included, a run took")
+
+
+def spread(run):
+    """Seconds of a step: the 10th and the 90th percentile of this run's log lines."""
+    first = run.start_step + UNCOUNTED
+    lines = [line.step_ms for (_, _, n), line in run.log.steps.items() if n > first]
+    each = [value / 1000 for value in lines if value is not None]
+    tenths = quantiles(each, n=10, method="inclusive") if len(each) > 1 else [run.step_s]
+    return tenths[0], tenths[-1]
