@@ -50,10 +50,15 @@ set_processes() {
     set_number "$1" "$((gpus > 0 ? gpus : 1))" 1 4096
 }
 
-# set_threads PROCESSES: the threads of each process of this node; torchrun alone would set 1. Sets `cores`.
+# set_threads PROCESSES: the threads of each process of this node; torchrun alone would set 1. Sets `cores`: those of the
+# affinity or, if a container's CPU quota is less, that, rounded up (cgroup v2's file or v1's two).
 set_threads() {
-    local threads
-    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    local threads quota period cpu=/sys/fs/cgroup/cpu
+    cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    read -rd '' quota period <<<"$(cat "$cpu.max" "$cpu/cpu.cfs_quota_us" "$cpu/cpu.cfs_period_us" 2>/dev/null)" || true
+    if [[ $quota =~ ^[0-9]+$ ]] && [ "$quota" -lt "$((cores * period))" ]; then # without a quota: max, or -1
+        cores=$(((quota + period - 1) / period))
+    fi
     threads=$((cores / $1))
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 }
