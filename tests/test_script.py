@@ -266,12 +266,37 @@ def test_file_that_cannot_be_read_is_no_black_image(demo, images):
 )
 def test_default_number_of_loader_workers(demo, monkeypatch, kind, cores, given, expected):
     process = demo.ProcessInfo(device=torch.device(kind))
-    monkeypatch.setattr(demo, "own_cores", lambda _: cores)
+    monkeypatch.setattr(demo, "set_threads", lambda _: cores)
     monkeypatch.setattr(demo, "all_gather", lambda value: [value])  # alone in its group
     args = arguments(demo, "--precision", "fp32", *given)
     args.workers = args.val_workers = given[1] if given else None
     demo.resolve_arguments(args, process, 10)
     assert (args.workers, args.val_workers) == expected
+
+
+# Each rank's node and cores, and with how many other ranks of its node it shares them.
+ON_NODES = {
+    "torchrun": ([("a", [0, 1, 2, 3])] * 2 + [("b", [0, 1, 2, 3])] * 2, [2, 2, 2, 2]),
+    "bound": ([("a", [0, 1]), ("a", [2, 3])], [2, 2]),
+    "srun, which gives all the same": ([("a", [4, 5, 6, 7])] * 2, [2, 2]),
+    "more ranks than cores": ([("a", [0])] * 2, [1, 1]),
+    "nodes of one name": ([("localhost", [0, 1, 2, 3])] * 4, [2, 2, 2, 2]),
+}
+
+
+@pytest.mark.guards("cores-shared", "nodes-of-one-name")
+@pytest.mark.parametrize(("ranks", "expected"), ON_NODES.values(), ids=ON_NODES)
+def test_ranks_that_have_the_same_cores_share_them(demo, monkeypatch, ranks, expected):
+    monkeypatch.setattr(demo, "cpu_quota", lambda: sys.maxsize)
+    monkeypatch.setattr(demo, "all_gather", lambda value: ranks)
+    place, found = demo.ProcessInfo(local_world_size=2), []
+    for host, cores in ranks:
+        monkeypatch.setattr(demo.os, "sched_getaffinity", lambda _, own=cores: {*own})
+        monkeypatch.setattr(demo.socket, "gethostname", lambda own=host: own)
+        found.append(demo.own_cores(place))
+    assert found == expected
+    monkeypatch.setattr(demo, "cpu_quota", lambda: 2)
+    assert demo.own_cores(place) == 1
 
 
 def test_windows_is_refused_in_one_line():

@@ -512,13 +512,14 @@ def test_what_several_runs_cannot_have_is_refused(folder, launcher, runs, option
     assert re.search(f"error: .*{words}", run.lines()[-1]) and not starts(run.out)
 
 
+@guards("cores-whatever-threads")
 def test_what_several_numbers_of_processes_compare_is_said(folder, stub):
     notes = {
         "": rf"cores \({CORES}\) than processes \({CORES + 1}\).*\n.*weak scaling: .*--lr_scaling",
         f"--global_batch_size {CORES + 1}": f"strong scaling: a step has {CORES + 1} images",
     }
     for options, words in notes.items():
-        settings = {"GPUS": f"1 {CORES + 1}", "PYTHON": stub, "OMP_NUM_THREADS": None}
+        settings = {"GPUS": f"1 {CORES + 1}", "PYTHON": stub, "OMP_NUM_THREADS": "1"}
         with launch(SINGLE, folder, *NO_SAMPLE, *options.split(), **settings) as started:
             assert len(re.findall(words, started.finish(30).out)) == 1
 
