@@ -1939,6 +1939,8 @@ ADVICE = [
     ("DataLoader worker (pid", "something outside has ended it: is the memory full?"),
     ("DataLoader timed out", "does the storage of the images still answer?"),
     ("Duplicate GPU", "two ranks have the same GPU: start one process for each GPU"),
+    ("C++ compiler found", "install g++ (or set CXX), or leave --compile out"),
+    ("find C compiler", "install gcc (or set CC), or leave --compile out"),  # Triton, on GPUs
     ("unhandled system error", "NCCL_DEBUG=INFO says more"),
     ("/gloo/", "another rank has ended, or does not answer"),
     ("pair closure", "another rank has ended, or does not answer"),
