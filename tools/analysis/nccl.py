@@ -442,8 +442,8 @@ def files_in(paths: list[str]) -> list[Path]:
 
 
 def is_text(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b"\0" not in file.read(4096)
+    """Whether it is no checkpoint, nor a trace of --profile."""
+    return not path.name.endswith(".json.gz") and "\0" not in next(lines_of(path), "")
 
 
 def find_in_files(paths: list[str]) -> Finding:
