@@ -5,6 +5,7 @@ several lines, and whole texts with the answer to each. NCCL's own library has t
 from __future__ import annotations
 
 import contextlib
+import gzip
 import importlib.metadata
 import json
 import mmap
@@ -368,12 +369,14 @@ def test_a_text_that_decides_nothing_has_its_problems_told_and_exit_code_1(tmp_p
     assert out.splitlines() == "\n".join(expected).splitlines()
 
 
+@pytest.mark.guards("trace-is-no-text")
 def test_files_and_folders_are_read_as_one_text_and_told_as_one_json_object(tmp_path, call):
     (tmp_path / "run/rank1").mkdir(parents=True)
-    for name in ("run/nccl.a.101", "run/rank1/nccl.b.102"):
-        lines = "\n".join(JOBS["infiniband"])
-        # Neither bytes that are no text nor a last line without its end stop the reading.
-        (tmp_path / name).write_bytes(b"\xff\xfe tqdm\r" + lines.encode() + b"\n\xc3")
+    lines = "\n".join(JOBS["infiniband"])
+    # Neither bytes that are no text nor a last line without its end stop the reading.
+    (tmp_path / "run/nccl.a.101").write_bytes(b"\xff tqdm\r" + lines.encode() + b"\n\xc3")
+    (tmp_path / "run/rank1/nccl.b.102.gz").write_bytes(gzip.compress(lines.encode("utf-16")))
+    (tmp_path / "run/rank0.json.gz").write_bytes(gzip.compress(b"via NET/Socket/0\n"))
     (tmp_path / "run/checkpoint.pt").write_bytes(b"\0" * 100 + b"\nvia NET/Socket/0\n")
     write(tmp_path / "other.log", NO_DEVICE)
     code, out, err = call(tmp_path / "other.log", tmp_path / "run", "--json")
