@@ -16,7 +16,8 @@ FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its 
 DELIVERS = 0.8  # above this share of its stated speed, headers and start-up account for the rest
 # In the log of a complete run, what a restart or another try has overcome.
 OVERCOME = ("rank_twice", "no_interface", "timeout", "aborted")
-OVERCOME += ("peer_unreachable", "connection_failed")
+OVERCOME += ("peer_unreachable", "connection_failed", "completion_failed", "flushed")
+OVERCOME += ("direct_path",)
 IN_PART = 0.2  # above this share of a step, exposed communication bounds it in part
 # ResNet-18 at 224 px in fp32 trains 750 images/s or more on an RTX 2080 Ti. A GPU that gets a
 # quarter of that most likely waits for images.
