@@ -1008,6 +1008,13 @@ def connecting_ranks(args, place):
     late += f"{connection}: do the others use {place.backend}, too? A firewall that opens port "
     late += f"{port} alone, or the wrong interface (export {interface}=NAME)? "
     late += "Try tools/preflight.py"
+    if place.backend == "nccl" and place.world_size == place.local_world_size:
+        late = (
+            f"ERROR: the GPUs are not connected after {args.timeout:g} s: their direct path may "
+        )
+        late += (
+            "not work here: NCCL_P2P_DISABLE=1 proves it; then IOMMU and ACS. Or has a rank ended?"
+        )
     timer = threading.Timer(args.timeout + 5, end_process, (EXIT_FAILED, place, late))
     timer.daemon = True
     timer.start()
