@@ -616,6 +616,13 @@ OF_THE_STORE = {
 }
 
 
+class Now:
+    """A timer that is over when it starts."""
+
+    def __init__(self, end, words):
+        self.start, self.cancel = lambda: end(*words), lambda: None
+
+
 def failed_start(demo, error, backend="nccl"):
     """The line for an error of init_process_group."""
     place = {"world_size": 2, "local_world_size": 1, "backend": backend}
@@ -633,6 +640,23 @@ def test_what_nccl_says_at_the_start_is_shown_and_is_no_rendezvous(demo, words):
     text = NCCL.format(kind="unhandled system error", words=words)
     line = failed_start(demo, demo.dist.DistBackendError(text))
     assert words in line and "NCCL_SOCKET_IFNAME" in line and "rendezvous" not in line
+
+
+@pytest.mark.guards("direct-path-of-one-node")
+def test_gpus_of_one_node_that_do_not_connect_are_told_of_their_direct_path(demo, monkeypatch):
+    said = {}
+
+    def end_process(code, place, text):
+        said[place.local_world_size] = text
+
+    monkeypatch.setattr(demo, "end_process", end_process)
+    monkeypatch.setattr(demo.threading, "Timer", lambda seconds, end, words: Now(end, words))
+    for ranks_of_node in (1, 2):
+        place = demo.ProcessInfo(world_size=2, local_world_size=ranks_of_node, backend="nccl")
+        with demo.connecting_ranks(arguments(demo), place):
+            pass
+    assert "NCCL_P2P_DISABLE=1" in said[2] and "IOMMU" in said[2] and "firewall" not in said[2]
+    assert "NCCL_P2P_DISABLE" not in said[1] and "firewall" in said[1]
 
 
 @pytest.mark.parametrize("text", OF_THE_STORE)
