@@ -89,6 +89,7 @@ train_over() { # LABEL=NAMES ARGUMENTS...
     first_port=$next_port
     next_port=$((first_port + ports_per_network))
     variables=("OMP_NUM_THREADS=$OMP_NUM_THREADS")
+    prefer_for_cpus
     use_network "$1"
     shift
     if [ -z "${!NCCL_DEBUG*}" ]; then # for tools/nccl_log.py: which network NCCL uses, and why

@@ -63,7 +63,7 @@ export PYTHON
 ! names_no_data "$@" || make_sample
 if [ -n "${SUDO_UID:-}" ]; then # what was made belongs to the user behind sudo
     [ ! -O "$root/data" ] || chown "$SUDO_UID:$SUDO_GID" "$root/data"
-    for made in "$venv" "$root/data/sample_coco"; do
+    for made in "$venv" "$venv.lock" "$root/data/sample_coco"; do
         [ ! -O "$made" ] || chown -R "$SUDO_UID:$SUDO_GID" "$made"
     done
 fi

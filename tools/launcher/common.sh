@@ -73,6 +73,17 @@ check_first_gpu() {
 $node_gpus: correct or unset it. --device cpu trains without GPUs"
 }
 
+# check_build ARGUMENTS...: ends the launcher where the node has GPUs, and torch was built without CUDA and ROCm.
+check_build() {
+    local advice="install a build with CUDA or ROCm in its environment"
+    if [ "$gpus" -eq 0 ] || [ "$node_gpus" -eq 0 ] || [ "$(option --device "$@")" = cpu ]; then return; fi
+    grep -q '^cuda[: ].*None' "$torch/version.py" 2>/dev/null || return 0
+    ! grep -qE "^(hip|rocm)[: ].*'" "$torch/version.py" || return 0
+    [ "$PYTHON" != "$venv/bin/python3" ] ||
+        advice="remove $venv, then call tools/environment.sh or set UV_TORCH_BACKEND, for example to cu126"
+    die "this node has GPUs, but the torch of $PYTHON is a build for CPUs: $advice. --device cpu trains without them"
+}
+
 # option NAME ARGUMENTS...: prints the value of an option of the script, or nothing.
 option() {
     local name=${1//-/_} word value=
@@ -206,6 +217,16 @@ prefer() {
     elif [ "${!1}" != "$2" ]; then
         say "keeping your $1='${!1}' (the launcher would have used '$2')"
     fi
+}
+
+# prefer_for_cpus: what makes a step on a CPU faster.
+prefer_for_cpus() {
+    # glibc would give the memory of each step back to the kernel, and take it again page by page.
+    prefer MALLOC_MMAP_MAX_ 0
+    prefer MALLOC_TRIM_THRESHOLD_ 2147483647
+    # An OpenMP thread that waits for another one would keep its core busy for about 3 ms. Now a loader worker gets the
+    # core after 0.1 ms.
+    [ -n "${OMP_WAIT_POLICY:-}" ] || prefer GOMP_SPINCOUNT 10000
 }
 
 # start_torchrun ARGUMENTS...: prints and runs torchrun, with `variables` in its environment; then judge_end.
