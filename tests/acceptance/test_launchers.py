@@ -86,7 +86,7 @@ def test_both_nodes_train_and_each_logs_its_command_and_its_own_ranks(tmp_path):
         assert f"[CPU {1 - node}]" not in log
         words = COMMAND.search(log)
         assert words.start() < log.index("[CPU ")
-        told = {"--rdzv_backend=static", f"--node_rank={node}", "--rdzv_id=run-1"}
+        told = {"--rdzv_backend=static", f"--node_rank={node}", "--rdzv_id=run-run-1"}
         assert told <= set(shlex.split(words[1]))
     assert (facts["world_size"], facts["hosts"]) == (2, ["node0", "node1"])
     assert facts["env"]["GLOO_SOCKET_IFNAME"] == "eth0"
@@ -175,7 +175,7 @@ def test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its
         options = dict(word.split("=", 1) for word in command if "=" in word)
         for name, values in told.items():
             values.append(options[name])
-    assert told["--rdzv_id"] == ["one-1", "one-2", "two-1"]
+    assert told["--rdzv_id"] == ["run-one-1", "run-one-2", "run-two-1"]
     assert told["--rdzv_endpoint"] == [f"localhost:{port + n}" for n in (1, 2, 4)]
     assert ["--resume" in command for command in commands] == [False, True, False]
     first = (folder / "logs/run/one/node0.log").read_text().splitlines()
@@ -334,8 +334,17 @@ PRINTED = guarded(  # fault, launcher, variables, options, words of each start, 
     ("", SINGLE, f"GPUS='1 {CORES + 1}'", "", "OMP_NUM_THREADS=1", "--checkpoint"),
     ("", SINGLE, "RESTARTS=1", "--checkpoint own.pt", "--checkpoint own.pt", "checkpoint.pt"),
     ("", MULTINODE, "RESTARTS=1", "", "--checkpoint logs/run/checkpoint.pt", "--resume"),
-    ("", MULTINODE, "", "", NCCL_FILE.format("") + " NCCL_DEBUG=INFO --rdzv_id=run-1", "GLOO"),
-    ("", MULTINODE, "NETWORKS=a=lo", "", NCCL_FILE.format("a/") + " --rdzv_id=a-1", "--resume"),
+    ("", MULTINODE, "", "", NCCL_FILE.format("") + " NCCL_DEBUG=INFO", "GLOO"),
+    ("own-rendezvous", MULTINODE, "RUN_NAME=a", "", "--rdzv_id=a-run-1", "--resume"),
+    ("", MULTINODE, "RUN_NAME=", "", "--rdzv_id=demo-run-1", "--resume"),
+    (
+        "",
+        MULTINODE,
+        "NETWORKS=a=lo",
+        "",
+        NCCL_FILE.format("a/") + " --rdzv_id=run-a-1",
+        "--resume",
+    ),
     ("", MULTINODE, "NCCL_DEBUG=WARN", "", "NCCL_DEBUG=WARN", "NCCL_DEBUG_FILE"),
     ("slurm-own-name", MULTINODE, IN_STEP, "", NCCL_FILE.format(""), "job7"),
     ("slurm-one-node", MULTINODE, f"{IN_STEP} RUN_NAME=", "", "--nnodes=1 " + OF_JOB, "logs/run"),
@@ -459,6 +468,7 @@ def test_wrong_number_of_processes_is_refused(folder, value):
 # Of a node that is otherwise right; each with the words that the one line must have.
 NODE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "203.0.113.1"}
 IN_JOB = dict.fromkeys(NODE) | {"SLURM_JOB_ID": "7"}
+SHELL = {"SLURM_STEP_ID": "4294967290", "SLURM_JOB_NUM_NODES": "2"}  # of salloc
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
 WRONG = guarded(
     ("", {"NODE_RANK": None}, "NODE_RANK"),
@@ -483,6 +493,7 @@ WRONG = guarded(
     ("", {"PYTHON": "/nowhere/python"}, "/nowhere/python"),
     ("", dict.fromkeys(NODE), "NNODES.*NODE_RANK.*MASTER_ADDR"),
     ("slurm-step-without-id", IN_JOB, "not started by srun"),
+    ("slurm-interactive", IN_JOB | SHELL, "not started by srun"),
     ("slurm-two-tasks", IN_JOB | STEP, "4 tasks on 2 nodes.*--ntasks-per-node=1"),
 )
 
@@ -522,6 +533,16 @@ def test_what_several_numbers_of_processes_compare_is_said(folder, stub):
         settings = {"GPUS": f"1 {CORES + 1}", "PYTHON": stub, "OMP_NUM_THREADS": "1"}
         with launch(SINGLE, folder, *NO_SAMPLE, *options.split(), **settings) as started:
             assert len(re.findall(words, started.finish(30).out)) == 1
+
+
+@guards("slurm-terminal")
+def test_a_shell_of_srun_on_one_of_several_nodes_is_no_step(folder):
+    """srun --pty gives a terminal to one task alone."""
+    in_terminal = "import os, pty, sys; os._exit(pty.spawn(sys.argv[1:]) >> 8)"
+    env = dict(word.split("=", 1) for word in shlex.split(IN_STEP)) | {"SLURM_JOB_NUM_NODES": "2"}
+    words = [sys.executable, "-c", in_terminal, "bash", MULTINODE, *NO_SAMPLE]
+    with start(words, env=env, cwd=folder) as started:
+        refused(started, "not started by srun")
 
 
 def test_a_log_folder_that_cannot_be_made_is_refused(folder):
