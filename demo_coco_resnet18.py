@@ -249,7 +249,7 @@ def join_process_group(args, place):
         torch.cuda.set_device(place.device)
     elif args.device == "mps":
         place.device = torch.device("mps")  # a Mac's GPU
-    prepare_hardware(place)  # the number of threads, and other settings of PyTorch
+    prepare_hardware(place)  # settings of PyTorch
     # Then all processes meet at MASTER_ADDR:MASTER_PORT, on rank 0's node, and leave each other
     # their addresses in a store. torchrun has set both. (With several nodes it has itself waited
     # for those of the others, up to 10 minutes, before it started this script.) Each process waits
@@ -530,7 +530,7 @@ def leave_process_group():
 #     what must be the same on all ranks           check_start
 #     what follows from hardware and options       resolve_arguments
 #     torchrun, srun or mpirun: the rank           find_launcher
-#     the backend, the number of threads           choose_backend, own_cores
+#     the backend, the number of threads           choose_backend, set_threads
 #     the choice of bf16, fp16 or fp32             fast_precision
 #     where the ranks meet, what if one is missing set_meeting_point, connecting_ranks
 #     an image's label, another kind of data       list_labelled, CocoFirstCategory
@@ -717,6 +717,7 @@ def check_start(args, place, train_set, val_set):
 
 def resolve_arguments(args, place, image_count, checkpoint=None):
     """All ranks: sets what depends on the hardware, the number of images and the checkpoint."""
+    args.cores = set_threads(place)
     # Collective calls in here depend on arguments. All ranks have the same ones: check_start.
     with errors_end_all_ranks():
         if args.sync_bn and not place.gpu:
@@ -740,7 +741,7 @@ def resolve_arguments(args, place, image_count, checkpoint=None):
         base, args.lr = args.lr, args.lr * global_batch / LR_BATCH
         log_from_rank_0(place, f"--lr {base:g} x {global_batch} / {LR_BATCH} = {args.lr:g}")
     if args.workers is None:
-        workers = max(1, own_cores(place) - 1) if place.gpu else 1
+        workers = max(1, args.cores - 1) if place.gpu else 1
         args.workers, args.val_workers = min(workers, MOST_WORKERS), min(workers, MOST_VAL_WORKERS)
     if args.precision == "auto":  # that of the checkpoint, or the fastest one that suits all ranks
         saved = checkpoint and checkpoint["settings"].get("--precision", "fp32")
@@ -857,15 +858,33 @@ def prepare_hardware(place):
     # NOTE: by its source, the new process group of NCCL in PyTorch 2.15 makes backward wait for
     # each all-reduce. 0 selects the former one, in which they overlap.
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+
+
+def set_threads(place):
+    """All ranks: PyTorch gets as many threads as this process has CPU cores. Returns these."""
+    cores = own_cores(place)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(own_cores(place))
+        torch.set_num_threads(cores)
+    return cores
 
 
 def own_cores(place):
-    """The number of CPU cores for this process."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    pinned = place.launcher in ("srun", "mpirun") and cores < os.cpu_count()  # to its own cores
-    return cores if pinned else max(1, cores // place.local_world_size)
+    """All ranks: the number of CPU cores for this process."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
+    mine = socket.gethostname(), sorted(cores)
+    # Ranks of a node may share cores or have their own. (Nodes may have the same name.)
+    sharing = min(all_gather(mine).count(mine), place.local_world_size)
+    return max(1, min(len(cores) // sharing, cpu_quota() // place.local_world_size))
+
+
+def cpu_quota():
+    """How many cores the CPU quota of a container is worth, rounded up: cgroup v2's or v1's."""
+    text = ""
+    for name in ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"):
+        with suppress(OSError):
+            text += Path("/sys/fs/cgroup", name).read_text()
+    found = re.match(r"(\d+)\s+(\d+)", text)  # without a quota: max, or -1
+    return math.ceil(int(found[1]) / int(found[2])) if found else sys.maxsize
 
 
 def usable_gpus(args):
@@ -951,6 +970,13 @@ def connecting_ranks(args, place):
     late += f"{connection}: do the others use {place.backend}, too? A firewall that opens port "
     late += f"{port} alone, or the wrong interface (export {interface}=NAME)? "
     late += "Try tools/preflight.py"
+    if place.backend == "nccl" and place.world_size == place.local_world_size:
+        late = (
+            f"ERROR: the GPUs are not connected after {args.timeout:g} s: their direct path may "
+        )
+        late += (
+            "not work here: NCCL_P2P_DISABLE=1 proves it; then IOMMU and ACS. Or has a rank ended?"
+        )
     timer = threading.Timer(args.timeout + 5, end_process, (EXIT_FAILED, place, late))
     timer.daemon = True
     timer.start()
@@ -1874,6 +1900,8 @@ ADVICE = [
     ("DataLoader worker (pid", "something outside has ended it: is the memory full?"),
     ("DataLoader timed out", "does the storage of the images still answer?"),
     ("Duplicate GPU", "two ranks have the same GPU: start one process for each GPU"),
+    ("C++ compiler found", "install g++ (or set CXX), or leave --compile out"),
+    ("find C compiler", "install gcc (or set CC), or leave --compile out"),  # Triton, on GPUs
     ("unhandled system error", "NCCL_DEBUG=INFO says more"),
     ("/gloo/", "another rank has ended, or does not answer"),
     ("pair closure", "another rank has ended, or does not answer"),

@@ -17,7 +17,7 @@
 #   RESTARTS=0           how many times to restart from the last checkpoint after a failure
 #   CONNECT_TIMEOUT=300  seconds to wait for the other nodes
 #   LOG_DIR=logs         this node's log is LOG_DIR/RUN_NAME/nodeK.log; with NETWORKS LOG_DIR/RUN_NAME/LABEL/nodeK.log
-#   RUN_NAME             the date and time; give the same name to all nodes where they share the folder
+#   RUN_NAME             the date and time; a name is the same on all nodes, and has to be where they share the folder
 #   OMP_NUM_THREADS      threads per process: cores / processes
 # Exit code: 0: finished; 2: an error of the script that you can fix; 75: stopped by a signal after saving;
 # 128 + N: signal N came before training; else failed.
@@ -31,30 +31,7 @@ leave_after_help "$@"
 
 # ---- Settings
 
-NNODES=${NNODES:-${WORLD_SIZE:-}}
-[ "${WORLD_SIZE:-$NNODES}" = "$NNODES" ] ||
-    die "NNODES is $NNODES but WORLD_SIZE is $WORLD_SIZE: here both mean the number of nodes, set one of them"
-if [ -z "$NNODES" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
-    # A batch script has no SLURM_STEP_ID.
-    [ -n "${SLURM_STEP_ID:-}" ] ||
-        die "in a SLURM job, but not started by srun: write 'srun --ntasks-per-node=1 $me ...', or set NNODES"
-    [ "$SLURM_STEP_NUM_TASKS" = "$SLURM_STEP_NUM_NODES" ] ||
-        die "srun started $SLURM_STEP_NUM_TASKS tasks on $SLURM_STEP_NUM_NODES nodes: give it --ntasks-per-node=1"
-    NNODES=$SLURM_STEP_NUM_NODES
-    NODE_RANK=$SLURM_NODEID
-    MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_STEP_NODELIST" | sed -n 1p)}
-    MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 600 * 20))} # other jobs may run on these nodes
-    GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
-    RUN_NAME=${RUN_NAME:-job$SLURM_JOB_ID-step$SLURM_STEP_ID} # a requeued job finds its folder again
-fi
-[ -n "$NNODES" ] || die "set NNODES (nodes), NODE_RANK (0 to NNODES - 1) and MASTER_ADDR (node 0's address)"
-set_number NNODES 1 1 1000000
-[ "$NNODES" -eq 1 ] || [ -n "${NODE_RANK:-}" ] ||
-    die "NODE_RANK is not set: give 0 on the node of MASTER_ADDR, 1 to $((NNODES - 1)) on the others"
-[ "$NNODES" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] ||
-    die "MASTER_ADDR is not set: give an address of node 0 that all nodes can reach"
-MASTER_ADDR=${MASTER_ADDR:-localhost}
-set_number NODE_RANK 0 0 "$((NNODES - 1))"
+set_job
 set_number RESTARTS 0 0 1000
 set_number REPEATS 1 1 1000
 [ "$REPEATS" -eq 1 ] || [ -n "${NETWORKS:-}" ] || die "REPEATS repeats the runs of NETWORKS: set it"
@@ -73,12 +50,13 @@ set_number MASTER_PORT 29500 1 "$((65536 - ports_per_run * REPEATS * $(wc -w <<<
 # file's name for torchrun: without a slash.
 on_all_nodes() {
     local port=$((first_port + $1))
+    local id=${RUN_NAME:-demo}-$label-$1
     start_torchrun --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \
-        --rdzv_backend=static --rdzv_endpoint="$MASTER_ADDR:$port" --rdzv_id="${label//\//-}-$1" \
+        --rdzv_backend=static --rdzv_endpoint="$MASTER_ADDR:$port" --rdzv_id="${id//\//-}" \
         --rdzv_conf="timeout=$rendezvous_timeout" "${@:2}"
     if [ "$outcome" = apart ]; then
         reason="the nodes did not meet at $MASTER_ADDR:$port: ${reason%.}. Has the launcher been started on all $NNODES \
-nodes, each with its own NODE_RANK? Is this port free on node 0, and open in its firewall? Try tools/preflight.py"
+nodes, each with its own NODE_RANK and the same RUN_NAME? Is this port free on node 0, and open in its firewall? Try tools/preflight.py"
     fi
     # From now on a node may need --timeout to notice that another has failed.
     rendezvous_timeout=$((CONNECT_TIMEOUT + timeout + 60))
@@ -93,6 +71,7 @@ train_over() { # LABEL=NAMES ARGUMENTS...
     first_port=$next_port
     next_port=$((first_port + ports_per_run))
     variables=("OMP_NUM_THREADS=$OMP_NUM_THREADS")
+    prefer_for_cpus
     use_network "$1"
     shift
     if [ -z "${!NCCL_DEBUG*}" ]; then # for tools/nccl_log.py: which network NCCL uses, and why

@@ -68,6 +68,7 @@ train_over() { # LABEL=PROCESSES ARGUMENTS...
     torchrun=(--standalone --local-addr=127.0.0.1 --nproc_per_node="${1#*=}" "$root/demo_coco_resnet18.py")
     shift
     variables=("OMP_NUM_THREADS=$OMP_NUM_THREADS")
+    prefer_for_cpus
     set_checkpoint "$@"
     [ "$RESTARTS" -eq 0 ] || set -- "$@" --checkpoint "$checkpoint" # what a restart resumes from
     start_torchrun "${torchrun[@]}" "$@"

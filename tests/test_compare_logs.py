@@ -9,6 +9,7 @@ anew: read their diff. A new case is a folder with logs and the `$ compare_logs.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import random
@@ -269,6 +270,24 @@ def test_no_damage_ends_in_a_traceback(data):
         result = compare_logs.compare_runs(runs, force=True)
         json.dumps(as_json(result), allow_nan=False)
         assert "Verdict" in report(result)
+
+
+@pytest.mark.guards("utf-16-log", "gz-log", "broken-gz", "gz-in-folder")
+def test_logs_are_read_as_people_keep_them(tmp_path):
+    """UTF-16 is what PowerShell's `>` writes around wsl."""
+    expected = run_tool(f"run={WHOLE}")
+    packed = gzip.compress(TEXT.encode())
+    (tmp_path / "run.log").write_bytes(TEXT.replace("\n", "\r\n").encode("utf-16"))
+    (tmp_path / "run.log.gz").write_bytes(packed)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/node0.log.gz").write_bytes(gzip.compress(TEXT.encode("utf-16")))
+    (tmp_path / "folder/node1.log").touch()
+    for path in ("run.log", "run.log.gz"):
+        assert run_tool(tmp_path / path) == expected
+    assert run_tool(f"run={tmp_path}/folder") == expected
+    (tmp_path / "run.log.gz").write_bytes(packed[: len(packed) // 2])
+    (out, err, code) = run_tool(tmp_path / "run.log.gz")
+    assert (err, code) == ("", 1) and "INCOMPLETE" in out
 
 
 # --- Pictures and files --------------------------------------------------------------------------

@@ -266,12 +266,37 @@ def test_file_that_cannot_be_read_is_no_black_image(demo, images):
 )
 def test_default_number_of_loader_workers(demo, monkeypatch, kind, cores, given, expected):
     process = demo.ProcessInfo(device=torch.device(kind))
-    monkeypatch.setattr(demo, "own_cores", lambda _: cores)
+    monkeypatch.setattr(demo, "set_threads", lambda _: cores)
     monkeypatch.setattr(demo, "all_gather", lambda value: [value])  # alone in its group
     args = arguments(demo, "--precision", "fp32", *given)
     args.workers = args.val_workers = given[1] if given else None
     demo.resolve_arguments(args, process, 10)
     assert (args.workers, args.val_workers) == expected
+
+
+# Each rank's node and cores, and with how many other ranks of its node it shares them.
+ON_NODES = {
+    "torchrun": ([("a", [0, 1, 2, 3])] * 2 + [("b", [0, 1, 2, 3])] * 2, [2, 2, 2, 2]),
+    "bound": ([("a", [0, 1]), ("a", [2, 3])], [2, 2]),
+    "srun, which gives all the same": ([("a", [4, 5, 6, 7])] * 2, [2, 2]),
+    "more ranks than cores": ([("a", [0])] * 2, [1, 1]),
+    "nodes of one name": ([("localhost", [0, 1, 2, 3])] * 4, [2, 2, 2, 2]),
+}
+
+
+@pytest.mark.guards("cores-shared", "nodes-of-one-name")
+@pytest.mark.parametrize(("ranks", "expected"), ON_NODES.values(), ids=ON_NODES)
+def test_ranks_that_have_the_same_cores_share_them(demo, monkeypatch, ranks, expected):
+    monkeypatch.setattr(demo, "cpu_quota", lambda: sys.maxsize)
+    monkeypatch.setattr(demo, "all_gather", lambda value: ranks)
+    place, found = demo.ProcessInfo(local_world_size=2), []
+    for host, cores in ranks:
+        monkeypatch.setattr(demo.os, "sched_getaffinity", lambda _, own=cores: {*own})
+        monkeypatch.setattr(demo.socket, "gethostname", lambda own=host: own)
+        found.append(demo.own_cores(place))
+    assert found == expected
+    monkeypatch.setattr(demo, "cpu_quota", lambda: 2)
+    assert demo.own_cores(place) == 1
 
 
 def test_windows_is_refused_in_one_line():
@@ -592,6 +617,13 @@ OF_THE_STORE = {
 }
 
 
+class Now:
+    """A timer that is over when it starts."""
+
+    def __init__(self, end, words):
+        self.start, self.cancel = lambda: end(*words), lambda: None
+
+
 def failed_start(demo, error, backend="nccl"):
     """The line for an error of init_process_group."""
     place = {"world_size": 2, "local_world_size": 1, "backend": backend}
@@ -609,6 +641,23 @@ def test_what_nccl_says_at_the_start_is_shown_and_is_no_rendezvous(demo, words):
     text = NCCL.format(kind="unhandled system error", words=words)
     line = failed_start(demo, demo.dist.DistBackendError(text))
     assert words in line and "NCCL_SOCKET_IFNAME" in line and "rendezvous" not in line
+
+
+@pytest.mark.guards("direct-path-of-one-node")
+def test_gpus_of_one_node_that_do_not_connect_are_told_of_their_direct_path(demo, monkeypatch):
+    said = {}
+
+    def end_process(code, place, text):
+        said[place.local_world_size] = text
+
+    monkeypatch.setattr(demo, "end_process", end_process)
+    monkeypatch.setattr(demo.threading, "Timer", lambda seconds, end, words: Now(end, words))
+    for ranks_of_node in (1, 2):
+        place = demo.ProcessInfo(world_size=2, local_world_size=ranks_of_node, backend="nccl")
+        with demo.connecting_ranks(arguments(demo), place):
+            pass
+    assert "NCCL_P2P_DISABLE=1" in said[2] and "IOMMU" in said[2] and "firewall" not in said[2]
+    assert "NCCL_P2P_DISABLE" not in said[1] and "firewall" in said[1]
 
 
 @pytest.mark.parametrize("text", OF_THE_STORE)

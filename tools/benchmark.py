@@ -44,12 +44,6 @@ from analysis.logs import UserError
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "demo_coco_resnet18.py"
 WARM_UP = 3  # steps that the script's Summary leaves out
-# The variables by which tools/environment.sh makes the script faster on a CPU.
-FASTER = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "2147483647",
-    "GOMP_SPINCOUNT": "10000",
-}
 TALK_IMAGES, TALK_EPOCHS, TALK_GPUS = 118_287, 2, 4  # COCO train2017, as in the talk
 
 Data = namedtuple("Data", "images file")  # the folder of images, and their instances file
@@ -337,15 +331,23 @@ def record(text, kind):
     return json.loads(found[-1])
 
 
+def launchers_variables():
+    """{name: value} of what the launchers set for CPUs, except what the user has set."""
+    code = 'source tools/launcher/common.sh; prefer_for_cpus; printf "%s\\n" "${variables[@]:-}"'
+    lines = subprocess.check_output(["bash", "-c", code], cwd=ROOT, text=True).split()
+    return dict(line.split("=", 1) for line in lines)
+
+
 def training_speed(args, command):
     """Images/s of a run, without its first steps."""
-    text = run(args, command, FASTER)
+    text = run(args, command, launchers_variables())
     return 1e3 * args.batch_size / record(text, "Summary")["step_ms"]
 
 
 def loader_speed(args, script, given):
     """Images/s of the loader of a script."""
-    text = run(args, [*child("loader", script), *given], FASTER | {"OMP_NUM_THREADS": "1"})
+    variables = launchers_variables() | {"OMP_NUM_THREADS": "1"}
+    text = run(args, [*child("loader", script), *given], variables)
     return record(text, "Loader")["img_per_s"]
 
 

@@ -206,7 +206,7 @@ def own_name(path):
     if path.is_dir() or re.fullmatch(NODE_LOG, path.name):
         folder = path if path.is_dir() else path.parent
         return folder.resolve().name or "run"
-    return path.stem
+    return path.with_name(path.name.removesuffix(".gz")).stem
 
 
 def stated_rates(items, names):

@@ -2,24 +2,23 @@
 # Finds or makes the Python environment, and prints its Python. Call it on a login node, before a job:
 #   tools/environment.sh
 # PYTHON is taken if it is set, else the active python3 if it has a torch that will do, else .venv, which is made. The
-# launchers and tests/run.sh source this file for find_python. bash 3.2 is enough for it.
+# launchers, preflight.py and tests/run.sh source this file. bash 3.2 is enough for it.
 set -euo pipefail
 # shellcheck source=tools/launcher/common.sh
 source "$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)/launcher/common.sh"
 venv=$root/.venv
-lock=$venv.lock
 # The build of PyTorch for .venv: for this machine's driver, or for a CPU. A UV_TORCH_BACKEND of the user's own wins.
-backend=auto
-[ -z "${UV_TORCH_BACKEND:-}" ] || backend=
+backend=$([ -n "${UV_TORCH_BACKEND:-}" ] || echo auto)
 
-# glibc would give the memory of each step back to the kernel, and take it again page by page.
-export MALLOC_MMAP_MAX_="${MALLOC_MMAP_MAX_-0}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_-2147483647}"
-# An OpenMP thread that waits for another one would keep its core busy for about 3 ms. Now a loader worker gets the core
-# after 0.1 ms.
-[ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
-
-# find_python: sets PYTHON, and `torch`, the folder of its torch.
+# find_python: sets PYTHON, and `torch`, the folder of its torch; makes .venv if it is needed.
 find_python() {
+    choose_python && return
+    run make_venv >&2 || { leave_if_stopped; exit 1; }
+    look_at "$PYTHON"
+}
+
+# choose_python: sets PYTHON and `torch`. Returns 1 if PYTHON, that of .venv, has to be made.
+choose_python() {
     local active
     if [ -n "${PYTHON:-}" ]; then
         command -v "$PYTHON" >/dev/null || die "PYTHON is '$PYTHON', which is no program"
@@ -46,11 +45,7 @@ find_python() {
         [ -n "$unfit" ] || unfit="lacks $lacks: $PYTHON -m pip install $lacks"
         die "$PYTHON $unfit. Or remove $venv: it is then made again"
     fi
-    if ! run make_venv >&2; then
-        leave_if_stopped
-        exit 1
-    fi
-    look_at "$PYTHON"
+    return 1
 }
 
 # is_whole: whether .venv can be used, made here or by hand. An install that was cut short has left `begun` there.
@@ -67,12 +62,11 @@ look_at() {
 import re, sys
 from importlib import metadata, util
 
+sys.path = [folder for folder in sys.path if folder]  # not the current one: it may have a folder called torch
 specs = {name: util.find_spec(name) for name in ("torch", "torchvision", "pycocotools", "PIL")}
-missing = [name for name, spec in specs.items() if not spec]
-try:
-    version = metadata.version("torch")
-except metadata.PackageNotFoundError:
-    version = ""  # of such a build nothing is known: it is taken as new enough
+missing = [name for name, spec in specs.items() if not (spec and spec.origin)]  # a folder alone is no package
+# Of a build without a version nothing is known: it is taken as new enough.
+version = next((found.version for found in metadata.distributions(name="torch")), "")
 numbers = re.match(r"(\d+)\.(\d+)", version)
 if sys.version_info < (3, 10):
     print("is older than Python 3.10")
@@ -88,34 +82,30 @@ print(*(specs["torch"].submodule_search_locations if specs["torch"] else []))
     { IFS= read -r unfit; IFS= read -r lacks; IFS= read -r torch; } <<<"$found" || true
 }
 
-# check_build ARGUMENTS...: ends the launcher where the node has GPUs, and torch was built without CUDA and ROCm.
-check_build() {
-    local advice="install a build with CUDA or ROCm in its environment"
-    if [ "$gpus" -eq 0 ] || [ "$node_gpus" -eq 0 ] || [ "$(option --device "$@")" = cpu ]; then return; fi
-    grep -q '^cuda[: ].*None' "$torch/version.py" 2>/dev/null || return 0
-    ! grep -qE "^(hip|rocm)[: ].*'" "$torch/version.py" || return 0
-    [ "$PYTHON" != "$venv/bin/python3" ] ||
-        advice="remove $venv, then call tools/environment.sh or set UV_TORCH_BACKEND, for example to cu126"
-    die "this node has GPUs, but the torch of $PYTHON is a build for CPUs: $advice. --device cpu trains without them"
-}
-
 # make_venv: makes .venv, or waits for another start that does.
 make_venv() {
-    local base="" name
-    for name in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do
-        case $(command -v "$name") in "$venv"/*) continue ;; esac # it is about to be removed
-        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-            base=$name
-            break
-        fi
+    local base
+    for base in python3 python3.1{4,3,2,1,0} python ""; do
+        case $(command -v "$base") in "$venv"/*) continue ;; esac # it is about to be removed
+        ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || break
     done
     [ -n "$base" ] || die "there is no Python 3.10 or newer on PATH: install one, or activate an environment with one"
     "$base" -c 'import ensurepip, venv' 2>/dev/null ||
         die "$base cannot make environments: install python3-venv (Debian, Ubuntu: apt install python3-venv)"
     [ -w "$root" ] || die "$root cannot be written: make an environment elsewhere, and set PYTHON to its interpreter"
-    lock_venv
-    trap unlock_venv EXIT
-    trap 'exit 143' TERM
+    # The kernel's lock, by Python, because macOS has no command for it. It ends with the last process that has the file.
+    exec 9>>"$venv.lock"
+    "$base" - "$me: another start is making $venv: waiting ($(cat "$venv.lock"))" <<'lock'
+import fcntl, sys
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print(sys.argv[1], flush=True)
+    fcntl.flock(9, fcntl.LOCK_EX)
+except OSError:
+    print("This file system has no locks: make no other start meanwhile", flush=True)
+lock
+    echo "host $(uname -n), process $$" >"$venv.lock"
     if is_whole; then return; fi
     say "making $venv: once, some minutes, up to 5.5 GB on disk"
     rm -rf "$venv"
@@ -124,44 +114,6 @@ make_venv() {
     "$base" -m venv "$venv" || die "$base -m venv failed, see above: is there room on the disk?"
     install_packages -r "$root/requirements.txt"
     rm "$venv/begun"
-}
-
-# lock_venv: takes .venv.lock, or waits for it. It is a folder, because macOS has no flock. `owner` in it says whose it
-# is: host, process, and on Linux the namespace of the process.
-lock_venv() {
-    local host space process owner mine hint waited=0
-    host=$(uname -n)
-    space=$(readlink /proc/self/ns/pid || true)
-    mine="$host $(exec sh -c 'echo "$PPID"') $space" # of this subshell: it may outlive the launcher
-    until mkdir "$lock" 2>/dev/null; do
-        owner=$(cat "$lock/owner" 2>/dev/null || true)
-        process=${owner#* }
-        process=${process%% *}
-        if [ -n "$owner" ] && [ "$owner" = "$host $process $space" ] && ! is_alive "$process"; then
-            # NOTE: one heir at a time. An earlier one may have taken the lock over since `owner` was read.
-            if mkdir "$lock/heir" 2>/dev/null; then
-                if [ "$(cat "$lock/owner")" = "$owner" ]; then break; fi
-                rmdir "$lock/heir" 2>/dev/null || true # with the lock that it lay in
-            fi
-        fi
-        hint=". If there is none, remove $lock"
-        [ -z "$owner" ] || hint=" (host, process: $owner)"
-        [ "$waited" -gt 0 ] || say "another start is making $venv: waiting$hint"
-        waited=$((waited + 1))
-        [ "$waited" -le 1800 ] || die "waited 30 minutes for another start: if it is gone, remove $lock, then start again"
-        sleep 1
-    done
-    echo "$mine" >"$lock/owner"
-    rmdir "$lock/heir" 2>/dev/null || true
-}
-
-# shellcheck disable=SC2329  # called by a trap
-unlock_venv() { # all of it at once
-    mv "$lock" "$lock.$$" && rm -r "$lock.$$"
-}
-
-is_alive() { # PROCESS, perhaps of another user
-    [ -e "/proc/$1" ] || ps -p "$1" >/dev/null 2>&1
 }
 
 # install_packages ARGUMENTS...: installs into .venv by uv, which is several times as fast as pip; by pip if uv fails.
@@ -190,8 +142,7 @@ install_packages() {
 
 if [ "$0" = "${BASH_SOURCE[0]}" ]; then
     # Without a GPU here the default build: nodes with GPUs may share this folder.
-    # No pipe: grep ends it at the first line, and by pipefail it fails if nvidia-smi is not done.
-    grep -q '^GPU' <<<"$(nvidia-smi -L 2>/dev/null)" || backend=
+    [[ $(nvidia-smi -L 2>/dev/null) == "GPU "* ]] || backend=
     find_python
     echo "$PYTHON"
 fi

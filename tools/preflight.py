@@ -32,6 +32,7 @@ SYS, ROOT = SYSFS / "class", Path(__file__).resolve().parents[1]
 INTERFACES = [name for _, name in socket.if_nameindex() if name != "lo"]
 ADAPTERS = [path.name for path in SYS.glob("infiniband/*")]
 IFNAME = [name for name in os.environ.get("IFNAME", "").split(",") if name]
+LARGE = b"large packets" * 2000
 SECONDS = 3  # to reach a port: TCP sends a lost packet again after 1 s
 findings = []
 
@@ -56,16 +57,24 @@ def ask(python: str, code: str) -> str:
     return subprocess.getoutput(shlex.join([python, "-c", code])).rpartition("\n")[2]
 
 
+def of_launchers(function: str, *names: str) -> list[str]:
+    """What a function of the launchers sets these variables to. Raises ValueError: it refuses."""
+    code = 'source "$1"; "$2"; shift 2; for name; do echo "${!name}"; done'
+    words = ["bash", "-c", code, "preflight.py", ROOT / "tools/environment.sh", function, *names]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(done.stderr.strip().rpartition("error: ")[2])
+    return done.stdout.splitlines()
+
+
 def check_python() -> None:
-    names = ["torch", "torchvision", "pycocotools", "PIL"]
-    code = f"from importlib.util import find_spec as f; print([n for n in {names} if not f(n)])"
-    own = f"{ROOT}/.venv/bin/python3"
-    python = os.environ.get("PYTHON") or (own if Path(own).exists() else sys.executable)
-    lacks = ask(python, code)
-    wrong = f"{python} lacks packages ({lacks}): run tools/environment.sh, or set PYTHON"
-    report("" if lacks == "[]" else wrong, f"{python} has {', '.join(names)}")
-    if lacks == "[]":
-        check_driver(python)
+    try:
+        (python,) = of_launchers("choose_python", "PYTHON")
+    except ValueError as error:
+        report(str(error) or "no Python here has PyTorch: run tools/environment.sh")
+        return
+    report("", f"{python} has torch, torchvision, pycocotools and pillow")
+    check_driver(python)
 
 
 # PyTorch's version, its CUDA, the GPUs that it sees, whether it can use them, and why not.
@@ -200,14 +209,24 @@ def check_node() -> None:
 
 
 def reach(mine: dict, theirs: dict) -> list[str]:
-    """What is wrong on the way to the other node's random port."""
+    """Sends large packets to the other node's random port; what is wrong on the way there."""
     place = theirs["address"], theirs["port"]
     way = f"{mine['name']} cannot reach {theirs['name']} at {place[0]}, random port {place[1]}"
     try:
-        socket.create_connection(place, SECONDS).close()
+        with socket.create_connection(place, SECONDS) as connection:
+            connection.sendall(LARGE)
     except OSError as error:
         return [f"{way} ({error}): a firewall? NCCL and Gloo need all ports from 1024 on open"]
     return []
+
+
+def receive(listener: socket.socket) -> bytes:
+    """What the other node sends to this one's port, as far as it comes."""
+    listener.settimeout(2 * SECONDS)
+    with contextlib.suppress(OSError), listener.accept()[0] as connection:
+        connection.settimeout(2 * SECONDS)
+        return connection.makefile("rb").read()
+    return b""
 
 
 def meet(connection: socket.socket, rank: int) -> int:
@@ -226,12 +245,11 @@ def meet(connection: socket.socket, rank: int) -> int:
         theirs = swap(mine | {"port": listener.getsockname()[1]})
         both = f"{mine['name']} and {theirs['name']}"
         wrong = reach(mine, theirs)
-        wrong += swap(wrong)
+        not_reached = swap(wrong)
+        wrong += not_reached
         if len({mine["mtu"], theirs["mtu"]} - {""}) == 2:
             wrong.append(f"{both} have MTU {mine['mtu']} and {theirs['mtu']}: give both the same")
-        try:
-            swap("large packets" * 2000)
-        except (OSError, ValueError):
+        if not not_reached and receive(listener) != LARGE:
             wrong.append(f"large packets from {theirs['name']} get lost: see the switch's MTU")
     for text in wrong or [""]:
         report(text, f"{both} reach each other in both directions, MTU {mine['mtu']}")
@@ -278,18 +296,14 @@ def main() -> int:
     form = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(description=__doc__, formatter_class=form).parse_args()
     check_node()
-    job = {"NNODES": "1", "NODE_RANK": "0", "MASTER_PORT": "29500", "CONNECT_TIMEOUT": "60"}
-    if "SLURM_STEP_ID" in os.environ:
-        job["NNODES"] = os.environ["SLURM_STEP_NUM_NODES"]
-        job["NODE_RANK"] = os.environ["SLURM_NODEID"]
-        nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
-        job["MASTER_ADDR"] = nodes.partition(",")[0]  # of n[07-09],m it is n07
-    job |= {name: value for name, value in os.environ.items() if value}
     try:
-        nnodes, rank, seconds = (int(job[n]) for n in ("NNODES", "NODE_RANK", "CONNECT_TIMEOUT"))
-        if nnodes > 1:
-            check_between(nnodes, rank, job["MASTER_ADDR"], int(job["MASTER_PORT"]), seconds)
-    except (KeyError, ValueError, OSError, OverflowError) as error:
+        if any(map(os.environ.get, ("NNODES", "WORLD_SIZE", "SLURM_STEP_ID"))):
+            names = "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"
+            nnodes, rank, host, port = of_launchers("set_job", *names)
+            seconds = int(os.environ.get("CONNECT_TIMEOUT") or 60)
+            if int(nnodes) > 1:
+                check_between(int(nnodes), int(rank), host, int(port), seconds)
+    except (ValueError, OSError) as error:
         report(f"{error}: set NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT as for the launcher")
     except KeyboardInterrupt:
         return 130

@@ -63,7 +63,7 @@ export PYTHON
 ! names_no_data "$@" || make_sample
 if [ -n "${SUDO_UID:-}" ]; then # what was made belongs to the user behind sudo
     [ ! -O "$root/data" ] || chown "$SUDO_UID:$SUDO_GID" "$root/data"
-    for made in "$venv" "$root/data/sample_coco"; do
+    for made in "$venv" "$venv.lock" "$root/data/sample_coco"; do
         [ ! -O "$made" ] || chown -R "$SUDO_UID:$SUDO_GID" "$made"
     done
 fi
@@ -126,9 +126,7 @@ printf '%s\n' '127.0.0.1 localhost' '10.213.0.1 node0' '10.213.0.2 node1' \
 # ---- The launcher on both
 
 # Two nodes share the cores. With as many threads as cores on each, a step takes many times as long.
-cores=$(nproc)
-threads=$((cores / (2 * GPUS_PER_NODE)))
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
+set_threads "$((2 * GPUS_PER_NODE))"
 export NNODES=2 MASTER_ADDR=10.213.0.1
 unset WORLD_SIZE
 if [ -n "$links" ]; then

@@ -86,7 +86,7 @@ def test_both_nodes_train_and_each_logs_its_command_and_its_own_ranks(tmp_path):
         assert f"[CPU {1 - node}]" not in log
         words = COMMAND.search(log)
         assert words.start() < log.index("[CPU ")
-        told = {"--rdzv_backend=static", f"--node_rank={node}", "--rdzv_id=run-1"}
+        told = {"--rdzv_backend=static", f"--node_rank={node}", "--rdzv_id=run-run-1"}
         assert told <= set(shlex.split(words[1]))
     assert (facts["world_size"], facts["hosts"]) == (2, ["node0", "node1"])
     assert facts["env"]["GLOO_SOCKET_IFNAME"] == "eth0"
@@ -178,7 +178,7 @@ def test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its
         options = dict(word.split("=", 1) for word in command if "=" in word)
         for name, values in told.items():
             values.append(options[name])
-    assert told["--rdzv_id"] == ["one-r1-1", "one-r1-2", "two-r1-1"]
+    assert told["--rdzv_id"] == ["run-one-r1-1", "run-one-r1-2", "run-two-r1-1"]
     assert told["--rdzv_endpoint"] == [f"localhost:{port + n}" for n in (1, 2, 4)]
     assert ["--resume" in command for command in commands] == [False, True, False]
     first = (folder / "logs/run/one/r1/node0.log").read_text().splitlines()
@@ -337,8 +337,17 @@ PRINTED = guarded(  # fault, launcher, variables, options, words of each start, 
     ("", SINGLE, f"GPUS='1 {CORES + 1}'", "", "OMP_NUM_THREADS=1", "--checkpoint"),
     ("", SINGLE, "RESTARTS=1", "--checkpoint own.pt", "--checkpoint own.pt", "checkpoint.pt"),
     ("", MULTINODE, "RESTARTS=1", "", "--checkpoint logs/run/checkpoint.pt", "--resume"),
-    ("", MULTINODE, "", "", NCCL_FILE.format("") + " NCCL_DEBUG=INFO --rdzv_id=run-1", "GLOO"),
-    ("", MULTINODE, "NETWORKS=a=lo", "", NCCL_FILE.format("a/") + " --rdzv_id=a-1", "--resume"),
+    ("", MULTINODE, "", "", NCCL_FILE.format("") + " NCCL_DEBUG=INFO", "GLOO"),
+    ("own-rendezvous", MULTINODE, "RUN_NAME=a", "", "--rdzv_id=a-run-1", "--resume"),
+    ("", MULTINODE, "RUN_NAME=", "", "--rdzv_id=demo-run-1", "--resume"),
+    (
+        "",
+        MULTINODE,
+        "NETWORKS=a=lo",
+        "",
+        NCCL_FILE.format("a/") + " --rdzv_id=run-a-1",
+        "--resume",
+    ),
     ("", MULTINODE, "NCCL_DEBUG=WARN", "", "NCCL_DEBUG=WARN", "NCCL_DEBUG_FILE"),
     ("slurm-own-name", MULTINODE, IN_STEP, "", NCCL_FILE.format(""), "job7"),
     ("slurm-one-node", MULTINODE, f"{IN_STEP} RUN_NAME=", "", "--nnodes=1 " + OF_JOB, "logs/run"),
@@ -476,6 +485,7 @@ def test_wrong_number_of_processes_is_refused(folder, value):
 # Of a node that is otherwise right; each with the words that the one line must have.
 NODE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "203.0.113.1"}
 IN_JOB = dict.fromkeys(NODE) | {"SLURM_JOB_ID": "7"}
+SHELL = {"SLURM_STEP_ID": "4294967290", "SLURM_JOB_NUM_NODES": "2"}  # of salloc
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
 WRONG = guarded(
     ("", {"NODE_RANK": None}, "NODE_RANK"),
@@ -499,6 +509,7 @@ WRONG = guarded(
     ("", {"PYTHON": "/nowhere/python"}, "/nowhere/python"),
     ("", dict.fromkeys(NODE), "NNODES.*NODE_RANK.*MASTER_ADDR"),
     ("slurm-step-without-id", IN_JOB, "not started by srun"),
+    ("slurm-interactive", IN_JOB | SHELL, "not started by srun"),
     ("slurm-two-tasks", IN_JOB | STEP, "4 tasks on 2 nodes.*--ntasks-per-node=1"),
 )
 
@@ -529,15 +540,26 @@ def test_what_several_runs_cannot_have_is_refused(folder, launcher, runs, option
     assert re.search(f"error: .*{words}", run.lines()[-1]) and not starts(run.out)
 
 
+@guards("cores-whatever-threads")
 def test_what_several_numbers_of_processes_compare_is_said(folder, stub):
     notes = {
         "": rf"cores \({CORES}\) than processes \({CORES + 1}\).*\n.*weak scaling: .*--lr_scaling",
         f"--global_batch_size {CORES + 1}": f"strong scaling: a step has {CORES + 1} images",
     }
     for options, words in notes.items():
-        settings = {"GPUS": f"1 {CORES + 1}", "PYTHON": stub, "OMP_NUM_THREADS": None}
+        settings = {"GPUS": f"1 {CORES + 1}", "PYTHON": stub, "OMP_NUM_THREADS": "1"}
         with launch(SINGLE, folder, *NO_SAMPLE, *options.split(), **settings) as started:
             assert len(re.findall(words, started.finish(30).out)) == 1
+
+
+@guards("slurm-terminal")
+def test_a_shell_of_srun_on_one_of_several_nodes_is_no_step(folder):
+    """srun --pty gives a terminal to one task alone."""
+    in_terminal = "import os, pty, sys; os._exit(pty.spawn(sys.argv[1:]) >> 8)"
+    env = dict(word.split("=", 1) for word in shlex.split(IN_STEP)) | {"SLURM_JOB_NUM_NODES": "2"}
+    words = [sys.executable, "-c", in_terminal, "bash", MULTINODE, *NO_SAMPLE]
+    with start(words, env=env, cwd=folder) as started:
+        refused(started, "not started by srun")
 
 
 def test_a_log_folder_that_cannot_be_made_is_refused(folder):
@@ -596,7 +618,13 @@ def sysfs(tmp_path_factory) -> Path:
 VERBS = {"NCCL_IB_DISABLE=0", "NCCL_NET=IB"}
 SOCKETS = {"NCCL_IB_DISABLE=1", "NCCL_NET=Socket"}
 GLOO = {"GLOO_SOCKET_IFNAME=eth0"}
-ETH0 = {"NCCL_SOCKET_IFNAME==eth0"} | GLOO
+
+
+def ifname(name: str) -> set[str]:
+    return {f"NCCL_SOCKET_IFNAME=={name}", f"GLOO_SOCKET_IFNAME={name}"}
+
+
+ETH0 = ifname("eth0")
 OWN_VALUES = {"IFNAME": "eth0", "NCCL_IB_DISABLE": "0", "GLOO_SOCKET_IFNAME": "lo"}
 MINE = SOCKETS - {"NCCL_IB_DISABLE=1"} | {"NCCL_IB_DISABLE=0", "NCCL_SOCKET_IFNAME==eth0"}
 CHOSEN = guarded(
@@ -644,18 +672,16 @@ def routes() -> Iterator[NamespacePair]:
         yield pair
 
 
-LEFT_OUT = {"NCCL_SOCKET_IFNAME=^lo,docker,br-,veth,virbr"}
 HCA = VERBS | {"NCCL_IB_HCA==mlx5_0,mlx5_1"}
-BRIDGE, VETH = {"GLOO_SOCKET_IFNAME=br-x"}, {"GLOO_SOCKET_IFNAME=veth7"}
+BRIDGE, VETH = (ifname("br-x"), ifname("veth7"))
 ROUTES = guarded(  # fault, node, variables, interfaces other than the real ones, the outcome
-    ("containers-left-out", 1, {}, "", LEFT_OUT | GLOO),
-    ("route-interface", 1, {}, "lo eth0", GLOO),  # no containers
-    ("", 1, {}, "lo eth0 ib0 br-x", GLOO),  # NCCL takes InfiniBand first
+    ("route-interface nccl-route", 1, {}, "", ETH0),
+    ("", 1, {}, "lo eth0 ib0 br-x", ETH0),
     ("", 1, {"NCCL_SOCKET_IFNAME": "eth0"}, "", {"NCCL_SOCKET_IFNAME=eth0"} | GLOO),
-    ("container-joins", 1, {"MASTER_ADDR": "10.80.0.1"}, "", VETH),
+    ("", 1, {"MASTER_ADDR": "10.80.0.1"}, "", VETH),
     ("", 1, {"MASTER_ADDR": "10.79.0.1"}, "", BRIDGE),
     ("", 1, {"MASTER_ADDR": "10.79.0.2"}, "", BRIDGE),  # its own address
-    ("loopback-name", 0, {"MASTER_ADDR": "node0"}, "", GLOO),  # its own name
+    ("loopback-name", 0, {"MASTER_ADDR": "node0"}, "", ETH0),  # its own name
     ("", 0, {"IFNAME": "mlx5_0,mlx5_1"}, "lo eth0", HCA | ETH0),
 )
 
@@ -664,7 +690,7 @@ ROUTES = guarded(  # fault, node, variables, interfaces other than the real ones
 def test_without_a_named_interface_the_route_to_node_0_tells_it(
     tmp_path, routes, stub, node, variables, interfaces, expected
 ):
-    """Container networks are left out unless they join the nodes."""
+    """It may be one of containers."""
     env = HERE | {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "10.77.0.1"}
     env |= {"PYTHON": str(stub), **variables}
     if interfaces:

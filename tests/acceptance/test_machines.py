@@ -14,8 +14,18 @@ import pytest
 
 from support.datasets import make_set
 from support.forks import load, run_forked
-from support.launchers import COMMAND, FAST, OTHER_RANK, SINGLE, STEP_3, guarded, place
-from support.nodes import nameless
+from support.launchers import (
+    COMMAND,
+    FAST,
+    OTHER_RANK,
+    SINGLE,
+    STEP_3,
+    given,
+    guarded,
+    place,
+    stub_python,
+)
+from support.nodes import container, nameless, real_quota
 from support.processes import LONG, ROOT, SCRIPT, Run, demo_command, require, start
 
 guards = pytest.mark.guards
@@ -111,6 +121,44 @@ def test_with_an_old_driver_the_cpu_trains_if_it_is_asked_for(with_old_driver, c
     assert run.returncode == 0, run.tail()
     assert_one_process(run)
     assert "UserWarning" not in run.out
+
+
+# --- A container's CPU quota -------------------------------------------------------------------
+
+CORES = len(os.sched_getaffinity(0))
+V1 = ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+QUOTAS = [  # files of a cgroup, and the cores that they allow
+    ({"cpu.max": "100000 100000\n"}, 1),
+    ({"cpu.max": "10000 100000\n"}, 1),
+    ({"cpu.max": "150000 100000\n"}, 2),
+    ({"cpu.max": "max 100000\n"}, None),
+    (dict(zip(V1, ("50000\n", "50000\n"), strict=True)), 1),
+    (dict(zip(V1, ("-1\n", "100000\n"), strict=True)), None),
+    ({}, None),
+]
+
+
+@guards("launcher-quota", "quota-of-v1", "quota-rounded-up")
+def test_launcher_gives_no_more_threads_than_a_quota_has_cores(tmp_path):
+    (tmp_path / "cpu").mkdir()
+    for files, cores in QUOTAS:
+        for name in ("cpu.max", *V1):
+            (tmp_path / name).unlink(missing_ok=True)
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        words = [*container(tmp_path), "bash", SINGLE, "--annotation_path", "none"]
+        env = {"PYTHON": str(stub_python(tmp_path)), "RUN_NAME": "run", "OMP_NUM_THREADS": None}
+        (found,) = given(start(words, env=env, cwd=tmp_path))
+        assert f"OMP_NUM_THREADS={min(cores or CORES, CORES)}" in found, files
+
+
+@guards("script-quota")
+def test_training_in_a_real_quota_of_one_core_has_one_thread_and_says_so(training):
+    with real_quota(100000, 100000) as command:
+        words = [*command, sys.executable, SCRIPT, *training, "--max_steps", "1"]
+        with start(words, env={"OMP_NUM_THREADS": None}) as started:
+            facts = started.finish().json_line("Run")
+    assert (facts["cores"], facts["threads"]) == (1, 1)
 
 
 # --- Other launchers of processes --------------------------------------------------------------

@@ -74,9 +74,15 @@ def wrong(run: Run, kind: str = "WRONG: ") -> list[str]:
 
 
 def firewall(nodes: NamespacePair, node: int, *rules: str) -> None:
-    """Gives a node rules for what comes in."""
+    """Gives a node rules for what comes in, in place of those that it has."""
     require(shutil.which("nft"), "a firewall needs the command nft (package nftables)")
-    lines = ["table inet test {", "chain input {", "type filter hook input priority 0", *rules]
+    lines = [
+        "flush ruleset",
+        "table inet test {",
+        "chain input {",
+        "type filter hook input priority 0",
+        *rules,
+    ]
     nodes.output(node, "nft", "-f", "-", text="\n".join([*lines, "}", "}"]))
 
 
@@ -190,7 +196,8 @@ exec "$@"
 
 
 def test_what_the_kernel_says_of_the_driver_and_pytorch_of_the_gpus_is_told(nodes, tmp_path):
-    (tmp_path / "torch.py").write_text(STUB)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(STUB)
     variables = {"PYTHONPATH": tmp_path, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": None}
     (line,) = wrong(check_alone("sh", "-ec", DRIVER, "sh", nodes=nodes, **variables))
     assert line == (
@@ -228,12 +235,16 @@ def test_a_driver_that_pytorch_cannot_use_is_found(
         assert out.startswith(f"note: CUDA_VISIBLE_DEVICES='{hidden}' hides")
 
 
-@pytest.mark.guards("preflight-exit-code")
-def test_a_python_without_torch_is_found(tmp_path):
+@pytest.mark.guards("preflight-exit-code", "preflight-python")
+def test_the_python_that_the_launchers_would_take_is_looked_at(tmp_path):
+    """One without torch that is named, then one that is active."""
     python = tmp_path / "python3"
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS "$@"\n')
     python.chmod(0o755)
-    assert wrong(check_alone(PYTHON=python))[0].startswith(f"{python} lacks packages (['torch', ")
+    (line,) = wrong(check_alone(PYTHON=python))
+    assert line.startswith(f"PYTHON is '{python}', which has no torch")
+    run = check_alone(PYTHON=None, VIRTUAL_ENV=sys.prefix)
+    assert not wrong(run) and f"ok: {sys.prefix}/bin/python3 has torch" in run.out
 
 
 # --- Between the nodes -------------------------------------------------------------------------
@@ -244,7 +255,7 @@ def test_healthy_nodes_have_no_finding_and_their_own_name_at_127_0_1_1_is_a_note
     for node, run in enumerate(check_both(nodes, IFNAME="eth0")):
         assert not wrong(run) and HEALTHY in run.out
         assert f"ok: eth0 is up: {nodes.addresses[node]}, 10000 Mb/s, MTU 9000" in run.out
-        assert "torch, torchvision, pycocotools, PIL" in run.out
+        assert "torch, torchvision, pycocotools and pillow" in run.out
         (note,) = [line for line in run.lines() if f"note: node{node} is 127.0.1.1 here" in line]
         assert "export GLOO_SOCKET_IFNAME=" in note
 
@@ -283,13 +294,20 @@ def test_a_network_in_ifname_that_does_not_join_the_nodes_and_mtus_that_differ_a
     nodes.ip(0, "link del own")
 
 
-@pytest.mark.guards("preflight-large")
-def test_a_switch_that_loses_large_packets_is_found(nodes):
+@pytest.mark.guards("preflight-large", "preflight-large-on-ifname")
+def test_a_switch_that_loses_large_packets_is_found_on_the_network_that_the_job_will_use(nodes):
+    nodes.ip(0, f"link add own mtu 9000 up type veth peer name own netns {nodes.names[1]}")
+    nodes.ip(1, "link set own mtu 9000 up")
     for node in (0, 1):
-        firewall(nodes, node, "meta length > 2000 drop")
-    for node, run in enumerate(check_both(nodes, expect=1)):
-        (line,) = wrong(run)
-        assert line.startswith(f"large packets from node {1 - node} (node{1 - node}) get lost")
+        nodes.ip(node, f"addr add 10.78.0.{node + 1}/24 dev own")
+    for lossy, named in (("eth0", "eth0"), ("own", "own"), ("own", "eth0")):
+        for node in (0, 1):
+            firewall(nodes, node, f'iifname "{lossy}" meta length > 2000 drop')
+        for node, run in enumerate(check_both(nodes, expect=int(lossy == named), IFNAME=named)):
+            lines = [f"large packets from node {1 - node} (node{1 - node}) get lost: "]
+            lines = lines if lossy == named else []
+            assert [line.partition("see")[0] for line in wrong(run)] == lines
+    nodes.ip(0, "link del own")
 
 
 @pytest.mark.guards("preflight-loopback")
@@ -320,6 +338,17 @@ def test_a_node_rank_that_two_nodes_have_is_found(nodes):
     run = started[0].finish(15, expect=1)
     assert "NODE_RANK=1 came twice" in wrong(run)[0]
     assert "node 2 did not come" in wrong(run)[1]
+
+
+@pytest.mark.guards("preflight-port")
+def test_in_a_job_step_it_listens_where_the_launcher_will(tmp_path):
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    step |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho localhost\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    run = check_alone(**step, PATH=path, CONNECT_TIMEOUT=1)
+    assert "node 1 did not come, localhost port 20140" in wrong(run)[-1]
 
 
 @LONG

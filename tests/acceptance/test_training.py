@@ -14,7 +14,7 @@ from support.datasets import data_args, make_set, truncate
 from support.forks import QUICK, Forked, changed, run_forked
 from support.launchers import FAST
 from support.nodes import NamespacePair
-from support.processes import LONG, SCRIPT, Run, free_port
+from support.processes import LONG, SCRIPT, Run, free_port, run_demo
 
 LAST_LINE = r"Cleanup complete\. Total wall time: (\d+[hm] )*\d+\.\d\ds \(\d+\.\d{3}s\)"
 
@@ -224,6 +224,17 @@ def test_powersgd_sends_less_from_the_fourth_step_on(small):
 def test_compiled_model_trains(small):
     with Forked(0, [*small, "--max_steps", 2, "--compile"], program=QUICK) as started:
         check_options(started.finish(300), "--compile --max_steps 2")
+
+
+@LONG
+@pytest.mark.guards("compile-without-compiler")
+def test_without_a_compiler_compile_ends_in_one_line_that_says_what_to_do(small):
+    words = [*small, "--max_steps", 1, "--compile"]
+    run = run_demo(words, launcher="python", env={"CXX": "no-such-compiler"}, expect=1)
+    assert "Traceback" not in run.out
+    assert re.fullmatch(
+        r"ERROR: .*no-such-compiler.*: install g\+\+ .*--compile.*", run.lines(0)[-1]
+    )
 
 
 @LONG

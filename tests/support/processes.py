@@ -89,7 +89,7 @@ def new_test_id() -> str:
 WARNINGS = ",".join(
     f"error::{kind}Warning" for kind in ("Deprecation", "Future", "PendingDeprecation")
 )
-MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647"}  # as the launchers
 
 
 def base_env(test_id: str, extra: Mapping[str, str | None] | None = None) -> dict[str, str]:

@@ -18,7 +18,8 @@ FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its 
 DELIVERS = 0.8  # above this share of its stated speed, headers and start-up account for the rest
 # In the log of a complete run, what a restart or another try has overcome.
 OVERCOME = ("rank_twice", "no_interface", "timeout", "aborted")
-OVERCOME += ("peer_unreachable", "connection_failed")
+OVERCOME += ("peer_unreachable", "connection_failed", "completion_failed", "flushed")
+OVERCOME += ("direct_path",)
 IN_PART = 0.2  # above this share of a step, exposed communication bounds it in part
 WORTH = 0.05  # below this share of a step, a part of it is not worth a change
 SCALES = 0.8  # more processes are no advice for a run of a lower efficiency

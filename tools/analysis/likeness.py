@@ -2,6 +2,7 @@
 
 import itertools
 
+from analysis.logs import get
 from analysis.words import rate
 
 SAME_RATE = 1.2  # rates within this factor can be those of one wire
@@ -17,6 +18,7 @@ MUST_MATCH = {
 OTHER_SETTINGS = ["backend", "seed", "weights", "lr", "compile", "workers", "threads"]
 OTHER_SETTINGS += ["accumulate_steps", "checkpoint_every", "log_every", "lr_scaling", "sync_bn"]
 OTHER_SETTINGS += ["warmup_steps", "bucket_cap_mb", "val_images", "versions", "devices"]
+OF_CPUS = ("MALLOC_", "GOMP_", "OMP_WAIT")  # variables that change the speed of a CPU
 
 
 def differences(base, run, scaling=False):
@@ -48,6 +50,9 @@ def other_settings(base, run):
         kinds = [{str(device) for device in each.setting("devices", list)} for each in (base, run)]
         if kinds[0] == kinds[1]:
             found.remove("devices")
+    if "env" in one and "env" in two:
+        names = sorted({*get(one, "env", dict), *get(two, "env", dict)})
+        found += [n for n in names if n.startswith(OF_CPUS) and base.env(n) != run.env(n)]
     return found
 
 

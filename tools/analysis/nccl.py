@@ -115,12 +115,20 @@ PROBLEMS = {
         "two processes have the same rank: give each node another node rank",
     ),
     "peer_unreachable": (
-        # 12 is IBV_WC_RETRY_EXC_ERR; 5, flushed, only follows another error.
-        r"Got completion .*(?:error |status=)(?:12\b|\w+\(12\)|\(\w+\)12\b)"
+        # 12 is IBV_WC_RETRY_EXC_ERR.
+        r"Got completion .*(?:error |status=)(?:\w+\(|\(\w+\))?12\b"
         r"|onnect (?:to \S+ )?(?:failed|returned|timeout)\b(?!.*, retrying).*"
         r"(?:No route to host|Network is unreachable|Connection timed out)",
         "the other end did not answer: check cable, switch, routes and firewall between these two "
         "nodes, on RoCE the GID index",
+    ),
+    "completion_failed": (
+        r"Got completion .*(?:error |status=)(?:\w+\(|\(\w+\))?(?!0*(?:5|12)\b)(\d+)\b",
+        "look for the first error of any rank, and in dmesg",  # advice_on says more
+    ),
+    "flushed": (
+        r"Got completion .*(?:error |status=)(?:\w+\(|\(\w+\))?5\b",
+        "status 5, flushed, follows another error: look for the first one of any rank",
     ),
     "connection_failed": (
         r"onnect to \S+ (?:failed : |failed with error |returned -?\d+\()|Call to connect timeout"
@@ -132,6 +140,11 @@ PROBLEMS = {
     "link_renegotiated": (
         r"NET/IB : .*(?:speed change detected: |async (?:\w+ )?event\b.*\bport (?:error|active))",
         "a link changed its state or speed during the job: check cable, transceiver, switch port",
+    ),
+    "direct_path": (
+        None,
+        "the GPUs' direct path may not work here: NCCL_P2P_DISABLE=1 proves it; then IOMMU and "
+        "ACS",
     ),
     "timeout": (
         r"Watchdog caught collective operation timeout|Some NCCL operations have failed or timed "
@@ -146,6 +159,19 @@ PROBLEMS = {
         "rank",
     ),
 }
+# The statuses of libibverbs (ibv_wc_status), from 0 on.
+STATUSES = "success, local length, local queue operation, local context operation, local "
+STATUSES += (
+    "protection, flushed, memory window binding, bad response, local access, remote invalid "
+)
+STATUSES += (
+    "request, remote access, remote operation, retries exceeded, receiver not ready, local "
+)
+STATUSES += (
+    "domain violation, remote invalid read request, remote aborted, invalid context number, "
+)
+STATUSES += "invalid context state, fatal, response timeout, general"
+STATUSES = STATUSES.split(", ")
 EVIDENCE = {name: re.compile(pattern) for name, pattern in EVIDENCE.items()}
 SIGNS = {name: re.compile(pattern) for name, (pattern, _) in PROBLEMS.items() if pattern}
 # One of these words is in every message above: most lines of a log need no more than this search.
@@ -188,6 +214,7 @@ class Finding:
     networks: list[str] = field(default_factory=list)  # more than one: ranks differ
     transport: str = "unknown"  # infiniband, roce, sockets, efa, plugin, local
     devices: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)  # the devices with their kinds, if these differ
     interfaces: list[str] = field(default_factory=list)
     gpudirect: int | None = None
     channels: dict[str, int] = field(default_factory=dict)
@@ -263,6 +290,9 @@ class Reader:
             nodes=max(map(int, self.texts("nodes")), default=None),
             timeouts=self.timeouts(),
         )
+        if len({kind for *_, kind in listed + alone}) > 1:
+            named = (f"{name}:{port}/{kind}" for _, name, port, kind in listed + alone)
+            found.kinds = list(dict.fromkeys(named))
         adapter_kind = self.adapter_kind(listed + alone)
         providers = self.texts("provider")
         names = self.texts("network_channel") or self.texts("using_network")
@@ -290,8 +320,8 @@ class Reader:
             found.reason = self.reason()
         lines = self.problem_lines(found)
         found.problems = [
-            {"id": name, "line": lines[name], "advice": advice}
-            for name, (_, advice) in PROBLEMS.items()
+            {"id": name, "line": lines[name], "advice": advice_on(name, lines[name])}
+            for name in PROBLEMS
             if name in lines
         ]
         return found
@@ -345,6 +375,12 @@ class Reader:
             lines["fell_back_to_sockets"] = asked
         if suspect := next(filter(SUSPECT.fullmatch, found.interfaces), None):
             lines["suspect_interface"] = self.line_of("sockets", f"{suspect}:")
+        if "peer_unreachable" in lines or "completion_failed" in lines:
+            lines.pop("flushed", None)
+        # The first collective has timed out, and all connections are direct ones.
+        first = any(int(number) <= 1 for _, number, *_ in self.seen["collective"])
+        if first and found.channels.keys() == {"p2p"}:
+            lines["direct_path"] = self.line_of("local_channel")
         off = lines.pop("gpudirect_off", None)
         if not found.gpudirect:
             off = off or self.line_of("far_pair")
@@ -355,6 +391,24 @@ class Reader:
         if off and not everywhere and found.transport not in ("sockets", "local"):
             lines["gpudirect_off"] = off
         return lines
+
+
+def advice_on(problem: str, line: str) -> str:
+    advice = PROBLEMS[problem][1]
+    found = SIGNS["completion_failed"].search(line) if problem == "completion_failed" else None
+    if not found:
+        return advice
+    number = int(found[1])
+    status = STATUSES[number] if number < len(STATUSES) else "unknown"
+    if status.startswith("local"):
+        advice = "NCCL_NET_GDR_LEVEL=LOC tells whether GPUDirect is the cause (then ACS, IOMMU, "
+        advice += "nvidia-peermem); else this node's memory and driver"
+    elif status.startswith("remote"):
+        advice = "the other end refused it: its log and dmesg first; do both have the same NCCL "
+        advice += "and variables?"
+    elif status == "receiver not ready":
+        advice = "the other end did not take the data in time: is its process stopped or busy?"
+    return f"status {number}, {status}: {advice}"
 
 
 def transport_of(network: str, adapter_kind: str | None, providers: list[str]) -> str:
@@ -409,12 +463,14 @@ def used(found: Finding) -> str:
         return "NCCL's text names no network"
     version = f"NCCL {found.version}" if found.version else "NCCL"
     what = TRANSPORTS[found.transport]
+    if found.transport == "unknown" and found.kinds:
+        what = "RDMA adapters of both kinds"
     if found.transport == "local" and "mnnvl" in found.channels:
         what = "no network, only NVLink, between nodes too (MNNVL)"
     elif found.network and found.transport != "local":
         what += f" (network {found.network})"
-    over = found.interfaces if found.transport == "sockets" else found.devices
-    if over and found.transport in ("sockets", "infiniband", "roce"):
+    over = found.interfaces if found.transport == "sockets" else found.kinds or found.devices
+    if over and found.transport in ("sockets", "infiniband", "roce", "unknown"):
         what += f" over {', '.join(over)}"
     nodes = f", {found.nodes} node{'s' * (found.nodes > 1)}" if found.nodes else ""
     return f"{version} used {what}{nodes}"
@@ -449,8 +505,8 @@ def files_in(paths: list[str]) -> list[Path]:
 
 
 def is_text(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b"\0" not in file.read(4096)
+    """Whether it is no checkpoint, nor a trace of --profile."""
+    return not path.name.endswith(".json.gz") and "\0" not in next(lines_of(path), "")
 
 
 def find_in_files(paths: list[str]) -> Finding:

@@ -30,6 +30,37 @@ set_number() {
     printf -v "$1" '%d' "$value"
 }
 
+# set_job: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, as they are set or SLURM says.
+set_job() {
+    NNODES=${NNODES:-${WORLD_SIZE:-}}
+    [ "${WORLD_SIZE:-$NNODES}" = "$NNODES" ] ||
+        die "NNODES is $NNODES but WORLD_SIZE is $WORLD_SIZE: here both mean the number of nodes, set one of them"
+    if [ -z "$NNODES" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+        # A batch script has no SLURM_STEP_ID. That of salloc's shell is a number of its own; srun --pty gives a terminal.
+        if [ -z "${SLURM_STEP_ID:-}" ] ||
+            { [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ] && { [ "$SLURM_STEP_ID" -ge 4294967290 ] || [ -t 0 ]; }; }; then
+            die "in a SLURM job, but not started by srun: write 'srun --ntasks-per-node=1 $me ...', or set NNODES"
+        fi
+        [ "$SLURM_STEP_NUM_TASKS" = "$SLURM_STEP_NUM_NODES" ] ||
+            die "srun started $SLURM_STEP_NUM_TASKS tasks on $SLURM_STEP_NUM_NODES nodes: give it --ntasks-per-node=1"
+        NNODES=$SLURM_STEP_NUM_NODES
+        NODE_RANK=$SLURM_NODEID
+        MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_STEP_NODELIST" | sed -n 1p)}
+        MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 600 * 20))} # other jobs may run on these nodes
+        GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
+        RUN_NAME=${RUN_NAME:-job$SLURM_JOB_ID-step$SLURM_STEP_ID} # a requeued job finds its folder again
+    fi
+    [ -n "$NNODES" ] || die "set NNODES (nodes), NODE_RANK (0 to NNODES - 1) and MASTER_ADDR (node 0's address)"
+    set_number NNODES 1 1 1000000
+    [ "$NNODES" -eq 1 ] || [ -n "${NODE_RANK:-}" ] ||
+        die "NODE_RANK is not set: give 0 on the node of MASTER_ADDR, 1 to $((NNODES - 1)) on the others"
+    [ "$NNODES" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] ||
+        die "MASTER_ADDR is not set: give an address of node 0 that all nodes can reach"
+    MASTER_ADDR=${MASTER_ADDR:-localhost}
+    set_number NODE_RANK 0 0 "$((NNODES - 1))"
+    set_number MASTER_PORT 29500 1 65535
+}
+
 # set_processes NAME ARGUMENTS...: how many processes this node starts. Sets `node_gpus`, the GPUs that nvidia-smi counts,
 # and `gpus`, those to be used.
 set_processes() {
@@ -50,10 +81,15 @@ set_processes() {
     set_number "$1" "$((gpus > 0 ? gpus : 1))" 1 4096
 }
 
-# set_threads PROCESSES: the threads of each process of this node; torchrun alone would set 1. Sets `cores`.
+# set_threads PROCESSES: the threads of each process of this node; torchrun alone would set 1. Sets `cores`: those of the
+# affinity or, if a container's CPU quota is less, that, rounded up (cgroup v2's file or v1's two).
 set_threads() {
-    local threads
-    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    local threads quota period cpu=/sys/fs/cgroup/cpu
+    cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    read -rd '' quota period <<<"$(cat "$cpu.max" "$cpu/cpu.cfs_quota_us" "$cpu/cpu.cfs_period_us" 2>/dev/null)" || true
+    if [[ $quota =~ ^[0-9]+$ ]] && [ "$quota" -lt "$((cores * period))" ]; then # without a quota: max, or -1
+        cores=$(((quota + period - 1) / period))
+    fi
     threads=$((cores / $1))
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 }
@@ -66,6 +102,18 @@ check_first_gpu() {
     esac
     die "CUDA_VISIBLE_DEVICES is '$CUDA_VISIBLE_DEVICES', but nvidia-smi -L has no such GPU among this node's \
 $node_gpus: correct or unset it. --device cpu trains without GPUs"
+}
+
+# check_build ARGUMENTS...: ends the launcher where the node has GPUs, and torch was built without CUDA and ROCm.
+check_build() {
+    local advice="install a build with CUDA or ROCm in its environment"
+    if [ "$gpus" -eq 0 ] || [ "$node_gpus" -eq 0 ] || [ "$(option --device "$@")" = cpu ]; then return; fi
+    grep -q '^cuda[: ].*None' "$torch/version.py" 2>/dev/null || return 0
+    ! grep -qE "^(hip|rocm)[: ].*'" "$torch/version.py" || return 0
+    # shellcheck disable=SC2154 # environment.sh sets venv
+    [ "$PYTHON" != "$venv/bin/python3" ] ||
+        advice="remove $venv, then call tools/environment.sh or set UV_TORCH_BACKEND, for example to cu126"
+    die "this node has GPUs, but the torch of $PYTHON is a build for CPUs: $advice. --device cpu trains without them"
 }
 
 # option NAME ARGUMENTS...: prints the value of an option of the script, or nothing.
@@ -201,6 +249,16 @@ prefer() {
     elif [ "${!1}" != "$2" ]; then
         say "keeping your $1='${!1}' (the launcher would have used '$2')"
     fi
+}
+
+# prefer_for_cpus: what makes a step on a CPU faster.
+prefer_for_cpus() {
+    # glibc would give the memory of each step back to the kernel, and take it again page by page.
+    prefer MALLOC_MMAP_MAX_ 0
+    prefer MALLOC_TRIM_THRESHOLD_ 2147483647
+    # An OpenMP thread that waits for another one would keep its core busy for about 3 ms. Now a loader worker gets the
+    # core after 0.1 ms.
+    [ -n "${OMP_WAIT_POLICY:-}" ] || prefer GOMP_SPINCOUNT 10000
 }
 
 # start_torchrun ARGUMENTS...: prints and runs torchrun, with `variables` in its environment; then judge_end.

@@ -64,18 +64,18 @@ use_network() { # LABEL=NAMES: adds to `variables` what keeps NCCL and Gloo on t
     elif [ -n "$sockets" ]; then
         prefer NCCL_IB_DISABLE 1
         prefer NCCL_NET Socket
-    elif [ "$NNODES" -gt 1 ]; then
-        leave_out_virtual
     fi
     if [ -n "$sockets" ]; then
         prefer NCCL_SOCKET_IFNAME "=${sockets#,}" # without the = eth1 would also match eth10
         prefer GLOO_SOCKET_IFNAME "${sockets#,}"
     elif [ "$NNODES" -gt 1 ]; then
-        name_route "$efa$adapters"
+        name_route
     fi
 }
 
-name_route() { # ADAPTERS: Gloo would take the address of this node's name, which Debian's /etc/hosts says is 127.0.1.1
+# name_route: names the interface of the route to node 0. By itself Gloo would take the address of this node's name, which
+# Debian's /etc/hosts says is 127.0.1.1, and NCCL perhaps a bridge of containers. With an adapter NCCL only starts over it.
+name_route() {
     local address name
     address=$(getent ahostsv4 "$MASTER_ADDR" 2>/dev/null | sed -n '1s/ .*//p' || true)
     name=$(interfaces to "$address") # on the node of MASTER_ADDR
@@ -84,19 +84,9 @@ name_route() { # ADAPTERS: Gloo would take the address of this node's name, whic
     if [ -z "$name" ] || [ "$name" = lo ]; then name=$(interfaces up scope global); fi
     [ "$(wc -w <<<"$name")" -eq 1 ] || return 0
     prefer GLOO_SOCKET_IFNAME "$name"
-    # With an adapter, too, NCCL starts over an interface: by itself it takes the first one that is not lo or docker.
-    [ -z "$1" ] || prefer NCCL_SOCKET_IFNAME "=$name"
+    prefer NCCL_SOCKET_IFNAME "=$name"
 }
 
 interfaces() { # OPTIONS of ip address show: their names, without lo
     ip -o -4 address show "$@" 2>/dev/null | sed 's/^[0-9]*: *\([^ ]*\) .*/\1/' | grep -vx lo | sort -u || true
-}
-
-leave_out_virtual() { # NCCL may mistake a container bridge for the network between the nodes
-    local address found virtual="(docker|br-|veth|virbr)"
-    grep -qE "/$virtual" <<<"$(compgen -G "$sysfs/class/net/*")" || return 0
-    ! compgen -G "$sysfs/class/net/ib*" >/dev/null || return 0 # which NCCL takes first
-    address=$(getent ahosts "$MASTER_ADDR" | sed -n '1s/ .*//p' || true)
-    found=$(ip -o route get "$address" 2>/dev/null; ip -o address show to "$address" 2>/dev/null) || true
-    grep -qE " $virtual" <<<"$found" || prefer NCCL_SOCKET_IFNAME "^lo,docker,br-,veth,virbr"
 }
