@@ -46,7 +46,7 @@ set_job() {
         NNODES=$SLURM_STEP_NUM_NODES
         NODE_RANK=$SLURM_NODEID
         MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_STEP_NODELIST" | sed -n 1p)}
-        MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 600 * 20))} # other jobs may run on these nodes
+        MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 300 * 40))} # other jobs may run on these nodes
         GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
         RUN_NAME=${RUN_NAME:-job$SLURM_JOB_ID-step$SLURM_STEP_ID} # a requeued job finds its folder again
     fi
