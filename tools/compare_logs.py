@@ -114,10 +114,12 @@ def asked_outputs(args):
     writers = {"json": write_json, "csv": write_csv}
     writers["report"] = functools.partial(write_report, picture=args.plot)
     if args.plot:
+        os.environ["MPLBACKEND"] = "Agg"  # matplotlib may lack that of a notebook
         try:
             from analysis.plot import draw
-        except ImportError:
-            raise UserError("--plot needs matplotlib: pip install matplotlib") from None
+        except ImportError as error:
+            text = f"--plot needs matplotlib: pip install matplotlib ({error})"
+            raise UserError(text) from None
         writers["plot"] = draw
     return {option: (file, writers[option]) for option, file in files.items()}
 

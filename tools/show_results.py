@@ -24,6 +24,7 @@ from types import SimpleNamespace
 
 import torch
 
+os.environ["MPLBACKEND"] = "Agg"  # matplotlib may lack that of a notebook
 try:
     from matplotlib.figure import Figure  # without pyplot, which may look for a display
 except ImportError:

@@ -562,6 +562,18 @@ def test_a_shell_of_srun_on_one_of_several_nodes_is_no_step(folder):
         refused(started, "not started by srun")
 
 
+@guards("matplotlib-broken")
+def test_why_a_comparison_has_no_picture_is_said(folder):
+    """A matplotlib that is broken is not called missing."""
+    (folder / "matplotlib").mkdir()
+    (folder / "matplotlib/__init__.py").write_text("raise ImportError('numpy is too new')")
+    code = 'set -euo pipefail; source "$0"; PYTHON=$1; folder=.; compare --help'
+    words = ["bash", "-c", code, ROOT / "tools/launcher/common.sh", sys.executable]
+    with start(words, env={"PYTHONPATH": str(folder)}, cwd=folder) as started:
+        run = started.finish(60)
+    assert re.search(r"^\S+: skipping the picture, .*: numpy is too new$", run.out, re.MULTILINE)
+
+
 def test_a_log_folder_that_cannot_be_made_is_refused(folder):
     (folder / "file").touch()
     with launch(SINGLE, folder, *NO_SAMPLE, LOG_DIR=folder / "file/logs") as started:

@@ -407,10 +407,11 @@ train_each() {
 
 # compare ARGUMENTS...: calls compare_logs.py, with a picture in `folder` if matplotlib can draw it.
 compare() {
-    if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
+    local problem
+    if problem=$(MPLBACKEND=Agg "$PYTHON" -c 'import matplotlib.figure' 2>&1); then
         set -- --plot "$folder/compare.png" "$@"
     else
-        say "skipping the picture: matplotlib is not installed"
+        say "skipping the picture, because matplotlib cannot be imported: ${problem##*$'\n'}"
     fi
     run "$PYTHON" "$root/tools/compare_logs.py" "$@"
 }
