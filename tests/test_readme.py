@@ -30,6 +30,8 @@ from support.processes import LONG, ROOT, SCRIPT, base_env, new_test_id, start
 COMMANDS = "\n".join(text for page in PAGES.values() for text in page.commands)
 # Files that the reader makes, and one of pytorch/examples.
 MADE = ["make_coco.py", "demo_resnet50.py", "coco.sbatch", "mine.py", "examples/imagenet/main.py"]
+LESSONS = ["ddp.py", "shard.py", "all_reduce.py"]  # what torchrun starts in docs/lesson
+STARTED = [SCRIPT.name, "tools/probe_link.py", "mine.py", *LESSONS]
 
 # A call is written down as its words, each ended by a zero byte, and a second one.
 PROGRAMS = """
@@ -100,12 +102,7 @@ def test_programs_take_the_arguments_of_the_commands(calls, monkeypatch):
                 parsed.append(tool.__name__)
         if call[0] == "torchrun":
             known = get_args_parser().parse_args(call[1:])
-            assert known.training_script in (
-                SCRIPT.name,
-                "ddp.py",
-                "tools/probe_link.py",
-                "mine.py",
-            )
+            assert known.training_script in STARTED
             if not known.standalone:
                 assert int(known.nnodes) > known.node_rank
                 assert known.rdzv_backend == "static" and known.rdzv_endpoint
