@@ -1,14 +1,16 @@
-"""docs/lesson/: its programs print what its page shows, its experiments do what it says, and the
-answers to the sheet are those of the programs.
+"""docs/lesson/: its programs and its notebook print what its pages show, its experiments do what
+the teacher's page says, and the answers there are those of the programs.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import runpy
 import shutil
-import subprocess
+import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -17,26 +19,32 @@ from PIL import Image
 from support.forks import run_forked
 from support.nodes import nameless, no_namespaces
 from support.pages import FENCED, PAGES
-from support.processes import LONG, ROOT, Run, free_port, start
+from support.processes import LONG, ROOT, Run, free_port, require, start
 
-PAGE, SHEET, ANSWERS = (PAGES[f"docs/lesson/{name}.md"] for name in ("README", "sheet", "answers"))
+PAGE, HOMEWORK, TEACHER = (
+    PAGES[f"docs/lesson/{name}.md"] for name in ("README", "homework", "teacher")
+)
 LESSON = ROOT / "docs" / "lesson"
 PROGRAMS = [LESSON / "plain.py", LESSON / "ddp.py"]
 DDP = PROGRAMS[1].read_text()
 MADE = runpy.run_path(str(LESSON / "make_pages.py"))
-_, *parts = re.split(r"^#+ (.*)\n", PAGE.text, flags=re.M)
+_, *parts = re.split(r"^#+ (.*)\n", PAGE.text + HOMEWORK.text, flags=re.M)
 SECTIONS = dict(zip(parts[::2], parts[1::2], strict=True))
-EXPERIMENTS = {int(title[0]): title for title in SECTIONS if re.match(r"\d\. ", title)}
 DECIMAL = r"-?\d+\.\d+"
-PLACE = re.compile(r"[Ll]ine (\d+)(?: of `(plain)\.py`)?")
 
 
 def blocks(title: str, kind: str) -> list[str]:
-    """The code blocks of a kind in a section of the page."""
+    """The code blocks of a kind in a section of the students' pages."""
     return [text for found, text in FENCED.findall(SECTIONS[title]) if found == kind]
 
 
-RUN_PLAIN, RUN_DDP = (text.strip() for text in blocks("First run", "bash"))
+def shown(title: str) -> list[str]:
+    """What the teacher's page says that one should see, in the part with this title."""
+    text = TEACHER.text.partition(f"\n**{title}**")[2]
+    return [text for kind, text in FENCED.findall(text.partition("\n**")[0]) if kind == "text"]
+
+
+RUN_DDP = blocks("Complete", "bash")[0].splitlines()[1]
 NODES = "".join(f"{text.strip()} &\n" for text in blocks("Two nodes on one laptop", "bash"))
 
 
@@ -60,11 +68,6 @@ def assert_printed(shown: str, output: str) -> None:
         assert line in output or near({line: number}) == {line: printed.get(line)}, output
 
 
-def of_ranks(output: str) -> str:
-    """What a rank says. Other lines are the tests', and those of torch 2.8's Gloo."""
-    return "".join(re.findall(r"^\[rank .*\n", output, re.M))
-
-
 def images(output: str, rank: int) -> list[list[int]]:
     """Those of a rank, epoch by epoch."""
     found = re.findall(rf"\[rank {rank}\] epoch \d: images (\[.*?\])", output)
@@ -73,7 +76,7 @@ def images(output: str, rank: int) -> list[list[int]]:
 
 def last_loss(output: str) -> float:
     """The loss over all ranks in the last epoch."""
-    return float(re.findall(rf"epoch 2, all ranks: loss ({DECIMAL})", output)[-1])
+    return float(re.findall(rf"epoch 2: loss ({DECIMAL})", output)[-1])
 
 
 def copy_programs(made: Path) -> Path:
@@ -142,18 +145,19 @@ def original(tmp_path_factory) -> dict[int, str]:
 
 # --- The two programs --------------------------------------------------------------------------
 
-SAME = re.compile(r"^(?:\[rank 0\] )?(epoch \d.* loss .* right|\w+ weights: .*)$", re.M)
+SAME = re.compile(r"^(?:\[rank 0\] )?(epoch \d: loss .* right|\w+ weights: .*)$", re.M)
 
 
 @pytest.mark.guards("lesson-shares", "lesson-wrap", "lesson-forward", "lesson-set-epoch")
 @pytest.mark.guards("lesson-sum", "lesson-rank-0", "lesson-seed", "lesson-plain")
 def test_programs_print_what_the_page_shows_and_agree(original):
-    plain, ddp = blocks("First run", "text")
+    (plain,), (ddp,) = blocks("First run", "text"), blocks("Complete", "text")
     assert figures(original[0].partition("threads: ")[0]) == near(figures(plain))
-    assert figures(of_ranks(original[2])) == near(figures(ddp))
+    begin, end = ddp.split("...\n")
+    assert_printed(begin + end, original[2])
+    assert original[2].count("[rank 1] epoch") == 3  # its images: rank 0 prints the results
     alone, *parallel = (
-        "\n".join(SAME.findall(output)).replace(", all ranks", "")
-        for output in (original[0], original[2], original[4])
+        "\n".join(SAME.findall(output)) for output in (original[0], original[2], original[4])
     )
     for together in parallel:
         assert figures(together) == near(figures(alone)) and len(figures(alone)) == 5
@@ -171,178 +175,172 @@ def test_three_processes_see_two_images_twice_and_leave_no_thread(original):
     assert all("python" in names and "gloo" not in names for names in threads)
 
 
-def test_diff_is_the_one_that_the_page_explains():
-    (command,) = blocks("The diff", "bash")
-    done = subprocess.run(command.split(), cwd=LESSON, stdout=subprocess.PIPE, text=True)
-    explained = "".join(blocks("The diff", "diff"))
-    assert done.returncode == 1 and done.stdout.endswith(explained)
-    for line in re.findall(r"^[<>] (.+)$", done.stdout.removesuffix(explained), re.M):
-        assert re.match(r'import |from |""".*"""$|BATCH_SIZE = 8', line), line
+# --- The notebook, which is the class ----------------------------------------------------------
 
 
-def test_lines_that_the_text_names_are_those_of_ddp():
-    lines = DDP.splitlines()
-    named = re.findall(r"`([^`]+)` \(line (\d+)\)", PAGE.text + ANSWERS.text)
-    assert len(named) >= 6
-    for code, number in named:
-        assert code in lines[int(number) - 1], number
-
-
-# --- Experiments -------------------------------------------------------------------------------
-
-# Of an experiment: where in which program, and the lines of the diff.
-Change = tuple[int, str, list[str]]
-
-
-def changes(text: str) -> list[Change]:
-    """What a section of the page, or the experiment on the sheet, changes."""
-    found, rest = [], text
-    for diff in re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S):
-        before, _, rest = rest.partition(diff)
-        for number, plain in PLACE.findall(before):
-            found.append((int(number), "plain.py" if plain else "ddp.py", diff.splitlines()))
-    return found
-
-
-def apply(change: Change, folder: Path) -> None:
-    number, name, (first, *more) = change
-    lines = (folder / name).read_text().splitlines()
-    assert lines[number - 1] == first[1:] and all(line[0] == "+" for line in more)
-    new = [line[1:] for line in more]
-    lines[number - 1 : number] = new if first[0] == "-" else [first[1:], *new]
-    (folder / name).write_text("\n".join(lines))
-
-
-def becomes(question: int, folder: Path) -> None:
-    """Makes the change that a question of the sheet describes."""
-    (text,) = re.findall(rf"^{question}\. (?:\(Homework\) )?(.*)$", SHEET.text, re.M)
-    number, code = re.match(r"Line (\d+) becomes `(.*?)`\. ", text).groups()
-    lines = (folder / "ddp.py").read_text().splitlines()
-    old = lines[int(number) - 1]
-    indent = old[: len(old) - len(old.lstrip())]
-    assert old != indent + code
-    lines[int(number) - 1] = indent + code
-    (folder / "ddp.py").write_text("\n".join(lines))
-
-
-def outcomes(number: int) -> list[str]:
-    """What the page says an experiment prints: after all experiments, so that nobody reads it
-    before writing an expectation.
-    """
-    text = SECTIONS["What you should see"].partition(f"**{EXPERIMENTS[number]}**\n")[2]
-    blocks = FENCED.findall(text.partition(f"\n**{number + 1}. ")[0])
-    return [text for kind, text in blocks if kind == "text"]
-
-
-def test_page_and_sheet_have_the_same_experiments_on_lines_that_are_there(tmp_path):
-    titles = re.findall(r"^\*\*Experiment (.*)\*\*$", SHEET.text, re.M)
-    assert titles == [*EXPERIMENTS.values()] and len(titles) == 5
-    folder = copy_programs(tmp_path / "my lesson")
+@pytest.mark.guards("lesson-notebook", "lesson-speed")
+def test_notebook_is_made_of_the_pages_and_programs():
+    """If it differs, run docs/lesson/make_pages.py. Each command of the pages is in it."""
+    text = (LESSON / "lesson.ipynb").read_text()
+    assert text == MADE["notebook"]()
+    cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"]]
+    written = {cell.partition("\n")[0] for cell in cells if cell.startswith("%%writefile")}
+    programs = {"plain.py", "check.py", "mine.py", "ddp.py", "calls.py"}
+    assert written == {f"%%writefile {name}" for name in programs}
+    speed = "\n".join(blocks("2. Speed", "bash")).strip().splitlines()
+    assert [line[:40] for line in speed] == [
+        "OMP_NUM_THREADS=1 python plain.py",
+        "OMP_NUM_THREADS=1 torchrun --standalone ",
+    ]
+    assert "--nproc_per_node=2 ddp.py" in speed[1]
+    runs = "\n".join(cells).replace("changed_", "")
+    titles = ("The exercise", "Complete", "1. A missing collective call", "2. Speed", "Saving")
     for title in titles:
-        of_sheet = SHEET.text.partition(f"**Experiment {title}**")[2].partition("I expect:")[0]
-        assert changes(SECTIONS[title]) == changes(of_sheet) != []
-        for change in changes(of_sheet):
-            apply(change, folder)
-    for path in folder.iterdir():
-        compile(path.read_text(), path.name, "exec")
+        for line in "".join(blocks(title, "bash")).splitlines():
+            assert line == "cp plain.py mine.py" or f"!{line}" in runs, line
+    questions = re.findall(r"^\*Question (\d+): ", "\n".join(cells), re.M)
+    assert questions == [str(n + 1) for n in range(21)]
+    assert text.count('"image/png"') == 2
+
+
+RUN_NOTEBOOK = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], 4)
+place = {"metadata": {"path": sys.argv[2]}}
+nbclient.NotebookClient(notebook, kernel_name="python3", resources=place).execute()
+nbformat.write(notebook, sys.argv[1])
+"""
 
 
 @pytest.fixture(scope="module")
-def changed(tmp_path_factory) -> dict[str, Run]:
-    """Runs of the changed programs."""
-    folder = tmp_path_factory.mktemp("changed")
-    runs: dict[str, tuple[int, list]] = {}
-    for number in (1, 2, 3, 4, 5):
-        made = copy_programs(folder / f"experiment {number}")
-        for change in changes(SECTIONS[EXPERIMENTS[number]]):
-            apply(change, made)
-        runs[f"{made.name}/ddp.py"] = 2, []
-    for number in (11, 12, 13, 15, 21):
-        made = copy_programs(folder / f"question {number}")
-        becomes(number, made)
-        runs[f"{made.name}/ddp.py"] = (4, [2]) if number == 21 else (2, [])
-    for name, told, old, new in (
-        ("experiment 5", "without a prefix", "ddp.state_dict()", "model.state_dict()"),
-        ("question 15", "doubled rate", "lr=0.5", "lr=1.0"),
-    ):
-        shutil.copytree(folder / name, folder / told)
-        text = (folder / told / "ddp.py").read_text()
-        assert text.count(old) == 1
-        (folder / told / "ddp.py").write_text(text.replace(old, new))
-        runs[f"{told}/ddp.py"] = 2, []
-    for name in ("experiment 4", "experiment 5", "without a prefix"):
-        runs[f"{name}/plain.py"] = 0, []
-    return run_programs(folder, runs)
+def notebook(tmp_path_factory) -> dict[str, str]:
+    """{code of each cell: what it printed} by a Jupyter kernel, as on Colab: the file alone."""
+    found = all(map(importlib.util.find_spec, ("nbclient", "ipykernel")))
+    require(found, "nbclient or ipykernel is not installed")
+    folder = tmp_path_factory.mktemp("my class")
+    path = tmp_path_factory.mktemp("notebook") / "lesson.ipynb"
+    port = str(free_port())
+    path.write_text((LESSON / "lesson.ipynb").read_text().replace("29500", port))
+    with start([sys.executable, "-c", RUN_NOTEBOOK, path, folder]) as started:
+        started.finish(600)
+    ended = {}
+    for cell in json.loads(path.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            printed = ["".join(output.get("text", [])) for output in cell["outputs"]]
+            ended["".join(cell["source"]).replace(port, "29500")] = "".join(printed)
+    return ended
 
 
-def output_of(run: Run, fails: bool = False) -> str:
-    assert bool(run.returncode) == fails, run.tail()
-    return run.out
+def cell(notebook: dict[str, str], begin: str) -> str:
+    """What the cell printed that begins so."""
+    (printed,) = [text for code, text in notebook.items() if code.startswith(begin)]
+    return printed.replace("\r\n", "\n")  # of a terminal
 
 
 @LONG
-def test_experiments_show_what_the_page_promises(original, changed):
-    """How much faster two processes are is the machine's: here only that both say it."""
-    for number in (1, 2, 3):
-        (shown,) = outcomes(number)
-        assert_printed(shown, output_of(changed[f"experiment {number}/ddp.py"], number == 3))
-        assert any(line not in original[2] for line in shown.splitlines())
-    for name, least in (("plain", 0.02), ("ddp", 0.01)):
-        output = output_of(changed[f"experiment 4/{name}.py"])
-        (seconds,) = re.findall(rf"seconds an epoch: ({DECIMAL})$", output, re.M)
-        assert float(seconds) > least
-
-
-@LONG
-def test_saved_model_loads_without_the_prefix_alone(changed):
-    fails, goes_on = outcomes(5)
-    output_of(changed["experiment 5/ddp.py"])
-    assert_printed(fails, output_of(changed["experiment 5/plain.py"], fails=True))
-    output_of(changed["without a prefix/ddp.py"])
-    assert_printed(goes_on, output_of(changed["without a prefix/plain.py"]))
+def test_notebook_runs_whole(notebook):
+    """Its commands print what the pages show. How much faster two processes are is the
+    machine's: here only that both say it.
+    """
+    changed = f"!{RUN_DDP.replace('ddp.py', 'changed_ddp.py')}\n"
+    error, check, detail = shown("A missing collective call.")
+    fails, _ = shown("Saving")
+    answer, saved = cell(notebook, "!diff "), cell(notebook, f"{changed}!python changed_plain")
+    missing = cell(notebook, f"{changed}!python check.py")
+    assert_printed(shown("The exercise.")[0], cell(notebook, "!python check.py mine.py"))
+    assert_printed(blocks("Complete", "text")[0].replace("...\n", ""), answer)
+    assert_printed(error, missing)
+    assert_printed(check, missing)
+    assert_printed(detail, cell(notebook, "!TORCH_DISTRIBUTED_DEBUG=DETAIL "))
+    assert_printed(fails, saved)
+    speed = cell(notebook, "!OMP_NUM_THREADS=1 python changed_plain.py")
+    seconds = re.findall(rf"seconds an epoch: ({DECIMAL})$", speed, re.M)
+    assert len(seconds) == 2 and min(map(float, seconds)) > 0.01
+    two = cell(notebook, "%%bash")
+    assert "replicas identical: True" in two
+    assert sorted(chain(*(images(two, rank)[0] for rank in range(4)))) == [*range(16)]
 
 
 # --- Answers that a program gives --------------------------------------------------------------
 
 
 def answer(question: int) -> str:
-    (text,) = re.findall(rf"^{question}\. (.*?)(?=^\d+\. |^\*\*|\Z)", ANSWERS.text, re.M | re.S)
+    answers = TEACHER.text.partition("\n## Answers\n")[2]
+    (text,) = re.findall(rf"^{question}\. (.*?)(?=^\d+\. |^\[|\Z)", answers, re.M | re.S)
     return " ".join(text.split())
+
+
+# Of a question: a part of ddp.py, and what the question puts in its place.
+SLIPS = {
+    5: ("ddp(images)", "model(images)"),
+    14: ("dist.all_reduce(results)", "if rank == 1: os.kill(os.getpid(), 9)"),
+    15: (
+        "for numbers, images, labels in loader:",
+        "for numbers, images, labels in list(loader)[rank:]:",
+    ),
+    16: ("batch_size=BATCH_SIZE // world_size", "batch_size=BATCH_SIZE"),
+    20: (
+        "DistributedSampler(data, world_size, rank)",
+        "DistributedSampler(data, world_size, local_rank)",
+    ),
+}
+
+
+def put(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1, old
+    path.write_text(text.replace(old, new))
+
+
+def slip(question: int, folder: Path) -> None:
+    """A copy of the programs with the slip of a question."""
+    old, new = SLIPS[question]
+    pattern = rf"^\*Question {question}: [^*]*`{re.escape(new)}`"
+    assert re.search(pattern, PAGE.text + HOMEWORK.text, re.M), question
+    put(copy_programs(folder) / "ddp.py", old, f"{new}; {old}" if question == 14 else new)
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory) -> dict[str, Run]:
+    """Runs of the changed programs."""
+    folder = tmp_path_factory.mktemp("changed")
+    for question in (5, 15, 16, 20):
+        slip(question, folder / str(question))
+    shutil.copytree(folder / "16", folder / "rate")
+    put(folder / "rate/ddp.py", "lr=0.5", "lr=1.0")
+    saving = copy_programs(folder / "saving")
+    save, load = (text.splitlines() for text in blocks("Saving", "diff"))
+    for name, (before, *lines) in (("ddp.py", save), ("plain.py", load)):
+        new = "\n".join(line[1:] for line in lines).replace("ddp.state", "model.state")
+        put(saving / name, f"\n{before[1:]}\n", f"\n{before[1:]}\n{new}\n")
+    runs = {f"{name}/ddp.py": (2, []) for name in ("5", "15", "16", "rate", "saving")}
+    return run_programs(folder, {**runs, "20/ddp.py": (4, [2]), "saving/plain.py": (0, [])})
 
 
 @LONG
 def test_answers_are_what_the_changed_programs_show(original, changed):
-    output = output_of(changed["experiment 3/ddp.py"], fails=True)
-    number = re.search(r"\(line (\d+)\)", answer(8))[1]  # of rank 1; Gloo itself ends rank 0
-    assert re.search(rf'ddp\.py", line {number}, in <module>', output)
-    assert "[rank 1] epoch 0: images" in output and "[rank 1] epoch 1: images" not in output
+    output = changed["5/ddp.py"].out
+    assert "replicas identical: False" in output
+    assert len({*chain(*images(output, 0))}) == 14 and "14 of the 16" in answer(5)
 
-    output = output_of(changed["question 11/ddp.py"])  # all ranks have the same images
-    assert images(output, 0) == images(output, 1) and len(images(output, 0)[0]) == 16
-    assert " of 32 right" in output and '"of 32"' in answer(11)
+    output = changed["15/ddp.py"].out  # one step fewer
+    (quoted,) = re.findall(r'"(.*?)"', answer(15))
+    assert changed["15/ddp.py"].returncode and quoted in output and "20000ms" in quoted
 
-    output = output_of(changed["question 12/ddp.py"])  # different first weights
-    assert "[rank 1] first weights: sum -1.97" not in output
-    assert last_loss(output) == pytest.approx(last_loss(original[2]), abs=0.02)
-
-    output = output_of(changed["question 13/ddp.py"], fails=True)  # one step less
-    (quoted,) = re.findall(r'"(.*?)"', answer(13))
-    assert quoted in output and "20000ms" in quoted
-
-    (question,) = re.findall(r"^15\. (.*)$", SHEET.text, re.M)  # the global batch doubles
-    told = re.findall(rf"(?<!=){DECIMAL}", question + answer(15))
-    runs = [changed["question 15/ddp.py"].out, original[2], changed["doubled rate/ddp.py"].out]
+    told = re.findall(rf"(?<!=){DECIMAL}", SECTIONS["Other slips"] + answer(16))
+    runs = [changed["16/ddp.py"].out, original[2], changed["rate/ddp.py"].out]
     assert [*map(last_loss, runs)] == pytest.approx([*map(float, told)], abs=0.02)
 
-    output = output_of(changed["question 21/ddp.py"])  # shares by local rank, on two nodes
+    output = changed["20/ddp.py"].out  # shares by local rank, on two nodes
     assert images(output, 0) == images(output, 2) and images(output, 1) == images(output, 3)
+
+    assert_printed(shown("Saving")[1], changed["saving/plain.py"].out)
 
 
 @LONG
 def test_answer_on_a_rank_that_is_killed(tmp_path):
-    folder = copy_programs(tmp_path / "my lesson")
-    becomes(14, folder)
-    output = run_nameless(RUN_DDP, folder, expect=1)
+    slip(14, tmp_path / "my lesson")
+    output = run_nameless(RUN_DDP, tmp_path / "my lesson", expect=1)
     (quoted,) = re.findall(r'"(.*?)"', answer(14))
     cause = output[output.index(quoted) :]
     assert re.search(r"rank +: 1 \(", cause) and re.search(r"exitcode +: -9 ", cause)
@@ -350,18 +348,15 @@ def test_answer_on_a_rank_that_is_killed(tmp_path):
 
 
 @LONG
-def test_two_nodes_on_one_laptop(tmp_path):
-    """As the notebook starts them; the second one later."""
+def test_the_second_node_may_come_later_than_the_timeout_of_ddp(tmp_path):
+    """torchrun waits, before it starts a rank."""
     both = f"{NODES}wait".replace("29500", str(free_port()))
-    # Longer than the timeout of ddp.py: torchrun waits, before it starts a rank.
     late = both.replace(" &\n", " &\nsleep 25\n", 1)
     output = run_nameless(late, copy_programs(tmp_path / "my lesson"))
-    assert "[rank 3] last weights: sum 2.2" in output and "replicas identical: True" in output
-    seen = [number for rank in range(4) for number in images(output, rank)[0]]
-    assert sorted(seen) == [*range(16)]
+    assert "[rank 0] last weights: sum 2.2" in output and "replicas identical: True" in output
 
 
-# --- Numbers and sheet -------------------------------------------------------------------------
+# --- Numbers and questions ---------------------------------------------------------------------
 
 
 def test_worked_step_adds_up():
@@ -374,29 +369,28 @@ def test_worked_step_adds_up():
         rows = [share, losses, [sum(losses) / 2], gradients[rank], [sum(gradients[rank]) / 2]]
         rows += [[mean], [1 - 0.05 * mean]]
         for cells, wanted in zip(table, rows, strict=True):
-            shown = re.findall(r"(?<![\w-])-?\d+(?:\.\d+)?", cells[1 + rank])
-            assert [*map(float, shown)][-len(wanted) :] == wanted
+            found = re.findall(r"(?<![\w-])-?\d+(?:\.\d+)?", cells[1 + rank])
+            assert [*map(float, found)][-len(wanted) :] == wanted
 
 
 def test_times_of_the_ring_follow_from_the_formula():
     size = 4 * 11_217_552
-    found = re.findall(r"^\| (\d+) Gb/s \| ([\d.]+) ms \| ([\d.]+) ms \|$", PAGE.text, re.M)
+    found = re.findall(r"^\| (\d+) Gb/s \| ([\d.]+) ms \| ([\d.]+) ms \|$", HOMEWORK.text, re.M)
     assert len(found) == 3
     for rate, *times in found:
-        for n, shown in zip((2, 4), times, strict=True):
+        for n, time in zip((2, 4), times, strict=True):
             milliseconds = 2 * (n - 1) / n * size * 8 / (float(rate) * 1e9) * 1e3
-            assert float(shown) == pytest.approx(milliseconds, rel=0.01)
+            assert float(time) == pytest.approx(milliseconds, rel=0.01)
 
 
-def test_page_sheet_and_answers_number_the_same_questions():
-    questions, answers = (re.findall(r"^(\d+)\. ", page.text, re.M) for page in (SHEET, ANSWERS))
+def test_each_question_has_an_answer_and_a_place_in_the_plan():
+    questions = re.findall(r"^\*Question (\d+): ", PAGE.text + HOMEWORK.text, re.M)
+    answers = re.findall(r"^(\d+)\. ", TEACHER.text, re.M)
     assert questions == answers == [str(n + 1) for n in range(len(questions))]
-    named: list[int] = []
-    for first, word, last in re.findall(r"\*Questions? (\d+)(?: (to|and) (\d+))?", PAGE.text):
-        named += range(int(first), int(last if word else first) + 1)
-    assert [*map(str, named)] == questions
-    for number, text in re.findall(r"^\*Question (\d+): (.*?)\*$", PAGE.text, re.M | re.S):
-        assert f"\n{number}. {' '.join(text.split())}\n" in SHEET.text
+    planned: list[int] = []
+    for first, word, last in re.findall(r"\| (\d+)(?:( to |, )(\d+))? \|$", TEACHER.text, re.M):
+        planned += range(int(first), int(last if word else first) + 1)
+    assert [*map(str, planned)] == questions
 
 
 # --- What students get -------------------------------------------------------------------------
@@ -404,29 +398,18 @@ def test_page_sheet_and_answers_number_the_same_questions():
 
 @pytest.mark.guards("lesson-folder")
 def test_archive_has_what_students_need():
-    (command,) = (text for text in PAGE.commands if text.startswith("git archive"))
+    """All that its pages link to, and not the answers."""
+    (command,) = (text for text in TEACHER.commands if text.startswith("git archive"))
     packed = command.partition(" HEAD:docs/lesson ")[2].split()
-    needed = {"README.md", "sheet.md", "lesson.ipynb", "plain.py", "ddp.py"}
-    assert {*packed} == needed | {*re.findall(r"\w+\.png", PAGE.text)}
     assert all((LESSON / name).is_file() for name in packed)
-    (folder,) = re.findall(r"^git archive --format=zip --prefix=(\w+)/ ", command)
-    assert f"Students unpack it and go to the folder `{folder}`." in PAGE.text
-
-
-@pytest.mark.guards("lesson-notebook", "lesson-speed")
-def test_notebook_is_made_of_the_programs_and_runs_the_commands_of_the_page():
-    """If it differs, run docs/lesson/make_pages.py. Jupyter runs a cell as a file, as lines of the
-    shell, or as a script of bash. The tests above run these commands.
-    """
-    text = (LESSON / "lesson.ipynb").read_text()
-    assert text == MADE["notebook"]()
-    notebook = json.loads(text)
-    cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
-    (diff,) = blocks("The diff", "bash")
-    plain, ddp = (f"%%writefile {path.name}\n{path.read_text()}".rstrip("\n") for path in PROGRAMS)
-    speed = "\n".join(f"!{text.strip()}" for text in blocks(EXPERIMENTS[4], "bash"))
-    first = [plain, f"!{RUN_PLAIN}", ddp, f"!{RUN_DDP}", f"!{diff.strip()}", f"!{RUN_DDP}"]
-    assert cells == [*first, speed, f"%%bash\n{NODES}wait"]
+    assert {"README.md", "plain.py", "ddp.py", "check.py", "lesson.ipynb"} <= {*packed}
+    assert "teacher.md" not in packed
+    for name in packed:
+        if name.endswith(".md"):
+            links = {link.partition("#")[0] for link in PAGES[f"docs/lesson/{name}"].links}
+            inside = {link for link in links if link and not link.startswith("https://")}
+            assert inside <= {*packed}, name
+    assert command.startswith("git archive --format=zip --prefix=lesson/ ")
 
 
 @LONG

@@ -24,20 +24,21 @@ from torch.distributed.run import get_args_parser
 from analysis.logs import END, EPOCH, PREFIX, STEP, VALIDATION
 from support.datasets import numbered, write_images
 from support.launchers import copy_project
-from support.pages import LESSON, PAGES, README, RUNNING
+from support.pages import HOMEWORK, LESSON, PAGES, README, RUNNING
 from support.processes import LONG, ROOT, SCRIPT, base_env, new_test_id, start
 
 COMMANDS = "\n".join(text for page in PAGES.values() for text in page.commands)
 # Files that the reader makes, and one of pytorch/examples.
-MADE = ["make_coco.py", "demo_resnet50.py", "coco.sbatch", "mine.py", "examples/imagenet/main.py"]
+MADE = ["make_coco.py", "demo_resnet50.py", "coco.sbatch", "mine.py", "calls.py"]
+MADE += ["examples/imagenet/main.py"]
 LESSONS = ["ddp.py", "shard.py", "all_reduce.py"]  # what torchrun starts in docs/lesson
-STARTED = [SCRIPT.name, "tools/probe_link.py", "mine.py", *LESSONS]
+STARTED = [SCRIPT.name, "tools/probe_link.py", *MADE, *LESSONS]
 
 # A call is written down as its words, each ended by a zero byte, and a second one.
 PROGRAMS = """
 python python3 ./launch_single.sh ./launch_multinode.sh tests/run.sh tests/mutants.py source
 tools/environment.sh
-curl unzip torchrun sudo srun sbatch mpirun pip module apptainer docker sed grep diff git
+curl unzip torchrun sudo srun sbatch mpirun pip module apptainer docker sed grep diff cp git
 """
 NOTING = "\n".join(
     f"function {name} {{ printf '%s\\0' {name} \"$@\" '' >>calls; }}" for name in PROGRAMS.split()
@@ -189,7 +190,7 @@ def test_options_that_the_text_names_exist():
     known |= {*demo.make_parser()._option_string_actions}
     known |= {*get_args_parser()._option_string_actions}
     known |= {"--cpus-per-task", "--nv", "--gpus", "--shm-size", "--network", "--install"}
-    known |= {"--system-site-packages"}  # of python -m venv
+    known |= {"--system-site-packages", "--index-url"}  # of python -m venv, of pip
     for page in PAGES.values():
         assert {*re.findall(option, page.prose)} - known == set(), page.name
 
@@ -221,7 +222,7 @@ def test_variables_that_a_network_sets():
 
 
 def test_tables_of_steps_name_the_marked_functions():
-    """README's, and the lesson's, which has more words in a cell."""
+    """README's, and that of the lesson's homework, which has more words in a cell."""
     functions, marked = [], {}
     for name, number in re.findall(r"^ *def (\w+)|# DDP (\d)/6", SCRIPT.read_text(), re.MULTILINE):
         functions += [name] * bool(name)
@@ -243,7 +244,7 @@ def test_size_of_the_gradients_and_step_of_powersgd_are_those_of_the_code():
         model = torchvision.models.resnet18(num_classes=80)
     count = sum(map(torch.numel, model.parameters()))
     text = f"has {count:,} weights. In fp32 a gradient has 4 bytes, so all gradients are"
-    assert f"{text} **{4 * count / 1e6:.1f} MB**." in PAGES[LESSON].text
+    assert f"{text} **{4 * count / 1e6:.1f} MB**." in PAGES[HOMEWORK].text
     assert f", starting at step {demo.UNMEASURED_STEPS + 1}, " in PAGES[RUNNING].text
 
 
@@ -262,8 +263,8 @@ def test_messages_of_the_fault_table_are_those_of_the_code():
 
 
 def page_of(name: str) -> str:
-    """Where a reader comes from: README, or the lesson's page for its sheet and answers."""
-    return README if name.count("/") == 1 or name == LESSON else LESSON
+    """Where a reader comes from: README, or the lesson's page for the other pages of students."""
+    return LESSON if name in (HOMEWORK, "docs/lesson/parallel.md") else README
 
 
 @pytest.mark.guards("page-link")
@@ -283,7 +284,8 @@ def test_links_resolve_and_lead_there_and_back():
             above = page_of(page.name)
             assert os.path.relpath(page.name, os.path.dirname(above)) in PAGES[above].links
             back = os.path.relpath(ROOT / above, folder)
-            assert any(link.startswith(back) for link in page.links), page.name
+            if page.name != LESSON:  # students get it without README
+                assert any(link.startswith(back) for link in page.links), page.name
 
 
 # --- Own data, own model -----------------------------------------------------------------------

@@ -118,7 +118,7 @@ def test_pages_state_the_minutes_that_the_script_prints(explained):
     )
     tree = rows["4, 924, 256: a tree"]
     prose = {name: page.prose.replace("\n", " ") for name, page in PAGES.items()}
-    answers, page = PAGES["docs/lesson/answers.md"].text, prose["docs/networks.md"]
+    answers, page = PAGES["docs/lesson/teacher.md"].text, prose["docs/networks.md"]
     for reported, report, stated, text in (
         (" 8.8 min ", ring, "at most [about 9 minutes](", prose["README.md"]),
         ("230 min more", explained, "Of the 230 minutes' difference", prose["README.md"]),
@@ -132,8 +132,7 @@ def test_pages_state_the_minutes_that_the_script_prints(explained):
         (" 5.5 min ", tree, " are 5.5 in a tree", answers),
     ):
         assert reported in report and stated in text, (reported, stated)
-    for name in ("README", "sheet"):
-        assert "for 924 steps" in prose[f"docs/lesson/{name}.md"]
+    assert "for 924 steps" in prose["docs/lesson/homework.md"]
 
 
 def test_steps_of_the_talk_and_of_its_repetition():

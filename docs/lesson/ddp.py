@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # SGD would import it later, and so keep the group alive
+import torch.distributed.nn  # see the last lines
 from torch.nn import AdaptiveAvgPool2d, Conv2d, Flatten, Linear, ReLU, Sequential
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -84,16 +84,18 @@ for epoch in range(EPOCHS):
     dist.all_reduce(results)
     n, loss_sum, right = results.tolist()
     if rank == 0:
-        say(f"epoch {epoch}, all ranks: loss {loss_sum / n:.4f}, {int(right)} of {int(n)} right")
+        say(f"epoch {epoch}: loss {loss_sum / n:.4f}, {int(right)} of {int(n)} right")
 seconds = (time.perf_counter() - start) / (EPOCHS - 1)
 weights = parameters_to_vector(model.parameters()).detach()  # numbers without gradients
-say(f"last weights: sum {weights.sum():.4f}")
 everyone = [torch.zeros_like(weights) for _ in range(world_size)]  # space to receive in
 dist.all_gather(everyone, weights)
 if rank == 0:
     identical = all(torch.equal(weights, other) for other in everyone)  # bit for bit
+    say(f"last weights: sum {weights.sum():.4f}")
     say(f"seconds an epoch: {seconds:.4f}")
     say(f"replicas identical: {identical}")
-# Gloo's threads end once nothing refers to the group. Those still running could crash Python.
+
+# Not part of the six changes. Gloo's threads end once nothing refers to the group; SGD, too, would
+# refer to it, by importing torch.distributed.nn later. A thread that still runs can crash Python.
 del ddp, outputs, loss
 dist.destroy_process_group()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the lesson's notebook, from plain.py and ddp.py, and draws its two pictures:
+"""Writes the lesson's notebook, from its pages and programs, and draws its two pictures:
 
 python docs/lesson/make_pages.py    # needs matplotlib
 """
@@ -7,66 +7,106 @@ python docs/lesson/make_pages.py    # needs matplotlib
 from __future__ import annotations
 
 import json
+import re
+from base64 import b64encode
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 
 # ---- The notebook
 
-TORCHRUN = "torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=2 ddp.py"
-NODE = (
-    "torchrun --nnodes=2 --node_rank={} --nproc_per_node=2 --rdzv_id=123 --rdzv_backend=static "
-    "--rdzv_endpoint=127.0.0.1:29500 ddp.py"
-)
-INTRODUCTION = """# DDP in a notebook
+INTRODUCTION = """# The lesson as a notebook
 
-The programs and commands of the lesson, for Jupyter or Colab (untested on Colab). They need
-PyTorch and no GPU. `docs/lesson/make_pages.py` writes this file.
+It needs PyTorch and no GPU. On Colab (untested there) upload this file.
+`docs/lesson/make_pages.py` writes it, from the pages and programs of the lesson.
 
 A notebook is one process, and DDP needs several. So a cell with `%%writefile` writes a program,
-and a cell with `!` starts it."""
-EXPERIMENTS = """## Experiments
+and a cell with `!` starts it. Run all cells from the first one on.
 
-For each experiment, write down what you expect. Change the cell that begins with
-`%%writefile ddp.py`, run it, then run the next cell. The sheet counts the lines of the file, so do
-not count the line `%%writefile`. In the end undo the change."""
-SPEED = """## Speed
+- You write your program in the cell that begins with `%%writefile mine.py`. Change it, run it,
+  then run the next cell.
+- In an experiment, a cell with `change` writes a changed copy. There is nothing to undo."""
+CHANGE = '''from pathlib import Path
 
-Set `WIDTH = 4096` in both programs, and run the two cells that write them. Then:"""
-NODES = """## Two nodes
 
-Both nodes are this machine. `&` starts a command without waiting for it; `wait` waits for both."""
+def change(program, old, new):
+    """Writes changed_plain.py or changed_ddp.py: the program with `new` in place of `old`."""
+    text = Path(program).read_text()
+    assert text.count(f"\\n{old}\\n") == 1, f"not once in {program}: {old}"
+    Path(f"changed_{program}").write_text(text.replace(f"\\n{old}\\n", f"\\n{new}\\n"))'''
+PROGRAM = re.compile(r"\b(?:plain|ddp)\.py")
+
+
+def write(name: str, text: str) -> tuple[str, str]:
+    return "code", f"%%writefile {name}\n{text.rstrip()}"
+
+
+def run(commands: str, changed: set[str]) -> list[tuple[str, str]]:
+    """Cells for the commands of a block: of programs that were changed, the changed ones."""
+    commands = PROGRAM.sub(
+        lambda found: f"changed_{found[0]}" if found[0] in changed else found[0], commands
+    )
+    plain, ddp = ((FOLDER / name).read_text() for name in ("plain.py", "ddp.py"))
+    if commands.startswith("cp plain.py mine.py\n"):
+        return [write("mine.py", plain), *run(commands.partition("\n")[2], changed)]
+    before = [write("ddp.py", ddp)] if commands.startswith("diff plain.py ddp.py\n") else []
+    return [*before, ("code", "\n".join(f"!{line}" for line in commands.splitlines()))]
+
+
+def edit(diff: str, programs: set[str]) -> tuple[str, str]:
+    """A cell that makes the change of a diff."""
+    old, new = (
+        "\n".join(line[1:] for line in diff.splitlines() if line[0] != other) for other in "+-"
+    )
+    old, new = (repr(text) if '"' in text else f'"{text}"' for text in (old, new))
+    calls = (f'change(\n    "{name}",\n    {old},\n    {new},\n)' for name in sorted(programs))
+    return "code", "\n".join(calls)
 
 
 def cells() -> list[tuple[str, str]]:
     """Kind and text of each cell of the notebook."""
-    plain, ddp = ((FOLDER / name).read_text().rstrip("\n") for name in ("plain.py", "ddp.py"))
-    return [
-        ("markdown", INTRODUCTION),
-        ("markdown", "## One process"),
-        ("code", f"%%writefile plain.py\n{plain}"),
-        ("code", "!python plain.py"),
-        ("markdown", "## Two processes"),
-        ("code", f"%%writefile ddp.py\n{ddp}"),
-        ("code", f"!{TORCHRUN}"),
-        ("markdown", "## The six changes"),
-        ("code", "!diff plain.py ddp.py"),
-        ("markdown", EXPERIMENTS),
-        ("code", f"!{TORCHRUN}"),
-        ("markdown", SPEED),
-        ("code", f"!OMP_NUM_THREADS=1 python plain.py\n!OMP_NUM_THREADS=1 {TORCHRUN}"),
-        ("markdown", NODES),
-        ("code", f"%%bash\n{NODE.format(0)} &\n{NODE.format(1)} &\nwait"),
-    ]
+    made = [("markdown", INTRODUCTION)]
+    made += [write(name, (FOLDER / name).read_text()) for name in ("plain.py", "check.py")]
+    made.append(("code", CHANGE))
+    pages = [(FOLDER / name).read_text() for name in ("README.md", "homework.md")]
+    pages[0] = re.sub(r"## Set-up\n.*?(?=## First run)", "", pages[0], flags=re.DOTALL)
+    nodes, changed = "", set()
+    for part in re.split(
+        r"^(```\w+\n.*?^```\n)", "\n".join(pages), flags=re.DOTALL | re.MULTILINE
+    ):
+        _, _, text = part.removeprefix("```").removesuffix("```\n").partition("\n")
+        if part.startswith("```bash\ntorchrun --nnodes=2"):  # both nodes in one cell
+            nodes += f"{text.strip()} &\n"
+            if nodes.count("&") == 2:
+                made.append(("code", f"%%bash\n{nodes}wait"))
+        elif part.startswith("```bash"):
+            made += run(text, changed)
+        elif part.startswith("```diff"):
+            programs = {*PROGRAM.findall(made[-1][1].rpartition("\n\n")[2])}
+            changed |= programs
+            made.append(edit(text, programs))
+        elif part.startswith("```python"):
+            made.append(write("calls.py", text))
+        elif part.strip():
+            changed = set() if re.search(r"^#", part, re.MULTILINE) else changed
+            if made[-1][0] == "markdown":
+                made[-1] = "markdown", f"{made[-1][1]}\n\n{part.strip()}"
+            else:
+                made.append(("markdown", part.strip()))
+    return made
 
 
 def notebook() -> str:
-    """The text of lesson.ipynb: cells without output, in format 4.5."""
+    """The text of lesson.ipynb: cells without output, in format 4.5, and its pictures."""
     found = []
     for number, (kind, text) in enumerate(cells()):
         cell: dict[str, object] = {"cell_type": kind, "id": f"cell{number}", "metadata": {}}
         if kind == "code":
             cell |= {"execution_count": None, "outputs": []}
+        if pictures := re.findall(r"\]\((\w+\.png)\)", text):
+            data = {name: b64encode((FOLDER / name).read_bytes()).decode() for name in pictures}
+            cell["attachments"] = {name: {"image/png": data[name]} for name in pictures}
+            text = re.sub(r"\]\((\w+\.png)\)", r"](attachment:\1)", text)
         cell["source"] = text.splitlines(keepends=True)
         found.append(cell)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}

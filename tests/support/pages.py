@@ -7,6 +7,7 @@ import re
 from support.processes import ROOT
 
 README, RUNNING, LESSON = "README.md", "docs/running.md", "docs/lesson/README.md"
+HOMEWORK = "docs/lesson/homework.md"
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -1,0 +1,308 @@
+"""Which of the six changes is missing? python check.py mine.py
+
+torchrun starts the program with two ranks, and plain.py runs beside it. Both are judged by what
+they do: the images that the model gets, the weights and gradients of each step, and the lines
+`epoch N: loss ...` and `last weights`. Rank 1 gets another seed, so that different first weights
+show. Both ranks have local rank 0, as on two nodes.
+"""
+
+import contextlib
+import faulthandler
+import inspect
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import zlib
+from itertools import chain
+from pathlib import Path
+
+HANGS = 20  # seconds
+TORCHRUN = "-m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc_per_node=2"
+LOSS = re.compile(r"epoch (\d+).* loss (\S+), \d+ of (\d+) right")
+WEIGHTS = re.compile(r"last weights: sum (\S+)")
+QUESTIONS = {
+    "1": "What does torchrun tell each process, and where?",
+    "2": "Which call connects the processes?",
+    "3": "Who gives a rank its images, how many in a step, and what changes with the epoch?",
+    "4": "Whose weights should all ranks begin with, and what copies them?",
+    "5": "What must the forward pass go through, so that backward averages the gradients?",
+    "4 or 5": "Which model does DDP wrap, and which do you call?",
+    "6": "How does a rank get the results of the others, and which rank prints?",
+}
+
+
+def watch(program, out):
+    """Runs the program in this process. `out`, a file that is written line by line, gets what it
+    prints, what it does (in JSON), and the line where it is stopped.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.nn.modules.module import register_module_forward_pre_hook
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    from torch.utils.data import distributed  # its sampler may ask for the rank
+
+    rank = int(os.environ.get("RANK", 0))
+    Environ, seed, get_rank = type(os.environ), torch.manual_seed, dist.get_rank
+    init_process_group, init_ddp = dist.init_process_group, DistributedDataParallel.__init__
+
+    def note(*words):
+        out.write(f"\n{json.dumps(['note', *words])}\n")
+
+    class Watched(Environ):
+        def __getitem__(self, name):
+            note(name)
+            return super().__getitem__(name)
+
+    def join(*arguments, **options):
+        note("join")
+        os.environ.__class__ = Environ  # PyTorch reads RANK, too
+        init_process_group(*arguments, **options)
+        os.environ.__class__ = Watched
+
+    def wrap(*arguments, **options):
+        note("DDP")
+        init_ddp(*arguments, **options)
+
+    def ask(*arguments):
+        if inspect.currentframe().f_back.f_code.co_filename in (program, distributed.__file__):
+            note("RANK")
+        return get_rank(*arguments)
+
+    def forward(module, inputs):
+        if torch.is_grad_enabled() and inputs and getattr(inputs[0], "shape", ())[1:2] == (1,):
+            note("images", [zlib.crc32(image.tobytes()) for image in inputs[0].cpu().numpy()])
+
+    def digest(tensors):
+        """Of all as one vector: length, and component in some direction. None of no tensor."""
+        if not tensors:
+            return None
+        vector = torch.cat([tensor.detach().flatten().double().cpu() for tensor in tensors])
+        return [vector.norm().item(), (vector @ torch.arange(len(vector)).double().cos()).item()]
+
+    def step(optimizer, *_):
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        note("step", digest(weights), digest(gradients))
+
+    torch.manual_seed = torch.random.manual_seed = lambda number: seed(number + rank)
+    dist.init_process_group, dist.get_rank, DistributedDataParallel.__init__ = join, ask, wrap
+    register_module_forward_pre_hook(forward)
+    register_optimizer_step_pre_hook(step)
+    os.environ["LOCAL_RANK"], os.environ.__class__ = "0", Watched
+    sys.argv, sys.path[0] = [program], str(Path(program).parent)
+    faulthandler.enable(out)
+    faulthandler.register(signal.SIGTERM, out, chain=True)  # torchrun ends the other rank so
+    # The first optimizer makes PyTorch import more, for seconds: they are not the program's.
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    faulthandler.dump_traceback_later(HANGS, exit=True, file=out)
+    with contextlib.redirect_stdout(out):
+        try:
+            runpy.run_path(program, run_name="__main__")
+            note("end")
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            line = [frame.lineno for frame in frames if frame.filename == program][-1]
+            text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+            note("error", time.time(), line, text)
+            sys.exit(1)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+class Process:
+    """What a process did, from its file."""
+
+    def __init__(self, program, path):
+        self.text = Path(path).read_text() if Path(path).exists() else ""
+        self.losses, self.weights = LOSS.findall(self.text), WEIGHTS.findall(self.text)
+        self.did, self.steps, images = {}, [], []
+        for line in re.findall(r'^\["note", .*', self.text, re.M):
+            _, what, *words = json.loads(line)
+            self.did[what] = words
+            if what == "images":
+                images = words[0]
+            elif what == "step":
+                self.steps.append((images, *words))
+        places = re.findall(rf'"{re.escape(program)}", line (\d+)', self.text)
+        self.order, line, self.error = self.did.get("error", (1e99, int([*places, 0][0]), ""))
+        self.place = "its end" if "end" in self.did else "unknown line"
+        if line:
+            code = Path(program).read_text(errors="replace").splitlines()[line - 1]
+            self.place = f"line {line}, `{code.strip()}`"
+        by_a_signal = not places or "Fatal Python error" in self.text
+        if by_a_signal and not self.error and "end" not in self.did:
+            self.order, self.error = 0, "A rank was killed."
+
+    def epoch(self, number, epochs):
+        """The images of each step in this epoch of so many."""
+        length = len(self.steps) // epochs
+        return [images for images, *_ in self.steps[number * length : (number + 1) * length]]
+
+
+def stopped(ranks):
+    """Lines that say where the ranks were, unless they came to their end: the cause first."""
+    if all("end" in rank.did for rank in ranks):
+        return []
+    order = sorted((rank.order, number, rank) for number, rank in enumerate(ranks))
+    (_, one, cause), (_, other, rank) = order
+    hangs = any("\nTimeout (" in rank.text for rank in ranks)
+    lines = [f"It hangs for {HANGS} s." if hangs else f"It fails. {cause.error}"]
+    lines += [f"    Rank {one}: {cause.place}", f"    Rank {other}: {rank.place}"]
+    if hangs or cause.order == 0:
+        lines.append("    Do all ranks make the same collective calls in the same order?")
+    return lines
+
+
+def untrained(rank):
+    """Why its weights stay as they are; nothing if they do not."""
+    if not rank.steps:
+        return "It never trains: optimizer.step() is not called."
+    if any(None in step for step in rank.steps):
+        return "It never trains: the weights that the optimizer has get no gradients."
+    if len(rank.steps) > 1 and rank.steps[0][1] == rank.steps[-1][1]:
+        return "It never trains: optimizer.step() leaves the weights as they are."
+    return ""
+
+
+def same(one, other):
+    """Whether two digests are those of equal vectors, except for rounding."""
+    return all(abs(a - b) <= 1e-3 * max(one[0], other[0]) for a, b in zip(one, other, strict=True))
+
+
+def shares(ranks, plain):
+    """What is wrong with the images of the ranks; nothing if they are right."""
+    epochs = len(plain.losses)
+    one, two, wanted = ([p.epoch(n, epochs) for n in range(epochs)] for p in (*ranks, plain))
+    mine, other, every = (set().union(*some[0]) for some in (one, two, wanted))
+    if both := mine & other:
+        return f"In epoch 0 both ranks train on the same {len(both)} images."
+    if nobody := every - mine - other:
+        return f"In epoch 0 no rank trains on {len(nobody)} of the images."
+    if (size := len(one[0][0]) + len(two[0][0])) != len(wanted[0][0]):
+        return f"A step of both ranks has {size} images, one of plain.py {len(wanted[0][0])}."
+    if one[0] == one[-1]:
+        return "The last epoch has the same images in the same order as the first one."
+    for steps in zip(chain(*one), chain(*two), chain(*wanted), strict=False):
+        if {*steps[0], *steps[1]} != {*steps[2]}:
+            return "A step of both ranks has other images than plain.py's."
+    return ""
+
+
+def replicas(ranks, plain, whole):
+    """{change: what is wrong} with weights and gradients; `whole`: the images are right."""
+    weights, gradients = ([p.steps[0][n] for p in (*ranks, plain)] for n in (1, 2))
+    found = {}
+    if not same(*weights[:2]):
+        found["4"] = "Before the first step the ranks have different weights."
+    if not all(same(a[2], b[2]) for a, b in zip(*(rank.steps for rank in ranks), strict=False)):
+        found["5"] = "After backward the ranks have different gradients."
+    if len(found) == 2 and "DDP" in ranks[0].did:
+        return {"4 or 5": "DDP is made, but weights and gradients of the ranks differ."}
+    if whole and not found and same(*weights[1:]) and not same(*gradients[1:]):
+        times = gradients[0][0] / gradients[2][0]
+        found["5"] = f"After the first backward the gradients are {times:.3g} times plain.py's."
+    return found
+
+
+def results(ranks, plain):
+    """What is wrong with the lines of the results; nothing if they are right."""
+    losses = ranks[0].losses + ranks[1].losses
+    images = sum(len(step) for rank in ranks for step in rank.epoch(0, len(plain.losses)))
+    count = {f"epoch {n}: loss": [line[0] for line in losses].count(n) for n, *_ in plain.losses}
+    count["last weights"] = len(ranks[0].weights + ranks[1].weights)
+    for line, times in count.items():
+        if times != 1:
+            return f"`{line} ...` is printed {times} times, not once."
+    if images and images != int(losses[0][2]):
+        return f"The line of epoch 0 is about {losses[0][2]} images, but the ranks had {images}."
+    return ""
+
+
+def judge(ranks, plain):
+    """Lines that say what is wrong; none if the program is complete."""
+    trouble, found = stopped(ranks), {}
+    idle = next(filter(None, map(untrained, ranks)), "")
+    if not all("RANK" in rank.did for rank in ranks):
+        found["1"] = "The program does not read its rank."
+        if "LOCAL_RANK" in ranks[0].did:
+            found["1"] = "It reads LOCAL_RANK, which is 0 in both processes if each has a node."
+    if not all("join" in rank.did for rank in ranks):
+        found["2"] = "init_process_group is not called."
+    if not trouble and not idle:
+        found["3"] = shares(ranks, plain)
+    if not idle:
+        found |= replicas(ranks, plain, whole=not trouble and not found["3"])
+    if not trouble:
+        found["6"] = results(ranks, plain)
+    lines = trouble or [line for line in [idle] if line]
+    for change, what in found.items():
+        if what:
+            name = f"Change {change}" if len(change) == 1 else f"One of {change}"
+            lines += [f"{name} is missing. {what}", f"    {QUESTIONS[change]}"]
+    if lines:
+        return lines
+    names = [f"loss of epoch {epoch}" for epoch, *_ in plain.losses] + ["sum of the last weights"]
+    for name, own, wanted in zip(names, figures(ranks), figures([plain]), strict=False):
+        if not abs(own - wanted) < 0.02:
+            lines = [f"The {name} is {own:.4f}, plain.py's is {wanted:.4f}."]
+            if not same(ranks[0].steps[0][1], plain.steps[0][1]):
+                lines.append("    What made plain.py's first weights?")
+            elif not same(ranks[0].steps[-1][1], plain.steps[-1][1]):
+                lines.append("    What else did you change in a step?")
+            else:
+                lines.append(f"    {QUESTIONS['6']}")
+            return lines
+    return []
+
+
+def figures(processes):
+    """The losses, by epoch, and the sum of the last weights."""
+    losses = sorted((int(line[0]), float(line[1])) for p in processes for line in p.losses)
+    return [loss for _, loss in losses] + [float(text) for p in processes for text in p.weights]
+
+
+def main():
+    if sys.argv[1:2] == ["--watch"]:
+        with open(f"{sys.argv[3]}/{os.environ.get('RANK', 'plain')}", "w", buffering=1) as out:
+            watch(sys.argv[2], out)
+        return
+    if len(sys.argv) != 2:
+        sys.exit("usage: python check.py mine.py")
+    program, plain = str(Path(sys.argv[1]).resolve()), str(Path(__file__).with_name("plain.py"))
+    try:
+        compile(Path(program).read_bytes(), program, "exec")
+    except OSError as error:
+        sys.exit(f"{sys.argv[1]}: {error.strerror}")
+    except SyntaxError as error:
+        sys.exit(f"{sys.argv[1]}, line {error.lineno}: {error.msg}")
+    with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        runs = [
+            subprocess.Popen([sys.executable, *words], env=env, stdout=log, stderr=log)
+            for words in (
+                [*TORCHRUN.split(), __file__, "--watch", program, folder],
+                [__file__, "--watch", plain, folder],
+            )
+        ]
+        for run in runs:
+            run.wait()
+        reference = Process(plain, f"{folder}/plain")
+        ranks = [Process(program, f"{folder}/{rank}") for rank in (0, 1)]
+        if not reference.losses or not reference.weights or not all(rank.text for rank in ranks):
+            log.seek(0)
+            sys.exit(f"{log.read()}\ntorchrun or plain.py fails: see above.")
+    lines = judge(ranks, reference)
+    print("\n".join(lines) or "Complete. Start it with 4 ranks, too: are the figures the same?")
+    sys.exit(1 if lines else 0)
+
+
+if __name__ == "__main__":
+    main()

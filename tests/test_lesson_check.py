@@ -1,0 +1,309 @@
+"""docs/lesson/check.py says which of the six changes a program lacks, by what the program does."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+
+import pytest
+
+from support.forks import run_forked
+from support.processes import LONG, ROOT, WITH_LONG, start
+
+LESSON = ROOT / "docs" / "lesson"
+CHECK = runpy.run_path(str(LESSON / "check.py"))
+ANSWER = (LESSON / "ddp.py").read_text()
+# Runs a program as check.py does in each rank, as forks of one process that has loaded PyTorch.
+WATCH = """
+import os, runpy, sys
+
+def main():
+    check, program, path, seconds = sys.argv[1:]
+    watch = runpy.run_path(check)["watch"]
+    watch.__globals__["HANGS"] = float(seconds)
+    with open(f"{path}.{os.environ.get('RANK', 'plain')}", "w", buffering=1) as out:
+        watch(program, out)
+
+def run_and_exit(main):
+    main()
+    sys.exit()
+"""
+
+RANK = 'rank = int(os.environ["RANK"])'
+WORLD = 'world_size = int(os.environ["WORLD_SIZE"])'
+JOIN = 'dist.init_process_group("gloo", timeout=timedelta(seconds=20))'
+SAMPLER = "sampler = DistributedSampler(data, world_size, rank)"
+LOADER = "loader = DataLoader(data, batch_size=BATCH_SIZE // world_size, sampler=sampler)"
+WRAP = "ddp = DistributedDataParallel(model)"
+FORWARD = "outputs = ddp(images)"
+BACKWARD = "loss.backward()"
+SUM = "dist.all_reduce(results)"
+PRINT = 'if rank == 0:\n        say(f"epoch {epoch}: loss'
+ORDER = "sampler.set_epoch(epoch)"
+ALL_IMAGES = {
+    SAMPLER: "sampler = torch.utils.data.RandomSampler(data, generator=torch.Generator())",
+    ORDER: "sampler.generator.manual_seed(epoch)",
+}
+COPIED = "ddp = model\nfor p in model.parameters(): dist.broadcast(p.data, 0)"
+ADDED = f"{BACKWARD}\n        for p in model.parameters(): dist.all_reduce(p.grad)"
+OTHER = "import copy\nddp = DistributedDataParallel(copy.deepcopy(model))"
+SLICES = """numbers, images, labels = (x[rank::2] for x in (numbers, images, labels))
+        images, labels = images"""
+RANK_0_EVALUATES = """if rank == 0:
+        with torch.no_grad():
+            o, t = model(data.tensors[1]), data.tensors[2]
+            results = torch.tensor([16, 16 * cross_entropy(o, t), (o.argmax(1) == t).sum()])"""
+NO_BARRIER = """if rank == 0: time.sleep(2); torch.save(0, "no barrier.pt")
+torch.load("no barrier.pt")
+"""
+
+# Each program: what it has in place of lines of the answer, and what check.py says, in parts.
+FIRST = {
+    "the answer": ({}, []),
+    "without 1": (
+        {RANK: "rank = 0", WORLD: "world_size = 1", "range(world_size)": "range(2)"},
+        ["Change 1 is missing. ", "Change 3 is missing. ", "Change 6 is missing. "],
+    ),
+    "without 2": (
+        {JOIN: ""},
+        ["It fails. ValueError: Default process group", f"`{WRAP}`", "Change 2 is missing. "],
+    ),
+    "without 3": (
+        ALL_IMAGES,
+        ["Change 3 is missing. In epoch 0 both ranks train on the same 16 images."],
+    ),
+    "without 4": (
+        {"ddp = DistributedDataParallel(model": f"{WRAP[:-1]}, init_sync=False"},
+        ["Change 4 is missing. "],
+    ),
+    "without 5": ({FORWARD: "outputs = model(images)"}, ["Change 5 is missing. "]),
+    "without 6": ({SUM: ""}, ["Change 6 is missing. The line of epoch 0 is about 8 images"]),
+    "without 3 and 6": (
+        {**ALL_IMAGES, SUM: ""},
+        ["Change 3 is missing. ", "Change 6 is missing. "],
+    ),
+    "without 4 and 5": ({WRAP: "ddp = model"}, ["Change 4 is missing. ", "Change 5 is missing. "]),
+}
+OTHERS = {
+    "only 1 and 2": (
+        {**ALL_IMAGES, WRAP: "ddp = model", SUM: ""},
+        [f"Change {n} is missing. " for n in (3, 4, 5, 6)],
+    ),
+    "only 1 to 3": (
+        {WRAP: "ddp = model", SUM: ""},
+        [f"Change {n} is missing. " for n in (4, 5, 6)],
+    ),
+    # Right in another way
+    "gradients averaged by hand": ({WRAP: COPIED, BACKWARD: f"{ADDED}; p.grad /= 2"}, []),
+    "rank from the group": ({RANK: "", JOIN: f"{JOIN}\nrank = dist.get_rank()"}, []),
+    "shares by slices": (
+        {
+            **ALL_IMAGES,
+            LOADER: LOADER.replace(" // world_size", ""),
+            "images, labels = images": SLICES,
+        },
+        [],
+    ),
+    "two ranks written down": ({WORLD: "world_size = 2"}, []),
+    # Wrong
+    "local rank": (
+        {RANK: 'rank = int(os.environ["LOCAL_RANK"])'},
+        [
+            "Change 1 is missing. It reads LOCAL_RANK",
+            "Change 3 is missing. ",
+            "Change 6 is missing. ",
+        ],
+    ),
+    "shares by local rank": (
+        {SAMPLER: SAMPLER.replace("rank)", "local_rank)")},
+        ["Change 3 is missing. "],
+    ),
+    "shuffle beside the sampler": (
+        {LOADER: LOADER.replace("sampler=", "shuffle=True, sampler=")},
+        ["It fails. ValueError: sampler option is mutually exclusive with shuffle"],
+    ),
+    "shuffle in place of the sampler": (
+        {LOADER: LOADER.replace("sampler=sampler", "shuffle=True"), ORDER: "pass"},
+        ["Change 3 is missing. In epoch 0 both ranks train on the same 16 images."],
+    ),
+    "no set_epoch": (
+        {ORDER: "pass"},
+        ["Change 3 is missing. The last epoch has the same images"],
+    ),
+    "whole batch for each rank": (
+        {LOADER: LOADER.replace(" // world_size", "")},
+        ["Change 3 is missing. A step of both ranks has 16 images, one of plain.py 8."],
+    ),
+    "four ranks written down": (
+        {WORLD: "world_size = 4", "range(world_size)": "range(2)"},
+        ["Change 3 is missing. In epoch 0 no rank trains on 8 of the images."],
+    ),
+    "gradients added up": (
+        {WRAP: COPIED, BACKWARD: ADDED},
+        ["Change 5 is missing. After the first backward the gradients are 2 times plain.py's."],
+    ),
+    "gradients averaged, weights not copied": (
+        {WRAP: "ddp = model", BACKWARD: f"{ADDED}; p.grad /= 2"},
+        ["Change 4 is missing. "],
+    ),
+    "another model in DDP": (
+        {WRAP: OTHER, FORWARD: "outputs = model(images)"},
+        ["One of 4 or 5 is missing. "],
+    ),
+    "another model in the optimizer": ({WRAP: OTHER}, ["It never trains: the weights that the"]),
+    "no gradients": (
+        {BACKWARD: f"{BACKWARD}; optimizer.zero_grad()"},
+        ["It never trains: the weights that the optimizer has get no gradients."],
+    ),
+    "no step": (
+        {"optimizer.step()": "pass"},
+        ["It never trains: optimizer.step() is not called."],
+    ),
+    "a rate of 0": (
+        {"lr=0.5": "lr=0.0"},
+        ["It never trains: optimizer.step() leaves the weights"],
+    ),
+    "every rank prints": (
+        {PRINT: PRINT.replace("rank == 0", "True")},
+        ["Change 6 is missing. `epoch 0: loss ...` is printed 2 times, not once."],
+    ),
+    "nobody prints": (
+        {PRINT: PRINT.replace("rank == 0", "False")},
+        ["Change 6 is missing. `epoch 0: loss ...` is printed 0 times, not once."],
+    ),
+    "rank 0 alone evaluates": (
+        {SUM: RANK_0_EVALUATES},
+        ["The loss of epoch 0 is ", CHECK["QUESTIONS"]["6"]],
+    ),
+    "mean in place of sum": (
+        {SUM: f"{SUM}; results[1] /= 2"},
+        ["The loss of epoch 0 is 0.69", CHECK["QUESTIONS"]["6"]],
+    ),
+    "another rate": (
+        {"lr=0.5": "lr=1.0"},
+        ["The loss of epoch 1 is ", "What else did you change"],
+    ),
+    "another seed": (
+        {"torch.manual_seed(0)": "torch.manual_seed(5)"},
+        ["The loss of epoch 0 is ", "What made plain.py's first weights?"],
+    ),
+    "one rank's collective call": (
+        {SUM: f"if rank == 0: {SUM}"},
+        [f"`if rank == 0: {SUM}`", f"`{BACKWARD}`", "Do all ranks make the same collective calls"],
+    ),
+    "no barrier": (
+        {WRAP: f"{NO_BARRIER}{WRAP}"},
+        [
+            "It fails. FileNotFoundError: ",
+            '    Rank 1: line 63, `torch.load("no barrier.pt")`',
+        ],
+    ),
+    "joins in each step": (
+        {"optimizer.zero_grad()": JOIN},
+        ["It fails. ValueError: trying to initialize the default process group twice!"],
+    ),
+    "a rank is killed": (
+        {SUM: f"os.kill(os.getpid(), 9) if rank == 1 else {SUM}"},
+        ["It fails. A rank was killed.\n    Rank 1: "],
+    ),
+    "one step fewer": (
+        {"in loader:": "in list(loader)[rank:]:"},
+        [
+            "It hangs for ",
+            f"Rank 0: line 74, `{FORWARD}`",
+            f"Rank 1: line 84, `{SUM}`",
+        ],
+    ),
+}
+CASES = FIRST | OTHERS
+GUARDS = {
+    "without 1": "check-joining",
+    "without 4": "check-seed",
+    "without 6": "check-results",
+    "local rank": "check-local-rank",
+    "gradients added up": "check-sum",
+    "one step fewer": "check-hang",
+}
+
+
+def names(cases: dict[str, tuple]) -> list:
+    return [
+        pytest.param(name, marks=[pytest.mark.guards(GUARDS[name])] if name in GUARDS else [])
+        for name in cases
+    ]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory, request) -> dict[str, str]:
+    """What check.py says of each program whose test was chosen."""
+    chosen = [item.name for item in request.session.items if "said" in item.fixturenames]
+    folder = tmp_path_factory.mktemp("my lesson")
+    (folder / "watch.py").write_text(WATCH)
+    programs = {"plain": str(LESSON / "plain.py")}
+    for name in CASES if WITH_LONG else FIRST:
+        if not any(test.endswith(f"[{name}]") for test in chosen):
+            continue
+        text = ANSWER
+        for old, new in CASES[name][0].items():
+            assert text.count(old) == 1, (name, old)
+            text = text.replace(old, new)
+        program = folder / f"{name}.py"
+        program.write_text(text)
+        programs[name] = str(program)
+    runs = []
+    for name, program in programs.items():
+        seconds = 5 if name == "one step fewer" else 60
+        words = [LESSON / "check.py", program, folder / name, seconds]
+        runs.append((0 if name == "plain" else 2, words))
+    run_forked(runs, program=folder / "watch.py", expect=None, cwd=folder)
+    plain = CHECK["Process"](programs.pop("plain"), folder / "plain.plain")
+    found = {}
+    for name, program in programs.items():
+        ranks = [CHECK["Process"](program, folder / f"{name}.{rank}") for rank in (0, 1)]
+        found[name] = "\n".join(CHECK["judge"](ranks, plain))
+    return found
+
+
+def assert_says(text: str, wanted: list[str]) -> None:
+    """All of these parts, and of no other change that it lacks."""
+    assert bool(text) == bool(wanted), text
+    assert all(part in text for part in wanted), text
+    lacks = re.compile(r"(?:Change|One of) (.*?) is missing")
+    assert lacks.findall(text) == lacks.findall("\n".join(wanted)), text
+
+
+@pytest.mark.parametrize("name", names(FIRST))
+def test_each_of_the_six_changes_is_missed(said, name):
+    assert_says(said[name], FIRST[name][1])
+
+
+@LONG
+@pytest.mark.parametrize("name", names(OTHERS))
+def test_programs_that_differ_otherwise(said, name):
+    assert_says(said[name], OTHERS[name][1])
+
+
+def check(program: object, expect: int) -> str:
+    with start([sys.executable, LESSON / "check.py", program]) as started:
+        return started.finish(expect=expect).out
+
+
+def test_a_program_that_cannot_start_is_one_line(tmp_path):
+    program = tmp_path / "mine.py"
+    assert check(program, 1) == f"{program}: No such file or directory\n"
+    program.write_text("import torch\nfor\n")
+    assert check(program, 1) == f"{program}, line 2: invalid syntax\n"
+
+
+@LONG
+def test_by_torchrun(tmp_path):
+    """A path with a space, and a rank that torchrun ends when the other one fails."""
+    program = tmp_path / "my ddp.py"
+    program.write_text(ANSWER)
+    assert check(program, 0).startswith("Complete. ")
+    program.write_text(ANSWER.replace(SUM, f"time.sleep(9) if rank == 0 else 1 / 0; {SUM}"))
+    lines = check(program, 1).splitlines()
+    assert lines[0] == "It fails. ZeroDivisionError: division by zero"
+    assert [line[:10] for line in lines[1:]] == ["    Rank 1", "    Rank 0"]
+    assert all("line 84, `time.sleep(9)" in line for line in lines[1:])
