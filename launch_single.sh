@@ -5,7 +5,8 @@
 #   ./launch_single.sh --coco_image_path DIR --annotation_path FILE ...      arguments go to demo_coco_resnet18.py
 #   GPUS=4 ./launch_single.sh ...                   four processes (default 1); GPUS=all: one per GPU
 #   GPUS="1 2 4" ./launch_single.sh ...             a run with each number of processes, then their comparison: how much
-#                                                   faster? Without paths: 20 steps each, without validation
+#                                                   faster? Without paths: 20 steps each, without validation. Numbers
+#                                                   above that of the GPUs are skipped
 # Other environment variables and their defaults:
 #   REPEATS=1          with several numbers in GPUS: how many runs of each, in rounds; the logs are p1/r1/node0.log and so on
 #   RESTARTS=0         how many times to restart from the last checkpoint after a failure
@@ -25,17 +26,22 @@ leave_after_help "$@"
 NODE_RANK=0
 runs=
 most=0 # processes
+several=
+[ "$(wc -w <<<"${GPUS:-}")" -le 1 ] || several=yes
 for GPUS in ${GPUS:-1}; do
     set_processes GPUS "$@"
+    if [ -n "$several" ] && [ "$gpus" -gt 0 ] && [ "$GPUS" -gt "$gpus" ] &&
+        [ "$(option --device "$@")" != cpu ] && [ "$(option --backend "$@")" != gloo ]; then
+        say "note: no run with $GPUS processes: there are $gpus GPU(s) here"
+        continue
+    fi
     runs+="p$GPUS=$GPUS "
     most=$((GPUS > most ? GPUS : most))
 done
-[ "$most" -gt 0 ] || die "GPUS is '$GPUS': give a number of processes, or several, as in '1 2 4'"
+[ "$most" -gt 0 ] || die "GPUS leaves no run ('$GPUS'): give a number of processes, or several, as in '1 2 4'"
 set_threads "$most" # the same in all runs
 set_number RESTARTS 0 0 1000
 set_number REPEATS 1 1 1000
-several=
-[ "$(wc -w <<<"$runs")" -eq 1 ] || several=yes
 [ "$REPEATS" -eq 1 ] || [ -n "$several" ] || die "REPEATS repeats the runs of several GPUS, as in '1 2': give them"
 
 # check_scaling ARGUMENTS...: whether these runs can be compared, and what is compared.
@@ -44,9 +50,6 @@ check_scaling() {
     check_series GPUS "$runs" "$@"
     [ "$most" -le "$cores" ] ||
         say "note: there are fewer cores ($cores) than processes ($most): they share cores, and a step takes longer for that"
-    if [ "$gpus" -gt 0 ] && [ "$most" -gt "$gpus" ] && [ "$(option --device "$@")" != cpu ]; then
-        [ "$(option --backend "$@")" = gloo ] || die "GPUS has $most, but there are $gpus GPU(s) here"
-    fi
     global=$(option --global_batch_size "$@")
     if [ -z "$global" ]; then
         say "weak scaling: each process has --batch_size images in a step. More processes make a larger batch, which trains \
