@@ -324,7 +324,7 @@ LOCAL = "--standalone --local-addr=127.0.0.1"
 # One node of a SLURM job, which tells the launcher all that it needs.
 IN_STEP = "NNODES= MASTER_PORT= SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 "
 IN_STEP += "SLURM_STEP_NUM_NODES=1 SLURM_NODEID=0 SLURM_STEP_NODELIST=node7"
-OF_JOB = "--rdzv_endpoint=node7:20141 " + NCCL_FILE.replace("run/{}", "job7-step0/")
+OF_JOB = "--rdzv_endpoint=node7:20281 " + NCCL_FILE.replace("run/{}", "job7-step0/")
 PRINTED = guarded(  # fault, launcher, variables, options, words of each start, what none has
     ("", SINGLE, "GPUS=all CUDA_VISIBLE_DEVICES=0,2", "", "--nproc_per_node=2", "--checkpoint"),
     ("", SINGLE, "GPUS=all CUDA_VISIBLE_DEVICES=1,-1,0", "", "--nproc_per_node=1", "--resume"),
@@ -527,7 +527,7 @@ SEVERAL = guarded(  # fault, launcher, the runs, options, words
     ("", MULTINODE, "NETWORKS=a=lo b=lo", "--resume", "NETWORKS and --resume"),
     ("", SINGLE, "GPUS=2 1 2", "", "GPUS has p2 twice"),
     ("shares-are-whole", SINGLE, "GPUS=1 2", "--global-batch-size=3", "3 is not a multiple of 2"),
-    ("more-than-gpus", SINGLE, "GPUS=1 2", "--precision=bf16", "GPUS has 2, but there are 1 GPU"),
+    ("", SINGLE, "GPUS=2 4", "--precision=bf16", "GPUS leaves no run"),
 )
 
 
@@ -538,6 +538,20 @@ def test_what_several_runs_cannot_have_is_refused(folder, launcher, runs, option
     with launch(launcher, folder, *NO_SAMPLE, *options.split(), **own, **gpu) as started:
         run = started.finish(30, expect=1)
     assert re.search(f"error: .*{words}", run.lines()[-1]) and not starts(run.out)
+
+
+@guards("more-than-gpus")
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [("", [1, 2]), ("--device cpu", [1, 2, 4]), ("--backend=gloo", [1, 2, 4])],
+)
+def test_numbers_above_that_of_the_gpus_are_skipped_with_a_note(folder, stub, options, expected):
+    """With Gloo and on the CPU processes may share a device."""
+    settings = {"GPUS": "1 2 4", "CUDA_VISIBLE_DEVICES": "0,2", "PYTHON": stub}
+    with launch(SINGLE, folder, *NO_SAMPLE, *options.split(), **settings) as started:
+        out = started.finish(30).out
+    assert [int(n) for n in re.findall(r"^GIVEN.*--nproc_per_node=(\d)", out, re.M)] == expected
+    assert ("no run with 4 processes: there are 2 GPU" in out) == (expected == [1, 2])
 
 
 @guards("cores-whatever-threads")
