@@ -46,7 +46,7 @@ fi
 shell_scripts=(.ci/run)
 while IFS= read -r path; do
     shell_scripts+=("$path")
-done < <(find . -name '*.sh' -not -path './.*' -not -path './data/*' -not -path './logs/*')
+done < <(find . '(' -name '*.sh' -o -name '*.sbatch' ')' -not -path './.*' -not -path './data/*' -not -path './logs/*')
 "$bin/shellcheck" --external-sources "${shell_scripts[@]}"
 
 # More workers than cores, as some tests wait. A file's tests stay together, and with them what they share.

@@ -29,7 +29,7 @@ from support.processes import LONG, ROOT, SCRIPT, base_env, new_test_id, start
 
 COMMANDS = "\n".join(text for page in PAGES.values() for text in page.commands)
 # Files that the reader makes, and one of pytorch/examples.
-MADE = ["make_coco.py", "demo_resnet50.py", "coco.sbatch", "mine.py", "calls.py"]
+MADE = ["make_coco.py", "demo_resnet50.py", "mine.py", "calls.py"]
 MADE += ["examples/imagenet/main.py"]
 LESSONS = ["ddp.py", "shard.py", "all_reduce.py"]  # what torchrun starts in docs/lesson
 STARTED = [SCRIPT.name, "tools/probe_link.py", *MADE, *LESSONS]
@@ -86,6 +86,7 @@ def test_programs_take_the_arguments_of_the_commands(calls, monkeypatch):
     """The script's go to it through whatever launcher. A parser exits if it refuses them."""
     monkeypatch.chdir(ROOT)
     targets = {SCRIPT.name, "./launch_single.sh", "./launch_multinode.sh", *MADE, "--"}
+    targets |= {"docs/coco.sbatch", "docs/torchrun.sbatch"}
     parsed = []
     for call in calls:
         at = [i for i, word in enumerate(call) if word in targets]
@@ -131,7 +132,7 @@ def test_a_log_kept_by_hand_has_errors_and_leaves_the_exit_code():
 def test_files_that_commands_name_exist(calls):
     for call in calls:
         for part in call:
-            if re.fullmatch(r"(\./)?[\w/]+\.(sh|py|txt)", part) and part not in MADE:
+            if re.fullmatch(r"(\./)?[\w/]+\.(sh|sbatch|py|txt)", part) and part not in MADE:
                 folders = (ROOT, ROOT / "docs/lesson")  # the lesson's commands run there
                 assert any((folder / part).is_file() for folder in folders), part
                 assert not part.endswith(".sh") or os.access(ROOT / part, os.X_OK), part

@@ -1,4 +1,4 @@
-"""docs/networks.md: the talk explained, emulated runs judged, expected times, blocks by hand."""
+"""docs/networks.md: the talk explained, emulated runs judged, expected times, by hand."""
 
 from __future__ import annotations
 
@@ -172,11 +172,7 @@ def test_expected_times_are_those_of_the_projection(capsys):
         assert {(row[0], row[column]) for row in rows} <= {*found}
 
 
-BY_HAND = {
-    network: text
-    for text in PAGE.commands
-    for network in re.findall(r"^\( # (\w+), on both nodes$", text, re.MULTILINE)
-}
+(BY_HAND,) = [text for text in PAGE.commands if text.startswith("( # on both nodes\n")]
 # Each call, with the variables that choose the network.
 NOTING = """
 torchrun() { echo $(env | grep -E '^(NCCL|GLOO)_(NET|IB|SOCKET)' | sort) torchrun "$@"; }
@@ -185,9 +181,9 @@ tee() { while IFS= read -r line; do echo "$line"; done; }
 """
 
 
-def called_by_hand(network: str, **top: str) -> list[str]:
-    """The calls of a block, with other values of the variables at its top."""
-    text = BY_HAND[network]
+def called_by_hand(**top: str) -> list[str]:
+    """The calls of the block, with other values of the variables at its top."""
+    text = BY_HAND
     for name, value in top.items():
         text, found = re.subn(rf"^{name}=\S+", f"{name}={value}", text, flags=re.MULTILINE)
         assert found == 1
@@ -197,28 +193,31 @@ def called_by_hand(network: str, **top: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("network", ["Ethernet", "InfiniBand"])
-def test_a_block_by_hand_is_for_both_nodes(network):
+@pytest.mark.parametrize("network", ["ethernet", "infiniband"])
+def test_the_block_by_hand_is_for_both_nodes(network):
     """NODE_RANK, the interface and node 0's address stand at its top, and nowhere else."""
-    first = called_by_hand(network)
+    first = called_by_hand(NETWORK=network)
     top = {"NODE_RANK": "1", "IFNAME": "enp5s0", "MASTER_ADDR": "10.0.0.9"}
-    second = called_by_hand(network, **top)
+    second = called_by_hand(NETWORK=network, **top)
     assert len(first) == 4
     for one, two in zip(first, second, strict=True):
         one = re.sub("(rank=|node)0", r"\g<1>1", one.replace("10.0.0.1", "10.0.0.9"))
         assert one.replace("eth0", "enp5s0") == two
 
 
-def test_blocks_by_hand_have_ports_of_their_own():
-    assert BY_HAND.keys() == {"Ethernet", "InfiniBand"}
-    ports = re.findall(r":(295\d\d) ", "".join(BY_HAND.values()))
+@pytest.mark.guards("by-hand-network")
+def test_the_block_by_hand_names_the_network_and_each_start_has_a_port_of_its_own():
+    first, second = (called_by_hand(NETWORK=name) for name in ("ethernet", "infiniband"))
+    assert all("NCCL_IB_DISABLE=1 NCCL_NET=Socket NCCL_SOCKET" in first[n] for n in (0, 2))
+    adapter = "NCCL_IB_DISABLE=0 NCCL_IB_HCA==mlx5_0 NCCL_NET=IB NCCL_SOCKET"
+    assert all(adapter in second[n] for n in (0, 2))
+    ports = re.findall(r":(295\d\d) ", "".join(first + second))
     assert len(ports) == len({*ports}) == 4
-    assert "mlx4_0" in BY_HAND["InfiniBand"] and "mlx4_0" in PAGE.prose
 
 
 @LONG
-def test_blocks_by_hand_run_and_are_compared(tmp_path, sample, capsys):
-    """Those for Ethernet, on two nodes, with a small data set; one process a node."""
+def test_the_block_by_hand_runs_and_is_compared(tmp_path, sample, capsys):
+    """For Ethernet, on two nodes, with a small data set; one process a node."""
     options = (
         "--weights none --image_size 64 --batch_size 2 --num_epochs 1 --workers 0 --max_steps 6"
     )
@@ -226,7 +225,7 @@ def test_blocks_by_hand_run_and_are_compared(tmp_path, sample, capsys):
     with NamespacePair("200mbit") as nodes:
         started = []
         for node in (0, 1):
-            text = BY_HAND["Ethernet"].replace("10.0.0.1", nodes.addresses[0])
+            text = BY_HAND.replace("10.0.0.1", nodes.addresses[0])
             text = text.replace("NODE_RANK=0", f"NODE_RANK={node}")
             text = re.sub(r"^coco=.*$", f"coco=({words} {options})", text, flags=re.MULTILINE)
             text = text.replace("--max_steps 200", "").replace(
@@ -243,8 +242,8 @@ def test_blocks_by_hand_run_and_are_compared(tmp_path, sample, capsys):
     assert compare_logs.main([str(tmp_path / "ethernet" / "node0.log")]) == 0
 
 
-def test_a_block_by_hand_ends_at_what_fails_with_its_exit_code(tmp_path):
-    text = BY_HAND["Ethernet"].replace("logs=logs/", f"logs={tmp_path}/")
+def test_the_block_by_hand_ends_at_what_fails_with_its_exit_code(tmp_path):
+    text = BY_HAND.replace("logs=logs/", f"logs={tmp_path}/")
     failing = "torchrun() { echo cause >&2; return 7; }\npython() { echo too far; }\n"
     done = subprocess.run(["bash", "-c", failing + text], capture_output=True, text=True)
     assert done.returncode == 7 and done.stdout == "cause\n"

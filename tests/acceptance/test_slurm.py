@@ -29,9 +29,7 @@ from support.processes import (
 from support.slurm import SlurmCluster
 
 pytestmark = LONG
-# Of the page that describes SLURM, whatever its name: the batch job that goes on by itself.
-PAGES = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
-BATCH_SCRIPT = re.search(r"^```bash\n(#![^`]*#SBATCH.*?)^```$", PAGES, re.MULTILINE | re.DOTALL)[1]
+RUNNING = (ROOT / "docs/running.md").read_text()
 ONE_TASK = ["--nodes=2", "--ntasks-per-node=1"]
 
 
@@ -59,7 +57,7 @@ def assert_trained(run: Run, steps: int, hosts: list[str]) -> None:
 def test_srun_of_the_launcher_takes_its_settings_from_the_job(cluster, sample, tmp_path):
     """With the options that running.md shows for it."""
     for count in (1, 2):
-        assert f"RUN_NAME=nodes{count} srun --nodes={count} --ntasks-per-node=1 " in PAGES
+        assert f"RUN_NAME=nodes{count} srun --nodes={count} --ntasks-per-node=1 " in RUNNING
     command = [MULTINODE, *data_args(sample), *FAST, "--max_steps", 8]
     env = {"GPUS_PER_NODE": "1", "PROBE": "0"}
     run = cluster.run("srun", *ONE_TASK, *command, timeout=180, clean=10, env=env, cwd=tmp_path)
@@ -143,10 +141,28 @@ def test_launcher_in_a_batch_script_without_srun_is_refused_in_one_line(cluster,
     assert "error: " in line and "srun" in line
 
 
+@pytest.mark.guards("sbatch-torchrun")
+def test_bare_torchrun_in_a_batch_job_trains_on_both_nodes(cluster, sample, tmp_path):
+    """Each node's torchrun finds the other one by the job's own variables."""
+    out = tmp_path / "slurm.out"
+    # Gloo would take each node's own name, which is loopback here.
+    env = {"SBATCH_OUTPUT": str(out), "GLOO_SOCKET_IFNAME": cluster.pair.interface}
+    words = [*data_args(sample), *FAST, "--max_steps", 3]
+    job = cluster.submit(ROOT / "docs/torchrun.sbatch", *words, cwd=ROOT, env=env)
+    ended = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
+    wait_until(lambda: cluster.job(job)["JobState"] in ended, 240, "the end of the job")
+    run = Run(["sbatch"], 0, out.read_text(), 0)
+    assert cluster.job(job)["ExitCode"] == "0:0", run.tail()
+    assert sorted(run.json_line("Run")["hosts"]) == ["node0", "node1"]
+    assert_trained(run, 3, run.json_line("Run")["hosts"])
+
+
+@pytest.mark.guards("sbatch-requeue")
 def test_requeued_batch_job_resumes_and_loses_no_step(cluster, sample, tmp_path):
-    """The docs' script. SLURM warns it of its time limit with SIGUSR1."""
+    """SLURM warns docs/coco.sbatch of its time limit with SIGUSR1."""
     script, out = tmp_path / "job.sh", tmp_path / "slurm.out"
-    script.write_text(BATCH_SCRIPT.replace("./launch_multinode.sh", str(MULTINODE)))
+    text = (ROOT / "docs/coco.sbatch").read_text()
+    script.write_text(text.replace("./launch_multinode.sh", shlex.quote(str(MULTINODE))))
     test_id = new_test_id()
     env = {"SBATCH_OUTPUT": str(out), "GPUS_PER_NODE": "1", "RUN_NAME": tmp_path.name}
     env["PROBE"] = "0"

@@ -22,8 +22,7 @@ class Page:
     def __init__(self, name: str) -> None:
         self.name, self.text = name, (ROOT / name).read_text()
         blocks = [(m[1], m[2]) for m in FENCED.finditer(self.text)]
-        shell = [text for kind, text in blocks if kind == "bash"]
-        self.commands = [text for text in shell if not text.startswith("#!")]
+        self.commands = [text for kind, text in blocks if kind == "bash"]
         self.printed = [text for kind, text in blocks if kind == "text"]
         self.prose = FENCED.sub("", self.text)
         self.anchors = [*map(anchor, re.findall(r"^#+ (.*)$", self.prose, re.MULTILINE))]
