@@ -4,9 +4,8 @@
 #   ./launch_single.sh --max_steps 5                the same with a setting of your own
 #   ./launch_single.sh --coco_image_path DIR --annotation_path FILE ...      arguments go to demo_coco_resnet18.py
 #   GPUS=4 ./launch_single.sh ...                   four processes (default 1); GPUS=all: one per GPU
-#   GPUS="1 2 4" ./launch_single.sh ...             a run with each number of processes, then their comparison: how much
-#                                                   faster? Without paths: 20 steps each, without validation. Numbers
-#                                                   above that of the GPUs are skipped
+#   GPUS="1 2 4" ./launch_single.sh ...             a run with each number (none above that of the GPUs), then their
+#                                                   comparison. Without paths: 20 steps each, without validation
 # Other environment variables and their defaults:
 #   REPEATS=1          with several numbers in GPUS: how many runs of each, in rounds; the logs are p1/r1/node0.log and so on
 #   RESTARTS=0         how many times to restart from the last checkpoint after a failure
