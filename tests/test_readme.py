@@ -140,17 +140,18 @@ def test_files_that_commands_name_exist(calls):
 
 @LONG
 def test_readmes_first_commands_train_and_compare(tmp_path):
-    """On 64 of the 512 images."""
+    """On 64 of the 512 images, without COCO."""
     project = copy_project(tmp_path)
     drawing = project / "tools" / "make_sample_coco.py"
     drawing.write_text(drawing.read_text().replace("default=512", "default=64"))
     trains, *others = PAGES[README].commands
+    (alone,) = [text for text in others if "--checkpoint sample.pt" in text]
     (compares,) = [text for text in others if "compare_logs.py logs/two" in text]
     lines = [line for line in trains.splitlines() if not line.startswith("tests/")]
-    script = "\n".join(["set -eo pipefail; source() { true; }", *lines, compares])
+    script = "\n".join(["set -eo pipefail; source() { true; }", *lines, alone, compares])
     with start(["bash", "-c", script], cwd=project) as started:
         run = started.finish(600)
-    assert run.out.count("Cleanup complete") == 3
+    assert run.out.count("Cleanup complete") == 4
     first, second = map(float, re.findall(r"Epoch \d complete \| Avg loss: (\S+)", run.out)[:2])
     assert second < first
     assert re.search(r"Epoch 2 validation \| Top-1: \d", run.out)
