@@ -120,6 +120,7 @@ def main(place):
     args = parse_arguments(sys.argv[1:])
     read_environment(place)  # 1/6
     join_process_group(args, place)  # 2/6
+    keep_earlier_checkpoint(args, place)  # by another name, unless this run continues it
 
     # Rank 0 reads, every rank receives: only the images have to be on every node.
     log_from_rank_0(place, "Reading the annotations")
@@ -686,8 +687,6 @@ def check_start(args, place, train_set, val_set):
 
     Returns a digest of the sizes of some images, which tells resized images from the originals.
     """
-    # By a torchrun that starts its ranks again; another node's may have started its first ones.
-    place.restarts = max(all_gather(place.restarts))
     settings = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
     settings["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
     settings["--profile given"] = bool(args.profile)
@@ -700,8 +699,6 @@ def check_start(args, place, train_set, val_set):
             raise UserError("--val_image_path is given on rank 0 only: start all ranks alike")
         if val_set:
             check_images(args.val_image_path, val_set.names)
-        if args.checkpoint and place.rank == 0:
-            check_checkpoint(args.checkpoint)
     settings["sizes of the images"] = digest(sizes)
     if max(map(min, sizes), default=math.inf) < args.image_size:
         text = "the images are smaller than --image_size: prepared for a smaller one?"
@@ -763,6 +760,7 @@ MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]  # and In
 SRUN = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
 # What init_process_group needs of a process that meets nobody, with a port that is free (0).
 ALONE = dict(zip(TORCHRUN, "0101", strict=True)) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+ALONE["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # if a shell inside of a torchrun has it
 # A Mac's GPU, mps, is none of them: there one process trains without DDP and channels_last.
 DDP_DEVICES = ["cpu", "cuda"]
 PRECISIONS = ["fp32", "fp16", "bf16"]  # hardware that is fast in one is fast in those before it
@@ -950,7 +948,8 @@ def set_meeting_point(place):
         # So rank 0 opens another one. (On several nodes torchrun itself must not share its store:
         # --rdzv_backend=c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node.)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-        os.environ["MASTER_PORT"] = str(int(port) + place.restarts)
+        # (At a port far away: other jobs may have the next ones.)
+        os.environ["MASTER_PORT"] = str(1024 + (int(port) + 997 * place.restarts) % 64000)
 
 
 @contextmanager
@@ -1304,8 +1303,10 @@ def load_weights(place, model, source, train_set):
     log(place, f"Loading weights: --weights {source}")
     with as_user_error(f"--weights {source}: these are not weights of ResNet-18"):
         state = download_weights() if source == "imagenet" else read_file(source)
+        if not isinstance(state, dict):
+            raise UserError(f"--weights {source}: these are not weights of ResNet-18")
         names = list(train_set.categories.values())
-        their_names = state.get("categories", names)  # a checkpoint has more than weights
+        their_names = list(state.get("categories") or names)  # a checkpoint has more than weights
         state = state.get("model", state)
         if source == "imagenet" or len(state["fc.weight"]) != len(names) or their_names != names:
             text = f"the last layer, of {len(state['fc.weight'])} other classes, is left out"
@@ -1642,14 +1643,24 @@ def check_checkpoint(path):
 
 
 def keep_earlier_checkpoint(args, place):
-    """All ranks: rank 0 gives the file of an earlier run another name. Raises UserError."""
+    """All ranks: without --resume rank 0 gives an earlier run's file another name.
+
+    As soon as the ranks are connected: torchrun --max-restarts repeats the first command, and what
+    it then finds is of this run. Raises UserError, also if nothing can be saved there.
+    """
+    # By a torchrun that starts its ranks again; another node's may have started its first ones.
+    place.restarts = max(all_gather(place.restarts))
     path = args.checkpoint
-    with errors_end_all_ranks(), as_user_error(f"checkpoint {path} cannot be renamed"):
-        if path and place.rank == 0 and os.path.exists(path):
+    args.resume = args.resume or bool(path and place.restarts)
+    with errors_end_all_ranks():
+        if path and place.rank == 0:
+            check_checkpoint(path)
+        if path and place.rank == 0 and os.path.exists(path) and not args.resume:
             earlier = f"{path}.{time.strftime('%Y%m%d-%H%M%S')}"
             if os.path.exists(args.weights) and os.path.samefile(args.weights, path):
                 args.weights = earlier  # which rank 0 alone reads
-            os.replace(path, earlier)
+            with as_user_error(f"checkpoint {path} cannot be renamed"):
+                os.replace(path, earlier)
             log(place, f"{path} is of an earlier run: renamed to {earlier}")
 
 
@@ -1678,10 +1689,7 @@ def write_checkpoint(training, path):
 
 def read_checkpoint(args, place):
     """All ranks: what --checkpoint has; None if there is nothing to resume. Raises UserError."""
-    if place.restarts and args.checkpoint:  # torchrun --max-restarts repeats the first command
-        args.resume = True
     if not args.resume:
-        keep_earlier_checkpoint(args, place)
         return None
     path = args.checkpoint
     state = from_rank_0(lambda: read_file(path) if os.path.exists(path) else None)

@@ -110,7 +110,7 @@ OTHERS = {
     "local rank": (
         {RANK: 'rank = int(os.environ["LOCAL_RANK"])'},
         [
-            "Change 1 is missing. It reads LOCAL_RANK",
+            "Change 1 is missing. The program does not read its rank. It reads LOCAL_RANK",
             "Change 3 is missing. ",
             "Change 6 is missing. ",
         ],
@@ -174,11 +174,11 @@ OTHERS = {
     ),
     "rank 0 alone evaluates": (
         {SUM: RANK_0_EVALUATES},
-        ["The loss of epoch 0 is ", CHECK["QUESTIONS"]["6"]],
+        ["Change 6 is missing. The loss of epoch 0 is ", CHECK["QUESTIONS"]["6"]],
     ),
     "mean in place of sum": (
         {SUM: f"{SUM}; results[1] /= 2"},
-        ["The loss of epoch 0 is 0.69", CHECK["QUESTIONS"]["6"]],
+        ["Change 6 is missing. The loss of epoch 0 is 0.69", CHECK["QUESTIONS"]["6"]],
     ),
     "another rate": (
         {"lr=0.5": "lr=1.0"},

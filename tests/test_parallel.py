@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
 
 import pytest
 from torch.distributed.fsdp import FSDPModule
@@ -42,6 +45,20 @@ def table(head: str) -> list[list[str]]:
     text = PAGE.text.partition(f"| {head} |")[2].partition("\n\n")[0]
     lines = [line.strip("|").split("|") for line in text.splitlines()[2:]]
     return [[cell.strip() for cell in cells] for cells in lines]
+
+
+@pytest.mark.guards("page-project")
+def test_link_table_has_the_projection_and_the_speed_up_that_follows():
+    (command,) = [text for text in PAGE.commands if "--project" in text]
+    arguments = shlex.split(command)[1:]
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+    (alone,) = re.findall(r"beside (\d+) ms of data wait and compute", done.stdout)
+    assert f"about 2 · {alone} = {2 * int(alone)} ms" in PAGE.text
+    for link, all_reduce, step, speed_up in table("link"):
+        assert re.search(rf"\| {link} +\| +{all_reduce} \| +{step} \|", done.stdout)
+        together, by, ratio = re.findall(r"[\d.]+", speed_up)
+        assert together == str(2 * int(alone)) and f" {by} ms" in f" {step}"
+        assert float(ratio) == pytest.approx(float(together) / float(by), abs=0.006)
 
 
 def by_hand(method: str, ranks: int) -> tuple[int, int, int]:

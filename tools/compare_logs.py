@@ -39,7 +39,7 @@ from analysis.repeats import find_repeats, gather, say_difference
 from analysis.report import print_text, report, write_csv, write_json, write_report
 from analysis.runs import make_run
 from analysis.trace import read_traces
-from analysis.verdict import judge
+from analysis.verdict import judge, own_bytes
 
 
 def main(argv=None):
@@ -154,7 +154,7 @@ def compare_runs(runs, force=False, project_from=None):
         "same_training": alike,
         "says": [] if scaled else [*filter(None, (say_difference(base, run) for run in others))],
         "differences": unlike,
-        "same_wire": likeness.same_wire(runs),
+        "same_wire": likeness.same_wire([run for run in runs if not own_bytes(run)[0]]),
         "verdicts": {run.name: judge(run) for run in runs},
         "projections": {run.name: projection.project(run) for run in able},
         "projected": projection.projected(runs, project_from),

@@ -233,7 +233,7 @@ def judge(ranks, plain):
     if not all("RANK" in rank.did for rank in ranks):
         found["1"] = "The program does not read its rank."
         if "LOCAL_RANK" in ranks[0].did:
-            found["1"] = "It reads LOCAL_RANK, which is 0 in both processes if each has a node."
+            found["1"] += " It reads LOCAL_RANK, which is 0 in both processes if each has a node."
     if not all("join" in rank.did for rank in ranks):
         found["2"] = "init_process_group is not called."
     if not trouble and not idle:
@@ -252,14 +252,12 @@ def judge(ranks, plain):
     names = [f"loss of epoch {epoch}" for epoch, *_ in plain.losses] + ["sum of the last weights"]
     for name, own, wanted in zip(names, figures(ranks), figures([plain]), strict=False):
         if not abs(own - wanted) < 0.02:
-            lines = [f"The {name} is {own:.4f}, plain.py's is {wanted:.4f}."]
+            what = f"The {name} is {own:.4f}, plain.py's is {wanted:.4f}."
             if not same(ranks[0].steps[0][1], plain.steps[0][1]):
-                lines.append("    What made plain.py's first weights?")
-            elif not same(ranks[0].steps[-1][1], plain.steps[-1][1]):
-                lines.append("    What else did you change in a step?")
-            else:
-                lines.append(f"    {QUESTIONS['6']}")
-            return lines
+                return [what, "    What made plain.py's first weights?"]
+            if not same(ranks[0].steps[-1][1], plain.steps[-1][1]):
+                return [what, "    What else did you change in a step?"]
+            return [f"Change 6 is missing. {what}", f"    {QUESTIONS['6']}"]
     return []
 
 

@@ -71,7 +71,8 @@ def test_a_restart_of_a_run_that_failed_early_does_not_go_on_with_an_older_one(w
     """torchrun --max-restarts repeats the command, and the script then resumes."""
     words += ["--checkpoint", tmp_path / "c.pt", "--max_steps", 2]
     run_forked([(1, words)], program=QUICK)
-    run_forked([(1, [*words, "--weights", "gone.pt"])], program=QUICK, expect=2)
+    run_forked([(1, [*words, "--annotation_path", "gone.json"])], program=QUICK, expect=2)
+    assert len([*tmp_path.glob("c.pt.*")]) == 1 and not (tmp_path / "c.pt").exists()
     (run,) = run_forked([(1, words, {"TORCHELASTIC_RESTART_COUNT": "1"})], program=QUICK)
     assert run.json_line("Run")["start_step"] == 0
 

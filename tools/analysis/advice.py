@@ -40,6 +40,9 @@ def next_checks(run, parts, slow_link, in_trouble):
     parts: {part of a step: seconds}, see parts_of_step; slow_link: the rate, in Gb/s, of a link
     that is slower than it states, else None; in_trouble: it has lost data or counted errors.
     """
+    # What is beyond the all-reduce is waiting, which fewer threads alone may shorten.
+    most_s = {"link": run.probe_s, "overlap": not shares_cores(run) and run.probe_s}
+    parts = {part: min(seconds, most_s.get(part) or seconds) for part, seconds in parts.items()}
     found = []
     for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
         name, rows, faults = part, [], []
@@ -60,17 +63,17 @@ def next_checks(run, parts, slow_link, in_trouble):
     return found
 
 
-def is_fallen(gbps):
-    """Whether this is the rate of a port that negotiated 100 Mb/s."""
-    return DELIVERS * FALLEN_GBPS <= gbps <= FALLEN_GBPS
-
-
 def kind_of(run):
     """infiniband, roce, efa, ipoib or sockets."""
     network = run.network
     if network and network.transport in ADAPTERS:
         return network.transport
     return "ipoib" if network and network.kind == "ipoib" else "sockets"
+
+
+def shares_cores(run):
+    """Whether a process has threads to spare for the network."""
+    return run.on_cpu and run.setting("threads", int) != 1
 
 
 def name_of(run):
@@ -166,23 +169,21 @@ def slow_link_rows(run, reached_gbps):
     """For a link well below its stated speed, by what carried the bytes."""
     network, kind, name = run.network, kind_of(run), name_of(run)
     device, link = name.partition(":")[0], name.replace(":", "/")
-    count = len(network.names) if network else 0
-    each_gbps = run.link_gbps / max(1, count)
+    count = len(network.names)
+    each_gbps = run.link_gbps / count
     module = "efa_nv_peermem" if kind == "efa" else "nvidia-peermem"
     more = "NCCL_SOCKET_NTHREADS=4 and NCCL_NSOCKS_PERTHREAD=4"
     if run.setting("backend") == "gloo":
         more = "more processes per node"
     alone = f"the link alone: `ib_write_bw -d {device} --report_gbits`, then with PEER on the "
     alone += f"other node: near {digits(each_gbps)} Gb/s from host memory"
-    speed = (
-        f"the negotiated speed: the switch's ports, `ethtool {name} | grep Speed` on both nodes"
-    )
+    speed = f"the negotiated speed: switch ports, `ethtool {name} | grep Speed` on both nodes"
+    if network.virtual:
+        speed = "the provider's limit of this kind of machine, which the interface does not state"
     own_ports = {each.stated for each in run.networks}
     if len(own_ports) == count == 1 and network.stated and network.stated >= run.link_gbps:
-        speed = (
-            "between the nodes, a path or a switch port of a lower speed: the nodes' own ports "
-        )
-        speed += f"state {rate(network.stated)}"
+        speed = "between the nodes, a path or a switch port of a lower speed: the nodes' own "
+        speed += f"ports state {rate(network.stated)}"
     causes = [
         "one interface alone: NETWORK= and IFNAME= of launch_multinode.sh keep to it",
         f"an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev {name}`",
@@ -215,17 +216,16 @@ def slow_link_rows(run, reached_gbps):
             "the link alone: fabtests' `fi_rma_bw -p efa -E`, then with PEER on the other node",
         ],
     }
-    connections = network.connections if network else 0
-    direct = connections and network.with_gpudirect == connections
-    direct = direct or (network and network.problem("gpudirect_off"))  # NCCL's advice has it
+    direct = network.connections and network.with_gpudirect == network.connections
+    direct = direct or network.problem("gpudirect_off")  # NCCL's advice has it
     return [
         (
-            network and network.members,
+            network.members,
             "a bond sends a connection over one member: more connections, hashed by layer3+4 here "
             f"and on the switch (`cat /proc/net/bonding/{name}`)",
         ),
         (
-            kind in ("sockets", "ipoib") and run.link_gbps >= FAST_SOCKETS_GBPS,
+            kind not in ADAPTERS and run.link_gbps >= FAST_SOCKETS_GBPS and reached_gbps > 1,
             f"more connections, as one may not fill this link: {more}",
         ),
         *((True, text) for text in by_kind[kind]),
@@ -258,7 +258,7 @@ def good_link_rows(run, part, largest):
     fewer = "fewer processes: they share one machine's cores"
     cores = "cores shared by compute and network: fewer OMP_NUM_THREADS than cores"
     unknown = "a probe before the run (PROBE=1): it shows which network carries it, and how fast"
-    if run.probe_s:  # there was one, but it saw no interface that moved its bytes
+    if run.record("Probe"):  # there was one, but it saw none that moved the bytes
         unknown = "the interface: `ip route get PEER` on each node shows the one that is used; "
         unknown += "NETWORK= and IFNAME= set it"
     return [
@@ -267,7 +267,7 @@ def good_link_rows(run, part, largest):
         (link and between and fallen, port),
         (link and between and kept, faster),
         (link and not between and not cpu, way),
-        (part == "overlap" and cpu, cores),
+        (part == "overlap" and shares_cores(run), cores),
         (link and largest and cpu and not between, fewer),
         (less, f"send less: {less}"),
         (part == "compression", "a lower --powersgd_rank, which computes and sends less"),
@@ -280,8 +280,9 @@ def good_link_rows(run, part, largest):
 
 
 def input_rows(run):
-    loaders = f"more loader processes: --workers (now {run.record('Run').get('workers')}), up to "
-    loaders += "the cores of a node / its processes"
+    workers = run.setting("workers", int)
+    now = "" if workers is None else f" (now {workers})"
+    loaders = f"more loader processes: --workers{now}, up to the cores of a node / its processes"
     small = "smaller images on disk: tools/prepare_coco.py; decoding is usually most of the work"
     storage = "storage: copy the images to a local disk, or run a second time with a warm cache"
     return [(True, loaders), (True, small), (True, storage)]

@@ -65,10 +65,9 @@ def same_wire(runs):
         slow, fast = sorted([a.wire_gbps, b.wire_gbps])
         alike = a.processes == b.processes and used[0] == used[1]
         if alike and fast < SAME_RATE * slow:
-            who = "Both runs" if len(runs) == 2 else f"{a.name} and {b.name}"
             basis = " and ".join(dict.fromkeys([a.network.basis, b.network.basis]))
             found.append(
-                f"{who} went over the same wire: {a.network.way}, by {basis}, "
+                f"{a.name} and {b.name} went over the same wire: {a.network.way}, {basis}, "
                 f"{rate(a.wire_gbps)} and {rate(b.wire_gbps)} measured."
             )
     return found

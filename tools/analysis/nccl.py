@@ -160,17 +160,13 @@ PROBLEMS = {
     ),
 }
 # The statuses of libibverbs (ibv_wc_status), from 0 on.
-STATUSES = "success, local length, local queue operation, local context operation, local "
-STATUSES += (
-    "protection, flushed, memory window binding, bad response, local access, remote invalid "
+STATUSES = (
+    "success, local length, local queue operation, local context operation, local protection, "
+    "flushed, memory window binding, bad response, local access, remote invalid request, remote "
+    "access, remote operation, retries exceeded, receiver not ready, local domain violation, "
+    "remote invalid read request, remote aborted, invalid context number, invalid context state, "
+    "fatal, response timeout, general"
 )
-STATUSES += (
-    "request, remote access, remote operation, retries exceeded, receiver not ready, local "
-)
-STATUSES += (
-    "domain violation, remote invalid read request, remote aborted, invalid context number, "
-)
-STATUSES += "invalid context state, fatal, response timeout, general"
 STATUSES = STATUSES.split(", ")
 EVIDENCE = {name: re.compile(pattern) for name, pattern in EVIDENCE.items()}
 SIGNS = {name: re.compile(pattern) for name, (pattern, _) in PROBLEMS.items() if pattern}

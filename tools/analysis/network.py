@@ -1,4 +1,4 @@
-"""Which network carried the probe's all-reduces on a node: by NCCL's word, else by the bytes."""
+"""Which network carried the probe's all-reduces on a node: as NCCL says, else by the bytes."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from analysis.words import rate
 # other traffic of the node, or the few messages by which the ranks find each other.
 STRAY = 0.01
 ADAPTERS = {"infiniband": "InfiniBand", "roce": "RoCE", "efa": "EFA"}
+AS_NCCL, BY_BYTES = "as NCCL says", "by byte counters"
 TITLES = ADAPTERS | {"sockets": "TCP", "plugin": "a plugin's network"}
 
 
@@ -19,7 +20,7 @@ class Network:
 
     host: str
     transport: str  # infiniband, roce, efa, plugin, sockets, local (no network), or unknown
-    basis: str  # what says so: NCCL's word, or byte counters
+    basis: str  # AS_NCCL or BY_BYTES
     finding: dict  # what nccl.py reads in NCCL's text
     names: list  # of the interfaces or adapters
     kind: str = ""
@@ -68,12 +69,12 @@ class Network:
 
 
 def read_network(node, several, moved_gbps):
-    """What carried the all-reduces on a node of the Probe: NCCL's word first, then the bytes.
+    """What carried the all-reduces on a node of the Probe: NCCL's text first, then the bytes.
 
     `several`: whether there is more than one node; `moved_gbps`: size over time of an all-reduce.
     """
     finding = get(node, "nccl", dict)
-    transport, basis = get(finding, "transport", str), "NCCL's word"
+    transport, basis = get(finding, "transport", str), AS_NCCL
     seen = [link for link in objects(node, "interfaces") if wire_gbps(link) > STRAY * moved_gbps]
     # Within a node bytes cross no interface except loopback; nodes on one host use it too.
     inside = [link for link in seen if link.get("kind") == "loopback"]
@@ -82,13 +83,16 @@ def read_network(node, several, moved_gbps):
     kind = get(rails[0], "kind", str) if rails else ""
     if transport not in (*TITLES, "local"):
         transport = kind if kind in ADAPTERS else "sockets" if rails else "unknown"
-        basis = "byte counters" if rails or not finding else basis
+        basis = BY_BYTES if rails or not finding else basis
     names = [get(rail, "name", str) for rail in rails]
     if not rails:
         said = "interfaces" if transport == "sockets" else "devices"
         names = [str(name) for name in get(finding, said, list)]
     network = Network(get(node, "host", str), transport, basis, finding, names, kind)
     if rails:
+        named = named_by(finding)  # perhaps a bridge, whose bytes another interface carried
+        if named and not any(name in named for name in names):
+            network.basis = BY_BYTES
         speeds = [get(rail, "speed_Gbps") for rail in rails]
         network.gbps = sum(map(wire_gbps, rails))
         stated = sum(speeds) if all(speeds) else None
@@ -109,10 +113,13 @@ def wire_gbps(link):
     return get(link, "wire_Gbps") or 0.0
 
 
+def named_by(finding):
+    return get(finding, "interfaces", list) + get(finding, "devices", list)
+
+
 def carriers(seen, finding, size=wire_gbps):
     """Of the interfaces with traffic, those that carried the gradients, none of them twice."""
     transport = finding.get("transport")
-    named = get(finding, "interfaces", list) + get(finding, "devices", list)
     if transport == "local":
         return []
     adapters = [link for link in seen if get(link, "kind", str) in ADAPTERS]
@@ -129,7 +136,7 @@ def carriers(seen, finding, size=wire_gbps):
     large = [link for link in seen if 2 * size(link) > largest]
     # A bridge, a tunnel or a port of Open vSwitch carries the same bytes as the hardware under it.
     real = [link for link in large if not link.get("virtual")]
-    own = [link for link in seen if link.get("name") in named]
+    own = [link for link in seen if link.get("name") in named_by(finding)]
     if own and not (real and all(link.get("virtual") for link in own)):
         return own
     top = max(real or large, key=size, default={})

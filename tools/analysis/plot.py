@@ -156,10 +156,8 @@ def draw_steps(steps, file):
         axis.set_yticks(range(len(rows)), rows)
         axis.invert_yaxis()
         axis.set_xlim(0, 1000 * max(step.seconds for step in steps))
-        title = (
-            f"{STEP}{steps[0].number}: an all-reduce beside compute is hidden, the rest exposed"
-        )
-        axis.set(xlabel="ms since this rank began the step", title=title)
+        title = f"{STEP}{steps[0].number}: an all-reduce beside compute is hidden, the rest "
+        axis.set(xlabel="ms since this rank began the step", title=f"{title}exposed")
         save(figure, file)
 
 

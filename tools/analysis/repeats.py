@@ -132,26 +132,30 @@ def say_difference(base, run):
     if not getattr(quick, figure) or (not measured and (base.partial or run.partial)):
         return ""
     a, b = values(quick, figure), values(slow, figure)
-    by, end = f"{len(b)} and {len(a)} runs", "."
-    texts = {one.name: shown(one, figure, show) for one in (base, run)}
-    if len(a) == len(b):
-        by = f"{len(a)} runs each" if len(a) > 1 else "one run each"
-    if len(a) == len(b) == 1 and measured:
-        texts = {one.name: with_range(ms, one.step_s, spread(one)) for one in (base, run)}
-        end = ". In parentheses: the 10th to 90th percentile of its log lines."
-        end = end if "(" in "".join(texts.values()) else "."
+    counts = [len(values(one, figure)) for one in (base, run)]
+    by, end = "{} and {} runs".format(*counts), "."
+    if counts[0] == counts[1]:
+        by = f"{counts[0]} runs each" if counts[0] > 1 else "one run each"
+    texts = [shown(one, figure, show) for one in (base, run)]
+    if counts == [1, 1] and measured:
+        texts = [with_range(ms, one.step_s, spread(one)) for one in (base, run)]
+        if "(" in "".join(texts):
+            end = ". In parentheses: the 10th to 90th percentile of its log lines."
+    text = f"{texts[0]} in {base.name} and {texts[1]} in {run.name}"
     if not differ(a, b):
-        each = " and ".join(f"{text} in {name}" for name, text in texts.items())
-        return f"No difference shown by {by}: {took} {each}{end}"
-    ratio = getattr(slow, figure) / getattr(quick, figure)
-    text = f"{took.capitalize()} {ratio:.2f} times as long in {slow.name} as in {quick.name}"
-    if is_called(a, b):
-        text += f" ({min(b) / max(a):.2f} to {max(b) / min(a):.2f})"
-    elif len(a) + len(b) > 2:
-        chance = Fraction(2, math.comb(len(a) + len(b), len(a)))
-        end = f": by chance equal networks look so in {chance.numerator} of {chance.denominator} "
-        end += "pairs."
-    return f"{text}: {texts[slow.name]} against {texts[quick.name]}, {by}{end}"
+        if max(a) < min(b):
+            text += f", {median(b) / median(a) - 1:.1%} apart: less than the 2% that counts"
+        return f"No difference shown by {by}: {took} {text}{end}"
+    called = is_called(a, b)
+    if called or not measured:
+        between = f" ({min(b) / max(a):.2f} to {max(b) / min(a):.2f})" if called else ""
+        ratio = f"{getattr(slow, figure) / getattr(quick, figure):.2f} times as long"
+        text = f"{ratio} in {slow.name} as in {quick.name}{between}: {text}"
+    if not called and counts != [1, 1]:
+        chance = Fraction(2, math.comb(sum(counts), counts[0]))
+        end = ": equal networks look like this by chance in "
+        end += f"{chance.numerator} of {chance.denominator} pairs."
+    return f"{took.capitalize()} {text}, {by}{end}"
 
 
 WALL = ("wall_s", duration, "by wall time, start and end included, a run took")

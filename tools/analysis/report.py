@@ -11,7 +11,7 @@ from urllib.parse import quote
 from analysis.projection import link_bytes
 from analysis.repeats import FIGURES, shown, values
 from analysis.scaling import PARTS
-from analysis.words import digits, duration, in_unit, megabytes, ms, part, rate
+from analysis.words import digits, duration, megabytes, ms, part, rate
 
 
 def table(head, rows):
@@ -54,12 +54,12 @@ def column(run, result):
     }
     top1, baseline = (run.log.top1, run.log.baseline) if result["same_training"] else (None, None)
     return cells | {
-        "all-reduce alone": shown(run, "probe_s", ms),
+        "all-reduce alone": run.probe_s and run.about + shown(run, "probe_s", ms),
         "- of up to 4 KB": shown(run, "latency_s", lambda s: f"{digits(s * 1000)} ms"),
         "bytes per step and rank": run.wire_bytes and megabytes(run.wire_bytes),
         "link, stated": rate(run.link_gbps) if run.link_gbps else virtual,
         "wire rate": wire and wire + of,
-        "transport": run.network and f"{run.network.transport} ({run.network.basis})",
+        "transport": run.network and f"{run.network.transport} ({run.network.basis[3:]})",
         "interface": run.network and run.network.shown,
         **{f"loss, epoch {epoch}": f"{loss:.4f}" for epoch, loss in run.losses.items()},
         "top-1 at the end": top1 is not None and f"{top1:.2f} %",
@@ -150,23 +150,16 @@ def projection_lines(run, rows):
     source, nbytes = link_bytes(run)
     text = f"From {run.name}, by the model (not measured): {megabytes(nbytes)} a step on a node's "
     text += f"link, {source}, beside {ms(run.data_s + run.compute_s)} of data wait and compute."
-    cells = [
-        [
-            *(rate(row["gbps"]), ms(row["alone_s"])),
-            bounded(ms(row["step_s"]), row["bound"]),
-            bounded(in_unit(row["epoch_s"], row["epoch_s"]), row["bound"])
-            if row["epoch_s"]
-            else "-",
-        ]
-        for row in rows
-    ]
-    head = ["link", "all-reduce alone", "step", "epoch"]
-    upper = "at most: an upper bound, as more of the all-reduce may hide than did in this run."
-    return [*heading("Projection"), text, "", *table(head, cells), "", upper, ""]
-
-
-def bounded(text, bound):
-    return f"at most {text}" if bound else text
+    cells = []
+    for row in rows:
+        most = "at most " if row["bound"] else ""
+        epoch = row["epoch_s"] and most + duration(row["epoch_s"])
+        step = most + ms(row["step_s"])
+        cells.append([rate(row["gbps"]), ms(row["alone_s"]), step, epoch or "-"])
+    lines = table(["link", "all-reduce alone", "step", "epoch"], cells)
+    if any(row["bound"] for row in rows):
+        lines += ["", "At most: more of the all-reduce may hide than did in this run."]
+    return [*heading("Projection"), text, "", *lines, ""]
 
 
 # --- Output --------------------------------------------------------------------------------------

@@ -92,6 +92,12 @@ class Run:
         return self.network and self.network.gbps
 
     @property
+    def about(self):
+        """Before probe_s where it was not measured with as many bytes."""
+        size = get(self.record("Probe"), "all_reduce_bytes")
+        return "" if size == self.wire_bytes else "about "
+
+    @property
     def on_cpu(self):
         return self.log.kinds == {"CPU"}
 
@@ -267,6 +273,7 @@ def add_probe(run, probe):
     count = get(probe, "world_size", int)
     if count and run.processes and count != run.processes:
         run.notes.append(f"its probe is not used: {count} processes, the run has {run.processes}")
+        del run.log.records["Probe"]
         return
     milliseconds, size = get(probe, "all_reduce_ms"), get(probe, "all_reduce_bytes")
     moved_gbps = 8e-6 * size / milliseconds if milliseconds and size else 0.0

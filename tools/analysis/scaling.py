@@ -60,10 +60,8 @@ def scale(runs):
     first = [run for run in able if run.processes == fewest]
     found = Scaling(kind_of(runs))
     if not is_scaling(able):
-        text = (
-            "No speed-up: that needs complete runs, with a Summary, of two numbers of processes."
-        )
-        found.says.append(text)
+        text = "No speed-up: that needs complete runs, with a Summary, of two numbers of processes"
+        found.says.append(f"{text}.")
         return found
     found.base = first[0].name
     for run in able:

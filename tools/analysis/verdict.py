@@ -1,19 +1,17 @@
 """The verdict on a run: what bounds it, and which share of its stated rate the link delivered.
 
 A verdict says what it rests on: measured (the split of a step, the probe, counters of bytes and
-errors) or NCCL's word (its debug text).
+errors) or NCCL's debug text.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from analysis.advice import (
     DELIVERS,
-    FALLEN_GBPS,
     IN_PART,
     WORTH,
     Advice,
-    is_fallen,
     nccl_advice,
     next_checks,
     only_sockets,
@@ -21,7 +19,7 @@ from analysis.advice import (
 )
 from analysis.logs import get, objects
 from analysis.nccl import REASONS, message
-from analysis.network import ADAPTERS, carriers
+from analysis.network import ADAPTERS, AS_NCCL, BY_BYTES, carriers, named_by
 from analysis.projection import can_model, ring_bytes
 from analysis.runs import usual_times
 from analysis.words import megabytes, ms, part, rate
@@ -36,8 +34,6 @@ TOO_FAST = 1.05  # above this share what it states is wrong
 # The training's own bytes may be so much less or more than those of its gradients: headers and a
 # node's small traffic are counted, too.
 LEAST_SENT, MOST_SENT = 0.97, 1.10
-
-FALLEN = "Likely cause: a port that negotiated 100 Mb/s, or a rate limit."
 
 
 @dataclass
@@ -59,6 +55,9 @@ def judge(run):
         says += [f"Timed out: {work}." for work in get(run.log.nccl, "timeouts", list)]
         checks = nccl_advice(run)
         return Verdict(says=says, advice=[Advice("", None, checks)] if checks else [])
+    elsewhere, own = own_bytes(run)
+    if elsewhere:  # the probe's link is not the training's
+        run = replace(run, networks=[], link_gbps=None, probe_s=None)
     trouble, harmless = say_trouble(run)
     if not run.has_split:
         text = "The log does not split a step: what bounds it cannot be told."
@@ -68,7 +67,7 @@ def judge(run):
             text = "It was resumed at its end, and made no step."
         return Verdict(says=[text, *say_network(run), *trouble, *harmless])
     parts = parts_of_step(run)
-    says = [say_split(run, parts), *say_network(run), *say_own_bytes(run), *trouble, *harmless]
+    says = [say_split(run, parts), *say_network(run), *own, *trouble, *harmless]
     if run.straggler is not None:
         says.append(say_slow_rank(run, parts["slow rank"]))
     gbps = run.wire_gbps or 0.0
@@ -110,7 +109,7 @@ def say_split(run, parts):
         "slow rank": f"one slow rank, {run.straggler}, for which the others wait",
         "link": name_link(run),
         "overlap": f"communication, but not by the wire (an all-reduce alone takes "
-        f"{ms(run.probe_s or 0)})",
+        f"{run.about}{ms(run.probe_s or 0)})",
         "compression": "PowerSGD's compression and communication, of which no log tells how much "
         "is which",
     }
@@ -119,12 +118,15 @@ def say_split(run, parts):
     if bound in ("compute", "input") and parts[kind] > IN_PART * run.step_s:
         title += f", in part by {titles[kind]}"
     wait_s = run.exposed_s - parts[kind]
-    compute, data, exposed, wait = (
+    more_s = parts[kind] - (run.probe_s or math.inf)
+    compute, data, exposed, wait, more = (
         f"{ms(seconds)} ({part(seconds, run.step_s)})"
-        for seconds in (run.compute_s, run.data_s, run.exposed_s, wait_s)
+        for seconds in (run.compute_s, run.data_s, run.exposed_s, wait_s, more_s)
     )
     mean = "" if run.straggler is None else ", mean over the ranks"
     waited = f", {wait} of it the wait for the slowest rank" if wait_s > WORTH * run.step_s else ""
+    if kind == "link" and more_s > WORTH * run.step_s:
+        waited += f", {more} of it beyond an all-reduce alone, which the link does not explain"
     return (
         f"Bound by {title}: of a step of {ms(run.step_s)}, compute is {compute}, data wait "
         f"{data}, {run.exposed_name} {exposed}{waited}, as measured{mean}."
@@ -166,7 +168,7 @@ def say_network(run):
     """Which network carried the all-reduces, and what it delivered of what it states."""
     network = run.network
     if not network:
-        if not run.log.ours or run.nodes == 1 or say_own_bytes(run):
+        if not run.log.ours or run.nodes == 1 or own_bytes(run)[1]:
             return []
         text = "Which network carried it is not known"
         if run.probe_s:
@@ -179,7 +181,7 @@ def say_network(run):
         if run.setting("backend") == "nccl":
             text += ", as does `export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,ENV` before it"
         return [f"{text}."]
-    basis = f"by {network.basis}"
+    basis = network.basis
     if run.nodes == 1 and network.gbps:
         return [f"Inside one node, over {network.shown}, {basis}: {rate(network.gbps)}."]
     if run.nodes == 1 or network.transport == "local":
@@ -188,12 +190,13 @@ def say_network(run):
             return [f"{where}, {way_inside(network)}, {basis}: no network is judged."]
         return [f"{where}: no network is judged."]
     says = say_fallback(network)
-    if network.transport in ADAPTERS and network.connections:
+    if network.transport != "sockets" and network.connections:
         direct = f"{network.with_gpudirect} of {network.connections} connections"
         basis += f" (GPUDirect on {direct})"
     if network.over:
-        basis += f"; through {', '.join(network.over)} too"
-        basis += "" if network.basis == "byte counters" else ", by byte counters"
+        named = any(name in named_by(network.finding) for name in network.over)
+        how = f", {AS_NCCL}" if named else f", {BY_BYTES}" if basis != BY_BYTES else ""
+        basis += f"; through {', '.join(network.over)} too{how}"
     if kept := only_sockets(run):
         basis += f", as {kept} keeps NCCL from InfiniBand and RoCE"
     if network.gbps is None:
@@ -201,8 +204,9 @@ def say_network(run):
     return [*says, f"Over {network.way}, {basis}: {delivered(run)}"]
 
 
-def say_own_bytes(run):
-    """Which interfaces carried the training itself, by the counters before and after it.
+def own_bytes(run):
+    """(whether others than the probe's carried the training itself, a sentence on its bytes), by
+    the counters before and after it.
 
     Each step sends the gradients, in the script a blank pass before them, too: on two nodes once
     in a tree, as ring_bytes says in a ring; on more nodes up to twice in a tree. Rank 0 also sends
@@ -212,7 +216,7 @@ def say_own_bytes(run):
     inside = run.network and run.network.transport == "local"
     unknown = run.partial or run.setting("grad_compression") == "powersgd"
     if not can_model(run) or steps < 1 or inside or unknown:
-        return []
+        return False, []
     most = ring_bytes(run) if run.nodes == 2 else 2 * run.wire_bytes
     model, says = 4 * (run.parameters or 0), []
     for node in run.traffic:
@@ -225,22 +229,23 @@ def say_own_bytes(run):
         low = steps * run.wire_bytes + (model if hosts[:1] == [host] else 0)
         high = (steps + 1) * most + model
         text = f"{megabytes(total / steps)} a step over {', '.join(names) or 'any interface'}"
-        ways = dict.fromkeys(megabytes(nbytes / steps) for nbytes in (low, high))
-        expected = f"the {' to '.join(ways)} expected"
+        expected = " to ".join(dict.fromkeys(megabytes(n / steps) for n in (low, high)))
         if total < LEAST_SENT * low:
             rest = [link["name"] for link in links if 2 * sent(link) > low - total]
             rest = ", ".join(name for name in rest if name not in names)
-            unseen = "no interface with a counter"
+            unseen = "an interface without a counter"
             if run.setting("backend") == "nccl":
-                unseen = "NCCL's shared memory, or an adapter without a counter,"
-            text += f", less than {expected}: {rest or unseen} carried the rest"
+                unseen += ", or NCCL's shared memory if both are containers of one machine,"
+            text += f", less than the {expected} expected: {rest or unseen} carried the rest"
+            text += "; the probe's rate is not the training's" if run.probe_s else ""
             says.append((0, f"During the training {host} sent {text}."))
         elif total > MOST_SENT * high:
-            text += f", more than {expected}: other traffic, too"
+            text += f", more than the {expected} expected: other traffic, too"
             says.append((1, f"During the training {host} sent {text}."))
         else:
-            says.append((2, f"The training itself sent {text}, as expected."))
-    return [text for _, text in sorted(says)[:1]]
+            text += f", as expected: {expected} on {host}, up to 3% less or 10% more"
+            says.append((2, f"The training itself sent {text}."))
+    return 0 in dict(says), [text for _, text in sorted(says)[:1]]
 
 
 def sent(link):
@@ -285,8 +290,9 @@ def through_host_memory(run):
 
 def of_probe(run):
     """Bytes and time of the probe's all-reduce: " of 44.9 MB in 376 ms"."""
-    size, milliseconds = (get(run.record("Probe"), f"all_reduce_{key}") for key in ("bytes", "ms"))
-    return f" of {megabytes(size)} in {ms(milliseconds / 1000)}" if size and milliseconds else ""
+    size = get(run.record("Probe"), "all_reduce_bytes")
+    took = size and run.probe_s and ms(run.probe_s * size / run.wire_bytes)
+    return f" of {megabytes(size)} in {took}" if took else ""
 
 
 def size_limits(run):
@@ -313,19 +319,14 @@ def delivered(run):
         return f"{text}; {why} (give the link's with --link_gbps)."
     reached, stated = run.wire_gbps / run.link_gbps, rate(run.link_gbps)
     text += f", {reached:.0%} of the stated {stated}"
-    sockets = run.network.transport == "sockets"
     if reached > TOO_FAST:
         return f"{text}, more than stated: the stated rate is wrong."
     if reached < HEALTHY and size_limits(run):
-        return f"{text}: the probe's size limits the answer; nccl-tests with 1 GiB tells."
+        return f"{text}: the probe's size may limit the answer; nccl-tests with 1 GiB tells."
     if reached < HEALTHY:
         text += f": this is not a {stated} result"
-        if sockets and is_fallen(run.wire_gbps):
-            return f"{text}. {FALLEN}"
     elif reached >= DELIVERS:
         text += ": the link delivers"
-        if sockets and run.link_gbps <= FALLEN_GBPS:
-            text += ", but 100 Mb/s is what its port falls back to with a bad cable"
     if through_host_memory(run):
         text += ". GPUDirect was not used: all bytes passed through host memory, which may be "
         text += "what limits them; the link itself is not shown to be at fault"

@@ -43,10 +43,3 @@ def duration(seconds):
     minutes, rest = divmod(rest, 60)
     text = f"{int(hours)}h " if hours else ""
     return text + (f"{int(minutes)}m " if hours or minutes else "") + f"{rest:.2f}s"
-
-
-def in_unit(seconds, like):
-    """Seconds in the unit that fits `like`: minutes, seconds or milliseconds."""
-    divisor, unit = (60, "min") if like >= 120 else (1, "s") if like >= 2 else (1e-3, "ms")
-    value = seconds / divisor
-    return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"
