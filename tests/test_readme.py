@@ -139,6 +139,7 @@ def test_files_that_commands_name_exist(calls):
 
 
 @LONG
+@pytest.mark.guards("readme-sample")
 def test_readmes_first_commands_train_and_compare(tmp_path):
     """On 64 of the 512 images, without COCO."""
     project = copy_project(tmp_path)
