@@ -348,7 +348,7 @@ def test_in_a_job_step_it_listens_where_the_launcher_will(tmp_path):
     (tmp_path / "scontrol").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     run = check_alone(**step, PATH=path, CONNECT_TIMEOUT=1)
-    assert "node 1 did not come, localhost port 20140" in wrong(run)[-1]
+    assert "node 1 did not come, localhost port 20280" in wrong(run)[-1]
 
 
 @LONG
