@@ -174,19 +174,19 @@ OTHERS = {
     ),
     "rank 0 alone evaluates": (
         {SUM: RANK_0_EVALUATES},
-        ["Change 6 is missing. The loss of epoch 0 is ", CHECK["QUESTIONS"]["6"]],
+        ["Change 6 is missing. `epoch 0: loss ...` shows ", CHECK["QUESTIONS"]["6"]],
     ),
     "mean in place of sum": (
         {SUM: f"{SUM}; results[1] /= 2"},
-        ["Change 6 is missing. The loss of epoch 0 is 0.69", CHECK["QUESTIONS"]["6"]],
+        ["Change 6 is missing. `epoch 0: loss ...` shows 0.69", CHECK["QUESTIONS"]["6"]],
     ),
     "another rate": (
         {"lr=0.5": "lr=1.0"},
-        ["The loss of epoch 1 is ", "What else did you change"],
+        ["`epoch 1: loss ...` shows ", "What else did you change"],
     ),
     "another seed": (
         {"torch.manual_seed(0)": "torch.manual_seed(5)"},
-        ["The loss of epoch 0 is ", "What made plain.py's first weights?"],
+        ["`epoch 0: loss ...` shows ", "What made plain.py's first weights?"],
     ),
     "one rank's collective call": (
         {SUM: f"if rank == 0: {SUM}"},
