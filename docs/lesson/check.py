@@ -104,6 +104,9 @@ def watch(program, out):
         try:
             runpy.run_path(program, run_name="__main__")
             note("end")
+        except SystemExit:
+            note("end")
+            raise
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             line = [frame.lineno for frame in frames if frame.filename == program][-1]
