@@ -41,6 +41,7 @@ BACKWARD = "loss.backward()"
 SUM = "dist.all_reduce(results)"
 PRINT = 'if rank == 0:\n        say(f"epoch {epoch}: loss'
 ORDER = "sampler.set_epoch(epoch)"
+LEAVE = "dist.destroy_process_group()"
 ALL_IMAGES = {
     SAMPLER: "sampler = torch.utils.data.RandomSampler(data, generator=torch.Generator())",
     ORDER: "sampler.generator.manual_seed(epoch)",
@@ -106,6 +107,7 @@ OTHERS = {
         [],
     ),
     "two ranks written down": ({WORLD: "world_size = 2"}, []),
+    "sys.exit at its end": ({LEAVE: f"{LEAVE}; raise SystemExit"}, []),
     # Wrong
     "local rank": (
         {RANK: 'rank = int(os.environ["LOCAL_RANK"])'},
@@ -224,6 +226,7 @@ GUARDS = {
     "local rank": "check-local-rank",
     "gradients added up": "check-sum",
     "one step fewer": "check-hang",
+    "sys.exit at its end": "check-exit",
 }
 
 
