@@ -41,6 +41,7 @@ BACKWARD = "loss.backward()"
 SUM = "dist.all_reduce(results)"
 PRINT = 'if rank == 0:\n        say(f"epoch {epoch}: loss'
 ORDER = "sampler.set_epoch(epoch)"
+LEAVE = "dist.destroy_process_group()"
 ALL_IMAGES = {
     SAMPLER: "sampler = torch.utils.data.RandomSampler(data, generator=torch.Generator())",
     ORDER: "sampler.generator.manual_seed(epoch)",
@@ -106,6 +107,7 @@ OTHERS = {
         [],
     ),
     "two ranks written down": ({WORLD: "world_size = 2"}, []),
+    "sys.exit at its end": ({LEAVE: f"{LEAVE}; raise SystemExit"}, []),
     # Wrong
     "local rank": (
         {RANK: 'rank = int(os.environ["LOCAL_RANK"])'},
@@ -174,19 +176,19 @@ OTHERS = {
     ),
     "rank 0 alone evaluates": (
         {SUM: RANK_0_EVALUATES},
-        ["Change 6 is missing. The loss of epoch 0 is ", CHECK["QUESTIONS"]["6"]],
+        ["Change 6 is missing. `epoch 0: loss ...` shows ", CHECK["QUESTIONS"]["6"]],
     ),
     "mean in place of sum": (
         {SUM: f"{SUM}; results[1] /= 2"},
-        ["Change 6 is missing. The loss of epoch 0 is 0.69", CHECK["QUESTIONS"]["6"]],
+        ["Change 6 is missing. `epoch 0: loss ...` shows 0.69", CHECK["QUESTIONS"]["6"]],
     ),
     "another rate": (
         {"lr=0.5": "lr=1.0"},
-        ["The loss of epoch 1 is ", "What else did you change"],
+        ["`epoch 1: loss ...` shows ", "What else did you change"],
     ),
     "another seed": (
         {"torch.manual_seed(0)": "torch.manual_seed(5)"},
-        ["The loss of epoch 0 is ", "What made plain.py's first weights?"],
+        ["`epoch 0: loss ...` shows ", "What made plain.py's first weights?"],
     ),
     "one rank's collective call": (
         {SUM: f"if rank == 0: {SUM}"},
@@ -224,6 +226,7 @@ GUARDS = {
     "local rank": "check-local-rank",
     "gradients added up": "check-sum",
     "one step fewer": "check-hang",
+    "sys.exit at its end": "check-exit",
 }
 
 

@@ -193,7 +193,7 @@ def test_options_that_the_text_names_exist():
     known |= {*demo.make_parser()._option_string_actions}
     known |= {*get_args_parser()._option_string_actions}
     known |= {"--cpus-per-task", "--nv", "--gpus", "--shm-size", "--network", "--install"}
-    known |= {"--system-site-packages", "--index-url"}  # of python -m venv, of pip
+    known |= {"--system-site-packages", "--index-url", "--version"}  # of venv, pip, Python
     for page in PAGES.values():
         assert {*re.findall(option, page.prose)} - known == set(), page.name
 

@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import inspect
 import json
+import math
 import os
 import re
 import runpy
@@ -80,17 +81,13 @@ def watch(program, out):
         if torch.is_grad_enabled() and inputs and getattr(inputs[0], "shape", ())[1:2] == (1,):
             note("images", [zlib.crc32(image.tobytes()) for image in inputs[0].cpu().numpy()])
 
-    def digest(tensors):
-        """Of all as one vector: length, and component in some direction. None of no tensor."""
-        if not tensors:
-            return None
-        vector = torch.cat([tensor.detach().flatten().double().cpu() for tensor in tensors])
-        return [vector.norm().item(), (vector @ torch.arange(len(vector)).double().cos()).item()]
+    def numbers(tensors):
+        return [number for each in tensors for number in each.detach().flatten().tolist()]
 
     def step(optimizer, *_):
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        note("step", digest(weights), digest(gradients))
+        note("step", numbers(weights), numbers(gradients))
 
     torch.manual_seed = torch.random.manual_seed = lambda number: seed(number + rank)
     dist.init_process_group, dist.get_rank, DistributedDataParallel.__init__ = join, ask, wrap
@@ -107,6 +104,9 @@ def watch(program, out):
         try:
             runpy.run_path(program, run_name="__main__")
             note("end")
+        except SystemExit:
+            note("end")
+            raise
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             line = [frame.lineno for frame in frames if frame.filename == program][-1]
@@ -122,7 +122,9 @@ class Process:
 
     def __init__(self, program, path):
         self.text = Path(path).read_text() if Path(path).exists() else ""
-        self.losses, self.weights = LOSS.findall(self.text), WEIGHTS.findall(self.text)
+        # Of each line with a result: how it begins, the figure, and for how many images.
+        self.results = [(f"epoch {n}: loss", *words) for n, *words in LOSS.findall(self.text)]
+        self.results += [("last weights", total, "") for total in WEIGHTS.findall(self.text)]
         self.did, self.steps, images = {}, [], []
         for line in re.findall(r'^\["note", .*', self.text, re.M):
             _, what, *words = json.loads(line)
@@ -141,21 +143,22 @@ class Process:
         if by_a_signal and not self.error and "end" not in self.did:
             self.order, self.error = 0, "A rank was killed."
 
-    def epoch(self, number, epochs):
-        """The images of each step in this epoch of so many."""
-        length = len(self.steps) // epochs
-        return [images for images, *_ in self.steps[number * length : (number + 1) * length]]
+    def epochs(self, count):
+        """The images of each step, epoch by epoch."""
+        every = [images for images, *_ in self.steps]
+        length = len(every) // count
+        return [every[n * length : (n + 1) * length] for n in range(count)]
 
 
 def stopped(ranks):
     """Lines that say where the ranks were, unless they came to their end: the cause first."""
     if all("end" in rank.did for rank in ranks):
         return []
-    order = sorted((rank.order, number, rank) for number, rank in enumerate(ranks))
-    (_, one, cause), (_, other, rank) = order
+    order = sorted((0, 1), key=lambda number: ranks[number].order)
+    cause = ranks[order[0]]
     hangs = any("\nTimeout (" in rank.text for rank in ranks)
     lines = [f"It hangs for {HANGS} s." if hangs else f"It fails. {cause.error}"]
-    lines += [f"    Rank {one}: {cause.place}", f"    Rank {other}: {rank.place}"]
+    lines += [f"    Rank {number}: {ranks[number].place}" for number in order]
     if hangs or cause.order == 0:
         lines.append("    Do all ranks make the same collective calls in the same order?")
     return lines
@@ -165,7 +168,7 @@ def untrained(rank):
     """Why its weights stay as they are; nothing if they do not."""
     if not rank.steps:
         return "It never trains: optimizer.step() is not called."
-    if any(None in step for step in rank.steps):
+    if not all(gradients for _, _, gradients in rank.steps):
         return "It never trains: the weights that the optimizer has get no gradients."
     if len(rank.steps) > 1 and rank.steps[0][1] == rank.steps[-1][1]:
         return "It never trains: optimizer.step() leaves the weights as they are."
@@ -173,14 +176,13 @@ def untrained(rank):
 
 
 def same(one, other):
-    """Whether two digests are those of equal vectors, except for rounding."""
-    return all(abs(a - b) <= 1e-3 * max(one[0], other[0]) for a, b in zip(one, other, strict=True))
+    """Whether weights or gradients are the same, except for rounding."""
+    return len(one) == len(other) and math.dist(one, other) <= 1e-3 * math.hypot(*other)
 
 
 def shares(ranks, plain):
     """What is wrong with the images of the ranks; nothing if they are right."""
-    epochs = len(plain.losses)
-    one, two, wanted = ([p.epoch(n, epochs) for n in range(epochs)] for p in (*ranks, plain))
+    one, two, wanted = (process.epochs(len(plain.results) - 1) for process in (*ranks, plain))
     mine, other, every = (set().union(*some[0]) for some in (one, two, wanted))
     if both := mine & other:
         return f"In epoch 0 both ranks train on the same {len(both)} images."
@@ -207,23 +209,37 @@ def replicas(ranks, plain, whole):
     if len(found) == 2 and "DDP" in ranks[0].did:
         return {"4 or 5": "DDP is made, but weights and gradients of the ranks differ."}
     if whole and not found and same(*weights[1:]) and not same(*gradients[1:]):
-        times = gradients[0][0] / gradients[2][0]
+        times = math.hypot(*gradients[0]) / math.hypot(*gradients[2])
         found["5"] = f"After the first backward the gradients are {times:.3g} times plain.py's."
     return found
 
 
 def results(ranks, plain):
     """What is wrong with the lines of the results; nothing if they are right."""
-    losses = ranks[0].losses + ranks[1].losses
-    images = sum(len(step) for rank in ranks for step in rank.epoch(0, len(plain.losses)))
-    count = {f"epoch {n}: loss": [line[0] for line in losses].count(n) for n, *_ in plain.losses}
-    count["last weights"] = len(ranks[0].weights + ranks[1].weights)
-    for line, times in count.items():
-        if times != 1:
-            return f"`{line} ...` is printed {times} times, not once."
-    if images and images != int(losses[0][2]):
-        return f"The line of epoch 0 is about {losses[0][2]} images, but the ranks had {images}."
+    printed = ranks[0].results + ranks[1].results
+    lines = [line for line, *_ in printed]
+    for line, *_ in plain.results:
+        if lines.count(line) != 1:
+            return f"`{line} ...` is printed {lines.count(line)} times, not once."
+    images = sum(len(step) for rank in ranks for step in rank.epochs(len(plain.results) - 1)[0])
+    (counted,) = [counted for line, _, counted in printed if line == "epoch 0: loss"]
+    if images and images != int(counted):
+        return f"The line of epoch 0 is about {counted} images, but the ranks had {images}."
     return ""
+
+
+def other_figure(ranks, plain):
+    """Lines about the first result that is not plain.py's; none if all are."""
+    own = {line: float(figure) for rank in ranks for line, figure, _ in rank.results}
+    for line, figure, _ in plain.results:
+        if not abs(own[line] - float(figure)) < 0.02:
+            what = f"`{line} ...` shows {own[line]:.4f}, with plain.py {figure}."
+            if not same(ranks[0].steps[0][1], plain.steps[0][1]):
+                return [what, "    What made plain.py's first weights?"]
+            if not same(ranks[0].steps[-1][1], plain.steps[-1][1]):
+                return [what, "    What else did you change in a step?"]
+            return [f"Change 6 is missing. {what}", f"    {QUESTIONS['6']}"]
+    return []
 
 
 def judge(ranks, plain):
@@ -247,24 +263,7 @@ def judge(ranks, plain):
         if what:
             name = f"Change {change}" if len(change) == 1 else f"One of {change}"
             lines += [f"{name} is missing. {what}", f"    {QUESTIONS[change]}"]
-    if lines:
-        return lines
-    names = [f"loss of epoch {epoch}" for epoch, *_ in plain.losses] + ["sum of the last weights"]
-    for name, own, wanted in zip(names, figures(ranks), figures([plain]), strict=False):
-        if not abs(own - wanted) < 0.02:
-            what = f"The {name} is {own:.4f}, plain.py's is {wanted:.4f}."
-            if not same(ranks[0].steps[0][1], plain.steps[0][1]):
-                return [what, "    What made plain.py's first weights?"]
-            if not same(ranks[0].steps[-1][1], plain.steps[-1][1]):
-                return [what, "    What else did you change in a step?"]
-            return [f"Change 6 is missing. {what}", f"    {QUESTIONS['6']}"]
-    return []
-
-
-def figures(processes):
-    """The losses, by epoch, and the sum of the last weights."""
-    losses = sorted((int(line[0]), float(line[1])) for p in processes for line in p.losses)
-    return [loss for _, loss in losses] + [float(text) for p in processes for text in p.weights]
+    return lines or other_figure(ranks, plain)
 
 
 def main():
@@ -294,7 +293,7 @@ def main():
             run.wait()
         reference = Process(plain, f"{folder}/plain")
         ranks = [Process(program, f"{folder}/{rank}") for rank in (0, 1)]
-        if not reference.losses or not reference.weights or not all(rank.text for rank in ranks):
+        if len(reference.results) < 2 or not all(rank.text for rank in ranks):
             log.seek(0)
             sys.exit(f"{log.read()}\ntorchrun or plain.py fails: see above.")
     lines = judge(ranks, reference)

@@ -7,6 +7,7 @@ python docs/lesson/make_pages.py    # needs matplotlib
 from __future__ import annotations
 
 import json
+import os
 import re
 from base64 import b64encode
 from pathlib import Path
@@ -17,7 +18,7 @@ FOLDER = Path(__file__).resolve().parent
 
 INTRODUCTION = """# The lesson as a notebook
 
-It needs PyTorch and no GPU. On Colab (untested there) upload this file.
+It needs PyTorch and no GPU. On Colab, upload this file.
 `docs/lesson/make_pages.py` writes it, from the pages and programs of the lesson.
 
 A notebook is one process, and DDP needs several. So a cell with `%%writefile` writes a program,
@@ -292,9 +293,10 @@ def save(figure, path: Path) -> None:
 
 
 def main() -> None:
-    (FOLDER / "lesson.ipynb").write_text(notebook())
+    os.environ["MPLBACKEND"] = "Agg"  # matplotlib may lack that of a notebook
     draw_ring(FOLDER / "ring.png")
     draw_nodes(FOLDER / "nodes.png")
+    (FOLDER / "lesson.ipynb").write_text(notebook())  # with both pictures
 
 
 if __name__ == "__main__":
