@@ -185,7 +185,9 @@ def shares(ranks, plain):
     one, two, wanted = (process.epochs(len(plain.results) - 1) for process in (*ranks, plain))
     mine, other, every = (set().union(*some[0]) for some in (one, two, wanted))
     if both := mine & other:
-        return f"In epoch 0 both ranks train on the same {len(both)} images."
+        text = f"In epoch 0 both ranks train on the same {len(both)} images."
+        by_place = " (Both have local rank 0 here.)" if "LOCAL_RANK" in ranks[0].did else ""
+        return text + by_place
     if nobody := every - mine - other:
         return f"In epoch 0 no rank trains on {len(nobody)} of the images."
     if (size := len(one[0][0]) + len(two[0][0])) != len(wanted[0][0]):
@@ -245,18 +247,22 @@ def other_figure(ranks, plain):
 def judge(ranks, plain):
     """Lines that say what is wrong; none if the program is complete."""
     trouble, found = stopped(ranks), {}
-    idle = next(filter(None, map(untrained, ranks)), "")
+    each = [untrained(rank) for rank in ranks]
+    idle = each[0] or each[1].replace("It ", "Rank 1 ")
+    if not each[1]:
+        idle = idle.replace("It ", "Rank 0 ")
     if not all("RANK" in rank.did for rank in ranks):
         found["1"] = "The program does not read its rank."
         if "LOCAL_RANK" in ranks[0].did:
             found["1"] += " It reads LOCAL_RANK, which is 0 in both processes if each has a node."
-    if not all("join" in rank.did for rank in ranks):
-        found["2"] = "init_process_group is not called."
+    joined = sum("join" in rank.did for rank in ranks)
+    if joined < 2:
+        found["2"] = f"init_process_group is not called{' by one rank' if joined else ''}."
     if not trouble and not idle:
         found["3"] = shares(ranks, plain)
     if not idle:
         found |= replicas(ranks, plain, whole=not trouble and not found["3"])
-    if not trouble:
+    if not trouble and not idle:
         found["6"] = results(ranks, plain)
     lines = trouble or [line for line in [idle] if line]
     for change, what in found.items():
