@@ -162,6 +162,10 @@ OTHERS = {
         {"optimizer.step()": "pass"},
         ["It never trains: optimizer.step() is not called."],
     ),
+    "only rank 0 steps": (
+        {"optimizer.step()": "rank or optimizer.step()"},
+        ["Rank 1 never trains: optimizer.step() is not called."],
+    ),
     "a rate of 0": (
         {"lr=0.5": "lr=0.0"},
         ["It never trains: optimizer.step() leaves the weights"],
