@@ -316,7 +316,7 @@ def delivered(run):
     if not run.link_gbps:
         virtual = run.network.virtual
         why = f"{virtual}, is not judged" if virtual else "its stated speed is not known"
-        return f"{text}; {why} (give the link's with --link_gbps)."
+        return f"{text}; {why} (the launcher's LINK_GBPS, or --link_gbps here, gives the link's)."
     reached, stated = run.wire_gbps / run.link_gbps, rate(run.link_gbps)
     text += f", {reached:.0%} of the stated {stated}"
     if reached > TOO_FAST:
