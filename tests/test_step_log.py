@@ -19,7 +19,7 @@ from test_readme import PAGES
 (LOOP,) = re.findall(r"```python\n(from step_log .*?)```", PAGES["docs/networks.md"].text, re.S)
 # A frozen layer, and batch norm, whose statistics differ between ranks.
 PROGRAM = """
-import sys, time
+import gc, sys, time
 import torch, torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -48,13 +48,19 @@ def slow_step(*_):
 
 optimizer.register_step_post_hook(slow_step)
 """
+# Without it threads of the group may abort Python at its end. They have DDP, which goes first.
+END = """
+del ddp, log, loss
+gc.collect()
+dist.destroy_process_group()
+"""
 TRAINED = 100 * 1000 + 1000 + 2 * 1000 + 1000 * 4 + 4
 
 
 def start(folder: Path, loop: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Runs the program with a loop on two ranks of torchrun."""
     file = folder / "mine.py"
-    file.write_text(PROGRAM + loop.replace("(loader)", "(SlowLoader())"))
+    file.write_text(PROGRAM + loop.replace("(loader)", "(SlowLoader())") + END)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     env = base_env(new_test_id()) | {"PYTHONPATH": str(ROOT / "tools"), "OMP_NUM_THREADS": "1"}
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
