@@ -15,11 +15,12 @@ from analysis.words import digits, rate
 
 FAST_SOCKETS_GBPS = 25  # from here on one TCP connection, bound by one core, may not fill the link
 FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its cable are bad
+PORTS_GBPS = (0.01, 0.1, 1, 2.5, 5, 10, 25, 40, 50, 100, 200, 400)  # what a port negotiates
 DELIVERS = 0.8  # above this share of its stated speed, headers and start-up account for the rest
 # In the log of a complete run, what a restart or another try has overcome.
-OVERCOME = ("rank_twice", "no_interface", "timeout", "aborted")
+OVERCOME = ("rank_twice", "no_interface", "timeout", "aborted", "direct_path")
 OVERCOME += ("peer_unreachable", "connection_failed", "completion_failed", "flushed")
-OVERCOME += ("direct_path",)
+EFA_LIMIT = "the instance type's own limit, which the adapter does not state; one placement group"
 IN_PART = 0.2  # above this share of a step, exposed communication bounds it in part
 WORTH = 0.05  # below this share of a step, a part of it is not worth a change
 SCALES = 0.8  # more processes are no advice for a run of a lower efficiency
@@ -54,7 +55,9 @@ def next_checks(run, parts, slow_link, in_trouble):
             rows = compute_rows(run) if seconds == max(parts.values()) else []
         else:
             name = "compression and communication" if part == "compression" else "communication"
-            rows = link_rows(run, part, slow_link, seconds == max(parts.values()))
+            rows = good_link_rows(run, part, seconds == max(parts.values()))
+            if slow_link and part == "link":  # then nothing else matters
+                rows = tunnel_rows(run) if tunnel_of(run) else slow_link_rows(run, slow_link)
             faults = [(True, text) for text in nccl_advice(run)] + adapter_rows(run)
             faults += trouble_rows(run) if in_trouble else []
         rows = faults + (rows if seconds >= WORTH * run.step_s else [])
@@ -145,7 +148,8 @@ def trouble_rows(run):
     return [
         (kind == "infiniband", f"{lossy} (`ibqueryerrors`, `mlxlink -d {device} -c -m`)"),
         (kind == "roce", roce_losses(link)),
-        (kind == "efa", f"{lossy} (`rdma statistic show link {link}`)"),
+        (kind == "efa", EFA_LIMIT),
+        (kind == "efa", f"what is dropped: `rdma statistic show link {link}`"),
         (kind in ("sockets", "ipoib"), f"{lossy} (`ethtool -S {name}`)"),
     ]
 
@@ -156,13 +160,6 @@ def roce_losses(link):
         "local_ack_timeout_err), `ethtool -S` of its interface (discards, pauses), the switch's "
         "own"
     )
-
-
-def link_rows(run, part, slow_link, largest):
-    """part: link, overlap or compression; largest: whether nothing costs more."""
-    if slow_link and part == "link":  # then nothing else matters
-        return tunnel_rows(run) if tunnel_of(run) else slow_link_rows(run, slow_link)
-    return good_link_rows(run, part, largest)
 
 
 def slow_link_rows(run, reached_gbps):
@@ -188,8 +185,8 @@ def slow_link_rows(run, reached_gbps):
         "one interface alone: NETWORK= and IFNAME= of launch_multinode.sh keep to it",
         f"an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev {name}`",
     ][count == 1 :]
-    # Even a port at 100 Mb/s delivers this much. Below it, look at the port last.
-    causes.insert(0 if reached_gbps >= DELIVERS * FALLEN_GBPS else len(causes), speed)
+    near = any(DELIVERS * port <= reached_gbps / count <= port for port in PORTS_GBPS)
+    causes.insert(0 if near or network.virtual else len(causes), speed)
     tcp = rate(payload_rate(each_gbps) * 8e-9) + (" on each interface" if count > 1 else "")
     causes.append(f"the link without training: `iperf3 -P 8 -c PEER` should show about {tcp}")
     by_kind = {
@@ -211,7 +208,7 @@ def slow_link_rows(run, reached_gbps):
             f"{alone} clears adapter and cable, not the switch under load",
         ],
         "efa": [
-            "the instance type's own limit, which the adapter does not state; one placement group",
+            EFA_LIMIT,
             "the adapters: `fi_info -p efa` on each node should list all of them",
             "the link alone: fabtests' `fi_rma_bw -p efa -E`, then with PEER on the other node",
         ],
@@ -242,13 +239,14 @@ def slow_link_rows(run, reached_gbps):
 
 
 def good_link_rows(run, part, largest):
-    """For communication over a link that delivers."""
+    """For a link that delivers; part: link, overlap or compression; largest: none costs more."""
     kept, less = only_sockets(run), send_less(run)
     between, cpu = run.nodes != 1, run.on_cpu
     link = part == "link"
     ports = len(run.network.names) if run.network else 0
     fallen = kind_of(run) == "sockets" and 0 < (run.link_gbps or 0) <= FALLEN_GBPS * ports
-    port = "the port: 100 Mb/s is what it falls back to with a bad cable or a fixed setting "
+    stated = {each.stated for each in run.networks if each.transport == "sockets"}
+    port = "the port: a lower speed is what it falls back to with a bad cable or a fixed setting "
     port += f"(`ethtool {name_of(run)}`, on the switch too)"
     faster = f"a faster link: without {kept} (environment, /etc/nccl.conf, ~/.nccl.conf) NCCL "
     faster += "takes an adapter that `ibstat` shows as active"
@@ -264,7 +262,7 @@ def good_link_rows(run, part, largest):
     return [
         (link and between and not (run.network and run.probe_s), unknown),
         *(tunnel_rows(run) if link else ()),
-        (link and between and fallen, port),
+        (link and between and (fallen or len(stated) > 1), port),
         (link and between and kept, faster),
         (link and not between and not cpu, way),
         (part == "overlap" and shares_cores(run), cores),

@@ -61,7 +61,7 @@ def same_wire(runs):
     found = []
     able = [run for run in runs if run.complete and run.nodes != 1 and run.wire_gbps]
     for a, b in itertools.combinations(able, 2):
-        used = [[(i.host, i.transport, i.names) for i in run.networks] for run in (a, b)]
+        used = [[(i.host, i.transport, i.names, i.stated) for i in run.networks] for run in (a, b)]
         slow, fast = sorted([a.wire_gbps, b.wire_gbps])
         alike = a.processes == b.processes and used[0] == used[1]
         if alike and fast < SAME_RATE * slow:

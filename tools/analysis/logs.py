@@ -32,7 +32,7 @@ RECORD = re.compile(r"(Run|Probe|Summary) (\{.*)")
 COUNTERS = re.compile(r"(?:^|\s)Counters (\{.*)")  # of tools/counters.py
 # The launcher's lines: a start, and how it ended if that was not well.
 LAUNCHER = re.compile(
-    r"launch_\w+\.sh: (?:(?P<start>\d{4}-\d\d-\d\d [\d:]{8}) |error: (?P<error>.+))"
+    r"launch_\w+\.sh: (?:(?P<start>[\d-]{10} [\d:]{8}) |error: (?:network \S+: )?(?P<error>.+))"
 )
 NODE_LOG = r"node\d+\.log(?:\.gz)?"  # a file of a run's folder
 LINE_LIMIT = 1 << 20  # characters read at once: a file without line ends must not fill the memory

@@ -33,8 +33,8 @@ class Network:
 
     @property
     def order(self):
-        """The slowest first: a node that had to use sockets, then by rate."""
-        return self.transport in ADAPTERS, math.inf if self.gbps is None else self.gbps
+        """The slowest first: a node that had to use sockets, then by stated rate, then by rate."""
+        return self.transport in ADAPTERS, self.stated or math.inf, self.gbps or math.inf
 
     @property
     def connections(self):

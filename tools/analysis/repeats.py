@@ -154,7 +154,7 @@ def say_difference(base, run):
     if not called and counts != [1, 1]:
         chance = Fraction(2, math.comb(sum(counts), counts[0]))
         end = ": equal networks look like this by chance in "
-        end += f"{chance.numerator} of {chance.denominator} pairs."
+        end += f"{chance.numerator} of {chance.denominator} pairs, too few runs to tell."
     return f"{took.capitalize()} {text}, {by}{end}"
 
 

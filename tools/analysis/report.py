@@ -11,6 +11,7 @@ from urllib.parse import quote
 from analysis.projection import link_bytes
 from analysis.repeats import FIGURES, shown, values
 from analysis.scaling import PARTS
+from analysis.verdict import own_bytes
 from analysis.words import digits, duration, megabytes, ms, part, rate
 
 
@@ -31,6 +32,7 @@ def column(run, result):
     gbps, virtual = run.wire_gbps, run.network and run.network.virtual
     of = f", {gbps / run.link_gbps:.0%} of stated" if gbps and run.link_gbps else ""
     wire = shown(run, "wire_gbps", rate)
+    only = " (probe only)" if run.probe_s and own_bytes(run)[0] else ""
     per_process = run.img_per_s and run.processes and run.img_per_s / run.processes
     cells = {
         "status": run.status,
@@ -58,9 +60,9 @@ def column(run, result):
         "- of up to 4 KB": shown(run, "latency_s", lambda s: f"{digits(s * 1000)} ms"),
         "bytes per step and rank": run.wire_bytes and megabytes(run.wire_bytes),
         "link, stated": rate(run.link_gbps) if run.link_gbps else virtual,
-        "wire rate": wire and wire + of,
+        "wire rate": wire and wire + of + only,
         "transport": run.network and f"{run.network.transport} ({run.network.basis[3:]})",
-        "interface": run.network and run.network.shown,
+        "interface": run.network and run.network.shown and run.network.shown + only,
         **{f"loss, epoch {epoch}": f"{loss:.4f}" for epoch, loss in run.losses.items()},
         "top-1 at the end": top1 is not None and f"{top1:.2f} %",
         "- baseline": baseline is not None and f"{baseline:.2f} %",
@@ -156,7 +158,7 @@ def projection_lines(run, rows):
         epoch = row["epoch_s"] and most + duration(row["epoch_s"])
         step = most + ms(row["step_s"])
         cells.append([rate(row["gbps"]), ms(row["alone_s"]), step, epoch or "-"])
-    lines = table(["link", "all-reduce alone", "step", "epoch"], cells)
+    lines = table(["link, at full rate", "all-reduce alone", "step", "epoch"], cells)
     if any(row["bound"] for row in rows):
         lines += ["", "At most: more of the all-reduce may hide than did in this run."]
     return [*heading("Projection"), text, "", *lines, ""]

@@ -145,7 +145,7 @@ def say_slow_rank(run, costs_s):
 def name_link(run):
     if run.nodes == 1:
         return "communication inside its node"
-    if not (run.network and run.probe_s):  # nothing shows that the link is what is slow
+    if not (run.wire_gbps and run.probe_s):  # nothing shows that the link is what is slow
         return "communication between its nodes"
     if run.network.kind == "ipoib":
         return f"TCP over {run.network.names[0]}, not InfiniBand itself"
@@ -319,6 +319,8 @@ def delivered(run):
         return f"{text}; {why} (the launcher's LINK_GBPS, or --link_gbps here, gives the link's)."
     reached, stated = run.wire_gbps / run.link_gbps, rate(run.link_gbps)
     text += f", {reached:.0%} of the stated {stated}"
+    if run.link_gbps == run.network.stated < max(each.stated or 0 for each in run.networks):
+        text += f" of {run.network.host}"
     if reached > TOO_FAST:
         return f"{text}, more than stated: the stated rate is wrong."
     if reached < HEALTHY and size_limits(run):
@@ -334,9 +336,7 @@ def delivered(run):
 
 
 def say_trouble(run):
-    """(what went wrong on the link, what was counted without harm), by the kernel's counters:
-    sentences, none where nothing was.
-    """
+    """Sentences by the kernel's counters: (what went wrong on the link, what did no harm)."""
     wrong, harmless = [], []
     used = [name for network in run.networks for name in network.names]
     probed = objects(run.record("Probe"), "nodes")
