@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import demo_coco_resnet18 as demo
 import pytest
@@ -43,10 +44,12 @@ def test_page_shows_what_the_tool_prints(command, printed):
 
 
 def test_readme_says_how_much_longer_a_step_over_the_slow_cable_takes():
-    logs = [(ROOT / f"docs/emulated/{name}.log").read_text() for name in ("slow", "fast")]
-    slow, fast = (Run([], 0, log, 0).json_line("Summary")["step_ms"] for log in logs)
-    assert "a step takes twice as long" in PAGES["README.md"].prose
-    assert 1.75 < slow / fast < 2.25
+    steps = {}
+    for log in (ROOT / "docs/emulated").rglob("node0.log"):
+        summary = Run([], 0, log.read_text(), 0).json_line("Summary")
+        steps.setdefault(log.parts[-3], []).append(summary["step_ms"])
+    assert f"{median(steps['slow']) / median(steps['fast']):.1f}" == "3.7"
+    assert "a step takes 3.7 times as long" in PAGES["README.md"].prose
 
 
 # --- The talk's times ----------------------------------------------------------------------------
@@ -143,7 +146,7 @@ def test_steps_of_the_talk_and_of_its_repetition():
 
 
 def test_kept_logs_and_reports_hold_no_path_of_a_machine():
-    files = [*(ROOT / "docs/emulated").iterdir(), *REPORTS.rglob("*.*")]
+    files = [*(ROOT / "docs/emulated").rglob("*.log"), *REPORTS.rglob("*.*")]
     for file in filter(Path.is_file, files):
         text = file.read_text(errors="replace")
         assert re.findall(r"(?<![\w.])/(?:root|home|tmp|work|usr|opt|mnt|var)\b", text) == [], file
