@@ -219,6 +219,8 @@ def replicas(ranks, plain, whole):
 def results(ranks, plain):
     """What is wrong with the lines of the results; nothing if they are right."""
     printed = ranks[0].results + ranks[1].results
+    if not printed:
+        return "No rank prints a result. Is the rank a number? The environment has text."
     lines = [line for line, *_ in printed]
     for line, *_ in plain.results:
         if lines.count(line) != 1:
