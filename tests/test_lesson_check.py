@@ -162,6 +162,10 @@ OTHERS = {
         {"optimizer.step()": "pass"},
         ["It never trains: optimizer.step() is not called."],
     ),
+    "the rank is text": (
+        {'int(os.environ["RANK"])': 'os.environ["RANK"]', "data, world_size, rank": "data"},
+        ["Change 6 is missing. No rank prints a result. Is the rank a number?"],
+    ),
     "only rank 0 steps": (
         {"optimizer.step()": "rank or optimizer.step()"},
         ["Rank 1 never trains: optimizer.step() is not called."],
