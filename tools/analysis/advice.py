@@ -145,12 +145,14 @@ def trouble_rows(run):
     kind, name = kind_of(run), name_of(run)
     device, link = name.partition(":")[0], name.replace(":", "/")
     lossy = "what loses data: cable, transceiver, switch port"
+    virtual = run.network and run.network.virtual
     return [
         (kind == "infiniband", f"{lossy} (`ibqueryerrors`, `mlxlink -d {device} -c -m`)"),
         (kind == "roce", roce_losses(link)),
         (kind == "efa", EFA_LIMIT),
         (kind == "efa", f"what is dropped: `rdma statistic show link {link}`"),
-        (kind in ("sockets", "ipoib"), f"{lossy} (`ethtool -S {name}`)"),
+        (kind in ("sockets", "ipoib") and not virtual, f"{lossy} (`ethtool -S {name}`)"),
+        (virtual, f"what drops packets: `tc -s qdisc show dev {name}`"),
     ]
 
 
@@ -244,6 +246,7 @@ def good_link_rows(run, part, largest):
     between, cpu = run.nodes != 1, run.on_cpu
     link = part == "link"
     ports = len(run.network.names) if run.network else 0
+    filled = (run.wire_gbps or 0) >= DELIVERS * (run.link_gbps or 0)
     fallen = kind_of(run) == "sockets" and 0 < (run.link_gbps or 0) <= FALLEN_GBPS * ports
     stated = {each.stated for each in run.networks if each.transport == "sockets"}
     port = "the port: a lower speed is what it falls back to with a bad cable or a fixed setting "
@@ -271,7 +274,11 @@ def good_link_rows(run, part, largest):
         (part == "compression", "a lower --powersgd_rank, which computes and sends less"),
         (link, "send less often: a larger --accumulate_steps or --batch_size"),
         (
-            link and between and run.wire_gbps and kind_of(run) != "ipoib" and not kept,
+            between and not filled and kind_of(run) == "sockets" and part != "compression",
+            "what this link can do: `iperf3 -P 8 -c PEER`",
+        ),
+        (
+            link and between and run.wire_gbps and filled and kind_of(run) != "ipoib" and not kept,
             "a faster link: --project shows what to expect of it",
         ),
     ]
