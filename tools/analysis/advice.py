@@ -270,13 +270,14 @@ def good_link_rows(run, part, largest):
         (link and not between and not cpu, way),
         (part == "overlap" and shares_cores(run), cores),
         (link and largest and cpu and not between, fewer),
-        (less, f"send less: {less}"),
-        (part == "compression", "a lower --powersgd_rank, which computes and sends less"),
-        (link, "send less often: a larger --accumulate_steps or --batch_size"),
         (
             between and not filled and kind_of(run) == "sockets" and part != "compression",
             "what this link can do: `iperf3 -P 8 -c PEER`",
         ),
+        (part == "overlap", "the wait beyond an all-reduce: --profile FOLDER shows what ran when"),
+        (less, f"send less: {less}"),
+        (part == "compression", "a lower --powersgd_rank, which computes and sends less"),
+        (link, "send less often: a larger --accumulate_steps or --batch_size"),
         (
             link and between and run.wire_gbps and filled and kind_of(run) != "ipoib" and not kept,
             "a faster link: --project shows what to expect of it",

@@ -40,7 +40,7 @@ def find_repeats(name, paths):
         return {name: paths}
     if rest := [path for path in paths if path not in whole]:
         raise UserError(f"{rest[0]}: no Run line in it; of the runs of {name} give the folders")
-    return {f"{name}/r{n}": [path] for n, path in enumerate(whole, 1)}
+    return {str(path): [path] for path in whole}
 
 
 def has_run(path):
