@@ -41,9 +41,9 @@ def next_checks(run, parts, slow_link, in_trouble):
     parts: {part of a step: seconds}, see parts_of_step; slow_link: the rate, in Gb/s, of a link
     that is slower than it states, else None; in_trouble: it has lost data or counted errors.
     """
-    # What is beyond the all-reduce is waiting, which fewer threads alone may shorten.
-    most_s = {"link": run.probe_s, "overlap": not shares_cores(run) and run.probe_s}
-    parts = {part: min(seconds, most_s.get(part) or seconds) for part, seconds in parts.items()}
+    # What is beyond the all-reduce is waiting, which no other link shortens.
+    if "link" in parts and run.probe_s:
+        parts = parts | {"link": min(parts["link"], run.probe_s)}
     found = []
     for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
         name, rows, faults = part, [], []
@@ -270,11 +270,11 @@ def good_link_rows(run, part, largest):
         (link and not between and not cpu, way),
         (part == "overlap" and shares_cores(run), cores),
         (link and largest and cpu and not between, fewer),
+        (part == "overlap", "the wait beyond an all-reduce: --profile FOLDER shows what ran when"),
         (
             between and not filled and kind_of(run) == "sockets" and part != "compression",
             "what this link can do: `iperf3 -P 8 -c PEER`",
         ),
-        (part == "overlap", "the wait beyond an all-reduce: --profile FOLDER shows what ran when"),
         (less, f"send less: {less}"),
         (part == "compression", "a lower --powersgd_rank, which computes and sends less"),
         (link, "send less often: a larger --accumulate_steps or --batch_size"),
