@@ -182,7 +182,7 @@ def find_problems(run):
     """Every reason why this log is not that of a whole run."""
     log, problems = run.log, []
     if log.failed:
-        return [f"failed; root cause: {log.failed}"]
+        return [f"failed; the first error in these logs: {log.failed}"]
     if not log.ranks:
         return ["no line of a rank in it"]
     if log.ours and not run.record("Run"):
