@@ -18,7 +18,7 @@ from support.datasets import make_set
 from support.forks import run_forked
 from support.gpus import CHANGED, GPUS, VISIBLE, errors, needs_gpus, start_program
 from support.launchers import FAST
-from support.processes import ROOT, Run, run_demo
+from support.processes import ROOT, Run, free_port, run_demo
 
 pytestmark = needs_gpus(1)
 PRECISIONS = ["fp32", "bf16", "fp16"]
@@ -191,8 +191,7 @@ def all_weights(state: dict[str, torch.Tensor]) -> torch.Tensor:
 # --- Time by the GPU's clock --------------------------------------------------------------------
 
 DATA, COMPUTE, EXPOSED = 0.2, 0.1, 0.05  # seconds that each part of a step is made longer
-# The loader sleeps; the GPU waits in the forward pass, and before the last bucket's all-reduce.
-DELAYED = f"""{CHANGED}
+CLOCK = f"""{CHANGED}
 import time
 
 def busy(seconds):
@@ -208,17 +207,19 @@ def cycles_per_second():
         end.synchronize()
     return 3e8 / (begin.elapsed_time(end) / 1e3)
 
+def all_reduce(state, bucket):
+    if bucket.is_last():
+        busy({EXPOSED})
+    return demo.default_hooks.allreduce_hook(None, bucket)
+"""
+# The loader sleeps; the GPU waits in the forward pass, and before the last bucket's all-reduce.
+DELAYED = f"""{CLOCK}
 def wrap_model(args, process, model):
     global cycles
     cycles = cycles_per_second()
     ddp, powersgd = plain_wrap(args, process, model)
     ddp.register_comm_hook(None, all_reduce)
     return ddp, powersgd
-
-def all_reduce(state, bucket):
-    if bucket.is_last():
-        busy({EXPOSED})
-    return demo.default_hooks.allreduce_hook(None, bucket)
 
 def forward(*arguments):
     busy({COMPUTE})
@@ -241,13 +242,59 @@ def test_parts_of_a_step_are_those_of_the_gpus_clock_and_add_up(tmp_path):
     with start_program([sys.executable, "-c", DELAYED, *data]) as started:
         run = started.finish()
     summary = run.json_line("Summary")
+    check_parts(summary)
+    ((wall,),) = [re.findall(r"Epoch 1 complete .* (\S+)s$", run.out, re.M)]
+    assert 0.8 < summary["train_s"] / float(wall) < 1.05
+    assert summary["steps"] == 10
+
+
+def check_parts(summary: dict) -> None:
+    """They are as long as they were made, and add up."""
     parts = [summary[f"{name}_ms"] / 1e3 for name in ("data", "compute", "exposed")]
     assert sum(parts) == pytest.approx(summary["step_ms"] / 1e3)
     for found, expected in zip(parts, (DATA, COMPUTE, EXPOSED), strict=True):
         assert 0.7 * expected < found < 1.8 * expected, parts
-    ((wall,),) = [re.findall(r"Epoch 1 complete .* (\S+)s$", run.out, re.M)]
-    assert 0.8 < summary["train_s"] / float(wall) < 1.05
-    assert summary["steps"] == 10
+
+
+# docs/networks.md's loop, made longer in the same places.
+OWN_LOOP = f"""{CLOCK}
+import os
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+class Loader:
+    def __iter__(self):
+        for _ in range(10):
+            time.sleep({DATA})
+            yield torch.rand(16, 1000).cuda(), torch.zeros(16, dtype=torch.long).cuda()
+
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+cycles = cycles_per_second()
+dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+layers = [torch.nn.Linear(1000, 1000), torch.nn.Linear(1000, 10)]
+ddp = DistributedDataParallel(torch.nn.Sequential(*layers).cuda())
+ddp.module.register_forward_hook(lambda *_: busy({COMPUTE}))
+ddp.register_comm_hook(None, all_reduce)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+"""
+
+
+def test_parts_of_a_step_of_an_own_loop_are_those_of_the_gpus_clock(tmp_path):
+    page = (ROOT / "docs/networks.md").read_text()
+    (loop,) = re.findall(r"```python\n(from step_log .*?)```", page, re.S)
+    loop = loop.replace(
+        "max_steps=200, global_batch_size=128", "max_steps=10, global_batch_size=16, log_every=1"
+    )
+    program = tmp_path / "mine.py"
+    end = "\ndel ddp, log, loss\ndist.destroy_process_group()\n"
+    program.write_text(OWN_LOOP + loop.replace("(loader)", "(Loader())") + end)
+    command = [sys.executable, program, free_port()]
+    with start_program(command, PYTHONPATH=str(ROOT / "tools")) as started:
+        run = started.finish()
+    check_parts(run.json_line("Summary"))
+    assert run.json_line("Run")["backend"] == "nccl"
 
 
 def test_profile_has_the_gpus_kernels(small, tmp_path):
