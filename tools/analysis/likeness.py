@@ -67,8 +67,8 @@ def same_wire(runs):
         if alike and fast < SAME_RATE * slow:
             basis = " and ".join(dict.fromkeys([a.network.basis, b.network.basis]))
             found.append(
-                f"{a.name} and {b.name} went over the same wire: {a.network.way}, {basis}, "
-                f"{rate(a.wire_gbps)} and {rate(b.wire_gbps)} measured."
+                f"{a.name} and {b.name} seem to have used the same network: "
+                f"{a.network.way}, {basis}, {rate(a.wire_gbps)} and {rate(b.wire_gbps)} measured."
             )
     return found
 
