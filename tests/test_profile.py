@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from analysis.trace import read_traces
 from support.datasets import make_set
 from support.forks import QUICK, run_forked
 from support.launchers import FAST
@@ -86,16 +85,6 @@ def test_trace_of_each_rank_has_forward_backward_and_all_reduce_in_each_step(
         for begin, end in within(step, all_reduces):
             overlaps += any(begin < own_end and own_begin < end for own_begin, own_end in backward)
     assert overlaps
-
-
-def test_comparison_reads_the_last_recorded_step_of_each_rank(profiled, folder):
-    """compare_logs.py --trace; test_trace.py has its picture."""
-    steps = read_traces(folder / "mein Gerät")
-    assert [one.rank for one in steps] == [0, 1]
-    for one in steps:
-        assert one.number == RECORDED[-1] - 1 and one.all_reduce, one
-        assert 0 < sum(end - begin for begin, end in one.compute) <= one.seconds, one
-        assert one.beside_s > 0, one
 
 
 def test_rank_0_logs_pytorchs_table_of_what_took_the_most_time(profiled):
