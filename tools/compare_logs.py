@@ -5,7 +5,6 @@
     python tools/compare_logs.py ethernet=logs/eth infiniband=logs/ib --project
     python tools/compare_logs.py slow=a.log fast=b.log --link_gbps slow=1 --link_gbps fast=56
     python tools/compare_logs.py logs/eth --plot run.png --csv steps.csv
-    python tools/compare_logs.py --trace FOLDER --plot step.png
 
 A run is NAME=PATH: a log file, or a run's folder with node0.log, node1.log, ... Node 0's log is
 enough. Without NAME= it is called after its folder or file. A folder with r1, r2, ... in it holds
@@ -18,8 +17,6 @@ node's link.
 
 Runs with different numbers of processes are compared as scaling: speed-up, efficiency, and what
 eats the rest. The base is then the run with the fewest processes (analysis/scaling.py).
-
---trace draws one step of each rank from the traces rankR.json.gz of the script's --profile.
 
 Exit code: 0: success; 1: compared, but a run is incomplete or failed; 2: usage error, or unlike
 runs.
@@ -38,7 +35,6 @@ from analysis.nccl import Reader, of_last_run
 from analysis.repeats import find_repeats, gather, say_difference
 from analysis.report import print_text, report, write_csv, write_json, write_report
 from analysis.runs import make_run
-from analysis.trace import read_traces
 from analysis.verdict import judge, own_bytes
 
 
@@ -52,8 +48,6 @@ def main(argv=None):
 
 def run_command(args):
     outputs = asked_outputs(args)
-    if args.trace:
-        return draw_trace(args)
     if not args.runs:
         raise UserError("give at least one run: NAME=PATH, or PATH")
     paths = named_paths(args.runs)
@@ -76,22 +70,6 @@ def run_command(args):
     if failed:
         raise UserError("; ".join(failed))
     return 0 if all(run.complete for each in every.values() for run in each) else 1
-
-
-def draw_trace(args):
-    """--trace FOLDER --plot FILE"""
-    if args.runs or not args.plot:
-        raise UserError(f"--trace {args.trace}: give it with --plot FILE, and without runs")
-    from analysis.plot import draw_steps
-
-    steps = read_traces(args.trace)
-    for step in steps:
-        print(step)
-    try:
-        draw_steps(steps, args.plot)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--plot {args.plot}: cannot be written: {error}") from None
-    return 0
 
 
 def read_files(files):
@@ -172,8 +150,6 @@ def parse_arguments(argv):
     add = parser.add_argument
     add("runs", nargs="*", metavar="[NAME=]PATH", help="log or folder of a run")
     add("--plot", metavar="FILE", help="write a picture (PNG, or by the suffix)")
-    text = "with --plot: draw a profiled step of each rank from the traces in this folder"
-    add("--trace", metavar="FOLDER", help=text)
     text = "write the report as Markdown, with the picture of --plot"
     add("--report", metavar="FILE", help=text)
     add("--csv", metavar="FILE", help="write the step lines: a row for each rank and step")

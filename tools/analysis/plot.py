@@ -1,6 +1,8 @@
-"""The pictures of tools/compare_logs.py: where the time of each run went, throughput and loss, or
-for runs that differ in their number of processes the speed-up; the bus bandwidth of the probe's
-sizes; and a profiled step. Whiskers are the range of repeats.
+"""The pictures of tools/compare_logs.py.
+
+They show where the time of each run went, throughput and loss (or the speed-up, for runs that
+differ in their number of processes), and the bus bandwidth of the probe's sizes. Whiskers are the
+range of repeats.
 
 Drawn with matplotlib, which only a picture needs. Hatching, line style and mark tell the runs
 apart without colour.
@@ -17,7 +19,6 @@ from matplotlib.ticker import EngFormatter, LogLocator
 from analysis.logs import get, objects
 from analysis.repeats import values
 from analysis.scaling import network_of
-from analysis.trace import STEP
 
 LINES = ("-", "--", ":", "-.", "-")
 COLOURS = ("#111111", "#1f5fa8", "#c1440e", "#4d8f3a", "#7a3f98")
@@ -46,11 +47,7 @@ def draw(result, file):
             draw_throughput_and_loss(*others[:2], runs)
         if curves:
             draw_bandwidth(others[-1], curves)
-        save(figure, file)
-
-
-def save(figure, file):
-    figure.savefig(file, dpi=160, format=None if Path(file).suffix else "png")
+        figure.savefig(file, dpi=160, format=None if Path(file).suffix else "png")
 
 
 def look_of(i):
@@ -132,33 +129,6 @@ def draw_speed_up(axis, runs, scaled):
     axis.set_ylim(bottom=0)
     axis.set(xlabel="processes", ylabel="speed-up over the base", title="Speed-up and efficiency")
     finish(axis, "no speed-up in these logs")
-
-
-def draw_steps(steps, file):
-    """Two bars for each rank: when it computes, and when an all-reduce is under way."""
-    with matplotlib.rc_context(LOOK):
-        figure = Figure(figsize=(9, 1.2 + 0.8 * len(steps)), layout="constrained")
-        axis = figure.subplots()
-        rows = []
-        for step in steps:
-            for name, spans, part in (
-                ("compute", step.compute, "compute"),
-                ("all-reduce", step.all_reduce, "exposed communication"),
-            ):
-                at = [(1000 * begin, 1000 * (end - begin)) for begin, end in spans]
-                look = dict(zip(("facecolors", "hatch"), PARTS[part], strict=True))
-                edge = 0.5 if part != "compute" else 0
-                axis.broken_barh(
-                    at, (len(rows) - 0.4, 0.8), edgecolor="#111111", linewidth=edge, **look
-                )
-                rows.append(f"rank {step.rank}: {name}")
-            axis.axhline(len(rows) - 0.5, color="#cccccc", linewidth=0.8)
-        axis.set_yticks(range(len(rows)), rows)
-        axis.invert_yaxis()
-        axis.set_xlim(0, 1000 * max(step.seconds for step in steps))
-        title = f"{STEP}{steps[0].number}: an all-reduce beside compute is hidden, the rest "
-        axis.set(xlabel="ms since this rank began the step", title=f"{title}exposed")
-        save(figure, file)
 
 
 def draw_split(axis, runs, scaled):
