@@ -11,7 +11,7 @@ from analysis.nccl import REASONS
 from analysis.network import ADAPTERS
 from analysis.projection import payload_rate
 from analysis.runs import usual_times
-from analysis.words import digits, rate
+from analysis.words import digits, ms, rate
 
 FAST_SOCKETS_GBPS = 25  # from here on one TCP connection, bound by one core, may not fill the link
 FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its cable are bad
@@ -245,6 +245,7 @@ def good_link_rows(run, part, largest):
     kept, less = only_sockets(run), send_less(run)
     between, cpu = run.nodes != 1, run.on_cpu
     link = part == "link"
+    saves = f"; it saves {ms(run.probe_s)} at most" if part == "overlap" else ""
     ports = len(run.network.names) if run.network else 0
     filled = (run.wire_gbps or 0) >= DELIVERS * (run.link_gbps or 0)
     fallen = kind_of(run) == "sockets" and 0 < (run.link_gbps or 0) <= FALLEN_GBPS * ports
@@ -275,7 +276,7 @@ def good_link_rows(run, part, largest):
             between and not filled and kind_of(run) == "sockets" and part != "compression",
             "what this link can do: `iperf3 -P 8 -c PEER`",
         ),
-        (less, f"send less: {less}"),
+        (less, f"send less: {less}{saves}"),
         (part == "compression", "a lower --powersgd_rank, which computes and sends less"),
         (link, "send less often: a larger --accumulate_steps or --batch_size"),
         (

@@ -153,8 +153,8 @@ def say_difference(base, run):
         text = f"{ratio} in {slow.name} as in {quick.name}{between}: {text}"
     if not called and counts != [1, 1]:
         chance = Fraction(2, math.comb(sum(counts), counts[0]))
-        end = ": equal networks look like this by chance in "
-        end += f"{chance.numerator} of {chance.denominator} pairs, too few runs to tell."
+        end = ". With so few, the ranges of equal networks lie apart by chance in "
+        end += f"{chance.numerator} of {chance.denominator} pairs."
     return f"{took.capitalize()} {text}, {by}{end}"
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -151,7 +152,9 @@ def advice_lines(run, advice):
 def projection_lines(run, rows):
     source, nbytes = link_bytes(run)
     text = f"From {run.name}, by the model (not measured): {megabytes(nbytes)} a step on a node's "
-    text += f"link, {source}, beside {ms(run.data_s + run.compute_s)} of data wait and compute."
+    text += f"link, {source}, beside {ms(run.data_s + run.compute_s)} of data wait and compute"
+    waited_s = max(0, run.exposed_s - (run.probe_s or math.inf))
+    text += f", and {ms(waited_s)} beyond an all-reduce alone." if waited_s > 0.0005 else "."
     cells = []
     for row in rows:
         most = "at most " if row["bound"] else ""

@@ -126,7 +126,7 @@ def say_split(run, parts):
     mean = "" if run.straggler is None else ", mean over the ranks"
     waited = f", {wait} of it the wait for the slowest rank" if wait_s > WORTH * run.step_s else ""
     if kind == "link" and more_s > WORTH * run.step_s:
-        waited += f", {more} of it beyond an all-reduce alone, which the link does not explain"
+        waited += f", {more} of it beyond an all-reduce alone, which the probe does not explain"
     return (
         f"Bound by {title}: of a step of {ms(run.step_s)}, compute is {compute}, data wait "
         f"{data}, {run.exposed_name} {exposed}{waited}, as measured{mean}."
@@ -136,7 +136,7 @@ def say_split(run, parts):
 def say_slow_rank(run, costs_s):
     data, compute, _ = run.ranks[run.straggler]
     return (
-        f"Rank {run.straggler} itself works {ms(data + compute)} of a step (data wait {ms(data)}, "
+        f"Rank {run.straggler} itself takes {ms(data + compute)} of a step (data wait {ms(data)}, "
         f"compute {ms(compute)}), the others {ms(sum(usual_times(run.ranks)))}: it costs "
         f"{ms(costs_s)}, {part(costs_s, run.step_s)} of the step."
     )
@@ -231,16 +231,21 @@ def own_bytes(run):
         text = f"{megabytes(total / steps)} a step over {', '.join(names) or 'any interface'}"
         expected = " to ".join(dict.fromkeys(megabytes(n / steps) for n in (low, high)))
         if total < LEAST_SENT * low:
-            rest = [link["name"] for link in links if 2 * sent(link) > low - total]
-            rest = ", ".join(name for name in rest if name not in names)
-            unseen = "an interface without a counter"
+            others = [link for link in links if link["name"] not in names]
+            rest = [
+                f"{link['name']} sent {megabytes(sent(link) / steps)}"
+                for link in others
+                if 2 * sent(link) > low - total
+            ]
+            unseen = "no counter here shows the rest"
             if run.setting("backend") == "nccl":
-                unseen += ", or NCCL's shared memory if both are containers of one machine,"
-            text += f", less than the {expected} expected: {rest or unseen} carried the rest"
+                unseen += " (NCCL's shared memory, if both are containers of one machine?)"
+            text += f", less than the {expected} expected: {', '.join(rest) or unseen}"
             text += "; the probe's rate is not the training's" if run.probe_s else ""
             says.append((0, f"During the training {host} sent {text}."))
         elif total > MOST_SENT * high:
-            text += f", more than the {expected} expected: other traffic, too"
+            text += f", more than the {expected} expected: other traffic (`ss -tnp` lists its "
+            text += "connections), or more all-reduces than one a step"
             says.append((1, f"During the training {host} sent {text}."))
         else:
             text += f", as expected: {expected} on {host}, up to 3% less or 10% more"
