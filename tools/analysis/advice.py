@@ -11,7 +11,7 @@ from analysis.nccl import REASONS
 from analysis.network import ADAPTERS
 from analysis.projection import payload_rate
 from analysis.runs import usual_times
-from analysis.words import digits, ms, rate
+from analysis.words import digits, rate
 
 FAST_SOCKETS_GBPS = 25  # from here on one TCP connection, bound by one core, may not fill the link
 FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its cable are bad
@@ -41,9 +41,6 @@ def next_checks(run, parts, slow_link, in_trouble):
     parts: {part of a step: seconds}, see parts_of_step; slow_link: the rate, in Gb/s, of a link
     that is slower than it states, else None; in_trouble: it has lost data or counted errors.
     """
-    # What is beyond the all-reduce is waiting, which no other link shortens.
-    if "link" in parts and run.probe_s:
-        parts = parts | {"link": min(parts["link"], run.probe_s)}
     found = []
     for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
         name, rows, faults = part, [], []
@@ -245,7 +242,6 @@ def good_link_rows(run, part, largest):
     kept, less = only_sockets(run), send_less(run)
     between, cpu = run.nodes != 1, run.on_cpu
     link = part == "link"
-    saves = f"; it saves {ms(run.probe_s)} at most" if part == "overlap" else ""
     ports = len(run.network.names) if run.network else 0
     filled = (run.wire_gbps or 0) >= DELIVERS * (run.link_gbps or 0)
     fallen = kind_of(run) == "sockets" and 0 < (run.link_gbps or 0) <= FALLEN_GBPS * ports
@@ -276,7 +272,7 @@ def good_link_rows(run, part, largest):
             between and not filled and kind_of(run) == "sockets" and part != "compression",
             "what this link can do: `iperf3 -P 8 -c PEER`",
         ),
-        (less, f"send less: {less}{saves}"),
+        (less, f"send less: {less}"),
         (part == "compression", "a lower --powersgd_rank, which computes and sends less"),
         (link, "send less often: a larger --accumulate_steps or --batch_size"),
         (

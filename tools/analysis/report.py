@@ -138,7 +138,10 @@ def advice_lines(run, advice):
         title = "Then" if number else "Check or change next"
         if one.part:  # work can be made faster; only waiting can be saved
             most = "" if one.part == "compute" else "at most "
-            title += f" ({one.part}: {most}{ms(one.costs_s)} of a step's {ms(run.step_s)})"
+            title += f" ({one.part}: {most}{ms(one.costs_s)} of a step's {ms(run.step_s)}"
+            if one.part == "communication" and run.probe_s:
+                title += f"; an all-reduce alone takes {ms(run.probe_s)}"
+            title += ")"
         lines += [f"{title}:" if number else f"{title}, most likely first:", ""]
         lines += [*(f"{i}. {text}" for i, text in enumerate(one.checks, number + 1)), ""]
         number += len(one.checks)
