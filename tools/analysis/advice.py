@@ -33,6 +33,7 @@ class Advice:
     part: str  # in words
     costs_s: float | None  # of a step: what is not compute can be saved, at most
     checks: list  # most likely first
+    alone_s: float | None = None  # of communication: what an all-reduce alone takes
 
 
 def next_checks(run, parts, slow_link, in_trouble):
@@ -43,7 +44,7 @@ def next_checks(run, parts, slow_link, in_trouble):
     """
     found = []
     for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
-        name, rows, faults = part, [], []
+        name, rows, faults, alone_s = part, [], [], None
         if part == "slow rank":
             name, rows = f"rank {run.straggler}", slow_rank_rows(run)
         elif part == "input":
@@ -52,6 +53,7 @@ def next_checks(run, parts, slow_link, in_trouble):
             rows = compute_rows(run) if seconds == max(parts.values()) else []
         else:
             name = "compression and communication" if part == "compression" else "communication"
+            alone_s = run.probe_s
             rows = good_link_rows(run, part, seconds == max(parts.values()))
             if slow_link and part == "link":  # then nothing else matters
                 rows = tunnel_rows(run) if tunnel_of(run) else slow_link_rows(run, slow_link)
@@ -59,7 +61,7 @@ def next_checks(run, parts, slow_link, in_trouble):
             faults += trouble_rows(run) if in_trouble else []
         rows = faults + (rows if seconds >= WORTH * run.step_s else [])
         if checks := list(dict.fromkeys(text for fits, text in rows if fits)):
-            found.append(Advice(name, seconds, checks))
+            found.append(Advice(name, seconds, checks, alone_s))
     return found
 
 

@@ -57,12 +57,12 @@ def column(run, result):
     }
     top1, baseline = (run.log.top1, run.log.baseline) if result["same_training"] else (None, None)
     return cells | {
-        "all-reduce alone": run.probe_s and run.about + shown(run, "probe_s", ms),
+        "all-reduce alone": run.probe_s and run.about + shown(run, "probe_s", ms) + only,
         "- of up to 4 KB": shown(run, "latency_s", lambda s: f"{digits(s * 1000)} ms"),
         "bytes per step and rank": run.wire_bytes and megabytes(run.wire_bytes),
         "link, stated": rate(run.link_gbps) if run.link_gbps else virtual,
         "wire rate": wire and wire + of + only,
-        "transport": run.network and f"{run.network.transport} ({run.network.basis[3:]})",
+        "transport": run.network and f"{run.network.transport} ({run.network.basis[3:]}){only}",
         "interface": run.network and run.network.shown and run.network.shown + only,
         **{f"loss, epoch {epoch}": f"{loss:.4f}" for epoch, loss in run.losses.items()},
         "top-1 at the end": top1 is not None and f"{top1:.2f} %",
@@ -139,8 +139,8 @@ def advice_lines(run, advice):
         if one.part:  # work can be made faster; only waiting can be saved
             most = "" if one.part == "compute" else "at most "
             title += f" ({one.part}: {most}{ms(one.costs_s)} of a step's {ms(run.step_s)}"
-            if one.part == "communication" and run.probe_s:
-                title += f"; an all-reduce alone takes {ms(run.probe_s)}"
+            if one.alone_s:
+                title += f"; an all-reduce alone takes {run.about}{ms(one.alone_s)}"
             title += ")"
         lines += [f"{title}:" if number else f"{title}, most likely first:", ""]
         lines += [*(f"{i}. {text}" for i, text in enumerate(one.checks, number + 1)), ""]
