@@ -232,7 +232,6 @@ def test_tables_of_steps_name_the_marked_functions():
         marked |= {number: functions[-1]} if number else {}
     assert len(marked) == 6
     assert {row[0]: row[1].strip("`") for row in rows("change")} == marked
-    assert {row[0][0]: row[2].split("`")[1] for row in rows("mark")} == marked
 
 
 def test_a_paragraph_names_all_settings_that_a_resumed_run_must_share():
