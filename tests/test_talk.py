@@ -128,7 +128,12 @@ def test_pages_state_the_minutes_that_the_script_prints(explained):
         (" 36 Mb/s ", ring, "it ran at about 36 Mb/s; with", page),
         (" 24 Mb/s ", two, "with two processes, at 24 Mb/s", page),
         (" 88 min ", ring, "would explain only 88 minutes", page),
-        (" 230 min ", restarted, "explains all in one case: 1,850 steps, and all images", page),
+        (
+            " 230 min ",
+            restarted,
+            "explains all of them only if there were 1,850 steps, and all images",
+            page,
+        ),
         (": 203 images/s", explained, "its 203 images per second", page),
     ):
         assert reported in report and stated in text, (reported, stated)
