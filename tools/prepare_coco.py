@@ -43,7 +43,7 @@ try:
 except ImportError:
     sys.exit("prepare_coco.py: error: Pillow is missing: pip install pillow")
 
-from check_coco import UserError, faults_of_images, read_instances
+from check_coco import UserError, check_images, read_instances
 
 PROGRESS_S = 5  # seconds from one line of progress to the next
 
@@ -215,8 +215,7 @@ def prepare(job):
         path = job.source / f"annotations/instances_{split}.json"
         contents[split] = read_instances(path, job.source / split)
         names = [image["file_name"] for image in contents[split]["images"]]
-        if faults := faults_of_images(job.source / split, names):
-            raise UserError(*faults)
+        check_images(job.source / split, names)
     claim(job)
     listed = [f"{s}/{image['file_name']}" for s in contents for image in contents[s]["images"]]
     names = list(dict.fromkeys(listed))  # each once
