@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from check_coco import UserError, check
-from support.annotation_cases import Case, cases, changed, plain_id
+from check_coco import UserError, check, check_images
+from support.annotation_cases import Case, cases, changed, marked, plain_id, rows
 from support.processes import ROOT
 
 
@@ -28,7 +28,16 @@ def fault(*arguments: object, val: object = None) -> str:
     try:
         check(*arguments, val=val)
     except UserError as error:
-        return str(error).partition("\n")[0]
+        return str(error)
+    return ""
+
+
+def lost(folder: Path, *names: str) -> str:
+    """The line about images that the folder lacks; "" if it has all."""
+    try:
+        check_images(folder, names)
+    except UserError as error:
+        return str(error)
     return ""
 
 
@@ -47,6 +56,17 @@ def test_each_file_of_the_table_is_fine_or_its_fault_is_named(tmp_path: Path, ca
     assert case.fits(line, path) if case.line else line == "", line
 
 
+@pytest.mark.parametrize("row", marked(rows("missing_images.txt")), ids=plain_id)
+def test_where_a_lost_image_is(tmp_path: Path, row: list[str]):
+    files, folder, name, words = (json.loads(f'"{part}"') for part in row)
+    for file in files.split("; "):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    place = tmp_path / folder
+    begin = f"the folder of images {place} lacks 1 of 1 listed images, the first is {name}: "
+    assert lost(place, name) == begin + words.replace("ROOT", str(tmp_path))
+
+
 # --- Several entries, several files -----------------------------------------------------------
 
 
@@ -55,6 +75,32 @@ def test_the_first_fault_of_a_kind_and_the_number_of_the_others(tmp_path: Path):
     path = write(tmp_path / "file.json", "annotations[*].id is gone; images[1].file_name is gone")
     words = "annotations[0] has no id: expected a number, as ids of annotations are (and 5 more)"
     assert fault(path) == f"annotation file {path}: {words}"
+
+
+def test_a_panoptic_file_is_the_wrong_one_of_cocos(tmp_path: Path):
+    """Its annotations have neither an id nor a category."""
+    changes = "annotations[*].category_id is gone; annotations[*].id is gone"
+    line = fault(write(tmp_path / "file.json", changes))
+    assert "annotations[0] has no category_id" in line
+    assert line.endswith(
+        "(and 5 more). Of COCO's files give the instances file, such as instances_train2017.json"
+    )
+
+
+@pytest.mark.guards("check-classes")
+def test_classes_that_validation_cannot_find_by_name(tmp_path: Path):
+    good = write(tmp_path / "good.json")
+    same = write(tmp_path / "same.json", 'categories[2].name = "bird"')
+    other = write(
+        tmp_path / "other.json", 'categories[1].name = "cow"; categories[2].name = "hen"'
+    )
+    twice = "2 categories that have images are called 'bird': rename all but one"
+    lacks = "it has images of the class 'cow', which the training classes lack: give both files"
+    assert fault(same, val=good).startswith(f"annotation file {same}: {twice}")
+    line = fault(good, val=other)
+    assert line.startswith(f"annotation file {other}: {lacks}")
+    assert line.endswith("the same names (and 1 more)")
+    assert fault(same) == ""  # alone it trains
 
 
 # --- Images ------------------------------------------------------------------------------------
@@ -78,6 +124,18 @@ def test_labelled_images_that_the_folder_lacks_are_counted(tmp_path: Path):
     assert fault(path, folder) == ""
 
 
+@pytest.mark.guards("check-links")
+@pytest.mark.parametrize("what", ["a folder", "a link"])
+def test_what_is_no_file_is_a_lost_image(tmp_path: Path, what: str):
+    if what == "a folder":
+        (tmp_path / "1.jpg").mkdir()
+    else:
+        (tmp_path / "1.jpg").symlink_to("gone.jpg")
+    assert lost(tmp_path, "1.jpg").endswith("check the path, and where links lead")
+    (tmp_path / "gone.jpg").touch()
+    assert lost(tmp_path, "1.jpg") == "" or what == "a folder"
+
+
 def test_names_of_windows_and_of_lvis(tmp_path: Path):
     changes = r'images[0].file_name = "part\\0000.jpg"; images[1].file_name = "a\\b.jpg"; '
     changes += 'images[2].file_name is gone; images[2].coco_url = "http://coco.example/c/2.jpg"'
@@ -90,6 +148,32 @@ def test_names_of_windows_and_of_lvis(tmp_path: Path):
 # --- What is there -----------------------------------------------------------------------------
 
 
+def test_a_file_without_faults_is_described(tmp_path: Path):
+    train = write(tmp_path / "train.json", 'categories[3] = {"id": 3, "name": "cow"}')
+    val = write(tmp_path / "val.json", "annotations[*].image_id = [100, 101, 102, 103, 104, 999]")
+    folder = make_files(tmp_path / "images", *(f"000{i}.jpg" for i in range(4)))
+    assert check(train, folder, val) == [
+        f"annotation file {train}",
+        "images: 5, without a label: 1 (training leaves them out)",
+        "annotations: 6, of no image of this file: 0",
+        "classes: 4, without an image: 1",
+        "bird 2, apple 1, clock 1",
+        f"{folder} has all images that have a label",
+        f"annotation file {val}",
+        "images: 5, without a label: 0 (training leaves them out)",
+        "annotations: 6, of no image of this file: 1",
+        "classes: 3, without an image: 0",
+        "bird 2, apple 2, clock 1",
+        "The training file has all classes of the validation images",
+    ]
+
+
+@pytest.mark.parametrize("name", ["is gone", "= null", '= ""', "= 5"])
+def test_a_class_without_a_name_is_called_by_its_id(tmp_path: Path, name: str):
+    path = write(tmp_path / "file.json", f"categories[1].name {name}")
+    assert check(path)[-1] == "bird 2, 5 1, clock 1"
+
+
 # --- The command -------------------------------------------------------------------------------
 
 
@@ -100,6 +184,13 @@ def command(*arguments: object, **env: str) -> tuple[int, str, str]:
         [*map(str, words)], env={**os.environ, **env}, capture_output=True, text=True, timeout=60
     )
     return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.guards("check-python-alone")
+def test_the_command_says_what_is_there(tmp_path: Path):
+    path = write(tmp_path / "file.json", 'categories[0].name = "Käse"')
+    code, out, err = command(path, "--val", path, PYTHONIOENCODING="ascii")
+    assert (code, err) == (0, "") and "K?se 2" in out and out.count("annotation file") == 2
 
 
 @pytest.mark.guards("check-exit-code")
