@@ -43,9 +43,11 @@ def raise_first(texts, advice=""):
 
 # ---- Reading a file
 
+UNUSED = ("segmentation", "bbox", "area", "width", "height")  # training does not need them
+
 
 def read_instances(path, folder=None):
-    """The content of an annotation file, without outlines. Raises UserError.
+    """The content of an annotation file, without UNUSED. Raises UserError.
 
     Of each image file_name is set: its name in the folder of images.
     """
@@ -61,10 +63,10 @@ def read_instances(path, folder=None):
 
 
 def read_json(path):
-    """What a file holds, without outlines."""
+    """What a file holds, without UNUSED."""
     try:
         data = Path(path).read_bytes()
-        return json.loads(data, object_hook=without_outline)  # in UTF-8, UTF-16 or UTF-32
+        return json.loads(data, object_hook=without_unused)  # in UTF-8, UTF-16 or UTF-32
     except OSError as error:
         raise UserError(f": {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -72,9 +74,10 @@ def read_json(path):
         raise UserError(f"{text}. Give the whole file, unpacked, as text in UTF-8") from error
 
 
-def without_outline(found):
+def without_unused(found):
     """For each JSON object as it is parsed: the outlines of COCO would fill gigabytes."""
-    found.pop("segmentation", None)
+    for field in UNUSED:
+        found.pop(field, None)
     return found
 
 
