@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 import prepare_coco
+from support.annotation_cases import changed
 from support.datasets import data_args, digests, instances, numbered, truncate, write_images
 from support.forks import run_forked
 from support.launchers import FAST
@@ -74,6 +75,45 @@ def prepared(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ---- What a prepared set is
+
+
+@pytest.mark.guards("prepare-goes-on")
+@pytest.mark.parametrize("split", ["train2017", "val2017"])
+def test_images_are_smaller_and_have_the_same_names_and_labels(sample, prepared, split):
+    assert sorted(os.listdir(sample / split)) == sorted(os.listdir(prepared / split))
+    old, new = content(sample, split), content(prepared, split)
+    for name in os.listdir(sample / split):
+        with Image.open(sample / split / name) as a, Image.open(prepared / split / name) as b:
+            b.load()
+            assert min(b.size) == 256 and b.mode == a.mode and b.format == "JPEG"
+    labels = {}
+    for annotation in old["annotations"]:
+        labels.setdefault(annotation["image_id"], annotation["category_id"])
+    kept = [
+        (annotation["image_id"], annotation["category_id"]) for annotation in new["annotations"]
+    ]
+    assert kept == [*labels.items()] and len(kept) < len(old["annotations"])
+    assert new["categories"] == old["categories"]
+
+
+@pytest.mark.guards("prepare-boxes", "windows-path-copy", "later-annotations")
+def test_an_instances_file_has_the_first_annotation_of_each_image_without_sizes(source, tmp_path):
+    changes = ["info = []", "annotations[4].category_id = 8", "annotations[3].bbox is gone"]
+    changes += ['images[3].file_name = "part\\\\0003.jpg"']
+    old = changed("; ".join(changes))
+    old["images"][4] |= {"coco_url": "http://images.example/0004.jpg", "file_name": ""}
+    old["annotations"][0]["segmentation"] = {"a": 1}
+    write_content(source, old)
+    (source / "train2017/part").mkdir()
+    (source / "train2017/0003.jpg").rename(source / "train2017/part/0003.jpg")
+    assert prepare(tmp_path) == 5
+    assert digests(tmp_path / "small/train2017").keys() == digests(source / "train2017").keys()
+    made = content(tmp_path / "small")
+    assert made["info"] == [] and made["categories"] == old["categories"]
+    assert made["images"][3] == {"id": 103, "file_name": "part/0003.jpg"}
+    kept = ("id", "image_id", "category_id", "iscrowd")
+    firsts = [{key: annotation[key] for key in kept} for annotation in old["annotations"][:4]]
+    assert made["annotations"] == firsts
 
 
 @pytest.mark.guards("prepare-small-copied", "prepare-modes", "prepare-damaged")
@@ -142,7 +182,7 @@ def copied(folder: Path, name: str, side: int = 64) -> Image.Image:
     assert (folder / name).read_bytes() == before and os.listdir(job.target) == [name]
     with Image.open(job.target / name) as image:
         image.load()
-    assert image.mode == "L"
+    assert (image.format, image.mode) == ("JPEG", "L")
     return image
 
 
