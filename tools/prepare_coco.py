@@ -9,16 +9,14 @@ SOURCE (here coco) is COCO's folder, as much of it as is there; it is only read:
     coco/val2017/...                       coco/annotations/instances_val2017.json
 
 TARGET gets the same layout, file names and ids. Colour and grey images are resized to a shorter
-side of 256 pixels and written as JPEG (whatever their names end with: Pillow goes by the content);
-boxes and areas are scaled with them, outlines (`segmentation`) are left out. Smaller images and
-other kinds are copied. So are damaged images, which are named. Beside each instances file comes
-one with the first annotation of each image alone, first_instances_train2017.json: all that the
-demo needs of it, and read faster.
+side of 256 pixels and written as JPEG (whatever their names end with: Pillow goes by the content).
+Smaller images and other kinds are copied. So are damaged images, which are named. An instances
+file has only what the demo needs of it, and is read faster: the first annotation of each image,
+without sizes, boxes and outlines, which would be those of the large images.
 
-Grey images of 16 or 32 bits, also small ones, are written in 8 bits, as the demo needs them: in
+Grey images of 16 or 32 bits, also small ones, become JPEGs of 8 bits, as the demo needs them: in
 RGB Pillow would show them white or black. 0 to 65,535 becomes 0 to 255; of 32 bits the least value
-of the image becomes 0, the greatest one 255. So that its name still says what it is, such a PNG,
-TIFF or PGM stays one. From another format it becomes JPEG.
+of the image becomes 0, the greatest one 255.
 
 A run that was stopped or killed goes on when it is started again.
 """
@@ -26,14 +24,12 @@ A run that was stopped or killed goes on when it is started again.
 import argparse
 import gc
 import json
-import math
 import os
 import shutil
 import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -43,7 +39,7 @@ try:
 except ImportError:
     sys.exit("prepare_coco.py: error: Pillow is missing: pip install pillow")
 
-from check_coco import UserError, faults_of_images, read_instances
+from check_coco import UserError, check_images, first_annotations, read_instances
 
 PROGRESS_S = 5  # seconds from one line of progress to the next
 
@@ -56,13 +52,7 @@ class Job(NamedTuple):
     side: int  # pixels
 
 
-def warn(text):
-    print(f"WARNING: {text}", file=sys.stderr, flush=True)
-
-
 # ---- Images
-
-LOSSLESS = ("PNG", "TIFF", "PPM")  # formats that an image of 16 or 32 bits keeps
 
 
 def shrink(source, target, side):
@@ -71,10 +61,8 @@ def shrink(source, target, side):
     Raises an error of any type if the image is damaged.
     """
     with Image.open(source) as image:
-        kind = "JPEG"
         if image.mode[0] in "IF":  # I, I;16, F: 16 or 32 bits
-            kind = image.format if image.format in LOSSLESS else kind
-            image = to_8_bits(image, source)
+            image = to_8_bits(image)
         elif min(image.size) <= side or image.mode not in ("L", "RGB"):
             image.load()  # shows whether it is damaged
             return False
@@ -83,43 +71,34 @@ def shrink(source, target, side):
             # libjpeg decodes no more than twice the new size needs: faster, and as sharp.
             image.draft(None, tuple(2 * pixels for pixels in new_size))
             image = image.resize(new_size, Image.Resampling.BICUBIC, reducing_gap=2)
-        image.save(target, kind, quality=90, subsampling="4:2:0")
+        image.save(target, "JPEG", quality=90, subsampling="4:2:0")
     return True
 
 
-def to_8_bits(image, source):
+def to_8_bits(image):
     """A grey image of 16 or 32 bits in 8 bits. NOTE: convert("L") would only clip its values."""
     is_16_bit = image.mode.startswith("I;16")
     is_16_bit |= image.mode == "I" and image.format in ("PNG", "PPM")  # they have no 32 bits
     image = image.convert("I").convert("F") if image.mode != "F" else image
     low, high = (0, 2**16 - 1) if is_16_bit else image.getextrema()
-    if not 0 < high - low < math.inf:
-        warn(f"image {source} is black in the copy: its values, {low} to {high}, have no range")
-        return Image.new("L", image.size)
-    scale = 255 / (high - low)
+    scale = 255 / (high - low or 1)
     return image.point(lambda value: value * scale + (0.5 - low * scale)).convert("L")
 
 
 def make_image(job, name):
-    """Writes an image to TARGET unless it is there.
-
-    Returns its size in SOURCE and in TARGET, (width, height). Raises OSError.
-    """
+    """Writes an image to TARGET unless it is there. Raises OSError."""
     source, target = job.source / name, job.target / name
-    if not target.exists():
-        unfinished = unfinished_file(target)
-        try:
-            if not shrink(source, unfinished, job.side):
-                shutil.copyfile(source, unfinished)
-        except Exception as error:  # damaged data raises anything
-            shutil.copyfile(source, unfinished)  # fails if it cannot be read at all
-            warn(f"image {source} is damaged, and copied as it is: {error}")
-        unfinished.replace(target)
+    if target.exists():
+        return
+    unfinished = unfinished_file(target)
     try:
-        with Image.open(source) as old, Image.open(target) as new:
-            return old.size, new.size
-    except Exception:  # damaged: it has no size
-        return None, None
+        if not shrink(source, unfinished, job.side):
+            shutil.copyfile(source, unfinished)
+    except Exception as error:  # damaged data raises anything
+        shutil.copyfile(source, unfinished)  # fails if it cannot be read at all
+        text = f"WARNING: image {source} is damaged, and copied as it is: {error}"
+        print(text, file=sys.stderr, flush=True)
+    unfinished.replace(target)
 
 
 def unfinished_file(path):
@@ -128,56 +107,27 @@ def unfinished_file(path):
 
 
 def make_images(job, names):
-    """Writes all images. Returns {name: (size in SOURCE, size in TARGET)}."""
-    sizes = {}
+    """Writes all images, with a line of progress now and then. Raises OSError."""
     began = shown = time.monotonic()
     # Threads are enough to use all cores: Pillow lets others run while it decodes and resizes.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name, both in zip(names, pool.map(partial(make_image, job), names), strict=True):
-            sizes[name] = both
+        for done, _ in enumerate(pool.map(partial(make_image, job), names), 1):
             now = time.monotonic()
             if now > shown + PROGRESS_S:
                 shown = now
-                left = (len(names) - len(sizes)) * (now - began) / len(sizes)
-                print(f"{len(sizes)} of {len(names)} images, {left:.0f} s left", flush=True)
-    return sizes
+                left = (len(names) - done) * (now - began) / done
+                print(f"{done} of {len(names)} images, {left:.0f} s left", flush=True)
 
 
 # ---- Annotations
 
 
-def scale(content, sizes, split):
-    """Scales widths, heights, boxes and areas with the images, in place."""
-    factors = {}
-    for image in content["images"]:
-        old, new = sizes[f"{split}/{image['file_name']}"]
-        if old != new:
-            image["width"], image["height"] = new
-            factors[image["id"]] = new[0] / old[0], new[1] / old[1]
-    for annotation in content["annotations"]:
-        x, y = factors.get(annotation["image_id"], (1, 1))
-        # What is no number stays as it is: training does not need it.
-        with suppress(TypeError, ValueError, OverflowError):
-            box = zip(annotation.get("bbox"), (x, y, x, y), strict=True)
-            annotation["bbox"] = [round(pixels * factor, 2) for pixels, factor in box]
-        with suppress(TypeError, OverflowError):
-            annotation["area"] = round(annotation.get("area") * x * y, 4)
-
-
-def write_json(path, content):
-    """The file appears when it is complete."""
-    unfinished_file(path).write_text(json.dumps(content, separators=(",", ":")))
+def write_instances(path, content):
+    """Writes an instances file of the first annotations. It appears when it is complete."""
+    firsts = [content["annotations"][index] for index, _ in first_annotations(content).values()]
+    text = json.dumps(content | {"annotations": firsts}, separators=(",", ":"))
+    unfinished_file(path).write_text(text)
     unfinished_file(path).replace(path)
-
-
-def write_instances(folder, split, content):
-    """Writes the instances file of a split, and one of the first annotations alone."""
-    first = {}
-    for annotation in content["annotations"]:
-        first.setdefault(annotation["image_id"], annotation)
-    firsts = content | {"annotations": list(first.values())}
-    write_json(folder / f"first_instances_{split}.json", firsts)
-    write_json(folder / f"instances_{split}.json", content)
 
 
 # ---- The run
@@ -215,17 +165,15 @@ def prepare(job):
         path = job.source / f"annotations/instances_{split}.json"
         contents[split] = read_instances(path, job.source / split)
         names = [image["file_name"] for image in contents[split]["images"]]
-        if faults := faults_of_images(job.source / split, names):
-            raise UserError(*faults)
+        check_images(job.source / split, names)
     claim(job)
     listed = [f"{s}/{image['file_name']}" for s in contents for image in contents[s]["images"]]
     names = list(dict.fromkeys(listed))  # each once
     for folder in {"annotations", *map(os.path.dirname, names)}:
         (job.target / folder).mkdir(parents=True, exist_ok=True)
-    sizes = make_images(job, names)
+    make_images(job, names)
     for split, content in contents.items():
-        scale(content, sizes, split)
-        write_instances(job.target / "annotations", split, content)
+        write_instances(job.target / f"annotations/instances_{split}.json", content)
     return len(names)
 
 
