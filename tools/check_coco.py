@@ -234,7 +234,7 @@ def look_around(folder, name):
             if file.casefold() == base.casefold():
                 found = os.path.join(place, file)
                 return f"{found} is there: name it in the annotation file as it is there"
-    return "check the path, and where links lead"
+    return "check the path, and where links lead; a backslash counts as /"
 
 
 # ---- Classes, and what is there
