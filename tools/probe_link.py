@@ -80,16 +80,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto")
     devices = ("auto", "cpu", "cuda", "mps")
     parser.add_argument("--device", choices=devices, default="auto")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds (%(default)s)")
+    positive = demo.at_least(float, 0.1)
+    parser.add_argument("--timeout", type=positive, default=300, help="seconds (%(default)s)")
 
     def refuse(text: str) -> None:
         raise demo.UserError(f"{parser.prog}: {text}; see --help")
 
     parser.error = refuse
-    args, _ = parser.parse_known_args(argv)
-    if not 0.1 <= args.timeout < 2**31:
-        refuse(f"--timeout {args.timeout} is not at least 0.1")
-    return args
+    return parser.parse_known_args(argv)[0]
 
 
 # --- Measuring -----------------------------------------------------------------------------------
@@ -105,8 +103,8 @@ def probe(process: demo.ProcessInfo) -> dict:
     dist.barrier()  # all have read theirs
     rounds[gradients] = measure(process, buffer[: gradients // 4])
     carried = difference(before, settled_counters())
-    sizes = [timing(process, size, median(rounds[size])) for size in rounds]
-    own = timing(process, gradients, median(rounds[gradients]))
+    sizes = [timing(process, size, rounds[size]) for size in rounds]
+    own = sizes[-1]  # the gradients'
     calls = sum(calls for calls, _ in rounds[gradients])
     for link in carried["interfaces"]:
         busier = max(link["tx_bytes"], link["rx_bytes"])
@@ -156,11 +154,8 @@ def mean_of_ranks(process: demo.ProcessInfo, value: float) -> float:
     return values.item() / process.world_size
 
 
-def median(rounds: list[tuple[int, float]]) -> float:
-    return statistics.median(ms for _, ms in rounds[1:])
-
-
-def timing(process: demo.ProcessInfo, size: int, ms: float) -> dict:
+def timing(process: demo.ProcessInfo, size: int, rounds: list[tuple[int, float]]) -> dict:
+    ms = statistics.median(ms for _, ms in rounds[1:])
     algbw, ranks = size / ms / 1e6, process.world_size
     busbw = algbw * 2 * (ranks - 1) / ranks
     return {"bytes": size, "ms": ms, "algbw_GBps": algbw, "busbw_GBps": busbw}

@@ -235,9 +235,8 @@ class Reader:
     def finding(self) -> Finding:
         adapters = [found for text in self.texts("adapters") for found in ADAPTER.findall(text)]
         interfaces = [name for text in self.texts("sockets") for name in INTERFACE.findall(text)]
-        version = max(self.texts("version"), key=lambda text: "+" in text, default=None)
         found = Finding(
-            version=version,  # the one with CUDA's, if there is one: errors of torch lack it
+            version=next(iter(self.texts("version")), None),
             devices=list(dict.fromkeys(f"{name}:{port}" for _, name, port, _ in adapters)),
             channels=self.channels(),
             nodes=max(map(int, self.texts("nodes")), default=None),
@@ -275,14 +274,13 @@ class Reader:
         ]
         return found
 
-    def adapter_kind(self, adapters: list[tuple]) -> str | None:
-        """Of adapters of both kinds, that of those which connections name; None: no adapter."""
+    def adapter_kind(self, adapters: list[tuple]) -> str:
+        """That of the adapters which connections name, else of all."""
         connected = {number for _, number, _ in self.seen["network_channel"]}
-        kinds = {kind for *_, kind in adapters}
-        if len(kinds) > 1:
-            kinds = {kind for number, *_, kind in adapters if number in connected} or kinds
+        kinds = {kind for number, *_, kind in adapters if number in connected}
+        kinds = kinds or {kind for *_, kind in adapters}
         of_one_kind = {"IB": "infiniband", "RoCE": "roce"}
-        return of_one_kind[kinds.pop()] if len(kinds) == 1 else "unknown" if kinds else None
+        return of_one_kind[kinds.pop()] if len(kinds) == 1 else "unknown"
 
     def timeouts(self) -> list[str]:
         """Each collective that PyTorch's watchdog gave up, and the ranks that waited for it."""
@@ -305,8 +303,7 @@ class Reader:
     def reason(self) -> str | None:
         """Who asked for sockets."""
         wishes = dict(self.seen["wish"].keys())
-        disabled = wishes.get("NCCL_IB_DISABLE", "0")
-        if disabled != "0":
+        if (disabled := wishes.get("NCCL_IB_DISABLE", "0")) != "0":
             return f"NCCL_IB_DISABLE={disabled} turned InfiniBand and RoCE off"
         socket = wishes.get("NCCL_NET") == "Socket"
         return "NCCL_NET=Socket asked for sockets" if socket else None
@@ -338,12 +335,12 @@ class Reader:
         return lines
 
 
-def transport_of(network: str, adapter_kind: str | None, providers: list[str]) -> str:
+def transport_of(network: str, adapter_kind: str, providers: list[str]) -> str:
     """What moves the data of a network that goes by this name."""
     if network == "Socket":
         return "sockets"
     if network.startswith(("IB", "NCCL RDMA Plugin")):  # NCCL's own, and HPC-X's: both list them
-        return adapter_kind or "unknown"
+        return adapter_kind
     return "efa" if network.endswith("Libfabric") and providers == ["efa"] else "plugin"
 
 
@@ -353,7 +350,7 @@ TRANSPORTS = ADAPTERS | {
     "sockets": "TCP sockets",
     "plugin": "the network of a plugin",
     "local": "no network, only NVLink, PCIe or memory inside a node",
-    "unknown": "RDMA adapters, though the text does not say whether InfiniBand or RoCE",
+    "unknown": "InfiniBand or RoCE adapters",
 }
 
 
@@ -383,8 +380,6 @@ def used(found: Finding) -> str:
         return "NCCL's text names no network"
     version = f"NCCL {found.version}" if found.version else "NCCL"
     what = TRANSPORTS[found.transport]
-    if found.transport == "unknown" and found.kinds:
-        what = "RDMA adapters of both kinds"
     if found.transport == "local" and "mnnvl" in found.channels:
         what = "no network, only NVLink, between nodes too (MNNVL)"
     elif found.network and found.transport != "local":
@@ -413,13 +408,10 @@ def files_in(paths: list[str]) -> list[Path]:
     """The files named, and of each folder those that may be text: a checkpoint has gigabytes."""
     found = []
     for path in map(Path, paths):
-        if path.is_dir():
-            inside = filter(Path.is_file, sorted(path.rglob("*")))
-            found += [file for file in inside if is_text(file)]
-        elif path.exists():
-            found.append(path)
-        else:
+        if not path.exists():
             raise UserError(f"no such file or folder: {path}")
+        inside = filter(Path.is_file, sorted(path.rglob("*")))
+        found += [file for file in inside if is_text(file)] if path.is_dir() else [path]
     return found
 
 
