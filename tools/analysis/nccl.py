@@ -11,7 +11,6 @@ A name that does not end its line, because that was cut, counts as not written.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 from collections import Counter, defaultdict
@@ -20,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from analysis.logs import COLOURS, PREFIX, UserError, lines_of
-from analysis.network import ADAPTERS
+from analysis.network import ADAPTERS, TITLES
 
 HOW_TO_ASK = "start the job with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET,ENV"
 
@@ -67,12 +66,12 @@ PROBLEMS = {
     ),
     "plugin_failed": (
         # NCCL's own two, IB and Socket, fail for reasons that have problems of their own. Most
-        # machines have no file of the usual name; another name was asked for.
+        # machines have no libnccl-net.so; libnccl-net-NAME.so was asked for.
         r"Failed to initialize NET plugin (?!(?:IB|Socket)\b)\S|NET/OFI .*initialization failed"
         r"|External network plugin .+ is unsupported|Failed to find ncclNetPlugin symbol \("
-        r"|NET/Plugin ?: Could not find: *(?!none\b|lib[nr]ccl-net\.so)\S"
+        r"|NET/Plugin ?: Could not find: *(?!none\b|lib[nr]ccl-\w+\.so)\S"
         r"|NET/Plugin ?: (?:Plugin load.* returned -?\d+ : )?"
-        r"(?!(?:\S+: )?\S*lib[nr]ccl-net(?:-none)?\.so: cannot open shared)\S+: \S",
+        r"(?!(?:\S+: )?\S*lib[nr]ccl-(?:net-none|\w+)\.so: cannot open shared)\S+: \S",
         "the network plugin could not be used: check its path, its own libraries and that it "
         "fits this NCCL; NCCL_NET_PLUGIN=none does without it",
     ),
@@ -132,8 +131,7 @@ PROBLEMS = {
         "ACS",
     ),
     "timeout": (
-        r"Watchdog caught collective operation timeout|Some NCCL operations have failed or timed "
-        "out",
+        r"Watchdog caught collective operation timeout",
         "a rank did not come: look for one that is not named here, for the first error of any "
         "rank, and where it stands (py-spy dump --pid PID); ranks that wait in different "
         "collectives do not run the same steps",
@@ -144,10 +142,9 @@ SIGNS = {name: pattern for name, (pattern, _) in PROBLEMS.items() if pattern}
 WORDS = re.compile(
     r"NET/|NET plugin|NCCL_|CCL version|nNodes| via |Using |libibverbs|ibv_|network plugin"
     "|Error: network|Got completion|onnect|Call to |exceeded |nterface found|Watchdog"
-    "|NCCL operations"
 )
 # Where a message begins: another process may have broken off the one before it.
-BEGINNING = re.compile(r"(?<![\w.-])[\w.-]{1,253}:\d+:\d+ \[")
+BEGINNING = re.compile(r"(?<![\w.-])(?=[\w.-]{1,253}:\d+:\d+ \[)")
 # Of these: why no faster network was used, the most telling first.
 REASONS = ("verbs_library_missing", "no_ib_device", "plugin_failed", "network_not_found")
 # Of a list: number, name, port, kind.
@@ -200,16 +197,12 @@ class Reader:
 
     def read(self, line: str) -> None:
         """One line; without its end it may be cut there."""
-        if not WORDS.search(line):
-            return
-        line = COLOURS.sub("", line)
-        starts = [0, *(match.start() for match in BEGINNING.finditer(line)), len(line)]
-        for start, end in itertools.pairwise(starts):
-            self.read_message(line[start:end])
+        if WORDS.search(line):
+            for text in BEGINNING.split(COLOURS.sub("", line)):
+                self.read_message(text)
 
     def read_message(self, text: str) -> None:
-        quote = text.strip()
-        quote = quote if len(quote) <= QUOTE_LIMIT else quote[: QUOTE_LIMIT - 1] + "…"
+        quote = text.strip()[:QUOTE_LIMIT]
         for name, pattern in EVIDENCE.items():
             for match in re.finditer(pattern, text):
                 self.seen[name][match.groups()] += 1
@@ -346,13 +339,6 @@ def transport_of(network: str, adapter_kind: str, providers: list[str]) -> str:
 
 # --- For people ----------------------------------------------------------------------------------
 
-TRANSPORTS = ADAPTERS | {
-    "sockets": "TCP sockets",
-    "plugin": "the network of a plugin",
-    "local": "no network, only NVLink, PCIe or memory inside a node",
-    "unknown": "InfiniBand or RoCE adapters",
-}
-
 
 def describe(found: Finding) -> list[str]:
     """Sentences: what was used, then why nothing faster, then what to do."""
@@ -379,10 +365,10 @@ def used(found: Finding) -> str:
     if not found.decided:
         return "NCCL's text names no network"
     version = f"NCCL {found.version}" if found.version else "NCCL"
-    what = TRANSPORTS[found.transport]
-    if found.transport == "local" and "mnnvl" in found.channels:
-        what = "no network, only NVLink, between nodes too (MNNVL)"
-    elif found.network and found.transport != "local":
+    what = TITLES.get(found.transport, "InfiniBand or RoCE adapters")
+    if found.transport == "local":
+        what = "no network, only NVLink, PCIe or memory"
+    elif found.network:
         what += f" (network {found.network})"
     over = found.interfaces if found.transport == "sockets" else found.kinds or found.devices
     if over and found.transport in ("sockets", "infiniband", "roce", "unknown"):
