@@ -423,7 +423,7 @@ def test_files_of_a_nodes_processes(tmp_path):
     found = nccl.of_processes(pattern, "gpu7.cluster.example", [11, 12, 14])
     assert found.interfaces == ["ib0", "ib1"]
     assert nccl.in_one_line(found) == (
-        "NCCL used TCP sockets over ib0, ib1. Why not another network: NCCL says "
+        "NCCL used TCP over ib0, ib1. Why not another network: NCCL says "
         '"NET/IB : No device found.".'
     )
     assert nccl.of_processes("", "gpu7", [11]) is None
