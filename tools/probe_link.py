@@ -7,7 +7,7 @@ arguments, of which it takes --backend and --timeout:
 
 All processes add up tensors of rising size (all-reduce), as DDP does with the gradients in each
 step, and nothing else goes on. One of the sizes is that of the gradients with COCO's 80 classes.
-Rank 0 writes a table as nccl-tests does, and a record for compare_logs.py, `[CPU 0] Probe {...}`:
+Rank 0 writes a record for compare_logs.py, `[CPU 0] Probe {...}`:
     world_size        processes
     all_reduce_bytes  of the gradients: 4 for each parameter
     all_reduce_ms     of one: the median of the rounds, of the ranks' mean in each
@@ -68,7 +68,7 @@ def main(process: demo.ProcessInfo) -> None:
     else:
         record = probe(process)
         if process.rank == 0:
-            for line in [*table(record), "Probe " + json.dumps(record), *in_words(record)]:
+            for line in ["Probe " + json.dumps(record), *in_words(record)]:
                 demo.log(process, line)
             if "SLURM_STEP_ID" in os.environ:
                 time.sleep(0.3)  # srun mixes lines of over 1 KB
@@ -177,34 +177,19 @@ def of_all_nodes(process: demo.ProcessInfo, carried: dict) -> list[dict]:
 # --- For people ----------------------------------------------------------------------------------
 
 
-def table(record: dict) -> list[str]:
-    """Columns and units as nccl-tests has them."""
-    rows = [("size", "time", "algbw", "busbw"), ("(B)", "(us)", "(GB/s)", "(GB/s)")]
-    for size in record["sizes"]:
-        rates = (f"{size[name]:.3g}" for name in ("algbw_GBps", "busbw_GBps"))
-        rows.append((str(size["bytes"]), f"{1e3 * size['ms']:.1f}", *rates))
-    return ["".join(f"{cell:>12}" for cell in row) for row in rows]
-
-
 def in_words(record: dict) -> list[str]:
-    """The record for people: the slowest node's link, what NCCL used."""
-    lines = ["Probe: " + sentence(record)]
-    lines.append(f"Link: latency {digits(record['latency_ms'])} ms (up to 4 KB)")
-    found = [(node["host"], node["nccl"]) for node in record["nodes"] if node["nccl"]]
-    return lines + [f"{host}: {nccl.in_one_line(nccl.Finding(**text))}" for host, text in found]
-
-
-def sentence(record: dict) -> str:
-    """all-reduce of 44.9 MB in 364 ms: 994 Mb/s on eth0 (ethernet)"""
+    """The record for people: the slowest node's link, the latency, what NCCL used."""
     moved, several = 8 * record["algbw_GBps"], len(record["nodes"]) > 1
     networks = [read_network(node, several, moved) for node in record["nodes"]]
     slowest = min(networks, key=lambda network: network.order)
     where = "no interface whose bytes are counted" if several else "no interface, in the node"
     if slowest.gbps:
         where = slowest.shown
-    text = f"all-reduce of {megabytes(record['all_reduce_bytes'])} "
-    text += f"in {digits(record['all_reduce_ms'])} ms: "
-    return f"{text}{rate(slowest.gbps or moved)} on {where}"
+    size, took = megabytes(record["all_reduce_bytes"]), digits(record["all_reduce_ms"])
+    lines = [f"Probe: all-reduce of {size} in {took} ms: {rate(slowest.gbps or moved)} on {where}"]
+    lines.append(f"Link: latency {digits(record['latency_ms'])} ms (up to 4 KB)")
+    found = [(node["host"], node["nccl"]) for node in record["nodes"] if node["nccl"]]
+    return lines + [f"{host}: {nccl.in_one_line(nccl.Finding(**text))}" for host, text in found]
 
 
 if __name__ == "__main__":
