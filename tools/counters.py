@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--since", metavar="LOG", type=Path, help=text)
     args = parser.parse_args()
     log = Log()
-    if args.since and args.since.exists():
+    if args.since and args.since.is_file():
         # NOTE: it is read first, because what is printed here may go into it.
         parse_lines(lines_of(args.since), log)
     now = {"host": socket.gethostname(), "time": round(time.time(), 3), **settled_counters()}

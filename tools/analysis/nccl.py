@@ -30,8 +30,7 @@ NAME = r"""(?!interface\b)([\w-]+(?: [\w-]+)*)(?=\s*\n|["'`\\])"""
 
 # What is used, and what was asked for.
 EVIDENCE = {
-    "version": r"CCL(?<!with NCCL) version(?: :)? (\d+\.\d+\.\d+(?:\+(?:cuda|hip)\d+\.\d+)?)"
-    r"(?=[\s,;)\"'\\-]|$)",
+    "version": r"CCL(?<!with NCCL) version(?: :)? (\d+\.\d+\.\d+(?:\+\w+\.\d+)?)(?![\d:])",
     "nodes": r"nRanks \d+ nNodes (\d+) localRanks",
     # "" is without GPUDirect; of a line that is cut before the word nobody knows.
     "network_channel": r"via NET/([^/\n]+)/(\d+)"
@@ -422,19 +421,16 @@ def find_in_files(paths: list[str]) -> Finding:
 
 def of_last_run(path: Path) -> Reader:
     """What NCCL's text in a log says of its last run: since a rank went on after its last line."""
-    reader, later, ended = Reader(), None, set()
+    reader, later, ended = Reader(), Reader(), set()
     for line in lines_of(path):
-        is_end = "] Cleanup complete" in line
-        if (is_end or ended) and (mark := PREFIX.search(line)):
-            if is_end:
-                ended.add(mark[2])
-                later = later or Reader()
-            elif later and mark[2] in ended:
-                reader, later, ended = later, None, set()
+        mark = PREFIX.search(line)
+        if mark and "] Cleanup complete" in line:
+            ended.add(mark[2])
+        elif mark and mark[2] in ended:
+            reader, later, ended = later, Reader(), set()
         if " | Step " not in line:
-            (later or reader).read(line)
-    if later:
-        reader.add(later)
+            (later if ended else reader).read(line)
+    reader.add(later)
     return reader
 
 
