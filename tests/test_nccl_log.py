@@ -57,16 +57,12 @@ OWN_LIBRARY = "libfabric.so.1: cannot open shared object file"
 STRINGS = {
     "network_channel": ("IB", "/GDRDMA", "(PCI)", "/Shared"),
     "using_network": ("IB",),
-    "plugin": ("IB",),
     "adapters": (" [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE", "[RO]", "ib0", "10.0.0.1<0>"),
-    "adapter": ("mlx5_0", "uverbs0", "IB", "mlx5", "/sys/devices/pci"),
-    "NET/IB: [%d] %s:%d/%s": ("mlx5_0", "RoCE"),
     "sockets": (" [0]eth0:10.0.0.1<0> [1]eth1:fe80::1%eth1<0>",),
-    "NET : Using interface %s:%s": ("eth0", "10.0.0.1<0>"),
     "wish": ("NCCL_IB_DISABLE",),
-    "%s/Plugin: Plugin name set by env to %s": ("NET", "foo"),
-    "no_plugin": ("NET",),
-    "NET/Plugin: Could not find:%s. Using internal network plugin.": (" foo",),
+    "NET/Plugin: Could not find:%s. Using internal network plugin.": (" foo libnccl-net-foo.so",),
+    "%s/Plugin: Could not find:%s. %s": ("NET", " foo libnccl-net-foo.so"),
+    "%s/Plugin: Could not find:%s%s%s": ("NET", " foo libnccl-net-foo.so"),
     "plugin_failed": (OWN_LIBRARY,),
     "%s/Plugin: %s": ("NET", OWN_LIBRARY),
     "%s/Plugin: %s: %s": ("NET", "libnccl-net.so", "libc.so.6: version `GLIBC_2.38' not found"),
@@ -74,24 +70,19 @@ STRINGS = {
     "verbs_library_missing": ("libibverbs.so.1",),
     "memlock": ("Cannot allocate memory",),
     "NET/%s : GPU Direct RDMA %s for HCA %d '%s'": ("IB", "Disabled", "mlx5_0"),
-    "GPU Direct RDMA Disabled for %s": ("GPU/0-1 - NET/0-2",),
     "socketProgressOpt: Call to %s %s failed : %s": ("recv from", "10.0.0.1<4000>"),
     "ncclOsSocketProgressOpt: Call to %s %s failed : %s": ("send to", "10.0.0.1<4000>"),
-    "NET/IB : Got async event : %s": ("port error",),
-    "link_renegotiated": ("mlx5_0", "port active"),
-    "comm %p rank %d nranks %d cudaDev %d busId %lx - %s COMPLETE": ("Abort",),
 }
 
 
 def filled(form: Format) -> str:
-    """A line as NCCL writes it from a format. A number decides what a completion's error is."""
-    number = {"completion_failed": "4", "flushed": "5"}.get(form.name, "12")
+    """A line as NCCL writes it from a format."""
     strings = iter(STRINGS.get(form.text, STRINGS.get(form.name, ())))
 
     def value(match: re.Match) -> str:
         if match[0][-1] == "s":
             return next(strings, "" if form.name.endswith("_channel") else "x")
-        return number
+        return "12"
 
     return re.sub(r"%\d*l*[dupsx]", value, form.text) if form.by == "NCCL" else form.text
 
@@ -177,7 +168,9 @@ def answer_of_row(row: str, words: dict[str, str]) -> str:
 
 
 @pytest.mark.guards("local-channels", "rank-amid-node", "roce-as-infiniband", "adapters-once")
-@pytest.mark.guards("far-pair", "fall-back-asked-for", "flushed-is-no-cause", "direct-path")
+@pytest.mark.guards(
+    "gpudirect-counted", "fall-back-asked-for", "flushed-is-no-cause", "direct-path"
+)
 @pytest.mark.guards("first-collective", "peer-unreachable")
 def test_several_lines_have_their_answers_in_either_order(request):
     rows = RULES.read_text().splitlines()
@@ -196,9 +189,10 @@ def test_each_format_filled_in_is_found_by_its_pattern(form):
     reader = nccl.Reader()
     reader.read(line + "\n")
     if form.name in nccl.PROBLEMS:
-        assert [(one["id"], one["line"]) for one in reader.finding().problems] == [
-            (form.name, line)
-        ]
+        problems = [(one["id"], one["line"]) for one in reader.finding().problems]
+        # What cannot be reached is a connection that failed, too.
+        assert problems[0] == (form.name, line)
+        assert len(problems) == 1 or form.name == "peer_unreachable"
     else:
         assert reader.seen[form.name], line
     if form.name == "network_channel":
@@ -210,7 +204,7 @@ def test_each_pattern_has_its_formats():
 
 
 @pytest.mark.guards("bootstrap-as-data", "wished-as-used", "missing-plugin-normal")
-@pytest.mark.guards("verbs-first-try", "half-a-name")
+@pytest.mark.guards("verbs-first-try")
 @pytest.mark.parametrize(
     "form", [form for form in ALL_FORMATS if form not in FORMATS], ids=lambda form: form.by
 )
@@ -290,10 +284,11 @@ def test_messages_on_one_line_are_all_read():
     assert found.problems[0]["line"] == NO_DEVICE
 
 
+@pytest.mark.guards("half-a-name")
 @pytest.mark.parametrize("start", [" ", "", "[default1]:", "1: "])
 def test_what_another_text_breaks_is_taken_only_if_it_is_whole(start):
     other = start + "node2:7:8 [1] NCCL INFO comm 0x5"
-    for name in ("I", "Sock", "AWS Libfab", "NCCL RDMA Plugin v", "", "FooNe"):
+    for name in ("I", "IB", "AWS Libfab", "NCCL RDMA Plugin v", "", "FooNe"):
         assert not find(using(name) + other).decided, name
     assert find("NCCL version 2.30.1" + other).version in (None, "2.30.1")
     found = find(channel("NET/IB/0") + other, channel("NET/IB/1/GDR") + other)
@@ -324,7 +319,6 @@ def test_a_name_ends_with_its_line_or_quotation():
 )
 def test_version(line, version):
     assert find(line).version == version
-    assert find(line, "NCCL version 2.9.6+cuda11.0").version != "2.14.3"
 
 
 # --- Command line --------------------------------------------------------------------------------
@@ -402,24 +396,21 @@ def test_files_and_folders_are_read_as_one_text_and_told_as_one_json_object(tmp_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "message"),
     [
-        (["undecided"], 1, "nothing decided: start the job with NCCL_DEBUG=INFO"),
-        (["log", "gone"], 2, "error: no such file or folder: gone"),
-        (["empty"], 2, "error: no text of NCCL in empty: start the job with NCCL_DEBUG=INFO"),
-        (["folder"], 2, "error: no text of NCCL in folder"),
-        (["--xml", "log"], 2, "error: unrecognized arguments: --xml"),
+        (["log", "gone"], "no such file or folder: gone"),
+        (["empty"], "no text of NCCL on networks in empty: start the job with NCCL_"),
+        (["folder"], "no text of NCCL on networks in folder"),
     ],
 )
-def test_wrong_usage_ends_in_one_line(arguments, code, message, tmp_path, call, monkeypatch):
+def test_wrong_usage_ends_in_one_line(arguments, message, tmp_path, call, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(Path("log"), *JOBS["efa"])
-    write(Path("undecided"), INFO + "Bootstrap : Using eth0:10.0.0.1<0>")
     Path("empty").touch()
     Path("folder").mkdir()
     found, out, err = call(*arguments)
-    assert (found, out, err.count("\n")) == (code, "", 1)
-    assert err.startswith("nccl_log.py: " + message)
+    assert (found, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("nccl_log.py: error: " + message)
 
 
 @pytest.mark.guards("own-processes")
@@ -432,7 +423,7 @@ def test_files_of_a_nodes_processes(tmp_path):
     found = nccl.of_processes(pattern, "gpu7.cluster.example", [11, 12, 14])
     assert found.interfaces == ["ib0", "ib1"]
     assert nccl.in_one_line(found) == (
-        "NCCL used TCP sockets over ib0, ib1. Why not another network: NCCL says "
+        "NCCL used TCP over ib0, ib1. Why not another network: NCCL says "
         '"NET/IB : No device found.".'
     )
     assert nccl.of_processes("", "gpu7", [11]) is None

@@ -10,13 +10,13 @@ analysis/kernel.py reads the counters, and says what they count.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import socket
 import time
 from pathlib import Path
 
-from analysis.kernel import difference, settled_counters, text_of, traffic
+from analysis.kernel import difference, settled_counters, traffic
+from analysis.logs import Log, lines_of, parse_lines
 
 BUSY = 0.01  # an interface with less than this share of the traffic is not mentioned
 
@@ -26,24 +26,15 @@ def main() -> None:
     text = "also say what was carried since the last Counters line in this log, if it has one"
     parser.add_argument("--since", metavar="LOG", type=Path, help=text)
     args = parser.parse_args()
-    # NOTE: the log is read first, because what is printed here may go into it.
-    log = text_of(args.since) if args.since else ""
+    log = Log()
+    if args.since and args.since.is_file():
+        # NOTE: it is read first, because what is printed here may go into it.
+        parse_lines(lines_of(args.since), log)
     now = {"host": socket.gethostname(), "time": round(time.time(), 3), **settled_counters()}
     print("Counters " + json.dumps(now))
-    before = last_record(log, now["host"])
-    if before and (sentence := describe_traffic(difference(before, now))):
-        print(f"{sentence} in {now['time'] - before['time']:.0f} s")
-
-
-def last_record(log: str, host: str) -> dict | None:
-    """The last Counters line of this host in a log's text; a torn one is passed over."""
-    for line in reversed(log.splitlines()):
-        if line.startswith("Counters {"):
-            with contextlib.suppress(ValueError):
-                record = json.loads(line.removeprefix("Counters "))
-                if record.get("host") == host:
-                    return record
-    return None
+    for before in log.counters.get(now["host"], [])[-1:]:
+        if sentence := describe_traffic(difference(before, now)):
+            print(f"{sentence} in {now['time'] - before['time']:.0f} s")
 
 
 def describe_traffic(carried: dict) -> str:

@@ -7,7 +7,7 @@ arguments, of which it takes --backend and --timeout:
 
 All processes add up tensors of rising size (all-reduce), as DDP does with the gradients in each
 step, and nothing else goes on. One of the sizes is that of the gradients with COCO's 80 classes.
-Rank 0 writes a table as nccl-tests does, and a record for compare_logs.py, `[CPU 0] Probe {...}`:
+Rank 0 writes a record for compare_logs.py, `[CPU 0] Probe {...}`:
     world_size        processes
     all_reduce_bytes  of the gradients: 4 for each parameter
     all_reduce_ms     of one: the median of the rounds, of the ranks' mean in each
@@ -68,7 +68,7 @@ def main(process: demo.ProcessInfo) -> None:
     else:
         record = probe(process)
         if process.rank == 0:
-            for line in [*table(record), "Probe " + json.dumps(record), *in_words(record)]:
+            for line in ["Probe " + json.dumps(record), *in_words(record)]:
                 demo.log(process, line)
             if "SLURM_STEP_ID" in os.environ:
                 time.sleep(0.3)  # srun mixes lines of over 1 KB
@@ -80,16 +80,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto")
     devices = ("auto", "cpu", "cuda", "mps")
     parser.add_argument("--device", choices=devices, default="auto")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds (%(default)s)")
+    positive = demo.at_least(float, 0.1)
+    parser.add_argument("--timeout", type=positive, default=300, help="seconds (%(default)s)")
 
     def refuse(text: str) -> None:
         raise demo.UserError(f"{parser.prog}: {text}; see --help")
 
     parser.error = refuse
-    args, _ = parser.parse_known_args(argv)
-    if not 0.1 <= args.timeout < 2**31:
-        refuse(f"--timeout {args.timeout} is not at least 0.1")
-    return args
+    return parser.parse_known_args(argv)[0]
 
 
 # --- Measuring -----------------------------------------------------------------------------------
@@ -105,8 +103,8 @@ def probe(process: demo.ProcessInfo) -> dict:
     dist.barrier()  # all have read theirs
     rounds[gradients] = measure(process, buffer[: gradients // 4])
     carried = difference(before, settled_counters())
-    sizes = [timing(process, size, median(rounds[size])) for size in rounds]
-    own = timing(process, gradients, median(rounds[gradients]))
+    sizes = [timing(process, size, rounds[size]) for size in rounds]
+    own = sizes[-1]  # the gradients'
     calls = sum(calls for calls, _ in rounds[gradients])
     for link in carried["interfaces"]:
         busier = max(link["tx_bytes"], link["rx_bytes"])
@@ -156,11 +154,8 @@ def mean_of_ranks(process: demo.ProcessInfo, value: float) -> float:
     return values.item() / process.world_size
 
 
-def median(rounds: list[tuple[int, float]]) -> float:
-    return statistics.median(ms for _, ms in rounds[1:])
-
-
-def timing(process: demo.ProcessInfo, size: int, ms: float) -> dict:
+def timing(process: demo.ProcessInfo, size: int, rounds: list[tuple[int, float]]) -> dict:
+    ms = statistics.median(ms for _, ms in rounds[1:])
     algbw, ranks = size / ms / 1e6, process.world_size
     busbw = algbw * 2 * (ranks - 1) / ranks
     return {"bytes": size, "ms": ms, "algbw_GBps": algbw, "busbw_GBps": busbw}
@@ -182,38 +177,19 @@ def of_all_nodes(process: demo.ProcessInfo, carried: dict) -> list[dict]:
 # --- For people ----------------------------------------------------------------------------------
 
 
-def table(record: dict) -> list[str]:
-    """Columns and units as nccl-tests has them."""
-    rows = [("size", "time", "algbw", "busbw"), ("(B)", "(us)", "(GB/s)", "(GB/s)")]
-    for size in record["sizes"]:
-        rates = (f"{size[name]:.3g}" for name in ("algbw_GBps", "busbw_GBps"))
-        rows.append((str(size["bytes"]), f"{1e3 * size['ms']:.1f}", *rates))
-    return ["".join(f"{cell:>12}" for cell in row) for row in rows]
-
-
 def in_words(record: dict) -> list[str]:
-    """The record for people: the slowest node's link, what NCCL used."""
-    lines = ["Probe: " + sentence(record)]
-    lines.append(f"Link: latency {digits(record['latency_ms'])} ms (up to 4 KB)")
-    found = [(node["host"], node["nccl"]) for node in record["nodes"] if node["nccl"]]
-    return lines + [f"{host}: {nccl.in_one_line(nccl.Finding(**text))}" for host, text in found]
-
-
-def sentence(record: dict) -> str:
-    """all-reduce of 44.9 MB in 364 ms: 994 Mb/s on eth0 (ethernet), 10 % of its stated 10 Gb/s"""
-    text = f"all-reduce of {megabytes(record['all_reduce_bytes'])} "
-    text += f"in {digits(record['all_reduce_ms'])} ms: "
+    """The record for people: the slowest node's link, the latency, what NCCL used."""
     moved, several = 8 * record["algbw_GBps"], len(record["nodes"]) > 1
     networks = [read_network(node, several, moved) for node in record["nodes"]]
     slowest = min(networks, key=lambda network: network.order)
-    if slowest.gbps is None:
-        where = "no interface whose bytes are counted" if several else "no interface, in the node"
-        return f"{text}{rate(moved)} on {where}"
-    text += f"{rate(slowest.gbps)} on {slowest.shown}"
-    if not slowest.stated:
-        return f"{text}; {slowest.virtual}" if slowest.virtual else text
-    share = 100 * slowest.gbps / slowest.stated
-    return f"{text}, {share:.0f} % of its stated {rate(slowest.stated)}"
+    where = "no interface whose bytes are counted" if several else "no interface, in the node"
+    if slowest.gbps:
+        where = slowest.shown
+    size, took = megabytes(record["all_reduce_bytes"]), digits(record["all_reduce_ms"])
+    lines = [f"Probe: all-reduce of {size} in {took} ms: {rate(slowest.gbps or moved)} on {where}"]
+    lines.append(f"Link: latency {digits(record['latency_ms'])} ms (up to 4 KB)")
+    found = [(node["host"], node["nccl"]) for node in record["nodes"] if node["nccl"]]
+    return lines + [f"{host}: {nccl.in_one_line(nccl.Finding(**text))}" for host, text in found]
 
 
 if __name__ == "__main__":

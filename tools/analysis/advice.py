@@ -18,8 +18,8 @@ FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its 
 PORTS_GBPS = (0.01, 0.1, 1, 2.5, 5, 10, 25, 40, 50, 100, 200, 400)  # what a port negotiates
 DELIVERS = 0.8  # above this share of its stated speed, headers and start-up account for the rest
 # In the log of a complete run, what a restart or another try has overcome.
-OVERCOME = ("rank_twice", "no_interface", "timeout", "aborted", "direct_path")
-OVERCOME += ("peer_unreachable", "connection_failed", "completion_failed", "flushed")
+OVERCOME = ("no_interface", "timeout", "direct_path", "local_protection", "peer_unreachable")
+OVERCOME += ("connection_failed", "completion_failed", "flushed")
 EFA_LIMIT = "the instance type's own limit, which the adapter does not state; one placement group"
 IN_PART = 0.2  # above this share of a step, exposed communication bounds it in part
 WORTH = 0.05  # below this share of a step, a part of it is not worth a change

@@ -3,64 +3,53 @@
 What decides, in this order; a text that holds none of it gives "unknown":
   1. connections that were made: `via NET/X/n`; all of them `via P2P` or `via SHM`: local
   2. `Using network X`
-  3. `Assigned NET plugin X to comm`, `Initialized NET plugin X`
-  4. the adapters of `NET/IB : Using`, else the interfaces of `NET/Socket : Using`
+  3. the adapters of `NET/IB : Using`, else the interfaces of `NET/Socket : Using`
 Everything else that NCCL prints about networks is a wish, a possibility or start-up traffic.
-What a cut or another message leaves of a name counts as not written.
+A name that does not end its line, because that was cut, counts as not written.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from analysis.logs import COLOURS, PREFIX, UserError, lines_of
+from analysis.network import ADAPTERS, TITLES
 
 HOW_TO_ASK = "start the job with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET,ENV"
 
 # --- Messages; tests/support/nccl_formats.txt has each as the sources of NCCL and torch have it --
 
-# A network's name: one of NCCL's or of a known plugin, or whatever ends its line or quotation.
-NAME = r"""((?:Socket|IB|IBext\w*|(?:AWS )?Libfabric|NCCL RDMA Plugin v\d+)(?=[\s"'`\\]|$)"""
-NAME += r"""|(?!interface\b)[\w-]+(?: [\w-]+)*(?=\s*\n|["'`\\]))"""
-# The beginning of one of these is half a name.
-KNOWN = ("Socket", "IB", "Libfabric", "AWS Libfabric", "NCCL RDMA Plugin v9")
+# A network's name ends its line or quotation.
+NAME = r"""(?!interface\b)([\w-]+(?: [\w-]+)*)(?=\s*\n|["'`\\])"""
 
 # What is used, and what was asked for.
 EVIDENCE = {
-    "version": r"CCL(?<!with NCCL) version(?: :)? (\d+\.\d+\.\d+(?:\+(?:cuda|hip)\d+\.\d+)?)"
-    r"(?=[\s,;)\"'\\-]|$)",
+    "version": r"CCL(?<!with NCCL) version(?: :)? (\d+\.\d+\.\d+(?:\+\w+\.\d+)?)(?![\d:])",
     "nodes": r"nRanks \d+ nNodes (\d+) localRanks",
     # "" is without GPUDirect; of a line that is cut before the word nobody knows.
     "network_channel": r"via NET/([^/\n]+)/(\d+)"
     r"""(?:(?:\(\d+\))?(/GDRDMA|(?=(?:/Shared)?(?:/flush=\w+)?[\s"'`\\])))?""",
-    "local_channel": r" via (P2P/MNNVL|P2P/|SHM/|direct shared memory)",
-    "using_network": rf"Using (?:network|internal Network|external Network) {NAME}",
-    "plugin": rf"Assigned NET plugin (.+?) to comm|Initialized NET plugin {NAME}",
+    "local_channel": r" via (P2P/MNNVL|P2P/|SHM/)",
+    "using_network": rf"Using network {NAME}",
     "adapters": r"NET/IB : Using((?: ?\[\d+\](?:=\{[^}]*\}?|[^\s;]+))+)",
-    "adapter": r"NET/IB: (\[\d+\] \S+/(?:IB|RoCE)\b)",
-    "sockets": r"(?:NET/Socket : Using|NET : Using interface)((?: (?:\[\d+\])?\S+<\d+>)+)",
+    "sockets": r"NET/Socket : Using((?: \[\d+\]\S+<\d+>)+)",
     "provider": r"NET/OFI Selected [Pp]rovider is (\w+)[\s,*]",
     "wish": r"(NCCL_(?:IB_HCA|IB_DISABLE|NET)) set (?:by environment )?to ([^\s.]+)",
-    # Not of TUNER/Plugin and the like.
-    "plugin_wish": r"(?:NCCL_NET_PLUGIN set by environment|(?<![^T]/Plugin: )Plugin name set by "
-    r"env) to (?!none\b)(\S+)",
-    "no_plugin": r"NET/Plugin ?: .*(Could not find:|cannot open shared object file)",
-    # Of a pair that is far apart it is off on sound machines too.
-    "far_pair": r"(?<!NET/Socket : )(GPU Direct RDMA Disabled for GPU)[ /]",
-    "collective": r"(?:Rank (\d+)\] )?Watchdog caught collective operation timeout: WorkNCCL\("
-    r"SeqNum=(\d+), OpType=(\w+)(?:, NumelIn=(\d+), NumelOut=\d+)?, Timeout\(ms\)=(\d+)\)",
+    "collective": r"Rank (\d+)\] Watchdog caught collective operation timeout: WorkNCCL\("
+    r"SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+), NumelOut=\d+, Timeout\(ms\)=(\d+)\)",
+    # Its status, an ibv_wc_status of libibverbs.
+    "completion": r"Got completion .*(?:error |status=)(?:\w+\(|\(\w+\))?(\d+)\b",
 }
 # What went wrong: (pattern or None, advice), causes before what follows from them.
 PROBLEMS = {
     "no_ib_device": (
-        r"NET/IB : No device found|call to devices\(\) returned 0 devices",
+        r"NET/IB : No device found",
         "NCCL sees no adapter that it may use: in a container, is /dev/infiniband in it? Then "
         "ibv_devinfo, which looks as NCCL does (libibverbs and its providers), NCCL_IB_HCA",
     ),
@@ -75,12 +64,13 @@ PROBLEMS = {
         "itself, not in a login shell",
     ),
     "plugin_failed": (
-        # NCCL's own two, IB and Socket, fail for reasons that have problems of their own; most
-        # machines have no plugin's file.
+        # NCCL's own two, IB and Socket, fail for reasons that have problems of their own. Most
+        # machines have no libnccl-net.so; libnccl-net-NAME.so was asked for.
         r"Failed to initialize NET plugin (?!(?:IB|Socket)\b)\S|NET/OFI .*initialization failed"
         r"|External network plugin .+ is unsupported|Failed to find ncclNetPlugin symbol \("
-        r"|NET/Plugin ?: (?:Plugin load.* returned -?\d+ : |dlerror=)?"
-        r"(?!(?:\S+: )?\S*ccl-net\S*: cannot open shared)\S+: \S",
+        r"|NET/Plugin ?: Could not find: *(?!none\b|lib[nr]ccl-\w+\.so)\S"
+        r"|NET/Plugin ?: (?:Plugin load.* returned -?\d+ : )?"
+        r"(?!(?:\S+: )?\S*lib[nr]ccl-(?:net-none|\w+)\.so: cannot open shared)\S+: \S",
         "the network plugin could not be used: check its path, its own libraries and that it "
         "fits this NCCL; NCCL_NET_PLUGIN=none does without it",
     ),
@@ -100,46 +90,39 @@ PROBLEMS = {
         "nvidia_peermem) or DMA-BUF; nvidia-smi topo -m shows whether adapters are near the GPUs",
     ),
     "no_interface": (
-        r"no socket interface found|NET/Socket : (?:no|No usable listening) interface found"
-        r"|NET/IB : No IP interface found|No interface found in the same subnet"
+        r"no socket interface found|NET/(?:IB|Socket) : [Nn]o .*\binterface found"
+        r"|No interface found in the same subnet"
         r"|no device found (?:matching|after excluding) .*NCCL_OOB_NET_IFNAME",
         "NCCL found no network interface that it may use: compare NCCL_SOCKET_IFNAME and "
         "NCCL_OOB_NET_IFNAME with `ip addr` on each node",
     ),
-    "suspect_interface": (
+    "local_protection": (
         None,
-        "this interface seldom joins nodes: set NCCL_SOCKET_IFNAME to the one that does",
-    ),
-    "rank_twice": (
-        r"rank \d+ of \d+ ranks has already checked in",
-        "two processes have the same rank: give each node another node rank",
+        "status 4, local protection: NCCL_NET_GDR_LEVEL=LOC tells whether GPUDirect is the cause "
+        "(then ACS, IOMMU, nvidia-peermem); else this node's memory and driver",
     ),
     "peer_unreachable": (
-        # 12 is IBV_WC_RETRY_EXC_ERR.
-        r"Got completion .*(?:error |status=)(?:\w+\(|\(\w+\))?12\b"
-        r"|onnect (?:to \S+ )?(?:failed|returned|timeout)\b(?!.*, retrying).*"
+        r"onnect (?:to \S+ )?(?:failed|returned)\b(?!.*, retrying).*"
         r"(?:No route to host|Network is unreachable|Connection timed out)",
         "the other end did not answer: check cable, switch, routes and firewall between these two "
         "nodes, on RoCE the GID index",
     ),
     "completion_failed": (
-        r"Got completion .*(?:error |status=)(?:\w+\(|\(\w+\))?(?!0*(?:5|12)\b)(\d+)\b",
-        "look for the first error of any rank, and in dmesg",  # advice_on says more
+        None,
+        "look for the first error of any rank, and in dmesg; status 9, 10 or 11: the other end "
+        "refused the request, the access or the operation; 13: it was not ready to receive, so is "
+        "its process stopped or busy?",
     ),
     "flushed": (
-        r"Got completion .*(?:error |status=)(?:\w+\(|\(\w+\))?5\b",
+        None,
         "status 5, flushed, follows another error: look for the first one of any rank",
     ),
     "connection_failed": (
-        r"onnect to \S+ (?:failed : |failed with error |returned -?\d+\()|Call to connect timeout"
+        r"onnect to \S+ (?:failed : |failed with error |returned -?\d+\()"
         r"|Connection closed by remote peer|Call to (?:recv|send)\b.* failed : "
         r"|exceeded (?:retries|timeouts|error retry count)\b",
         "look at the other end first: it may have failed before; otherwise a firewall or the "
         "wrong interface",
-    ),
-    "link_renegotiated": (
-        r"NET/IB : .*(?:speed change detected: |async (?:\w+ )?event\b.*\bport (?:error|active))",
-        "a link changed its state or speed during the job: check cable, transceiver, switch port",
     ),
     "direct_path": (
         None,
@@ -147,51 +130,28 @@ PROBLEMS = {
         "ACS",
     ),
     "timeout": (
-        r"Watchdog caught collective operation timeout|Some NCCL operations have failed or timed "
-        "out",
+        r"Watchdog caught collective operation timeout",
         "a rank did not come: look for one that is not named here, for the first error of any "
         "rank, and where it stands (py-spy dump --pid PID); ranks that wait in different "
         "collectives do not run the same steps",
     ),
-    "aborted": (
-        r"NCCL communicator was aborted|Abort (?:START|COMPLETE)\b|is in abort state",
-        "the communicator was given up after an earlier error: look for the first error of any "
-        "rank",
-    ),
 }
-# The statuses of libibverbs (ibv_wc_status), from 0 on.
-STATUSES = (
-    "success, local length, local queue operation, local context operation, local protection, "
-    "flushed, memory window binding, bad response, local access, remote invalid request, remote "
-    "access, remote operation, retries exceeded, receiver not ready, local domain violation, "
-    "remote invalid read request, remote aborted, invalid context number, invalid context state, "
-    "fatal, response timeout, general"
-)
-STATUSES = STATUSES.split(", ")
-EVIDENCE = {name: re.compile(pattern) for name, pattern in EVIDENCE.items()}
-SIGNS = {name: re.compile(pattern) for name, (pattern, _) in PROBLEMS.items() if pattern}
+SIGNS = {name: pattern for name, (pattern, _) in PROBLEMS.items() if pattern}
 # One of these words is in every message above: most lines of a log need no more than this search.
 WORDS = re.compile(
-    r"NET/|NET plugin|NCCL_|CCL version|nNodes| via |Using |libibverbs|ibv_|devices\(\) returned"
-    "|network plugin|Plugin name|ncclNetPlugin|Error: network|GPU Direct RDMA|Got completion"
-    "|onnect|Call to |exceeded |nterface found|checked in|Watchdog|NCCL operations"
-    "|communicator was|Abort |abort state"
+    r"NET/|NET plugin|NCCL_|CCL version|nNodes| via |Using |libibverbs|ibv_|network plugin"
+    "|Error: network|Got completion|onnect|Call to |exceeded |nterface found|Watchdog"
 )
-# Where a message begins that another process may have broken off the one before it.
-BEGINNING = re.compile(
-    r"(?<![\w.-])[\w.-]{1,253}:\d+:\d+ \[(?:-?\d+\] (?:\S+:\d+ (?:\(\S*\) )?)?NCCL (?:INFO|WARN))?"
-    r"|NCCL (?:INFO|WARN)\b"
-)
+# Where a message begins: another process may have broken off the one before it.
+BEGINNING = re.compile(r"(?<![\w.-])(?=[\w.-]{1,253}:\d+:\d+ \[)")
 # Of these: why no faster network was used, the most telling first.
 REASONS = ("verbs_library_missing", "no_ib_device", "plugin_failed", "network_not_found")
 # Of a list: number, name, port, kind.
-ADAPTER = re.compile(r"\[(\d+)\] ?([^\s:\[\],{}/]+):(?:uverbs\d+:)?(\d+)[\d:]*/(IB|RoCE)\b")
-INTERFACE = re.compile(r" (?:\[\d+\])?([^\s:\[\]]+):")
-SUSPECT = re.compile(r"lo|(?:docker|veth|br-|virbr|tailscale).*")
+ADAPTER = re.compile(r"\[(\d+)\] ?([^\s:\[\],{}/]+):(\d+)[\d:]*/(IB|RoCE)\b")
+INTERFACE = re.compile(r" \[\d+\]([^\s:\[\]]+):")
 # The slowest first: if ranks differ, it sets the pace.
 SLOWEST = ("sockets", "plugin", "unknown", "efa", "roce", "infiniband")
 QUOTE_LIMIT = 300  # characters of a line that a finding quotes
-MESSAGE_LIMIT = 4096  # NCCL's own was 1,023 to 2.28.9; the longest lists have some 2,000
 
 # --- The finding ---------------------------------------------------------------------------------
 
@@ -231,82 +191,66 @@ class Reader:
     """Takes the lines of a text, in whatever order, and keeps what they say."""
 
     def __init__(self) -> None:
-        self.any_text = False
         self.seen = {name: Counter() for name in EVIDENCE}  # groups of a match -> how often
         self.lines: dict = {}  # the first line of each problem, and of each (name, *groups)
 
     def read(self, line: str) -> None:
         """One line; without its end it may be cut there."""
-        self.any_text = self.any_text or "NCCL INFO" in line or "NCCL WARN" in line
-        if not WORDS.search(line):
-            return
-        line = COLOURS.sub("", line)
-        starts = [0, *(match.start() for match in BEGINNING.finditer(line)), len(line)]
-        for start, end in itertools.pairwise(starts):
-            self.read_message(line[start:end][:MESSAGE_LIMIT])
+        if WORDS.search(line):
+            for text in BEGINNING.split(COLOURS.sub("", line)):
+                self.read_message(text)
 
     def read_message(self, text: str) -> None:
-        quote = text.strip()
-        quote = quote if len(quote) <= QUOTE_LIMIT else quote[: QUOTE_LIMIT - 1] + "…"
+        quote = text.strip()[:QUOTE_LIMIT]
         for name, pattern in EVIDENCE.items():
-            for match in pattern.finditer(text):
+            for match in re.finditer(pattern, text):
                 self.seen[name][match.groups()] += 1
                 self.lines.setdefault((name, *match.groups()), quote)
         for name, pattern in SIGNS.items():
-            if name not in self.lines and pattern.search(text):
+            if name not in self.lines and re.search(pattern, text):
                 self.lines[name] = quote
 
     def add(self, other: Reader) -> None:
         """What another text of the same run says."""
-        self.any_text = self.any_text or other.any_text
         for name, seen in other.seen.items():
             self.seen[name] += seen
         self.lines = other.lines | self.lines
 
     def texts(self, name: str) -> list[str]:
         """What this evidence names, in the order in which it came, each once."""
-        found = dict.fromkeys(next(filter(None, groups)) for groups in self.seen[name])
-        halves = [half for half in found if any(known.startswith(half) for known in KNOWN)]
-        return [text for text in found if text in KNOWN or text not in halves]
+        return list(dict.fromkeys(groups[0] for groups in self.seen[name]))
 
-    def line_of(self, name: str, word: str = "") -> str | None:
-        """The first line with this evidence and word."""
-        lines = (line for key, line in self.lines.items() if key[0] == name)
-        return next((line for line in lines if word in line), None)
+    def line_of(self, name: str) -> str | None:
+        """The first line with this evidence."""
+        return next((line for key, line in self.lines.items() if key[0] == name), None)
 
     def finding(self) -> Finding:
-        listed = [found for text in self.texts("adapters") for found in ADAPTER.findall(text)]
-        alone = [found for text in self.texts("adapter") for found in ADAPTER.findall(text)]
+        adapters = [found for text in self.texts("adapters") for found in ADAPTER.findall(text)]
         interfaces = [name for text in self.texts("sockets") for name in INTERFACE.findall(text)]
-        version = max(self.texts("version"), key=lambda text: "+" in text, default=None)
         found = Finding(
-            version=version,  # the one with CUDA's, if there is one: errors of torch lack it
-            devices=list(dict.fromkeys(f"{name}:{port}" for _, name, port, _ in listed + alone)),
+            version=next(iter(self.texts("version")), None),
+            devices=list(dict.fromkeys(f"{name}:{port}" for _, name, port, _ in adapters)),
             channels=self.channels(),
             nodes=max(map(int, self.texts("nodes")), default=None),
             timeouts=self.timeouts(),
         )
-        if len({kind for *_, kind in listed + alone}) > 1:
-            named = (f"{name}:{port}/{kind}" for _, name, port, kind in listed + alone)
+        if len({kind for *_, kind in adapters}) > 1:
+            named = (f"{name}:{port}/{kind}" for _, name, port, kind in adapters)
             found.kinds = list(dict.fromkeys(named))
-        adapter_kind = self.adapter_kind(listed + alone)
-        providers = self.texts("provider")
+        adapter_kind = self.adapter_kind(adapters)
         names = self.texts("network_channel") or self.texts("using_network")
-        used, plugins = (
-            {name: transport_of(name, adapter_kind, providers) for name in each}
-            for each in (names, self.texts("plugin"))
-        )
+        used = {name: transport_of(name, adapter_kind, self.texts("provider")) for name in names}
         found.networks = sorted(used, key=lambda name: SLOWEST.index(used[name]))
         found.network = next(iter(found.networks), None)
         # A rank amid its node has none but local channels, though others leave the node.
         amid_node = (found.nodes or 1) > 1 and "mnnvl" not in found.channels
         if found.channels and not self.seen["network_channel"] and not amid_node:
             found.transport = "local"
-        elif used or plugins:
-            found.transport = min((used or plugins).values(), key=SLOWEST.index)
-        elif listed:
-            found.transport = adapter_kind or "unknown"
-        elif interfaces and not providers:  # to 2.4.7 they were listed before a plugin was tried
+        elif used:
+            found.transport = used[found.network]
+        elif adapters:
+            found.transport = adapter_kind
+        elif interfaces:
             found.transport = "sockets"
         if "network" in found.channels:
             channels = self.seen["network_channel"].items()
@@ -316,30 +260,28 @@ class Reader:
             found.reason = self.reason()
         lines = self.problem_lines(found)
         found.problems = [
-            {"id": name, "line": lines[name], "advice": advice_on(name, lines[name])}
+            {"id": name, "line": lines[name], "advice": PROBLEMS[name][1]}
             for name in PROBLEMS
             if name in lines
         ]
         return found
 
-    def adapter_kind(self, adapters: list[tuple]) -> str | None:
-        """Of adapters of both kinds, that of those which connections name; None: no adapter."""
+    def adapter_kind(self, adapters: list[tuple]) -> str:
+        """That of the adapters which connections name, else of all."""
         connected = {number for _, number, _ in self.seen["network_channel"]}
-        kinds = {kind for *_, kind in adapters}
-        if len(kinds) > 1:
-            kinds = {kind for number, *_, kind in adapters if number in connected} or kinds
+        kinds = {kind for number, *_, kind in adapters if number in connected}
+        kinds = kinds or {kind for *_, kind in adapters}
         of_one_kind = {"IB": "infiniband", "RoCE": "roce"}
-        return of_one_kind[kinds.pop()] if len(kinds) == 1 else "unknown" if kinds else None
+        return of_one_kind[kinds.pop()] if len(kinds) == 1 else "unknown"
 
     def timeouts(self) -> list[str]:
         """Each collective that PyTorch's watchdog gave up, and the ranks that waited for it."""
-        ranks: dict[str, list[int]] = {}
+        ranks = defaultdict(set)
         for rank, number, kind, elements, limit in self.seen["collective"]:
-            size = f" ({int(elements):,} elements)" if elements else ""
-            work = f"{kind} number {number}{size}, after {int(limit) / 1000:,g} s"
-            ranks.setdefault(work, []).extend([int(rank)] if rank else [])
+            size, seconds = f"{int(elements):,} elements", f"{int(limit) / 1000:,g} s"
+            ranks[f"{kind} number {number} ({size}), after {seconds}"].add(int(rank))
         names = {work: ", ".join(map(str, sorted(ranks[work]))) for work in ranks}
-        return [f"{work}, on rank {name or 'unknown'}" for work, name in names.items()]
+        return [f"{work}, on rank {name}" for work, name in names.items()]
 
     def channels(self) -> dict[str, int]:
         """{network, p2p, mnnvl, shm: how many connections}, without those that have none."""
@@ -353,8 +295,7 @@ class Reader:
     def reason(self) -> str | None:
         """Who asked for sockets."""
         wishes = dict(self.seen["wish"].keys())
-        disabled = wishes.get("NCCL_IB_DISABLE", "0")
-        if disabled != "0":
+        if (disabled := wishes.get("NCCL_IB_DISABLE", "0")) != "0":
             return f"NCCL_IB_DISABLE={disabled} turned InfiniBand and RoCE off"
         socket = wishes.get("NCCL_NET") == "Socket"
         return "NCCL_NET=Socket asked for sockets" if socket else None
@@ -362,75 +303,40 @@ class Reader:
     def problem_lines(self, found: Finding) -> dict[str, str]:
         """Each problem's id, and the line that told it."""
         lines = {name: line for name, line in self.lines.items() if name in PROBLEMS}
-        if self.seen["plugin_wish"] and (line := self.line_of("no_plugin")):
-            lines.setdefault("plugin_failed", line)
+        names = {"4": "local_protection", "5": "flushed", "12": "peer_unreachable"}
+        for (status,) in self.seen["completion"]:
+            name = names.get(status, "completion_failed")
+            lines.setdefault(name, self.lines["completion", status])
+        if len(self.seen["completion"]) > 1:
+            lines.pop("flushed", None)
         if found.network not in (None, "IB", "Socket"):  # on the slowest rank a plugin works
             lines.pop("plugin_failed", None)
         asked = self.line_of("wish") or lines.get("plugin_failed")
         if found.transport == "sockets" and not found.reason and asked:
             lines["fell_back_to_sockets"] = asked
-        if suspect := next(filter(SUSPECT.fullmatch, found.interfaces), None):
-            lines["suspect_interface"] = self.line_of("sockets", f"{suspect}:")
-        if "peer_unreachable" in lines or "completion_failed" in lines:
-            lines.pop("flushed", None)
         # The first collective has timed out, and all connections are direct ones.
         first = any(int(number) <= 1 for _, number, *_ in self.seen["collective"])
         if first and found.channels.keys() == {"p2p"}:
             lines["direct_path"] = self.line_of("local_channel")
-        off = lines.pop("gpudirect_off", None)
-        if not found.gpudirect:
-            off = off or self.line_of("far_pair")
-        rdma = found.transport in ("infiniband", "roce", "efa") or found.network == "IB"
+        rdma = found.transport in (*ADAPTERS, "unknown")
         if rdma and found.gpudirect == 0:  # counted, and on no connection
-            off = off or self.line_of("network_channel")
+            lines.setdefault("gpudirect_off", self.line_of("network_channel"))
         everywhere = found.gpudirect and found.gpudirect == found.channels["network"]
-        if off and not everywhere and found.transport not in ("sockets", "local"):
-            lines["gpudirect_off"] = off
+        if everywhere or found.transport in ("sockets", "local"):
+            lines.pop("gpudirect_off", None)
         return lines
 
 
-def advice_on(problem: str, line: str) -> str:
-    advice = PROBLEMS[problem][1]
-    found = SIGNS["completion_failed"].search(line) if problem == "completion_failed" else None
-    if not found:
-        return advice
-    number = int(found[1])
-    status = STATUSES[number] if number < len(STATUSES) else "unknown"
-    if status.startswith("local"):
-        advice = "NCCL_NET_GDR_LEVEL=LOC tells whether GPUDirect is the cause (then ACS, IOMMU, "
-        advice += "nvidia-peermem); else this node's memory and driver"
-    elif status.startswith("remote"):
-        advice = "the other end refused it: its log and dmesg first; do both have the same NCCL "
-        advice += "and variables?"
-    elif status == "receiver not ready":
-        advice = "the other end did not take the data in time: is its process stopped or busy?"
-    return f"status {number}, {status}: {advice}"
-
-
-def transport_of(network: str, adapter_kind: str | None, providers: list[str]) -> str:
+def transport_of(network: str, adapter_kind: str, providers: list[str]) -> str:
     """What moves the data of a network that goes by this name."""
     if network == "Socket":
         return "sockets"
-    if network.endswith("Libfabric"):
-        return "efa" if providers == ["efa"] else "plugin"
-    if network == "IB":
-        return adapter_kind or "unknown"
-    # Those of HPC-X print NCCL's list of adapters as well.
-    hpcx = network.startswith(("IBext", "NCCL RDMA Plugin"))
-    return adapter_kind if hpcx and adapter_kind else "plugin"
+    if network.startswith(("IB", "NCCL RDMA Plugin")):  # NCCL's own, and HPC-X's: both list them
+        return adapter_kind
+    return "efa" if network.endswith("Libfabric") and providers == ["efa"] else "plugin"
 
 
 # --- For people ----------------------------------------------------------------------------------
-
-TRANSPORTS = {
-    "infiniband": "InfiniBand",
-    "roce": "RoCE",
-    "sockets": "TCP sockets",
-    "efa": "EFA",
-    "plugin": "the network of a plugin",
-    "local": "no network, only NVLink, PCIe or memory inside a node",
-    "unknown": "RDMA adapters, though the text does not say whether InfiniBand or RoCE",
-}
 
 
 def describe(found: Finding) -> list[str]:
@@ -458,12 +364,10 @@ def used(found: Finding) -> str:
     if not found.decided:
         return "NCCL's text names no network"
     version = f"NCCL {found.version}" if found.version else "NCCL"
-    what = TRANSPORTS[found.transport]
-    if found.transport == "unknown" and found.kinds:
-        what = "RDMA adapters of both kinds"
-    if found.transport == "local" and "mnnvl" in found.channels:
-        what = "no network, only NVLink, between nodes too (MNNVL)"
-    elif found.network and found.transport != "local":
+    what = TITLES.get(found.transport, "InfiniBand or RoCE adapters")
+    if found.transport == "local":
+        what = "no network, only NVLink, PCIe or memory"
+    elif found.network:
         what += f" (network {found.network})"
     over = found.interfaces if found.transport == "sockets" else found.kinds or found.devices
     if over and found.transport in ("sockets", "infiniband", "roce", "unknown"):
@@ -488,15 +392,11 @@ def in_one_line(found: Finding) -> str:
 def files_in(paths: list[str]) -> list[Path]:
     """The files named, and of each folder those that may be text: a checkpoint has gigabytes."""
     found = []
-    for name in paths:
-        path = Path(name)
-        if path.is_dir():
-            inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
-            found += [file for file in inside if is_text(file)]
-        elif path.exists():
-            found.append(path)
-        else:
-            raise UserError(f"no such file or folder: {name}")
+    for path in map(Path, paths):
+        if not path.exists():
+            raise UserError(f"no such file or folder: {path}")
+        inside = filter(Path.is_file, sorted(path.rglob("*")))
+        found += [file for file in inside if is_text(file)] if path.is_dir() else [path]
     return found
 
 
@@ -514,26 +414,23 @@ def find_in_files(paths: list[str]) -> Finding:
                 reader.read(line)
     except OSError as error:
         raise UserError(f"cannot read {error.filename or paths}: {error.strerror}") from None
-    if not (reader.lines or reader.any_text):
-        raise UserError(f"no text of NCCL in {', '.join(paths)}: {HOW_TO_ASK}")
+    if not reader.lines:
+        raise UserError(f"no text of NCCL on networks in {', '.join(paths)}: {HOW_TO_ASK}")
     return reader.finding()
 
 
 def of_last_run(path: Path) -> Reader:
     """What NCCL's text in a log says of its last run: since a rank went on after its last line."""
-    reader, later, ended = Reader(), None, set()
+    reader, later, ended = Reader(), Reader(), set()
     for line in lines_of(path):
-        is_end = "] Cleanup complete" in line
-        if (is_end or ended) and (mark := PREFIX.search(line)):
-            if is_end:
-                ended.add(mark[2])
-                later = later or Reader()
-            elif later and mark[2] in ended:
-                reader, later, ended = later, None, set()
+        mark = PREFIX.search(line)
+        if mark and "] Cleanup complete" in line:
+            ended.add(mark[2])
+        elif mark and mark[2] in ended:
+            reader, later, ended = later, Reader(), set()
         if " | Step " not in line:
-            (later or reader).read(line)
-    if later:
-        reader.add(later)
+            (later if ended else reader).read(line)
+    reader.add(later)
     return reader
 
 
