@@ -39,7 +39,7 @@ def megabytes(nbytes):
 
 def duration(seconds):
     """Seconds as the demo's log writes them: 4h 8m 59.79s."""
-    hours, rest = divmod(seconds, 3600)
-    minutes, rest = divmod(rest, 60)
-    text = f"{int(hours)}h " if hours else ""
-    return text + (f"{int(minutes)}m " if hours or minutes else "") + f"{rest:.2f}s"
+    minutes, rest = divmod(round(seconds, 2), 60)
+    hours, minutes = divmod(int(minutes), 60)
+    text = f"{hours}h " if hours else ""
+    return text + (f"{minutes}m " if hours or minutes else "") + f"{rest:.2f}s"
