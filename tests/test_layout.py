@@ -11,6 +11,7 @@ from pathlib import Path
 import demo_coco_resnet18
 import pytest
 
+from analysis import words
 from support.processes import ROOT, SCRIPT
 
 TOOLS = ROOT / "tools"
@@ -75,8 +76,16 @@ def test_commands_import_analysis_and_four_of_them_the_script():
 
 
 def test_check_coco_needs_python_alone():
+    """So it has a UserError of its own; the script, too, which needs no other file."""
     tops = {name.partition(".")[0] for name in imports(COMMANDS["check_coco"])}
     assert tops <= sys.stdlib_module_names
+
+
+@pytest.mark.guards("duration-rounded")
+def test_what_the_script_and_the_tools_both_write_is_written_alike():
+    """The script needs no other file, and the tools that read logs need no PyTorch."""
+    for seconds in (0, 1.234, 59.996, 60, 3599.994, 3599.996, 3600, 14939.79):
+        assert words.duration(seconds) == demo_coco_resnet18.duration(seconds)
 
 
 def test_commands_have_the_run_bit_and_what_is_sourced_or_imported_has_not():
