@@ -78,7 +78,7 @@ def test_own_set_is_left_alone_and_anything_else_refused(sample, tmp_path):
     assert "has this set already" in make(folder, *SMALL)
     assert f"{folder}: holds something else" in make(folder, "--images", 7, expect=1)
     record = (folder / "sample.json").read_text()
-    args = SimpleNamespace(folder=folder, images=6, val_images=2, seed=0)
+    args = SimpleNamespace(folder=folder, images=6, val_images=2)
     # As if another node had just made it on the same disk.
     make_sample_coco.make_set(args, record)
     with pytest.raises(OSError):
