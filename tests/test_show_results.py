@@ -127,6 +127,11 @@ def test_accuracy_and_rows_of_classes_count_each_answer_once():
         labels=torch.tensor([1, 1, 1, 1, 1, 0, 0, 2]),
         guesses=torch.tensor([1, 0, 0, 2, 1, 0, 0, 3]),
     )
+    assert tool.class_rows(found) == [
+        ("dog", 5, 2, "2 of 5, 2 × cat"),
+        ("cat", 2, 2, "2 of 2"),
+        ("cow", 1, 0, "0 of 1, 1 × bus"),
+    ]
     words = "Top-1: 50.00% | 8 images | baseline 62.50% (always dog)"
     assert tool.in_words(found) == words
 
