@@ -74,10 +74,6 @@ def record(kind: str, **content: object) -> str:
         ("gpu", "PyTorch finds no NVIDIA GPU here: run gpu where nvidia-smi lists one"),
         ("peer --peer none.py", f"--peer {Path.cwd() / 'none.py'} is no file"),
         ("step --against none", "--against none: no file and no commit that has one"),
-        (
-            "step --data none",
-            f"annotation file {Path.cwd()}/none/annotations/instances_train2017.json",
-        ),
     ],
 )
 def test_what_cannot_run_ends_in_one_line(benchmark, words, line):
