@@ -165,9 +165,7 @@ def draw_classes(axis, results):
     axis.set_xticks([])
     axis.set_xlim(0, 2 * max(images))  # room for the texts
     axis.spines[:].set_visible(False)
-    axis.set_title(
-        "The most frequent classes (filled: right), and their most frequent mistake", fontsize=9
-    )
+    axis.set_title("Largest classes; filled: right; then the most frequent mistake", fontsize=9)
 
 
 # ---- The command
