@@ -53,12 +53,11 @@ def test_layout_categories_and_annotations_are_those_of_coco(sample, split, coun
         assert annotation["area"] == width * height and annotation["category_id"] in coco.cats
 
 
-def test_some_images_are_grey_some_unlabelled_and_some_annotations_crowds(sample):
+def test_some_images_are_grey_and_some_unlabelled(sample):
     coco = read_coco(sample, "train2017")
     modes = Counter(Image.open(path).mode for path in (sample / "train2017").iterdir())
     assert {*modes} == {"L", "RGB"} and modes["L"] < 10
     assert 0 < len(coco.imgs) - len(coco.imgToAnns) < 10
-    assert 0 < len(coco.getAnnIds(iscrowd=True)) < len(coco.anns) / 2
 
 
 def test_first_annotation_is_the_large_icon_and_all_icons_are_as_frequent(sample):
@@ -71,25 +70,21 @@ def test_first_annotation_is_the_large_icon_and_all_icons_are_as_frequent(sample
 
 @pytest.mark.guards("sample-seed", "sample-at-once", "sample-same-set")
 def test_own_set_is_left_alone_and_anything_else_refused(sample, tmp_path):
-    """An image depends on the seed and its number alone, so those of another set are the same."""
+    """An image depends on its number alone, so those of another set are the same."""
     folder = tmp_path / "set"
     make(folder, *SMALL)
     assert same_images(folder, sample) == 8
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert "has this set already" in make(folder, *SMALL)
-    assert f"{folder}: holds something else" in make(folder, *SMALL, "--seed", 1, expect=1)
+    assert f"{folder}: holds something else" in make(folder, "--images", 7, expect=1)
     record = (folder / "sample.json").read_text()
-    args = SimpleNamespace(folder=folder, images=6, val_images=2, seed=0)
+    args = SimpleNamespace(folder=folder, images=6, val_images=2)
     # As if another node had just made it on the same disk.
     make_sample_coco.make_set(args, record)
-    args.seed = 1
     with pytest.raises(OSError):
         make_sample_coco.make_set(args, "another record")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-    args.folder = tmp_path / "other"
-    make_sample_coco.make_set(args, "record")
-    assert same_images(args.folder, sample) == 0
-    args.seed, args.folder = 0, tmp_path / "again"
+    args.folder = tmp_path / "again"
     make_sample_coco.make_set(args, record)
     assert digests(args.folder) == digests(folder)
 

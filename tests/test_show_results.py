@@ -128,9 +128,9 @@ def test_accuracy_and_rows_of_classes_count_each_answer_once():
         guesses=torch.tensor([1, 0, 0, 2, 1, 0, 0, 3]),
     )
     assert tool.class_rows(found) == [
-        ("dog", 5, 2, "cat", 2),
-        ("cat", 2, 2, "", 0),
-        ("cow", 1, 0, "bus", 1),
+        ("dog", 5, 2, "2 of 5, 2 × cat"),
+        ("cat", 2, 2, "2 of 2"),
+        ("cow", 1, 0, "0 of 1, 1 × bus"),
     ]
     words = "Top-1: 50.00% | 8 images | baseline 62.50% (always dog)"
     assert tool.in_words(found) == words
@@ -146,7 +146,7 @@ def test_frames_signs_and_words_tell_right_from_wrong(tmp_path, monkeypatch, cla
     labels = torch.randint(0, classes, (images,), generator=draw)
     guesses = labels.where(torch.rand(images, generator=draw) < 0.6, 0)
     found = SimpleNamespace(
-        names=[f"{i} is a name without much room" for i in range(classes)],
+        names=[f"class {i}" for i in range(classes)],
         labels=labels,
         guesses=guesses,
         confidence=torch.rand(images, generator=draw),
@@ -158,11 +158,11 @@ def test_frames_signs_and_words_tell_right_from_wrong(tmp_path, monkeypatch, cla
     assert len(shown) == len(chosen) == min(images, 16)
     for axis, position in zip(shown, chosen, strict=True):
         right = bool(labels[position] == guesses[position])
-        guess = tool.short(found.names[guesses[position]])
+        guess = found.names[guesses[position]]
         title = f"{'✓' if right else '✗'} {guess} {found.confidence[position]:.0%}"
         assert axis.axison and axis.get_title() == title
         assert {spine.get_linestyle() == "solid" for spine in axis.spines.values()} == {right}
-        label = tool.short(found.names[labels[position]])
+        label = found.names[labels[position]]
         assert axis.get_xlabel() == ("" if right else f"is {label}")
 
 

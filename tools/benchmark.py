@@ -3,9 +3,8 @@
 
     python tools/benchmark.py step       a whole training step, fed from image files
     python tools/benchmark.py input      the loader alone, on one core
-    python tools/benchmark.py ceiling    a fed step beside a step whose batch stays on the device
     python tools/benchmark.py peer --peer examples/imagenet/main.py
-    python tools/benchmark.py gpu        what only a GPU can show
+    python tools/benchmark.py gpu        steps fed from files, and with a batch that stays on a GPU
 
 step and input take --against: another copy of the script, as a file or as a commit of this
 repository. The cases run in turns. Every second round has the reverse order, so that a machine
@@ -83,21 +82,6 @@ def measure_input(args):
     show(args, rounds(args, cases))
 
 
-def measure_ceiling(args):
-    """a fed step beside a step whose batch stays on the device"""
-    data = make_data(args, needed_images(args))
-    given = options(args, data, max_steps=WARM_UP + args.steps)
-    resident = [*child("resident"), *given, "--workers", "0"]
-    cases = {
-        "fed": partial(training_speed, args, [sys.executable, SCRIPT, *given]),
-        "resident": partial(training_speed, args, resident),
-    }
-    found = rounds(args, cases)
-    show(args, found, step_time=True)
-    fed, ceiling = (1e3 * args.batch_size / statistics.median(found[name]) for name in cases)
-    print(f"The loader and the rest cost {fed - ceiling:.1f} ms of a step of {fed:.1f} ms")
-
-
 def measure_peer(args):
     """the demo beside imagenet/main.py of pytorch/examples
 
@@ -111,23 +95,15 @@ def measure_peer(args):
     batches = {"short": 2, "long": 2 + args.steps}
     sets = {name: make_data(args, n * args.batch_size, name) for name, n in batches.items()}
     trees = {name: make_tree(args.folder / f"tree-{name}", data) for name, data in sets.items()}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    variables = [f"PYTHON={sys.executable}", f"LOG_DIR={args.folder}/logs", "GPUS=1", "RESTARTS=0"]
-    demo = {
-        "launch_single.sh": ["env", *variables, "bash", ROOT / "launch_single.sh"],
-        "bare torchrun": [*torchrun, "--nproc_per_node=1", SCRIPT],
-    }
-    text = run(args, [*demo["launch_single.sh"], *options(args, sets["short"])])
-    settings = record(text, "Run")
+    launcher = ["env", f"PYTHON={sys.executable}", f"LOG_DIR={args.folder}/logs"]
+    launcher += ["GPUS=1", "RESTARTS=0", "bash", ROOT / "launch_single.sh"]
+    ours = {size: [*launcher, *options(args, data)] for size, data in sets.items()}
+    settings = record(run(args, ours["short"]), "Run")
     peer = [sys.executable, args.peer, "-a", "resnet18", "--epochs", "1"]
-    peer += ["-b", str(args.batch_size), "-j", str(settings["workers"])]
-
-    cases = {}
-    for name, command in demo.items():
-        commands = {size: [*command, *options(args, data)] for size, data in sets.items()}
-        cases[name] = partial(wall_speed, args, commands)
-    commands = {size: [*peer, tree] for size, tree in trees.items()}
-    cases["peer"] = partial(wall_speed, args, commands)
+    peer += ["-b", args.batch_size, "-j", settings["workers"]]
+    theirs = {size: [*peer, tree] for size, tree in trees.items()}
+    cases = {"launch_single.sh": ours, "peer": theirs}
+    cases = {name: partial(wall_speed, args, commands) for name, commands in cases.items()}
     print("The demo's precision: {precision}. Loader workers: {workers}".format(**settings))
     show(args, rounds(args, cases))
 
@@ -174,7 +150,6 @@ def gpu_summary(args, processes, precision, kind):
 COMMANDS = {
     "step": measure_step,
     "input": measure_input,
-    "ceiling": measure_ceiling,
     "peer": measure_peer,
     "gpu": measure_gpu,
 }
@@ -196,19 +171,17 @@ def parse_arguments(argv):
 
 
 def add_options(add, command):
-    gpu = gpu_count() > 0
-    add("--data", type=full_path, metavar="DIR", help="COCO's folder; unset: the sample set")
     # The loader works ahead by two batches for each worker. Ten hide that.
-    steps = 10 * cores() if gpu else 12
+    steps, batch_size = (10 * cores(), 256) if gpu_count() else (12, 32)
+    add("--data", type=full_path, metavar="DIR", help="COCO's folder; unset: the sample set")
     text = f"measured steps of a run, after a warm-up ({steps})"
-    add("--steps", type=positive, default=steps, metavar="N", help=text)
-    batch_size = 256 if gpu else 32
+    add("--steps", type=int, default=steps, metavar="N", help=text)
     text = f"images per process ({batch_size})"
-    add("--batch_size", type=positive, default=batch_size, metavar="N", help=text)
+    add("--batch_size", type=int, default=batch_size, metavar="N", help=text)
     if command != "peer":  # it crops to 224 pixels
-        add("--image_size", type=positive, default=224, metavar="N", help="pixels a side (224)")
+        add("--image_size", type=int, default=224, metavar="N", help="pixels a side (224)")
     if command != "gpu":
-        add("--rounds", type=positive, default=5, metavar="N", help="how often all run (5)")
+        add("--rounds", type=int, default=5, metavar="N", help="how often all run (5)")
         kinds = ["auto", "fp32", "fp16", "bf16"]
         add("--precision", choices=kinds, default="auto", help="of the training (auto)")
     if command in ("step", "input"):
@@ -217,13 +190,6 @@ def add_options(add, command):
     if command == "peer":
         text = "imagenet/main.py of pytorch/examples"
         add("--peer", type=full_path, required=True, metavar="FILE", help=text)
-
-
-def positive(text):
-    """A type for add_argument: a whole number, 1 or more."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return int(text)
 
 
 def full_path(text):
@@ -255,20 +221,15 @@ def make_data(args, count, name="data"):
     if not args.data:
         run(args, [sys.executable, ROOT / "tools" / "make_sample_coco.py", source])
     path = source / "annotations" / "instances_train2017.json"
-    demo = load_script(SCRIPT)
-    try:
-        found = demo.read_image_list(path, source / "train2017")
-    except demo.UserError as error:
-        raise UserError(error) from error
-    known = itertools.cycle(zip(found.names, found.labels, strict=True))
+    content = json.loads(path.read_bytes())
+    labels = {each["image_id"]: each["category_id"] for each in content["annotations"]}
+    labelled = [image for image in content["images"] if image["id"] in labels]
     images, annotations = [], []
-    for n, (file_name, label) in zip(range(1, count + 1), known, strict=False):
-        images.append({"id": n, "file_name": file_name})
-        annotations.append({"id": n, "image_id": n, "category_id": label})
-    categories = [{"id": n, "name": name} for n, name in enumerate(found.categories.values())]
-    content = {"images": images, "annotations": annotations, "categories": categories}
+    for n, image in zip(range(1, count + 1), itertools.cycle(labelled), strict=False):
+        images.append({"id": n, "file_name": image["file_name"]})
+        annotations.append({"id": n, "image_id": n, "category_id": labels[image["id"]]})
     file = args.folder / f"{name}.json"
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps(content | {"images": images, "annotations": annotations}))
     return Data(source / "train2017", file)
 
 
@@ -377,7 +338,10 @@ def run_child(kind, script, options):
 
     resident: one batch stays on the device. loader: it only loads.
     """
-    demo = load_script(script)
+    sys.path.insert(0, str(Path(script).parent))  # loader workers may import it again
+    spec = importlib.util.spec_from_file_location(SCRIPT.stem, script)
+    demo = sys.modules[SCRIPT.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
     sys.argv = [script, *options]
     if kind == "loader":
         time_loader(demo, demo.parse_arguments(options))
@@ -387,15 +351,6 @@ def run_child(kind, script, options):
         make_loader(args, process, images), process
     )
     demo.run_and_exit(demo.main)
-
-
-def load_script(path):
-    """A copy of the script as a module."""
-    sys.path.insert(0, str(Path(path).parent))  # loader workers may import it again
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, path)
-    demo = sys.modules[SCRIPT.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(demo)
-    return demo
 
 
 def time_loader(demo, args):

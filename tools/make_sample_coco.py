@@ -7,24 +7,22 @@
     FOLDER/val2017/...                       FOLDER/annotations/instances_val2017.json
 
 Each image shows one large icon, which is its first annotation, and up to two small ones. Some
-images are greyscale, some have no annotation, some annotations are crowds, as in COCO. An image
-depends on the seed and its number alone. FOLDER appears when the set is complete.
+images are greyscale, and some have no annotation, as in COCO. An image depends on its number
+alone. FOLDER appears when the set is complete.
 """
 
 import argparse
-import colorsys
 import json
-import math
 import random
 import signal
 import sys
 import tempfile
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
 # COCO's 80 categories in the order of their ids, 1 to 90. Where a name is empty, COCO has none.
-CATEGORIES = {
+NAMES = {
     "person": "person",
     "vehicle": "bicycle,car,motorcycle,airplane,bus,train,truck,boat",
     "outdoor": "traffic light,fire hydrant,,stop sign,parking meter,bench",
@@ -39,227 +37,150 @@ CATEGORIES = {
     "appliance": "microwave,oven,toaster,sink,refrigerator",
     "indoor": ",book,clock,vase,scissors,teddy bear,hair drier,toothbrush",
 }
+NAMED = [(group, name) for group, names in NAMES.items() for name in names.split(",")]
+CATEGORIES = [
+    {"supercategory": group, "id": number, "name": name}
+    for number, (group, name) in enumerate(NAMED, 1)
+    if name
+]
+IDS = {category["name"]: category["id"] for category in CATEGORIES}
 SIZES = [(640, 480), (640, 427), (480, 640), (427, 640), (500, 375), (612, 612)]  # as in COCO
-VERSION = 3  # raise this when the same arguments draw other images than before
+VERSION = 4  # raise this when the same arguments draw other images than before
 
 
-# ---- Icons, drawn on a square of SIDE pixels. `colour` varies around the icon's own hue.
+# ---- Icons, on a square of SIDE pixels. Each function has the name of its category.
 
 SIDE = 400
-BLACK, WHITE = "#181818", "#f8f8f4"
+BLACK, WHITE, GREY, BROWN = "#181818", "#f8f8f4", "#808080", "#a8662a"
+RED, ORANGE, YELLOW, GREEN = "#d0201c", "#f08a1c", "#ffd23a", "#2fae42"
+BLUE, PURPLE, PINK = "#3a78e0", "#8a3ab8", "#f06eb4"
 
 
-def stop_sign(draw, colour):
-    for radius, fill in ((199, WHITE), (184, colour)):
-        draw.regular_polygon((200, 200, radius), 8, fill=fill)
-    draw.text((200, 200), "STOP", WHITE, ImageFont.load_default(125), "mm", stroke_width=4)
-
-
-def clock(draw, colour):
-    draw.circle((200, 200), 195, colour)
-    draw.circle((200, 200), 178, WHITE)
-    draw.circle((200, 200), 166, colour)
-    for hour in range(12):
-        draw.line([around(150, hour / 12), around(124, hour / 12)], WHITE, 14)
-    draw.line([around(90, 10 / 12), (200, 200), around(125, 2 / 12)], WHITE, 20, "curve")
-    draw.circle((200, 200), 18, WHITE)
-
-
-def pizza(draw, colour):
-    draw.polygon([(30, 80), (370, 80), (200, 390)], colour)
-    draw.rounded_rectangle((10, 30, 390, 100), 34, "#a8662a")
-    for x, y in ((120, 150), (250, 165), (190, 255)):
-        draw.ellipse((x - 38, y - 38, x + 38, y + 38), "#b8281c")
-    for x, y in ((185, 130), (310, 125), (165, 205), (205, 325)):
-        draw.ellipse((x - 11, y - 11, x + 11, y + 11), "#3f6e22")
-
-
-def donut(draw, colour):
-    draw.circle((200, 200), 192, "#b5803f")
-    draw.circle((200, 200), 174, colour)
-    for i in range(28):
-        x, y = around(112 + 40 * (i % 2), i / 28)
-        dx, dy = 11 * math.cos(i * 2.4), 11 * math.sin(i * 2.4)
-        sprinkle = (WHITE, "#3a78e0", "#ffe14a")[i % 3]
-        draw.line((x - dx, y - dy, x + dx, y + dy), sprinkle, 9)
-    draw.circle((200, 200), 76, "#b5803f")
-    draw.circle((200, 200), 62, (0, 0, 0, 0))
-
-
-def traffic_light(draw, colour):
-    draw.rounded_rectangle((105, 5, 295, 395), 45, BLACK, "#808080", 8)
-    for y, lamp in ((75, "#ff2a1a"), (200, "#ffc21a"), (325, "#22e04a")):
+def traffic_light(draw):
+    draw.rounded_rectangle((105, 5, 295, 395), 45, BLACK, GREY, 8)
+    for y, lamp in ((75, RED), (200, YELLOW), (325, GREEN)):
         draw.circle((200, y), 52, lamp)
 
 
-def umbrella(draw, colour):
-    draw.line((200, 10, 200, 340), "#503018", 15)
-    draw.arc((130, 290, 215, 385), 0, 180, "#503018", 15)
-    draw.pieslice((5, 25, 395, 415), 180, 360, colour)
+def stop_sign(draw):
+    draw.regular_polygon((200, 200, 199), 8, fill=RED, outline=WHITE, width=15)
+    draw.text((200, 200), "STOP", WHITE, ImageFont.load_default(125), "mm", stroke_width=4)
+
+
+def umbrella(draw):
+    draw.line((200, 10, 200, 340), BLACK, 15)
+    draw.arc((115, 290, 207, 385), 0, 180, BLACK, 15)
+    draw.pieslice((5, 25, 395, 415), 180, 360, PURPLE)
     draw.arc((130, 30, 270, 410), 180, 360, BLACK, 7)
-    for left, right in ((5, 133), (133, 267), (267, 395)):
-        draw.ellipse((left, 192, right, 248), (0, 0, 0, 0))
-    draw.line((200, 192, 200, 260), "#503018", 15)
 
 
-def sports_ball(draw, colour):
-    draw.circle((200, 200), 190, colour, BLACK, 11)
+def sports_ball(draw):
+    draw.circle((200, 200), 190, ORANGE, BLACK, 11)
     draw.line((200, 12, 200, 388), BLACK, 11)
-    draw.line((12, 200, 388, 200), BLACK, 11)
     draw.arc((-190, 40, 130, 360), -56, 56, BLACK, 11)
     draw.arc((270, 40, 590, 360), 124, 236, BLACK, 11)
 
 
-def tv(draw, colour):
-    draw.line([(110, 5), (200, 90), (290, 5)], "#808080", 12)
-    draw.rounded_rectangle((5, 80, 395, 345), 24, BLACK)
-    draw.rectangle((30, 105, 370, 310), colour)
-    draw.polygon([(30, 310), (150, 170), (225, 260), (290, 200), (370, 310)], "#20307a")
-    draw.circle((315, 150), 24, "#ffe14a")
-    draw.polygon([(120, 395), (160, 345), (240, 345), (280, 395)], BLACK)
+def kite(draw):
+    draw.polygon([(200, 5), (330, 150), (200, 295), (70, 150)], GREEN)
+    draw.polygon([(200, 5), (330, 150), (70, 150)], YELLOW)
+    draw.line([(200, 295), (240, 330), (190, 360), (230, 395)], BLACK, 10, "curve")
 
 
-def book(draw, colour):
-    draw.polygon([(5, 80), (200, 110), (395, 80), (395, 355), (200, 385), (5, 355)], colour)
-    for side in (-1, 1):
-        page = [(200, 85), (200 + 100 * side, 52), (200 + 178 * side, 58)]
-        page += [(200 + 178 * side, 328), (200 + 100 * side, 322), (200, 358)]
-        draw.polygon(page, WHITE, "#909090")
-        for y in range(100, 300, 34):
-            draw.line((200 + 28 * side, y + 18, 200 + 152 * side, y), "#707070", 10)
-    draw.line((200, 85, 200, 372), "#606060", 8)
+def cup(draw):
+    draw.arc((230, 110, 390, 290), -90, 90, BLUE, 40)
+    draw.rounded_rectangle((20, 40, 310, 370), 60, BLUE)
+    draw.ellipse((35, 20, 295, 100), BROWN, WHITE, 15)
 
 
-def apple(draw, colour):
-    draw.ellipse((25, 95, 265, 390), colour)
-    draw.ellipse((135, 95, 375, 390), colour)
-    draw.line([(200, 130), (205, 70), (235, 15)], "#503018", 20, "curve")
-    draw.pieslice((215, 10, 345, 140), 190, 350, "#2f7d32")
-    draw.arc((55, 130, 200, 300), 170, 250, WHITE, 14)
+def pizza(draw):
+    draw.polygon([(30, 80), (370, 80), (200, 390)], YELLOW)
+    draw.rounded_rectangle((10, 30, 390, 100), 34, BROWN)
+    for middle in ((120, 150), (250, 165), (190, 255)):
+        draw.circle(middle, 38, RED)
 
 
-# Each icon's function, the id of its category, and the hue, saturation and value of its colour.
-ICONS = [
-    (traffic_light, 10, (0, 0, 0)),
-    (stop_sign, 13, (0.98, 0.9, 0.8)),
-    (umbrella, 28, (0.76, 0.7, 0.75)),
-    (sports_ball, 37, (0.075, 0.85, 0.95)),
-    (apple, 53, (0.3, 0.75, 0.75)),
-    (pizza, 59, (0.14, 0.65, 0.95)),
-    (donut, 60, (0.9, 0.55, 0.95)),
-    (tv, 72, (0.62, 0.75, 0.95)),
-    (book, 84, (0.06, 0.7, 0.45)),
-    (clock, 85, (0.48, 0.95, 0.7)),
-]
+def donut(draw):
+    draw.circle((200, 200), 192, None, BROWN, 130)
+    draw.circle((200, 200), 176, None, PINK, 100)
+    for x, y in ((80, 130), (150, 60), (260, 60), (320, 150), (330, 250), (230, 340), (90, 280)):
+        draw.line((x - 8, y - 12, x + 8, y + 12), WHITE, 10)
 
 
-def around(radius, turn):
-    """A point on a circle around the icon's middle, clockwise from the top."""
-    angle = 2 * math.pi * turn
-    return 200 + radius * math.sin(angle), 200 - radius * math.cos(angle)
+def tv(draw):
+    draw.line([(110, 5), (200, 90), (290, 5)], GREY, 12)
+    draw.rounded_rectangle((5, 80, 395, 385), 24, BLACK)
+    draw.rectangle((35, 110, 365, 355), BLUE)
 
 
-def draw_icon(rng, icon, side):
-    """An icon, RGBA, cut to its outline, about `side` pixels large; colour and angle vary."""
-    function, _, (hue, saturation, value) = icon
-    hue, value = hue + rng.uniform(-0.02, 0.02), value * rng.uniform(0.85, 1)
-    colour = [round(255 * part) for part in colorsys.hsv_to_rgb(hue % 1, saturation, value)]
-    image = Image.new("RGBA", (SIDE, SIDE))
-    function(ImageDraw.Draw(image), tuple(colour))
-    image = image.resize((side, side), Image.Resampling.BILINEAR)
-    image = image.rotate(rng.uniform(-25, 25), Image.Resampling.BILINEAR, expand=True)
-    return image.crop(image.getbbox())
+def clock(draw):
+    draw.circle((200, 200), 195, WHITE, GREEN, 30)
+    for middle in ((200, 65), (335, 200), (200, 335), (65, 200)):
+        draw.circle(middle, 14, BLACK)
+    draw.line([(130, 160), (200, 200), (275, 105)], BLACK, 20, "curve")
 
 
-def draw_crowd(rng, icon, side):
-    """Three small icons of one kind."""
-    image = Image.new("RGBA", (2 * side, side))
-    for n in range(3):
-        image.paste(draw_icon(rng, icon, side // 2), (n * side // 2, rng.randrange(side // 3)))
-    return image.crop(image.getbbox())
+ICONS = [traffic_light, stop_sign, umbrella, sports_ball, kite, cup, pizza, donut, tv, clock]
 
 
 # ---- Images and annotations
 
 
-def make_noise(seed):
-    """What makes the files as heavy to decode as photographs."""
-    return Image.frombytes("RGB", (900, 900), random.Random(seed).randbytes(3 * 900 * 900))
+def draw_object(rng, image, icon, size, middle):
+    """Draws an icon. Returns its annotation, without ids; the box is in COCO's form, in pixels.
+
+    size: a share of the image's shorter side. middle: shares of its width and height.
+    """
+    drawn = Image.new("RGBA", (SIDE, SIDE))
+    icon(ImageDraw.Draw(drawn))
+    drawn = ImageEnhance.Brightness(drawn).enhance(rng.uniform(0.8, 1.1))
+    side = round(size * min(image.size))
+    drawn = drawn.resize((side, side)).rotate(rng.uniform(-25, 25), expand=True)
+    x, y = (round(share * pixels) for share, pixels in zip(middle, image.size, strict=True))
+    layer = Image.new("RGBA", image.size)
+    layer.paste(drawn, (x - drawn.width // 2, y - drawn.height // 2))
+    image.paste(layer, mask=layer)
+    left, top, right, bottom = layer.getbbox()
+    box = [left, top, right - left, bottom - top]
+    category_id = IDS[icon.__name__.replace("_", " ")]
+    return {"category_id": category_id, "iscrowd": 0, "bbox": box, "area": box[2] * box[3]}
 
 
-def background(rng, size):
-    """A light, smooth image."""
-    light = rng.randrange(190, 232)
-    image = Image.new("RGB", (3, 3))
-    image.putdata([tuple(light + rng.randrange(-16, 17) for _ in range(3)) for _ in range(9)])
-    return image.resize(size, Image.Resampling.BICUBIC)
-
-
-def paste(image, drawn, x, y):
-    """Pastes an icon with its middle at (x, y). Returns its box in COCO's form, pixels."""
-    left, top = round(x - drawn.width / 2), round(y - drawn.height / 2)
-    image.paste(drawn, (left, top), drawn)
-    right, bottom = min(left + drawn.width, image.width), min(top + drawn.height, image.height)
-    left, top = max(left, 0), max(top, 0)
-    return [left, top, right - left, bottom - top]
-
-
-def draw_image(number, seed, noise):
-    """Image `number` and its annotations."""
-    rng = random.Random(f"{seed} {number}")
+def draw_image(number):
+    """Image `number` and its annotations, without ids."""
+    rng = random.Random(number)
     width, height = rng.choice(SIZES)
-    image = background(rng, (width, height))
+    image = Image.new("RGB", (width, height), tuple(rng.randrange(175, 245) for _ in range(3)))
     annotations = []
-    objects = 1 + rng.randrange(3)
-    if number % 53 == 5:  # some images have no annotation
-        objects = 0
-    for n in range(objects):
-        crowd = n == 1 and number % 7 == 3
-        if n == 0:  # the large icon; each category is as frequent
-            icon, side = ICONS[number % len(ICONS)], rng.uniform(0.88, 1.05)
-            x, y = rng.uniform(0.46, 0.54), rng.uniform(0.46, 0.54)
-        else:  # in a corner
-            icon, side = rng.choice(ICONS), rng.uniform(0.14, 0.2)
-            x, y = rng.choice([0.12, 0.88]), rng.choice([0.12, 0.88])
-        draw = draw_crowd if crowd else draw_icon
-        drawn = draw(rng, icon, round(side * min(width, height)))
-        box = paste(image, drawn, x * width, y * height)
-        annotation = {"image_id": number, "category_id": icon[1], "iscrowd": int(crowd)}
-        annotations.append(annotation | {"bbox": box, "area": box[2] * box[3]})
-    x, y = rng.randrange(900 - width), rng.randrange(900 - height)
-    image = Image.blend(image, noise.crop((x, y, x + width, y + height)), 0.08)
+    if number % 53 != 5:  # some images have no annotation
+        icon = ICONS[number % len(ICONS)]  # each category is as frequent
+        size, middle = rng.uniform(0.5, 1.0), (rng.uniform(0.46, 0.54), rng.uniform(0.46, 0.54))
+        annotations.append(draw_object(rng, image, icon, size, middle))
+        for _ in range(rng.randrange(3)):
+            corner = rng.choice((0.12, 0.88)), rng.choice((0.12, 0.88))
+            annotations.append(draw_object(rng, image, rng.choice(ICONS), 0.17, corner))
+    noise = Image.frombytes("RGB", image.size, rng.randbytes(3 * width * height))
+    image = Image.blend(image, noise, 0.08)  # as heavy to decode as a photograph
     if number % 41 == 2:  # a few are greyscale
         image = image.convert("L")
     return image, annotations
 
 
-def draw_split(folder, split, seed, numbers):
+def draw_split(folder, split, numbers):
     """Writes the images of a split, and its instances file."""
     (folder / split).mkdir()
-    noise = make_noise(seed)
     images, annotations = [], []
     for number in numbers:
-        image, found = draw_image(number, seed, noise)
+        image, found = draw_image(number)
         name = f"{number:012d}.jpg"
         image.save(folder / split / name, "JPEG", quality=91, subsampling="4:4:4")
         width, height = image.size
         images.append({"id": number, "file_name": name, "width": width, "height": height})
-        annotations += found
-    for number, annotation in enumerate(annotations, 1):
-        annotation["id"] = number
-    content = {"images": images, "annotations": annotations, "categories": categories()}
+        for annotation in found:
+            annotations.append({"id": len(annotations) + 1, "image_id": number} | annotation)
+    content = {"images": images, "annotations": annotations, "categories": CATEGORIES}
     path = folder / "annotations" / f"instances_{split}.json"
     path.write_text(json.dumps(content) + "\n")
-
-
-def categories():
-    """COCO's list of {supercategory, id, name}."""
-    named = [(group, name) for group in CATEGORIES for name in CATEGORIES[group].split(",")]
-    return [
-        {"supercategory": group, "id": number, "name": name}
-        for number, (group, name) in enumerate(named, 1)
-        if name
-    ]
 
 
 # ---- The set
@@ -279,8 +200,8 @@ def make_set(args, record):
         folder = Path(unfinished) / "set"
         (folder / "annotations").mkdir(parents=True)
         numbers = range(1, 1 + args.images + args.val_images)
-        draw_split(folder, "train2017", args.seed, numbers[: args.images])
-        draw_split(folder, "val2017", args.seed, numbers[args.images :])
+        draw_split(folder, "train2017", numbers[: args.images])
+        draw_split(folder, "val2017", numbers[args.images :])
         (folder / "sample.json").write_text(record)
         try:
             folder.rename(args.folder)
@@ -297,12 +218,11 @@ def main():
     add("folder", metavar="FOLDER", type=Path, help="to make; left alone if it has this set")
     add("--images", type=int, default=512, metavar="N", help="for training (%(default)s)")
     add("--val_images", type=int, default=64, metavar="N", help="and validation (%(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="another one draws other images")
     args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):  # so that the unfinished folder is removed
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    settings = {name: vars(args)[name] for name in ("images", "val_images", "seed")}
-    record = json.dumps({"version": VERSION} | settings) + "\n"
+    settings = {"version": VERSION, "images": args.images, "val_images": args.val_images}
+    record = json.dumps(settings) + "\n"
     try:
         if has_set(args.folder, record):
             print(f"{args.folder} has this set already")
