@@ -80,7 +80,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto")
     devices = ("auto", "cpu", "cuda", "mps")
     parser.add_argument("--device", choices=devices, default="auto")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=demo.TIMEOUT, help="%(default)s seconds")
 
     def refuse(text: str) -> None:
         raise demo.UserError(f"{parser.prog}: {text}; see --help")
