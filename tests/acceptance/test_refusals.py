@@ -100,6 +100,7 @@ GUARDS = {
     "--batch_size 0": "argument-code",
     "--annotation_path missing_image.json": "user-error-code",
     "--weights code.pt": "weights-only",
+    "--device cuda": "cuda-is-asked-for",
 }
 
 
