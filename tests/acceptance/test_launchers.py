@@ -98,7 +98,6 @@ def test_both_nodes_train_and_each_logs_its_command_and_its_own_ranks(tmp_path):
 
 
 @LONG
-@guards("hang-up-under-nohup")
 def test_under_nohup_a_hang_up_is_ignored_and_a_killed_loader_worker_costs_a_restart(folder):
     training = [*make_set(folder / "set", 64), *FAST, "--num_epochs", 2]
     words = [*training, "--checkpoint_every", 4, "--timeout", 8, "--workers", 1]

@@ -227,9 +227,9 @@ prefer_for_cpus() {
 start_torchrun() {
     local begin words code=0 own
     begin=$(wc -c <"$log" 2>/dev/null || echo 0) # 0 where somebody has removed the log
-    # As variables, because an older torchrun does not know these options. A hang-up is not for torchrun, because of nohup.
-    # Ranks that validate, or write to slow storage, need more than its 30 seconds for their last checkpoint.
-    own=("${variables[@]}" PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT PET_SHUTDOWN_TIMEOUT=120)
+    # Ranks that validate, or write to slow storage, need more than torchrun's 30 seconds for their last checkpoint. A
+    # variable, because an older torchrun does not know the option.
+    own=("${variables[@]}" PET_SHUTDOWN_TIMEOUT=120)
     words=$(printf ' %q' "${own[@]}" torchrun "$@")
     say "$(date '+%Y-%m-%d %H:%M:%S')${words//\\,/,}"
     run ignoring_usr1 env "${own[@]}" "$PYTHON" -m torch.distributed.run "$@" || code=$?
