@@ -37,7 +37,7 @@ set_number REPEATS 1 1 1000
 [ "$REPEATS" -eq 1 ] || [ -n "${NETWORKS:-}" ] || die "REPEATS repeats the runs of NETWORKS: set it"
 set_number PROBE 1 0 1
 set_number CONNECT_TIMEOUT 300 1 1000000
-set_processes GPUS_PER_NODE "$@"
+set_processes GPUS_PER_NODE
 set_threads "$GPUS_PER_NODE"
 set_networks "$@"
 ports_per_run=$((2 + RESTARTS))
@@ -86,8 +86,7 @@ train_over() { # LABEL=NAMES ARGUMENTS...
     fi
     count_traffic
     on_all_nodes 1 "$root/demo_coco_resnet18.py" "$@"
-    while may_restart "$start"; do
-        start=$((start + 1))
+    while starts_again; do
         on_all_nodes "$start" "$root/demo_coco_resnet18.py" "$@" --resume
     done
     count_traffic --since "$log"
@@ -97,14 +96,14 @@ train_over() { # LABEL=NAMES ARGUMENTS...
 
 check_networks
 find_python
-check_build "$@"
+[ "$gpus" -eq 0 ] || [ "$node_gpus" -eq 0 ] || set -- --device cuda "$@" # without it the script may take the CPU
 if names_no_data "$@"; then
     make_sample
     # Small enough that, even on a slow CPU, a step spends less time computing than sending at 1 Gb/s.
     set -- "${sample[@]}" --batch_size 4 --image_size 64 --num_epochs 100 --max_steps 40 "$@"
 fi
 timeout=$(option --timeout "$@") # the script's, which takes 1e3 as well; bash needs a whole number
-timeout=$(LC_ALL=C printf '%.0f' "${timeout:-300}" 2>/dev/null) || timeout=300
+timeout=$(LC_ALL=C printf '%.0f' "${timeout:-none}" 2>/dev/null) || timeout=300
 rendezvous_timeout=$CONNECT_TIMEOUT
 next_port=$MASTER_PORT
 folder=${LOG_DIR:-logs}/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}

@@ -28,7 +28,7 @@ most=0 # processes
 several=
 [ "$(wc -w <<<"${GPUS:-}")" -le 1 ] || several=yes
 for GPUS in ${GPUS:-1}; do
-    set_processes GPUS "$@"
+    set_processes GPUS
     if [ -n "$several" ] && [ "$gpus" -gt 0 ] && [ "$GPUS" -gt "$gpus" ] &&
         [ "$(option --device "$@")" != cpu ] && [ "$(option --backend "$@")" != gloo ]; then
         say "note: no run with $GPUS processes: there are $gpus GPU(s) here"
@@ -42,26 +42,7 @@ set_threads "$most" # the same in all runs
 set_number RESTARTS 0 0 1000
 set_number REPEATS 1 1 1000
 [ "$REPEATS" -eq 1 ] || [ -n "$several" ] || die "REPEATS repeats the runs of several GPUS, as in '1 2': give them"
-
-# check_scaling ARGUMENTS...: whether these runs can be compared, and what is compared.
-check_scaling() {
-    local global number
-    check_series GPUS "$runs" "$@"
-    [ "$most" -le "$cores" ] ||
-        say "note: there are fewer cores ($cores) than processes ($most): they share cores, and a step takes longer for that"
-    global=$(option --global_batch_size "$@")
-    if [ -z "$global" ]; then
-        say "weak scaling: each process has --batch_size images in a step. More processes make a larger batch, which trains \
-otherwise (see --lr_scaling). With --global_batch_size it is strong scaling"
-        return
-    fi
-    say "strong scaling: a step has $global images in all, however many processes share them"
-    [[ $global =~ ^[0-9]{1,9}$ ]] || return 0 # what else it may be, the script refuses
-    for number in $(tr ' ' '\n' <<<"$runs" | sed 's/.*=//'); do
-        [ "$((10#$global % number))" -eq 0 ] ||
-            die "--global_batch_size $global is not a multiple of $number, a number of processes in GPUS"
-    done
-}
+[ -z "$several" ] || check_series GPUS "$runs" "$@"
 
 # ---- The run
 
@@ -74,15 +55,13 @@ train_over() { # LABEL=PROCESSES ARGUMENTS...
     set_checkpoint "$@"
     [ "$RESTARTS" -eq 0 ] || set -- "$@" --checkpoint "$checkpoint" # what a restart resumes from
     start_torchrun "${torchrun[@]}" "$@"
-    while may_restart "$start"; do
-        start=$((start + 1))
+    while starts_again; do
         start_torchrun "${torchrun[@]}" "$@" --resume
     done
 }
 
-[ -z "$several" ] || check_scaling "$@"
 find_python
-check_build "$@"
+[ "$gpus" -eq 0 ] || [ "$node_gpus" -eq 0 ] || set -- --device cuda "$@" # without it the script may take the CPU
 if names_no_data "$@"; then
     make_sample
     sample+=(--batch_size 16 --image_size 128 --lr 3e-4)

@@ -10,33 +10,25 @@ venv=$root/.venv
 # The build of PyTorch for .venv: for this machine's driver, or for a CPU. A UV_TORCH_BACKEND of the user's own wins.
 backend=$([ -n "${UV_TORCH_BACKEND:-}" ] || echo auto)
 
-# find_python: sets PYTHON, and `torch`, the folder of its torch; makes .venv if it is needed.
+# find_python: sets PYTHON; makes .venv if it is needed.
 find_python() {
-    choose_python && return
-    run make_venv >&2 || { leave_if_stopped; exit 1; }
-    look_at "$PYTHON"
+    choose_python || run make_venv >&2 || { leave_if_stopped; exit 1; }
 }
 
-# choose_python: sets PYTHON and `torch`. Returns 1 if PYTHON, that of .venv, has to be made.
+# choose_python: sets PYTHON. Returns 1 if that is .venv's, and has to be made.
 choose_python() {
-    local active
-    if [ -n "${PYTHON:-}" ]; then
-        command -v "$PYTHON" >/dev/null || die "PYTHON is '$PYTHON', which is no program"
-        look_at "$PYTHON"
-        [ -z "$unfit" ] || die "PYTHON is '$PYTHON', which $unfit: set another one, or none to have .venv made"
-        [ -z "$lacks" ] || die "PYTHON is '$PYTHON', which lacks $lacks: $PYTHON -m pip install $lacks"
-        return
-    fi
-    active=$(command -v python3 || command -v python || true)
-    if [ -n "$active" ] && [ "${active%/*}" != "$venv/bin" ]; then
+    local active=${PYTHON:-$(command -v python3 || command -v python || true)}
+    if [ -n "${PYTHON:-}" ] || { [ -n "$active" ] && [ "${active%/*}" != "$venv/bin" ]; }; then
         look_at "$active"
         if [ -z "$unfit" ]; then
-            [ -z "$lacks" ] || die "$active lacks $lacks: $active -m pip install $lacks, or deactivate that environment"
+            [ -z "$lacks" ] || die "$active lacks $lacks: $active -m pip install $lacks, or take another Python"
             PYTHON=$active
             return
         fi
-        # Not of each system's own Python, where no environment is active.
-        [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}$torch" ] || say "$active $unfit: it stays as it is, .venv is used"
+        [ -z "${PYTHON:-}" ] || die "PYTHON is '$PYTHON', which $unfit: set another one, or none to have .venv made"
+        # That a system's own Python is old, or has no torch, is no news.
+        [[ -z ${VIRTUAL_ENV:-}${CONDA_PREFIX:-} && $unfit != "has torch "* ]] ||
+            say "$active $unfit: it stays as it is, .venv is used"
     fi
     PYTHON=$venv/bin/python3
     is_whole && return
@@ -54,8 +46,7 @@ is_whole() {
     [ ! -e "$venv/begun" ] && [ -z "$unfit$lacks" ]
 }
 
-# look_at PYTHON: without an import sets `unfit`, what is wrong with it, `lacks`, the small packages to be added, and
-# `torch`, the folder of its torch.
+# look_at PYTHON: without an import sets `unfit`, what is wrong with it, and `lacks`, the small packages to be added.
 look_at() {
     local found
     found=$("$1" -c '
@@ -77,9 +68,8 @@ elif numbers and tuple(map(int, numbers.groups())) < (2, 6):
 else:
     print()
 print(*(name.replace("PIL", "pillow") for name in missing))
-print(*(specs["torch"].submodule_search_locations if specs["torch"] else []))
 ' 2>/dev/null) || found="does not work"
-    { IFS= read -r unfit; IFS= read -r lacks; IFS= read -r torch; } <<<"$found" || true
+    { IFS= read -r unfit; IFS= read -r lacks; } <<<"$found" || true
 }
 
 # make_venv: makes .venv, or waits for another start that does.
@@ -90,28 +80,21 @@ make_venv() {
         ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || break
     done
     [ -n "$base" ] || die "there is no Python 3.10 or newer on PATH: install one, or activate an environment with one"
-    "$base" -c 'import ensurepip, venv' 2>/dev/null ||
-        die "$base cannot make environments: install python3-venv (Debian, Ubuntu: apt install python3-venv)"
     [ -w "$root" ] || die "$root cannot be written: make an environment elsewhere, and set PYTHON to its interpreter"
     # The kernel's lock, by Python, because macOS has no command for it. It ends with the last process that has the file.
     exec 9>>"$venv.lock"
-    "$base" - "$me: another start is making $venv: waiting ($(cat "$venv.lock"))" <<'lock'
-import fcntl, sys
-try:
-    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
-except BlockingIOError:
-    print(sys.argv[1], flush=True)
-    fcntl.flock(9, fcntl.LOCK_EX)
-except OSError:
-    print("This file system has no locks: make no other start meanwhile", flush=True)
-lock
+    "$base" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null ||
+        say "waiting: another start is making $venv, on $(cat "$venv.lock")"
+    "$base" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' 2>/dev/null ||
+        say "this file system has no locks: make no other start meanwhile"
     echo "host $(uname -n), process $$" >"$venv.lock"
     if is_whole; then return; fi
     say "making $venv: once, some minutes, up to 5.5 GB on disk"
     rm -rf "$venv"
     mkdir "$venv"
     touch "$venv/begun"
-    "$base" -m venv "$venv" || die "$base -m venv failed, see above: is there room on the disk?"
+    "$base" -m venv "$venv" ||
+        die "$base -m venv failed, see above: is python3-venv installed (Debian, Ubuntu), and room on the disk?"
     install_packages -r "$root/requirements.txt"
     rm "$venv/begun"
 }

@@ -17,9 +17,7 @@ import ctypes
 import fcntl
 import json
 import os
-import re
 import resource
-import shlex
 import socket
 import subprocess
 import sys
@@ -53,10 +51,6 @@ def report(wrong: str, fine: str = "", *, named: bool = True) -> None:
 # --- This node ---------------------------------------------------------------------------------
 
 
-def ask(python: str, code: str) -> str:
-    return subprocess.getoutput(shlex.join([python, "-c", code])).rpartition("\n")[2]
-
-
 def of_launchers(function: str, *names: str) -> list[str]:
     """What a function of the launchers sets these variables to. Raises ValueError: it refuses."""
     code = 'source "$1"; "$2"; shift 2; for name; do echo "${!name}"; done'
@@ -74,71 +68,27 @@ def check_python() -> None:
         report(str(error) or "no Python here has PyTorch: run tools/environment.sh")
         return
     report("", f"{python} has torch, torchvision, pycocotools and pillow")
-    check_driver(python)
+    check_gpus(python)
 
 
-# PyTorch's version, its CUDA, the GPUs that it sees, whether it can use them, and why not.
-TORCH = """
-import json, torch, warnings
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    usable = torch.cuda.is_available()
-why = str(caught[0].message).partition(" (Triggered")[0] if caught else "it finds no GPU"
-print(json.dumps([torch.__version__, torch.version.cuda, torch.cuda.device_count(), usable, why]))
+# For that Python: how many GPUs the script can use, or why none.
+GPUS = """
+import types, demo_coco_resnet18 as demo
+try:
+    print(demo.usable_gpus(types.SimpleNamespace(device="cuda")))
+except demo.UserError as error:
+    print(error)
 """
-LEAST_DRIVER = {"12": 525, "13": 580}  # docs.nvidia.com/deploy/cuda-compatibility
 
 
-def check_driver(python: str) -> None:
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    if not hidden or hidden.startswith("-1"):
-        note(f"CUDA_VISIBLE_DEVICES='{hidden}' hides all GPUs: training uses the CPU")
+def check_gpus(python: str) -> None:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if hidden or not subprocess.getoutput("nvidia-smi -L").startswith("GPU "):
+        note("this node has no NVIDIA GPU, or they are hidden: training uses the CPU")
         return
-    driver = driver_version()
-    if not driver and not loads("libcuda.so.1"):
-        note("this node has no NVIDIA driver: training uses the CPU")
-        return
-    says = ask(python, TORCH)
-    try:
-        version, cuda, gpus, usable, why = json.loads(says)
-    except ValueError:
-        report(f"{python} cannot import torch: {says}")
-        return
-    if not driver and not gpus:  # a login node, with libraries alone
-        note("this node has no GPU: training uses the CPU")
-        return
-    build = f"torch {version} (CUDA {cuda or 'none'})"
-    shown = f"the NVIDIA driver {driver or '(of unknown version)'}"
-    least = LEAST_DRIVER.get(str(cuda).partition(".")[0], 0)
-    todo = "see nvidia-smi and CUDA_VISIBLE_DEVICES"
-    if not cuda:
-        why, todo = "it has no CUDA", "install another build (docs/running.md)"
-    elif not driver or int(driver.partition(".")[0]) < least:
-        why = f"it needs {least} or newer" if driver else why
-        todo = "install a newer driver, or a build for CUDA 12 (docs/running.md): that needs 525"
-    wrong = f"{build} cannot use {shown}: {' '.join(why.split())}; {todo}"
-    report("" if usable else wrong, f"{build} can use {shown}")
-
-
-def driver_version() -> str:
-    """For example 535.104.05; empty without a driver."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:  # in WSL 2
-        text = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader")
-    found = re.search(r"\b\d{3,}\.[\d.]+", text)
-    return found[0] if found else ""
-
-
-def loads(library: str) -> bool:
-    with contextlib.suppress(OSError):
-        return bool(ctypes.CDLL(library))
-    return False
-
-
-def of_interface(name: str, file: str) -> str:
-    """What the kernel says of an interface; empty if nothing, as of a virtual one's speed."""
-    return text_of(SYS / "net" / name / file)
+    done = subprocess.run([python, "-c", GPUS], cwd=ROOT, capture_output=True, text=True)
+    says = (done.stdout or done.stderr).strip().rpartition("\n")[2]
+    report("" if says.isdecimal() else f"{python}: {says}", f"PyTorch can use {says} GPU(s)")
 
 
 def address_of(interface: str) -> str:
@@ -150,15 +100,13 @@ def address_of(interface: str) -> str:
 
 def check_interface(name: str, named: bool) -> None:
     address, wrong = address_of(name), ""
-    mtu, speed = of_interface(name, "mtu"), of_interface(name, "speed")
+    carrier, mtu, speed = (text_of(SYS / "net" / name / x) for x in ("carrier", "mtu", "speed"))
     if name not in INTERFACES:
         wrong = f"there is no {name} on this node: set IFNAME to some of {INTERFACES + ADAPTERS}"
-    elif of_interface(name, "carrier") != "1":
+    elif carrier != "1":
         wrong = f"{name} is down: see its cable; ip link set {name} up"
     elif not address:
         wrong = f"{name} is up but has no address: ip address add ADDRESS/LENGTH dev {name}"
-    elif speed.isdecimal() and int(speed) < 1000:
-        wrong = f"{name} states a speed of only {speed} Mb/s: see its cable, or set IFNAME"
     stated = f"{speed} Mb/s" if speed.isdecimal() else "no speed stated"
     report(wrong, f"{name} is up: {address}, {stated}, MTU {mtu}", named=named)
 
@@ -176,7 +124,9 @@ def check_adapter(name: str, named: bool) -> None:
 def check_verbs(named: bool) -> None:
     """What a process needs to use an adapter. Without it NCCL may take sockets, silently."""
     wrong = "libibverbs.so.1 does not load: install libibverbs1 and ibverbs-providers (rdma-core)"
-    report("" if loads("libibverbs.so.1") else wrong, "libibverbs loads", named=named)
+    with contextlib.suppress(OSError):
+        wrong = "" if ctypes.CDLL("libibverbs.so.1") else wrong
+    report(wrong, "libibverbs loads", named=named)
     wrong = "there is no /dev/infiniband/uverbs*: modprobe ib_uverbs, or give it to the container"
     devices = [path.name for path in Path("/dev/infiniband").glob("uverbs*")]
     report("" if devices else wrong, f"/dev/infiniband has {devices}", named=named)
@@ -188,21 +138,12 @@ def check_verbs(named: bool) -> None:
 
 def check_node() -> None:
     check_python()
-    # Where IFNAME names none, NCCL may use all that are ready.
-    ready = [n for n in INTERFACES if address_of(n) and of_interface(n, "carrier") == "1"]
-    ports = SYS.glob("infiniband/*/ports/*")
-    active = sorted({port.parts[-3] for port in ports if "ACTIVE" in text_of(port / "state")})
-    names = IFNAME or ready + (active or ADAPTERS)
+    names = IFNAME or INTERFACES + ADAPTERS
     adapters = [name for name in names if name.partition(":")[0] in ADAPTERS]
     for name in names:
         (check_adapter if name in adapters else check_interface)(name, named=bool(IFNAME))
     if adapters:
         check_verbs(named=bool(IFNAME))
-    name = socket.gethostname()
-    with contextlib.suppress(OSError):
-        if (address := socket.gethostbyname(name)).startswith("127."):
-            why = "for CPUs without launch_multinode.sh export GLOO_SOCKET_IFNAME=INTERFACE"
-            note(f"{name} is {address} here (/etc/hosts): {why}")
 
 
 # --- Between the nodes -------------------------------------------------------------------------
@@ -232,10 +173,9 @@ def receive(listener: socket.socket) -> bytes:
 def meet(connection: socket.socket, rank: int) -> int:
     """Both nodes do the same: tell of themselves, try the other's port, tell what is wrong."""
     own = connection.getsockname()[0]
-    leads = [name for name in INTERFACES if address_of(name) == own]
-    interface = ([name for name in IFNAME if address_of(name)] + leads + [""])[0]
+    named = [address for name in IFNAME if (address := address_of(name))]
     mine = {"rank": rank, "name": f"node {rank} ({socket.gethostname()})"}
-    mine |= {"mtu": of_interface(interface, "mtu"), "address": address_of(interface) or own}
+    mine["address"] = named[0] if named else own
     with socket.create_server(("", 0)) as listener, connection.makefile("rb") as stream:
 
         def swap(value: object) -> object:
@@ -247,12 +187,10 @@ def meet(connection: socket.socket, rank: int) -> int:
         wrong = reach(mine, theirs)
         not_reached = swap(wrong)
         wrong += not_reached
-        if len({mine["mtu"], theirs["mtu"]} - {""}) == 2:
-            wrong.append(f"{both} have MTU {mine['mtu']} and {theirs['mtu']}: give both the same")
         if not not_reached and receive(listener) != LARGE:
-            wrong.append(f"large packets from {theirs['name']} get lost: see the switch's MTU")
+            wrong.append(f"large packets from {theirs['name']} get lost: see MTU here and there")
     for text in wrong or [""]:
-        report(text, f"{both} reach each other in both directions, MTU {mine['mtu']}")
+        report(text, f"{both} reach each other in both directions")
     return theirs["rank"]
 
 
@@ -261,20 +199,16 @@ def check_between(nnodes: int, rank: int, host: str, port: int, seconds: int) ->
         report(f"MASTER_ADDR {host} is {address} here (/etc/hosts): give an address others reach")
         if rank:
             return
-    try:
-        listener = socket.create_server(("", 0 if rank else port))
-    except OSError as error:
-        report(f"port {port} cannot be used ({error}): see ss -ltnp; set another MASTER_PORT?")
-        return
-    listener.settimeout(1)
+    listener = None if rank else socket.create_server(("", port))
     missing = {0} if rank else set(range(1, nnodes))
     end, why = time.monotonic() + seconds, ""
     while missing and time.monotonic() < end:
         try:
-            if rank:
-                connection = socket.create_connection((host, port), SECONDS)
-            else:
+            if listener:
+                listener.settimeout(1)
                 connection, _ = listener.accept()
+            else:
+                connection = socket.create_connection((host, port), SECONDS)
             with connection:
                 connection.settimeout(2 * SECONDS)
                 came = meet(connection, rank)
@@ -304,7 +238,7 @@ def main() -> int:
             if int(nnodes) > 1:
                 check_between(int(nnodes), int(rank), host, int(port), seconds)
     except (ValueError, OSError) as error:
-        report(f"{error}: set NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT as for the launcher")
+        report(f"{error}: see NNODES, NODE_RANK, MASTER_ADDR, and MASTER_PORT, which must be free")
     except KeyboardInterrupt:
         return 130
     return 1 if findings else 0

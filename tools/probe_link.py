@@ -82,7 +82,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=devices, default="auto")
     positive = demo.at_least(float, 0.1)
     parser.add_argument(
-        "--timeout", type=positive, default=demo.TIMEOUT, help="seconds (%(default)s)"
+        "--timeout", type=positive, default=demo.TIMEOUT, help="%(default)s seconds"
     )
 
     def refuse(text: str) -> None:

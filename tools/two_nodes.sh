@@ -21,20 +21,17 @@ links=
 export RUN_NAME=${RUN_NAME:-two_nodes-$(date +%Y%m%d-%H%M%S)} GPUS_PER_NODE=1
 while [ "$#" -gt 0 ]; do
     case $1 in
-    --rate | --links | --gpus_per_node | --gpus-per-node | --name) [ "$#" -gt 1 ] || die "$1 needs a value" ;;
-    esac
-    case $1 in
-    --rate) rate=$2 ;;
-    --links) links=$2 ;;
-    --gpus_per_node | --gpus-per-node) GPUS_PER_NODE=$2 ;;
-    --name) RUN_NAME=$2 ;;
+    --rate) rate=${2:-} ;;
+    --links) links=${2:-} ;;
+    --gpus_per_node | --gpus-per-node) GPUS_PER_NODE=${2:-} ;;
+    --name) RUN_NAME=${2:-} ;;
     --)
         shift
         break
         ;;
     *) die "unknown option $1: give --rate or --links, --gpus_per_node, --name, then -- ARGUMENTS" ;;
     esac
-    shift 2
+    shift 2 || die "$1 needs a value"
 done
 set_number GPUS_PER_NODE 1 1 4096
 [ -z "$rate" ] || [ -z "$links" ] || die "--rate and --links: each of the --links has its own rate"
@@ -43,18 +40,10 @@ networks=
 for cable in ${cables//,/ }; do
     [[ $cable =~ ^([A-Za-z][A-Za-z0-9_-]{0,14})=([A-Za-z0-9.]+)$ ]] ||
         die "'$cable': write NAME=RATE, as in slow=1gbit,fast=unshaped, with a NAME of up to 15 characters"
-    [ "${BASH_REMATCH[1]}" != lo ] || die "lo is the loopback interface: give the cable another name"
-    [[ " $networks" != *" ${BASH_REMATCH[1]}="* ]] || die "--links has two cables named ${BASH_REMATCH[1]}"
     networks+="${BASH_REMATCH[1]}=${BASH_REMATCH[1]} "
 done
-[ -z "$links" ] || [ "$(wc -w <<<"$networks")" -gt 1 ] ||
-    die "--links is '$links': name two or more, or give --rate for one cable"
-[ "$(uname)" = Linux ] || die "network namespaces are a part of Linux: use Linux, or two machines"
-[ "$(id -u)" -eq 0 ] || die "network namespaces need root: start it with sudo, or use two machines"
-for program in ip tc unshare setpriv; do
-    command -v "$program" >/dev/null || die "$program is missing: install iproute2 and util-linux"
-done
-
+[ "$(uname)" = Linux ] && [ "$(id -u)" -eq 0 ] ||
+    die "network namespaces need Linux and root: start it with sudo, or use two machines"
 # ---- Environment and data, once: the nodes have no way to the internet
 
 as_caller=(setpriv --reuid "${SUDO_UID:-0}" --regid "${SUDO_GID:-0}" --clear-groups)
@@ -72,7 +61,6 @@ fi
 
 spaces=("two_nodes$$-0" "two_nodes$$-1")
 hosts=$(mktemp)
-launchers=()
 
 # shellcheck disable=SC2329  # called by the trap
 remove_nodes() {
@@ -86,16 +74,13 @@ remove_nodes() {
 trap remove_nodes EXIT
 
 stated_rate() { # CABLE: prints CABLE=GBPS, because a virtual interface states 10 Gb/s whatever its cable carries
-    local rate bits
     # In bytes per second. An unshaped cable has none, and an older tc does not write it so.
-    rate=$(tc -j -n "${spaces[0]}" qdisc show dev "$1" | sed -n 's/.*"rate":\([0-9]*\).*/\1/p')
-    [ -n "$rate" ] || return 0
-    bits=$((rate * 8))
-    printf '%s=%d.%09d' "$1" $((bits / 1000000000)) $((bits % 1000000000)) | sed 's/0*$//; s/\.$//'
+    tc -j -n "${spaces[0]}" qdisc show dev "$1" | sed -n 's/.*"rate":\([0-9]*\).*/\1/p' |
+        awk -v cable="$1" '{ printf "%s=%.12g", cable, $1 * 8 / 1e9 }'
 }
 
 for space in "${spaces[@]}"; do
-    ip netns add "$space" || die "no network namespace can be made here: use a virtual machine, or two real ones"
+    ip netns add "$space" || die "no network namespace can be made here, see above: use a virtual machine, or two real ones"
     ip -n "$space" link set lo up
 done
 n=0
@@ -105,7 +90,8 @@ for cable in ${cables//,/ }; do
     rate=${cable#*=}
     # Jumbo frames: of a large packet the shaper counts a header for each frame, the interface only one. With frames of
     # 1,500 bytes the interface's count would be 5 % below the rate.
-    ip link add name "$name" mtu 9000 netns "${spaces[0]}" type veth peer name "$name" mtu 9000 netns "${spaces[1]}"
+    ip link add name "$name" mtu 9000 netns "${spaces[0]}" type veth peer name "$name" mtu 9000 netns "${spaces[1]}" ||
+        die "no cable can be called $name, or be made here"
     for k in 0 1; do
         ip -n "${spaces[k]}" address add "10.213.$n.$((k + 1))/24" dev "$name"
         ip -n "${spaces[k]}" link set dev "$name" up
@@ -135,35 +121,24 @@ elif [[ $stated == *=* ]]; then
     say "its interfaces state 10 Gb/s: compare_logs.py needs --link_gbps ${stated#*=} for this run's logs"
 fi
 
-# shellcheck disable=SC2329  # called by the traps
-forward() { # SIGNAL
-    stopped=$1
-    [ "${#launchers[@]}" -eq 0 ] || kill "-$1" "${launchers[@]}" 2>/dev/null || true
-}
-for signal in HUP INT TERM USR1; do
-    # shellcheck disable=SC2064  # the name is that of now
-    trap "forward $signal" "$signal"
-done
-set -m # a process group each: Ctrl-C reaches them through forward alone
-for k in 0 1; do
-    # shellcheck disable=SC2016  # for the inner shell to expand
-    NODE_RANK=$k ip netns exec "${spaces[k]}" unshare --uts bash -c '
+# both_nodes ARGUMENTS...: the launcher on both. Returns the first exit code that is not 0.
+both_nodes() {
+    local k launcher node_code code=0 launchers=()
+    for k in 0 1; do
+        # shellcheck disable=SC2016  # for the inner shell to expand
+        NODE_RANK=$k ip netns exec "${spaces[k]}" unshare --uts bash -c '
             echo "node$NODE_RANK" >/proc/sys/kernel/hostname
             mount --bind "$1" /etc/hosts
             shift
             exec "$@"' bash "$hosts" "${as_caller[@]}" bash "$root/launch_multinode.sh" "$@" &
-    launchers+=("$!")
-done
-set +m
-[ -z "$stopped" ] || forward "$stopped" # it came before there was a launcher
-
-code=0
-for launcher in "${launchers[@]}"; do
-    while true; do
+        launchers+=("$!")
+    done
+    trap '' TERM # it reaches the launchers, too
+    for launcher in "${launchers[@]}"; do
         node_code=0
         wait "$launcher" || node_code=$?
-        if [ -z "$stopped" ] || ! kill -0 "$launcher" 2>/dev/null; then break; fi # a signal ends the wait, too
+        [ "$code" -ne 0 ] || code=$node_code
     done
-    [ "$code" -ne 0 ] || code=$node_code
-done
-exit "$code"
+    return "$code"
+}
+run both_nodes "$@"

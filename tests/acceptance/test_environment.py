@@ -119,12 +119,6 @@ class Checkout:
         return line
 
 
-def write_in_torch(prefix: Path, name: str, text: str) -> None:
-    """Adds a file to the torch of an environment."""
-    (torch,) = prefix.glob("lib/python*/site-packages/torch")
-    (torch / name).write_text(text)
-
-
 def environment_of(run: Run, cwd: Path | None = None) -> Path:
     (python,) = run.out.splitlines()
     code = "import sys, torch, torchvision, pycocotools, PIL; print(sys.prefix)"
@@ -225,109 +219,23 @@ def test_machine_without_python_is_refused(checkout):
     assert "Python 3.10 or newer" in checkout.refusal()
 
 
-# Too old; and as Debian has it without the package python3-venv.
-CANNOT = [
-    ("sitecustomize", "import sys; sys.version_info = (3, 9, 18)", "Python 3.10 or newer"),
-    ("ensurepip", "raise ModuleNotFoundError(name='ensurepip')", "python3-venv"),
-]
-
-
-def without_module(checkout: Checkout, module: str, code: str) -> None:
-    """python3 finds this module in place of its own."""
+def test_python_that_is_too_old_for_the_environment_is_refused(checkout):
     (checkout.path / "other").mkdir()
-    (checkout.path / "other" / f"{module}.py").write_text(code)
+    older = "import sys; sys.version_info = (3, 9, 18)"
+    (checkout.path / "other/sitecustomize.py").write_text(older)
     checkout.program("python3", f'PYTHONPATH="{checkout.path}/other" exec "{BASE}" "$@"')
-
-
-@pytest.mark.parametrize(("module", "code", "words"), CANNOT)
-def test_python_that_cannot_make_the_environment_is_refused(checkout, module, code, words):
-    without_module(checkout, module, code)
-    assert words in checkout.refusal()
+    assert "Python 3.10 or newer" in checkout.refusal()
 
 
 @guards("unfinished-venv")
 def test_venv_of_an_install_that_was_cut_short_is_not_taken(checkout):
-    """Here it cannot be made again."""
+    """Here it cannot be made again, for want of a network."""
     (checkout.environment(".venv", *NEEDED) / "begun").touch()
-    without_module(checkout, *CANNOT[1][:2])
     run = checkout.start().finish(60, expect=1)
-    assert run.out == "" and "python3-venv" in run.err
+    assert run.out == "" and "once, some minutes" in run.err
 
 
-# --- What the launcher finds before it starts torchrun ------------------------------------------
-
-GPUS = """echo 'GPU 0: NVIDIA A100 (UUID: GPU-8f1d)'
-sleep 0.1 # whoever reads the first line alone is gone by then
-echo 'GPU 1: NVIDIA A100 (UUID: GPU-2e7c)'
-echo '  MIG 1g.5gb Device 0: (UUID: MIG-77aa)'"""
-CPU, CUDA = "cuda: Optional[str] = None\n", "cuda: Optional[str] = '12.4'\n"
-ROCM = "cuda: Optional[str] = None\nhip: Optional[str] = '6.2'\nxpu: Optional[str] = None\n"
-SINGLE = "launch_single.sh --annotation_path none"  # it makes no sample set
-
-
-def assert_launched(checkout: Checkout, active: Path, options: str = "", **variables: object):
-    with checkout.start(active, f"{SINGLE} {options}", **variables) as started:
-        assert " torchrun " in started.finish(60).err
-
-
-def refused(checkout: Checkout, active: Path | None, **variables: object) -> str:
-    """The one line with which it refuses."""
-    (line,) = checkout.start(active, SINGLE, **variables).finish(60, 1).err.splitlines()
-    assert "error: " in line
-    return line
-
-
-@guards("cpu-build-on-gpu-node")
-@pytest.mark.parametrize("where", ["active", ".venv", "PYTHON"])
-def test_node_with_gpus_and_a_torch_for_cpus_is_refused(checkout, where):
-    checkout.program("nvidia-smi", GPUS)
-    prefix = checkout.environment(where, *NEEDED)
-    write_in_torch(prefix, "version.py", CPU + "hip: Optional[str] = None\n")
-    variables: dict = {"CUDA_VISIBLE_DEVICES": None}
-    if where == "PYTHON":
-        variables["PYTHON"] = prefix / "bin/python3"
-    line = refused(checkout, prefix if where == "active" else None, **variables)
-    if where == ".venv":
-        assert f"remove {prefix}" in line
-        assert "tools/environment.sh" in line and "UV_TORCH_BACKEND" in line
-    else:
-        assert f"{prefix}/bin/python3" in line and "install a build" in line
-    assert "--device cpu" in line
-
-
-NO_LINE = [  # version.py, whether there are GPUs, CUDA_VISIBLE_DEVICES, options
-    (CUDA, True, None, ""),
-    (ROCM, True, None, ""),
-    ("", True, None, ""),  # an unknown build
-    (CPU, True, None, "--device cpu"),
-    (CPU, True, None, "--device=cpu"),
-    (CPU, True, "", ""),
-    (CPU, True, "-1", ""),
-    (CPU, False, None, ""),
-    (CPU, False, "0,1", ""),
-]
-
-
-@guards("rocm-build", "cpu-on-purpose")
-def test_other_builds_and_a_cpu_on_purpose_are_not_refused(checkout):
-    active = checkout.environment("active", *NEEDED)
-    for version, gpus, visible, options in NO_LINE:
-        checkout.program("nvidia-smi", GPUS if gpus else "exit 9")
-        write_in_torch(active, "version.py", version)
-        assert_launched(checkout, active, options, CUDA_VISIBLE_DEVICES=visible)
-
-
-@guards("wrong-visible-devices")
-def test_visible_devices_that_are_none_of_the_node_are_refused(checkout):
-    checkout.program("nvidia-smi", GPUS)
-    active = checkout.environment("active", *NEEDED)
-    for visible in ("2", "7,0", "NoDevFiles", ",0", "GPU-9", "MIG-88,GPU-8f1d"):
-        line = refused(checkout, active, CUDA_VISIBLE_DEVICES=visible)
-        assert f"CUDA_VISIBLE_DEVICES is '{visible}'" in line and "--device cpu" in line
-    assert_launched(checkout, active, "--device cpu", CUDA_VISIBLE_DEVICES="2")
-    for visible in ("1", "01,0", "0,7", "GPU-2e", "MIG-77aa"):
-        assert_launched(checkout, active, CUDA_VISIBLE_DEVICES=visible)
-
+# --- A .venv that is there -----------------------------------------------------------------------
 
 LACKS = {"pycocotools": "-m pip install pycocotools", "torch": "has no torch"}
 
@@ -340,16 +248,6 @@ def test_venv_that_was_made_by_hand_is_not_removed(checkout, missing):
         run = checkout.start(active).finish(60, expect=1)
         assert LACKS[missing] in run.err.splitlines()[-1] and f"remove {own}" in run.err
         assert (own / "bin/python3").exists()
-
-
-@guards("torchruns-own-options")
-def test_torchrun_is_given_only_the_options_that_it_has(checkout):
-    active = checkout.environment("active", *NEEDED)
-    for known in ("", "signals_to_handle", "shutdown_timeout"):
-        write_in_torch(active, "distributed/run.py", f'"--{known}",\n')
-        line = checkout.start(active, SINGLE).finish(60).err
-        for name in ("signals_to_handle", "shutdown_timeout"):
-            assert (f" --{name}=" in line) == (name == known)
 
 
 # What bash 3.2, which macOS has, does not know, as far as it might be used here.
@@ -383,6 +281,10 @@ def test_what_a_mac_starts_keeps_to_bash_3_2():
 
 
 # --- .venv, made ------------------------------------------------------------------------------
+
+
+SINGLE = "launch_single.sh --annotation_path none"  # it makes no sample set
+GPUS = "echo 'GPU 0: NVIDIA A100 (UUID: GPU-8f1d)'"
 
 
 @pytest.fixture(scope="module")

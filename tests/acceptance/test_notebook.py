@@ -10,8 +10,8 @@ import pytest
 from support.launchers import FAST
 from support.processes import LONG, ROOT, base_env, kill_leftover, new_test_id, require
 
-# What Jupyter and Colab set for the commands of a cell. No package of that name is installed.
-BACKEND = {"MPLBACKEND": "module://backend_of_a_notebook"}
+# Jupyter and Colab set such a name for the commands of a cell. No package has it.
+BACKEND = {"MPLBACKEND": "backend_of_a_notebook"}
 OPTIONS = " ".join(FAST).replace("--log_every 1", "--log_every 5")
 DATA = "--coco_image_path $sample/train2017 "
 DATA += "--annotation_path $sample/annotations/instances_train2017.json"

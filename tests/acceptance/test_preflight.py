@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -23,7 +22,7 @@ from support.slurm import SlurmCluster
 
 PREFLIGHT = [sys.executable, ROOT / "tools" / "preflight.py"]
 PORT = 29500
-HEALTHY = "reach each other in both directions, MTU 9000"
+HEALTHY = "reach each other in both directions"
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +98,7 @@ def sysfs(folder: Path, *files: str) -> Path:
     return folder
 
 
-def test_interfaces_that_cannot_be_used_are_found_and_a_fault_if_named(nodes, tmp_path):
+def test_interfaces_that_cannot_be_used_are_found_and_a_fault_if_named(nodes):
     for name in ("one", "two"):
         nodes.ip(0, f"link add {name} up type veth peer name end{name}")
     nodes.ip(0, "link set endtwo up")
@@ -108,13 +107,7 @@ def test_interfaces_that_cannot_be_used_are_found_and_a_fault_if_named(nodes, tm
     assert first.startswith("there is no eth7 ") and second.startswith("one is down")
     assert third.startswith("two is up but has no address")
     run = check_alone(nodes=nodes)
-    assert not wrong(run) and "ok: eth0 is up" in run.out
-    slow = sysfs(tmp_path, "net/eth0/carrier=1", "net/eth0/speed=100")
-    said = "eth0 states a speed of only 100 Mb/s"
-    (line,) = wrong(check_alone(nodes=nodes, IFNAME="eth0", SYSFS_ROOT=slow))
-    assert line.startswith(said)
-    run = check_alone(nodes=nodes, SYSFS_ROOT=slow)
-    assert not wrong(run) and f"note: {said}" in run.out
+    assert not wrong(run) and "ok: eth0 is up" in run.out and "note: one is down" in run.out
 
 
 def libibverbs(folder: Path, empty: bool = False) -> str:
@@ -142,7 +135,6 @@ def test_adapters_that_cannot_be_used_are_found_and_a_fault_if_named(nodes, tmp_
     files = ("0/ports/1/state=1: DOWN", "0/ports/1/rate=100 Gb/sec", "1/ports/1/state=1: DOWN")
     down = [f"infiniband/mlx5_{file}" for file in files]
     one = sysfs(tmp_path / "one", *down, "infiniband/mlx5_0/ports/2/state=4: ACTIVE")
-    none = sysfs(tmp_path / "none", *down)
     loads = libibverbs(tmp_path / "loads")
     fine = {"nodes": nodes, "LD_LIBRARY_PATH": loads, "SYSFS_ROOT": one}
     run = check_alone(*device, **fine, IFNAME="mlx5_0,mlx5_0:1,mlx5_0:2,mlx5_1")
@@ -151,10 +143,9 @@ def test_adapters_that_cannot_be_used_are_found_and_a_fault_if_named(nodes, tmp_
     assert second.startswith("no port of mlx5_1 is ACTIVE")
     for line in ("libibverbs loads", "/dev/infiniband has ['uverbs0']"):
         assert f"ok: {line}\n" in run.out
-    run = check_alone(*device, **fine)  # takes those that are ready
-    assert not wrong(run) and "adapter mlx5_0" in run.out and "mlx5_1" not in run.out
-    run = check_alone(*device, **fine | {"SYSFS_ROOT": none})
-    assert not wrong(run) and "note: no port of mlx5_1 is ACTIVE" in run.out
+    run = check_alone(*device, **fine)
+    assert not wrong(run) and "ok: InfiniBand adapter mlx5_0" in run.out
+    assert "note: no port of mlx5_1 is ACTIVE" in run.out
     missing = fine | {"LD_LIBRARY_PATH": libibverbs(tmp_path / "empty", empty=True)}
     words = ("libibverbs.so.1 does not load: install", "there is no /dev/infiniband/uverbs*")
     # A job over another network does not need them.
@@ -175,64 +166,31 @@ def test_too_little_memory_that_may_be_locked_is_found(monkeypatch, capsys):
     assert said == [True, False, False, False]
 
 
-# What preflight asks of PyTorch, on machines that no test has.
-STUB = """
-import types, warnings
-__version__, version = "2.15.0", types.SimpleNamespace(cuda="13.2")
-
-class cuda:
-    def is_available():
-        warnings.warn("CUDA initialization: Error 802 (Triggered internally at a.cpp:1)")
-
-    def device_count():
-        return 2
-"""
-DRIVER = """
-mount -t tmpfs none /proc/driver
-mkdir /proc/driver/nvidia
-echo "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Fri" >/proc/driver/nvidia/version
-exec "$@"
-"""
-
-
-def test_what_the_kernel_says_of_the_driver_and_pytorch_of_the_gpus_is_told(nodes, tmp_path):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text(STUB)
-    variables = {"PYTHONPATH": tmp_path, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": None}
-    (line,) = wrong(check_alone("sh", "-ec", DRIVER, "sh", nodes=nodes, **variables))
-    assert line == (
-        "torch 2.15.0 (CUDA 13.2) cannot use the NVIDIA driver 580.65.06: "
-        "CUDA initialization: Error 802; see nvidia-smi and CUDA_VISIBLE_DEVICES"
+# What the script may say; it is not asked here.
+REFUSED = "print('PyTorch 2.15.0 cannot use this node')"
+NO_MODULE = "raise ImportError('no libcudart')"
+SAID = (
+    guarded(  # fault, whether there is a GPU, CUDA_VISIBLE_DEVICES, what the script says, the line
+        ("", True, "0,1", "print(2)", r"ok: PyTorch can use 2 GPU\(s\)"),
+        ("preflight-gpus", True, "7", REFUSED, "WRONG: .*cannot use this node"),
+        ("", True, "7", NO_MODULE, "WRONG: .*no libcudart"),
+        ("", True, "", REFUSED, "note: .*uses the CPU"),
+        ("", False, "0", REFUSED, "note: .*uses the CPU"),
     )
-
-
-@pytest.mark.guards("old-driver")
-@pytest.mark.parametrize(
-    ("driver", "cuda", "usable", "words"),
-    [
-        ("535.104.05", "13.2", False, "535.104.05: it needs 580 or newer; install a newer driver"),
-        ("470.57", "12.6", False, "470.57: it needs 525 or newer; install a newer driver"),
-        ("580.65.06", None, False, "it has no CUDA; install another build"),
-        ("580.65.06", "13.0", False, "the reason; see nvidia-smi"),
-        ("525.60.13", "12.6", True, "can use the NVIDIA driver 525.60.13"),
-        ("550.54", "13.0", True, ""),  # by NVIDIA's package for forward compatibility
-    ],
 )
-def test_a_driver_that_pytorch_cannot_use_is_found(
-    monkeypatch, capsys, driver, cuda, usable, words
+
+
+@pytest.mark.parametrize(("gpu", "visible", "code", "line"), SAID)
+def test_gpus_that_the_script_cannot_use_are_found(
+    monkeypatch, tmp_path, capsys, gpu, visible, code, line
 ):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(preflight, "driver_version", lambda: driver)
-    says = json.dumps(["2.15.0", cuda, 2, usable, "the reason"])
-    monkeypatch.setattr(preflight, "ask", lambda *_: says)
-    preflight.check_driver("python")
-    out = capsys.readouterr().out
-    assert out.startswith("ok: " if usable else "WRONG: ") and words in out
-    for hidden in ("", "-1"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        preflight.check_driver("python")
-        out = capsys.readouterr().out
-        assert out.startswith(f"note: CUDA_VISIBLE_DEVICES='{hidden}' hides")
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho {'GPU 0: A100' * gpu}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(preflight, "GPUS", code)
+    preflight.check_gpus(sys.executable)
+    assert re.match(line, capsys.readouterr().out)
 
 
 @pytest.mark.guards("preflight-exit-code", "preflight-python")
@@ -250,14 +208,13 @@ def test_the_python_that_the_launchers_would_take_is_looked_at(tmp_path):
 # --- Between the nodes -------------------------------------------------------------------------
 
 
-def test_healthy_nodes_have_no_finding_and_their_own_name_at_127_0_1_1_is_a_note(nodes):
+def test_healthy_nodes_have_no_finding(nodes):
     nodes.usual_hosts()
     for node, run in enumerate(check_both(nodes, IFNAME="eth0")):
         assert not wrong(run) and HEALTHY in run.out
         assert f"ok: eth0 is up: {nodes.addresses[node]}, 10000 Mb/s, MTU 9000" in run.out
         assert "torch, torchvision, pycocotools and pillow" in run.out
-        (note,) = [line for line in run.lines() if f"note: node{node} is 127.0.1.1 here" in line]
-        assert "export GLOO_SOCKET_IFNAME=" in note
+        assert "note: this node has no NVIDIA GPU" in run.out
 
 
 FIREWALLS = guarded(("preflight-firewall", 0, "drop"), ("preflight-firewall-of-1", 1, "reject"))
@@ -283,14 +240,13 @@ def test_a_firewall_that_closes_the_masters_port_is_asked_about_on_both_nodes(no
     assert max(first.seconds, second.seconds) < 3 + 10 * FACTOR
 
 
-@pytest.mark.guards("preflight-address", "preflight-mtu")
-def test_a_network_in_ifname_that_does_not_join_the_nodes_and_mtus_that_differ_are_found(nodes):
-    nodes.ip(0, "link add own mtu 1500 up type veth peer name end", "link set end up")
+@pytest.mark.guards("preflight-address")
+def test_a_network_in_ifname_that_does_not_join_the_nodes_is_found(nodes):
+    nodes.ip(0, "link add own up type veth peer name end", "link set end up")
     nodes.ip(0, "addr add 10.78.0.1/24 dev own")
     for one in [check(nodes, node, IFNAME=name) for node, name in enumerate(["own", "eth0"])]:
-        first, second = wrong(one.finish(40, 1))
-        assert first.startswith("node 1 (node1) cannot reach node 0 (node0) at 10.78.0.1, ")
-        assert re.search(r"have MTU (1500 and 9000|9000 and 1500): give both the same", second)
+        (line,) = wrong(one.finish(40, 1))
+        assert line.startswith("node 1 (node1) cannot reach node 0 (node0) at 10.78.0.1, ")
     nodes.ip(0, "link del own")
 
 
@@ -325,7 +281,7 @@ def test_a_port_that_is_taken_is_found(nodes):
     with nodes.popen(0, [sys.executable, "-u", "-m", "http.server", PORT]) as other:
         other.wait_for("Serving")
         first, second = check_both(nodes, expect=1, CONNECT_TIMEOUT=1)
-    assert f"port {PORT} cannot be used" in wrong(first)[0]
+    assert re.search("Address already in use.*MASTER_PORT", wrong(first)[0])
     assert "another program at that port" in wrong(second)[0]
     assert second.seconds < 1 + 10 * FACTOR
 

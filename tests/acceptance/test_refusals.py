@@ -69,6 +69,7 @@ BAD_INPUT = {  # options, and what the line names
     "--coco_image_path no_folder": "no_folder",
     "--annotation_path broken.json": r"broken\.json",
     "--batchsize 4": "--batchsize",
+    "--device cuda": "sees no GPU: .*--device cpu",
     "--lr 0": r"--lr: 0 is not at least 1e-09",
     "--seed 3000000000": r"--seed\b.*3000000000 is not below",
     "--resume": "--checkpoint",
@@ -99,6 +100,7 @@ GUARDS = {
     "--batch_size 0": "argument-code",
     "--annotation_path missing_image.json": "user-error-code",
     "--weights code.pt": "weights-only",
+    "--device cuda": "cuda-is-asked-for",
 }
 
 

@@ -63,8 +63,8 @@ def two_nodes(
         ("--gpus_per_node 0 -- x", "(?i)gpus_per_node"),
         ("--rate fast -- --annotation_path none", "rate.* fast"),
         ("--links slow -- x", "slow.*NAME=RATE"),
-        ("--links lo=1gbit,fast=unshaped -- x", r"\blo\b"),
-        ("--links a=1gbit,a=2gbit -- x", r"\ba\b"),
+        ("--links lo=1gbit,fast=unshaped -- --annotation_path none", r"\blo\b"),
+        ("--links a=1gbit,a=2gbit -- --annotation_path none", r"\ba\b"),
         ("--links a=fast,b=2gbit -- --annotation_path none", " fast"),
     ],
 )

@@ -59,7 +59,7 @@ def guarded(*rows: tuple) -> list:
 # are for the Python of the tests. Of what it starts the variables and the words are printed.
 STUB = """#!/usr/bin/env bash
 [ "$1" != -c ] || exec '{python}' "$@"
-mapfile -t variables < <(env | grep -E '^(NCCL|GLOO|G?OMP)_')
+mapfile -t variables < <(env | grep -E '^(NCCL|GLOO|G?OMP|PET)_')
 printf 'GIVEN'; printf ' %q' "${{variables[@]}}" "$@"; echo
 """
 

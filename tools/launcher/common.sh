@@ -3,7 +3,6 @@
 # shellcheck shell=bash
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 me=$(basename -- "$0")
-torch=   # the folder of the torch of PYTHON: find_python sets it
 log=     # the run's log: what `run` starts writes there, and this launcher's own lines go there as well
 job=     # the process group of what `run` has started
 stopped= # the first stop signal that came
@@ -37,10 +36,8 @@ set_job() {
         die "NNODES is $NNODES but WORLD_SIZE is $WORLD_SIZE: here both mean the number of nodes, set one of them"
     if [ -z "$NNODES" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
         # A batch script has no SLURM_STEP_ID. That of salloc's shell is a number of its own; srun --pty gives a terminal.
-        if [ -z "${SLURM_STEP_ID:-}" ] ||
-            { [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ] && { [ "$SLURM_STEP_ID" -ge 4294967290 ] || [ -t 0 ]; }; }; then
+        [ -n "${SLURM_STEP_ID:-}" ] && [ "$SLURM_STEP_ID" -lt 4294967290 ] && [ ! -t 0 ] ||
             die "in a SLURM job, but not started by srun: write 'srun --ntasks-per-node=1 $me ...', or set NNODES"
-        fi
         [ "$SLURM_STEP_NUM_TASKS" = "$SLURM_STEP_NUM_NODES" ] ||
             die "srun started $SLURM_STEP_NUM_TASKS tasks on $SLURM_STEP_NUM_NODES nodes: give it --ntasks-per-node=1"
         NNODES=$SLURM_STEP_NUM_NODES
@@ -50,29 +47,22 @@ set_job() {
         GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
         RUN_NAME=${RUN_NAME:-job$SLURM_JOB_ID-step$SLURM_STEP_ID} # a requeued job finds its folder again
     fi
-    [ -n "$NNODES" ] || die "set NNODES (nodes), NODE_RANK (0 to NNODES - 1) and MASTER_ADDR (node 0's address)"
+    [ "$NNODES" = 1 ] || [[ $NNODES && ${NODE_RANK:-} && ${MASTER_ADDR:-} ]] ||
+        die "NNODES is '$NNODES', NODE_RANK '${NODE_RANK:-}', MASTER_ADDR '${MASTER_ADDR:-}': set the number of nodes, 0 on \
+the node of MASTER_ADDR and 1 to NNODES - 1 on the others, and an address of node 0 that all can reach"
     set_number NNODES 1 1 1000000
-    [ "$NNODES" -eq 1 ] || [ -n "${NODE_RANK:-}" ] ||
-        die "NODE_RANK is not set: give 0 on the node of MASTER_ADDR, 1 to $((NNODES - 1)) on the others"
-    [ "$NNODES" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] ||
-        die "MASTER_ADDR is not set: give an address of node 0 that all nodes can reach"
     MASTER_ADDR=${MASTER_ADDR:-localhost}
     set_number NODE_RANK 0 0 "$((NNODES - 1))"
     set_number MASTER_PORT 29500 1 65535
 }
 
-# set_processes NAME ARGUMENTS...: how many processes this node starts. Sets `node_gpus`, the GPUs that nvidia-smi counts,
-# and `gpus`, those to be used.
+# set_processes NAME: how many processes this node starts. Sets `node_gpus`, the GPUs that nvidia-smi counts, and `gpus`,
+# those to be used.
 set_processes() {
-    local listed
-    listed=$(nvidia-smi -L 2>/dev/null || true)
-    node_gpus=$(grep -c '^GPU' <<<"$listed" || true)
+    node_gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
     gpus=$node_gpus
     if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
         gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^-/,$d' | grep -c . || true) # up to -1, as CUDA does
-        if [ "$node_gpus" -gt 0 ] && [ "$gpus" -gt 0 ] && [ "$(option --device "${@:2}")" != cpu ]; then
-            check_first_gpu "${CUDA_VISIBLE_DEVICES%%,*}"
-        fi
     fi
     if [ "${!1:-}" = all ]; then
         [ "$gpus" -gt 0 ] || die "$1=all, but there is no GPU here: give the number of processes"
@@ -81,39 +71,17 @@ set_processes() {
     set_number "$1" "$((gpus > 0 ? gpus : 1))" 1 4096
 }
 
-# set_threads PROCESSES: the threads of each process of this node; torchrun alone would set 1. Sets `cores`: those of the
+# set_threads PROCESSES: the threads of each process of this node; torchrun alone would set 1. The cores are those of the
 # affinity or, if a container's CPU quota is less, that, rounded up (cgroup v2's file or v1's two).
 set_threads() {
-    local threads quota period cpu=/sys/fs/cgroup/cpu
-    cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    local cores threads quota period cpu=/sys/fs/cgroup/cpu
+    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     read -rd '' quota period <<<"$(cat "$cpu.max" "$cpu/cpu.cfs_quota_us" "$cpu/cpu.cfs_period_us" 2>/dev/null)" || true
     if [[ $quota =~ ^[0-9]+$ ]] && [ "$quota" -lt "$((cores * period))" ]; then # without a quota: max, or -1
         cores=$(((quota + period - 1) / period))
     fi
     threads=$((cores / $1))
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
-}
-
-# check_first_gpu NUMBER OR UUID: of a list CUDA takes nothing from the first wrong one on, and would train on the CPU.
-check_first_gpu() {
-    case $1 in
-    GPU-* | MIG-*) [[ $listed != *"UUID: $1"* ]] || return 0 ;;
-    *) ! { [[ $1 =~ ^\ *[0-9]{1,9}$ ]] && [ "$((10#${1// /}))" -lt "$node_gpus" ]; } || return 0 ;;
-    esac
-    die "CUDA_VISIBLE_DEVICES is '$CUDA_VISIBLE_DEVICES', but nvidia-smi -L has no such GPU among this node's \
-$node_gpus: correct or unset it. --device cpu trains without GPUs"
-}
-
-# check_build ARGUMENTS...: ends the launcher where the node has GPUs, and torch was built without CUDA and ROCm.
-check_build() {
-    local advice="install a build with CUDA or ROCm in its environment"
-    if [ "$gpus" -eq 0 ] || [ "$node_gpus" -eq 0 ] || [ "$(option --device "$@")" = cpu ]; then return; fi
-    grep -q '^cuda[: ].*None' "$torch/version.py" 2>/dev/null || return 0
-    ! grep -qE "^(hip|rocm)[: ].*'" "$torch/version.py" || return 0
-    # shellcheck disable=SC2154 # environment.sh sets venv
-    [ "$PYTHON" != "$venv/bin/python3" ] ||
-        advice="remove $venv, then call tools/environment.sh or set UV_TORCH_BACKEND, for example to cu126"
-    die "this node has GPUs, but the torch of $PYTHON is a build for CPUs: $advice. --device cpu trains without them"
 }
 
 # option NAME ARGUMENTS...: prints the value of an option of the script, or nothing.
@@ -135,24 +103,20 @@ option() {
 
 # leave_after_help ARGUMENTS...: prints the calling command's own header, if that is asked for.
 leave_after_help() {
-    local word asked=
+    local word
     for word; do
-        case $word in --help | -h) asked=yes ;; esac
+        [[ $word =~ ^(-h|--help)$ ]] || continue
+        sed -n '2,/^set /{/^#/s/^# \{0,1\}//p;}' "$0"
+        echo "The script's own options: python demo_coco_resnet18.py --help"
+        exit
     done
-    [ -n "$asked" ] || return 0
-    sed -n '2,/^set /{/^#/s/^# \{0,1\}//p;}' "$0"
-    echo "The script's own options: python demo_coco_resnet18.py --help"
-    exit
 }
 
 # names_no_data ARGUMENTS...: whether the sample set is to be used, because none of the script's options for data is given.
 names_no_data() {
-    local word
-    for word; do
-        word=${word%%=*}
-        case ${word//-/_} in
-        __coco_image_path | __annotation_path | __val_image_path | __val_annotation_path) return 1 ;;
-        esac
+    local name
+    for name in coco_image_path annotation_path val_image_path val_annotation_path; do
+        [ -z "$(option "--$name" "$@")" ] || return 1
     done
 }
 
@@ -219,10 +183,8 @@ leave_if_stopped() {
 # make_sample: the small data set, made on first use; `sample` are the script's options for it.
 make_sample() {
     local folder=$root/data/sample_coco
-    if ! run "$PYTHON" "$root/tools/make_sample_coco.py" "$folder"; then
-        leave_if_stopped
-        die "the sample set was not made: see above"
-    fi
+    run "$PYTHON" "$root/tools/make_sample_coco.py" "$folder" ||
+        { leave_if_stopped; die "the sample set was not made: see above"; }
     sample=(--coco_image_path "$folder/train2017")
     sample+=(--annotation_path "$folder/annotations/instances_train2017.json" --weights none)
 }
@@ -263,21 +225,15 @@ prefer_for_cpus() {
 
 # start_torchrun ARGUMENTS...: prints and runs torchrun, with `variables` in its environment; then judge_end.
 start_torchrun() {
-    local begin words code=0
+    local begin words code=0 own
     begin=$(wc -c <"$log" 2>/dev/null || echo 0) # 0 where somebody has removed the log
-    # A hang-up is not for torchrun, because of nohup.
-    ! torchrun_has signals_to_handle || set -- --signals_to_handle=SIGTERM,SIGINT,SIGQUIT "$@"
-    # Ranks that validate, or write to slow storage, need more than torchrun's 30 seconds for their last checkpoint.
-    ! torchrun_has shutdown_timeout || set -- --shutdown_timeout=120 "$@"
-    words=$(printf ' %q' "${variables[@]}" torchrun "$@")
+    # Ranks that validate, or write to slow storage, need more than torchrun's 30 seconds for their last checkpoint. A
+    # variable, because an older torchrun does not know the option.
+    own=("${variables[@]}" PET_SHUTDOWN_TIMEOUT=120)
+    words=$(printf ' %q' "${own[@]}" torchrun "$@")
     say "$(date '+%Y-%m-%d %H:%M:%S')${words//\\,/,}"
-    run ignoring_usr1 env "${variables[@]}" "$PYTHON" -m torch.distributed.run "$@" || code=$?
+    run ignoring_usr1 env "${own[@]}" "$PYTHON" -m torch.distributed.run "$@" || code=$?
     judge_end "$code" "$(tail -c "+$((begin + 1))" "$log" | grep -aE "$telling" || true)" "$(tail -n 1 "$log" || true)"
-}
-
-# torchrun_has OPTION: newer versions have some that others do not know. --help would take a second.
-torchrun_has() {
-    grep -q -e "--$1\"" "$torch/distributed/run.py"
 }
 
 # ignoring_usr1 COMMAND...: SLURM sends SIGUSR1 before a time limit, often to all processes. torchrun would die of it.
@@ -287,9 +243,15 @@ ignoring_usr1() {
     exec "$@"
 }
 
-nccl='Watchdog caught collective operation timeout|NCCL error|Last error:' # PyTorch's own words
-# Lines of the log that say why it ended.
-telling="$nccl|\] ERROR: |: error: |\] Stopped on SIG|\] Cleanup complete|Signal .* received|^ *exitcode +:"
+# The words of the log by which judge_end knows how a start ended
+log_error='\] ERROR: |: error: '           # of a rank; of argparse
+log_other_rank='another rank has ended'    # in such a line: not the cause, unless there is no other
+log_stopped='\] Stopped on SIG'            # of a rank
+log_nccl='Watchdog caught collective operation timeout|NCCL error|Last error:' # of PyTorch
+log_signal='Signal .* received'            # of torchrun: it killed a rank
+log_exitcode='^ *exitcode +: '             # of torchrun, for each rank
+log_apart='^torch.distributed.Dist|EADDRINUSE' # of PyTorch, the last line: the nodes did not meet
+telling="$log_error|$log_stopped|$log_nccl|$log_signal|$log_exitcode"
 
 # judge_end CODE LINES LAST: sets `reason`, one line, and `outcome`:
 #   complete  all steps are made
@@ -301,35 +263,33 @@ telling="$nccl|\] ERROR: |: error: |\] Stopped on SIG|\] Cleanup complete|Signal
 # the first: some versions list those that torchrun has killed, some do not.
 judge_end() {
     local codes errors causes signals
-    codes=$(grep -aoE '^ *exitcode +: -?[0-9]+' <<<"$2" | sed 's/.*: //' || true)
-    errors=$(grep -aE '\] ERROR: |: error: ' <<<"$2" || true)
+    codes=$(grep -aoE "$log_exitcode-?[0-9]+" <<<"$2" | sed 's/.*: //' || true)
+    errors=$(grep -aE "$log_error" <<<"$2" || true)
     if [ "$1" -eq 0 ]; then
         outcome=complete
-    elif [ "$1" -gt 128 ] && [ -z "$codes" ] && [[ $2 == *"] Cleanup complete"* ]]; then # a signal after the end
-        outcome=complete
-    elif [[ $2 == *"] Stopped on SIG"* ]] && { [ "$1" -gt 128 ] || ! grep -qvE '^(75|-15)?$' <<<"$codes"; }; then
+    elif grep -qaE "$log_stopped" <<<"$2" && { [ "$1" -gt 128 ] || ! grep -qvE '^(75|-15)?$' <<<"$codes"; }; then
         outcome=asked
     elif grep -qx 2 <<<"$codes" && [ -n "$errors" ]; then
         outcome=user
-    elif [ -z "$codes" ] && [[ $3 == torch.distributed.Dist* || $3 == *EADDRINUSE* ]]; then
+    elif [ -z "$codes" ] && grep -qE "$log_apart" <<<"$3"; then
         outcome=apart
     else
         outcome=lost
     fi
-    # That another rank has ended is what follows from the reason, unless there is no other.
-    causes=$(grep -av 'another rank has ended' <<<"$errors" || true)
-    signals=$(grep -a 'Signal .* received' <<<"$2" | grep -av 'Signal 15 ' || true)
-    reason=$(grep -aE "$nccl" <<<"$2" || true)
-    reason=${reason:-${causes:-${signals:-${errors:-$(grep -a exitcode <<<"$2" || true)}}}}
+    causes=$(grep -av "$log_other_rank" <<<"$errors" || true)
+    signals=$(grep -aE "$log_signal" <<<"$2" | grep -av 'Signal 15 ' || true)
+    reason=$(grep -aE "$log_nccl" <<<"$2" || true)
+    reason=${reason:-${causes:-${signals:-${errors:-$(grep -aE "$log_exitcode" <<<"$2" || true)}}}}
     reason=${reason:-torchrun ended with $1}
     reason=${reason%%$'\n'*} # the first of these lines
     [ "$outcome" != apart ] || reason=${3#*: }
 }
 
-# may_restart START: whether another start may follow the one of this number.
-may_restart() {
-    if [ "$outcome" != lost ] || [ -n "$stopped" ] || [ "$1" -gt "$RESTARTS" ]; then return 1; fi
-    say "restart $1 of $RESTARTS, after: $reason"
+# starts_again: whether another start follows the one of number `start`, which becomes that of the next one.
+starts_again() {
+    if [ "$outcome" != lost ] || [ -n "$stopped" ] || [ "$start" -gt "$RESTARTS" ]; then return 1; fi
+    say "restart $start of $RESTARTS, after: $reason"
+    start=$((start + 1))
 }
 
 # finish: ends the launcher with what the training came to.
@@ -401,17 +361,11 @@ train_each() {
         compared+=(--link_gbps "$one")
     done
     log= # the comparison has its own file
-    compare "${compared[@]}" || code=$?
-    exit "$code"
-}
-
-# compare ARGUMENTS...: calls compare_logs.py, with a picture in `folder` if matplotlib can draw it.
-compare() {
-    local problem
-    if problem=$(MPLBACKEND=Agg "$PYTHON" -c 'import matplotlib.figure' 2>&1); then
-        set -- --plot "$folder/compare.png" "$@"
+    if MPLBACKEND=Agg "$PYTHON" -c 'import matplotlib.figure' 2>/dev/null; then # Agg: a notebook's may be missing here
+        compared+=(--plot "$folder/compare.png")
     else
-        say "skipping the picture, because matplotlib cannot be imported: ${problem##*$'\n'}"
+        say "skipping the picture, because matplotlib cannot be imported"
     fi
-    run "$PYTHON" "$root/tools/compare_logs.py" "$@"
+    run "$PYTHON" "$root/tools/compare_logs.py" "${compared[@]}" || code=$?
+    exit "$code"
 }

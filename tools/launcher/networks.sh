@@ -9,9 +9,6 @@ is_adapter() { # mlx5_0, or mlx5_0:1 for one of its ports
 
 set_networks() { # ARGUMENTS...: sets `networks`, the LABEL=NAMES of each network to train over
     [[ ${NETWORK:-} =~ ^(ethernet|infiniband|)$ ]] || die "NETWORK is '$NETWORK': give ethernet or infiniband"
-    [ -z "${NETWORK:-}" ] || [ -n "${IFNAME:-}" ] ||
-        die "NETWORK=$NETWORK needs IFNAME: for example eth0, ib0 or mlx5_0"
-    [[ ${IFNAME:-} != *" "* ]] || die "IFNAME is '$IFNAME': separate names by commas"
     networks="${NETWORK:-}=${IFNAME:-}"
     [ -n "${NETWORKS:-}" ] || return 0
     [ -z "${NETWORK:-}${IFNAME:-}" ] || die "NETWORKS and NETWORK or IFNAME are set: unset the latter"
@@ -56,12 +53,11 @@ use_network() { # LABEL=NAMES: adds to `variables` what keeps NCCL and Gloo on t
     done
     if [ -n "$efa" ]; then
         say "$efa is an EFA device: NCCL's plugin for EFA selects the adapters"
-    elif [ -n "$adapters" ] || [ "${NETWORK:-}" = infiniband ]; then
-        [ "${NETWORK:-}" != ethernet ] || die "NETWORK=ethernet, but ${adapters#,} is an adapter: name its interface"
+    elif [ "${NETWORK:-}" = infiniband ] || { [ -n "$adapters" ] && [ -z "${NETWORK:-}" ]; }; then
         prefer NCCL_IB_DISABLE 0
         prefer NCCL_NET IB # otherwise NCCL may silently fall back to sockets
         [ -z "$adapters" ] || prefer NCCL_IB_HCA "=${adapters#,}"
-    elif [ -n "$sockets" ]; then
+    elif [ -n "$sockets${NETWORK:-}" ]; then
         prefer NCCL_IB_DISABLE 1
         prefer NCCL_NET Socket
     fi
