@@ -127,15 +127,14 @@ def test_labelled_images_that_the_folder_lacks_are_counted(tmp_path: Path):
 @pytest.mark.guards("check-links")
 @pytest.mark.parametrize("what", ["a folder", "a link"])
 def test_what_is_no_file_is_a_lost_image(tmp_path: Path, what: str):
+    folder = make_files(tmp_path / "images")  # beside it is none
     if what == "a folder":
-        (tmp_path / "1.jpg").mkdir()
+        (folder / "1.jpg").mkdir()
     else:
-        (tmp_path / "1.jpg").symlink_to("gone.jpg")
-    assert lost(tmp_path, "1.jpg").endswith(
-        "check the path, and where links lead; a backslash counts as /"
-    )
-    (tmp_path / "gone.jpg").touch()
-    assert lost(tmp_path, "1.jpg") == "" or what == "a folder"
+        (folder / "1.jpg").symlink_to("gone.jpg")
+    assert lost(folder, "1.jpg").endswith("a backslash counts as /")
+    (folder / "gone.jpg").touch()
+    assert lost(folder, "1.jpg") == "" or what == "a folder"
 
 
 def test_names_of_windows_and_of_lvis(tmp_path: Path):
