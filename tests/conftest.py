@@ -69,8 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Files that take minutes, the longest first: started last, they would end long after the rest.
-LONGEST = "faults training launchers slurm two_nodes benchmark machines environment ends lesson "
-LONGEST += "readme stop_signals runs script talk refusals preflight probe compare_logs"
+LONGEST = "two_nodes lesson readme faults slurm training launchers preflight machines last_line "
+LONGEST += "environment notebook ends stop_signals talk runs benchmark step_log probe script"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -137,3 +137,11 @@ def slurm() -> Iterator[SlurmCluster]:
     """A running SLURM cluster of two nodes."""
     with SlurmCluster() as running:
         yield running
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A launcher is started in a folder with a space and an accent in its name."""
+    path = tmp_path / "mein Gerät"
+    path.mkdir()
+    return path

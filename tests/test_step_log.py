@@ -55,7 +55,12 @@ gc.collect()
 dist.destroy_process_group()
 """
 TRAINED = 100 * 1000 + 1000 + 2 * 1000 + 1000 * 4 + 4
-NEXT = "\nprint('NEXT', flush=True) if dist.get_rank() == 0 else None\ndist.barrier()\n"
+NEXT = """
+dist.barrier()
+if dist.get_rank() == 0:
+    print("NEXT", flush=True)
+dist.barrier()
+"""
 
 
 @pytest.fixture(scope="module")

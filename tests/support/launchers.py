@@ -37,6 +37,8 @@ SAVED = 75  # exit code after a stop signal
 STEP_3 = r"\| Step 3 "
 OTHER_RANK = "another rank has ended, or does not answer"  # as the script says it
 LOG = "logs/run/node0.log"  # of a launcher on this machine
+NO_SAMPLE = ["--annotation_path", "none"]  # with a path the launchers make no sample set
+HERE = {"PYTHON": sys.executable, "RUN_NAME": "run", "NNODES": "1", "PROBE": "0"}
 # The line with the torchrun command, which a launcher prints before it runs it.
 COMMAND = re.compile(r"^\S+\.sh: [\d-]+ [\d:]+ (.*\btorchrun .*)$", re.MULTILINE)
 
