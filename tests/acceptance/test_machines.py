@@ -55,6 +55,7 @@ def assert_one_process(run: Run) -> None:
 # --- A host name that does not resolve ---------------------------------------------------------
 
 
+@LONG
 def test_launcher_gives_torchrun_a_local_address_and_trains_where_the_host_name_does_not_resolve(
     training, tmp_path
 ):
