@@ -70,7 +70,9 @@ def container(cgroup: Path, place: str = "/sys/fs/cgroup") -> list[object]:
     folder with made files does as well.
     """
     can = os.geteuid() == 0 and shutil.which("unshare")
-    can = can and not subprocess.run(["unshare", "--mount", "true"], stderr=subprocess.DEVNULL).returncode
+    can = (
+        can and not subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode
+    )
     require(can, "a mount namespace needs root and unshare (util-linux), and not a chroot")
     enter = 'echo $$ >"$0/cgroup.procs"; mount --bind "$0" "$1"; shift; exec "$@"'
     return ["unshare", "--mount", "sh", "-ec", enter, cgroup, place]
