@@ -70,9 +70,8 @@ def container(cgroup: Path, place: str = "/sys/fs/cgroup") -> list[object]:
     folder with made files does as well.
     """
     can = os.geteuid() == 0 and shutil.which("unshare")
-    can = (
-        can and not subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode
-    )
+    if can:
+        can = not subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode
     require(can, "a mount namespace needs root and unshare (util-linux), and not a chroot")
     enter = 'echo $$ >"$0/cgroup.procs"; mount --bind "$0" "$1"; shift; exec "$@"'
     return ["unshare", "--mount", "sh", "-ec", enter, cgroup, place]
