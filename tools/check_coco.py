@@ -208,11 +208,16 @@ def check_images(folder, names):
         raise UserError(f"the folder of images {folder} {text}: {where}")
 
 
-def list_folder(folder, is_kind=os.DirEntry.is_file):
-    """Names of its files, or of its folders; links count as what they lead to."""
+def list_folder(folder):
+    """Names of its files; links count as what they lead to."""
     try:
         with os.scandir(folder) as entries:
-            return {entry.name for entry in entries if is_kind(entry)}
+            # Only of a link the file system is asked: entry.is_file() raises for one to itself.
+            return {
+                entry.name
+                for entry in entries
+                if entry.is_file(follow_symlinks=False) or os.path.isfile(entry.path)
+            }
     except (OSError, ValueError):  # ValueError: a name that no file can have
         return set()
 
@@ -224,7 +229,7 @@ def look_around(folder, name):
     here = Path(os.path.abspath(folder))
     others = list(here.parents[: name.count("/")])
     for place in (here, here.parent):  # the parent: another split's folder may have been given
-        others += [place / other for other in sorted(list_folder(place, os.DirEntry.is_dir))]
+        others += sorted(path for path in place.glob("*") if path.is_dir())
     for other in others:
         if os.path.isfile(other / name):
             return f"{name} is in {other}: give that folder if all are there"

@@ -237,8 +237,10 @@ def main() -> int:
             seconds = int(os.environ.get("CONNECT_TIMEOUT") or 60)
             if int(nnodes) > 1:
                 check_between(int(nnodes), int(rank), host, int(port), seconds)
-    except (ValueError, OSError) as error:
-        report(f"{error}: see NNODES, NODE_RANK, MASTER_ADDR, and MASTER_PORT, which must be free")
+    except ValueError as error:
+        report(str(error))
+    except OSError as error:
+        report(f"{host}:{port}: {error}: see MASTER_ADDR, and MASTER_PORT, which must be free")
     except KeyboardInterrupt:
         return 130
     return 1 if findings else 0

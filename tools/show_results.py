@@ -183,6 +183,8 @@ def main(argv=None):
     text = "the script that trained the model, if it was a changed copy"
     add("--script", metavar="FILE", default=SCRIPT, help=text)
     args = parser.parse_args(argv)
+    if not Path(args.output).absolute().parent.is_dir():
+        parser.error(f"--output {args.output}: its folder is not there")
     demo = load_script(args.script)
     try:
         results = results_of(demo, args)

@@ -61,6 +61,7 @@ fi
 
 spaces=("two_nodes$$-0" "two_nodes$$-1")
 hosts=$(mktemp)
+launchers=()
 
 # shellcheck disable=SC2329  # called by the trap
 remove_nodes() {
@@ -121,24 +122,35 @@ elif [[ $stated == *=* ]]; then
     say "its interfaces state 10 Gb/s: compare_logs.py needs --link_gbps ${stated#*=} for this run's logs"
 fi
 
-# both_nodes ARGUMENTS...: the launcher on both. Returns the first exit code that is not 0.
-both_nodes() {
-    local k launcher node_code code=0 launchers=()
-    for k in 0 1; do
-        # shellcheck disable=SC2016  # for the inner shell to expand
-        NODE_RANK=$k ip netns exec "${spaces[k]}" unshare --uts bash -c '
+# shellcheck disable=SC2329  # called by the traps
+forward() { # SIGNAL
+    stopped=$1
+    [ "${#launchers[@]}" -eq 0 ] || kill "-$1" "${launchers[@]}" 2>/dev/null || true
+}
+for signal in HUP INT TERM USR1; do
+    # shellcheck disable=SC2064  # the name is that of now
+    trap "forward $signal" "$signal"
+done
+set -m # a process group each: Ctrl-C reaches them through forward alone
+for k in 0 1; do
+    # shellcheck disable=SC2016  # for the inner shell to expand
+    NODE_RANK=$k ip netns exec "${spaces[k]}" unshare --uts bash -c '
             echo "node$NODE_RANK" >/proc/sys/kernel/hostname
             mount --bind "$1" /etc/hosts
             shift
             exec "$@"' bash "$hosts" "${as_caller[@]}" bash "$root/launch_multinode.sh" "$@" &
-        launchers+=("$!")
-    done
-    trap '' TERM # it reaches the launchers, too
-    for launcher in "${launchers[@]}"; do
+    launchers+=("$!")
+done
+set +m
+[ -z "$stopped" ] || forward "$stopped" # it came before there was a launcher
+
+code=0
+for launcher in "${launchers[@]}"; do
+    while true; do
         node_code=0
         wait "$launcher" || node_code=$?
-        [ "$code" -ne 0 ] || code=$node_code
+        if [ -z "$stopped" ] || ! kill -0 "$launcher" 2>/dev/null; then break; fi # a signal ends the wait, too
     done
-    return "$code"
-}
-run both_nodes "$@"
+    [ "$code" -ne 0 ] || code=$node_code
+done
+exit "$code"

@@ -9,6 +9,7 @@ is_adapter() { # mlx5_0, or mlx5_0:1 for one of its ports
 
 set_networks() { # ARGUMENTS...: sets `networks`, the LABEL=NAMES of each network to train over
     [[ ${NETWORK:-} =~ ^(ethernet|infiniband|)$ ]] || die "NETWORK is '$NETWORK': give ethernet or infiniband"
+    [[ ${IFNAME:-} != *" "* ]] || die "IFNAME is '$IFNAME': separate names by commas"
     networks="${NETWORK:-}=${IFNAME:-}"
     [ -n "${NETWORKS:-}" ] || return 0
     [ -z "${NETWORK:-}${IFNAME:-}" ] || die "NETWORKS and NETWORK or IFNAME are set: unset the latter"
@@ -53,7 +54,8 @@ use_network() { # LABEL=NAMES: adds to `variables` what keeps NCCL and Gloo on t
     done
     if [ -n "$efa" ]; then
         say "$efa is an EFA device: NCCL's plugin for EFA selects the adapters"
-    elif [ "${NETWORK:-}" = infiniband ] || { [ -n "$adapters" ] && [ -z "${NETWORK:-}" ]; }; then
+    elif [ -n "$adapters" ] || [ "${NETWORK:-}" = infiniband ]; then
+        [ "${NETWORK:-}" != ethernet ] || die "NETWORK=ethernet, but ${adapters#,} is an adapter: name its interface"
         prefer NCCL_IB_DISABLE 0
         prefer NCCL_NET IB # otherwise NCCL may silently fall back to sockets
         [ -z "$adapters" ] || prefer NCCL_IB_HCA "=${adapters#,}"
