@@ -113,10 +113,11 @@ def make_files(folder: Path, *names: str) -> Path:
     return folder
 
 
-@pytest.mark.guards("check-lost-images")
+@pytest.mark.guards("check-lost-images", "check-loop")
 def test_labelled_images_that_the_folder_lacks_are_counted(tmp_path: Path):
     path = write(tmp_path / "file.json")  # of its five images 0004.jpg has no label
     folder = make_files(tmp_path / "images", "0000.jpg", "0003.jpg")
+    (folder / "loop").symlink_to("loop")
     words = " lacks 2 of 4 listed images, the first is 0001.jpg: check the path"
     assert words in fault(path, folder)
     for name in ("0001.jpg", "0002.jpg"):

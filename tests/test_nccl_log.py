@@ -9,6 +9,7 @@ import gzip
 import importlib.metadata
 import json
 import mmap
+import os
 import re
 import subprocess
 import sys
@@ -349,7 +350,8 @@ def test_the_command_prints_the_answer_without_packages_and_to_an_old_terminal(t
     name = "a job over sockets, though InfiniBand was asked for"
     expected = answer(name, TEXTS[name], tmp_path)
     assert any("✓" in line for line in expected)
-    command, env = [sys.executable, "-S", TOOL, tmp_path], {"PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-S", TOOL, tmp_path]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     how = {"capture_output": True, "text": True, "timeout": 60 * FACTOR}
     result = subprocess.run(command, env=env, **how)
     assert (result.returncode, result.stderr) == (0, "")

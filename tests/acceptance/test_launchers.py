@@ -248,6 +248,8 @@ WRONG = guarded(
     ("", {"GPUS_PER_NODE": "all"}, "GPU"),
     ("", {"NETWORK": "token-ring", "IFNAME": "lo"}, "NETWORK is '?token-ring"),
     ("", {"IFNAME": "none0"}, "none0"),
+    ("", {"IFNAME": "eth0 lo"}, "commas"),
+    ("", {"NETWORK": "ethernet", "IFNAME": "mlx5_0"}, "mlx5_0 is an adapter"),
     ("", {"IFNAME": "mlx5_0,mlx5_2"}, "mlx5_2"),
     ("", {"IFNAME": "down0"}, "down0 .*down"),
     ("loose-cable", {"NETWORKS": "one=eth0 two=loose0"}, "loose0 .*cable"),
@@ -274,6 +276,7 @@ SEVERAL = guarded(  # fault, launcher, the runs, options, words
     ("series-with-resume", SINGLE, "GPUS=1 2", "--resume", "GPUS and --resume"),
     ("", MULTINODE, "NETWORKS=a=lo b=lo", "--resume", "NETWORKS and --resume"),
     ("", SINGLE, "GPUS=2 1 2", "", "GPUS has p2 twice"),
+    ("shares-are-whole", SINGLE, "GPUS=1 2", "--global-batch-size=3", "3 is not a multiple of 2"),
     ("", SINGLE, "GPUS=2 4", "--precision=bf16", "GPUS leaves no run"),
 )
 
@@ -381,7 +384,6 @@ CHOSEN = guarded(
     ("hca-exact net-ib", {"IFNAME": "mlx5_0,eth0"}, VERBS | {"NCCL_IB_HCA==mlx5_0"} | ETH0),
     ("", {"IFNAME": "mlx5_0,mlx5_1,eth0"}, VERBS | {"NCCL_IB_HCA==mlx5_0,mlx5_1"} | ETH0),
     ("", {"IFNAME": "eth0", "NETWORK": "infiniband"}, VERBS | ETH0),
-    ("", {"IFNAME": "mlx5_0,eth0", "NETWORK": "ethernet"}, SOCKETS | ETH0),
     ("efa-plugin", {"IFNAME": "rdmap0s6,eth0"}, ETH0),
     ("user-value-wins", OWN_VALUES, MINE | {"GLOO_SOCKET_IFNAME=lo"}),
 )

@@ -343,8 +343,9 @@ def test_a_stop_in_the_first_of_two_runs_reaches_both_nodes_and_leaves_no_namesp
     with start(["bash", project / TOOL, *words], env=env, cwd=tmp_path) as started:
         for rank in (0, 1):
             started.wait_for(rf"\[CPU {rank}\] trains")
-        started.signal(signal.SIGTERM)
-        started.finish(20, SAVED, clean=10)
+        started.signal(signal.SIGINT)
+        run = started.finish(20, SAVED, clean=10)
+    assert run.out.count("launch_multinode.sh: stopped by SIGINT") == 2, run.tail()
     assert_no_namespaces(started)
     logs = tmp_path / "logs/run"
     assert [path.name for path in logs.iterdir()] == ["one"]
