@@ -131,7 +131,7 @@ def test_pages_state_the_minutes_that_the_script_prints(explained):
         (
             " 230 min ",
             restarted,
-            "explains all of them only if there were 1,850 steps, and all images",
+            "would explain all 230 only if there were 1,850 steps, and all images",
             page,
         ),
         (": 203 images/s", explained, "its 203 images per second", page),
