@@ -247,7 +247,7 @@ def test_size_of_the_gradients_and_step_of_powersgd_are_those_of_the_code():
     count = sum(map(torch.numel, model.parameters()))
     text = f"has {count:,} weights. In fp32 a gradient has 4 bytes, so all gradients are"
     assert f"{text} **{4 * count / 1e6:.1f} MB**." in PAGES[HOMEWORK].text
-    assert f", starting at step {demo.UNMEASURED_STEPS + 1}, " in PAGES[RUNNING].text
+    assert f", starting at step {demo.UNMEASURED_STEPS + 1}: " in PAGES[RUNNING].text
 
 
 @pytest.mark.guards("page-message")
