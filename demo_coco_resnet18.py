@@ -903,10 +903,10 @@ def usable_gpus(args):
             "--device cpu"
         )
     if args.device == "cuda" and not gpus:
-        text = (
-            f"--device cuda: PyTorch {torch.__version__} sees no GPU: see nvidia-smi, whether its "
+        raise UserError(
+            f"--device cuda: PyTorch {torch.__version__} sees no GPU: see nvidia-smi, "
+            "CUDA_VISIBLE_DEVICES, and whether its build is for CPUs. Or give --device cpu"
         )
-        raise UserError(text + "build is for CPUs, CUDA_VISIBLE_DEVICES. Or give --device cpu")
     return gpus
 
 
