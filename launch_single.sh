@@ -30,13 +30,13 @@ global=$(option --global_batch_size "$@")
 [ "$(wc -w <<<"${GPUS:-}")" -le 1 ] || several=yes
 for GPUS in ${GPUS:-1}; do
     set_processes GPUS
-    [[ ! $global =~ ^[0-9]{1,9}$ ]] || [ $((10#$global % GPUS)) -eq 0 ] ||
-        die "--global_batch_size $global is not a multiple of $GPUS, a number of processes in GPUS"
     if [ -n "$several" ] && [ "$gpus" -gt 0 ] && [ "$GPUS" -gt "$gpus" ] &&
         [ "$(option --device "$@")" != cpu ] && [ "$(option --backend "$@")" != gloo ]; then
         say "note: no run with $GPUS processes: there are $gpus GPU(s) here"
         continue
     fi
+    [[ ! $several || ! $global =~ ^[0-9]{1,9}$ ]] || [ $((10#$global % GPUS)) -eq 0 ] ||
+        die "--global_batch_size $global is not a multiple of $GPUS, a number of processes in GPUS"
     runs+="p$GPUS=$GPUS "
     most=$((GPUS > most ? GPUS : most))
 done

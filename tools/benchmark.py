@@ -175,13 +175,13 @@ def add_options(add, command):
     steps, batch_size = (10 * cores(), 256) if gpu_count() else (12, 32)
     add("--data", type=full_path, metavar="DIR", help="COCO's folder; unset: the sample set")
     text = f"measured steps of a run, after a warm-up ({steps})"
-    add("--steps", type=int, default=steps, metavar="N", help=text)
+    add("--steps", type=positive, default=steps, metavar="N", help=text)
     text = f"images per process ({batch_size})"
-    add("--batch_size", type=int, default=batch_size, metavar="N", help=text)
+    add("--batch_size", type=positive, default=batch_size, metavar="N", help=text)
     if command != "peer":  # it crops to 224 pixels
-        add("--image_size", type=int, default=224, metavar="N", help="pixels a side (224)")
+        add("--image_size", type=positive, default=224, metavar="N", help="pixels a side (224)")
     if command != "gpu":
-        add("--rounds", type=int, default=5, metavar="N", help="how often all run (5)")
+        add("--rounds", type=positive, default=5, metavar="N", help="how often all run (5)")
         kinds = ["auto", "fp32", "fp16", "bf16"]
         add("--precision", choices=kinds, default="auto", help="of the training (auto)")
     if command in ("step", "input"):
@@ -190,6 +190,13 @@ def add_options(add, command):
     if command == "peer":
         text = "imagenet/main.py of pytorch/examples"
         add("--peer", type=full_path, required=True, metavar="FILE", help=text)
+
+
+def positive(text):
+    """A type for add_argument: a whole number, 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return int(text)
 
 
 def full_path(text):
