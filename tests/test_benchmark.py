@@ -86,6 +86,15 @@ def test_what_cannot_run_ends_in_one_line(benchmark, words, line):
     assert said.startswith(f"benchmark.py: error: {line}")
 
 
+@pytest.mark.guards("benchmark-numbers")
+@pytest.mark.parametrize("option", ["--steps", "--batch_size", "--image_size", "--rounds"])
+def test_a_number_below_1_is_refused(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        tool.parse_arguments(["input", option, "0"])
+    assert ended.value.code == 2
+    assert f"error: argument {option}: 0 is not at least 1" in capsys.readouterr().err
+
+
 def test_a_run_that_fails_is_told_with_its_last_lines(tmp_path):
     code = "import sys; print('first'); sys.exit('no\\nmemory')"
     with pytest.raises(tool.UserError, match=r"^exit code 1: .*: first \| no \| memory$"):

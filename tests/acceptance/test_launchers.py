@@ -293,7 +293,12 @@ def test_what_several_runs_cannot_have_is_refused(folder, launcher, runs, option
 @guards("more-than-gpus")
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [("", [1, 2]), ("--device cpu", [1, 2, 4]), ("--backend=gloo", [1, 2, 4])],
+    [
+        ("", [1, 2]),
+        ("--global_batch_size 6", [1, 2]),
+        ("--device cpu", [1, 2, 4]),
+        ("--backend=gloo", [1, 2, 4]),
+    ],
 )
 def test_numbers_above_that_of_the_gpus_are_skipped_with_a_note(folder, stub, options, expected):
     """With Gloo and on the CPU processes may share a device."""
