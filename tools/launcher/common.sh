@@ -244,12 +244,12 @@ ignoring_usr1() {
 }
 
 # The words of the log by which judge_end knows how a start ended
-log_error='\] ERROR: |: error: ' # of a rank; of argparse
-log_other_rank='another rank has ended' # in such a line: not the cause, unless there is no other
-log_stopped='\] Stopped on SIG' # of a rank
+log_error='\] ERROR: |: error: '           # of a rank; of argparse
+log_other_rank='another rank has ended'    # in such a line: not the cause, unless there is no other
+log_stopped='\] Stopped on SIG'            # of a rank
 log_nccl='Watchdog caught collective operation timeout|NCCL error|Last error:' # of PyTorch
-log_signal='Signal .* received' # of torchrun: it killed a rank
-log_exitcode='^ *exitcode +: ' # of torchrun, for each rank
+log_signal='Signal .* received'            # of torchrun: it killed a rank
+log_exitcode='^ *exitcode +: '             # of torchrun, for each rank
 log_apart='^torch.distributed.Dist|EADDRINUSE' # of PyTorch, the last line: the nodes did not meet
 telling="$log_error|$log_stopped|$log_nccl|$log_signal|$log_exitcode"
 
