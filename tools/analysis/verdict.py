@@ -152,7 +152,7 @@ def name_link(run):
     if tunnel := tunnel_of(run):
         return f"communication through {tunnel}"
     trouble, _ = say_trouble(run)
-    if any("packets are lost" in text for text in trouble):
+    if run.link_gbps and any("packets are lost" in text for text in trouble):
         return "its network, which loses packets"
     if run.network.transport == "roce" and any(name in " ".join(trouble) for name in LOST_OF_RDMA):
         return "its network, which loses or reorders packets"
@@ -352,9 +352,10 @@ def say_trouble(run):
         sent = sum(get(one, "segments") or 0 for one in tcp)
         again = sum(get(one, "retransmits") or 0 for one in tcp)
         if sent and again > LOSSY * sent and over_tcp and not healthy:
+            unknown = "" if run.link_gbps else "; what that costs is not known"
             wrong.append(
                 f"TCP sent {again / sent:.2%} of its segments again {when} ({again:,.0f} of "
-                f"{sent:,.0f}, counted): packets are lost on the way."
+                f"{sent:,.0f}, counted): packets are lost on the way{unknown}."
             )
         errors, counted = [], []
         for node in nodes:
