@@ -175,13 +175,21 @@ def slow_link_rows(run, reached_gbps):
         more = "more processes per node"
     alone = f"the link alone: `ib_write_bw -d {device} --report_gbits`, then with PEER on the "
     alone += f"other node: near {digits(each_gbps)} Gb/s from host memory"
+    on_infiniband = [
+        f"the port: `mlxlink -d {device}` shows the active beside the supported width and speed; "
+        "one bad lane lowers it",
+        f"{alone} leaves the way from GPU to adapter to be looked at",
+    ]
     speed = f"the negotiated speed: switch ports, `ethtool {name} | grep Speed` on both nodes"
     if network.virtual:
         speed = "the provider's limit of this kind of machine, which the interface does not state"
     own_ports = {each.stated for each in run.networks}
-    if len(own_ports) == count == 1 and network.stated and network.stated >= run.link_gbps:
-        speed = "between the nodes, a path or a switch port of a lower speed: the nodes' own "
-        speed += f"ports state {rate(network.stated)}"
+    if len(own_ports) == 1 and network.stated and network.stated >= run.link_gbps:
+        between = "between the nodes, a path or a switch port of a lower speed: the nodes' own "
+        between += f"ports state {rate(each_gbps)}"
+        speed = between if count == 1 else speed
+        fabric = f"{between} (`iblinkinfo` lists the links between switches)"
+        on_infiniband = [on_infiniband[1], fabric]
     causes = [
         "one interface alone: NETWORK= and IFNAME= of launch_multinode.sh keep to it",
         f"an overlay, tunnel, bridge or shaper: `ip route get PEER`, `tc qdisc show dev {name}`",
@@ -197,11 +205,7 @@ def slow_link_rows(run, reached_gbps):
             "the driver has it, takes an MTU of 65520",
             "the link without training: `iperf3 -P 8 -c PEER`",
         ],
-        "infiniband": [
-            f"the port: `mlxlink -d {device}` shows the active beside the supported width and "
-            "speed; one bad lane lowers it",
-            f"{alone} leaves the way from GPU to adapter to be looked at",
-        ],
+        "infiniband": on_infiniband,
         "roce": [
             roce_losses(link),
             "a lossless path: PFC for one class on adapters and switch, that of NCCL_IB_TC, with "

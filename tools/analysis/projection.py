@@ -73,14 +73,18 @@ def link_bytes(run):
     return way, ring_bytes(run) / TCP_SHARE
 
 
+def epoch_steps(run):
+    """None where the log does not state the images or the batch."""
+    return math.ceil(run.images / run.global_batch) if run.images and run.global_batch else None
+
+
 def project(run):
     """Expected step and epoch at RATES_GBPS: dicts of gbps, alone_s, step_s, bound, epoch_s."""
     rows, here_s = [], run.probe_s
     for gbps in RATES_GBPS:
         there_s = link_bytes(run)[1] * 8e-9 / gbps
-        step_s, epoch_s = step_over(run, there_s), None
-        if run.images and run.global_batch:
-            epoch_s = step_s * math.ceil(run.images / run.global_batch)
+        step_s, steps = step_over(run, there_s), epoch_steps(run)
+        epoch_s = step_s * steps if steps else None
         bound = not here_s or there_s > here_s
         row = {"gbps": gbps, "alone_s": there_s, "step_s": step_s}
         rows.append(row | {"bound": bound, "epoch_s": epoch_s})

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
-from analysis.projection import link_bytes
+from analysis.projection import epoch_steps, link_bytes
 from analysis.repeats import FIGURES, shown, values
 from analysis.scaling import PARTS
 from analysis.verdict import own_bytes
@@ -164,7 +164,8 @@ def projection_lines(run, rows):
         epoch = row["epoch_s"] and most + duration(row["epoch_s"])
         step = most + ms(row["step_s"])
         cells.append([rate(row["gbps"]), ms(row["alone_s"]), step, epoch or "-"])
-    lines = table(["link, at full rate", "all-reduce alone", "step", "epoch"], cells)
+    epoch = f"epoch of {steps:,} steps" if (steps := epoch_steps(run)) else "epoch"
+    lines = table(["link, at full rate", "all-reduce alone", "step", epoch], cells)
     if any(row["bound"] for row in rows):
         lines += ["", "At most: more of the all-reduce may hide than did in this run."]
     return [*heading("Projection"), text, "", *lines, ""]

@@ -262,7 +262,9 @@ def add_notes(run):
         seen = len({nodes[rank] for rank in log.ranks if rank < len(nodes)})
         text = f"of {run.nodes} nodes only the logs of {seen} are here"
         if seen < run.nodes:
-            run.notes.append(f"{text}: the losses and the step lines are of their ranks")
+            text += ": the losses and the step lines are of their ranks"
+            text += ", the parts of a step of all" if len(run.ranks) == run.processes else ""
+            run.notes.append(text)
 
 
 # --- Probe and counters --------------------------------------------------------------------------

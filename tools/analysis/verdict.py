@@ -83,17 +83,18 @@ def parts_of_step(run):
     """{part: seconds}: together a step at most. The parts of a slow rank are those that a usual
     rank has too, and its excess.
 
-    The least exposed time of all ranks is the link's. What a rank has above it is the wait for the
-    slowest rank, so it is not a part of its own.
+    They are those of the slowest rank: its exposed time, the least, is the link's. What a rank has
+    above it is the wait for the slowest.
     """
-    exposed = min((times[2] for times in run.ranks.values()), default=run.exposed_s)
+    mean = run.data_s, run.compute_s, run.exposed_s
+    data, compute, exposed = min(run.ranks.values(), key=lambda times: times[2], default=mean)
     # Exposed time far above the all-reduce's own is not the wire's: on a CPU compute and network
     # share the cores, and ranks wait for each other.
     kind = "overlap" if run.probe_s and run.probe_s < exposed / 2 else "link"
     if run.setting("grad_compression") == "powersgd":
         kind = "compression"
     if run.straggler is None:
-        return {kind: exposed, "input": run.data_s, "compute": run.compute_s}
+        return {kind: exposed, "input": data, "compute": compute}
     own = run.ranks[run.straggler][:2]
     data, compute = map(min, own, usual_times(run.ranks))
     excess = sum(own) - data - compute
@@ -117,19 +118,26 @@ def say_split(run, parts):
     title = titles[bound]
     if bound in ("compute", "input") and parts[kind] > IN_PART * run.step_s:
         title += f", in part by {titles[kind]}"
+    shown_s = run.compute_s, run.data_s, run.exposed_s
     wait_s = run.exposed_s - parts[kind]
     more_s = parts[kind] - (run.probe_s or math.inf)
-    compute, data, exposed, wait, more = (
-        f"{ms(seconds)} ({part(seconds, run.step_s)})"
-        for seconds in (run.compute_s, run.data_s, run.exposed_s, wait_s, more_s)
-    )
-    mean = "" if run.straggler is None else ", mean over the ranks"
-    waited = f", {wait} of it the wait for the slowest rank" if wait_s > WORTH * run.step_s else ""
+    wait, more = (f"{ms(seconds)} ({part(seconds, run.step_s)})" for seconds in (wait_s, more_s))
+    waits = wait_s > WORTH * run.step_s
+    waited, where = "", ""
+    if run.straggler is not None:
+        where = ", mean over the ranks"
+        waited = f", {wait} of it the wait for the slowest rank" if waits else ""
+    elif waits:
+        shown_s = parts["compute"], parts["input"], parts[kind]
+        where = f" on the slowest rank; the others wait for it, {wait} in the mean over all ranks"
     if kind == "link" and more_s > WORTH * run.step_s:
         waited += f", {more} of it beyond an all-reduce alone, which the probe does not explain"
+    compute, data, exposed = (
+        f"{ms(seconds)} ({part(seconds, run.step_s)})" for seconds in shown_s
+    )
     return (
         f"Bound by {title}: of a step of {ms(run.step_s)}, compute is {compute}, data wait "
-        f"{data}, {run.exposed_name} {exposed}{waited}, as measured{mean}."
+        f"{data}, {run.exposed_name} {exposed}{waited}, as measured{where}."
     )
 
 
