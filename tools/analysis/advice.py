@@ -182,10 +182,8 @@ def slow_link_rows(run, reached_gbps):
     ]
     speed = f"the negotiated speed: switch ports, `ethtool {name} | grep Speed` on both nodes"
     if network.virtual:
-        speed = (
-            "the provider's limit of this kind of machine, or a port of a lower speed on the way: "
-        )
-        speed += "the interface states neither"
+        speed = "the provider's limit of this kind of machine, or a port of a lower speed on the "
+        speed += "way: the interface states neither"
     own_ports = {each.stated for each in run.networks}
     if len(own_ports) == 1 and network.stated and network.stated >= run.link_gbps:
         between = "between the nodes, a path or a switch port of a lower speed: the nodes' own "
@@ -252,8 +250,8 @@ def good_link_rows(run, part, largest):
     between, cpu = run.nodes != 1, run.on_cpu
     link = part == "link"
     ports = len(run.network.names) if run.network else 0
-    seen = run.wire_gbps or run.link_gbps
     filled = run.link_gbps and (run.wire_gbps or 0) >= DELIVERS * run.link_gbps
+    open_rate = not filled and (run.wire_gbps or run.link_gbps)
     may_be_filled = run.wire_gbps and (filled or not run.link_gbps)
     fallen = kind_of(run) == "sockets" and 0 < (run.link_gbps or 0) <= FALLEN_GBPS * ports
     stated = {each.stated for each in run.networks if each.transport == "sockets"}
@@ -280,11 +278,7 @@ def good_link_rows(run, part, largest):
         (link and largest and cpu and not between, fewer),
         (part == "overlap", "the wait beyond an all-reduce: --profile FOLDER shows what ran when"),
         (
-            between
-            and seen
-            and not filled
-            and kind_of(run) == "sockets"
-            and part != "compression",
+            between and open_rate and kind_of(run) == "sockets" and part != "compression",
             "what this link can do: `iperf3 -P 8 -c PEER`",
         ),
         (less, f"send less: {less}"),
