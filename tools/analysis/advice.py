@@ -170,9 +170,11 @@ def slow_link_rows(run, reached_gbps):
     count = len(network.names)
     each_gbps = run.link_gbps / count
     module = "efa_nv_peermem" if kind == "efa" else "nvidia-peermem"
-    more = "NCCL_SOCKET_NTHREADS=4 and NCCL_NSOCKS_PERTHREAD=4"
-    if run.setting("backend") == "gloo":
-        more = "more processes per node"
+    more = "more connections, as one may not fill this link: NCCL_SOCKET_NTHREADS=4 and "
+    more += "NCCL_NSOCKS_PERTHREAD=4"
+    if run.setting("backend") == "gloo":  # its ring has one between two nodes in each direction
+        more = "one connection, which is all that Gloo takes, may not fill this link: "
+        more += "`iperf3 -c PEER` shows what one carries"
     alone = f"the link alone: `ib_write_bw -d {device} --report_gbits`, then with PEER on the "
     alone += f"other node: near {digits(each_gbps)} Gb/s from host memory"
     on_infiniband = [
@@ -229,7 +231,7 @@ def slow_link_rows(run, reached_gbps):
         ),
         (
             kind not in ADAPTERS and run.link_gbps >= FAST_SOCKETS_GBPS and reached_gbps > 1,
-            f"more connections, as one may not fill this link: {more}",
+            more,
         ),
         *((True, text) for text in by_kind[kind]),
         (
@@ -283,7 +285,7 @@ def good_link_rows(run, part, largest):
         ),
         (less, f"send less: {less}"),
         (part == "compression", "a lower --powersgd_rank, which computes and sends less"),
-        (link, "send less often: a larger --accumulate_steps or --batch_size"),
+        (True, "send less often: a larger --accumulate_steps or --batch_size"),
         (
             link and between and may_be_filled and kind_of(run) != "ipoib" and not kept,
             "a faster link: --project shows what to expect of it",

@@ -38,8 +38,8 @@ LEAST_SENT, MOST_SENT = 0.97, 1.10
 
 @dataclass
 class Verdict:
-    """`bound`: link, overlap (communication, but not by the wire), compression (PowerSGD's, and
-    communication), input, compute, slow rank, unknown.
+    """`bound`: link, overlap (communication, most of it not the wire's), compression (PowerSGD's,
+    and communication), input, compute, slow rank, unknown.
     """
 
     bound: str = "unknown"
@@ -109,7 +109,7 @@ def say_split(run, parts):
         "compute": "compute",
         "slow rank": f"one slow rank, {run.straggler}, for which the others wait",
         "link": name_link(run),
-        "overlap": f"communication, but not by the wire (an all-reduce alone takes "
+        "overlap": f"communication, most of it not the wire's (an all-reduce alone takes "
         f"{run.about}{ms(run.probe_s or 0)})",
         "compression": "PowerSGD's compression and communication, of which no log tells how much "
         "is which",
@@ -234,11 +234,11 @@ def own_bytes(run):
         names = [name for network in of_node for name in network.names]
         names = names or [link["name"] for link in carriers(links, {}, sent)]
         total = sum(sent(link) for link in links if link["name"] in names)
-        low = steps * run.wire_bytes + (model if hosts[:1] == [host] else 0)
-        high = (steps + 1) * most + model
+        low = LEAST_SENT * (steps * run.wire_bytes + (model if hosts[:1] == [host] else 0))
+        high = MOST_SENT * ((steps + 1) * most + model)
         text = f"{megabytes(total / steps)} a step over {', '.join(names) or 'any interface'}"
-        expected = " to ".join(dict.fromkeys(megabytes(n / steps) for n in (low, high)))
-        if total < LEAST_SENT * low:
+        expected = f"{megabytes(low / steps)} to {megabytes(high / steps)}"
+        if total < low:
             others = [link for link in links if link["name"] not in names]
             rest = [
                 f"{link['name']} sent {megabytes(sent(link) / steps)}"
@@ -251,12 +251,12 @@ def own_bytes(run):
             text += f", less than the {expected} expected: {', '.join(rest) or unseen}"
             text += "; the probe's rate is not the training's" if run.probe_s else ""
             says.append((0, f"During the training {host} sent {text}."))
-        elif total > MOST_SENT * high:
+        elif total > high:
             text += f", more than the {expected} expected: other traffic (`ss -tnp` lists its "
             text += "connections), or more all-reduces than one a step"
             says.append((1, f"During the training {host} sent {text}."))
         else:
-            text += f", as expected: {expected} on {host}, up to 3% less or 10% more"
+            text += f", as expected: {expected} with headers, on {host}"
             says.append((2, f"The training itself sent {text}."))
     return 0 in dict(says), [text for _, text in sorted(says)[:1]]
 
