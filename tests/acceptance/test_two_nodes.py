@@ -261,7 +261,7 @@ def test_links_are_compared_in_a_table_and_a_picture(links):
     (slim,), (fast,) = (
         re.findall(rf"^{name}: Bound by .*", run.out, re.MULTILINE) for name in ("slim", "fast")
     )
-    assert "of the stated 500 Mb/s: the link delivers" in slim
+    assert "of the given 500 Mb/s: the link delivers" in slim
     assert "10 Gb/s, a virtual interface's, is not judged" in fast
     for name, says in (("slim", slim), ("fast", fast)):
         assert re.search(rf"itself sent [\d.]+ MB a step over {name}, as expected", says), says

@@ -31,7 +31,7 @@ def table(head, rows):
 def column(run, result):
     """A run's cells of the main table by their title; None, 0 or "" if the log does not say."""
     gbps, virtual = run.wire_gbps, run.network and run.network.virtual
-    of = f", {gbps / run.link_gbps:.0%} of stated" if gbps and run.link_gbps else ""
+    of = f", {gbps / run.link_gbps:.0%} of {run.rate_is}" if gbps and run.link_gbps else ""
     wire = shown(run, "wire_gbps", rate)
     only = " (probe only)" if run.probe_s and own_bytes(run)[0] else ""
     per_process = run.img_per_s and run.processes and run.img_per_s / run.processes
@@ -60,7 +60,7 @@ def column(run, result):
         "all-reduce alone": run.probe_s and run.about + shown(run, "probe_s", ms) + only,
         "- of up to 4 KB": shown(run, "latency_s", lambda s: f"{digits(s * 1000)} ms"),
         "bytes per step and rank": run.wire_bytes and megabytes(run.wire_bytes),
-        "link, stated": rate(run.link_gbps) if run.link_gbps else virtual,
+        "link's rate": f"{rate(run.link_gbps)}, {run.rate_is}" if run.link_gbps else virtual,
         "wire rate": wire and wire + of + only,
         "transport": run.network and f"{run.network.transport} ({run.network.basis[3:]}){only}",
         "interface": run.network and run.network.shown and run.network.shown + only,

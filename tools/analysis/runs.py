@@ -51,7 +51,8 @@ class Run:
     straggler: int | None = None
     losses: dict = field(default_factory=dict)  # epoch -> mean over ranks
     wire_bytes: float | None = None  # per step and rank, after compression
-    link_gbps: float | None = None  # stated, of all interfaces of a node that carried it
+    link_gbps: float | None = None  # of all interfaces of a node that carried it: as they state
+    rate_is: str = "stated"  # or given, by the user
     probe_s: float | None = None  # all-reduce alone, scaled to wire_bytes
     latency_s: float | None = None  # of an all-reduce of up to 4 KB
     networks: list = field(default_factory=list)  # a Network for each probed node
@@ -114,8 +115,8 @@ class Run:
 
 
 def make_run(name, log, link_gbps=None):
-    """A run's figures from its log. link_gbps: the stated rate of a node's link, if given."""
-    run = Run(name, log, link_gbps=link_gbps)
+    """A run's figures from its log. link_gbps: the rate of a node's link, if the user gives it."""
+    run = Run(name, log, link_gbps=link_gbps, rate_is="given" if link_gbps else "stated")
     run.start_step = run.setting("start_step", int) or 0
     for figure, key in SETTINGS.items():
         setattr(run, figure, run.setting(key, int) or None)

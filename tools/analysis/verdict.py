@@ -38,8 +38,8 @@ LEAST_SENT, MOST_SENT = 0.97, 1.10
 
 @dataclass
 class Verdict:
-    """`bound`: link, overlap (communication, most of it not the wire's), compression (PowerSGD's,
-    and communication), input, compute, slow rank, unknown.
+    """`bound`: link, overlap (communication, most of it beyond an all-reduce alone), compression
+    (PowerSGD's, and communication), input, compute, slow rank, unknown.
     """
 
     bound: str = "unknown"
@@ -109,8 +109,8 @@ def say_split(run, parts):
         "compute": "compute",
         "slow rank": f"one slow rank, {run.straggler}, for which the others wait",
         "link": name_link(run),
-        "overlap": f"communication, most of it not the wire's (an all-reduce alone takes "
-        f"{run.about}{ms(run.probe_s or 0)})",
+        "overlap": "communication, most of it beyond what an all-reduce alone takes "
+        f"({run.about}{ms(run.probe_s or 0)} by the probe)",
         "compression": "PowerSGD's compression and communication, of which no log tells how much "
         "is which",
     }
@@ -331,11 +331,11 @@ def delivered(run):
         why = f"{virtual}, is not judged" if virtual else "its stated speed is not known"
         return f"{text}; {why} (the launcher's LINK_GBPS, or --link_gbps here, gives the link's)."
     reached, stated = run.wire_gbps / run.link_gbps, rate(run.link_gbps)
-    text += f", {reached:.0%} of the stated {stated}"
+    text += f", {reached:.0%} of the {run.rate_is} {stated}"
     if run.link_gbps == run.network.stated < max(each.stated or 0 for each in run.networks):
         text += f" of {run.network.host}"
     if reached > TOO_FAST:
-        return f"{text}, more than stated: the stated rate is wrong."
+        return f"{text}, more than {run.rate_is}: the {run.rate_is} rate is wrong."
     if reached < HEALTHY and size_limits(run):
         return f"{text}: the probe's size may limit the answer; nccl-tests with 1 GiB tells."
     if reached < HEALTHY:
