@@ -45,7 +45,6 @@ def shown(title: str) -> list[str]:
 
 
 RUN_DDP = blocks("Complete", "bash")[0].splitlines()[1]
-NODES = "".join(f"{text.strip()} &\n" for text in blocks("Two nodes on one laptop", "bash"))
 
 
 def figures(output: str) -> dict[str, float]:
@@ -87,15 +86,14 @@ def copy_programs(made: Path) -> Path:
     return made
 
 
-def run_nameless(command: str, folder: Path, expect: int = 0) -> str:
+def run_nameless(folder: Path, *command: object, timeout: float = 120) -> str:
     """What a command prints; where that can be had, on a machine whose own name does not resolve,
     as is usual in a class.
     """
-    command = f"code=0; {{ {command}\n}} || code=$?; test $code = {expect}"
     if no_namespaces():
-        with start(["bash", "-c", command], cwd=folder) as started:
-            return started.finish().out
-    return nameless(folder, "bash", "-c", command, timeout=120).out
+        with start(command, cwd=folder) as started:
+            return started.finish(timeout).out
+    return nameless(folder, *command, timeout=timeout).out
 
 
 # Runs a program in its folder, and says which threads it leaves. A second argument is the number
@@ -220,9 +218,11 @@ def notebook(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("my class")
     path = tmp_path_factory.mktemp("notebook") / "lesson.ipynb"
     port = str(free_port())
-    path.write_text((LESSON / "lesson.ipynb").read_text().replace("29500", port))
-    with start([sys.executable, "-c", RUN_NOTEBOOK, path, folder]) as started:
-        started.finish(600)
+    text = (LESSON / "lesson.ipynb").read_text().replace("29500", port)
+    late = "torchrun --nnodes=2 --node_rank=1 "  # later than the timeout of ddp.py
+    assert text.count(late) == 1
+    path.write_text(text.replace(late, f"sleep 25; {late}"))
+    run_nameless(path.parent, sys.executable, "-c", RUN_NOTEBOOK, path, folder, timeout=600)
     ended = {}
     for cell in json.loads(path.read_text())["cells"]:
         if cell["cell_type"] == "code":
@@ -240,7 +240,8 @@ def cell(notebook: dict[str, str], begin: str) -> str:
 @LONG
 def test_notebook_runs_whole(notebook):
     """Its commands print what the pages show. How much faster two processes are is the
-    machine's: here only that both say it.
+    machine's: here only that both say it. torchrun waits for the second node, before it starts a
+    rank.
     """
     changed = f"!{RUN_DDP.replace('ddp.py', 'changed_ddp.py')}\n"
     error, check, detail = shown("A missing collective call.")
@@ -256,7 +257,7 @@ def test_notebook_runs_whole(notebook):
     seconds = re.findall(rf"seconds an epoch: ({DECIMAL})$", speed, re.M)
     assert len(seconds) == 2 and min(map(float, seconds)) > 0.01
     two = cell(notebook, "%%bash")
-    assert "replicas identical: True" in two
+    assert "replicas identical: True" in two and "[rank 0] last weights: sum 2.2" in two
     assert sorted(chain(*(images(two, rank)[0] for rank in range(4)))) == [*range(16)]
 
 
@@ -339,20 +340,12 @@ def test_answers_are_what_the_changed_programs_show(original, changed):
 @LONG
 def test_answer_on_a_rank_that_is_killed(tmp_path):
     slip(14, tmp_path / "my lesson")
-    output = run_nameless(RUN_DDP, tmp_path / "my lesson", expect=1)
+    command = ["bash", "-c", f"{RUN_DDP}; test $? = 1"]
+    output = run_nameless(tmp_path / "my lesson", *command)
     (quoted,) = re.findall(r'"(.*?)"', answer(14))
     cause = output[output.index(quoted) :]
     assert re.search(r"rank +: 1 \(", cause) and re.search(r"exitcode +: -9 ", cause)
     assert "rank 1, exit code -9" in answer(14)
-
-
-@LONG
-def test_the_second_node_may_come_later_than_the_timeout_of_ddp(tmp_path):
-    """torchrun waits, before it starts a rank."""
-    both = f"{NODES}wait".replace("29500", str(free_port()))
-    late = both.replace(" &\n", " &\nsleep 25\n", 1)
-    output = run_nameless(late, copy_programs(tmp_path / "my lesson"))
-    assert "[rank 0] last weights: sum 2.2" in output and "replicas identical: True" in output
 
 
 # --- Numbers and questions ---------------------------------------------------------------------

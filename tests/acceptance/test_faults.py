@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from support.datasets import make_set
 from support.forks import Forked, changed
 from support.launchers import (
     BUSY,
+    COMMAND,
     FAST,
     TwoNodes,
     end_within,
@@ -61,10 +63,14 @@ def test_after_each_fault_both_nodes_restart_and_end_with_the_weights_of_an_unbr
 ):
     """A rank is killed, a torchrun is killed, a cable is pulled until both nodes have noticed: all
     over the first of two networks. Nothing happens over the second one, which no restart meets.
+    Each node logs its command and its own ranks; the hosts files map their own names to loopback.
     """
     steps = set(range(1, 17))
     saves = ["--num_epochs", 4, "--checkpoint_every", 2]
-    with two_nodes(tmp_path) as nodes:
+    folder = tmp_path / "mein Gerät"
+    folder.mkdir()
+    with two_nodes(folder) as nodes:
+        nodes.pair.usual_hosts()
         nodes.second_cable()
         started = nodes.train(*training, *saves, NETWORKS=BOTH, RESTARTS=3)
         for restart, what in enumerate(["rank", "torchrun", "cable"], 1):
@@ -88,11 +94,21 @@ def test_after_each_fault_both_nodes_restart_and_end_with_the_weights_of_an_unbr
             assert set(re.findall(r'Run \{.*"GLOO_SOCKET_IFNAME": "(\w+)"', logs[0])) == {
                 interface
             }
-            digests.append(weights(Run([], 0, logs[0], 0)))
+            first = Run([], 0, logs[0], 0)
+            digests.append(weights(first))
             assert logs[0].count("Resumed from") == begun - 1
+            assert first.json_line("Run")["hosts"] == ["node0", "node1"]
+            assert first.json_line("Summary")["replicas_identical"] is True
+            for node, log in enumerate(logs):
+                told = {"--rdzv_backend=static", f"--node_rank={node}", f"--rdzv_id=run-{label}-1"}
+                words = COMMAND.search(log)
+                assert told <= {*shlex.split(words[1])} and words.start() < log.index("[CPU ")
+                assert f"[CPU {1 - node}]" not in log
         assert digests[0] == digests[1]
         for node in (0, 1):
             assert not endpoints(nodes, node, "one") & endpoints(nodes, 1 - node, "two")
+            both = nodes.log(node, "run/one") + nodes.log(node, "run/two")
+            assert all(f"[CPU {node}] {line}\n" in both for line in runs[node].lines(node))
     assert not re.search(r"exitcode +: 2\b", runs[0].out + runs[1].out)
 
 

@@ -28,18 +28,15 @@ from support.launchers import (
     SINGLE,
     STOPS,
     copy_project,
-    finish_all,
     guarded,
     launch,
     project_with,
     starts,
-    two_nodes,
 )
 from support.nodes import require_namespaces, small_disk
 from support.processes import (
     LONG,
     ROOT,
-    Run,
     free_ports,
     processes,
     start,
@@ -50,30 +47,6 @@ guards = pytest.mark.guards
 
 
 # --- Real trainings ----------------------------------------------------------------------------
-
-
-@LONG
-def test_both_nodes_train_and_each_logs_its_command_and_its_own_ranks(tmp_path):
-    """Their hosts files map their own names to loopback, as Debian's do."""
-    folder = tmp_path / "mein Gerät"
-    data = make_set(folder / "set", 32)
-    with two_nodes(folder) as nodes:
-        nodes.pair.usual_hosts()
-        runs = finish_all(nodes.start_both(*data, *FAST, "--max_steps", 3))
-        first = Run([], 0, nodes.log(0), 0)
-        facts, summary = first.json_line("Run"), first.json_line("Summary")
-        logs = [nodes.log(node) for node in (0, 1)]
-    for node, (run, log) in enumerate(zip(runs, logs, strict=True)):
-        assert [step for _, step, _ in run.steps(node)] == [1, 2, 3], run.tail()
-        assert all(f"[CPU {node}] {line}\n" in log for line in run.lines(node))
-        assert f"[CPU {1 - node}]" not in log
-        words = COMMAND.search(log)
-        assert words.start() < log.index("[CPU ")
-        told = {"--rdzv_backend=static", f"--node_rank={node}", "--rdzv_id=run-run-1"}
-        assert told <= set(shlex.split(words[1]))
-    assert (facts["world_size"], facts["hosts"]) == (2, ["node0", "node1"])
-    assert facts["env"]["GLOO_SOCKET_IFNAME"] == "eth0"
-    assert summary["steps"] == 3 and summary["replicas_identical"] is True
 
 
 @LONG

@@ -16,13 +16,11 @@ OPTIONS = " ".join(FAST).replace("--log_every 1", "--log_every 5")
 DATA = '--coco_image_path "$sample/train2017" '
 DATA += '--annotation_path "$sample/annotations/instances_train2017.json"'
 CELLS = {
-    "two ranks, and a comparison with its picture": f"""!cd "$folder" && GPUS="1 2" RUN_NAME=run \
-"$root/launch_single.sh" {DATA} {OPTIONS} --max_steps 3 --checkpoint end.pt; echo exit code $?""",
-    "torchrun": f"""!torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=2 \
+    "torchrun": f"""!torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=1 \
 "$root/demo_coco_resnet18.py" {DATA} {OPTIONS} --max_steps 3; echo exit code $?""",
-    "bash": f"""%%bash
+    "two ranks, a comparison and answers with their pictures": f"""%%bash
 cd "$folder"
-"$root/launch_single.sh" {DATA} {OPTIONS} --max_steps 3
+GPUS="1 2" RUN_NAME=run "$root/launch_single.sh" {DATA} {OPTIONS} --max_steps 3 --checkpoint end.pt
 echo exit code $?
 python "$root/tools/show_results.py" logs/run/p2/end.pt --output answers.png {DATA}
 echo exit code $?""",
