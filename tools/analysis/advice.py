@@ -20,6 +20,7 @@ DELIVERS = 0.8  # above this share of its stated speed, headers and start-up acc
 # In the log of a complete run, what a restart or another try has overcome.
 OVERCOME = ("no_interface", "timeout", "direct_path", "local_protection", "peer_unreachable")
 OVERCOME += ("connection_failed", "completion_failed", "flushed")
+BEYOND = "the time beyond an all-reduce alone: --profile FOLDER shows what ran when"
 EFA_LIMIT = "the instance type's own limit, which the adapter does not state; one placement group"
 IN_PART = 0.2  # above this share of a step, exposed communication bounds it in part
 WORTH = 0.05  # below this share of a step, a part of it is not worth a change
@@ -54,9 +55,11 @@ def next_checks(run, parts, slow_link, in_trouble):
         else:
             name = "compression and communication" if part == "compression" else "communication"
             alone_s = run.probe_s
-            rows = good_link_rows(run, part, seconds, seconds == max(parts.values()))
+            rows = good_link_rows(run, part, seconds == max(parts.values()))
             if slow_link and part == "link":  # then nothing else matters
                 rows = tunnel_rows(run) if tunnel_of(run) else slow_link_rows(run, slow_link)
+            beyond = part == "link" and seconds - (run.probe_s or seconds) > WORTH * run.step_s
+            rows.append((beyond, BEYOND))
             faults = [(True, text) for text in nccl_advice(run)] + adapter_rows(run)
             faults += trouble_rows(run) if in_trouble else []
         rows = faults + (rows if seconds >= WORTH * run.step_s else [])
@@ -246,13 +249,11 @@ def slow_link_rows(run, reached_gbps):
     ]
 
 
-def good_link_rows(run, part, exposed_s, largest):
+def good_link_rows(run, part, largest):
     """For a link that delivers; part: link, overlap or compression; largest: none costs more."""
     kept, less = only_sockets(run), send_less(run)
     between, cpu = run.nodes != 1, run.on_cpu
     link = part == "link"
-    alone_s = exposed_s if part == "compression" else run.probe_s or exposed_s
-    beyond = exposed_s - alone_s > WORTH * run.step_s
     ports = len(run.network.names) if run.network else 0
     filled = run.link_gbps and (run.wire_gbps or 0) >= DELIVERS * run.link_gbps
     open_rate = not filled and (run.wire_gbps or run.link_gbps)
@@ -280,7 +281,7 @@ def good_link_rows(run, part, exposed_s, largest):
         (link and not between and not cpu, way),
         (part == "overlap" and shares_cores(run), cores),
         (link and largest and cpu and not between, fewer),
-        (beyond, "the time beyond an all-reduce alone: --profile FOLDER shows what ran when"),
+        (part == "overlap", BEYOND),
         (
             between and open_rate and kind_of(run) == "sockets" and part != "compression",
             "what this link can do: `iperf3 -P 8 -c PEER`",

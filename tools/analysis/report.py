@@ -33,6 +33,9 @@ def column(run, result):
     gbps, virtual = run.wire_gbps, run.network and run.network.virtual
     of = f", {gbps / run.link_gbps:.0%} of {run.rate_is}" if gbps and run.link_gbps else ""
     wire = shown(run, "wire_gbps", rate)
+    transport = run.network and run.network.transport
+    if transport == "unknown":  # only NCCL's name of both kinds, if any
+        transport = run.network.names and "InfiniBand or RoCE"
     only = " (probe only)" if run.probe_s and own_bytes(run)[0] else ""
     per_process = run.img_per_s and run.processes and run.img_per_s / run.processes
     cells = {
@@ -62,7 +65,7 @@ def column(run, result):
         "bytes per step and rank": run.wire_bytes and megabytes(run.wire_bytes),
         "link's rate": f"{rate(run.link_gbps)}, {run.rate_is}" if run.link_gbps else virtual,
         "wire rate": wire and wire + of + only,
-        "transport": run.network and f"{run.network.transport} ({run.network.basis[3:]}){only}",
+        "transport": transport and f"{transport} ({run.network.basis[3:]}){only}",
         "interface": run.network and run.network.shown and run.network.shown + only,
         **{f"loss, epoch {epoch}": f"{loss:.4f}" for epoch, loss in run.losses.items()},
         "top-1 at the end": top1 is not None and f"{top1:.2f} %",

@@ -161,7 +161,7 @@ def name_link(run):
         return f"communication through {tunnel}"
     trouble, _ = say_trouble(run)
     if run.link_gbps and any("packets are lost" in text for text in trouble):
-        return "its network, which loses packets"
+        return "its network, which loses or delays packets"
     if run.network.transport == "roce" and any(name in " ".join(trouble) for name in LOST_OF_RDMA):
         return "its network, which loses or reorders packets"
     if through_host_memory(run):
@@ -363,7 +363,7 @@ def say_trouble(run):
             unknown = "" if run.link_gbps else "; what that costs is not known"
             wrong.append(
                 f"TCP sent {again / sent:.2%} of its segments again {when} ({again:,.0f} of "
-                f"{sent:,.0f}, counted): packets are lost on the way{unknown}."
+                f"{sent:,.0f}, counted): packets are lost, or come late{unknown}."
             )
         errors, counted = [], []
         for node in nodes:
