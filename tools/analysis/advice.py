@@ -21,6 +21,7 @@ DELIVERS = 0.8  # above this share of its stated speed, headers and start-up acc
 OVERCOME = ("no_interface", "timeout", "direct_path", "local_protection", "peer_unreachable")
 OVERCOME += ("connection_failed", "completion_failed", "flushed")
 BEYOND = "the time beyond an all-reduce alone: --profile FOLDER shows what ran when"
+GPUDIRECT = "GPUDirect: {} loaded, or DMA-BUF; adapters near their GPU (`nvidia-smi topo -m`)"
 EFA_LIMIT = "the instance type's own limit, which the adapter does not state; one placement group"
 IN_PART = 0.2  # above this share of a step, exposed communication bounds it in part
 WORTH = 0.05  # below this share of a step, a part of it is not worth a change
@@ -239,8 +240,7 @@ def slow_link_rows(run, reached_gbps):
         *((True, text) for text in by_kind[kind]),
         (
             kind in ADAPTERS and not direct,
-            f"GPUDirect: {module} loaded, or DMA-BUF; adapters near their GPU "
-            "(`nvidia-smi topo -m`)",
+            GPUDIRECT.format(module),
         ),
         (
             kind in ("infiniband", "roce"),
@@ -273,8 +273,12 @@ def good_link_rows(run, part, largest):
     if run.record("Probe"):  # there was one, but it saw none that moved the bytes
         unknown = "the interface: `ip route get PEER` on each node shows the one that is used; "
         unknown += "NETWORK= and IFNAME= set it"
+    unseen = link and between and run.network and run.probe_s and not run.wire_gbps
+    indirect = run.network and run.network.connections and not run.network.with_gpudirect
     return [
         (link and between and not (run.network and run.probe_s), unknown),
+        (unseen, "what this network can do, which no counter shows: nccl-tests with 1 GiB"),
+        (unseen and indirect, GPUDIRECT.format("nvidia-peermem")),
         *(tunnel_rows(run) if link else ()),
         (link and between and (fallen or len(stated) > 1), port),
         (link and between and kept, faster),
