@@ -22,7 +22,6 @@ OVERCOME = ("no_interface", "timeout", "direct_path", "local_protection", "peer_
 OVERCOME += ("connection_failed", "completion_failed", "flushed")
 BEYOND = "the time beyond an all-reduce alone: --profile FOLDER shows what ran when"
 GPUDIRECT = "GPUDirect: {} loaded, or DMA-BUF; adapters near their GPU (`nvidia-smi topo -m`)"
-EFA_LIMIT = "the instance type's own limit, which the adapter does not state; one placement group"
 IN_PART = 0.2  # above this share of a step, exposed communication bounds it in part
 WORTH = 0.05  # below this share of a step, a part of it is not worth a change
 SCALES = 0.8  # more processes are no advice for a run of a lower efficiency
@@ -152,7 +151,6 @@ def trouble_rows(run):
     return [
         (kind == "infiniband", f"{lossy} (`ibqueryerrors`, `mlxlink -d {device} -c -m`)"),
         (kind == "roce", roce_losses(link)),
-        (kind == "efa", EFA_LIMIT),
         (kind == "efa", f"what is dropped: `rdma statistic show link {link}`"),
         (kind in ("sockets", "ipoib") and not virtual, f"{lossy} (`ethtool -S {name}`)"),
         (virtual, f"what drops packets: `tc -s qdisc show dev {name}`"),
@@ -220,9 +218,9 @@ def slow_link_rows(run, reached_gbps):
             f"{alone} clears adapter and cable, not the switch under load",
         ],
         "efa": [
-            EFA_LIMIT,
             "the adapters: `fi_info -p efa` on each node should list all of them",
             "the link alone: fabtests' `fi_rma_bw -p efa -E`, then with PEER on the other node",
+            "the instance type's own limit, which the adapter does not state; one placement group",
         ],
     }
     direct = network.connections and network.with_gpudirect == network.connections

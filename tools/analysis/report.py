@@ -28,6 +28,12 @@ def table(head, rows):
     return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
 
 
+def count_of(run):
+    """4; or 3 of 4, where one has failed."""
+    whole = len(run.repeats)
+    return str(whole) if whole == run.tried else f"{whole} of {run.tried}"
+
+
 def column(run, result):
     """A run's cells of the main table by their title; None, 0 or "" if the log does not say."""
     gbps, virtual = run.wire_gbps, run.network and run.network.virtual
@@ -40,7 +46,7 @@ def column(run, result):
     per_process = run.img_per_s and run.processes and run.img_per_s / run.processes
     cells = {
         "status": run.status,
-        "runs": run.repeats and str(len(run.repeats)),
+        "runs": run.repeats and count_of(run),
         "processes on nodes": run.processes and f"{run.processes} on {run.nodes or '?'}",
         "step": shown(run, "step_s", ms),
     }

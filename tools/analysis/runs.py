@@ -40,6 +40,7 @@ class Run:
     global_batch: int | None = None
     parameters: int | None = None
     repeats: list = field(default_factory=list)  # complete Runs, of which it has the medians
+    tried: int = 1  # complete or not
     wall_s: float | None = None
     rest_s: float | None = None  # of it outside steps: start, validation, saving, end
     step_s: float | None = None

@@ -156,7 +156,7 @@ def name_link(run):
     if not (run.wire_gbps and run.probe_s):  # nothing shows that the link is what is slow
         return "communication between its nodes"
     if run.network.kind == "ipoib":
-        return f"TCP over {run.network.names[0]}, not InfiniBand itself"
+        return f"TCP over {run.network.names[0]} (IP over InfiniBand)"
     if tunnel := tunnel_of(run):
         return f"communication through {tunnel}"
     trouble, _ = say_trouble(run)
