@@ -72,7 +72,7 @@ PROBLEMS = {
         r"|NET/Plugin ?: (?:Plugin load.* returned -?\d+ : )?"
         r"(?!(?:\S+: )?\S*lib[nr]ccl-(?:net-none|\w+)\.so: cannot open shared)\S+: \S",
         "the network plugin could not be used: check its path, its own libraries and that it "
-        "fits this NCCL; NCCL_NET_PLUGIN=none does without it",
+        "fits this NCCL; if a job ends here, NCCL_NET_PLUGIN=none does without it",
     ),
     "network_not_found": (
         r"Error: network .+ not found|Failed to initialize any NET plugin",

@@ -25,6 +25,10 @@ def can_model(run):
     return bool(run.has_split and run.wire_bytes and run.processes and (run.nodes or 0) > 1)
 
 
+def same_job(run, other):
+    return (run.processes, run.global_batch) == (other.processes, other.global_batch)
+
+
 def ring_bytes(run):
     """Bytes that a node sends in each direction in an all-reduce of a step's gradients: a ring's.
 

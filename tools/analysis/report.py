@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
-from analysis.projection import epoch_steps, link_bytes
+from analysis.projection import can_model, epoch_steps, link_bytes, same_job, step_over
 from analysis.repeats import FIGURES, shown, values
 from analysis.scaling import PARTS
 from analysis.verdict import own_bytes
@@ -125,7 +125,7 @@ def report(result, picture=None):
     lines += [line for text in result["same_wire"] for line in (text, "")]
     lines += [text for run in runs if not run.log.failed for text in verdict_lines(run, verdicts)]
     if chosen := result["projected"]:
-        lines += projection_lines(chosen, result["projections"][chosen.name])
+        lines += projection_lines(chosen, result["projections"][chosen.name], runs)
     return "\n".join(lines).rstrip()
 
 
@@ -161,7 +161,7 @@ def advice_lines(run, advice):
     return lines
 
 
-def projection_lines(run, rows):
+def projection_lines(run, rows, runs):
     source, nbytes = link_bytes(run)
     text = f"From {run.name}, by the model (not measured): {megabytes(nbytes)} a step on a node's "
     text += f"link, {source}, beside {ms(run.data_s + run.compute_s)} of data wait and compute"
@@ -177,6 +177,14 @@ def projection_lines(run, rows):
     lines = table(["link, at full rate", "all-reduce alone", "step", epoch], cells)
     if any(row["bound"] for row in rows):
         lines += ["", "At most: more of the all-reduce may hide than did in this run."]
+    checks = [
+        f"{ms(step_over(run, other.probe_s))} for {other.name}, whose all-reduce alone takes "
+        f"{ms(other.probe_s)}; measured are {ms(other.step_s)}"
+        for other in runs
+        if other is not run and can_model(other) and other.probe_s and same_job(other, run)
+    ]
+    if checks:
+        lines += ["", f"For the other runs the model says: {'. '.join(checks)}."]
     return [*heading("Projection"), text, "", *lines, ""]
 
 
