@@ -212,7 +212,9 @@ nbformat.write(notebook, sys.argv[1])
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory) -> dict[str, str]:
-    """{code of each cell: what it printed} by a Jupyter kernel, as on Colab: the file alone."""
+    """{code of each cell: what it printed} by a Jupyter kernel, as on Colab: the file alone. The
+    class has made its six changes.
+    """
     found = all(map(importlib.util.find_spec, ("nbclient", "ipykernel")))
     require(found, "nbclient or ipykernel is not installed")
     folder = tmp_path_factory.mktemp("my class")
@@ -221,7 +223,11 @@ def notebook(tmp_path_factory) -> dict[str, str]:
     text = (LESSON / "lesson.ipynb").read_text().replace("29500", port)
     late = "torchrun --nnodes=2 --node_rank=1 "  # later than the timeout of ddp.py
     assert text.count(late) == 1
-    path.write_text(text.replace(late, f"sleep 25; {late}"))
+    made = json.loads(text.replace(late, f"sleep 25; {late}"))
+    for cell in made["cells"]:
+        if cell["source"][0].startswith("%%writefile mine.py"):
+            cell["source"] = ["%%writefile mine.py\n", DDP]
+    path.write_text(json.dumps(made))
     run_nameless(path.parent, sys.executable, "-c", RUN_NOTEBOOK, path, folder, timeout=600)
     ended = {}
     for cell in json.loads(path.read_text())["cells"]:
@@ -239,10 +245,11 @@ def cell(notebook: dict[str, str], begin: str) -> str:
 
 @LONG
 def test_notebook_runs_whole(notebook):
-    """Its commands print what the pages show. How much faster two processes are is the
-    machine's: here only that both say it. torchrun waits for the second node, before it starts a
-    rank.
+    """Its commands print what the pages show, and check.py what it says of a class that is done.
+    How much faster two processes are is the machine's: here only that both say it. torchrun waits
+    for the second node, before it starts a rank.
     """
+    assert cell(notebook, "!python check.py mine.py").startswith("Complete. ")
     changed = f"!{RUN_DDP.replace('ddp.py', 'changed_ddp.py')}\n"
     error, check, detail = shown("A missing collective call.")
     fails, _ = shown("Saving")
