@@ -21,6 +21,7 @@ from support.datasets import make_set
 from support.launchers import (
     COMMAND,
     FAST,
+    NOTEBOOK,
     SAVED,
     SINGLE,
     STOPS,
@@ -307,14 +308,15 @@ def test_a_firewall_that_opens_the_rendezvous_alone_is_named_in_time(links):
 
 
 @LONG
+@guards("notebook-launcher")
 def test_one_and_two_processes_and_two_nodes_train_with_equal_threads_and_are_compared(
     training, links, tmp_path
 ):
-    """Two processes train the same wherever they are."""
+    """Two processes train the same wherever they are. What a notebook sets changes no picture."""
     folder = tmp_path / "mein Gerät"
     folder.mkdir()
     own = {"GPUS": "1 2", "REPEATS": 2, "OMP_NUM_THREADS": None}
-    with launch(SINGLE, folder, *training, **own) as started:
+    with launch(SINGLE, folder, *training, **own, **NOTEBOOK) as started:
         compared = started.finish(300, expect=None)
     assert_scaling_is_compared(compared, "p1", "p2")
     assert re.search(r"^\| runs +\| +2 \| +2 \|$", compared.out, re.MULTILINE), compared.tail()

@@ -33,6 +33,8 @@ MULTINODE = ROOT / "launch_multinode.sh"
 FAST = shlex.split("--weights none --image_size 40 --batch_size 4 --workers 0 --log_every 1")
 FAST += ["--precision", "fp32"]
 BUSY = 40  # seconds more than a promised bound: other tests run on the same cores meanwhile
+# Jupyter and Colab set such a name for the commands of a cell. No package has it.
+NOTEBOOK = {"MPLBACKEND": "backend_of_a_notebook"}
 SAVED = 75  # exit code after a stop signal
 STEP_3 = r"\| Step 3 "
 OTHER_RANK = "another rank has ended, or does not answer"  # as the script says it

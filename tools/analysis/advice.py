@@ -151,7 +151,6 @@ def trouble_rows(run):
     return [
         (kind == "infiniband", f"{lossy} (`ibqueryerrors`, `mlxlink -d {device} -c -m`)"),
         (kind == "roce", roce_losses(link)),
-        (kind == "efa", f"what is dropped: `rdma statistic show link {link}`"),
         (kind in ("sockets", "ipoib") and not virtual, f"{lossy} (`ethtool -S {name}`)"),
         (virtual, f"what drops packets: `tc -s qdisc show dev {name}`"),
     ]
@@ -220,6 +219,7 @@ def slow_link_rows(run, reached_gbps):
         "efa": [
             "the adapters: `fi_info -p efa` on each node should list all of them",
             "the link alone: fabtests' `fi_rma_bw -p efa -E`, then with PEER on the other node",
+            f"what is dropped: `rdma statistic show link {link}`",
             "the instance type's own limit, which the adapter does not state; one placement group",
         ],
     }

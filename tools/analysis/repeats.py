@@ -143,9 +143,11 @@ def say_difference(base, run):
             end = ". In parentheses: the 10th to 90th percentile of its log lines."
     text = f"{texts[0]} in {base.name} and {texts[1]} in {run.name}"
     if not differ(a, b):
+        what = "No difference"
         if max(a) < min(b):
-            text += f", {median(b) / median(a) - 1:.1%} apart: less than the 2% that counts"
-        return f"No difference shown by {by}: {took} {text}{end}"
+            what += " of 2%"
+            text += f", {median(b) / median(a) - 1:.1%} apart"
+        return f"{what} shown by {by}: {took} {text}{end}"
     called = is_called(a, b)
     if called or not measured:
         between = f" ({min(b) / max(a):.2f} to {max(b) / min(a):.2f})" if called else ""
