@@ -24,6 +24,8 @@
 set -euo pipefail
 # shellcheck source=tools/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/tools/environment.sh"
+# shellcheck source=tools/launcher/job.sh
+source "$root/tools/launcher/job.sh" # set_job
 # shellcheck source=tools/launcher/networks.sh
 source "$root/tools/launcher/networks.sh" # set_networks, check_networks, use_network
 

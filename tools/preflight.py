@@ -53,7 +53,8 @@ def report(wrong: str, fine: str = "", *, named: bool = True) -> None:
 
 def of_launchers(function: str, *names: str) -> list[str]:
     """What a function of the launchers sets these variables to. Raises ValueError: it refuses."""
-    code = 'source "$1"; "$2"; shift 2; for name; do echo "${!name}"; done'
+    code = 'source "$1"; source "$root/tools/launcher/job.sh"; "$2"; shift 2; '
+    code += 'for name; do echo "${!name}"; done'
     words = ["bash", "-c", code, "preflight.py", ROOT / "tools/environment.sh", function, *names]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
