@@ -272,9 +272,11 @@ def good_link_rows(run, part, largest):
         unknown = "the interface: `ip route get PEER` on each node shows the one that is used; "
         unknown += "NETWORK= and IFNAME= set it"
     unseen = link and between and run.network and run.probe_s and not run.wire_gbps
+    two_kinds = link and run.network and run.network.transport == "unknown" and run.network.names
     indirect = run.network and run.network.connections and not run.network.with_gpudirect
     return [
         (link and between and not (run.network and run.probe_s), unknown),
+        (two_kinds, "adapters of one kind, by NCCL_IB_HCA: these have two link layers"),
         (unseen, "what this network can do, which no counter shows: nccl-tests with 1 GiB"),
         (unseen and indirect, GPUDIRECT.format("nvidia-peermem")),
         *(tunnel_rows(run) if link else ()),

@@ -62,7 +62,7 @@ class Network:
     @property
     def way(self):
         """TCP on eth0 (ethernet); RoCE on mlx5_0:1."""
-        unnamed = "InfiniBand or RoCE" if self.names else "a network that NCCL does not name"
+        unnamed = "InfiniBand and RoCE" if self.names else "a network that NCCL does not name"
         title = TITLES.get(self.transport, unnamed)
         where = ", ".join(self.names) if self.transport in ADAPTERS else self.shown
         return f"{title} on {where}" if where else title

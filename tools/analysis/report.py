@@ -40,8 +40,8 @@ def column(run, result):
     of = f", {gbps / run.link_gbps:.0%} of {run.rate_is}" if gbps and run.link_gbps else ""
     wire = shown(run, "wire_gbps", rate)
     transport = run.network and run.network.transport
-    if transport == "unknown":  # only NCCL's name of both kinds, if any
-        transport = run.network.names and "InfiniBand or RoCE"
+    if transport == "unknown":  # if NCCL names adapters, of both kinds
+        transport = run.network.names and "infiniband and roce"
     only = " (probe only)" if run.probe_s and own_bytes(run)[0] else ""
     per_process = run.img_per_s and run.processes and run.img_per_s / run.processes
     cells = {
