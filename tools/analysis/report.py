@@ -69,7 +69,7 @@ def column(run, result):
         "all-reduce alone": run.probe_s and run.about + shown(run, "probe_s", ms) + only,
         "- of up to 4 KB": shown(run, "latency_s", lambda s: f"{digits(s * 1000)} ms"),
         "bytes per step and rank": run.wire_bytes and megabytes(run.wire_bytes),
-        "link's rate": f"{rate(run.link_gbps)}, {run.rate_is}" if run.link_gbps else virtual,
+        "link's rate": f"{rate(run.link_gbps)}, {run.rate_is}{only}" if run.link_gbps else virtual,
         "wire rate": wire and wire + of + only,
         "transport": transport and f"{transport} ({run.network.basis[3:]}){only}",
         "interface": run.network and run.network.shown and run.network.shown + only,
@@ -177,12 +177,13 @@ def projection_lines(run, rows, runs):
     lines = table(["link, at full rate", "all-reduce alone", "step", epoch], cells)
     if any(row["bound"] for row in rows):
         lines += ["", "At most: more of the all-reduce may hide than did in this run."]
-    checks = [
-        f"{ms(step_over(run, other.probe_s))} for {other.name}, whose all-reduce alone takes "
-        f"{ms(other.probe_s)}; measured are {ms(other.step_s)}"
-        for other in runs
-        if other is not run and can_model(other) and other.probe_s and same_job(other, run)
-    ]
+    checks = []
+    for other in runs:
+        if other is not run and other.probe_s and can_model(other) and same_job(other, run):
+            most = "at most " if other.probe_s > (run.probe_s or 0) else ""
+            step = f"{most}{ms(step_over(run, other.probe_s))} for {other.name}"
+            alone = f"whose all-reduce alone takes {ms(other.probe_s)}"
+            checks.append(f"{step}, {alone}; it measured {ms(other.step_s)}")
     if checks:
         lines += ["", f"For the other runs the model says: {'. '.join(checks)}."]
     return [*heading("Projection"), text, "", *lines, ""]
