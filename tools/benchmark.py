@@ -3,7 +3,6 @@
 
     python tools/benchmark.py step       a whole training step, fed from image files
     python tools/benchmark.py input      the loader alone, on one core
-    python tools/benchmark.py peer --peer examples/imagenet/main.py
     python tools/benchmark.py gpu        steps fed from files, and with a batch that stays on a GPU
 
 step and input take --against: another copy of the script, as a file or as a commit of this
@@ -82,32 +81,6 @@ def measure_input(args):
     show(args, rounds(args, cases))
 
 
-def measure_peer(args):
-    """the demo beside imagenet/main.py of pytorch/examples
-
-    Each rate comes from the wall times of two runs of different length: so the start does not
-    count, and it does not matter what the peer prints.
-    """
-    if not args.peer.is_file():
-        raise UserError(f"--peer {args.peer} is no file: give the path of imagenet/main.py")
-    if gpu_count():  # the peer would otherwise use all of them
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    batches = {"short": 2, "long": 2 + args.steps}
-    sets = {name: make_data(args, n * args.batch_size, name) for name, n in batches.items()}
-    trees = {name: make_tree(args.folder / f"tree-{name}", data) for name, data in sets.items()}
-    launcher = ["env", f"PYTHON={sys.executable}", f"LOG_DIR={args.folder}/logs"]
-    launcher += ["GPUS=1", "RESTARTS=0", "bash", ROOT / "launch_single.sh"]
-    ours = {size: [*launcher, *options(args, data)] for size, data in sets.items()}
-    settings = record(run(args, ours["short"]), "Run")
-    peer = [sys.executable, args.peer, "-a", "resnet18", "--epochs", "1"]
-    peer += ["-b", args.batch_size, "-j", settings["workers"]]
-    theirs = {size: [*peer, tree] for size, tree in trees.items()}
-    cases = {"launch_single.sh": ours, "peer": theirs}
-    cases = {name: partial(wall_speed, args, commands) for name, commands in cases.items()}
-    print("The demo's precision: {precision}. Loader workers: {workers}".format(**settings))
-    show(args, rounds(args, cases))
-
-
 def measure_gpu(args):
     """what only a GPU can show: run this first on a GPU machine"""
     gpus = gpu_count()
@@ -150,7 +123,6 @@ def gpu_summary(args, processes, precision, kind):
 COMMANDS = {
     "step": measure_step,
     "input": measure_input,
-    "peer": measure_peer,
     "gpu": measure_gpu,
 }
 
@@ -178,8 +150,7 @@ def add_options(add, command):
     add("--steps", type=positive, default=steps, metavar="N", help=text)
     text = f"images per process ({batch_size})"
     add("--batch_size", type=positive, default=batch_size, metavar="N", help=text)
-    if command != "peer":  # it crops to 224 pixels
-        add("--image_size", type=positive, default=224, metavar="N", help="pixels a side (224)")
+    add("--image_size", type=positive, default=224, metavar="N", help="pixels a side (224)")
     if command != "gpu":
         add("--rounds", type=positive, default=5, metavar="N", help="how often all run (5)")
         kinds = ["auto", "fp32", "fp16", "bf16"]
@@ -187,9 +158,6 @@ def add_options(add, command):
     if command in ("step", "input"):
         text = "another copy of the script, or a commit that has one"
         add("--against", metavar="FILE_OR_COMMIT", help=text)
-    if command == "peer":
-        text = "imagenet/main.py of pytorch/examples"
-        add("--peer", type=full_path, required=True, metavar="FILE", help=text)
 
 
 def positive(text):
@@ -222,7 +190,7 @@ def scripts(args):
 # ---- Data
 
 
-def make_data(args, count, name="data"):
+def make_data(args, count):
     """Data of exactly so many labelled images, repeated if there are fewer. Raises UserError."""
     source = args.data or ROOT / "data" / "sample_coco"
     if not args.data:
@@ -235,7 +203,7 @@ def make_data(args, count, name="data"):
     for n, image in zip(range(1, count + 1), itertools.cycle(labelled), strict=False):
         images.append({"id": n, "file_name": image["file_name"]})
         annotations.append({"id": n, "image_id": n, "category_id": labels[image["id"]]})
-    file = args.folder / f"{name}.json"
+    file = args.folder / "data.json"
     file.write_text(json.dumps(content | {"images": images, "annotations": annotations}))
     return Data(source / "train2017", file)
 
@@ -243,17 +211,6 @@ def make_data(args, count, name="data"):
 def needed_images(args):
     """Of one process, so that the loader still has work in the last step."""
     return args.batch_size * (WARM_UP + args.steps + 2 * cores())
-
-
-def make_tree(folder, data):
-    """The same images as links in a tree for ImageFolder. The labels do not matter for speed."""
-    (folder / "train" / "any").mkdir(parents=True)
-    (folder / "val" / "any").mkdir(parents=True)
-    for image in json.loads(data.file.read_text())["images"]:
-        link = folder / "train" / "any" / f"{image['id']}.jpg"
-        link.symlink_to(data.images / image["file_name"])
-    (folder / "val" / "any" / "1.jpg").symlink_to(link.resolve())
-    return folder
 
 
 # ---- Runs
@@ -267,7 +224,6 @@ def run(args, command, variables=()):
     command = [str(word) for word in command]
     env = {**dict(variables), **os.environ, "PYTHONUNBUFFERED": "1"}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    # In the folder, because the peer writes its checkpoints where it is started.
     done = subprocess.run(command, cwd=args.folder, env=env, **pipes, text=True, errors="replace")
     if done.returncode:
         last = " | ".join([line.strip() for line in done.stdout.splitlines() if line.strip()][-3:])
@@ -317,19 +273,6 @@ def loader_speed(args, script, given):
     variables = launchers_variables() | {"OMP_NUM_THREADS": "1"}
     text = run(args, [*child("loader", script), *given], variables)
     return record(text, "Loader")["img_per_s"]
-
-
-def wall_speed(args, commands):
-    """Images/s by which the long one of two runs takes longer than the short one."""
-    seconds = {}
-    for size, command in commands.items():
-        began = time.perf_counter()
-        run(args, command)
-        seconds[size] = time.perf_counter() - began
-    longer = seconds["long"] - seconds["short"]
-    if longer <= 0:
-        raise UserError("the long run took no longer than the short one: give more --steps")
-    return args.steps * args.batch_size / longer
 
 
 # ---- In a process that is measured
