@@ -6,7 +6,6 @@ Most runs are made up: their speed would say nothing here. Their commands are pa
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -56,7 +55,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable:
                 assert started[: len(program)] == program
                 assert started[len(program)].startswith("--")
             given = [n for n, word in enumerate(words) if word == "--coco_image_path"]
-            if given:  # the peer has other options
+            if given:
                 demo.parse_arguments(words[given[0] :])  # fails where the script refuses them
             return prints(words, dict(variables))
 
@@ -73,7 +72,6 @@ def record(kind: str, **content: object) -> str:
     ("words", "line"),
     [
         ("gpu", "PyTorch finds no NVIDIA GPU here: run gpu where nvidia-smi lists one"),
-        ("peer --peer none.py", f"--peer {Path.cwd() / 'none.py'} is no file"),
         ("step --against none", "--against none: no file and no commit that has one"),
         ("step --data none", "[Errno 2] No such file or directory: "),
     ],
@@ -166,45 +164,6 @@ def test_gpu_prints_a_row_for_each_case_and_projects_the_talks_job(
 
     made_up(run)
     assert benchmark("gpu", *TINY) == GPU
-
-
-PEER = """\
-The demo's precision: fp32. Loader workers: 1
-launch_single.sh: 2.0 img/s
-peer: 1.0 img/s
-img/s, launch_single.sh / peer: 2.000 (2.000 to 2.000 in 1 round(s))
-"""
-
-
-@pytest.mark.guards("benchmark-start", "benchmark-launcher")
-def test_peer_is_measured_by_the_clock_without_the_start(
-    benchmark, made_up, monkeypatch, tmp_path
-):
-    """20 steps of two images in addition to the two of the short run."""
-    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(tool, "time", clock)
-    (tmp_path / "main.py").touch()
-    launcher = ROOT / "launch_single.sh"
-    assert os.access(launcher, os.X_OK)
-
-    def run(words, _variables):
-        if str(tmp_path / "main.py") in words:
-            assert words[2:-1] == ["-a", "resnet18", "--epochs", "1", "-b", "2", "-j", "1"]
-            assert len([*Path(words[-1]).glob("val/*/*.jpg")]) == 1
-            images = [path.read_bytes() for path in Path(words[-1]).glob("train/*/*.jpg")]
-            clock.now += 50 + len(images)
-            return ""
-        file = Path(words[words.index("--annotation_path") + 1])
-        given = [f"PYTHON={sys.executable}", f"LOG_DIR={file.parent}/logs", "GPUS=1", "RESTARTS=0"]
-        start = ["env", *given, "bash", str(launcher)]
-        assert words[: words.index("--coco_image_path")] == start
-        images = json.loads(file.read_text())["images"]
-        clock.now += 10 + len(images) * 0.5
-        return record("Run", precision="fp32", workers=1)
-
-    made_up(run)
-    words = ["--steps", 20, "--batch_size", 2, "--rounds", 1, "--peer", tmp_path / "main.py"]
-    assert benchmark("peer", *words) == PEER
 
 
 @LONG
