@@ -41,6 +41,8 @@ if ! "$PYTHON" -c "import $modules" 2>/dev/null || [ ! -x "$bin/shellcheck" ]; t
     install_packages "${tools[@]}" >&2
 fi
 
+# Its bytecode is written once, beside the checks, and not by each worker.
+PYTHONDONTWRITEBYTECODE='' "$PYTHON" -c 'import torchvision' &
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 shell_scripts=(.ci/run)
@@ -49,6 +51,7 @@ while IFS= read -r path; do
 done < <(find . '(' -name '*.sh' -o -name '*.sbatch' ')' -not -path './.*' -not -path './data/*' -not -path './logs/*')
 "$bin/shellcheck" --external-sources "${shell_scripts[@]}"
 
+wait
 # More workers than cores, as some tests wait. A file's tests stay together, and with them what they share.
 share=(-n 4 --dist loadfile --no-loadscope-reorder)
 trap - HUP INT TERM USR1 # pytest gets them itself
