@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from pytest import approx
 
 import compare_logs
-from analysis import logs, projection
+from analysis import logs, projection, verdict
 from analysis.logs import Log, read_log
 from analysis.repeats import find_repeats, gather, is_called
 from analysis.report import as_json, report
@@ -114,6 +114,21 @@ def test_equal_networks_are_called_different_as_rarely_as_by_chance():
 
     assert 200 < called(4) < 400
     assert called(3) == 0
+
+
+@pytest.mark.guards("slowest-unnamed")
+@pytest.mark.parametrize(("compute", "says"), [(0.149, "148 ms"), (0.155, "155 ms")])
+def test_figures_of_a_verdict_are_those_of_its_advice(compute, says):
+    """The mean, or what the slowest rank has where the other one waits for over 1 % of a step."""
+    run = make_run("a", Log())
+    run.nodes, run.step_s, run.data_s, run.compute_s, run.exposed_s = 1, 0.2, 0.002, 0.148, 0.05
+    run.ranks = {
+        0: (0.002, 0.296 - compute, compute - 0.098),
+        1: (0.002, compute, 0.198 - compute),
+    }
+    text = verdict.say_split(run, verdict.parts_of_step(run))
+    assert f"compute is {says} " in text
+    assert ("on the slowest rank" in text) == (compute == 0.155)
 
 
 @pytest.mark.guards("hidden-part")

@@ -29,6 +29,7 @@ from analysis.words import megabytes, ms, part, rate
 LOSSY = 0.01
 # Of RDMA's packets: lost, or in another order, which adaptive routing makes on sound links.
 LOST_OF_RDMA = ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err")
+ALIKE = 0.01  # ranks that wait for each other for less of a step show the same figures
 HEALTHY = 0.5  # a link below this share of its stated speed is not the link that was meant
 TOO_FAST = 1.05  # above this share what it states is wrong
 # The training's own bytes may be so much less or more than those of its gradients: headers and a
@@ -123,13 +124,15 @@ def say_split(run, parts):
     more_s = parts[kind] - (run.probe_s or math.inf)
     wait, more = (f"{ms(seconds)} ({part(seconds, run.step_s)})" for seconds in (wait_s, more_s))
     waits = wait_s > WORTH * run.step_s
+    alike = wait_s < ALIKE * run.step_s
     waited, where = "", ""
     if run.straggler is not None:
         where = ", mean over the ranks"
         waited = f", {wait} of it the wait for the slowest rank" if waits else ""
-    elif waits:
+    elif not alike:
         shown_s = parts["compute"], parts["input"], parts[kind]
-        where = f" on the slowest rank; the others wait for it, {wait} in the mean over all ranks"
+        where = " on the slowest rank"
+        where += f"; the others wait for it, {wait} in the mean over all ranks" if waits else ""
     if kind == "link" and more_s > WORTH * run.step_s:
         waited += f", {more} of it beyond an all-reduce alone, which the probe does not explain"
     compute, data, exposed = (
