@@ -60,6 +60,9 @@ def next_checks(run, parts, slow_link, in_trouble):
                 rows = tunnel_rows(run) if tunnel_of(run) else slow_link_rows(run, slow_link)
             beyond = part == "link" and seconds - (run.probe_s or seconds) > WORTH * run.step_s
             rows.append((beyond, BEYOND))
+            link = name_of(run).replace(":", "/")
+            dropped = f"what is dropped: `rdma statistic show link {link}`"
+            rows.append((in_trouble and kind_of(run) == "efa", dropped))
             faults = [(True, text) for text in nccl_advice(run)] + adapter_rows(run)
             faults += trouble_rows(run) if in_trouble else []
         rows = faults + (rows if seconds >= WORTH * run.step_s else [])
@@ -190,7 +193,7 @@ def slow_link_rows(run, reached_gbps):
     own_ports = {each.stated for each in run.networks}
     if len(own_ports) == 1 and network.stated and network.stated >= run.link_gbps:
         between = "between the nodes, a path or a switch port of a lower speed: the nodes' own "
-        between += f"ports state {rate(each_gbps)}"
+        between += f"ports state {rate(network.stated / count)}"
         speed = between if count == 1 else speed
         fabric = f"{between} (`iblinkinfo` lists the links between switches)"
         on_infiniband = [on_infiniband[1], fabric]
@@ -219,7 +222,6 @@ def slow_link_rows(run, reached_gbps):
         "efa": [
             "the adapters: `fi_info -p efa` on each node should list all of them",
             "the link alone: fabtests' `fi_rma_bw -p efa -E`, then with PEER on the other node",
-            f"what is dropped: `rdma statistic show link {link}`",
             "the instance type's own limit, which the adapter does not state; one placement group",
         ],
     }

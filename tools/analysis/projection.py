@@ -25,8 +25,10 @@ def can_model(run):
     return bool(run.has_split and run.wire_bytes and run.processes and (run.nodes or 0) > 1)
 
 
-def same_job(run, other):
-    return (run.processes, run.global_batch) == (other.processes, other.global_batch)
+def same_job(*runs):
+    """Whether these runs do the same work, whatever their network is."""
+    names = ("world_size", "nodes", "global_batch_size", "precision", "grad_compression")
+    return len({tuple(map(run.record("Run").get, names)) for run in runs}) == 1
 
 
 def ring_bytes(run):

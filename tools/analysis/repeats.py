@@ -146,7 +146,7 @@ def say_difference(base, run):
         what = "No difference"
         if max(a) < min(b):
             what += " of 2%"
-            text += f", {median(b) / median(a) - 1:.1%} apart"
+            text += f", {median(b) / median(a) - 1:.2%} apart"
         return f"{what} shown by {by}: {took} {text}{end}"
     called = is_called(a, b)
     if called or not measured:

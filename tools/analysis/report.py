@@ -179,13 +179,14 @@ def projection_lines(run, rows, runs):
         lines += ["", "At most: more of the all-reduce may hide than did in this run."]
     checks = []
     for other in runs:
-        if other is not run and other.probe_s and can_model(other) and same_job(other, run):
+        known = other.probe_s and can_model(other) and not own_bytes(other)[0]
+        if known and other is not run and same_job(other, run):
             most = "at most " if other.probe_s > (run.probe_s or 0) else ""
             step = f"{most}{ms(step_over(run, other.probe_s))} for {other.name}"
             alone = f"whose all-reduce alone takes {ms(other.probe_s)}"
-            checks.append(f"{step}, {alone}; it measured {ms(other.step_s)}")
+            checks.append(f"{step}, {alone} ({ms(other.step_s)} were measured)")
     if checks:
-        lines += ["", f"For the other runs the model says: {'. '.join(checks)}."]
+        lines += ["", f"For the other runs the model says: {'; '.join(checks)}."]
     return [*heading("Projection"), text, "", *lines, ""]
 
 

@@ -335,7 +335,8 @@ def delivered(run):
         return f"{text}; {why} (the launcher's LINK_GBPS, or --link_gbps here, gives the link's)."
     reached, stated = run.wire_gbps / run.link_gbps, rate(run.link_gbps)
     text += f", {reached:.0%} of the {run.rate_is} {stated}"
-    if run.link_gbps == run.network.stated < max(each.stated or 0 for each in run.networks):
+    lowest = run.link_gbps == run.network.stated and run.rate_is == "stated"
+    if lowest and run.link_gbps < max(each.stated or 0 for each in run.networks):
         text += f" of {run.network.host}"
     if reached > TOO_FAST:
         return f"{text}, more than {run.rate_is}: the {run.rate_is} rate is wrong."
