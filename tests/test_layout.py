@@ -104,3 +104,11 @@ def test_gpu_tests_change_functions_that_the_script_has():
         for name in re.findall(r"\bdemo\.(\w+)", path.read_text())
     }
     assert names and all(hasattr(demo_coco_resnet18, name) for name in names), names
+
+
+def test_names_that_the_map_gives_exist():
+    folders = [ROOT / name for name in ("tools", "tests", "docs")]
+    files = [*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*"))]
+    own = [path.read_text() for path in files if path.suffix in (".py", ".sh", ".sbatch")]
+    known = set(re.findall(r"\w+", "\n".join(own)))
+    assert set(re.findall(r"`([A-Za-z_]\w*)`", MAP)) <= known

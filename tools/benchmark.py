@@ -155,7 +155,6 @@ def add_options(add, command):
         add("--rounds", type=positive, default=5, metavar="N", help="how often all run (5)")
         kinds = ["auto", "fp32", "fp16", "bf16"]
         add("--precision", choices=kinds, default="auto", help="of the training (auto)")
-    if command in ("step", "input"):
         text = "another copy of the script, or a commit that has one"
         add("--against", metavar="FILE_OR_COMMIT", help=text)
 

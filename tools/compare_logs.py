@@ -157,7 +157,7 @@ def parse_arguments(argv):
     add("--force", action="store_true", help="compare unlike runs, and mark it")
     text = "what to expect at other rates, from this run (default: the one known best)"
     add("--project", metavar="NAME", nargs="?", const="", help=text)
-    text = "stated rate of a node's link, Gb/s; replaces what the log says"
+    text = "rate of a node's link, Gb/s; replaces what the log says that it states"
     rate = {"default": [], "action": "append", "metavar": "[NAME=]N"}
     add("--link_gbps", "--link-gbps", **rate, help=text)
     return parser.parse_intermixed_args(argv)
