@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,7 +81,8 @@ def prepared(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.guards("prepare-goes-on")
 @pytest.mark.parametrize("split", ["train2017", "val2017"])
 def test_images_are_smaller_and_have_the_same_names_and_labels(sample, prepared, split):
-    assert sorted(os.listdir(sample / split)) == sorted(os.listdir(prepared / split))
+    copies = sorted(path.name for path in (prepared / split).glob("*.jpg"))  # also *.unfinished
+    assert copies == sorted(os.listdir(sample / split))
     old, new = content(sample, split), content(prepared, split)
     for name in os.listdir(sample / split):
         with Image.open(sample / split / name) as a, Image.open(prepared / split / name) as b:
@@ -149,16 +151,59 @@ def test_shorter_side_is_that_of_the_command_line_in_both_spellings(source, tmp_
             assert image.size == (100, 75)
 
 
-@pytest.mark.guards("prepare-unfinished")
-def test_image_appears_when_it_is_complete(source, tmp_path, monkeypatch):
-    def stop_half_way(source: Path, target: Path, side: int) -> bool:
-        target.write_bytes(source.read_bytes()[:100])
-        raise KeyboardInterrupt
+@pytest.mark.guards("prepare-unfinished", "prepare-short-write")
+def test_a_full_disk_leaves_no_part_of_a_file_and_the_next_run_goes_on(source, tmp_path):
+    """A limit of 1 KiB a file is as a full disk: the beginning of a file can still be written."""
+    arguments = ["--shorter_side", "100", source, tmp_path / "small"]
+    code = "import resource, os, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024)); "
+    code += "os.execv(sys.executable, sys.argv[1:])"
+    words = [sys.executable, "-c", code, sys.executable, *COMMAND[1:], *arguments]
+    run = subprocess.run([*map(str, words)], capture_output=True, text=True)
+    begin = re.escape(f"prepare_coco.py: error: {tmp_path}/small/train2017/000")
+    assert re.fullmatch(begin + r"\d\.jpg cannot be written: File too large\n", run.stderr)
+    assert (run.returncode, run.stdout) == (2, "")
+    left = [path.name for path in tmp_path.glob("small/**/*") if path.is_file()]
+    assert left == ["prepare_coco.json"]
+    subprocess.run([*COMMAND, *arguments], check=True)
+    assert prepare(tmp_path, side=100, target="never full") == 5
+    assert digests(tmp_path / "small") == digests(tmp_path / "never full")
 
-    monkeypatch.setattr(prepare_coco, "shrink", stop_half_way)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(tmp_path)
-    assert not [*tmp_path.glob("small/train2017/*.jpg")]
+
+@pytest.mark.guards("prepare-own-name")
+def test_two_runs_make_one_target_at_once(source, tmp_path):
+    """Here two write one file at the same moment; then two runs begin together."""
+    file = tmp_path / "file"
+    with prepare_coco.whole_file(file) as one, prepare_coco.whole_file(file) as two:
+        one.write(b"text")
+        two.write(b"text")
+    assert file.read_bytes() == b"text" and {*os.listdir(tmp_path)} == {"coco", "file"}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    words = [*COMMAND, source, tmp_path / "small", "--shorter_side", "64"]
+    runs = [subprocess.Popen(words, **pipes) for _ in range(2)]
+    for run in runs:
+        out = run.communicate(timeout=120 * FACTOR)[0]
+        assert run.returncode == 0 and " 5 images in " in out, out
+    prepare(tmp_path, target="alone")
+    assert digests(tmp_path / "small") == digests(tmp_path / "alone")
+
+
+def test_the_longest_names_are_copied(source, tmp_path):
+    """Of 255 characters, which is what a file's name may have."""
+    name = "a" * 251 + ".jpg"
+    (source / "train2017/0000.jpg").rename(source / "train2017" / name)
+    write_content(source, instances([name]))
+    assert prepare(tmp_path) == 1
+    assert os.listdir(tmp_path / "small/train2017") == [name]
+
+
+@pytest.mark.guards("prepare-reader-gone")
+def test_a_reader_that_has_gone_ends_it_without_words(source, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [*COMMAND, source, tmp_path / "small"]
+    run = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, timeout=60 * FACTOR)
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (-signal.SIGPIPE, b"")
 
 
 def picture() -> Image.Image:
@@ -243,8 +288,24 @@ def test_source_that_cannot_be_prepared_makes_no_target(source, tmp_path, text, 
 def test_folder_that_is_not_cocos_is_one_line(tmp_path):
     run = subprocess.run([*COMMAND, tmp_path, tmp_path / "small"], capture_output=True, text=True)
     words = f"{tmp_path} has no annotations/instances_train2017.json with train2017/"
-    assert (run.returncode, run.stdout) == (1, "")
+    assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == f"prepare_coco.py: error: {words}\n"
+
+
+@pytest.mark.guards("prepare-record", "prepare-leftover")
+def test_what_a_killed_run_leaves_is_no_foreign_file_and_a_damaged_record_is_one_line(
+    source, tmp_path
+):
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small/1234.unfinished").touch()
+    assert prepare(tmp_path) == 5
+    record = tmp_path / "small/prepare_coco.json"
+    for damage in (b"", b'{"shorter_side": 6', b"\xff"):
+        record.write_bytes(damage)
+        with pytest.raises(prepare_coco.UserError) as error:
+            prepare(tmp_path)
+        words = f"is damaged: remove {tmp_path / 'small'}, or give another TARGET"
+        assert str(error.value) == f"{record} {words}"
 
 
 @pytest.mark.guards("prepare-in-place", "prepare-other-size")

@@ -18,19 +18,24 @@ Grey images of 16 or 32 bits, also small ones, become JPEGs of 8 bits, as the de
 RGB Pillow would show them white or black. 0 to 65,535 becomes 0 to 255; of 32 bits the least value
 of the image becomes 0, the greatest one 255.
 
-A run that was stopped or killed goes on when it is started again.
+A run that was stopped or killed goes on when it is started again. Two at once may make one TARGET.
+What a killed run has left, *.unfinished, may be removed.
+
+Exit code: 0: TARGET is complete; 2: an error, which is one line, or wrong arguments.
 """
 
 import argparse
 import gc
 import json
 import os
-import shutil
 import signal
 import sys
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,27 +57,51 @@ class Job(NamedTuple):
     side: int  # pixels
 
 
+# ---- Files
+
+
+@contextmanager
+def whole_file(path):
+    """A file to write bytes to. It gets its name when it is complete. Raises UserError."""
+    unfinished = path.with_name(f"{uuid.uuid4().hex}.unfinished")  # two runs must not share it
+    try:
+        with unfinished.open("xb") as file:
+            yield file
+        unfinished.replace(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 # ---- Images
 
 
-def shrink(source, target, side):
-    """Writes a smaller image, of 8 bits. Returns False if it is small, or of another kind.
+def shrink(data, side):
+    """The file of a smaller image, of 8 bits. The same data if it is small, or of another kind.
 
     Raises an error of any type if the image is damaged.
     """
-    with Image.open(source) as image:
+    with Image.open(BytesIO(data)) as image:
         if image.mode[0] in "IF":  # I, I;16, F: 16 or 32 bits
             image = to_8_bits(image)
         elif min(image.size) <= side or image.mode not in ("L", "RGB"):
             image.load()  # shows whether it is damaged
-            return False
-        if min(image.size) > side:
-            new_size = tuple(round(pixels * side / min(image.size)) for pixels in image.size)
-            # libjpeg decodes no more than twice the new size needs: faster, and as sharp.
-            image.draft(None, tuple(2 * pixels for pixels in new_size))
-            image = image.resize(new_size, Image.Resampling.BICUBIC, reducing_gap=2)
-        image.save(target, "JPEG", quality=90, subsampling="4:2:0")
-    return True
+            return data
+        # NOTE: into a file on a full disk Pillow may write a part of it, and raise no error.
+        made = BytesIO()
+        resize(image, side).save(made, "JPEG", quality=90, subsampling="4:2:0")
+    return made.getvalue()
+
+
+def resize(image, side):
+    """The image with this shorter side; the same one if it is not larger."""
+    if min(image.size) <= side:
+        return image
+    new_size = tuple(round(pixels * side / min(image.size)) for pixels in image.size)
+    # libjpeg decodes no more than twice the new size needs: faster, and as sharp.
+    image.draft(None, tuple(2 * pixels for pixels in new_size))
+    return image.resize(new_size, Image.Resampling.BICUBIC, reducing_gap=2)
 
 
 def to_8_bits(image):
@@ -86,28 +115,25 @@ def to_8_bits(image):
 
 
 def make_image(job, name):
-    """Writes an image to TARGET unless it is there. Raises OSError."""
+    """Writes an image to TARGET unless it is there. Raises UserError."""
     source, target = job.source / name, job.target / name
     if target.exists():
         return
-    unfinished = unfinished_file(target)
     try:
-        if not shrink(source, unfinished, job.side):
-            shutil.copyfile(source, unfinished)
+        data = source.read_bytes()
+    except OSError as error:
+        raise UserError(f"{source} cannot be read: {error.strerror}") from error
+    try:
+        data = shrink(data, job.side)
     except Exception as error:  # damaged data raises anything
-        shutil.copyfile(source, unfinished)  # fails if it cannot be read at all
         text = f"WARNING: image {source} is damaged, and copied as it is: {error}"
         print(text, file=sys.stderr, flush=True)
-    unfinished.replace(target)
-
-
-def unfinished_file(path):
-    """What a file of TARGET is called until it is complete."""
-    return path.with_name(f"{path.name}.unfinished")
+    with whole_file(target) as file:
+        file.write(data)
 
 
 def make_images(job, names):
-    """Writes all images, with a line of progress now and then. Raises OSError."""
+    """Writes all images, with a line of progress now and then. Raises UserError."""
     began = shown = time.monotonic()
     # Threads are enough to use all cores: Pillow lets others run while it decodes and resizes.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -123,11 +149,11 @@ def make_images(job, names):
 
 
 def write_instances(path, content):
-    """Writes an instances file of the first annotations. It appears when it is complete."""
+    """Writes an instances file of the first annotations. Raises UserError."""
     firsts = [content["annotations"][index] for index, _ in first_annotations(content).values()]
     text = json.dumps(content | {"annotations": firsts}, separators=(",", ":"))
-    unfinished_file(path).write_text(text)
-    unfinished_file(path).replace(path)
+    with whole_file(path) as file:
+        file.write(text.encode())
 
 
 # ---- The run
@@ -144,18 +170,25 @@ def find_splits(source):
 
 
 def claim(job):
-    """Makes TARGET, or finds it made with the same setting. Raises UserError."""
+    """Makes TARGET, or finds it made with the same setting. Raises UserError or OSError."""
     record = job.target / "prepare_coco.json"
     settings = {"shorter_side": job.side}
+    job.target.mkdir(parents=True, exist_ok=True)
+    # The record is the first file to be complete, also where two runs begin at once.
+    others = [path for path in job.target.iterdir() if path.suffix != ".unfinished"]
     if record.exists():
-        made_with = json.loads(record.read_text())
+        try:
+            made_with = json.loads(record.read_bytes())
+        except ValueError as error:
+            text = f"{record} is damaged: remove {job.target}, or give another TARGET"
+            raise UserError(text) from error
         if made_with != settings:
             raise UserError(f"{job.target} was made with {made_with}: give another TARGET")
-    elif job.target.exists() and any(job.target.iterdir()):
+    elif others:
         raise UserError(f"{job.target} is not empty, and not made by this program")
     else:
-        job.target.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(settings))
+        with whole_file(record) as file:
+            file.write(json.dumps(settings).encode())
 
 
 def prepare(job):
@@ -196,13 +229,18 @@ def main():
     args = parse_arguments()
     gc.disable()  # it would look through millions of objects again and again
     # Files appear when they are complete, so the program may be ended at any moment.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGPIPE):  # end on Ctrl-C and in `| head` without words
+        signal.signal(number, signal.SIG_DFL)
     began = time.monotonic()
     try:
         count = prepare(Job(args.source, args.target, args.shorter_side))
+        text = f"{args.target}: {count} images in {time.monotonic() - began:.0f} s"
+        print(text, flush=True)
     except (UserError, OSError) as error:
-        sys.exit(f"prepare_coco.py: error: {error}")
-    print(f"{args.target}: {count} images in {time.monotonic() - began:.0f} s")
+        if isinstance(error, OSError):
+            error = f"{error.filename or 'the output'}: {error.strerror}"
+        print(f"prepare_coco.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
