@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -11,8 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from check_coco import UserError, check, check_images
+from check_coco import HEAD, TAIL, UserError, check, check_images
 from support.annotation_cases import Case, cases, changed, marked, plain_id, rows
 from support.processes import ROOT
 
@@ -109,7 +112,7 @@ def test_classes_that_validation_cannot_find_by_name(tmp_path: Path):
 def make_files(folder: Path, *names: str) -> Path:
     folder.mkdir()
     for name in names:
-        (folder / name).touch()
+        (folder / name).write_bytes(b"GIF89a")
     return folder
 
 
@@ -121,7 +124,7 @@ def test_labelled_images_that_the_folder_lacks_are_counted(tmp_path: Path):
     words = " lacks 2 of 4 listed images, the first is 0001.jpg: check the path"
     assert words in fault(path, folder)
     for name in ("0001.jpg", "0002.jpg"):
-        (folder / name).touch()
+        (folder / name).symlink_to("0000.jpg")
     assert fault(path, folder) == ""
 
 
@@ -136,6 +139,50 @@ def test_what_is_no_file_is_a_lost_image(tmp_path: Path, what: str):
     assert lost(folder, "1.jpg").endswith("a backslash counts as /")
     (folder / "gone.jpg").touch()
     assert lost(folder, "1.jpg") == "" or what == "a folder"
+
+
+def test_a_folder_of_images_that_is_not_there_is_said(tmp_path: Path):
+    path = write(tmp_path / "file.json")
+    for folder in (tmp_path / "gone", path):
+        assert fault(path, folder) == f"there is no folder of images {folder}: check the path"
+
+
+def encoded(kind: str, **options: object) -> bytes:
+    """A JPEG or PNG that is larger than what is looked at first."""
+    file = io.BytesIO()
+    noise = Image.frombytes("RGB", (300, 300), random.Random(0).randbytes(3 * 300 * 300))
+    noise.save(file, kind, quality=95, **options)
+    assert len(file.getvalue()) > HEAD
+    return file.getvalue()
+
+
+@pytest.mark.guards("check-empty", "check-cut-off", "check-film", "check-small-one")
+def test_images_that_are_empty_or_cut_off_are_told_from_whole_ones(tmp_path: Path):
+    """Whole are also a JPEG of a phone, which has a film behind it, and what is no JPEG or PNG."""
+    small = b"Exif" + b"\xff\xd8 a small one \xff\xd9"
+    jpeg, png, both = encoded("JPEG"), encoded("PNG"), encoded("JPEG", exif=small)
+    path, folder = write(tmp_path / "file.json"), make_files(tmp_path / "images")
+    whole = [jpeg, png, both, jpeg + bytes(2 * TAIL), jpeg + b"\n", png + b"\n", b"GIF89a"]
+    cut = {"JPEG": [jpeg[:-2], jpeg[: HEAD // 2], jpeg[:2], both[: 2 * TAIL]]}
+    cut["PNG"] = [png[:-9], png[: HEAD // 2], png[:8]]
+    names = [f"000{number}.jpg" for number in range(4)]  # 0004.jpg has no label
+    for name in names:
+        (folder / name).write_bytes(jpeg)
+    first = folder / names[0]
+    for content in whole:
+        first.write_bytes(content)
+        assert fault(path, folder) == ""
+    advice = "Fetch it again, or take it out of the annotation file"
+    for kind, contents in cut.items():
+        for content in contents:
+            first.write_bytes(content)
+            words = f"is cut off: it lacks the end of a {kind}"
+            assert fault(path, folder) == f"image {first} {words}. {advice}"
+    for name in names[1:]:
+        (folder / name).write_bytes(b"")
+    first.write_bytes(jpeg)
+    line = fault(path, folder)
+    assert line == f"image {folder / names[1]} is empty (and 2 more). {advice}"
 
 
 def test_names_of_windows_and_of_lvis(tmp_path: Path):
@@ -160,7 +207,7 @@ def test_a_file_without_faults_is_described(tmp_path: Path):
         "annotations: 6, of no image of this file: 0",
         "classes: 4, without an image: 1",
         "bird 2, apple 1, clock 1",
-        f"{folder} has all images that have a label",
+        f"{folder} has all images that have a label; none is empty or cut off",
         f"annotation file {val}",
         "images: 5, without a label: 0 (training leaves them out)",
         "annotations: 6, of no image of this file: 1",

@@ -11,7 +11,8 @@ their classes, by name. To look for the validation images, give their file and f
 It ends with the first kind of fault that it finds: a line with the first place and how many more
 there are. Correct them, and call it again. If nothing is wrong, it prints what is there: images,
 those without a label, and how many images each class has. An image's class, its label, is the
-category of its first annotation. No image is opened.
+category of its first annotation. Of an image only the size is looked at, and whether a JPEG or PNG
+has its end: none is decoded.
 
 The result, also a fault, is printed on stdout; only wrong arguments are reported on stderr. Exit
 code: 0: no fault; 2: faults, a file that cannot be read, or wrong arguments.
@@ -198,6 +199,8 @@ def set_file_names(content, folder):
 
 def check_images(folder, names):
     """Raises UserError unless all images are in the folder."""
+    if not os.path.isdir(folder):
+        raise UserError(f"there is no folder of images {folder}: check the path")
     # Listing each folder once is faster than looking for each of 118,287 files.
     subfolders = {os.path.dirname(name) for name in names}
     files = {subfolder: list_folder(os.path.join(folder, subfolder)) for subfolder in subfolders}
@@ -224,8 +227,6 @@ def list_folder(folder):
 
 def look_around(folder, name):
     """Where an image is that the folder lacks, or what it is called there; and what to do."""
-    if not os.path.isdir(folder):
-        return "there is no such folder: check the path"
     here = Path(os.path.abspath(folder))
     others = list(here.parents[: name.count("/")])
     for place in (here, here.parent):  # the parent: another split's folder may have been given
@@ -240,6 +241,43 @@ def look_around(folder, name):
                 found = os.path.join(place, file)
                 return f"{found} is there: name it in the annotation file as it is there"
     return "check the path, and where links lead; a backslash counts as /"
+
+
+# ---- Images that are not whole
+
+# How a file of a kind begins, and what is at its end.
+ENDS = [("JPEG", b"\xff\xd8", b"\xff\xd9"), ("PNG", b"\x89PNG", b"IEND")]
+TAIL = 1 << 12  # bytes: there the end is looked for
+HEAD = 1 << 16  # bytes at the beginning: there a JPEG may hold a smaller one, with its own end
+
+
+def check_whole(folder, names):
+    """Raises UserError if an image cannot be read, is empty, or has no end."""
+    texts = []
+    for name in names:
+        path = os.path.join(folder, name)
+        try:
+            fault = fault_of(path)
+        except OSError as error:
+            fault = f"cannot be read: {error.strerror}"
+        texts += [f"image {path} {fault}"] if fault else []
+    raise_first(texts, ". Fetch it again, or take it out of the annotation file")
+
+
+def fault_of(path):
+    """Why an image is not whole; "" if nothing shows that. Raises OSError."""
+    with open(path, "rb") as file:
+        head = file.read(8)
+        if not head:
+            return "is empty"
+        for kind, begin, end in ENDS:
+            if head.startswith(begin):
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+                if end in file.read():
+                    return ""
+                file.seek(HEAD)  # a phone's images may have a film behind their end
+                return "" if end in file.read() else f"is cut off: it lacks the end of a {kind}"
+    return ""
 
 
 # ---- Classes, and what is there
@@ -308,7 +346,8 @@ def check(annotations, folder=None, val=None):
         labelled = first_annotations(content)
         names = [image["file_name"] for image in content["images"] if image["id"] in labelled]
         check_images(folder, names)
-        lines.append(f"{folder} has all images that have a label")
+        check_whole(folder, names)
+        lines.append(f"{folder} has all images that have a label; none is empty or cut off")
     if val:
         val_content = read_instances(val)
         check_classes((annotations, content), (val, val_content))
