@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from pytest import approx
@@ -19,7 +20,7 @@ from test_readme import PAGES
 (LOOP,) = re.findall(r"```python\n(from step_log .*?)```", PAGES["docs/networks.md"].text, re.S)
 # A frozen layer, and batch norm, whose statistics differ between ranks.
 PROGRAM = """
-import gc, time
+import contextlib, gc, time
 import torch, torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -64,15 +65,24 @@ dist.barrier()
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory) -> list[Path]:
-    """Of the page's loop on two ranks: with slow images, with slow work, without line 4."""
+def logs(tmp_path_factory) -> Path:
+    """Of the page's loop on two ranks: with slow images, with slow work, with more and with fewer
+    steps than it makes as max_steps, without any step, with an error at its end, without line 4.
+    """
     loop = LOOP.replace(
         "max_steps=200, global_batch_size=128", "max_steps=12, global_batch_size=8"
     )
     assert loop != LOOP and len(re.findall(r"# \d", LOOP)) == 5
-    lacking = loop.replace("log.averaged()", "pass")
+    loops = {"images": (0.1, 0, loop), "work": (0, 0.2, loop)}
+    loops["half"] = (0, 0, loop.replace("max_steps=12", "max_steps=24"))
+    loops["more"] = (0, 0, loop.replace("max_steps=12", "max_steps=11"))
+    nothing = loop.replace("max_steps=12", "max_steps=0").replace("batches(loader)", "batches([])")
+    loops["none"] = (0, 0, nothing)
+    failed = indent(f"{loop}    raise ValueError\n", "    ")
+    loops["failed"] = (0, 0, f"with contextlib.suppress(ValueError):\n{failed}")
+    loops["lacking"] = (0, 0, loop.replace("log.averaged()", "pass"))
     folder, program = tmp_path_factory.mktemp("loops"), PROGRAM
-    for data, compute, code in ((0.1, 0, loop), (0, 0.2, loop), (0, 0, lacking)):
+    for data, compute, code in loops.values():
         program += f"\nseconds_of_data, seconds_of_compute = {data}, {compute}\n{code}{NEXT}"
     (folder / "mine.py").write_text(program + END)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -81,15 +91,14 @@ def logs(tmp_path_factory) -> list[Path]:
     words = [*command, folder / "mine.py"]
     done = subprocess.run(words, env=env, cwd=folder, timeout=120 * FACTOR, **how)
     assert done.returncode == 1, done.stdout
-    parts = dict(zip(("images", "work", "lacking"), done.stdout.split("NEXT\n"), strict=True))
-    for name, text in parts.items():
+    for name, text in zip(loops, done.stdout.split("NEXT\n"), strict=True):
         (folder / f"{name}.log").write_text(text)
-    return [folder / f"{name}.log" for name in parts]
+    return folder
 
 
 @pytest.mark.guards("step-log-trained")
 def test_logs_of_a_loop_with_the_pages_five_lines_are_compared(logs, capsys):
-    logs = [str(log) for log in logs[:2]]
+    logs = [str(logs / f"{name}.log") for name in ("images", "work")]
     assert compare_logs.main(logs) == 0
     out = capsys.readouterr().out
     assert "images: Bound by its input (waiting for images): " in out
@@ -102,9 +111,24 @@ def test_logs_of_a_loop_with_the_pages_five_lines_are_compared(logs, capsys):
     assert work.step_s == approx(work.data_s + work.compute_s + work.exposed_s, rel=0.01)
 
 
-@pytest.mark.guards("step-log-end")
-def test_a_loop_that_lacks_a_line_is_told_which_and_has_no_end(logs):
-    text = logs[2].read_text()
+@pytest.mark.guards("step-log-steps", "step-log-none")
+@pytest.mark.parametrize(
+    ("name", "steps"), [("half", "12 of 24"), ("more", "12 of 11"), ("none", "0 of 0")]
+)
+def test_a_loop_that_makes_other_steps_than_max_steps_is_incomplete(logs, capsys, name, steps):
+    assert compare_logs.main([str(logs / f"{name}.log")]) == 1
+    said = f"it says: Stopped after {steps} steps: give StepLog the loop's number as max_steps"
+    assert said in capsys.readouterr().out
+    assert "Cleanup complete" not in (logs / f"{name}.log").read_text()
+
+
+def test_a_loop_that_lacks_a_line_is_told_which(logs):
     said = "RuntimeError: StepLog cannot measure step 1: call averaged() after the backward pass"
-    assert said in text
-    assert "Summary" not in text and "Cleanup complete" not in text
+    assert said in (logs / "lacking.log").read_text()
+
+
+@pytest.mark.guards("step-log-end")
+@pytest.mark.parametrize("name", ["lacking", "failed"])
+def test_a_loop_that_fails_has_no_end(logs, name):
+    text = (logs / f"{name}.log").read_text()
+    assert "Run {" in text and "Summary" not in text and "Cleanup complete" not in text

@@ -31,7 +31,7 @@ class AveragedParameters:
 
 
 class StepLog:
-    """Writes Run, step lines and, if its block ends without an error, Summary and the last line.
+    """Writes Run, step lines and, if its block ends after max_steps, Summary and the last line.
 
     ddp: the model in DistributedDataParallel. Its first parameter that is trained must be that of
     the first layer, whose gradient is the last one to be ready.
@@ -96,7 +96,14 @@ class StepLog:
             demo.log_step(self, self.epoch, shown_loss)
 
     def __exit__(self, error, *_):
-        if error is None:
-            self.args.steps_per_epoch = max(1, self.step // max(1, self.epoch))
-            demo.log_summary(self, demo.digests_of_replicas(self.model))
-            demo.log_end(self.place, self.began)
+        if error is not None:
+            return
+        steps = {*demo.all_gather(self.step)}
+        if steps != {self.args.max_steps} or steps == {0}:
+            made = f"{max(steps)} of {self.args.max_steps} steps"
+            text = f"Stopped after {made}: give StepLog the loop's number as max_steps"
+            demo.log_from_rank_0(self.place, text)
+            return
+        self.args.steps_per_epoch = max(1, self.step // self.epoch)
+        demo.log_summary(self, demo.digests_of_replicas(self.model))
+        demo.log_end(self.place, self.began)
