@@ -287,6 +287,27 @@ def test_no_damage_ends_in_a_traceback(data):
         assert "Verdict" in report(result)
 
 
+@pytest.mark.guards("damaged-job")
+def test_each_value_of_a_record_may_be_a_list():
+    """Beside the same run with whole records, and with what is projected from it."""
+    lines = (REPORTS / "infiniband/delivers.log").read_text().splitlines(keepends=True)
+    whole = make_run("whole", log_of("".join(lines)))
+    tried = 0
+    for at, line in enumerate(lines):
+        begin, brace, rest = line.partition("{")
+        places = places_in(json.loads(brace + rest)) if brace else []
+        for number in range(len(places)):
+            record = json.loads(brace + rest)
+            holder, key = places_in(record)[number]
+            holder[key] = [[]]
+            text = "".join([*lines[:at], f"{begin}{json.dumps(record)}\n", *lines[at + 1 :]])
+            runs = [make_run("damaged", log_of(text)), whole]
+            result = compare_logs.compare_runs(runs, force=True, project_from="whole")
+            assert "Verdict" in report(result)
+            tried += 1
+    assert tried > 100
+
+
 @pytest.mark.guards("utf-16-log", "gz-log", "broken-gz", "gz-in-folder")
 def test_logs_are_read_as_people_keep_them(tmp_path):
     """UTF-16 is what PowerShell's `>` writes around wsl."""
@@ -328,6 +349,25 @@ def test_picture_of_much_and_of_little(tmp_path, case, logs, size):
     words = [REPORTS / case / f"{name}.log" for name in logs.split()]
     run_tool(*words, "--plot", tmp_path / "run.png")
     assert png_size(tmp_path / "run.png") == size
+
+
+@pytest.mark.guards("dollar-in-a-name")
+@pytest.mark.parametrize(("case", "logs"), [("repeats", "far"), ("scaling_networks", "one eth2")])
+def test_a_name_with_dollars_is_no_formula(tmp_path, case, logs):
+    pytest.importorskip("matplotlib")
+    words = [f"$\\{name}_{{$={REPORTS / case / name}.log" for name in logs.split()]
+    assert run_tool(*words, "--plot", tmp_path / "run.png")[1:] == ("", 0)
+
+
+@pytest.mark.guards("formula-at-an-axis")
+def test_sizes_within_a_decade_have_no_formula_at_their_axis():
+    plot = pytest.importorskip("analysis.plot")
+    figure = plot.Figure()
+    axis = figure.subplots()
+    plot.draw_bandwidth(axis, {"a": {1 << 20: [0.1], 1 << 22: [0.2]}})
+    figure.draw_without_rendering()
+    labels = [label.get_text() for label in axis.get_xticklabels(which="both")]
+    assert "1 MB" in labels and "$" not in "".join(labels)
 
 
 def repeats_of(name: str) -> Run:

@@ -23,6 +23,7 @@ from analysis.scaling import network_of
 LINES = ("-", "--", ":", "-.", "-")
 COLOURS = ("#111111", "#1f5fa8", "#c1440e", "#4d8f3a", "#7a3f98")
 LOOK = {"axes.spines.top": False, "axes.spines.right": False}
+LOOK["text.parse_math"] = False  # a name may have a $ in it
 RUNNING = 5  # log lines in a mean of losses
 PARTS = {  # of a step: colour, hatching
     "compute": ("#555555", ""),
@@ -81,6 +82,7 @@ def draw_bandwidth(axis, curves):
     axis.set(xscale="log", yscale="log", title="All-reduces alone, by the probe")
     axis.set(xlabel="size", ylabel="bus bandwidth (GB/s)")
     axis.xaxis.set_major_formatter(EngFormatter("B"))
+    axis.xaxis.set_minor_formatter("")  # its default writes formulas
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("")

@@ -28,7 +28,8 @@ def can_model(run):
 def same_job(*runs):
     """Whether these runs do the same work, whatever their network is."""
     names = ("world_size", "nodes", "global_batch_size", "precision", "grad_compression")
-    return len({tuple(map(run.record("Run").get, names)) for run in runs}) == 1
+    facts = [[run.record("Run").get(name) for name in names] for run in runs]
+    return all(each == facts[0] for each in facts)
 
 
 def ring_bytes(run):
