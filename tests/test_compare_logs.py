@@ -308,6 +308,16 @@ def test_each_value_of_a_record_may_be_a_list():
     assert tried > 100
 
 
+@pytest.mark.guards("damaged-rate")
+def test_images_per_second_that_no_step_time_explains_are_said(tmp_path):
+    one, two = (REPORTS / f"scaling_networks/{name}.log" for name in ("one", "eth2"))
+    damaged = re.sub(r'("step_ms": )[\d.]+', r"\g<1>5", two.read_text())
+    damaged = re.sub(r'("(data|compute|exposed)_ms": )', r"\g<1>999", damaged)
+    (tmp_path / "damaged.log").write_text(damaged)
+    out = run_tool(one, tmp_path / "damaged.log")[0]
+    assert "Its images/s and its step times contradict each other." in out
+
+
 @pytest.mark.guards("utf-16-log", "gz-log", "broken-gz", "gz-in-folder")
 def test_logs_are_read_as_people_keep_them(tmp_path):
     """UTF-16 is what PowerShell's `>` writes around wsl."""

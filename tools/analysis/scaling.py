@@ -177,6 +177,8 @@ def say_run(kind, base, run, scaled):
         return f"{text}The logs do not split a step: what eats the rest cannot be told."
     longer = {part: seconds for part, seconds in scaled.lost_s.items() if seconds > 0}
     shorter = {part: -seconds for part, seconds in scaled.lost_s.items() if seconds < 0}
+    if not (shorter if scaled.efficiency > 1 else longer):  # a record is damaged
+        return f"{text}Its images/s and its step times contradict each other."
     off_by = f"{ms(abs(run.step_s - scaled.ideal_s))} {{}} than the ideal {ms(scaled.ideal_s)}"
     if scaled.efficiency > 1:
         against = but("longer", longer, shorter)
