@@ -38,7 +38,8 @@ STARTED = [SCRIPT.name, "tools/probe_link.py", *MADE, *LESSONS]
 PROGRAMS = """
 python python3 ./launch_single.sh ./launch_multinode.sh tests/run.sh tests/mutants.py source
 tools/environment.sh
-curl unzip torchrun sudo srun sbatch mpirun pip module apptainer docker sed grep diff cp git
+curl unzip apt-get torchrun sudo srun sbatch mpirun pip module apptainer docker sed grep diff cp
+git
 """
 NOTING = "\n".join(
     f"function {name} {{ printf '%s\\0' {name} \"$@\" '' >>calls; }}" for name in PROGRAMS.split()

@@ -33,7 +33,7 @@ while [ "$#" -gt 0 ]; do
     esac
     shift 2 || die "$1 needs a value"
 done
-set_number GPUS_PER_NODE 1 1 4096
+set_processes GPUS_PER_NODE
 [ -z "$rate" ] || [ -z "$links" ] || die "--rate and --links: each of the --links has its own rate"
 cables=${links:-veth0=${rate:-unshaped}}
 networks=
@@ -106,6 +106,7 @@ for cable in ${cables//,/ }; do
     n=$((n + 1))
 done
 say "Emulated: two network namespaces of one machine, joined by $cables"
+[ "$gpus" -eq 0 ] || say "Both nodes use the same GPUs, in turns: times mean little"
 # Without the ::ffff: form, under which PyTorch sees them, each connection waits for a name server.
 printf '%s\n' '127.0.0.1 localhost' '10.213.0.1 node0' '10.213.0.2 node1' \
     '::ffff:10.213.0.1 node0' '::ffff:10.213.0.2 node1' >"$hosts"

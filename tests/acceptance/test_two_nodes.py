@@ -92,10 +92,12 @@ def log_of(folder: Path, node: int = 0) -> Run:
 
 
 @guards("two-nodes-cleanup", "two-nodes-threads", "cable-rate-stated", "cables-are-networks")
+@guards("shared-gpus-said")
 def test_both_nodes_are_started_over_each_cable_with_their_share_of_the_cores(tmp_path):
-    """The comparison is told the rate of a cable that has one."""
+    """The comparison is told the rate of a cable that has one; a user, that the GPU is shared."""
     words = ["--links", "slow=1gbit,fast=unshaped", "--gpus_per_node", 2, "--name", "run", "--"]
     variables = {"PYTHON": stub_python(tmp_path), "OMP_NUM_THREADS": None}
+    variables |= {"CUDA_VISIBLE_DEVICES": 0}
     run = two_nodes(tmp_path, *words, "--annotation_path", "none", **variables)
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
     for label in ("slow", "fast"):
@@ -105,6 +107,7 @@ def test_both_nodes_are_started_over_each_cable_with_their_share_of_the_cores(tm
             words |= {f"OMP_NUM_THREADS={threads}", f"NCCL_SOCKET_IFNAME=={label}"}
             assert words <= {*shlex.split(COMMAND.search(log.out)[1])}
     assert re.findall(r"--link_gbps (\S+)", run.out) == ["slow=1"]
+    assert "Both nodes use the same GPUs" in run.out
 
 
 @pytest.fixture(scope="module")

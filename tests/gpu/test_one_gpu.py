@@ -291,7 +291,8 @@ def test_parts_of_a_step_of_an_own_loop_are_those_of_the_gpus_clock(tmp_path):
     end = "\ndel ddp, log, loss\ndist.destroy_process_group()\n"
     program.write_text(OWN_LOOP + loop.replace("(loader)", "(Loader())") + end)
     command = [sys.executable, program, free_port()]
-    with start_program(command, PYTHONPATH=str(ROOT / "tools")) as started:
+    paths = [str(ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with start_program(command, PYTHONPATH=os.pathsep.join(paths)) as started:
         run = started.finish()
     check_parts(run.json_line("Summary"))
     assert run.json_line("Run")["backend"] == "nccl"

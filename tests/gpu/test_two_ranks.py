@@ -1,4 +1,7 @@
-"""Two ranks: over Gloo on one GPU that they share, and over NCCL where there are two GPUs."""
+"""Two ranks: over Gloo and over NCCL on one GPU that they share, and over NCCL on two GPUs.
+
+With GPU_HARNESS=gloo also over Gloo on CPUs, as two nodes: that proves the harness, not NCCL.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,24 @@ import torch
 
 from support.datasets import make_set
 from support.forks import run_forked
-from support.gpus import GPUS, VISIBLE, errors, needs_gpus, on_gpu
+from support.gpus import AS_NODES, GPUS, HARNESS, VISIBLE, errors, needs_gpus, on_gpu
 from support.launchers import FAST, SINGLE, launch
-from support.processes import SCRIPT, demo_command, free_port, run_demo, start
+from support.processes import SCRIPT, Run, demo_command, free_port, run_demo, start
 from test_script import ONE_STEP, OPTIONS
 
-SHARED, OWN = pytest.param("gloo", marks=needs_gpus(1)), pytest.param("nccl", marks=needs_gpus(2))
+# A backend, and the variables that make two nodes of the ranks: NCCL refuses two ranks of one node
+# on one GPU.
+WAYS = [
+    pytest.param(("nccl", AS_NODES), marks=needs_gpus(1), id="nccl_one_gpu"),
+    pytest.param(("gloo", {}), marks=needs_gpus(1), id="gloo"),
+    pytest.param(("nccl", {}), marks=needs_gpus(2), id="nccl"),
+]
+if HARNESS:
+    WAYS.append(pytest.param(("gloo", AS_NODES), id="gloo_cpus"))
 
 
-@pytest.fixture(scope="module", params=[SHARED, OWN])
-def backend(request) -> str:
+@pytest.fixture(scope="module", params=WAYS)
+def way(request) -> tuple[str, dict[str, str]]:
     return request.param
 
 
@@ -34,13 +45,15 @@ PROGRAMS = {"eval": ONE_STEP, "train": ONE_STEP.replace("    model.eval()\n", ""
 CASES = [(1, "eval", ONE_RANK), (2, "eval", TWO_RANKS), (2, "eval", ACCUMULATED)]
 CASES += [(1, "eval", f"{ONE_RANK} --device cpu"), (1, "eval", ACCUMULATED.replace("2", "4"))]
 CASES += [(1, "train", ONE_RANK), (2, "train", TWO_RANKS)]
-CASES += [(2, "train", f"{TWO_RANKS} --sync_bn")]
+if GPUS:  # PyTorch's SyncBatchNorm needs them
+    CASES += [(2, "train", f"{TWO_RANKS} --sync_bn")]
 
 
 @pytest.fixture(scope="module")
-def gradients(backend, tmp_path_factory) -> dict:
+def gradients(way, tmp_path_factory) -> dict:
     """By case: what a step of SGD with a learning rate of 1 takes from the weights."""
     assert PROGRAMS["eval"] != PROGRAMS["train"]
+    backend, variables = way
     folder = tmp_path_factory.mktemp("gradients")
     found = {}
     for mode, program in PROGRAMS.items():
@@ -52,9 +65,10 @@ def gradients(backend, tmp_path_factory) -> dict:
             words = [*OPTIONS, *FAST, "--num_epochs", 1, "--lr", 1, *options.split()]
             if ranks == 2:
                 words += ["--backend", backend]
-            runs.append((ranks, [folder / f"{mode}-{number}.pt", *words]))
+            own = variables if ranks == 2 else {}
+            runs.append((ranks, [folder / f"{mode}-{number}.pt", *words], own))
         run_forked(runs, program=path, env=VISIBLE)
-        for case, (_, words) in zip(cases, runs, strict=True):
+        for case, (_, words, _) in zip(cases, runs, strict=True):
             found[case] = torch.load(words[0], map_location="cpu", weights_only=True)["gradients"]
     return found
 
@@ -74,6 +88,7 @@ def test_gradients_are_those_of_one_rank_with_twice_the_batch(case, gradients):
     assert apart(gradients[case], gradients[CASES[0]]) < 0.05
 
 
+@needs_gpus(1)
 def test_sync_bn_is_the_batch_norm_of_all_images(gradients):
     """Without it each rank normalizes its own ones. A change of the weights by one part in 100,000
     changes some gradients by 2 percent.
@@ -82,20 +97,29 @@ def test_sync_bn_is_the_batch_norm_of_all_images(gradients):
     assert apart(with_it, expected) < 0.1 < 0.5 < apart(without, expected)
 
 
-# --- Runs by torchrun ---------------------------------------------------------------------------
+# --- Runs of the script -------------------------------------------------------------------------
 
 
-def test_replicas_stay_identical(backend, tmp_path):
+def trained(variables: dict[str, str], words: list[object]) -> Run:
+    """A run of two ranks: by torchrun, or with these variables by hand."""
+    if not variables:
+        return run_demo(words, nproc=2, env=VISIBLE)
+    return run_forked([(2, words, variables)], env=VISIBLE)[0]
+
+
+def test_replicas_stay_identical(way, tmp_path):
+    backend, variables = way
     words = [*make_set(tmp_path, 34, val=5), *FAST, "--num_epochs", 2, "--accumulate_steps", 2]
     words += ["--workers", 1]  # forked after CUDA and NCCL have started
     words += ["--backend", backend, "--precision", "bf16" if backend == "nccl" else "fp32"]
-    run = run_demo(words, nproc=2, env=VISIBLE)
+    run = trained(variables, words)
     record, summary = run.json_line("Run"), run.json_line("Summary")
-    assert record["backend"] == backend
-    assert set(record["devices"]) <= {torch.cuda.get_device_name(n) for n in range(GPUS)}
+    assert (record["backend"], record["nodes"]) == (backend, 2 if variables else 1)
+    names = {torch.cuda.get_device_name(n) for n in range(GPUS)} or {os.uname().machine}
+    assert set(record["devices"]) <= names
     for rank in (0, 1):
         assert [step for _, step, _ in run.steps(rank)] == list(range(1, 7))
-    assert len(re.findall(r"^\[GPU 0\] Epoch . validation .* \| 5 images", run.out, re.M)) == 2
+    assert len(re.findall(r"^\[[CG]PU 0\] Epoch . validation .* \| 5 images", run.out, re.M)) == 2
     assert summary["replicas_identical"] is True
     for times in summary["ranks"]:
         parts = [times[f"{name}_ms"] for name in ("data", "compute", "exposed")]
@@ -133,9 +157,9 @@ def test_a_run_with_a_killed_rank_is_restarted_and_ends(tmp_path):
     assert run.json_line("Summary")["replicas_identical"] is True
 
 
-@needs_gpus(2)
+@needs_gpus(1)
 def test_an_interface_that_does_not_exist_is_named_on_two_nodes(tmp_path):
-    """Two torchruns, each with one of this machine's GPUs."""
+    """Two torchruns, each with one of this machine's GPUs, or both with the only one."""
     words = [*make_set(tmp_path, 16), *FAST, "--max_steps", 1, "--timeout", 10]
     options = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=static", "--rdzv_id=1"]
     options += [f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
@@ -143,7 +167,7 @@ def test_an_interface_that_does_not_exist_is_named_on_two_nodes(tmp_path):
     try:
         for node in (0, 1):
             command = [sys.executable, "-m", "torch.distributed.run", *options]
-            env = on_gpu(node) | {"NCCL_SOCKET_IFNAME": "nowhere0"}
+            env = on_gpu(node % GPUS) | {"NCCL_SOCKET_IFNAME": "nowhere0"}
             nodes.append(start([*command, f"--node_rank={node}", SCRIPT, *words], env=env))
         runs = [one.finish(90, expect=1) for one in nodes]
     finally:

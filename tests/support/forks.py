@@ -66,8 +66,9 @@ class Forked(Started):
     """A run of the fork server.
 
     Each rank is a process with the variables that torchrun would give it; 0 ranks: one process
-    without them. `variables` win over these. `arguments` may be a list of those of each rank,
-    `program` another module with `main` and `run_and_exit`. The rest are options of `Started`.
+    without them. `variables` win over these; in their values {rank} is the rank's. `arguments` may
+    be a list of those of each rank, `program` another module with `main` and `run_and_exit`. The
+    rest are options of `Started`.
     """
 
     def __init__(
@@ -206,6 +207,7 @@ def lead(script: Any, connection: Connection) -> None:
         pids.append(os.fork())
         if pids[-1] == 0:
             connection.close()
+            own = {name: value.replace("{rank}", str(rank)) for name, value in own.items()}
             run_rank(script, words[rank], variables | own)
     connection.send([os.getpid(), *pids])
 

@@ -12,6 +12,13 @@ from support.processes import SCRIPT, Run, Started, start
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 # None takes the variable away, with which base_env would hide the GPUs.
 VISIBLE: dict[str, str | None] = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")}
+# Two ranks of one machine, started by hand, as two nodes: NCCL, too, takes these for two hosts.
+# (Within a host it refuses two ranks on one GPU.) In the values {rank} stands for the rank's.
+AS_NODES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_HOSTID": "node{rank}"}
+AS_NODES |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+# GPU_HARNESS=gloo: without a GPU, tests of two ranks over NCCL run over Gloo on CPUs. That proves
+# the tests' own code, and nothing about NCCL.
+HARNESS = os.environ.get("GPU_HARNESS") == "gloo"
 # The first lines of a program that changes a function of the script and then runs it.
 CHANGED = f"""
 import sys
