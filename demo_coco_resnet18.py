@@ -9,11 +9,12 @@ stay equal.
 It needs Linux or macOS (on Windows: WSL2), Python 3.10 or newer, and what requirements.txt lists.
 
 One GPU, or the CPU if there is none (python in place of torchrun and its options does the same):
-    torchrun --standalone --nnodes=1 --nproc_per_node=1 demo_coco_resnet18.py \
-        --coco_image_path DIR --annotation_path FILE
-(If torchrun hangs, this machine's own name does not resolve: add --local-addr=127.0.0.1.)
+    torchrun --standalone --local-addr=127.0.0.1 --nnodes=1 --nproc_per_node=1 \
+        demo_coco_resnet18.py --coco_image_path DIR --annotation_path FILE
+(Without --local-addr torchrun hangs where the machine's own name does not resolve.)
 All GPUs of one machine:
-    torchrun --standalone --nnodes=1 --nproc_per_node=gpu demo_coco_resnet18.py ...
+    torchrun --standalone --local-addr=127.0.0.1 --nnodes=1 --nproc_per_node=gpu \
+        demo_coco_resnet18.py ...
 (On a CPU put OMP_NUM_THREADS=N in front, N = cores / processes: torchrun sets 1 for several.)
 Two nodes (machines) with two GPUs each. They meet (rdzv: rendezvous) at 10.0.0.1:29500, the first
 node's address and a free port there. static: --node_rank decides the ranks. 123 is any number. On
