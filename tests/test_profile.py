@@ -12,11 +12,11 @@ import pytest
 from support.datasets import make_set
 from support.forks import QUICK, run_forked
 from support.launchers import FAST
-from support.processes import LONG, Run
+from support.processes import FACTOR, LONG, Run
 
 pytestmark = LONG
 RECORDED, LEFT_OUT = (8, 9, 10), (6, 7, 8, 9, 10)  # steps
-SLOW = 4  # seconds that rank 1 writes its trace
+SLOW = 4 * FACTOR  # seconds that rank 1 writes its trace
 # The script, of which rank 1 writes its trace slowly.
 SLOWLY = f"""
 import os, time

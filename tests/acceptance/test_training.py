@@ -59,10 +59,18 @@ def two_ranks(sample: Path) -> Run:
     return run
 
 
-@pytest.mark.guards("statistics-shared")
+@pytest.mark.guards("statistics-shared", "mean-loss")
 def test_two_ranks_log_all_steps_and_agreeing_records(two_ranks, sample):
+    """The last step is shorter, which counts in the mean loss."""
+    count = labelled(sample, "train")
     check_ranks(two_ranks, [0, 1], steps=3)
-    check_records(two_ranks, 2, steps=3, images=labelled(sample, "train"))
+    check_records(two_ranks, 2, steps=3, images=count)
+    images = [16, 16, (count + 1) // 2 - 32]
+    assert 0 < images[2] < 16
+    for rank in (0, 1):
+        losses = [n * loss for n, (_, _, loss) in zip(images, two_ranks.steps(rank), strict=True)]
+        (mean,) = re.findall(rf"CPU {rank}\] Epoch 1 complete \| Avg loss: (\S+)", two_ranks.out)
+        assert float(mean) == pytest.approx(sum(losses) / sum(images), abs=2e-4)
 
 
 @LONG
@@ -193,30 +201,31 @@ def test_two_runs_of_plain_python_at_once_do_not_meet(small):
 # Over Gloo it hangs now and then with more than one.
 BUCKETS = """
 def note(state, bucket):
-    demo.log(demo.ProcessInfo(), f"bucket {bucket.index()} of {demo.dist.get_world_size()} ranks")
+    demo.log(demo.ProcessInfo(), f"bucket {bucket.index()} of {bucket.buffer().dtype}")
     return plain(state, bucket)
 
 plain, demo.powerSGD_hook.powerSGD_hook = demo.powerSGD_hook.powerSGD_hook, note
 """
 
 
-@pytest.mark.guards("powersgd-one-bucket")
-def test_powersgd_has_one_bucket(small, tmp_path):
+@pytest.mark.guards("powersgd-one-bucket", "powersgd-bf16")
+def test_powersgd_has_one_bucket_and_computes_as_the_run_does(small, tmp_path):
     program = changed(tmp_path / "buckets.py", BUCKETS)
-    words = [*small, "--grad_compression", "powersgd", "--max_steps", 1]
+    words = [*small, "--grad_compression", "powersgd", "--max_steps", 1, "--precision", "bf16"]
     (run,) = run_forked([(1, words)], program=program)
-    assert {*re.findall(r"bucket (\d+) of", run.out)} == {"0"}
+    assert {*re.findall(r"bucket (\d+ of \S+)", run.out)} == {"0 of torch.bfloat16"}
 
 
-@pytest.mark.guards("powersgd-start")
+@pytest.mark.guards("powersgd-start", "powersgd-rank", "bytes-of-bf16")
 def test_powersgd_sends_less_from_the_fourth_step_on(small):
     """The averages of the log begin there, too."""
     options = "--grad_compression powersgd --powersgd_rank 2 --batch_size 2 --timeout 10"
+    options += " --precision bf16"
     words = [*small, *options.split(), "--max_steps"]
     runs = run_forked([(2, [*words, steps]) for steps in (3, 4)], program=QUICK)
     plain, compressed = (run.json_line("Summary")["wire_bytes_per_step"] for run in runs)
-    assert plain == 4 * runs[0].json_line("Run")["parameters"]
-    assert compressed < plain / 10
+    assert plain == 2 * runs[0].json_line("Run")["parameters"]
+    assert compressed < plain / 40
     check_options(runs[1], options)
 
 
