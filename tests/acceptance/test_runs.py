@@ -281,7 +281,7 @@ def test_a_run_resumed_in_mid_epoch_ends_as_an_unbroken_one(tmp_path, ranks, pre
     """
     words = [*make_set(tmp_path, 8 * ranks - 1, val=8), *FAST, "--batch_size", 2, "--seed", 1]
     words += ["--accumulate_steps", 2, "--workers", 1, "--max_steps", 4, "--checkpoint_every", 3]
-    words += ["--precision", precision]
+    words += ["--precision", precision, "--timeout", 30]
     program = changed(tmp_path / "keeping.py", KEEPING)
     last = ["--checkpoint", tmp_path / "c.pt.3", "--resume"]
     runs = [(ranks, [*words, "--checkpoint", tmp_path / "c.pt"]), (ranks, [*words, *last])]

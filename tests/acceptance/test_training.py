@@ -216,7 +216,7 @@ def test_powersgd_has_one_bucket_and_computes_as_the_run_does(small, tmp_path):
     assert {*re.findall(r"bucket (\d+ of \S+)", run.out)} == {"0 of torch.bfloat16"}
 
 
-@pytest.mark.guards("powersgd-start", "powersgd-rank", "bytes-of-bf16")
+@pytest.mark.guards("powersgd-start", "powersgd-rank-used", "bytes-of-bf16")
 def test_powersgd_sends_less_from_the_fourth_step_on(small):
     """The averages of the log begin there, too."""
     options = "--grad_compression powersgd --powersgd_rank 2 --batch_size 2 --timeout 10"
