@@ -32,8 +32,8 @@ def saved_step(checkpoint: Path) -> int:
 
 # --- A run of one process ----------------------------------------------------------------------
 
-# It prints the key of each image that it reads, and how many workers it has before the first
-# backward pass.
+# It prints the key of each image that it reads, how many workers it has before the first backward
+# pass, and of each forward pass whether DDP makes it, and for training.
 WATCHED = r"""
 def read(dataset, key):
     print(f"KEY {key[0]} {key[1]}\n", end="")
@@ -43,6 +43,11 @@ def rebuild(training):
     print(f"WORKERS {len(demo.multiprocessing.active_children())}\n", end="")
     plain_rebuild(training)
 
+def forward(training, model, images):
+    print(f"FORWARD {model is training.ddp} {model.training}\n", end="")
+    return plain_forward(training, model, images)
+
+plain_forward, demo.forward = demo.forward, forward
 plain_read = demo.CocoFirstCategory.__getitem__
 demo.CocoFirstCategory.__getitem__ = read
 plain_rebuild, demo.rebuild_buckets = demo.rebuild_buckets, rebuild
@@ -69,6 +74,13 @@ def test_each_epoch_has_each_image_once_in_another_order(two_epochs):
     assert sorted(first) == sorted(second) == list(range(22))
     assert first != second
     assert val == [0, 1, 2] * 2
+
+
+@pytest.mark.guards("validation-mode")
+def test_training_is_by_ddp_and_validation_by_its_model_in_the_mode_for_that(two_epochs):
+    found = re.findall(r"FORWARD (\w+) (\w+)", two_epochs.out)
+    epoch = [("True", "True")] * 6 + [("False", "False")]
+    assert found == [("True", "True"), *epoch, *epoch]  # the first one is of rebuild_buckets
 
 
 @pytest.mark.guards("workers-before-backward")

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,16 @@ def check_records(run: Run, world_size: int, steps: int, images: int) -> None:
     assert end["replicas_identical"] is True
 
 
+def first_categories(data: Path, split: str) -> dict[int, int]:
+    """{image: category of its first annotation}, of the images that have one."""
+    notes = json.loads((data / f"annotations/instances_{split}2017.json").read_text())
+    found = reversed(notes["annotations"])
+    return {annotation["image_id"]: annotation["category_id"] for annotation in found}
+
+
 def labelled(data: Path, split: str) -> int:
     """The number of images with a label."""
-    notes = json.loads((data / f"annotations/instances_{split}2017.json").read_text())
-    return len({found["image_id"] for found in notes["annotations"]})
+    return len(first_categories(data, split))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +115,7 @@ def test_lines_have_the_fields_that_readme_shows(two_ranks, mark, pattern, ranks
     assert all(re.fullmatch(pattern, line[8:]) for line in found), found
 
 
-@pytest.mark.guards("counts-mean")
+@pytest.mark.guards("counts-mean", "baseline")
 def test_validation_counts_each_labelled_image_once_where_shares_are_uneven(two_ranks, sample):
     count = labelled(sample, "val")
     assert count % 2 == 1, "the shares of two ranks have to be uneven"
@@ -116,6 +123,9 @@ def test_validation_counts_each_labelled_image_once_where_shares_are_uneven(two_
     assert int(images) == count
     right = float(top_1) * count / 100
     assert abs(right - round(right)) < 0.01
+    (baseline,) = re.findall(r"\| baseline (\S+)%$", two_ranks.out, re.MULTILINE)
+    most = max(Counter(first_categories(sample, "val").values()).values())
+    assert float(baseline) == pytest.approx(100 * most / count, abs=0.01)
 
 
 # --- Resume, and ImageNet's weights ------------------------------------------------------------
@@ -169,8 +179,8 @@ OPTIONS = [
     "--accumulate_steps 2 --lr_scaling linear --warmup_steps 2 --workers 1 --seed 7 --max_steps 2",
     "--log_every 2 --checkpoint_every 1 --checkpoint run.pt --resume --precision fp16 "
     "--grad_compression fp16 --batch_size 1 --max_steps 2",
-    "--global_batch_size 8 --bucket_cap_mb 5 --timeout 60 --backend gloo --precision bf16 "
-    "--grad_compression bf16 --max_steps 3",
+    "--global_batch_size 8 --accumulate_steps 2 --bucket_cap_mb 5 --timeout 60 --backend gloo "
+    "--precision bf16 --grad_compression bf16 --max_steps 3",
 ]
 
 
@@ -178,11 +188,14 @@ def check_options(run: Run, options: str) -> None:
     """The run has used these options, and has come to its end."""
     record = run.json_line("Run")
     assert run.json_line("Summary")["steps"] == record["max_steps"]
+    micro_batches = record["world_size"] * record["accumulate_steps"]
+    assert record["global_batch_size"] == micro_batches * record["batch_size"]
     for name, value in re.findall(r"--(\w+)(?: ([\w.]+))?", options):
         assert str(record[name]).removesuffix(".0") == (value or "True")
 
 
 @LONG
+@pytest.mark.guards("global-batch")
 def test_options_train_and_stand_in_the_run_record(small, tmp_path):
     runs = [(0, [*small, *shlex.split(options)]) for options in OPTIONS]
     for run, options in zip(run_forked(runs, program=QUICK, cwd=tmp_path), OPTIONS, strict=True):
