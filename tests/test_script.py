@@ -381,7 +381,8 @@ def main(process):
     after = dict(model.named_parameters())
     if process.rank == 0:
         found = {{name: before[name] - after[name].detach() for name in before}}
-        torch.save({{"gradients": found, "buckets": sent}}, sys.argv[1])
+        cap = ddp.bucket_bytes_cap
+        torch.save({{"gradients": found, "buckets": sent, "cap": cap}}, sys.argv[1])
 
 def note(sent, bucket):
     sent.append(bucket.index())
@@ -440,7 +441,8 @@ def assert_equal_gradients(found: dict, expected: dict, factor: float = 1) -> No
             marks=pytest.mark.guards("no-sync-forward", "accumulate-mean"),
         ),
         pytest.param(
-            "--batch_size 3 --accumulate_steps 3", marks=pytest.mark.guards("short-mean")
+            "--batch_size 3 --accumulate_steps 3 --bucket_cap_mb 5",
+            marks=pytest.mark.guards("short-mean", "bucket-cap"),
         ),
     ],
 )
@@ -451,6 +453,7 @@ def test_gradients_of_two_ranks_are_those_of_twice_the_batch(options, one_step):
     _, expected = one_step(*REFERENCE)
     run, found = one_step(2, options)
     assert sorted(found["buckets"]) == list(range(len(found["buckets"])))
+    assert (found["cap"] == 5 * 2**20) == ("bucket" in options)
     assert_equal_gradients(found, expected)
     losses = [loss_before(run, rank) for rank in (0, 1)]
     assert losses[0] != losses[1]
