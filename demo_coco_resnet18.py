@@ -9,11 +9,12 @@ stay equal.
 It needs Linux or macOS (on Windows: WSL2), Python 3.10 or newer, and what requirements.txt lists.
 
 One GPU, or the CPU if there is none (python in place of torchrun and its options does the same):
-    torchrun --standalone --nnodes=1 --nproc_per_node=1 demo_coco_resnet18.py \
-        --coco_image_path DIR --annotation_path FILE
-(If torchrun hangs, this machine's own name does not resolve: add --local-addr=127.0.0.1.)
+    torchrun --standalone --local-addr=127.0.0.1 --nnodes=1 --nproc_per_node=1 \
+        demo_coco_resnet18.py --coco_image_path DIR --annotation_path FILE
+(Without --local-addr torchrun hangs where the machine's own name does not resolve.)
 All GPUs of one machine:
-    torchrun --standalone --nnodes=1 --nproc_per_node=gpu demo_coco_resnet18.py ...
+    torchrun --standalone --local-addr=127.0.0.1 --nnodes=1 --nproc_per_node=gpu \
+        demo_coco_resnet18.py ...
 (On a CPU put OMP_NUM_THREADS=N in front, N = cores / processes: torchrun sets 1 for several.)
 Two nodes (machines) with two GPUs each. They meet (rdzv: rendezvous) at 10.0.0.1:29500, the first
 node's address and a free port there. static: --node_rank decides the ranks. 123 is any number. On
@@ -52,8 +53,9 @@ One rule applies to all of them: ALL RANKS MAKE THE SAME COLLECTIVE CALLS IN THE
 collective call is an exchange between all ranks: all-reduce (every rank gets the sum, mean or
 maximum of all values), all-gather (every rank gets a list of all values), broadcast (every rank
 gets one rank's value) or barrier (no value: the ranks only wait). In such a call the ranks wait
-for each other. If one leaves a call out, the others fail after --timeout seconds. Calls that do
-not match hang, or mix up data. The docstring of a function with such calls begins "All ranks:".
+for each other. If one comes to no call any more, the others fail after --timeout seconds. If one
+skips a call, it meets the others in its next one. Calls that do not match fail, hang, or mix up
+data. The docstring of a function with such calls begins "All ranks:".
 
 The first part of this file, up to "Part two", is the lesson: it can be read alone. Part two has
 what the first part calls, and begins with a table of contents.
@@ -253,7 +255,7 @@ def join_process_group(args, place):
     prepare_hardware(place)  # settings of PyTorch
     # Then all processes meet at MASTER_ADDR:MASTER_PORT, on rank 0's node, and leave each other
     # their addresses in a store. torchrun has set both. (With several nodes it has itself waited
-    # for those of the others, up to 10 minutes, before it started this script.) Each process waits
+    # for those of the others, up to 15 minutes, before it started this script.) Each process waits
     # until all have joined. If one has not come after --timeout seconds, the others end with a
     # StartError, exit code 1.
     with connecting_ranks(args, place):
@@ -348,8 +350,9 @@ def wrap_model(args, place, model):
 # when backward has reached the first layer), 4 "gradients averaged", 5 "end" (set in after_step).
 # The log has the times between them. data: 1 to 2. exposed communication: 3 to 4, in which a rank
 # computes nothing, but waits for slower ranks and for the network. What the network does before 3
-# is hidden: it costs no time. compute: the rest, up to 5. Here rank 0 seems to communicate for
-# longer, because of rank 1: the shortest exposed time of all ranks is what the network costs.
+# is hidden: no rank waits for it, though it takes some of the device from backward. compute: the
+# rest, up to 5. Here rank 0 seems to communicate for longer, because of rank 1: the shortest
+# exposed time of all ranks is what the network costs.
 def train_one_epoch(training, loader, epoch):
     """All ranks: trains what is left of an epoch: all of it, unless the run was resumed in it."""
     args, place, ddp, timer = training.args, training.place, training.ddp, training.timer

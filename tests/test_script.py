@@ -46,10 +46,11 @@ def image_list(demo, count):
     return demo.ImageSet(numbered(count), labels, dict(enumerate(map(str, range(80)))), 0)
 
 
-def keys(demo, rank, start=0):
+def keys(demo, rank, start=0, seed=0):
     """What the sampler of one of four ranks gives of ten training images."""
     process = demo.ProcessInfo(rank=rank, world_size=4)
-    loader = demo.make_train_loader(arguments(demo), process, image_list(demo, 10))
+    args = arguments(demo, "--seed", seed)
+    loader = demo.make_train_loader(args, process, image_list(demo, 10))
     loader.sampler.set_epoch(1)
     loader.sampler.start = start
     return list(loader.sampler)
@@ -58,12 +59,16 @@ def keys(demo, rank, start=0):
 # --- Shares of the images ----------------------------------------------------------------------
 
 
-@pytest.mark.guards("shares")
+@pytest.mark.guards("shares", "sampler-seed")
 def test_shares_are_equally_long_and_complete_and_may_begin_later(demo):
-    """Of ten images each of four ranks gets three; only what pads is repeated."""
-    shares = [keys(demo, rank) for rank in range(4)]
-    assert [len(share) for share in shares] == [3, 3, 3, 3]
-    assert {key for share in shares for key in share} == {(1, index) for index in range(10)}
+    """Of ten images each of four ranks gets three; only what pads is repeated. Another seed makes
+    other shares.
+    """
+    shares, others = ([keys(demo, rank, seed=seed) for rank in range(4)] for seed in (0, 1))
+    for found in (shares, others):
+        assert [len(share) for share in found] == [3, 3, 3, 3]
+        assert {key for share in found for key in share} == {(1, index) for index in range(10)}
+    assert shares != others
     assert keys(demo, 1, start=2) == shares[1][2:]
 
 
@@ -167,6 +172,19 @@ def test_pixels_are_a_function_of_seed_epoch_and_index(demo, images):
         [dataset(demo, images, seed=1)[1, index][0] for index in range(8)],
     ):
         assert not any(map(torch.equal, first, other))
+
+
+@pytest.mark.guards("pixels-normalized")
+def test_the_model_gets_the_pixels_that_its_pretrained_weights_expect(demo, images):
+    pixels, _ = dataset(demo, images)[1, 0]
+    transforms = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
+    scaled = torchvision.transforms.functional.normalize(
+        pixels / 255, transforms.mean, transforms.std
+    )
+    training = SimpleNamespace(args=arguments(demo, "--precision", "fp32"), mean=demo.MEAN)
+    training.place, training.std = demo.ProcessInfo(), demo.STD
+    (found,) = demo.forward(training, torch.nn.Identity(), pixels[None])
+    assert torch.allclose(found, scaled, atol=1e-5)
 
 
 def picture() -> Image.Image:
@@ -363,7 +381,8 @@ def main(process):
     after = dict(model.named_parameters())
     if process.rank == 0:
         found = {{name: before[name] - after[name].detach() for name in before}}
-        torch.save({{"gradients": found, "buckets": sent}}, sys.argv[1])
+        cap = ddp.bucket_bytes_cap
+        torch.save({{"gradients": found, "buckets": sent, "cap": cap}}, sys.argv[1])
 
 def note(sent, bucket):
     sent.append(bucket.index())
@@ -402,6 +421,17 @@ def one_step(tmp_path_factory) -> Callable[..., tuple[Run, dict]]:
 REFERENCE = (1, "--batch_size 16")
 
 
+def loss_before(run: Run, rank: int = 0) -> float:
+    """Of a rank's own images, with the first weights."""
+    return float(re.search(rf"\[CPU {rank}\] LOSS (.*)", run.out)[1])
+
+
+def assert_equal_gradients(found: dict, expected: dict, factor: float = 1) -> None:
+    for name, values in expected["gradients"].items():
+        difference = (found["gradients"][name] - factor * values).abs().max()
+        assert difference <= 1e-3 * factor * values.abs().max(), name
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -410,17 +440,22 @@ REFERENCE = (1, "--batch_size 16")
             "--batch_size 4 --accumulate_steps 2",
             marks=pytest.mark.guards("no-sync-forward", "accumulate-mean"),
         ),
+        pytest.param(
+            "--batch_size 3 --accumulate_steps 3 --bucket_cap_mb 5",
+            marks=pytest.mark.guards("short-mean", "bucket-cap"),
+        ),
     ],
 )
 def test_gradients_of_two_ranks_are_those_of_twice_the_batch(options, one_step):
-    """Each bucket of them is sent once, and each rank logs the loss of its own images."""
+    """Each bucket of them is sent once, and each rank logs the loss of its own images. The last
+    micro-batch may be shorter.
+    """
     _, expected = one_step(*REFERENCE)
     run, found = one_step(2, options)
     assert sorted(found["buckets"]) == list(range(len(found["buckets"])))
-    for name, values in expected["gradients"].items():
-        difference = (found["gradients"][name] - values).abs().max()
-        assert difference <= 1e-3 * values.abs().max(), name
-    losses = [float(re.search(rf"\[CPU {rank}\] LOSS (.*)", run.out)[1]) for rank in (0, 1)]
+    assert (found["cap"] == 5 * 2**20) == ("bucket" in options)
+    assert_equal_gradients(found, expected)
+    losses = [loss_before(run, rank) for rank in (0, 1)]
     assert losses[0] != losses[1]
     for rank, loss in enumerate(losses):
         assert run.steps(rank) == [(1, 1, pytest.approx(loss, abs=2e-4))]
@@ -430,33 +465,45 @@ def test_gradients_of_two_ranks_are_those_of_twice_the_batch(options, one_step):
     ("options", "factor"),
     [
         pytest.param("--warmup_steps 2", 1 / 2, marks=pytest.mark.guards("warm-up")),
-        pytest.param("--lr_scaling linear", 16 / 64, marks=pytest.mark.guards("lr-scaling")),
+        pytest.param(
+            "--accumulate_steps 4 --lr_scaling linear",
+            16 / 64,
+            marks=pytest.mark.guards("lr-scaling", "lr-of-a-step"),
+        ),
     ],
 )
 def test_learning_rate_warms_up_and_is_scaled(options, factor, one_step):
-    """SGD's step is the gradient times the learning rate."""
+    """SGD's step is the gradient times the learning rate. It is scaled by the images of a step."""
     _, expected = one_step(*REFERENCE)
-    _, found = one_step(1, f"--batch_size 16 {options}")
-    for name, values in expected["gradients"].items():
-        assert torch.allclose(found["gradients"][name], factor * values, rtol=1e-4, atol=1e-6)
+    _, found = one_step(1, f"--global_batch_size 16 {options}")
+    assert_equal_gradients(found, expected, factor)
 
 
-@pytest.mark.guards("compression")
-def test_compressed_gradients_are_rounded_to_two_bytes(one_step):
-    _, found = one_step(1, "--batch_size 16 --grad_compression bf16")
-    for name, values in found["gradients"].items():
-        rounded = values.bfloat16().float()
-        assert torch.allclose(values, rounded, rtol=0, atol=2e-7), name
+@pytest.mark.guards("compression", "fp16-hook", "model-seed")
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_compressed_gradients_are_rounded_to_two_bytes(one_step, precision):
+    """Here of a model with other first weights, by its seed."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[precision]
+    run, found = one_step(1, f"--batch_size 16 --seed 1 --grad_compression {name}")
+
+    def are_rounded(to: torch.dtype) -> bool:
+        pairs = ((values, values.to(to).float()) for values in found["gradients"].values())
+        return all(torch.allclose(*pair, rtol=0, atol=2e-7) for pair in pairs)
+
+    assert are_rounded(precision)
+    assert are_rounded(torch.bfloat16) == (name == "bf16")
+    assert loss_before(run) != loss_before(one_step(*REFERENCE)[0])
 
 
 # --- On a GPU that is not there ----------------------------------------------------------------
 
 
-@pytest.mark.guards("wait-each-step")
+@pytest.mark.guards("wait-each-step", "warm-up-rises", "fp16-type")
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @pytest.mark.skipif(
     torch.__version__ < "2.11", reason="fake tensors of a GPU need one before 2.11"
 )
-def test_steps_keep_to_the_gpu_and_wait_for_it_at_log_lines_alone(demo, monkeypatch):
+def test_steps_keep_to_the_gpu_and_wait_for_it_at_log_lines_alone(demo, monkeypatch, name, dtype):
     """In every fifth step, by fake tensors, which have a device and no data: each operation checks
     that all of its tensors are on one device. Backward and DDP need a real one.
     """
@@ -484,9 +531,11 @@ def test_steps_keep_to_the_gpu_and_wait_for_it_at_log_lines_alone(demo, monkeypa
 
     copies, precision, losses, inputs, waits, logged = [], [], [], [], [], []
     cuda = torch.device("cuda", 0)
-    args = arguments(demo, "--precision", "bf16", "--accumulate_steps", 2, "--batch_size", 4)
-    nothing = SimpleNamespace(step=lambda *_: None, update=lambda: None, zero_grad=lambda: None)
+    args = arguments(demo, "--precision", name, "--accumulate_steps", 2, "--batch_size", 4)
+    args.lr, args.warmup_steps, rates = 1, 4, []
+    nothing = SimpleNamespace(update=lambda: None, zero_grad=lambda: None)
     nothing.param_groups, nothing.scale = [{}], scale
+    nothing.step = lambda _: rates.append(nothing.param_groups[0]["lr"])
     timer = SimpleNamespace(mark=str, start_step=lambda: None, end_step=lambda images: None)
     timer.last_step_seconds = lambda: 1
     monkeypatch.setattr(demo, "agree_to_continue", lambda *_: 99)
@@ -511,7 +560,8 @@ def test_steps_keep_to_the_gpu_and_wait_for_it_at_log_lines_alone(demo, monkeypa
     assert {str(tensor.device) for tensor in [*losses, *inputs, training.loss_sum]} == {"cuda:0"}
     assert all(given.is_contiguous(memory_format=torch.channels_last) for given in inputs)
     assert copies == [True] * 2 * 24  # of images and labels
-    assert set(precision) == {("cuda", torch.bfloat16, True)}
+    assert set(precision) == {("cuda", dtype, True)}
+    assert rates == [0.25, 0.5, 0.75] + [1] * 9
 
 
 class Sampler:
@@ -576,6 +626,29 @@ def test_own_gradients_are_noted_when_the_first_layers_is_ready(demo):
     assert "own gradients" not in timer.moments
     model(torch.ones(1)).sum().backward()
     assert "own gradients" in timer.moments
+
+
+@pytest.mark.guards("timed-save")
+def test_the_time_of_a_periodic_save_is_in_no_step(demo, monkeypatch):
+    """By a made-up clock: a step takes a second, a save a minute."""
+    now = [0]
+    monkeypatch.setattr(demo, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(demo, "log_step", lambda *_: None)
+    monkeypatch.setattr(demo, "agree_to_continue", lambda *_: 1)
+    monkeypatch.setattr(demo, "save_checkpoint", lambda *_, **__: now.append(now.pop() + 60))
+    args = arguments(demo, "--checkpoint", "any", "--checkpoint_every", 2, "--max_steps", 9)
+    timer = demo.StepTimer(torch.device("cpu"), torch.nn.Linear(1, 1))
+    training = SimpleNamespace(args=args, timer=timer, profiler=None, step=0)
+    timer.start_step()
+    for _ in range(4):
+        now[0] += 1
+        for name in ("waiting for data", "data arrived", "own gradients", "gradients averaged"):
+            timer.mark(name)
+        training.step += 1
+        demo.after_step(training, 1, torch.ones(()), 4)
+    timer.read()
+    assert now == [4 + 2 * 60]
+    assert [step.whole for step in timer.step_times] == [1, 1, 1, 1]
 
 
 # --- Log lines and arguments -------------------------------------------------------------------

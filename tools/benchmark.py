@@ -104,8 +104,8 @@ def gpu_summary(args, processes, precision, kind):
     """One run: prints its row, returns its Summary. Times are by the clock of the GPU."""
     args.precision = precision
     data = make_data(args, processes * needed_images(args))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={processes}"]
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={processes}"]
     command += child(kind)[1:] if kind == "resident" else [SCRIPT]
     command += options(args, data, max_steps=WARM_UP + args.steps)
     command += ["--workers", "0"] if kind == "resident" else []

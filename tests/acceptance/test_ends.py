@@ -100,7 +100,7 @@ def test_torchruns_own_restart_resumes_and_a_stop_of_torchrun_saves(training, tm
     (tmp_path / "c.pt").write_text("of an earlier run")
     words = [*training, "--num_epochs", 999, "--checkpoint", tmp_path / "c.pt"]
     words = demo_command(words, nproc=2)
-    words.insert(words.index("--standalone"), "--max-restarts=1")
+    words.insert(words.index("--nnodes=1"), "--max-restarts=1")
     with start(words) as started:
         started.wait_for(STEP_3)
         os.kill(started.rank_pid(1), signal.SIGKILL)

@@ -47,6 +47,7 @@ def stub(tmp_path: Path) -> Path:
 ALL_CORES, HALF = (f"OMP_NUM_THREADS={n}" for n in (CORES, max(1, CORES // 2)))
 NCCL_FILE = "NCCL_DEBUG_FILE=logs/run/{}nccl.node0.%h.%p.log"
 LOCAL = "--standalone --local-addr=127.0.0.1"
+TIME_TO_SAVE = "PET_SHUTDOWN_TIMEOUT=120"
 # One node of a SLURM job, which tells the launcher all that it needs.
 IN_STEP = "NNODES= MASTER_PORT= SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 "
 IN_STEP += "SLURM_STEP_NUM_NODES=1 SLURM_NODEID=0 SLURM_STEP_NODELIST=node7"
@@ -57,7 +58,7 @@ PRINTED = guarded(  # fault, launcher, variables, options, words of each start, 
     ("one-by-default", SINGLE, "CUDA_VISIBLE_DEVICES=0,2", "", "--nproc_per_node=1", "--resume"),
     ("", MULTINODE, "CUDA_VISIBLE_DEVICES=GPU-8f,MIG-2e", "", "--nproc_per_node=2", "--resume"),
     ("threads-per-process local-addr", SINGLE, "", "", f"{ALL_CORES} {LOCAL}", "NCCL"),
-    ("", MULTINODE, "GPUS_PER_NODE=2", "", HALF, "--checkpoint"),
+    ("time-to-save", MULTINODE, "GPUS_PER_NODE=2", "", f"{HALF} {TIME_TO_SAVE}", "--checkpoint"),
     ("", MULTINODE, "GPUS_PER_NODE=2 OMP_NUM_THREADS=3", "", "OMP_NUM_THREADS=3", "--resume"),
     ("all-runs-same-threads", SINGLE, "GPUS='1 2'", "", HALF, "--checkpoint"),
     ("", SINGLE, f"GPUS='1 {CORES + 1}'", "", "OMP_NUM_THREADS=1", "--checkpoint"),

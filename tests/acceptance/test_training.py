@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,16 @@ def check_records(run: Run, world_size: int, steps: int, images: int) -> None:
     assert end["replicas_identical"] is True
 
 
+def first_categories(data: Path, split: str) -> dict[int, int]:
+    """{image: category of its first annotation}, of the images that have one."""
+    notes = json.loads((data / f"annotations/instances_{split}2017.json").read_text())
+    found = reversed(notes["annotations"])
+    return {annotation["image_id"]: annotation["category_id"] for annotation in found}
+
+
 def labelled(data: Path, split: str) -> int:
     """The number of images with a label."""
-    notes = json.loads((data / f"annotations/instances_{split}2017.json").read_text())
-    return len({found["image_id"] for found in notes["annotations"]})
+    return len(first_categories(data, split))
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +66,18 @@ def two_ranks(sample: Path) -> Run:
     return run
 
 
-@pytest.mark.guards("statistics-shared")
+@pytest.mark.guards("statistics-shared", "mean-loss")
 def test_two_ranks_log_all_steps_and_agreeing_records(two_ranks, sample):
+    """The last step is shorter, which counts in the mean loss."""
+    count = labelled(sample, "train")
     check_ranks(two_ranks, [0, 1], steps=3)
-    check_records(two_ranks, 2, steps=3, images=labelled(sample, "train"))
+    check_records(two_ranks, 2, steps=3, images=count)
+    images = [16, 16, (count + 1) // 2 - 32]
+    assert 0 < images[2] < 16
+    for rank in (0, 1):
+        losses = [n * loss for n, (_, _, loss) in zip(images, two_ranks.steps(rank), strict=True)]
+        (mean,) = re.findall(rf"CPU {rank}\] Epoch 1 complete \| Avg loss: (\S+)", two_ranks.out)
+        assert float(mean) == pytest.approx(sum(losses) / sum(images), abs=2e-4)
 
 
 @LONG
@@ -100,7 +115,7 @@ def test_lines_have_the_fields_that_readme_shows(two_ranks, mark, pattern, ranks
     assert all(re.fullmatch(pattern, line[8:]) for line in found), found
 
 
-@pytest.mark.guards("counts-mean")
+@pytest.mark.guards("counts-mean", "baseline")
 def test_validation_counts_each_labelled_image_once_where_shares_are_uneven(two_ranks, sample):
     count = labelled(sample, "val")
     assert count % 2 == 1, "the shares of two ranks have to be uneven"
@@ -108,6 +123,9 @@ def test_validation_counts_each_labelled_image_once_where_shares_are_uneven(two_
     assert int(images) == count
     right = float(top_1) * count / 100
     assert abs(right - round(right)) < 0.01
+    (baseline,) = re.findall(r"\| baseline (\S+)%$", two_ranks.out, re.MULTILINE)
+    most = max(Counter(first_categories(sample, "val").values()).values())
+    assert float(baseline) == pytest.approx(100 * most / count, abs=0.01)
 
 
 # --- Resume, and ImageNet's weights ------------------------------------------------------------
@@ -161,8 +179,8 @@ OPTIONS = [
     "--accumulate_steps 2 --lr_scaling linear --warmup_steps 2 --workers 1 --seed 7 --max_steps 2",
     "--log_every 2 --checkpoint_every 1 --checkpoint run.pt --resume --precision fp16 "
     "--grad_compression fp16 --batch_size 1 --max_steps 2",
-    "--global_batch_size 8 --bucket_cap_mb 5 --timeout 60 --backend gloo --precision bf16 "
-    "--grad_compression bf16 --max_steps 3",
+    "--global_batch_size 8 --accumulate_steps 2 --bucket_cap_mb 5 --timeout 60 --backend gloo "
+    "--precision bf16 --grad_compression bf16 --max_steps 3",
 ]
 
 
@@ -170,11 +188,14 @@ def check_options(run: Run, options: str) -> None:
     """The run has used these options, and has come to its end."""
     record = run.json_line("Run")
     assert run.json_line("Summary")["steps"] == record["max_steps"]
+    micro_batches = record["world_size"] * record["accumulate_steps"]
+    assert record["global_batch_size"] == micro_batches * record["batch_size"]
     for name, value in re.findall(r"--(\w+)(?: ([\w.]+))?", options):
         assert str(record[name]).removesuffix(".0") == (value or "True")
 
 
 @LONG
+@pytest.mark.guards("global-batch")
 def test_options_train_and_stand_in_the_run_record(small, tmp_path):
     runs = [(0, [*small, *shlex.split(options)]) for options in OPTIONS]
     for run, options in zip(run_forked(runs, program=QUICK, cwd=tmp_path), OPTIONS, strict=True):
@@ -193,30 +214,31 @@ def test_two_runs_of_plain_python_at_once_do_not_meet(small):
 # Over Gloo it hangs now and then with more than one.
 BUCKETS = """
 def note(state, bucket):
-    demo.log(demo.ProcessInfo(), f"bucket {bucket.index()} of {demo.dist.get_world_size()} ranks")
+    demo.log(demo.ProcessInfo(), f"bucket {bucket.index()} of {bucket.buffer().dtype}")
     return plain(state, bucket)
 
 plain, demo.powerSGD_hook.powerSGD_hook = demo.powerSGD_hook.powerSGD_hook, note
 """
 
 
-@pytest.mark.guards("powersgd-one-bucket")
-def test_powersgd_has_one_bucket(small, tmp_path):
+@pytest.mark.guards("powersgd-one-bucket", "powersgd-bf16")
+def test_powersgd_has_one_bucket_and_computes_as_the_run_does(small, tmp_path):
     program = changed(tmp_path / "buckets.py", BUCKETS)
-    words = [*small, "--grad_compression", "powersgd", "--max_steps", 1]
+    words = [*small, "--grad_compression", "powersgd", "--max_steps", 1, "--precision", "bf16"]
     (run,) = run_forked([(1, words)], program=program)
-    assert {*re.findall(r"bucket (\d+) of", run.out)} == {"0"}
+    assert {*re.findall(r"bucket (\d+ of \S+)", run.out)} == {"0 of torch.bfloat16"}
 
 
-@pytest.mark.guards("powersgd-start")
+@pytest.mark.guards("powersgd-start", "powersgd-rank-used", "bytes-of-bf16")
 def test_powersgd_sends_less_from_the_fourth_step_on(small):
     """The averages of the log begin there, too."""
     options = "--grad_compression powersgd --powersgd_rank 2 --batch_size 2 --timeout 10"
+    options += " --precision bf16"
     words = [*small, *options.split(), "--max_steps"]
     runs = run_forked([(2, [*words, steps]) for steps in (3, 4)], program=QUICK)
     plain, compressed = (run.json_line("Summary")["wire_bytes_per_step"] for run in runs)
-    assert plain == 4 * runs[0].json_line("Run")["parameters"]
-    assert compressed < plain / 10
+    assert plain == 2 * runs[0].json_line("Run")["parameters"]
+    assert compressed < plain / 40
     check_options(runs[1], options)
 
 

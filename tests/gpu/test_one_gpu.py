@@ -376,8 +376,8 @@ def test_ddp_of_the_lesson_trains_by_its_comments_on_gpus(ranks, tmp_path):
         text = text.replace(before, after)
     program = tmp_path / "ddp.py"
     program.write_text(text)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr=127.0.0.1", f"--nproc_per_node={ranks}", program]
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={ranks}", program]
     with start_program(command) as started:
         run = started.finish()
     with start_program([sys.executable, LESSON / "plain.py"]) as started:
