@@ -143,6 +143,7 @@ def same_as_in_file(path: Path, made: str, request: pytest.FixtureRequest) -> No
 
 
 @pytest.mark.guards("slowest-rank", "timeout-named", "completion-status", "kinds-named")
+@pytest.mark.guards("net-not-printed")
 def test_whole_texts_have_their_answers(tmp_path, request):
     made = REPORTS.read_text(encoding="utf-8").partition("\n== ")[0]
     for name, text in TEXTS.items():

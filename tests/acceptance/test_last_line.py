@@ -232,9 +232,8 @@ WATCHDOG = (
     "[rank0]:[E1 ProcessGroupNCCL.cpp:683] [Rank 0] Watchdog caught collective operation timeout"
 )
 LOST = (
-    "[rank0]:[E1 ProcessGroupNCCL.cpp:612] [Rank 0] Collective WorkNCCL(SeqNum=77, OpType=ALLREDUCE"
-    ", NumelIn=6623744, NumelOut=6623744, Timeout(ms)=20000) raised the following async exception:"
-    " NCCL error: remote process exited or there was a network error, NCCL version 2.28.9"
+    "[rank0]:[E1 ProcessGroupNCCL.cpp:612] [Rank 0] Collective WorkNCCL(SeqNum=77) raised the "
+    "following async exception: NCCL error: remote process exited or there was a network error"
 )
 SIGNALS = "  Signal 15 (SIGTERM) received by PID 8\n  Signal 9 (SIGKILL) received by PID 7"
 
