@@ -132,6 +132,7 @@ JOBS = {
     "infiniband": TEXTS["a job over InfiniBand"].splitlines(),
     "sockets": TEXTS["a job over sockets, though InfiniBand was asked for"].splitlines(),
     "efa": TEXTS["a job on EFA"].splitlines(),
+    "printed": TEXTS["NCCL 2.28.9 printed this on two nodes with NCCL_NET=Socket"].splitlines(),
 }
 
 
