@@ -997,7 +997,10 @@ def connecting_ranks(args, place):
             text += f"another backend or device? {cause}"
         else:
             text = f"{connection} cannot connect to the other ranks: {cause}"
-            if interface in os.environ or place.world_size > place.local_world_size:
+            advice = advice_on(cause) if place.backend == "nccl" else []  # Gloo's fits any cause
+            if advice:
+                text += f": {advice[0]}"
+            elif interface in os.environ or place.world_size > place.local_world_size:
                 now = os.environ.get(interface, "not set")
                 text += f" | Is {interface} ({now}) the interface between the nodes? A firewall?"
         raise StartError(text) from error
@@ -1993,9 +1996,14 @@ def run_and_exit(main, log_wall_time=True):
     sys.exit(code)
 
 
+def advice_on(text):
+    """What to do about an error with this text: a list of one sentence, or of none."""
+    return [what_to_do for part, what_to_do in ADVICE if part in text][:1]
+
+
 def explain(place, error):
     """The line for an error that the other ranks do not know. A bug's traceback is logged."""
-    advice = [what_to_do for part, what_to_do in ADVICE if part in str(error)][:1]
+    advice = advice_on(str(error))
     name = ""
     if not advice and not isinstance(error, (OSError, EOFError, dist.DistError)):
         name = f"{type(error).__name__}: "

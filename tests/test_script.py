@@ -682,8 +682,9 @@ OF_NCCL = [
     "Failed to initialize any NET plugin",
     "Bootstrap : no socket interface found",
     "NET/Plugin: Could not find: librccl-net.so",
-    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 41000",
 ]
+DUPLICATE = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60"
+OF_GLOO = "[pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection refused"
 OF_THE_STORE = {
     "Timed out after 21 seconds waiting for clients. 1/2 clients joined.": "did all nodes start",
     "wait timeout after 5000ms, keys: /default_pg/0//cpu//0/1": "another rank does not connect",
@@ -714,6 +715,20 @@ def test_what_nccl_says_at_the_start_is_shown_and_is_no_rendezvous(demo, words):
     text = NCCL.format(kind="unhandled system error", words=words)
     line = failed_start(demo, demo.dist.DistBackendError(text))
     assert words in line and "NCCL_SOCKET_IFNAME" in line and "rendezvous" not in line
+
+
+@pytest.mark.guards("advice-at-start")
+def test_what_has_advice_of_its_own_is_not_asked_for_the_interface(demo):
+    """Except over Gloo, whose advice on a lost connection fits a wrong interface, too."""
+    text = NCCL.format(
+        kind="invalid usage (run with NCCL_DEBUG=WARN for details)", words=DUPLICATE
+    )
+    line = failed_start(demo, demo.dist.DistBackendError(text))
+    assert line.endswith(
+        f"{DUPLICATE}: two ranks have the same GPU: start one process for each GPU"
+    )
+    line = failed_start(demo, RuntimeError(OF_GLOO), "gloo")
+    assert OF_GLOO in line and "GLOO_SOCKET_IFNAME" in line
 
 
 @pytest.mark.guards("direct-path-of-one-node")
