@@ -132,6 +132,7 @@ def test_bad_input_ends_with_one_line_that_names_it(options, folder):
     if "none.pt" in options or "list.pt" in options:
         write_foreign(folder)
     elif "run.pt" in options:
+        (folder / "run.pt").unlink(missing_ok=True)
         first = [*words, "--max_steps", 1, "--checkpoint", "run.pt"]
         run_forked([(0, first)], QUICK, cwd=folder)
     program = SCRIPT if "--lr 1e9" in options else QUICK  # with which no loss becomes infinite
