@@ -462,8 +462,12 @@ def save_checkpoint(training, is_last):
             text = f"weights not finite after step {training.step}: lower --lr; not saved"
             raise UserError(text)
         if args.checkpoint and place.rank == 0:
+            if os.path.exists(args.checkpoint) and not training.owns_checkpoint:
+                text = f"another run has written {args.checkpoint} since this one began"
+                raise UserError(f"{text}: give another FILE")
             try:
                 write_checkpoint(training, args.checkpoint)
+                training.owns_checkpoint = True
             except UserError as error:
                 if is_last:
                     raise
@@ -1299,22 +1303,24 @@ def check_images(folder, names):
     if missing:
         text = f"lacks {len(missing)} of {len(names)} listed images, the first is {missing[0]}"
         raise UserError(f"the folder of images {folder} {text}{see_check_coco()}")
-    sizes, clipped, some = [], [], names[:: 1 + len(names) // 64]
+    sizes, clipped, one_is_whole = [], [], False
+    some = names[:: 1 + len(names) // 64]
     for name in some:
-        path = os.path.join(folder, name)
+        path = Path(folder, name)
         with as_user_error(f"image {path} cannot be read"):
-            open(path, "rb").close()
+            content = path.read_bytes()
         with warnings.catch_warnings(), suppress(Exception):  # a damaged image has no size
             warnings.simplefilter("ignore")
-            with Image.open(path) as image:
+            with Image.open(BytesIO(content)) as image:
                 sizes.append(image.size)
                 clipped += [name] if has_more_bits(image) else []
-    if not sizes:
-        text = f"all {len(some)} images that were looked at in {folder} are damaged"
-        raise UserError(f"{text}, the first is {some[0]}: copy them again")
+            one_is_whole = one_is_whole or decode(content) is not None
     if clipped:
         text = f"{clipped[0]} in {folder} has pixels of more than 8 bits, which would be clipped"
         raise UserError(f"{text}: convert such images (tools/prepare_coco.py does)")
+    if not one_is_whole:
+        text = f"all {len(some)} images that were looked at in {folder} are damaged"
+        raise UserError(f"{text}, the first is {some[0]}: copy them again")
     return sizes
 
 
@@ -1325,7 +1331,11 @@ def missing_images(folder, names):
     for subfolder in {os.path.dirname(name) for name in names}:
         try:
             with os.scandir(os.path.join(folder, subfolder)) as entries:
-                files[subfolder] = {entry.name for entry in entries if entry.is_file()}
+                files[subfolder] = {
+                    entry.name
+                    for entry in entries
+                    if entry.is_file(follow_symlinks=False) or os.path.isfile(entry)
+                }
         except (OSError, ValueError):  # ValueError: a name that no file can have
             files[subfolder] = set()
     return [name for name in names if os.path.basename(name) not in files[os.path.dirname(name)]]
@@ -1724,15 +1734,12 @@ def write_checkpoint(training, path):
     }
     what = f"checkpoint {path} not saved at step {training.step}"
     what += ", an older one is kept" if os.path.exists(path) else ""
-    if os.path.exists(path) and not training.owns_checkpoint:
-        raise UserError(f"{what}: another run has written it since this one began")
     try:
         with as_user_error(what), open(f"{path}.new", "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())  # on the disk, before it replaces the old one
             os.replace(f"{path}.new", path)
-        training.owns_checkpoint = True
     finally:
         with suppress(OSError):
             Path(f"{path}.new").unlink(missing_ok=True)  # an incomplete one, if the disk is full

@@ -115,6 +115,7 @@ def test_images_in_linked_folders_are_found_and_a_loop_of_links_ends(demo, tmp_p
     (tmp_path / "images").mkdir()
     (tmp_path / "images/link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere/loop").symlink_to(tmp_path / "images")
+    (tmp_path / "images/itself").symlink_to("itself")
     names = ["link/1.jpg", "link/loop/link/1.jpg"]
     assert look_up(demo, tmp_path / "images", *names) == names
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support.datasets import Payload, instances, make_set, numbered
+from support.datasets import Payload, instances, make_set, numbered, truncate
 from support.forks import QUICK, run_forked
 from support.launchers import FAST
 from support.processes import LONG, SCRIPT
@@ -40,10 +40,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(folder / "set/images/0000.jpg", folder / "set/outside.jpg")
     (folder / "broken.json").write_text('{"images": [')
     (folder / "text.pt").write_text("no weights")
-    (folder / "empty").mkdir()
-    shutil.copytree(folder / "set/images", folder / "linked")
+    for copy in ("empty", "cut", "linked"):
+        shutil.copytree(folder / "set/images", folder / copy)
     for name in numbered(8):
-        (folder / "empty" / name).touch()
+        (folder / "empty" / name).write_bytes(b"")
+        truncate(folder / "cut" / name)
     (folder / "linked/0003.jpg").unlink()
     (folder / "linked/0003.jpg").symlink_to(folder / "gone.jpg")
     os.mkfifo(folder / "pipe")
@@ -104,6 +105,7 @@ BAD_INPUT = {  # options, and what the line names
     "--checkpoint set": r"checkpoint set is not a regular file",
     "--checkpoint pipe": r"checkpoint pipe is not a regular file",
     "--coco_image_path empty": r"all 8 images .* in empty are damaged, .*0000\.jpg",
+    "--coco_image_path cut": r"all 8 images .* in cut are damaged, .*0000\.jpg",
     "--coco_image_path linked": r"linked lacks 1 of 8 listed images, the first is 0003\.jpg",
     "--checkpoint run.pt --resume --image_size 48": r"run\.pt\b.*--image_size",
 }
@@ -112,7 +114,7 @@ GUARDS = {
     "--annotation_path missing_image.json": "user-error-code",
     "--weights code.pt": "weights-only",
     "--device cuda": "cuda-is-asked-for",
-    "--coco_image_path empty": "all-damaged-at-start",
+    "--coco_image_path cut": "all-damaged-at-start",
     "--coco_image_path linked": "dangling-link",
     "--coco_image_path no_folder": "folder-not-there",
     "--checkpoint pipe": "regular-file",

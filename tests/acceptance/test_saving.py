@@ -30,13 +30,13 @@ def write_checkpoint(training, path):
 demo.write_checkpoint = write_checkpoint
 """
 MEANWHILE = """
-write = demo.write_checkpoint
-def write_checkpoint(training, path):
-    if training.step == 2:
-        with open(path, "w") as file:
+save = demo.save_checkpoint
+def save_checkpoint(training, is_last):
+    if training.step == 1:
+        with open(training.args.checkpoint, "w") as file:
             file.write("of another run")
-    write(training, path)
-demo.write_checkpoint = write_checkpoint
+    save(training, is_last)
+demo.save_checkpoint = save_checkpoint
 """
 NO_RENAME = """
 def replace(source, target):
@@ -124,9 +124,10 @@ def test_a_restart_by_torchrun_resumes_what_this_run_has_written_and_nothing_els
 def test_a_file_that_another_run_has_written_meanwhile_is_not_touched(words, tmp_path):
     """As where a command is started twice."""
     program = changed(tmp_path / "program.py", MEANWHILE)
-    words += ["--checkpoint", tmp_path / "c.pt", "--max_steps", 2]
+    words += ["--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1]
     (run,) = run_forked([(0, words)], program=program, expect=2)
-    assert "c.pt not saved at step 2, an older one is kept: another run has" in run.output
+    assert re.search(r"ERROR: another run has written \S+c\.pt since this one", run.output)
+    assert len(run.steps()) == 1  # it would train in vain
     assert (tmp_path / "c.pt").read_text() == "of another run"
 
 
