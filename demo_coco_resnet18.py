@@ -74,6 +74,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -122,7 +123,7 @@ def main(place):
     args = parse_arguments(sys.argv[1:])
     read_environment(place)  # 1/6
     join_process_group(args, place)  # 2/6
-    keep_earlier_checkpoint(args, place)  # by another name, unless this run continues it
+    check_checkpoint(args, place)  # an earlier run's file is continued, or not touched
 
     # Rank 0 reads, every rank receives: only the images have to be on every node.
     log_from_rank_0(place, "Reading the annotations")
@@ -173,6 +174,7 @@ class ProcessInfo:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = ""  # what moves tensors between the processes: nccl or gloo
     restarts: int = 0  # by torchrun --max-restarts
+    run: str = ""  # torchrun's folder for this run, the same one in all its restarts
     parent: int = field(default_factory=os.getppid)  # the process that has started this one
     stop: int = 0  # number of the stop signal that has come
 
@@ -213,6 +215,8 @@ class Training:
     loss_sum: torch.Tensor | float = 0.0  # in this epoch, over this rank's images
 
     def __post_init__(self):
+        self.damage, self.val_damage = Damage(), Damage()
+        self.owns_checkpoint = self.args.resume  # or once it is saved
         self.timer = StepTimer(self.place.device, self.model)
         self.profiler = start_profiler(self.args, self.place) if self.args.profile else None
         # The pretrained weights expect images with ImageNet's mean and standard deviation.
@@ -236,6 +240,8 @@ def read_environment(place):
     place.local_rank = int(os.environ["LOCAL_RANK"])  # on its own node, from 0
     place.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     place.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    # It is RUN/attempt_N/RANK/error.json. Of RUN torchrun says that it is unique.
+    place.run = os.environ.get("TORCHELASTIC_ERROR_FILE", "").rsplit("/", 3)[0]
     set_meeting_point(place)  # MASTER_ADDR and MASTER_PORT, where those given do not serve
 
 
@@ -375,8 +381,9 @@ def train_one_epoch(training, loader, epoch):
         loss_of_step = torch.zeros((), device=place.device)
         for micro_batch in range(micro_batches):
             timer.mark("waiting for data")
-            images, labels = next(batches)
+            images, labels, damaged = next(batches)
             timer.mark("data arrived")
+            training.damage.add(damaged)
             # The gradients of the micro-batches add up on this rank. Only the last backward pass
             # has to send them: in no_sync DDP sends nothing, which saves the other all-reduces.
             # The forward pass must be in no_sync as well: in it DDP prepares to send, or not.
@@ -433,7 +440,8 @@ def evaluate(training, loader, epoch):
     place, model, began = training.place, training.model, perf_counter()
     correct = images_seen = 0
     model.eval()
-    for images, labels in batches_until_stop(training, loader):
+    for images, labels, damaged in batches_until_stop(training, loader):
+        training.val_damage.add(damaged)
         guesses = forward(training, model, images).argmax(1).cpu()
         correct += (guesses == labels).sum().item()
         images_seen += len(labels)
@@ -457,8 +465,12 @@ def save_checkpoint(training, is_last):
             text = f"weights not finite after step {training.step}: lower --lr; not saved"
             raise UserError(text)
         if args.checkpoint and place.rank == 0:
+            if os.path.exists(args.checkpoint) and not training.owns_checkpoint:
+                text = f"another run has written {args.checkpoint} since this one began"
+                raise UserError(f"{text}: give another FILE")
             try:
                 write_checkpoint(training, args.checkpoint)
+                training.owns_checkpoint = True
             except UserError as error:
                 if is_last:
                     raise
@@ -549,7 +561,7 @@ def leave_process_group():
 #     a stop signal, a lost torchrun               catch_stop_signals, agree_to_continue
 #     what happens after each step                 after_step
 #     what a checkpoint holds, who may resume      write_checkpoint, SAME_ON_RESUME
-#     a checkpoint of an earlier run               keep_earlier_checkpoint
+#     a checkpoint of an earlier run               check_checkpoint
 #     another optimizer, a scheduler               main, train_one_epoch (in part one: lr_factor)
 #     the lines and records of the log             log_run, log_step, log_summary
 #     which errors are one line, exit codes        ADVICE, UserError, run_and_exit
@@ -703,7 +715,7 @@ def check_start(args, place, train_set, val_set):
         if val_set:
             check_images(args.val_image_path, val_set.names)
     settings["sizes of the images"] = digest(sizes)
-    if max(map(min, sizes), default=math.inf) < args.image_size:
+    if max(map(min, sizes)) < args.image_size:
         text = "the images are smaller than --image_size: prepared for a smaller one?"
         log_from_rank_0(place, f"WARNING: {text}")
     expected = from_rank_0(lambda: settings)
@@ -1182,24 +1194,24 @@ class CocoFirstCategory(Dataset):
         return len(self.names)
 
     def __getitem__(self, key):
-        """An image, uint8 (3, size, size), and its label."""
+        """An image, uint8 (3, size, size), its label, and whether its file is damaged."""
         epoch, index = key
-        image = self.load_image(os.path.join(self.folder, self.names[index]))
+        image, damaged = self.load_image(os.path.join(self.folder, self.names[index]))
         # Python's hash of integers is the same in every process. torch.manual_seed would do as
         # well, but it also seeds the GPUs, which would make a crop a third slower.
         torch.default_generator.manual_seed(hash((self.seed, epoch, index)) % 2**32)
-        return self.transform(image), self.labels[index]
+        return self.transform(image), self.labels[index], damaged
 
     def load_image(self, path):
-        """uint8 (3, height, width), RGB. An image that cannot be decoded becomes black."""
+        """uint8 (3, height, width), RGB; and whether it is a black one, for a damaged image."""
         content = Path(path).read_bytes()  # its OSError ends the run: the storage may be gone
         try:
-            return decode(content)
+            return decode(content), False
         except Exception as error:  # damaged images raise errors of any type
             reason = one_line(error).partition(" <_io")[0]
             text = f"image {path} is damaged, a black one takes its place"
             log(self.place, f"WARNING: {text}: {reason}")
-            return torch.zeros(3, self.size, self.size, dtype=torch.uint8)
+            return torch.zeros(3, self.size, self.size, dtype=torch.uint8), True
 
 
 def decode(content):
@@ -1219,6 +1231,22 @@ def decode(content):
 def has_more_bits(image):
     """Whether a pixel has more than 8 bits a colour. convert("RGB") would clip its values."""
     return image.mode[0] in "IF"  # I, I;16, F: grey images of 16 or 32 bits
+
+
+@dataclass
+class Damage:
+    """How many images this rank has had, and how many of them were damaged."""
+
+    images: int = 0
+    damaged: torch.Tensor | int = 0
+
+    def add(self, damaged):
+        """damaged: bool (n,), of a batch. It is in the CPU's memory: no GPU is waited for."""
+        self.images += len(damaged)
+        self.damaged += damaged.sum()
+
+    def is_too_much(self):
+        return self.images >= 100 and self.damaged > self.images / 10
 
 
 class EpochSampler(DistributedSampler):
@@ -1274,31 +1302,46 @@ def start_workers(*loaders):
 
 
 def check_images(folder, names):
-    """Some images' sizes. Raises UserError if one of all lacks, or one of some has over 8 bits."""
+    """Some images' sizes. Raises UserError if one of all lacks, or some are of no use."""
+    if not os.path.isdir(folder):
+        raise UserError(f"the folder of images {folder} is not there")
     missing = missing_images(folder, names)
     if missing:
         text = f"lacks {len(missing)} of {len(names)} listed images, the first is {missing[0]}"
         raise UserError(f"the folder of images {folder} {text}{see_check_coco()}")
-    sizes, clipped = [], []
-    for name in names[:: 1 + len(names) // 64]:
+    sizes, clipped, one_is_whole = [], [], False
+    some = names[:: 1 + len(names) // 64]
+    for name in some:
+        path = Path(folder, name)
+        with as_user_error(f"image {path} cannot be read"):
+            content = path.read_bytes()
         with warnings.catch_warnings(), suppress(Exception):  # a damaged image has no size
             warnings.simplefilter("ignore")
-            with Image.open(os.path.join(folder, name)) as image:
+            with Image.open(BytesIO(content)) as image:
                 sizes.append(image.size)
                 clipped += [name] if has_more_bits(image) else []
+            one_is_whole = one_is_whole or decode(content) is not None
     if clipped:
         text = f"{clipped[0]} in {folder} has pixels of more than 8 bits, which would be clipped"
         raise UserError(f"{text}: convert such images (tools/prepare_coco.py does)")
+    if not one_is_whole:
+        text = f"all {len(some)} images that were looked at in {folder} are damaged"
+        raise UserError(f"{text}, the first is {some[0]}: copy them again")
     return sizes
 
 
 def missing_images(folder, names):
-    """Those of the names that the folder lacks."""
+    """Those of the names that the folder lacks, or has as a link to nothing or as a folder."""
     # Listing each folder once is faster than looking for each of 118,287 files.
     files = {}
     for subfolder in {os.path.dirname(name) for name in names}:
         try:
-            files[subfolder] = set(os.listdir(os.path.join(folder, subfolder)))
+            with os.scandir(os.path.join(folder, subfolder)) as entries:
+                files[subfolder] = {
+                    entry.name
+                    for entry in entries
+                    if entry.is_file(follow_symlinks=False) or os.path.isfile(entry)
+                }
         except (OSError, ValueError):  # ValueError: a name that no file can have
             files[subfolder] = set()
     return [name for name in names if os.path.basename(name) not in files[os.path.dirname(name)]]
@@ -1389,8 +1432,9 @@ def rebuild_buckets(training):
     Without this pass a resumed run would not equal an unbroken one bit for bit.
     """
     before = [buffer.clone() for buffer in training.model.buffers()]
-    size = training.args.image_size
-    blank = torch.zeros(training.args.batch_size, 3, size, size, dtype=torch.uint8)
+    args, size = training.args, training.args.image_size
+    share = math.ceil(len(training.train_set.names) / training.place.world_size)
+    blank = torch.zeros(min(args.batch_size, share), 3, size, size, dtype=torch.uint8)
     forward(training, training.ddp, blank).sum().backward()
     training.optimizer.zero_grad()
     for buffer, old in zip(training.model.buffers(), before, strict=True):
@@ -1609,12 +1653,16 @@ def agree_to_continue(training, seconds):
         stop = PARENT_ENDED
     not_finite = not math.isfinite(training.loss_sum)  # as a number: a maximum may leave out NaN
     # A stop signal may come to one rank alone. Here all learn of it, after the same step.
-    facts = torch.tensor([stop, not_finite, seconds], dtype=torch.float64)
+    damaged = training.damage.is_too_much() or training.val_damage.is_too_much()
+    facts = torch.tensor([stop, not_finite, damaged, seconds], dtype=torch.float64)
     facts = facts.to(place.exchange_device)
     dist.all_reduce(facts, dist.ReduceOp.MAX)
-    stop, not_finite, slowest = facts.tolist()
+    stop, not_finite, damaged, slowest = facts.tolist()
     if not_finite:
         raise UserError(f"a loss up to step {training.step} is not finite: lower --lr")
+    if damaged:
+        text = "over 1 in 10 of the images that a rank has read are damaged"
+        raise UserError(f"{text}, see the warnings: copy them again")
     if stop:
         save_checkpoint(training, is_last=True)
         raise Stopped(training, int(stop))
@@ -1623,6 +1671,7 @@ def agree_to_continue(training, seconds):
 
 # ---- Checkpoint: what is saved, and who may resume from it
 
+CHECKPOINT_BYTES = 135e6  # about: 11.2 million weights, and Adam's two averages of each, by 4
 # A run can resume only with the same values of these. The number of processes may differ, if
 # --global_batch_size keeps a step's images the same.
 SAME_ON_RESUME = ["global_batch_size", "image_size", "lr", "warmup_steps", "precision"]
@@ -1643,40 +1692,46 @@ def digest(*parts):
     return hashlib.sha256("".join(map(str, parts)).encode()).hexdigest()[:12]
 
 
-def check_checkpoint(path):
-    """Raises UserError if a checkpoint cannot be saved there: now, not after an epoch."""
-    if os.path.isdir(path):
-        raise UserError(f"checkpoint {path} is a folder: name a file in it")
+def check_checkpoint(args, place):
+    """All ranks: raises UserError if nothing can be saved, or if an earlier run's file is there.
+
+    torchrun --max-restarts repeats the first command, without --resume. Its ranks then continue
+    what this run has written, and nothing else.
+    """
+    # Those of rank 0's torchrun. On another node it may have started its first ranks.
+    place.restarts = max(all_gather(place.restarts))
+    runs = {*all_gather(place.run)} - {""} if place.restarts else set()
+    args.resume = from_rank_0(lambda: may_resume(args, place, runs)) or args.resume
+
+
+def may_resume(args, place, runs):
+    """Whether this run continues --checkpoint, which may be of `runs`. Raises UserError."""
+    path = args.checkpoint
+    if not path:
+        return False
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"checkpoint {path} is not a regular file: name another one")
     with as_user_error(f"checkpoint {path} cannot be written"):
         tempfile.TemporaryFile(dir=os.path.dirname(path) or ".").close()
-
-
-def keep_earlier_checkpoint(args, place):
-    """All ranks: without --resume rank 0 gives an earlier run's file another name.
-
-    As soon as the ranks are connected: torchrun --max-restarts repeats the first command, and what
-    it then finds is of this run. Raises UserError, also if nothing can be saved there.
-    """
-    # By a torchrun that starts its ranks again; another node's may have started its first ones.
-    place.restarts = max(all_gather(place.restarts))
-    path = args.checkpoint
-    args.resume = args.resume or bool(path and place.restarts)
-    with errors_end_all_ranks():
-        if path and place.rank == 0:
-            check_checkpoint(path)
-        if path and place.rank == 0 and os.path.exists(path) and not args.resume:
-            earlier = f"{path}.{time.strftime('%Y%m%d-%H%M%S')}"
-            if os.path.exists(args.weights) and os.path.samefile(args.weights, path):
-                args.weights = earlier  # which rank 0 alone reads
-            with as_user_error(f"checkpoint {path} cannot be renamed"):
-                os.replace(path, earlier)
-            log(place, f"{path} is of an earlier run: renamed to {earlier}")
+    needed = CHECKPOINT_BYTES * (1 if os.path.exists(path) else 2)  # the new one beside the old
+    free = shutil.disk_usage(os.path.dirname(path) or ".").free
+    if free < needed:
+        text = f"checkpoint {path} needs {needed / 1e6:.0f} MB, but {free / 1e6:.0f} MB are free"
+        log(place, f"WARNING: {text}")
+    if args.resume or not os.path.exists(path):
+        return args.resume
+    saved = read_file(path) if runs else None
+    if not isinstance(saved, dict) or saved.get("run") not in runs:
+        text = "give --resume to continue from it, or another FILE"
+        raise UserError(f"checkpoint {path} is there already: {text}")
+    return True
 
 
 def write_checkpoint(training, path):
     """The old file stays until the new one is complete. Raises UserError."""
     state = {
         "settings": settings_of(training),
+        "run": training.place.run,
         "categories": list(training.train_set.categories.values()),
         "step": training.step,
         "model": training.model.state_dict(),  # in ddp's, names would begin with "module."
@@ -1873,6 +1928,7 @@ def log_summary(training, digests):
     ranks = all_gather({"rank": place.rank, **parts})
     images = sum(all_gather(sum(time.images for time in measured)))
     seconds = sum(time.whole for time in measured)
+    damaged = sum(all_gather(int(training.damage.damaged + training.val_damage.damaged)))
     peak = max(all_gather(torch.cuda.max_memory_allocated() if place.gpu else 0))
     summary = {
         "epochs": training.step // training.args.steps_per_epoch,
@@ -1886,6 +1942,7 @@ def log_summary(training, digests):
         "peak_gpu_bytes": peak or None,  # of tensors, on the rank with the most
         "weights_sha256": digests[0],
         "replicas_identical": len(set(digests)) == 1,
+        "damaged_images": damaged,  # each as often as it was read, by training and validation
     }
     log_from_rank_0(place, "Summary " + json.dumps(summary))
     # NOTE: PowerSGD computes and communicates in one call: no moment is between the two.
@@ -1893,6 +1950,7 @@ def log_summary(training, digests):
     text = "{img_per_s:.1f} img/s; a step of {step_ms:.0f} ms is {data_ms:.0f} data + "
     text += f"{{compute_ms:.0f}} compute + {{exposed_ms:.0f}} {exposed}; "
     text += f"at most {peak / 2**30:.2f} GiB of a GPU's memory; " if peak else ""
+    text += f"{damaged} of the images were damaged; " if damaged else ""
     text += "replicas identical: {replicas_identical}"
     epochs, steps = counted(summary["epochs"], "epoch"), counted(training.step, "step")
     log_from_rank_0(place, f"Summary: {epochs}, {steps}, {text.format(**summary)}")
@@ -1985,12 +2043,12 @@ def run_and_exit(main, log_wall_time=True):
             # Connected ranks share their errors: one line on each node is enough.
             if place.local_rank == 0 or not dist.is_initialized():
                 log(place, f"ERROR: {error}", STDERR)
+        end_workers()  # after an error they may be there still
         leave_process_group()
         if code == 0 and log_wall_time:
             log_end(place, began)
     except Exception as error:
-        # PyTorch's handler of this signal, for dead loader workers, could raise another error.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        end_workers()
         # With a code the reason is logged already: this is only a connection lost after it.
         end_process(code or EXIT_FAILED, place, "" if code else explain(place, error))
     sys.exit(code)
@@ -2012,13 +2070,18 @@ def explain(place, error):
     return f"ERROR: {name}" + ": ".join([one_line(error), *advice])
 
 
+def end_workers():
+    """Loader workers ignore SIGTERM: they could outlive this process, or keep it from its end."""
+    # PyTorch's handler of this signal, for dead loader workers, could raise another error.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for worker in multiprocessing.active_children():
+        worker.kill()
+
+
 def end_process(code, place=None, text=""):
     """Ends a process that may not be able to end by itself: it could wait for others for ever."""
     if text:
         log(place, text, STDERR)
-    # Loader workers ignore SIGTERM, and could outlive this process.
-    for worker in multiprocessing.active_children():
-        worker.kill()
     os._exit(code)
 
 

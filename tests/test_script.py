@@ -120,6 +120,7 @@ def test_images_in_linked_folders_are_found_and_a_loop_of_links_ends(demo, tmp_p
     (tmp_path / "images").mkdir()
     (tmp_path / "images/link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere/loop").symlink_to(tmp_path / "images")
+    (tmp_path / "images/itself").symlink_to("itself")
     names = ["link/1.jpg", "link/loop/link/1.jpg"]
     assert look_up(demo, tmp_path / "images", *names) == names
 
@@ -194,8 +195,8 @@ def picture() -> Image.Image:
 
 
 def decoded(demo, path, capfd) -> torch.Tensor:
-    found = dataset(demo, path.parent).load_image(path)
-    assert not capfd.readouterr().out  # nothing is called damaged
+    found, damaged = dataset(demo, path.parent).load_image(path)
+    assert not damaged and not capfd.readouterr().out
     assert found.dtype == torch.uint8 and found.shape[0] == 3
     return found
 
@@ -234,7 +235,8 @@ def test_pixels_of_more_than_8_bits_are_refused_and_never_clipped(
     line = f"{name} in {tmp_path} has pixels of more than 8 bits, which would be clipped: convert"
     with pytest.raises(demo.UserError, match=re.escape(line)):
         demo.check_images(tmp_path, [name])
-    assert not dataset(demo, tmp_path).load_image(tmp_path / name).any()
+    found, damaged = dataset(demo, tmp_path).load_image(tmp_path / name)
+    assert damaged and not found.any()
     line = f"{name} is damaged, a black one takes its place: its pixels have more than 8 bits"
     assert line in capfd.readouterr().out
 
@@ -262,10 +264,18 @@ def test_an_image_that_pillow_warns_of_is_not_damaged(demo, tmp_path, capfd):
 def test_damaged_image_is_black_and_named_once(demo, tmp_path, capfd):
     make_set(tmp_path, 8)
     truncate(tmp_path / "images/0003.jpg")
-    image, label = dataset(demo, tmp_path / "images")[1, 3]
-    assert label == 3 and not image.any() and image.shape == (3, 40, 40)
+    image, label, damaged = dataset(demo, tmp_path / "images")[1, 3]
+    assert damaged and label == 3 and not image.any() and image.shape == (3, 40, 40)
     (line,) = capfd.readouterr().out.splitlines()
     assert line.startswith("[CPU 0] WARNING: ") and str(tmp_path / "images/0003.jpg") in line
+
+
+@pytest.mark.guards("one-in-ten")
+def test_one_in_ten_damaged_images_are_not_too_many(demo):
+    for images, damaged, expected in ((100, 10, False), (100, 11, True), (99, 99, False)):
+        damage = demo.Damage()
+        damage.add(torch.arange(images) < damaged)
+        assert bool(damage.is_too_much()) == expected
 
 
 @pytest.mark.guards("storage-gone")
@@ -372,7 +382,8 @@ def main(process):
     with torch.no_grad():
         logits = demo.forward(training, model, images[own]).cpu()
         demo.log(process, f"LOSS {{demo.cross_entropy(logits, labels[own]):.4f}}")
-    batches = zip(images[own].split(args.batch_size), labels[own].split(args.batch_size))
+    parts = images[own], labels[own], torch.zeros(len(labels[own]), dtype=torch.bool)
+    batches = zip(*(part.split(args.batch_size) for part in parts))
     sent = []
     if process.world_size > 1:
         ddp.register_comm_hook(sent, note)
@@ -548,10 +559,12 @@ def test_steps_keep_to_the_gpu_and_wait_for_it_at_log_lines_alone(demo, monkeypa
         model.no_sync = contextlib.nullcontext
         model.conv1.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
         batch = torch.zeros(4, 3, 40, 40, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+        batch += (torch.zeros(4, dtype=torch.bool),)
         training = SimpleNamespace(args=args, place=demo.ProcessInfo(device=cuda), step=0)
         training.model = training.ddp = model
         training.timer, training.scaler, training.optimizer = timer, nothing, nothing
         training.next_agreement, training.profiler = 99, None
+        training.damage = demo.Damage()
         training.mean, training.std = (torch.ones(3, 1, 1, device=cuda) for _ in range(2))
         args.steps_per_epoch, args.max_steps = 12, 99
         demo.train_one_epoch(training, Batches([batch] * 24), 1)
@@ -591,6 +604,7 @@ def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
     times = [demo.StepTime(1, 1, 3, 4)] * 2
     training.timer = SimpleNamespace(step_times=[demo.StepTime(9, 9, 99, 4)] * 3 + times)
     training.args.steps_per_epoch, training.powersgd = 1, None
+    training.damage, training.val_damage = demo.Damage(), demo.Damage()
     demo.log_summary(training, ["0f"])
     record, text = capfd.readouterr().out.splitlines()
     summary = json.loads(record.partition("Summary ")[2])

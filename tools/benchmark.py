@@ -312,7 +312,7 @@ def time_loader(demo, args):
     for _ in range(WARM_UP):
         next(batches)
     began = time.perf_counter()
-    loaded = sum(len(labels) for _, labels in batches)
+    loaded = sum(len(labels) for _, labels, _ in batches)
     rate = loaded / (time.perf_counter() - began)
     demo.log(process, "Loader " + json.dumps({"img_per_s": rate}))
 
@@ -323,9 +323,9 @@ class Resident:
     def __init__(self, loader, process):
         self.sampler = loader.sampler
         self.sampler.set_epoch(1)
-        images, labels = next(iter(loader))
+        images, labels, damaged = next(iter(loader))
         images = images.to(process.device, memory_format=process.memory_format)
-        self.batch = images, labels.to(process.device)
+        self.batch = images, labels.to(process.device), damaged
 
     def __iter__(self):
         return itertools.repeat(self.batch)

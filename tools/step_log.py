@@ -41,6 +41,7 @@ class StepLog:
     """
 
     powersgd = None  # the script's functions take a StepLog for their Training
+    damage = val_damage = demo.Damage()  # of no image
 
     def __init__(self, ddp, *, max_steps, global_batch_size, **settings):
         settings = {"log_every": demo.LOG_EVERY, "grad_compression": "none"} | settings

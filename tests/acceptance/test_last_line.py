@@ -198,14 +198,17 @@ open("over", "w").close()
 
 
 @LONG
-@guards("full-disk")
-def test_a_full_disk_of_the_log_is_no_reason_to_stop(folder):
+@guards("full-disk", "log-is-not-whole")
+def test_a_full_disk_of_the_log_is_no_reason_to_stop_but_is_said_at_the_end(folder):
     project = project_with(folder, MANY_LINES)
     with small_disk(folder / "disk", "100k") as disk:
-        with launch(project / SINGLE.name, folder, *NO_SAMPLE, LOG_DIR=disk) as started:
-            run = started.finish(60)
-        assert (disk / "run/node0.log").stat().st_size < 2**17
+        own = {"LOG_DIR": disk, "RESTARTS": 1, "RUN_NAME": "full"}
+        with launch(project / SINGLE.name, folder, *NO_SAMPLE, **own) as started:
+            run = started.finish(60, expect=1)
+        assert (disk / "full/node0.log").stat().st_size < 2**17
     assert "[CPU 0] line 19999" in run.lines() and (folder / "over").exists()
+    assert starts(run.out) == 1
+    assert f"error: the log {disk}/full/node0.log cannot be written" in run.lines()[-1]
 
 
 @LONG

@@ -276,3 +276,52 @@ def test_a_damaged_image_is_named_in_a_warning_and_training_goes_on(tmp_path):
     check_ranks(run, [0], steps=4)
     check_records(run, 1, steps=4, images=16)
     assert [line for line in run.lines() if "WARNING" in line and str(damaged) in line]
+    assert run.json_line("Summary")["damaged_images"] == 1 and "; 1 of the images" in run.out
+
+
+# All images are damaged on rank 1.
+DAMAGED = """
+def load_image(dataset, path):
+    return plain(dataset, path)[0], os.environ["RANK"] == "1"
+plain, demo.CocoFirstCategory.load_image = demo.CocoFirstCategory.load_image, load_image
+"""
+
+
+@pytest.mark.guards("too-many-damaged", "too-many-of-one-rank", "damaged-of-all-ranks")
+@pytest.mark.parametrize(("images", "code"), [(198, 0), (200, 2)])
+def test_too_many_damaged_images_of_one_rank_end_all_with_one_line(tmp_path, images, code):
+    """Too many are over 1 in 10 of at least 100."""
+    words = [*make_set(tmp_path, images), *FAST, "--batch_size", 50, "--num_epochs", 1]
+    program = changed(tmp_path / "damaged.py", DAMAGED)
+    (run,) = run_forked([(2, words)], program=program, expect=code)
+    if code:
+        (line,) = re.findall("ERROR: .*", run.output)
+        assert "over 1 in 10 of the images that a rank has read are damaged" in line
+    else:
+        assert run.json_line("Summary")["damaged_images"] == images / 2
+
+
+@pytest.mark.guards("validation-damaged")
+def test_too_many_damaged_validation_images_end_the_run(tmp_path):
+    words = [*make_set(tmp_path, 8, val=110), *FAST, "--num_epochs", 1, "--batch_size", 50]
+    for path in [*(tmp_path / "val_images").iterdir()][::5]:
+        truncate(path)
+    (run,) = run_forked([(0, words)], program=QUICK, damaged=True, expect=2)
+    assert "ERROR: over 1 in 10 of the images" in run.output and "| Top-1" not in run.out
+
+
+# Says of how many images each forward pass is.
+COUNTED = """
+def forward(training, model, images):
+    print("FORWARD of", len(images), flush=True)
+    return plain(training, model, images)
+plain, demo.forward = demo.forward, forward
+"""
+
+
+@pytest.mark.guards("blank-images")
+def test_the_pass_before_the_first_step_has_as_many_images_as_a_step(tmp_path):
+    """Not more than there are, which would take memory and time."""
+    words = [*make_set(tmp_path, 9), *FAST, "--num_epochs", 1, "--batch_size", 4000]
+    (run,) = run_forked([(2, words)], program=changed(tmp_path / "counted.py", COUNTED))
+    assert re.findall("FORWARD of (.*)", run.out) == ["5"] * 4
