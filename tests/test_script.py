@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
+import pickle
 import re
+import shutil
 import socket
 import sys
 import warnings
@@ -17,6 +20,7 @@ import torch
 import torchvision
 from PIL import Image
 
+import prepare_coco
 from support.datasets import COCO_IDS, instances, make_set, numbered, truncate, write_images
 from support.forks import changed, load, run_forked
 from support.launchers import FAST
@@ -177,10 +181,10 @@ def test_pixels_are_a_function_of_seed_epoch_and_index(demo, images):
 
 @pytest.mark.guards("pixels-normalized")
 def test_the_model_gets_the_pixels_that_its_pretrained_weights_expect(demo, images):
-    pixels, _ = dataset(demo, images)[1, 0]
+    pixels, *_ = dataset(demo, images)[1, 0]
     transforms = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
     scaled = torchvision.transforms.functional.normalize(
-        pixels / 255, transforms.mean, transforms.std
+        pixels.permute(2, 0, 1) / 255, transforms.mean, transforms.std
     )
     training = SimpleNamespace(args=arguments(demo, "--precision", "fp32"), mean=demo.MEAN)
     training.place, training.std = demo.ProcessInfo(), demo.STD
@@ -197,14 +201,14 @@ def picture() -> Image.Image:
 def decoded(demo, path, capfd) -> torch.Tensor:
     found, damaged = dataset(demo, path.parent).load_image(path)
     assert not damaged and not capfd.readouterr().out
-    assert found.dtype == torch.uint8 and found.shape[0] == 3
+    assert found.dtype == torch.uint8 and found.shape[2] == 3
     return found
 
 
 def difference(found: torch.Tensor, image: Image.Image) -> float:
     """The mean over all pixels, of a value of 0 to 255."""
     expected = torchvision.transforms.functional.pil_to_tensor(image.convert("RGB"))
-    return (found.float() - expected.float()).abs().mean().item()
+    return (found.permute(2, 0, 1).float() - expected.float()).abs().mean().item()
 
 
 KINDS = {"grey.jpg": "L", "cmyk.jpg": "CMYK", "palette.png": "P", "bit.png": "1"}
@@ -256,7 +260,7 @@ def test_an_image_that_pillow_warns_of_is_not_damaged(demo, tmp_path, capfd):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = decoded(demo, tmp_path / "clear.png", capfd)
-        assert demo.check_images(tmp_path, ["huge.png"]) == [(12_000, 9_000)]
+        assert demo.check_images(tmp_path, ["huge.png"])[0] == [(12_000, 9_000)]
     assert difference(found, clear.convert("RGBA")) == 0
 
 
@@ -265,7 +269,7 @@ def test_damaged_image_is_black_and_named_once(demo, tmp_path, capfd):
     make_set(tmp_path, 8)
     truncate(tmp_path / "images/0003.jpg")
     image, label, damaged = dataset(demo, tmp_path / "images")[1, 3]
-    assert damaged and label == 3 and not image.any() and image.shape == (3, 40, 40)
+    assert damaged and label == 3 and not image.any() and image.shape == (40, 40, 3)
     (line,) = capfd.readouterr().out.splitlines()
     assert line.startswith("[CPU 0] WARNING: ") and str(tmp_path / "images/0003.jpg") in line
 
@@ -284,22 +288,79 @@ def test_file_that_cannot_be_read_is_no_black_image(demo, images):
         dataset(demo, images / "gone")[1, 0]
 
 
+@pytest.fixture(scope="module")
+def packed(images, tmp_path_factory):
+    """The eight images as they are, in a packed file."""
+    target = tmp_path_factory.mktemp("packed")
+    job = prepare_coco.Job(images.parent, target, 999, packed=True)
+    prepare_coco.pack(job, images.name, numbered(8)[::-1])  # in an order of its own
+    return target / "images.rgb"
+
+
+@pytest.mark.guards("packed-place", "rows-flipped")
+def test_images_of_a_packed_file_are_those_of_the_folder(demo, images, packed):
+    """Also in a worker that was not forked: it gets a copy of the dataset, and opens the file."""
+    folder, file = dataset(demo, images), dataset(demo, packed)
+    for index in (5, 0, 7):
+        (image, label, _), (expected, same, _) = file[1, index], folder[1, index]
+        assert torch.equal(image, expected) and label == same
+        assert image.shape == (40, 40, 3)
+        file = pickle.loads(pickle.dumps(dataset(demo, packed)))
+    file.transform = demo.v2.RandomHorizontalFlip(1)
+    expected = demo.decode((images / "0002.jpg").read_bytes()).flip(1)
+    assert expected.shape == (40, 48, 3) and torch.equal(file[1, 2][0], expected)
+
+
+@pytest.mark.guards("rows-pixels")
+def test_crops_are_those_of_torchvision(demo, images):
+    """Bit for bit, for the same state of the random generator."""
+    own, other = demo.RandomCrop(40), demo.v2.RandomResizedCrop(40)
+    for number, path in enumerate(sorted(images.iterdir())):
+        image = demo.decode(path.read_bytes()).permute(2, 0, 1)
+        found = []
+        for crop in (own, other):
+            torch.manual_seed(number)
+            found.append(crop(image))
+        assert torch.equal(*found)
+
+
+@pytest.mark.guards("packed-size", "packed-lacks")
+def test_a_packed_file_that_lacks_something_is_one_line(demo, packed, tmp_path):
+    def refuse(names, line):
+        with pytest.raises(demo.UserError) as error:
+            demo.check_images(str(tmp_path / "some.rgb"), names)
+        assert line in str(error.value)
+
+    size = packed.stat().st_size
+    shutil.copy(packed, tmp_path / "some.rgb")
+    refuse(numbered(8), "some.rgb.index, of tools/prepare_coco.py --packed, cannot be read: ")
+    shutil.copy(f"{packed}.index", tmp_path / "some.rgb.index")
+    line = "some.rgb lacks 2 of 10 listed images, the first is 0008.jpg"
+    refuse(numbered(10), line)
+    sizes, digest = demo.check_images(str(packed), numbered(8))
+    assert sizes == [[40, 48]] * 8
+    assert digest != demo.digest(sizes)  # a folder of such images has
+    os.truncate(tmp_path / "some.rgb", size - 1)
+    line = f"has {size - 1} bytes, but {tmp_path}/some.rgb.index is of a file with {size}"
+    refuse(numbered(8), line)
+
+
 # --- The machine -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("kind", "cores", "given", "expected"),
-    [("cpu", 8, [], (1, 1)), ("cuda", 3, [], (2, 2)), ("cuda", 64, [], (16, 4))]
-    + [("cuda", 1, [], (1, 1)), ("cuda", 64, ["--workers", 9], (9, 9))],
+    [("cpu", 8, [], 1), ("cuda", 4, [], 3), ("cuda", 5, [], 3), ("cuda", 64, [], 16)]
+    + [("cuda", 1, [], 1), ("cuda", 64, ["--workers", 9], 9)],
 )
 def test_default_number_of_loader_workers(demo, monkeypatch, kind, cores, given, expected):
     process = demo.ProcessInfo(device=torch.device(kind))
     monkeypatch.setattr(demo, "set_threads", lambda _: cores)
     monkeypatch.setattr(demo, "all_gather", lambda value: [value])  # alone in its group
     args = arguments(demo, "--precision", "fp32", *given)
-    args.workers = args.val_workers = given[1] if given else None
+    args.workers = given[1] if given else None
     demo.resolve_arguments(args, process, 10)
-    assert (args.workers, args.val_workers) == expected
+    assert args.workers == expected
 
 
 # Each rank's node and cores, and with how many other ranks of its node it shares them.
@@ -376,7 +437,7 @@ def main(process):
     model.eval()
     noise = torch.Generator().manual_seed(0)
     global images, own
-    images = torch.randint(256, (16, 3, 40, 40), dtype=torch.uint8, generator=noise)
+    images = torch.randint(256, (16, 40, 40, 3), dtype=torch.uint8, generator=noise)
     labels = torch.randint(80, (16,), generator=noise)
     own = slice(process.rank, None, process.world_size)
     with torch.no_grad():
@@ -524,12 +585,9 @@ def test_steps_keep_to_the_gpu_and_wait_for_it_at_log_lines_alone(demo, monkeypa
     class Copies(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             kwargs = kwargs or {}
-            if function is torch.Tensor.to and args[0].device.type == "cpu":
-                copies.append(kwargs.get("non_blocking"))
-            assert function not in (torch.Tensor.cpu, torch.Tensor.tolist)
-            if function is torch.Tensor.item:
-                waits.append(training.step)
-                return 1.0
+            if function is torch.Tensor.to and args[1:] and args[0].device != args[1]:
+                copies.append((args[1], kwargs.get("non_blocking")))
+            assert function not in (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.item)
             return function(*args, **kwargs)
 
     def autocast(kind, dtype, enabled):
@@ -540,7 +598,13 @@ def test_steps_keep_to_the_gpu_and_wait_for_it_at_log_lines_alone(demo, monkeypa
         losses.append(loss)
         return SimpleNamespace(backward=lambda: None)
 
-    copies, precision, losses, inputs, waits, logged = [], [], [], [], [], []
+    def log_step(found):
+        """A line is written in the step after its own, when the GPU has another to compute."""
+        if found.due_line:
+            logged.append((found.due_line.step, found.step))
+            found.due_line = None
+
+    copies, precision, losses, inputs, logged, waits, used = [], [], [], [], [], [], []
     cuda = torch.device("cuda", 0)
     args = arguments(demo, "--precision", name, "--accumulate_steps", 2, "--batch_size", 4)
     args.lr, args.warmup_steps, rates = 1, 4, []
@@ -548,31 +612,39 @@ def test_steps_keep_to_the_gpu_and_wait_for_it_at_log_lines_alone(demo, monkeypa
     nothing.param_groups, nothing.scale = [{}], scale
     nothing.step = lambda _: rates.append(nothing.param_groups[0]["lr"])
     timer = SimpleNamespace(mark=str, start_step=lambda: None, end_step=lambda images: None)
-    timer.last_step_seconds = lambda: 1
+    timer.now = timer.last_step_seconds = lambda: 1
     monkeypatch.setattr(demo, "agree_to_continue", lambda *_: 99)
     monkeypatch.setattr(demo, "log_epoch", lambda *_: None)
-    monkeypatch.setattr(demo, "log_step", lambda found, *_: logged.append(found.step))
+    monkeypatch.setattr(demo, "log_step", log_step)
+    stream = SimpleNamespace(wait_stream=lambda other: waits.append(other))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "copying")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda own, other: used.append(other))
     monkeypatch.setattr(demo.torch, "autocast", autocast)
     with FakeTensorMode(), Copies():
         with cuda:
             model = demo.torchvision.models.resnet18(num_classes=80)
         model.no_sync = contextlib.nullcontext
         model.conv1.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-        batch = torch.zeros(4, 3, 40, 40, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+        batch = torch.zeros(4, 40, 40, 3, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
         batch += (torch.zeros(4, dtype=torch.bool),)
         training = SimpleNamespace(args=args, place=demo.ProcessInfo(device=cuda), step=0)
         training.model = training.ddp = model
         training.timer, training.scaler, training.optimizer = timer, nothing, nothing
-        training.next_agreement, training.profiler = 99, None
+        training.next_agreement, training.profiler, training.due_line = 99, None, None
         training.damage = demo.Damage()
         training.mean, training.std = (torch.ones(3, 1, 1, device=cuda) for _ in range(2))
         args.steps_per_epoch, args.max_steps = 12, 99
         demo.train_one_epoch(training, Batches([batch] * 24), 1)
-    assert logged == waits == [1, 6, 11]
+    assert logged == [(1, 2), (6, 7), (11, 12)]
+    assert waits == ["copying"] * 24 and used == [stream] * 2 * 24
     assert len(losses) == len(inputs) == 24
     assert {str(tensor.device) for tensor in [*losses, *inputs, training.loss_sum]} == {"cuda:0"}
     assert all(given.is_contiguous(memory_format=torch.channels_last) for given in inputs)
-    assert copies == [True] * 2 * 24  # of images and labels
+    to_gpu = [how for where, how in copies if where == cuda]
+    assert to_gpu == [True] * 2 * 24  # of images and labels
+    assert copies.count(("cpu", True)) == 3  # of losses, for lines
     assert set(precision) == {("cuda", dtype, True)}
     assert rates == [0.25, 0.5, 0.75] + [1] * 9
 
@@ -653,6 +725,7 @@ def test_the_time_of_a_periodic_save_is_in_no_step(demo, monkeypatch):
     args = arguments(demo, "--checkpoint", "any", "--checkpoint_every", 2, "--max_steps", 9)
     timer = demo.StepTimer(torch.device("cpu"), torch.nn.Linear(1, 1))
     training = SimpleNamespace(args=args, timer=timer, profiler=None, step=0)
+    training.place, training.next_agreement = demo.ProcessInfo(), 0
     timer.start_step()
     for _ in range(4):
         now[0] += 1

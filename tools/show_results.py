@@ -146,7 +146,7 @@ def draw_images(axes, results):
         axis.set_axis_off()
     for axis, position in zip(axes, chosen, strict=False):
         image, label, _ = results.dataset[0, position]
-        axis.imshow(image.permute(1, 2, 0).numpy())
+        axis.imshow(image.numpy())
         axis.set(xticks=[], yticks=[])
         sign = "✓" if right[position] else "✗"
         guess = results.names[results.guesses[position]]

@@ -83,6 +83,7 @@ BAD_INPUT = {  # options, and what the line names
     "--seed 3000000000": r"--seed\b.*3000000000 is not below",
     "--resume": "--checkpoint",
     "--annotation_path=": "--annotation_path is empty",
+    "--dummy": "--dummy reads no data: leave --coco_image_path out",
     "--val_image_path set/images": "--val_annotation_path",
     "--annotation_path no_file.json": r"no_file\.json",
     "--annotation_path no_annotations.json": r"no_annotations\.json",

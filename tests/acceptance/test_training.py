@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -200,6 +201,62 @@ def test_options_train_and_stand_in_the_run_record(small, tmp_path):
     runs = [(0, [*small, *shlex.split(options)]) for options in OPTIONS]
     for run, options in zip(run_forked(runs, program=QUICK, cwd=tmp_path), OPTIONS, strict=True):
         check_options(run, options)
+
+
+@pytest.mark.guards("dummy-share", "dummy-weights")
+def test_dummy_trains_on_random_images_without_any_data(tmp_path):
+    """Each rank has its own. A resumed run goes on, but not on other images."""
+    words = ["--dummy", "--image_size", 40, "--batch_size", 4, "--log_every", 1]
+    words += ["--precision", "fp32", "--checkpoint", tmp_path / "run.pt", "--resume"]
+    data = make_set(tmp_path / "set", 8)
+    runs = [(2, [*words, "--max_steps", steps]) for steps in (3, 5)]
+    runs += [(0, [*words[1:], *data, "--global_batch_size", 8])]
+    first, second, other = run_forked(runs, program=QUICK, expect=None)
+    check_ranks(first, [0, 1], steps=3)
+    check_records(first, 2, steps=3, images=117_266)
+    assert "; 3 steps of 8 images; random images (--dummy). No checkpoint" in first.out
+    losses = [[loss for _, _, loss in first.steps(rank)] for rank in (0, 1)]
+    assert not set(losses[0]) & set(losses[1])
+    record, summary = first.json_line("Run"), first.json_line("Summary")
+    assert (record["dummy"], record["weights"], record["workers"]) == (True, "none", 0)
+    assert record["classes"] == 80 and summary["data_ms"] < 1
+    assert [step for _, step, _ in second.steps(1)] == [4, 5]
+    assert other.returncode == 2 and "was saved with data set" in other.out
+
+
+# Rank 1 becomes ten times slower from step 30 on.
+SLOWER = """
+def after_step(training, *arguments):
+    time.sleep(0.1 if training.place.rank == 1 and training.step >= 30 else 0.01)
+    plain_after_step(training, *arguments)
+
+def agree(training, seconds):
+    interval = plain_agree(training, seconds)
+    demo.log(training.place, f"AGREED {training.step} {interval}")
+    return interval
+
+plain_after_step, demo.after_step = demo.after_step, after_step
+plain_agree, demo.agree_to_continue = demo.agree_to_continue, agree
+"""
+
+
+@LONG
+@pytest.mark.guards("agree-alike", "agree-doubles")
+def test_ranks_agree_in_the_same_steps_though_one_becomes_slower(tmp_path):
+    program = changed(tmp_path / "slower.py", SLOWER)
+    words = ["--dummy", "--image_size", 40, "--batch_size", 2, "--max_steps", 120]
+    (run,) = run_forked([(2, words)], program=program)
+    steps, other = (
+        [tuple(map(int, line.split()[1:])) for line in run.lines(rank) if line[:6] == "AGREED"]
+        for rank in (0, 1)
+    )
+    assert steps == other and steps[-1][0] == 120
+    # From the first step on at most twice as far each time, up to 50 steps.
+    intervals = [interval for _, interval in steps]
+    assert intervals[:4] == [2, 4, 8, 16]
+    for (step, interval), (later, _) in itertools.pairwise(steps[:-1]):
+        assert later == step + interval and interval <= 50
+    assert min(interval for step, interval in steps if step > 60) <= 10
 
 
 def test_two_runs_of_plain_python_at_once_do_not_meet(small):

@@ -252,8 +252,12 @@ def check_parts(summary: dict) -> None:
     """They are as long as they were made, and add up."""
     parts = [summary[f"{name}_ms"] / 1e3 for name in ("data", "compute", "exposed")]
     assert sum(parts) == pytest.approx(summary["step_ms"] / 1e3)
-    for found, expected in zip(parts, (DATA, COMPUTE, EXPOSED), strict=True):
-        assert 0.7 * expected < found < 1.8 * expected, parts
+    # The loader works while the GPU still computes the step before: that part is no wait.
+    hidden = COMPUTE + EXPOSED
+    for found, least, most in zip(
+        parts, (DATA - hidden, COMPUTE, EXPOSED), (DATA, COMPUTE, EXPOSED), strict=True
+    ):
+        assert 0.7 * least < found < 1.8 * most, parts
 
 
 # docs/networks.md's loop, made longer in the same places.

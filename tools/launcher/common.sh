@@ -85,9 +85,10 @@ leave_after_help() {
     done
 }
 
-# names_no_data ARGUMENTS...: whether the sample set is to be used, because none of the script's options for data is given.
+# names_no_data ARGUMENTS...: whether the sample set is to be used, because the script's arguments name no data.
 names_no_data() {
     local name
+    [[ " $* " != *" --dummy "* ]] || return 1
     for name in coco_image_path annotation_path val_image_path val_annotation_path; do
         [ -z "$(option "--$name" "$@")" ] || return 1
     done
