@@ -103,6 +103,7 @@ import torchvision
 from PIL import Image
 from pycocotools.coco import COCO
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -702,7 +703,9 @@ def parse_arguments(argv):
     parser = make_parser()
 
     def refuse(text):
-        parser.exit(EXIT_USER, f"{parser.prog}: error: {text}; see --help\n")
+        text = f"{parser.prog}: error: {text}; see --help"
+        record_end("shared", text)
+        parser.exit(EXIT_USER, text + "\n")
 
     parser.error = refuse  # one line, without argparse's usage
     # Dashes inside a name are accepted: --batch-size is --batch_size.
@@ -2116,6 +2119,7 @@ def log_end(place, began):
 
 EXIT_FAILED, EXIT_USER = 1, 2
 EXIT_STOPPED = os.EX_TEMPFAIL  # 75, from sysexits.h: try again later
+OTHER_RANK = "another rank has ended, or does not answer"
 # Puzzling errors of PyTorch and NCCL: a part of the text, and what to do.
 ADVICE = [
     ("out of memory", "use a smaller --batch_size"),
@@ -2128,8 +2132,8 @@ ADVICE = [
     ("C++ compiler found", "install g++ (or set CXX), or leave --compile out"),
     ("find C compiler", "install gcc (or set CC), or leave --compile out"),  # Triton, on GPUs
     ("unhandled system error", "NCCL_DEBUG=INFO says more"),
-    ("/gloo/", "another rank has ended, or does not answer"),
-    ("pair closure", "another rank has ended, or does not answer"),
+    ("/gloo/", OTHER_RANK),
+    ("pair closure", OTHER_RANK),
 ]
 
 
@@ -2152,6 +2156,19 @@ class Stopped(Exception):
         text = f"Stopped on {cause} | step {training.step} | exit code {self.code}"
         text += "" if training.args.checkpoint else " | not saved: no --checkpoint"
         super().__init__(text)
+
+
+class Ended(Exception):
+    """How this rank ended, for torchrun's error file (its --log-dir keeps it)."""
+
+
+def record_end(word, text):
+    """word: own (this rank's error), shared (all ranks'), peer (a lost connection), stopped."""
+    try:
+        raise Ended(f"{word}: {text}") from None
+    except Ended as end:
+        with suppress(OSError):  # a full disk
+            get_error_handler().record_exception(end)
 
 
 @contextmanager
@@ -2185,11 +2202,14 @@ def run_and_exit(main, log_wall_time=True):
             main(place)
         except Stopped as stop:
             code = stop.code
+            word = "stopped" if code == EXIT_STOPPED else "peer"
+            record_end(word, f"{place.name} {stop}")
             log(place, str(stop))
         except StartError as error:
             end_process(EXIT_FAILED, place, f"ERROR: {error}")
         except UserError as error:
             code = EXIT_USER
+            record_end("shared", f"{place.name} ERROR: {error}")
             # Connected ranks share their errors: one line on each node is enough.
             if place.local_rank == 0 or not dist.is_initialized():
                 log(place, f"ERROR: {error}", STDERR)
@@ -2200,7 +2220,8 @@ def run_and_exit(main, log_wall_time=True):
     except Exception as error:
         end_workers()
         # With a code the reason is logged already: this is only a connection lost after it.
-        end_process(code or EXIT_FAILED, place, "" if code else explain(place, error))
+        text = "" if code else explain(place, error)
+        end_process(code or EXIT_FAILED, place, text, "peer" if OTHER_RANK in text else "own")
     sys.exit(code)
 
 
@@ -2228,9 +2249,10 @@ def end_workers():
         worker.kill()
 
 
-def end_process(code, place=None, text=""):
+def end_process(code, place=None, text="", word="own"):
     """Ends a process that may not be able to end by itself: it could wait for others for ever."""
     if text:
+        record_end(word, f"{place.name} {text}")
         log(place, text, STDERR)
     os._exit(code)
 
