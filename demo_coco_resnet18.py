@@ -119,17 +119,17 @@ TIMEOUT = 300  # seconds without an answer after which a process counts as lost
 LOG_EVERY = 5  # steps from one log line to the next
 
 
-def main(place):
-    """Every process runs all of this. `place` says which one it is."""
+def main(process):
+    """Every process runs all of this. `process` says which one it is."""
     args = parse_arguments(sys.argv[1:])
-    read_environment(place)  # 1/6
-    join_process_group(args, place)  # 2/6
-    check_checkpoint(args, place)  # an earlier run's file is continued, or not touched
+    read_environment(process)  # 1/6
+    join_process_group(args, process)  # 2/6
+    check_checkpoint(args, process)  # an earlier run's file is continued, or not touched
 
     if args.dummy:  # random images
         train_set, val_set = DUMMY_SET, None
     else:  # Rank 0 reads, every rank receives: only the images have to be on every node.
-        log_from_rank_0(place, "Reading the annotations")
+        log_from_rank_0(process, "Reading the annotations")
         train_set = from_rank_0(
             lambda: read_image_list(args.annotation_path, args.coco_image_path)
         )
@@ -137,21 +137,21 @@ def main(place):
             lambda: read_image_list(args.val_annotation_path, args.val_image_path, train_set)
         )
     # Here all ranks end if one lacks an image, or was started with other arguments than rank 0.
-    image_sizes = check_start(args, place, train_set, val_set)
-    checkpoint = read_checkpoint(args, place)  # None if the run starts from the beginning
+    image_sizes = check_start(args, process, train_set, val_set)
+    checkpoint = read_checkpoint(args, process)  # None if the run starts from the beginning
     # The number of steps, the precision, and what else depends on the hardware and the images.
-    resolve_arguments(args, place, len(train_set.names), checkpoint)
-    train_loader = make_train_loader(args, place, train_set)  # 3/6
-    val_loader = make_val_loader(args, place, val_set)
+    fill_in_arguments(args, process, len(train_set.names), checkpoint)
+    train_loader = make_train_loader(args, process, train_set)  # 3/6
+    val_loader = make_val_loader(args, process, val_set)
 
-    model = build_model(args, place, train_set, load=checkpoint is None)
-    ddp, powersgd = wrap_model(args, place, model)  # 4/6
+    model = build_model(args, process, train_set, load=checkpoint is None)
+    ddp, powersgd = wrap_model(args, process, model)  # 4/6
     # ddp holds the model, so both have the same weights. The optimizer can take them from either.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    training = Training(args, place, train_set, image_sizes, model, ddp, optimizer, powersgd)
+    training = Training(args, process, train_set, image_sizes, model, ddp, optimizer, powersgd)
     if checkpoint:  # every rank has the same one, so the replicas stay equal
         load_checkpoint(training, checkpoint)
-    catch_stop_signals(place)  # from now on such a signal saves, and ends all ranks
+    catch_stop_signals(process)  # from now on such a signal saves, and ends all ranks
     start_workers(train_loader, val_loader)  # the processes that load images
     rebuild_buckets(training)  # a pass over blank images: from then on DDP's sums have one order
     log_run(training, val_set)
@@ -190,7 +190,11 @@ class ProcessInfo:
     @property
     def memory_format(self):
         """channels_last makes convolutions faster."""
-        return torch.channels_last if self.device.type in DDP_DEVICES else torch.contiguous_format
+        return (
+            torch.channels_last
+            if self.device.type in DEVICES_WITH_DDP
+            else torch.contiguous_format
+        )
 
     @property
     def exchange_device(self):
@@ -208,7 +212,7 @@ class Training:
     """What is trained, how, and the progress."""
 
     args: argparse.Namespace
-    place: ProcessInfo
+    process: ProcessInfo
     train_set: "ImageSet"  # names and labels of the images, and the classes
     image_sizes: str  # a digest of the sizes of some training images
     model: torch.nn.Module
@@ -216,7 +220,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     powersgd: powerSGD_hook.PowerSGDState | None  # with --grad_compression powersgd
     step: int = 0  # optimizer steps so far
-    next_agreement: int = 0  # the step after which the ranks next agree to go on
+    agree_at_step: int = 0  # the step after which the ranks next agree to go on
     interval: int = 1  # steps from the last agreement to the next
     due_line: "DueLine | None" = None  # a log line that is not written yet
     loss_sum: torch.Tensor | float = 0.0  # in this epoch, over this rank's images
@@ -224,71 +228,71 @@ class Training:
     def __post_init__(self):
         self.damage, self.val_damage = Damage(), Damage()
         self.owns_checkpoint = self.args.resume  # or once it is saved
-        self.timer = StepTimer(self.place.device, self.model)
-        self.profiler = start_profiler(self.args, self.place) if self.args.profile else None
+        self.timer = StepTimer(self.process.device, self.model)
+        self.profiler = start_profiler(self.args, self.process) if self.args.profile else None
         # The pretrained weights expect images with ImageNet's mean and standard deviation.
-        self.mean, self.std = MEAN.to(self.place.device), STD.to(self.place.device)
+        self.mean, self.std = MEAN.to(self.process.device), STD.to(self.process.device)
         # In fp16 small gradients would become 0. The scaler multiplies the loss by a large number
         # and divides the gradients by it. With other precisions it does nothing.
         fp16 = self.args.precision == "fp16"
-        self.scaler = torch.amp.GradScaler(self.place.device.type, enabled=fp16)
+        self.scaler = torch.amp.GradScaler(self.process.device.type, enabled=fp16)
 
 
 # ---- The six changes
 
 
-def read_environment(place):
+def read_environment(process):
     """Learns this process's rank. Raises UserError."""
     # DDP 1/6: torchrun starts the processes and tells each its rank through the environment.
     # For mpirun, srun and plain python find_launcher sets the variables that torchrun sets.
-    place.launcher = find_launcher()
-    place.rank = int(os.environ["RANK"])  # over all nodes: 0 to world_size - 1
-    place.world_size = int(os.environ["WORLD_SIZE"])  # the number of processes, not of nodes
-    place.local_rank = int(os.environ["LOCAL_RANK"])  # on its own node, from 0
-    place.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    place.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    process.launcher = find_launcher()
+    process.rank = int(os.environ["RANK"])  # over all nodes: 0 to world_size - 1
+    process.world_size = int(os.environ["WORLD_SIZE"])  # the number of processes, not of nodes
+    process.local_rank = int(os.environ["LOCAL_RANK"])  # on its own node, from 0
+    process.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    process.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     # It is RUN/attempt_N/RANK/error.json. Of RUN torchrun says that it is unique.
-    place.run = os.environ.get("TORCHELASTIC_ERROR_FILE", "").rsplit("/", 3)[0]
-    set_meeting_point(place)  # MASTER_ADDR and MASTER_PORT, where those given do not serve
+    process.run = os.environ.get("TORCHELASTIC_ERROR_FILE", "").rsplit("/", 3)[0]
+    set_meeting_point(process)  # MASTER_ADDR and MASTER_PORT, where those given do not serve
 
 
-def join_process_group(args, place):
+def join_process_group(args, process):
     """All ranks: chooses the device, and joins the group. Raises UserError or StartError."""
     # The backend moves tensors between the processes: NCCL between NVIDIA GPUs, one for each
     # process; Gloo between CPUs, or with --backend gloo between processes that share a GPU.
-    place.backend = choose_backend(args, place)
+    process.backend = choose_backend(args, process)
     # DDP 2/6: each process takes a GPU of its own, by its local rank. Otherwise all would take
     # GPU 0: NCCL refuses that, and the other GPUs would be idle.
     if args.device in ("auto", "cuda") and torch.cuda.is_available():
         # (%: srun's --gpus-per-task hides the other GPUs, so that each process sees one, GPU 0.)
-        place.device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(place.device)
+        process.device = torch.device("cuda", process.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(process.device)
     elif args.device == "mps":
-        place.device = torch.device("mps")  # a Mac's GPU
-    prepare_hardware(place)  # settings of PyTorch
+        process.device = torch.device("mps")  # a Mac's GPU
+    prepare_hardware(process)  # settings of PyTorch
     # Then all processes meet at MASTER_ADDR:MASTER_PORT, on rank 0's node, and leave each other
     # their addresses in a store. torchrun has set both. (With several nodes it has itself waited
     # for those of the others, up to 15 minutes, before it started this script.) Each process waits
     # until all have joined. If one has not come after --timeout seconds, the others end with a
     # StartError, exit code 1.
-    with connecting_ranks(args, place):
+    with connecting_ranks(args, process):
         dist.init_process_group(  # rank, world size and the address are in the environment
-            place.backend,
+            process.backend,
             timeout=timedelta(seconds=args.timeout),
-            device_id=place.device if place.backend == "nccl" else None,  # binds it to a GPU
+            device_id=process.device if process.backend == "nccl" else None,  # binds it to a GPU
         )
         # In its first collective call NCCL connects the ranks for data. item() waits for its end.
-        probe = torch.ones(1, device=place.exchange_device)
+        probe = torch.ones(1, device=process.exchange_device)
         dist.all_reduce(probe)
         probe.item()
 
 
-def make_train_loader(args, place, train_set):
+def make_train_loader(args, process, train_set):
     """The batches of this rank's share of the training images."""
     if args.dummy:
-        return DummyLoader(args, place, train_set)
+        return DummyLoader(args, process, train_set)
     transform = v2.Compose([RandomCrop(args.image_size), v2.RandomHorizontalFlip()])
-    dataset = CocoFirstCategory(args, place, args.coco_image_path, train_set, transform)
+    dataset = CocoFirstCategory(args, process, args.coco_image_path, train_set, transform)
     # DDP 3/6: the sampler gives each rank its own share of the images. All ranks shuffle all
     # images alike, by seed and epoch. Of N ranks, rank r takes number r, r + N, r + 2N, ...
     # Each step has a collective call (5/6), so all ranks must make the same number of steps, and
@@ -296,27 +300,27 @@ def make_train_loader(args, place, train_set):
     # padding. EpochSampler is PyTorch's DistributedSampler with two additions. It yields (epoch,
     # index), so that the dataset crops an image in another way in each epoch. And a share can
     # begin later, in a run that resumes, or end earlier, as in make_val_loader.
-    sampler = EpochSampler(dataset, place.world_size, place.rank, seed=args.seed)
-    return make_loader(args, place, dataset, sampler, args.workers)
+    sampler = EpochSampler(dataset, process.world_size, process.rank, seed=args.seed)
+    return make_loader(args, process, dataset, sampler, args.workers)
 
 
-def make_val_loader(args, place, val_set):
+def make_val_loader(args, process, val_set):
     """The batches of this rank's share of the validation images, or None."""
     if not val_set:
         return None
     transform = v2.Compose([v2.Resize(args.image_size * 8 // 7), v2.CenterCrop(args.image_size)])
-    dataset = CocoFirstCategory(args, place, args.val_image_path, val_set, transform)
-    sampler = EpochSampler(dataset, place.world_size, place.rank, shuffle=False)
+    dataset = CocoFirstCategory(args, process, args.val_image_path, val_set, transform)
+    sampler = EpochSampler(dataset, process.world_size, process.rank, shuffle=False)
     # Padding would count some images twice. DistributedSampler puts it at the end of some shares:
     # these end one image earlier here. Shares of different lengths do no harm: the ranks exchange
     # no gradients, and meet only after batches that all of them have, and at the end (6/6).
-    sampler.end = len(dataset) // place.world_size
-    if place.rank < len(dataset) % place.world_size:
+    sampler.end = len(dataset) // process.world_size
+    if process.rank < len(dataset) % process.world_size:
         sampler.end += 1
-    return make_loader(args, place, dataset, sampler, args.workers)
+    return make_loader(args, process, dataset, sampler, args.workers)
 
 
-def build_model(args, place, train_set, load=True):
+def build_model(args, process, train_set, load=True):
     """All ranks: ResNet-18 on this process's device.
 
     load: whether rank 0 loads the weights of --weights. Until 4/6 no other rank has them.
@@ -327,18 +331,18 @@ def build_model(args, place, train_set, load=True):
     # a seed of its own after 4/6: alike, all would drop the same outputs.
     model = torchvision.models.resnet18(num_classes=len(train_set.categories))
     with errors_end_all_ranks():
-        if place.rank == 0 and load and args.weights != "none":
-            load_weights(place, model, args.weights, train_set)
+        if process.rank == 0 and load and args.weights != "none":
+            load_weights(process, model, args.weights, train_set)
     if args.sync_bn:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.compile:
         model.compile()
-    return model.to(place.device, memory_format=place.memory_format)
+    return model.to(process.device, memory_format=process.memory_format)
 
 
-def wrap_model(args, place, model):
+def wrap_model(args, process, model):
     """All ranks: the model in DDP, and the state of --grad_compression powersgd or None."""
-    if place.device.type not in DDP_DEVICES:
+    if process.device.type not in DEVICES_WITH_DDP:
         return WithoutDDP(model), None
     # DDP 4/6: DDP copies rank 0's weights into the model of every rank, here and now, so that all
     # start equal. ddp(images) then computes what model(images) does, and its backward pass also
@@ -362,7 +366,7 @@ def wrap_model(args, place, model):
 #     network                         [ bucket 1 ]      [  bucket 2  ]
 #     marks    1    2                    3 of rank 0    3 of rank 1    4           5
 # The timer's marks: 1 "waiting for data", 2 "data arrived", 3 "own gradients" (the timer sets it,
-# when backward has reached the first layer), 4 "gradients averaged", 5 "end" (set in after_step).
+# when backward has reached the first layer), 4 "gradients averaged", 5 "end" (log_save_or_stop).
 # The log has the times between them. data: 1 to 2. exposed communication: 3 to 4, in which a rank
 # computes nothing, but waits for slower ranks and for the network. What the network does before 3
 # is hidden: no rank waits for it, though it takes some of the device from backward. compute: the
@@ -370,14 +374,14 @@ def wrap_model(args, place, model):
 # exposed time of all ranks is what the network costs.
 def train_one_epoch(training, loader, epoch):
     """All ranks: trains what is left of an epoch: all of it, unless the run was resumed in it."""
-    args, place, ddp, timer = training.args, training.place, training.ddp, training.timer
+    args, process, ddp, timer = training.args, training.process, training.ddp, training.timer
     # Seed and epoch decide the order of the images, and so the shares. Without this call each
     # epoch would repeat the first one.
     loader.sampler.set_epoch(epoch)
     steps_done = training.step - (epoch - 1) * args.steps_per_epoch  # 0, unless it was resumed
     loader.sampler.start = steps_done * args.accumulate_steps * args.batch_size
-    batches, began = on_device(place, loader), perf_counter()
-    training.loss_sum, images_seen = torch.zeros((), device=place.device), 0
+    batches, began = on_device(process, loader), perf_counter()
+    training.loss_sum, images_seen = torch.zeros((), device=process.device), 0
     timer.start_step()  # it measures the wait for data, and how long averaging holds up a step
     while training.step < min(args.max_steps, epoch * args.steps_per_epoch):
         # Of this rank's share. An epoch's last step may have fewer images and micro-batches.
@@ -387,7 +391,7 @@ def train_one_epoch(training, loader, epoch):
         lr_factor = min(1, (training.step + 1) / max(1, args.warmup_steps))  # rises to 1
         for group in training.optimizer.param_groups:
             group["lr"] = args.lr * lr_factor
-        loss_of_step = torch.zeros((), device=place.device)
+        loss_of_step = torch.zeros((), device=process.device)
         for micro_batch in range(micro_batches):
             timer.mark("waiting for data")
             images, labels, damaged = next(batches)
@@ -419,23 +423,25 @@ def train_one_epoch(training, loader, epoch):
         training.step += 1
         images_seen += images_in_step
         training.loss_sum += loss_of_step * images_in_step
-        after_step(training, epoch, loss_of_step, images_in_step)  # logs, saves or stops when due
+        log_save_or_stop(
+            training, epoch, loss_of_step, images_in_step
+        )  # logs, saves or stops when due
     share_statistics(training)
     agree_to_continue(training, timer.last_step_seconds())  # all go on, or on a signal all end
     log_epoch(training, epoch, steps_done + 1, images_seen, began)
 
 
-def on_device(place, batches):
+def on_device(process, batches):
     """The batches, images and labels on this process's device.
 
     A GPU copies in a stream of its own, while it still computes the step before. The computing
     stream waits for the copy.
     """
-    copying = torch.cuda.Stream() if place.gpu else None
+    copying = torch.cuda.Stream() if process.gpu else None
     for *batch, damaged in batches:
         with torch.cuda.stream(copying):  # None: no stream
-            batch = [part.to(place.device, non_blocking=place.gpu) for part in batch]
-        if place.gpu:
+            batch = [part.to(process.device, non_blocking=process.gpu) for part in batch]
+        if process.gpu:
             torch.cuda.current_stream().wait_stream(copying)
             for part in batch:
                 part.record_stream(torch.cuda.current_stream())  # in use until that has ended
@@ -444,25 +450,25 @@ def on_device(place, batches):
 
 def share_statistics(training):
     """All ranks: take rank 0's batch-norm statistics, so that all validate the same model."""
-    if training.place.world_size > 1:
+    if training.process.world_size > 1:
         for buffer in training.model.buffers():
             dist.broadcast(buffer, src=0)
 
 
 def forward(training, model, images):
     """Logits, float32 (n, classes), of images, uint8 (n, size, size, 3)."""
-    place, precision = training.place, training.args.precision
-    images = images.to(place.device, non_blocking=place.gpu).permute(0, 3, 1, 2)
+    process, precision = training.process, training.args.precision
+    images = images.to(process.device, non_blocking=process.gpu).permute(0, 3, 1, 2)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    with torch.autocast(place.device.type, dtype=dtype, enabled=dtype is not None):
-        images = ((images - training.mean) / training.std).to(memory_format=place.memory_format)
+    with torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None):
+        images = ((images - training.mean) / training.std).to(memory_format=process.memory_format)
         return model(images).float()
 
 
 @torch.inference_mode()
 def evaluate(training, loader, epoch):
     """All ranks: logs the accuracy over all validation images."""
-    place, model, began = training.place, training.model, perf_counter()
+    process, model, began = training.process, training.model, perf_counter()
     correct = images_seen = 0
     model.eval()
     for images, labels, damaged in batches_until_stop(training, loader):
@@ -473,9 +479,9 @@ def evaluate(training, loader, epoch):
     model.train()
     # DDP 6/6: each rank has counted its own share. all_reduce makes sums of the counts, on every
     # rank. They are then the same everywhere, and rank 0 alone logs them.
-    counts = torch.tensor([correct, images_seen], device=place.exchange_device)
+    counts = torch.tensor([correct, images_seen], device=process.exchange_device)
     dist.all_reduce(counts)
-    if place.rank == 0:
+    if process.rank == 0:
         log_validation(training, loader, epoch, *counts.tolist(), began)
 
 
@@ -484,12 +490,12 @@ def save_checkpoint(training, is_last):
 
     is_last: whether the run ends now. Only then does it end with an error if rank 0 cannot write.
     """
-    args, place = training.args, training.place
+    args, process = training.args, training.process
     with errors_end_all_ranks():
         if not all(parameter.isfinite().all() for parameter in training.model.parameters()):
             text = f"weights not finite after step {training.step}: lower --lr; not saved"
             raise UserError(text)
-        if args.checkpoint and place.rank == 0:
+        if args.checkpoint and process.rank == 0:
             if os.path.exists(args.checkpoint) and not training.owns_checkpoint:
                 text = f"another run has written {args.checkpoint} since this one began"
                 raise UserError(f"{text}: give another FILE")
@@ -499,7 +505,7 @@ def save_checkpoint(training, is_last):
             except UserError as error:
                 if is_last:
                     raise
-                log(place, f"WARNING: {error}: the run goes on")
+                log(process, f"WARNING: {error}: the run goes on")
 
 
 def digests_of_replicas(model):
@@ -569,7 +575,7 @@ def leave_process_group():
 # Where is ...? In the order of this part:
 #     an option, its default, its check            make_parser, parse_arguments
 #     what must be the same on all ranks           check_start
-#     what follows from hardware and options       resolve_arguments
+#     what follows from hardware and options       fill_in_arguments
 #     torchrun, srun or mpirun: the rank           find_launcher
 #     the backend, the number of threads           choose_backend, set_threads
 #     the choice of bf16, fp16 or fp32             fast_precision
@@ -584,7 +590,7 @@ def leave_process_group():
 #     what Summary and the log lines measure       StepTimer
 #     the profiler                                 start_profiler
 #     a stop signal, a lost torchrun               catch_stop_signals, agree_to_continue
-#     what happens after each step                 after_step
+#     what happens after each step                 log_save_or_stop
 #     what a checkpoint holds, who may resume      write_checkpoint, SAME_ON_RESUME
 #     a checkpoint of an earlier run               check_checkpoint
 #     another optimizer, a scheduler               main, train_one_epoch (in part one: lr_factor)
@@ -739,7 +745,7 @@ def check_data_options(args, refuse):
     args.num_epochs = args.num_epochs or NUM_EPOCHS
 
 
-def check_start(args, place, train_set, val_set):
+def check_start(args, process, train_set, val_set):
     """All ranks: raises UserError unless all were started alike, and have the images.
 
     Returns a digest of the sizes of some images, which tells resized images from the originals.
@@ -752,7 +758,7 @@ def check_start(args, place, train_set, val_set):
     with errors_end_all_ranks():
         if not args.dummy:
             count = len(train_set.names) + len(val_set.names if val_set else [])
-            log_from_rank_0(place, f"Looking for {counted(count, 'image')}")
+            log_from_rank_0(process, f"Looking for {counted(count, 'image')}")
             sizes, sizes_digest = check_images(args.coco_image_path, train_set.names)
         if val_set and not args.val_image_path:
             raise UserError("--val_image_path is given on rank 0 only: start all ranks alike")
@@ -761,7 +767,7 @@ def check_start(args, place, train_set, val_set):
     settings["sizes of the images"] = sizes_digest
     if max(map(min, sizes), default=math.inf) < args.image_size:
         text = "the images are smaller than --image_size: prepared for a smaller one?"
-        log_from_rank_0(place, f"WARNING: {text}")
+        log_from_rank_0(process, f"WARNING: {text}")
     expected = from_rank_0(lambda: settings)
     with errors_end_all_ranks():
         for name, value in expected.items():
@@ -771,16 +777,16 @@ def check_start(args, place, train_set, val_set):
     return settings["sizes of the images"]
 
 
-def resolve_arguments(args, place, image_count, checkpoint=None):
+def fill_in_arguments(args, process, image_count, checkpoint=None):
     """All ranks: sets what depends on the hardware, the number of images and the checkpoint."""
-    args.cores = set_threads(place)
+    args.cores = set_threads(process)
     # Collective calls in here depend on arguments. All ranks have the same ones: check_start.
     with errors_end_all_ranks():
-        if args.sync_bn and not place.gpu:
+        if args.sync_bn and not process.gpu:
             raise UserError("--sync_bn needs NVIDIA GPUs: PyTorch has no other SyncBatchNorm")
         if args.device == "mps" and args.grad_compression != "none":
             raise UserError("--grad_compression needs DDP, which --device mps does not use")
-        micro_batches = place.world_size * args.accumulate_steps  # of all ranks in a step
+        micro_batches = process.world_size * args.accumulate_steps  # of all ranks in a step
         global_batch = args.global_batch_size or args.batch_size * micro_batches
         if global_batch % micro_batches:
             raise UserError(
@@ -792,16 +798,16 @@ def resolve_arguments(args, place, image_count, checkpoint=None):
     all_steps = args.num_epochs * args.steps_per_epoch
     args.max_steps = min(all_steps, args.max_steps or all_steps)
     if args.profile:
-        check_profile(args, place, checkpoint)
+        check_profile(args, process, checkpoint)
     if args.lr_scaling == "linear":
         base, args.lr = args.lr, args.lr * global_batch / LR_BATCH
-        log_from_rank_0(place, f"--lr {base:g} x {global_batch} / {LR_BATCH} = {args.lr:g}")
+        log_from_rank_0(process, f"--lr {base:g} x {global_batch} / {LR_BATCH} = {args.lr:g}")
     if args.workers is None:
-        workers = args.cores - (2 if args.cores > 4 else 1) if place.gpu else 1
+        workers = args.cores - (2 if args.cores > 4 else 1) if process.gpu else 1
         args.workers = max(1, min(workers, MOST_WORKERS))
     if args.precision == "auto":  # that of the checkpoint, or the fastest one that suits all ranks
         saved = checkpoint and checkpoint["settings"].get("--precision", "fp32")
-        fast = None if saved else all_gather(fast_precision(args, place))
+        fast = None if saved else all_gather(fast_precision(args, process))
         args.precision = saved or min(fast, key=PRECISIONS.index)
     if args.grad_compression == "powersgd":
         args.bucket_cap_mb = 1024  # NOTE: over Gloo PowerSGD hangs with two buckets
@@ -821,7 +827,7 @@ SRUN = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TAS
 ALONE = dict(zip(TORCHRUN, "0101", strict=True)) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 ALONE["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # if a shell inside of a torchrun has it
 # A Mac's GPU, mps, is none of them: there one process trains without DDP and channels_last.
-DDP_DEVICES = ["cpu", "cuda"]
+DEVICES_WITH_DDP = ["cpu", "cuda"]
 PRECISIONS = ["fp32", "fp16", "bf16"]  # hardware that is fast in one is fast in those before it
 
 
@@ -890,26 +896,26 @@ def tasks_of_this_node(env):
     return tasks[int(env.get("SLURM_NODEID", 0))]
 
 
-def choose_backend(args, place):
+def choose_backend(args, process):
     """nccl or gloo. Raises UserError if this node's hardware is not what the options need."""
     gpus = usable_gpus(args)
     backend = ("nccl" if gpus else "gloo") if args.backend == "auto" else args.backend
     # srun's --gpus-per-task, or a script around mpirun's command, may hide the others.
-    own_gpu = place.launcher in ("srun", "mpirun") and gpus == 1
-    if backend == "nccl" and place.local_world_size > gpus and not own_gpu:
+    own_gpu = process.launcher in ("srun", "mpirun") and gpus == 1
+    if backend == "nccl" and process.local_world_size > gpus and not own_gpu:
         raise UserError(
-            f"--backend nccl: {place.local_world_size} processes for {gpus} GPU(s) on this "
+            f"--backend nccl: {process.local_world_size} processes for {gpus} GPU(s) on this "
             "node: start one for each GPU, or use --backend gloo"
         )
-    if args.device == "mps" and (place.world_size > 1 or not torch.backends.mps.is_available()):
+    if args.device == "mps" and (process.world_size > 1 or not torch.backends.mps.is_available()):
         raise UserError("--device mps needs a Mac, and one process")
     return backend
 
 
-def prepare_hardware(place):
+def prepare_hardware(process):
     """Settings of PyTorch for this device and backend."""
-    if place.device.type == "mps":
-        log(place, "One process on a Mac's GPU, without DDP, which has no backend for it")
+    if process.device.type == "mps":
+        log(process, "One process on a Mac's GPU, without DDP, which has no backend for it")
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32, also in convolutions
     torch.backends.cudnn.benchmark = True  # tries out which convolutions are the fastest
     # NOTE: by its source, the new process group of NCCL in PyTorch 2.15 makes backward wait for
@@ -917,21 +923,21 @@ def prepare_hardware(place):
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
 
 
-def set_threads(place):
+def set_threads(process):
     """All ranks: PyTorch gets as many threads as this process has CPU cores. Returns these."""
-    cores = own_cores(place)
+    cores = own_cores(process)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores)
     return cores
 
 
-def own_cores(place):
+def own_cores(process):
     """All ranks: the number of CPU cores for this process."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
     mine = socket.gethostname(), sorted(cores)
     # Ranks of a node may share cores or have their own. (Nodes may have the same name.)
-    sharing = min(all_gather(mine).count(mine), place.local_world_size)
-    return max(1, min(len(cores) // sharing, cpu_quota() // place.local_world_size))
+    sharing = min(all_gather(mine).count(mine), process.local_world_size)
+    return max(1, min(len(cores) // sharing, cpu_quota() // process.local_world_size))
 
 
 def cpu_quota():
@@ -969,13 +975,13 @@ def usable_gpus(args):
     return gpus
 
 
-def fast_precision(args, place):
+def fast_precision(args, process):
     """bf16 if the hardware multiplies faster in it, fp16 on older tensor cores, else fp32."""
-    if place.gpu:
+    if process.gpu:
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bf16"
         return "fp16" if torch.cuda.get_device_capability() >= (7, 0) else "fp32"
-    if place.device.type == "mps":
+    if process.device.type == "mps":
         return "fp32"
     # CPUs with bf16 instructions multiply several times faster in it, others many times slower.
     # Between them is room enough: a machine that is busy gives the same answer.
@@ -994,9 +1000,9 @@ def fast_precision(args, place):
 # ---- Meeting: where the processes find each other, and what is said if they do not
 
 
-def set_meeting_point(place):
+def set_meeting_point(process):
     """Sets MASTER_ADDR and MASTER_PORT where torchrun has not. Raises UserError."""
-    if place.world_size == place.local_world_size:
+    if process.world_size == process.local_world_size:
         # On one node they meet at its own address. torchrun would give its name, which does not
         # resolve on every machine.
         os.environ["MASTER_ADDR"] = "127.0.0.1"
@@ -1005,17 +1011,17 @@ def set_meeting_point(place):
     port = os.environ.setdefault("MASTER_PORT", "29500")
     if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise UserError(f"MASTER_PORT is {port!r}: give a free port of rank 0's node, 1 to 65535")
-    if place.restarts and place.world_size == place.local_world_size:
+    if process.restarts and process.world_size == process.local_world_size:
         # NOTE: torchrun --max-restarts keeps its store, with the addresses of the start before.
         # So rank 0 opens another one. (On several nodes torchrun itself must not share its store:
         # --rdzv_backend=c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node.)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         # (At a port far away: other jobs may have the next ones.)
-        os.environ["MASTER_PORT"] = str(1024 + (int(port) + 997 * place.restarts) % 64000)
+        os.environ["MASTER_PORT"] = str(1024 + (int(port) + 997 * process.restarts) % 64000)
 
 
 @contextmanager
-def connecting_ranks(args, place):
+def connecting_ranks(args, process):
     """A block in which the ranks meet and connect. Raises StartError.
 
     NOTE: that may take longer than PyTorch's timeout: it tries a port that refuses up to two times
@@ -1025,20 +1031,20 @@ def connecting_ranks(args, place):
     port = os.environ.get("MASTER_PORT")
     meeting = f"rendezvous at {os.environ.get('MASTER_ADDR')}:{port}: "
     meeting += "did all nodes start, with rank 0's address and port?"
-    interface = f"{place.backend.upper()}_SOCKET_IFNAME"
-    connection = f"{place.backend} on the {place.device.type} of {socket.gethostname()}"
+    interface = f"{process.backend.upper()}_SOCKET_IFNAME"
+    connection = f"{process.backend} on the {process.device.type} of {socket.gethostname()}"
     late = f"ERROR: no connection to all ranks in {args.timeout:g} s. First the {meeting} Then "
-    late += f"{connection}: do the others use {place.backend}, too? A firewall that opens port "
+    late += f"{connection}: do the others use {process.backend}, too? A firewall that opens port "
     late += f"{port} alone, or the wrong interface (export {interface}=NAME)? "
     late += "Try tools/preflight.py"
-    if place.backend == "nccl" and place.world_size == place.local_world_size:
+    if process.backend == "nccl" and process.world_size == process.local_world_size:
         late = (
             f"ERROR: the GPUs are not connected after {args.timeout:g} s: their direct path may "
         )
         late += (
             "not work here: NCCL_P2P_DISABLE=1 proves it; then IOMMU and ACS. Or has a rank ended?"
         )
-    timer = threading.Timer(args.timeout + 5, end_process, (EXIT_FAILED, place, late))
+    timer = threading.Timer(args.timeout + 5, end_process, (EXIT_FAILED, process, late))
     timer.daemon = True
     timer.start()
     try:
@@ -1053,10 +1059,10 @@ def connecting_ranks(args, place):
             text += f"another backend or device? {cause}"
         else:
             text = f"{connection} cannot connect to the other ranks: {cause}"
-            advice = advice_on(cause) if place.backend == "nccl" else []  # Gloo's fits any cause
+            advice = advice_on(cause) if process.backend == "nccl" else []  # Gloo's fits any cause
             if advice:
                 text += f": {advice[0]}"
-            elif interface in os.environ or place.world_size > place.local_world_size:
+            elif interface in os.environ or process.world_size > process.local_world_size:
                 now = os.environ.get(interface, "not set")
                 text += f" | Is {interface} ({now}) the interface between the nodes? A firewall?"
         raise StartError(text) from error
@@ -1231,8 +1237,8 @@ class CocoFirstCategory(Dataset):
     such keys and with `labels`, and functions in place of read_image_list and check_images.
     """
 
-    def __init__(self, args, place, folder, image_set, transform):
-        self.size, self.seed, self.place = args.image_size, args.seed, place
+    def __init__(self, args, process, folder, image_set, transform):
+        self.size, self.seed, self.process = args.image_size, args.seed, process
         self.folder, self.names, self.labels = folder, image_set.names, image_set.labels
         is_packed = folder and os.path.isfile(folder)
         self.packed = PackedImages(folder, self.names) if is_packed else None
@@ -1262,7 +1268,7 @@ class CocoFirstCategory(Dataset):
         except Exception as error:  # damaged images raise errors of any type
             reason = one_line(error).partition(" <_io")[0]
             text = f"image {path} is damaged, a black one takes its place"
-            log(self.place, f"WARNING: {text}: {reason}")
+            log(self.process, f"WARNING: {text}: {reason}")
             return torch.zeros(self.size, self.size, 3, dtype=torch.uint8), True
 
 
@@ -1291,7 +1297,7 @@ class PackedImages:
         """Raises UserError unless the file has all these images."""
         with as_user_error(f"{path}.index, of tools/prepare_coco.py --packed, cannot be read"):
             lines = map(json.loads, Path(f"{path}.index").read_text("utf-8").splitlines())
-            places = {name: place for name, *place in lines}
+            places = {name: where for name, *where in lines}
             first, height, width = max(places.values())  # of the last image
         size, needed = os.path.getsize(path), first + 3 * height * width
         if size != needed:
@@ -1367,7 +1373,7 @@ class EpochSampler(DistributedSampler):
         return len(range(self.num_samples)[self.start : self.end])
 
 
-def make_loader(args, place, dataset, sampler, workers):
+def make_loader(args, process, dataset, sampler, workers):
     return DataLoader(
         dataset,
         batch_size=args.batch_size,
@@ -1379,7 +1385,7 @@ def make_loader(args, place, dataset, sampler, workers):
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         worker_init_fn=ignore_stop_signals,
         persistent_workers=workers > 0,
-        pin_memory=place.gpu,
+        pin_memory=process.gpu,
         timeout=min(args.timeout, MOST_LOADER_SECONDS) if workers else 0,
     )
 
@@ -1390,12 +1396,12 @@ class DummyLoader:
     There is nothing to read, to decode or to wait for: a step computes and communicates.
     """
 
-    def __init__(self, args, place, train_set):
-        self.sampler = EpochSampler(train_set.names, place.world_size, place.rank)
-        torch.manual_seed(args.seed + place.rank)  # build_model sets another one, for the weights
+    def __init__(self, args, process, train_set):
+        self.sampler = EpochSampler(train_set.names, process.world_size, process.rank)
+        torch.manual_seed(args.seed + process.rank)  # build_model seeds anew, for the weights
         shape = args.batch_size, args.image_size, args.image_size, 3
-        self.images = torch.randint(256, shape, dtype=torch.uint8, device=place.device)
-        self.labels = torch.randint(len(DUMMY_SET.categories), shape[:1], device=place.device)
+        self.images = torch.randint(256, shape, dtype=torch.uint8, device=process.device)
+        self.labels = torch.randint(len(DUMMY_SET.categories), shape[:1], device=process.device)
 
     def __iter__(self):
         """As many images as the share has: of the last batch a part."""
@@ -1480,9 +1486,9 @@ def missing_images(folder, names):
 # ---- Weights and compression: where a model begins, and how it sends less
 
 
-def load_weights(place, model, source, train_set):
+def load_weights(process, model, source, train_set):
     """Loads ImageNet's weights or a file's, without a last layer of other classes."""
-    log(place, f"Loading weights: --weights {source}")
+    log(process, f"Loading weights: --weights {source}")
     with as_user_error(f"--weights {source}: these are not weights of ResNet-18"):
         state = download_weights() if source == "imagenet" else read_file(source)
         if not isinstance(state, dict):
@@ -1492,7 +1498,7 @@ def load_weights(place, model, source, train_set):
         state = state.get("model", state)
         if source == "imagenet" or len(state["fc.weight"]) != len(names) or their_names != names:
             text = f"the last layer, of {len(state['fc.weight'])} other classes, is left out"
-            log(place, f"--weights {source}: {text}: {len(names)} classes here")
+            log(process, f"--weights {source}: {text}: {len(names)} classes here")
             state |= {"fc.weight": model.fc.weight, "fc.bias": model.fc.bias}
         model.load_state_dict(state)
 
@@ -1563,7 +1569,7 @@ def rebuild_buckets(training):
     """
     before = [buffer.clone() for buffer in training.model.buffers()]
     args, size = training.args, training.args.image_size
-    share = math.ceil(len(training.train_set.names) / training.place.world_size)
+    share = math.ceil(len(training.train_set.names) / training.process.world_size)
     blank = torch.zeros(min(args.batch_size, share), size, size, 3, dtype=torch.uint8)
     forward(training, training.ddp, blank).sum().backward()
     training.optimizer.zero_grad()
@@ -1669,7 +1675,7 @@ def mean_time(times):
 PROFILED = {"wait": 5, "warmup": 2, "active": 3}
 
 
-def check_profile(args, place, checkpoint):
+def check_profile(args, process, checkpoint):
     """All ranks: raises UserError if the run is too short, or a rank cannot write its trace."""
     needed = sum(PROFILED.values())
     with errors_end_all_ranks():
@@ -1679,25 +1685,25 @@ def check_profile(args, place, checkpoint):
             os.makedirs(args.profile, exist_ok=True)
             tempfile.TemporaryFile(dir=args.profile).close()
     if checkpoint and args.max_steps - checkpoint["step"] < needed:
-        log_from_rank_0(place, f"Note: no --profile, because fewer than {needed} steps are left")
+        log_from_rank_0(process, f"Note: no --profile, because fewer than {needed} steps are left")
         args.profile = None
 
 
-def start_profiler(args, place):
+def start_profiler(args, process):
     """PyTorch's profiler. It does nothing in the first steps, see PROFILED."""
-    if not place.gpu:  # Kineto, the profiler's library, would print errors about that
+    if not process.gpu:  # Kineto, the profiler's library, would print errors about that
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
     def write(profiler):
-        path = os.path.join(args.profile, f"rank{place.rank}.json.gz")
+        path = os.path.join(args.profile, f"rank{process.rank}.json.gz")
         # All wait for the slowest to write: then no later step does.
         with errors_end_all_ranks(), as_user_error(f"--profile {path} cannot be written"):
             profiler.export_chrome_trace(path)
-        if place.rank == 0:
-            by = "self_device_time_total" if place.gpu else "self_cpu_time_total"
+        if process.rank == 0:
+            by = "self_device_time_total" if process.gpu else "self_cpu_time_total"
             table = profiler.key_averages().table(by, row_limit=10, max_name_column_width=60)
             for line in table.splitlines():
-                log(place, f"Profile | {line}")
+                log(process, f"Profile | {line}")
 
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(**PROFILED, repeat=1), on_trace_ready=write
@@ -1727,17 +1733,17 @@ PARENT_ENDED = 1000  # in place of a signal's number, and above all of them
 MOST_STEPS_WITHOUT_AGREEMENT = 50
 
 
-def catch_stop_signals(place):
-    """A stop signal is only noted, in place.stop. agree_to_continue then stops all ranks."""
+def catch_stop_signals(process):
+    """A stop signal is only noted, in process.stop. agree_to_continue then stops all ranks."""
 
     def note(signal_number, _):
-        place.stop = signal_number
+        process.stop = signal_number
 
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, note)
 
 
-def after_step(training, epoch, loss, image_count):
+def log_save_or_stop(training, epoch, loss, image_count):
     """All ranks: logs, agrees to go on and saves, each in the steps in which it is due."""
     args, timer = training.args, training.timer
     log_step(training)  # of the step before, if its line is due: a GPU computes this one meanwhile
@@ -1746,14 +1752,14 @@ def after_step(training, epoch, loss, image_count):
         profile_step(training)
     # Steps 1, 6, 11, ... with --log_every 5, and the last one; each rank, of its own images.
     if (training.step - 1) % args.log_every == 0 or training.step == args.max_steps:
-        copied = loss.to("cpu", non_blocking=training.place.gpu)
+        copied = loss.to("cpu", non_blocking=training.process.gpu)
         training.due_line = DueLine(epoch, training.step, copied, timer.now())
-    if not training.place.gpu:
+    if not training.process.gpu:
         log_step(training)
     save_due = args.checkpoint_every and training.step % args.checkpoint_every == 0
-    if save_due or training.step >= training.next_agreement:
+    if save_due or training.step >= training.agree_at_step:
         seconds = timer.last_step_seconds()
-        training.next_agreement = training.step + agree_to_continue(training, seconds)
+        training.agree_at_step = training.step + agree_to_continue(training, seconds)
     if save_due:
         save_checkpoint(training, is_last=False)
         timer.start_step()  # the time to save is not part of a step
@@ -1762,7 +1768,7 @@ def after_step(training, epoch, loss, image_count):
 def batches_until_stop(training, loader):
     """All ranks: the loader's batches. After some of them the ranks agree to go on."""
     # After the same batches on all ranks, which the shortest share has, too; and at the end.
-    images_of_shortest = len(loader.dataset) // training.place.world_size
+    images_of_shortest = len(loader.dataset) // training.process.world_size
     shortest = math.ceil(images_of_shortest / training.args.batch_size)
     agree_at_batch, began = 1, perf_counter()
     for number, batch in enumerate(loader, 1):
@@ -1782,18 +1788,18 @@ def agree_to_continue(training, seconds):
     next, because the next steps may be slower.
     """
     log_step(training)
-    place, stop = training.place, training.place.stop
+    process, stop = training.process, training.process.stop
     # A torchrun that is killed leaves its ranks behind, with another parent. A rank that was
     # started by hand, with RANK set, may go on when its shell has ended.
-    started_by_hand = place.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ
-    watched = place.launcher != "python" and not started_by_hand
-    if not stop and watched and os.getppid() != place.parent:
+    started_by_hand = process.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ
+    watched = process.launcher != "python" and not started_by_hand
+    if not stop and watched and os.getppid() != process.parent:
         stop = PARENT_ENDED
     not_finite = not math.isfinite(training.loss_sum)  # as a number: a maximum may leave out NaN
     # A stop signal may come to one rank alone. Here all learn of it, after the same step.
     damaged = training.damage.is_too_much() or training.val_damage.is_too_much()
     facts = torch.tensor([stop, not_finite, damaged, seconds], dtype=torch.float64)
-    facts = facts.to(place.exchange_device)
+    facts = facts.to(process.exchange_device)
     dist.all_reduce(facts, dist.ReduceOp.MAX)
     stop, not_finite, damaged, slowest = facts.tolist()
     if not_finite:
@@ -1832,19 +1838,19 @@ def digest(*parts):
     return hashlib.sha256("".join(map(str, parts)).encode()).hexdigest()[:12]
 
 
-def check_checkpoint(args, place):
+def check_checkpoint(args, process):
     """All ranks: raises UserError if nothing can be saved, or if an earlier run's file is there.
 
     torchrun --max-restarts repeats the first command, without --resume. Its ranks then continue
     what this run has written, and nothing else.
     """
     # Those of rank 0's torchrun. On another node it may have started its first ranks.
-    place.restarts = max(all_gather(place.restarts))
-    runs = {*all_gather(place.run)} - {""} if place.restarts else set()
-    args.resume = from_rank_0(lambda: may_resume(args, place, runs)) or args.resume
+    process.restarts = max(all_gather(process.restarts))
+    runs = {*all_gather(process.run)} - {""} if process.restarts else set()
+    args.resume = from_rank_0(lambda: may_resume(args, process, runs)) or args.resume
 
 
-def may_resume(args, place, runs):
+def may_resume(args, process, runs):
     """Whether this run continues --checkpoint, which may be of `runs`. Raises UserError."""
     path = args.checkpoint
     if not path:
@@ -1857,7 +1863,7 @@ def may_resume(args, place, runs):
     free = shutil.disk_usage(os.path.dirname(path) or ".").free
     if free < needed:
         text = f"checkpoint {path} needs {needed / 1e6:.0f} MB, but {free / 1e6:.0f} MB are free"
-        log(place, f"WARNING: {text}")
+        log(process, f"WARNING: {text}")
     if args.resume or not os.path.exists(path):
         return args.resume
     saved = read_file(path) if runs else None
@@ -1871,7 +1877,7 @@ def write_checkpoint(training, path):
     """The old file stays until the new one is complete. Raises UserError."""
     state = {
         "settings": settings_of(training),
-        "run": training.place.run,
+        "run": training.process.run,
         "categories": list(training.train_set.categories.values()),
         "step": training.step,
         "model": training.model.state_dict(),  # in ddp's, names would begin with "module."
@@ -1891,7 +1897,7 @@ def write_checkpoint(training, path):
             Path(f"{path}.new").unlink(missing_ok=True)  # an incomplete one, if the disk is full
 
 
-def read_checkpoint(args, place):
+def read_checkpoint(args, process):
     """All ranks: what --checkpoint has; None if there is nothing to resume. Raises UserError."""
     if not args.resume:
         return None
@@ -1945,16 +1951,16 @@ STDOUT, STDERR = 1, 2  # file descriptors
 LOGGED = ("NCCL_", "GLOO_", "OMP_", "GOMP_", "MALLOC_", "TORCH_NCCL_", "TORCH_DIST_")
 
 
-def log(place, text, to=STDOUT):
+def log(process, text, to=STDOUT):
     """Writes a line in one piece, so that the lines of several ranks do not mix."""
     text = "".join(c if c.isprintable() else "?" for c in text)  # a file name can hold anything
     with suppress(OSError):  # a full disk, or a reader that has gone, does not end a training
-        os.write(to, f"{place.name} {text}\n".encode(errors="replace"))
+        os.write(to, f"{process.name} {text}\n".encode(errors="replace"))
 
 
-def log_from_rank_0(place, text):
-    if place.rank == 0:
-        log(place, text)
+def log_from_rank_0(process, text):
+    if process.rank == 0:
+        log(process, text)
 
 
 def duration(seconds, digits=2):
@@ -1974,21 +1980,21 @@ def counted(number, one, more=None):
 
 def facts_of_run(training):
     """All ranks: what runs, on what hardware, with which settings. Also for step_log.py."""
-    place = training.place
-    device = torch.cuda.get_device_name() if place.gpu else os.uname().machine
-    if place.device.type == "mps":
+    process = training.process
+    device = torch.cuda.get_device_name() if process.gpu else os.uname().machine
+    if process.device.type == "mps":
         device = f"MPS of {device}"
-    nccl = torch.cuda.nccl.version() if place.backend == "nccl" else None
+    nccl = torch.cuda.nccl.version() if process.backend == "nccl" else None
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl},
         **vars(training.args),
-        "launcher": place.launcher,
-        "backend": place.backend,
+        "launcher": process.launcher,
+        "backend": process.backend,
         "hosts": all_gather(socket.gethostname()),
         "devices": all_gather(device),
-        "nodes": all_gather(place.local_rank).count(0),
-        "world_size": place.world_size,
+        "nodes": all_gather(process.local_rank).count(0),
+        "world_size": process.world_size,
         "threads": torch.get_num_threads(),
         "parameters": sum(map(torch.numel, training.model.parameters())),
         "start_step": training.step,
@@ -1998,19 +2004,19 @@ def facts_of_run(training):
 
 def log_run(training, val_set):
     """All ranks: rank 0 writes the facts of the run, and those of its data."""
-    args, place, train_set = training.args, training.place, training.train_set
+    args, process, train_set = training.args, training.process, training.train_set
     record = facts_of_run(training) | {
         "classes": len(train_set.categories),
         "images": len(train_set.names),
         "images_without_annotations": train_set.unlabelled,
         "picture_sizes": training.image_sizes,  # a digest: equal in runs with the same images
-        "padding": -len(train_set.names) % place.world_size,
+        "padding": -len(train_set.names) % process.world_size,
         "val_images": len(val_set.names) if val_set else None,
     }
-    log_from_rank_0(place, "Run " + json.dumps(record))
-    processes = counted(place.world_size, "process", "processes")
+    log_from_rank_0(process, "Run " + json.dumps(record))
+    processes = counted(process.world_size, "process", "processes")
     steps, images = counted(args.max_steps, "step"), counted(args.global_batch_size, "image")
-    text = f"Run: {processes} on {counted(record['nodes'], 'node')}, {place.backend}, "
+    text = f"Run: {processes} on {counted(record['nodes'], 'node')}, {process.backend}, "
     text += f"{args.precision}; {steps} of {images}; "
     if args.dummy:
         text += "random images (--dummy). "
@@ -2023,7 +2029,7 @@ def log_run(training, val_set):
         text += f"No checkpoint {args.checkpoint} yet: the run starts from the beginning"
     else:
         text += "Not resumed"
-    log_from_rank_0(place, text)
+    log_from_rank_0(process, text)
 
 
 # The log line of a step that a GPU may not have finished. `copied`: when the loss is on the CPU.
@@ -2035,16 +2041,16 @@ def log_step(training):
     line, training.due_line = training.due_line, None
     if line is None:
         return
-    if training.place.gpu:
+    if training.process.gpu:
         line.copied.synchronize()
     args, mean = training.args, mean_time(training.timer.since_last_line())
     text = f"Epoch {line.epoch} | Step {line.step} | Loss: {line.loss.item():.4f} | "
     if not mean.images:  # all steps since the last line were profiled
-        log(training.place, f"{text}profiled")
+        log(training.process, f"{text}profiled")
         return
     left = duration((args.max_steps - line.step) * mean.whole, 0)
     text += f"{mean.images / mean.whole:.1f} img/s | data {1e3 * mean.data:.1f} ms | "
-    log(training.place, f"{text}step {1e3 * mean.whole:.1f} ms | ETA {left}")
+    log(training.process, f"{text}step {1e3 * mean.whole:.1f} ms | ETA {left}")
 
 
 def log_epoch(training, epoch, first_step, images_seen, began):
@@ -2056,7 +2062,7 @@ def log_epoch(training, epoch, first_step, images_seen, began):
         state = "complete" if done == steps else f"ends at step {done} of {steps}"
         state += f" from step {first_step}" if first_step > 1 else ""
         text = f"Epoch {epoch} {state} | Avg loss: {training.loss_sum.item() / images_seen:.4f} | "
-        log(training.place, f"{text}{images_seen / seconds:.1f} img/s | {seconds:.2f}s")
+        log(training.process, f"{text}{images_seen / seconds:.1f} img/s | {seconds:.2f}s")
 
 
 def log_validation(training, loader, epoch, correct, seen, began):
@@ -2064,12 +2070,12 @@ def log_validation(training, loader, epoch, correct, seen, began):
     most_frequent = max(Counter(loader.dataset.labels).values())
     text = f"Epoch {epoch} validation | Top-1: {100 * correct / seen:.2f}% | {seen} images | "
     text += f"{perf_counter() - began:.2f}s | baseline {100 * most_frequent / seen:.2f}%"
-    log(training.place, text)
+    log(training.process, text)
 
 
 def log_summary(training, digests):
     """All ranks: rank 0 writes what the run did, its times, and whether the digests are equal."""
-    place, times = training.place, training.timer.step_times
+    process, times = training.process, training.timer.step_times
     measured = times[UNMEASURED_STEPS:] or times
     mean = mean_time(measured)
     parts = {
@@ -2078,11 +2084,11 @@ def log_summary(training, digests):
         "exposed_ms": 1e3 * mean.exposed,
         "step_ms": 1e3 * mean.whole,
     }
-    ranks = all_gather({"rank": place.rank, **parts})
+    ranks = all_gather({"rank": process.rank, **parts})
     images = sum(all_gather(sum(time.images for time in measured)))
     seconds = sum(time.whole for time in measured)
     damaged = sum(all_gather(int(training.damage.damaged + training.val_damage.damaged)))
-    peak = max(all_gather(torch.cuda.max_memory_allocated() if place.gpu else 0))
+    peak = max(all_gather(torch.cuda.max_memory_allocated() if process.gpu else 0))
     summary = {
         "epochs": training.step // training.args.steps_per_epoch,
         "steps": training.step,
@@ -2097,7 +2103,7 @@ def log_summary(training, digests):
         "replicas_identical": len(set(digests)) == 1,
         "damaged_images": damaged,  # each as often as it was read, by training and validation
     }
-    log_from_rank_0(place, "Summary " + json.dumps(summary))
+    log_from_rank_0(process, "Summary " + json.dumps(summary))
     # NOTE: PowerSGD computes and communicates in one call: no moment is between the two.
     exposed = "compression and communication" if training.powersgd else "exposed communication"
     text = "{img_per_s:.1f} img/s; a step of {step_ms:.0f} ms is {data_ms:.0f} data + "
@@ -2106,13 +2112,13 @@ def log_summary(training, digests):
     text += f"{damaged} of the images were damaged; " if damaged else ""
     text += "replicas identical: {replicas_identical}"
     epochs, steps = counted(summary["epochs"], "epoch"), counted(training.step, "step")
-    log_from_rank_0(place, f"Summary: {epochs}, {steps}, {text.format(**summary)}")
+    log_from_rank_0(process, f"Summary: {epochs}, {steps}, {text.format(**summary)}")
 
 
-def log_end(place, began):
+def log_end(process, began):
     """The last line: this rank has succeeded."""
     total = perf_counter() - began
-    log(place, f"Cleanup complete. Total wall time: {duration(total)} ({total:.3f}s)")
+    log(process, f"Cleanup complete. Total wall time: {duration(total)} ({total:.3f}s)")
 
 
 # ---- Errors and the end: one line for an error, and ranks that end together
@@ -2196,32 +2202,32 @@ def one_line(error):
 
 def run_and_exit(main, log_wall_time=True):
     """Runs main(process) and ends the process with its exit code. Also for probe_link.py."""
-    place, code, began = ProcessInfo(), 0, perf_counter()
+    process, code, began = ProcessInfo(), 0, perf_counter()
     try:
         try:
-            main(place)
+            main(process)
         except Stopped as stop:
             code = stop.code
             word = "stopped" if code == EXIT_STOPPED else "peer"
-            record_end(word, f"{place.name} {stop}")
-            log(place, str(stop))
+            record_end(word, f"{process.name} {stop}")
+            log(process, str(stop))
         except StartError as error:
-            end_process(EXIT_FAILED, place, f"ERROR: {error}")
+            end_process(EXIT_FAILED, process, f"ERROR: {error}")
         except UserError as error:
             code = EXIT_USER
-            record_end("shared", f"{place.name} ERROR: {error}")
+            record_end("shared", f"{process.name} ERROR: {error}")
             # Connected ranks share their errors: one line on each node is enough.
-            if place.local_rank == 0 or not dist.is_initialized():
-                log(place, f"ERROR: {error}", STDERR)
+            if process.local_rank == 0 or not dist.is_initialized():
+                log(process, f"ERROR: {error}", STDERR)
         end_workers()  # after an error they may be there still
         leave_process_group()
         if code == 0 and log_wall_time:
-            log_end(place, began)
+            log_end(process, began)
     except Exception as error:
         end_workers()
         # With a code the reason is logged already: this is only a connection lost after it.
-        text = "" if code else explain(place, error)
-        end_process(code or EXIT_FAILED, place, text, "peer" if OTHER_RANK in text else "own")
+        text = "" if code else explain(process, error)
+        end_process(code or EXIT_FAILED, process, text, "peer" if OTHER_RANK in text else "own")
     sys.exit(code)
 
 
@@ -2230,14 +2236,14 @@ def advice_on(text):
     return [what_to_do for part, what_to_do in ADVICE if part in text][:1]
 
 
-def explain(place, error):
+def explain(process, error):
     """The line for an error that the other ranks do not know. A bug's traceback is logged."""
     advice = advice_on(str(error))
     name = ""
     if not advice and not isinstance(error, (OSError, EOFError, dist.DistError)):
         name = f"{type(error).__name__}: "
         for line in traceback.format_exc().splitlines():
-            log(place, line, STDERR)
+            log(process, line, STDERR)
     return f"ERROR: {name}" + ": ".join([one_line(error), *advice])
 
 
@@ -2249,11 +2255,11 @@ def end_workers():
         worker.kill()
 
 
-def end_process(code, place=None, text="", word="own"):
+def end_process(code, process=None, text="", word="own"):
     """Ends a process that may not be able to end by itself: it could wait for others for ever."""
     if text:
-        record_end(word, f"{place.name} {text}")
-        log(place, text, STDERR)
+        record_end(word, f"{process.name} {text}")
+        log(process, text, STDERR)
     os._exit(code)
 
 

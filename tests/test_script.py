@@ -187,7 +187,7 @@ def test_the_model_gets_the_pixels_that_its_pretrained_weights_expect(demo, imag
         pixels.permute(2, 0, 1) / 255, transforms.mean, transforms.std
     )
     training = SimpleNamespace(args=arguments(demo, "--precision", "fp32"), mean=demo.MEAN)
-    training.place, training.std = demo.ProcessInfo(), demo.STD
+    training.process, training.std = demo.ProcessInfo(), demo.STD
     (found,) = demo.forward(training, torch.nn.Identity(), pixels[None])
     assert torch.allclose(found, scaled, atol=1e-5)
 
@@ -359,7 +359,7 @@ def test_default_number_of_loader_workers(demo, monkeypatch, kind, cores, given,
     monkeypatch.setattr(demo, "all_gather", lambda value: [value])  # alone in its group
     args = arguments(demo, "--precision", "fp32", *given)
     args.workers = given[1] if given else None
-    demo.resolve_arguments(args, process, 10)
+    demo.fill_in_arguments(args, process, 10)
     assert args.workers == expected
 
 
@@ -428,7 +428,7 @@ def main(process):
     args = demo.parse_arguments(sys.argv[2:])
     demo.read_environment(process)
     demo.join_process_group(args, process)
-    demo.resolve_arguments(args, process, 16)
+    demo.fill_in_arguments(args, process, 16)
     model = demo.build_model(args, process, SimpleNamespace(categories=range(80)))
     model.bn1.running_mean += process.rank
     ddp, _ = demo.wrap_model(args, process, model)
@@ -629,10 +629,10 @@ def test_steps_keep_to_the_gpu_and_wait_for_it_at_log_lines_alone(demo, monkeypa
         model.conv1.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
         batch = torch.zeros(4, 40, 40, 3, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
         batch += (torch.zeros(4, dtype=torch.bool),)
-        training = SimpleNamespace(args=args, place=demo.ProcessInfo(device=cuda), step=0)
+        training = SimpleNamespace(args=args, process=demo.ProcessInfo(device=cuda), step=0)
         training.model = training.ddp = model
         training.timer, training.scaler, training.optimizer = timer, nothing, nothing
-        training.next_agreement, training.profiler, training.due_line = 99, None, None
+        training.agree_at_step, training.profiler, training.due_line = 99, None, None
         training.damage = demo.Damage()
         training.mean, training.std = (torch.ones(3, 1, 1, device=cuda) for _ in range(2))
         args.steps_per_epoch, args.max_steps = 12, 99
@@ -672,7 +672,7 @@ def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
         demo, "all_gather", lambda own: [2**30, own] if peak and own == peak else [own]
     )
     training = SimpleNamespace(args=arguments(demo), model=torch.nn.Linear(1, 1), step=5)
-    training.place = demo.ProcessInfo(device=torch.device(kind))
+    training.process = demo.ProcessInfo(device=torch.device(kind))
     times = [demo.StepTime(1, 1, 3, 4)] * 2
     training.timer = SimpleNamespace(step_times=[demo.StepTime(9, 9, 99, 4)] * 3 + times)
     training.args.steps_per_epoch, training.powersgd = 1, None
@@ -725,14 +725,14 @@ def test_the_time_of_a_periodic_save_is_in_no_step(demo, monkeypatch):
     args = arguments(demo, "--checkpoint", "any", "--checkpoint_every", 2, "--max_steps", 9)
     timer = demo.StepTimer(torch.device("cpu"), torch.nn.Linear(1, 1))
     training = SimpleNamespace(args=args, timer=timer, profiler=None, step=0)
-    training.place, training.next_agreement = demo.ProcessInfo(), 0
+    training.process, training.agree_at_step = demo.ProcessInfo(), 0
     timer.start_step()
     for _ in range(4):
         now[0] += 1
         for name in ("waiting for data", "data arrived", "own gradients", "gradients averaged"):
             timer.mark(name)
         training.step += 1
-        demo.after_step(training, 1, torch.ones(()), 4)
+        demo.log_save_or_stop(training, 1, torch.ones(()), 4)
     timer.read()
     assert now == [4 + 2 * 60]
     assert [step.whole for step in timer.step_times] == [1, 1, 1, 1]

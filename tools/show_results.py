@@ -73,7 +73,7 @@ def results_of(demo, args):
         model.load_state_dict(weights)
     mean, std = (values.to(process.device) for values in (demo.MEAN, demo.STD))
     # What forward needs of it.
-    training = SimpleNamespace(args=settings, place=process, mean=mean, std=std)
+    training = SimpleNamespace(args=settings, process=process, mean=mean, std=std)
     found = []
     model.eval()
     with torch.inference_mode():

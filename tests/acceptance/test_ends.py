@@ -39,11 +39,11 @@ FAULTS = f"""
 def failing(training, *rest):
     plain(training, *rest)
     if training.step == 3 and not training.args.resume:
-        one_raises(training.place)
+        one_raises(training.process)
     if training.step == 5:
-        both_are_ended(training.place)
+        both_are_ended(training.process)
 
-plain, after_step = after_step, failing
+plain, log_save_or_stop = log_save_or_stop, failing
 
 def both_are_ended(process):
     if process.rank == 0:
@@ -98,7 +98,7 @@ def failing(training, *rest):
     if training.step == 3 and dist.get_rank() == 0:
         raise RuntimeError("something of rank 0 alone")
 
-plain, demo.after_step, dist = demo.after_step, failing, demo.dist
+plain, demo.log_save_or_stop, dist = demo.log_save_or_stop, failing, demo.dist
 """
 
 

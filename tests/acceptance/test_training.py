@@ -226,16 +226,16 @@ def test_dummy_trains_on_random_images_without_any_data(tmp_path):
 
 # Rank 1 becomes ten times slower from step 30 on.
 SLOWER = """
-def after_step(training, *arguments):
-    time.sleep(0.1 if training.place.rank == 1 and training.step >= 30 else 0.01)
+def log_save_or_stop(training, *arguments):
+    time.sleep(0.1 if training.process.rank == 1 and training.step >= 30 else 0.01)
     plain_after_step(training, *arguments)
 
 def agree(training, seconds):
     interval = plain_agree(training, seconds)
-    demo.log(training.place, f"AGREED {training.step} {interval}")
+    demo.log(training.process, f"AGREED {training.step} {interval}")
     return interval
 
-plain_after_step, demo.after_step = demo.after_step, after_step
+plain_after_step, demo.log_save_or_stop = demo.log_save_or_stop, log_save_or_stop
 plain_agree, demo.agree_to_continue = demo.agree_to_continue, agree
 """
 
