@@ -77,6 +77,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -264,7 +265,7 @@ def join_process_group(args, process):
     # DDP 2/6: each process takes a GPU of its own, by its local rank. Otherwise all would take
     # GPU 0: NCCL refuses that, and the other GPUs would be idle.
     if args.device in ("auto", "cuda") and torch.cuda.is_available():
-        # (%: srun's --gpus-per-task hides the other GPUs, so that each process sees one, GPU 0.)
+        # (%: a process that sees one GPU alone finds it as GPU 0.)
         process.device = torch.device("cuda", process.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(process.device)
     elif args.device == "mps":
@@ -878,13 +879,27 @@ def read_job_step(env):
     """The number of SLURM's job step; sets what srun does not set. Raises UserError."""
     try:
         env["LOCAL_WORLD_SIZE"] = tasks_of_this_node(env)
-        # node[01-04] is a list of nodes; the first one is node01.
-        name, digits = re.match(r"([^\[,]+)\[?(\d*)", env["SLURM_STEP_NODELIST"]).groups()
-        env.setdefault("MASTER_ADDR", name + digits)
+        if not env.get("MASTER_ADDR"):
+            env["MASTER_ADDR"] = first_node(env["SLURM_STEP_NODELIST"])
         return int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"])
-    except (LookupError, ValueError, AttributeError) as error:
+    except (LookupError, ValueError) as error:
         text = f"{', '.join(SRUN)} or SLURM_STEP_NODELIST is missing or wrong"
         raise UserError(f"inside a SLURM step, but {text}: start with srun") from error
+
+
+def first_node(nodes):
+    """The first name of SLURM's list of nodes: node01 of node[01-04,07]. Raises UserError."""
+    simple = re.fullmatch(r"([\w.-]+)(\[(\d+)[\d,-]*\])?(,.*)?", nodes)
+    if simple:
+        return simple[1] + (simple[3] or "")
+    try:  # such as rack[1-2]n[1-4]
+        command = ["scontrol", "show", "hostnames", nodes]
+        return subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        text = f"scontrol cannot tell the first node of SLURM's list {nodes}"
+        raise UserError(f"{text}: export MASTER_ADDR, with the name of that node") from error
 
 
 def tasks_of_this_node(env):
@@ -900,7 +915,7 @@ def choose_backend(args, process):
     """nccl or gloo. Raises UserError if this node's hardware is not what the options need."""
     gpus = usable_gpus(args)
     backend = ("nccl" if gpus else "gloo") if args.backend == "auto" else args.backend
-    # srun's --gpus-per-task, or a script around mpirun's command, may hide the others.
+    # Some set-ups show each process its own GPU alone.
     own_gpu = process.launcher in ("srun", "mpirun") and gpus == 1
     if backend == "nccl" and process.local_world_size > gpus and not own_gpu:
         raise UserError(
@@ -1506,13 +1521,17 @@ def load_weights(process, model, source, train_set):
 def download_weights():
     """ImageNet's weights, from the folder of earlier downloads if they are there."""
     weights = torchvision.models.ResNet18_Weights.DEFAULT
-    socket.setdefaulttimeout(20)  # a network that swallows packets must not hang the run
     prefix = (
         f"no ImageNet weights: on a machine with internet access download {weights.url} into "
         f"{torch.hub.get_dir()}/checkpoints (TORCH_HOME moves this folder), or use --weights none"
     )
-    with as_user_error(prefix):
-        return weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(20)  # a network that swallows packets must not hang the run
+    try:
+        with as_user_error(prefix):
+            return weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 def read_file(path):
@@ -1954,8 +1973,10 @@ LOGGED = ("NCCL_", "GLOO_", "OMP_", "GOMP_", "MALLOC_", "TORCH_NCCL_", "TORCH_DI
 def log(process, text, to=STDOUT):
     """Writes a line in one piece, so that the lines of several ranks do not mix."""
     text = "".join(c if c.isprintable() else "?" for c in text)  # a file name can hold anything
+    line = f"{process.name} {text}\n".encode(errors="replace")
     with suppress(OSError):  # a full disk, or a reader that has gone, does not end a training
-        os.write(to, f"{process.name} {text}\n".encode(errors="replace"))
+        while line:  # once, unless a pipe takes a part of a long line only
+            line = line[os.write(to, line) :]
 
 
 def log_from_rank_0(process, text):
@@ -2135,6 +2156,13 @@ ADVICE = [
     ("DataLoader worker (pid", "something outside has ended it: is the memory full?"),
     ("DataLoader timed out", "does the storage of the images still answer?"),
     ("Duplicate GPU", "two ranks have the same GPU: start one process for each GPU"),
+    (
+        "invalid device ordinal",
+        "does each rank see its own GPU only, as by srun --gpus-per-task? "
+        "NCCL needs all GPUs of a node: use --gpus-per-node",
+    ),
+    ("Too many open files", "raise the limit (ulimit -n), or use --workers 0"),
+    ("getpwuid", "the user has no name on this machine: export USER, with any name"),
     ("C++ compiler found", "install g++ (or set CXX), or leave --compile out"),
     ("find C compiler", "install gcc (or set CC), or leave --compile out"),  # Triton, on GPUs
     ("unhandled system error", "NCCL_DEBUG=INFO says more"),
@@ -2179,10 +2207,10 @@ def record_end(word, text):
 
 @contextmanager
 def as_user_error(prefix):
-    """Turns any error of the block into a UserError: the prefix and the cause."""
+    """Turns any error of the block, except full memory, into a UserError: prefix and cause."""
     try:
         yield
-    except UserError:
+    except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         # torch.save hides the error of a full disk behind its own.

@@ -752,6 +752,32 @@ def test_a_log_line_is_one_write_of_printable_characters_and_its_failure_ends_no
         demo.log(demo.ProcessInfo(), "nobody reads this", to=writer.fileno())
 
 
+@pytest.mark.guards("long-line")
+def test_a_line_of_which_a_pipe_takes_parts_is_whole(demo, monkeypatch, capfd):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda to, data: write(to, data[:99]))
+    demo.log(demo.ProcessInfo(), "long" * 999)
+    assert capfd.readouterr().out == f"[CPU 0] {'long' * 999}\n"
+
+
+@pytest.mark.guards("memory-of-checkpoint")
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_full_memory_is_no_fault_of_the_file_that_is_loaded(demo, error):
+    with pytest.raises(error), demo.as_user_error("c.pt is not one of this demo"):
+        raise error("out of memory")
+
+
+@pytest.mark.guards("socket-timeout-back")
+def test_only_the_download_of_weights_has_a_limit_in_seconds(demo, monkeypatch):
+    limits = []
+    kind = demo.torchvision.models.ResNet18_Weights.__mro__[1]
+    monkeypatch.setattr(
+        kind, "get_state_dict", lambda *_, **__: limits.append(socket.getdefaulttimeout())
+    )
+    demo.download_weights()
+    assert limits == [20] and socket.getdefaulttimeout() is None
+
+
 def test_dashes_inside_a_name_are_accepted(demo):
     args = arguments(demo, "--batch-size", 3, "--lr_scaling=linear", "--image-size=50")
     assert (args.batch_size, args.lr_scaling, args.image_size) == (3, "linear", 50)
