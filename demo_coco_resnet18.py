@@ -821,7 +821,6 @@ def fill_in_arguments(args, process, image_count, checkpoint=None):
 # The same four numbers, as each launcher names them.
 TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
 OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]  # and Intel MPI
 # SLURM_NTASKS is the number of tasks of the job. srun starts those of a job step.
 SRUN = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
 # What init_process_group needs of a process that meets nobody, with a port that is free (0).
@@ -844,7 +843,7 @@ def find_launcher():
     job = None
     if launcher == "srun":
         job = read_job_step(env)
-    elif launcher == "mpirun":  # Open MPI 5 and 4 name a job; MPICH does not
+    elif launcher == "mpirun":  # the job's name in Open MPI 5, and in 4
         name = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
         job = zlib.crc32(name.encode())
     if job:  # a port of its own: other jobs may use the node
@@ -864,14 +863,13 @@ def launcher_and_variables(env):
         return "torchrun", TORCHRUN
     if "OMPI_COMM_WORLD_RANK" in env:
         return "mpirun", OPEN_MPI
-    if {*MPICH[:3]} <= env.keys():  # before srun, which MPICH uses inside a SLURM job
-        return "mpirun", MPICH
-    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # in a job step: no batch script is
+    by_mpich = "MPI_LOCALRANKID" in env  # or by Intel MPI; both may use srun
+    in_step = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env  # no batch script has both
+    if in_step and not by_mpich:
         return "srun", SRUN
-    for name in ("PMI_SIZE", "MPI_LOCALNRANKS"):
-        if env.get(name, "").lstrip("0") not in ("", "1"):
-            text = f"{name} is {env[name]}: an unknown launcher has started several processes"
-            raise UserError(f"{text}: set {', '.join(TORCHRUN)} for each, or use torchrun")
+    if by_mpich or env.get("PMI_SIZE", "1") != "1":
+        text = "started by another launcher (MPICH, Intel MPI?): use torchrun, srun or Open MPI"
+        raise UserError(f"{text}, or set {', '.join(TORCHRUN)} for each process")
     return "python", []
 
 
