@@ -131,12 +131,8 @@ def main(process):
         train_set, val_set = DUMMY_SET, None
     else:  # Rank 0 reads, every rank receives: only the images have to be on every node.
         log_from_rank_0(process, "Reading the annotations")
-        train_set = from_rank_0(
-            lambda: read_image_list(args.annotation_path, args.coco_image_path)
-        )
-        val_set = from_rank_0(
-            lambda: read_image_list(args.val_annotation_path, args.val_image_path, train_set)
-        )
+        train_set = from_rank_0(lambda: read_image_list(args.annotation_path))
+        val_set = from_rank_0(lambda: read_image_list(args.val_annotation_path, train_set))
     # Here all ranks end if one lacks an image, or was started with other arguments than rank 0.
     image_sizes = check_start(args, process, train_set, val_set)
     checkpoint = read_checkpoint(args, process)  # None if the run starts from the beginning
@@ -1091,19 +1087,19 @@ ImageSet = namedtuple("ImageSet", "names labels categories unlabelled")
 # With --dummy: as many images and classes as COCO has.
 DUMMY_SET = ImageSet(range(117_266), [], {n: f"class {n}" for n in range(80)}, 0)
 INSTANCES = "give an instances file, such as instances_train2017.json"
-# Each entry of a file's lists needs these ids.
-IDS = {
-    "images": ["id"],
-    "categories": ["id"],
-    "annotations": ["id", "image_id", "category_id"],
+# What training needs of a file, in COCO's own types. tools/prepare_coco.py takes others, too.
+FIELDS = {
+    "images": {"id": int, "file_name": str},
+    "categories": {"id": int, "name": str},
+    "annotations": {"id": int, "image_id": int, "category_id": int},
 }
 
 
-def read_image_list(path, folder=None, train_set=None):
+def read_image_list(path, train_set=None):
     """ImageSet of a COCO instances file; None without a path. Raises UserError.
 
-    folder: that of the images. train_set: that of the training images, for validation images:
-    their labels are then those of its classes.
+    train_set: that of the training images, for validation images: their labels are then those of
+    its classes.
     """
     if not path:
         return None
@@ -1114,60 +1110,43 @@ def read_image_list(path, folder=None, train_set=None):
         check_instances(coco.dataset)
         with redirect_stdout(None):  # pycocotools prints
             coco.createIndex()
-        names, labels, categories, unlabelled = list_labelled(coco)
+        image_set = list_labelled(coco)
+        return match_classes(image_set, train_set) if train_set else image_set
     except OSError as error:
         raise UserError(f"annotation file {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        text = f"annotation file {path} is not JSON, or not all of it is there"
+        text = f"annotation file {path} is not JSON, or not complete"
         raise UserError(text + see_check_coco()) from error
     except UserError as error:
         raise UserError(f"annotation file {path}: {error}{see_check_coco()}") from error
     finally:
         gc.enable()
-    if folder and any("\\" in name for name in names):  # an export made on Windows
-        absent = set(missing_images(folder, names))
-        names = [name.replace("\\", "/") if name in absent else name for name in names]
-    outside = [name for name in names if os.path.isabs(name) or ".." in name.split("/")]
-    if outside:
-        raise UserError(f"annotation file {path}: {outside[0]} leaves the image folder")
-    image_set = ImageSet(names, labels, categories, unlabelled)
-    return match_classes(image_set, path, train_set) if train_set else image_set
 
 
 def check_instances(content):
     """Raises UserError where training on this content of a file would fail, or be wrong."""
-    for name, keys in IDS.items():
+    for name, fields in FIELDS.items():
         entries = content.get(name) if isinstance(content, dict) else None
         if not entries or not isinstance(entries, list):
             raise UserError(f"it has no list of {name}: {INSTANCES}")
-        if not all(isinstance(entry, dict) for entry in entries):
-            raise UserError(f"not all of its {name} are objects with fields")
-        for key in keys:
-            wrong = sum(not is_id(entry.get(key)) for entry in entries)
+        for key, kind in fields.items():
+            values = [entry.get(key) if isinstance(entry, dict) else None for entry in entries]
+            wrong = sum(type(value) is not kind or value == "" for value in values)
             if wrong:
-                text = (
-                    f"{wrong} of {len(entries)} {name} have no usable {key} (a number or a text)"
-                )
-                more = f": {INSTANCES}" if wrong == len(entries) else ""
-                raise UserError(text + more)
-            if len({isinstance(entry[key], str) for entry in entries}) > 1:
-                raise UserError(f"some of its {name} have a number as {key}, some a text")
-    for name in ("images", "categories"):
-        number_of_ids = len({entry["id"] for entry in content[name]})
-        if number_of_ids < len(content[name]):
-            text = f"its {len(content[name])} {name} have only {number_of_ids} different ids"
-            raise UserError(f"{text}: each needs one of its own")
-
-
-def is_id(value):
-    """Whether it stands for one thing: from 2**53 on a float may stand for its neighbours."""
-    return type(value) in (int, str) or (isinstance(value, float) and abs(value) < 2**53)
+                text = f"{wrong} of {len(entries)} {name} have no {key} that is "
+                text += "text" if kind is str else "a whole number"
+                raise UserError(f"{text}: {INSTANCES}" if wrong == len(entries) else text)
+            if key == "id" and name != "annotations" and len({*values}) < len(values):
+                raise UserError(f"two of its {name} have the same id: each needs one of its own")
+    for image in content["images"]:
+        name = image["file_name"]
+        if os.path.isabs(name) or ".." in name.split("/") or "\\" in name:
+            raise UserError(f"{name} is no path in the image folder, with / between its parts")
 
 
 def list_labelled(coco):
     """ImageSet of what pycocotools has indexed. Raises UserError."""
-    ids = sorted(coco.cats, key=lambda category: (isinstance(category, str), category))
-    categories = {category: class_name(coco.cats[category]) for category in ids}
+    categories = {category: coco.cats[category]["name"] for category in sorted(coco.cats)}
     label_of = {category: label for label, category in enumerate(categories)}
     # The label is the category of the first annotation in the file, crowds included.
     first = {image: of_it[0]["category_id"] for image, of_it in coco.imgToAnns.items()}
@@ -1179,26 +1158,10 @@ def list_labelled(coco):
     unknown = [category for category in used if category not in label_of]
     if unknown:
         text = f"{len(unknown)} of {len(used)} labelled images have a category_id that is no id of"
-        raise UserError(f"{text} a category, such as {unknown[0]!r}")
-    names = [file_name(image) for image in labelled]
-    nameless = sum(not isinstance(name, str) or not name for name in names)
-    if nameless:
-        text = f"{nameless} of {len(names)} labelled images have no file_name that is text"
-        raise UserError(text)
+        raise UserError(f"{text} a category, such as {unknown[0]}")
+    names = [image["file_name"] for image in labelled]
     labels = [label_of[category] for category in used]
     return ImageSet(names, labels, categories, len(images) - len(names))
-
-
-def file_name(image):
-    """In LVIS it is the last part of the URL."""
-    return image.get("file_name") or str(image.get("coco_url") or "").rpartition("/")[2]
-
-
-def class_name(category):
-    """A class without a name is called by its id."""
-    name = category.get("name")
-    name = category["id"] if name in (None, "") else name
-    return str(name).removesuffix(".0") if isinstance(name, float) else str(name)
 
 
 def see_check_coco():
@@ -1207,10 +1170,10 @@ def see_check_coco():
     return f" ({tool} says more)" if tool.is_file() else ""
 
 
-def match_classes(image_set, path, train_set):
+def match_classes(image_set, train_set):
     """The ImageSet with labels of the training classes of the same names. Raises UserError."""
-    check_names("of the training images", train_set)
-    check_names(path, image_set)
+    check_names(train_set, " among the training images")
+    check_names(image_set)
     train_names, names = (list(found.categories.values()) for found in (train_set, image_set))
     # Of two training classes of one name, that with images comes last.
     used_last = [*range(len(train_names)), *train_set.labels]
@@ -1218,20 +1181,19 @@ def match_classes(image_set, path, train_set):
     lacking = [names[label] for label in image_set.labels if names[label] not in label_of]
     if lacking:
         text = f"it has images of the class {lacking[0]!r}, which the training classes lack"
-        raise UserError(f"annotation file {path}: {text}: give both files the same names")
+        raise UserError(f"{text}: give both files the same names")
     labels = [label_of[names[label]] for label in image_set.labels]
     return ImageSet(image_set.names, labels, train_set.categories, image_set.unlabelled)
 
 
-def check_names(path, image_set):
+def check_names(image_set, where=""):
     """Raises UserError if two classes that have images have the same name."""
-    classes, ids = list(image_set.categories.items()), {}
-    for label in sorted(set(image_set.labels)):
-        category, name = classes[label]
-        other = ids.setdefault(name, category)
-        if other != category:
-            text = f"categories {other} and {category} have images, and both are called {name!r}"
-            raise UserError(f"annotation file {path}: {text}: rename one, names tell them apart")
+    names = list(image_set.categories.values())
+    used = Counter(names[label] for label in {*image_set.labels})
+    twice = [name for name, count in used.items() if count > 1]
+    if twice:
+        text = f"two categories with images{where} are called {twice[0]!r}"
+        raise UserError(f"{text}: rename one, because names tell them apart")
 
 
 # ---- Images: from a file to a batch

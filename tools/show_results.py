@@ -59,7 +59,7 @@ def results_of(demo, args):
         image_size, precision = trained["--image_size"], trained["--precision"]
     images, file = args.coco_image_path, args.annotation_path
     classes = demo.ImageSet([], range(len(names)), dict(enumerate(names)), 0)
-    image_list = demo.read_image_list(file, images, classes)
+    image_list = demo.read_image_list(file, classes)
     demo.check_images(images, image_list.names)
     argv = [f"--coco_image_path={images}", f"--annotation_path={file}", "--weights=none"]
     argv += [f"--val_image_path={images}", f"--val_annotation_path={file}", "--workers=0"]
