@@ -340,7 +340,8 @@ def build_model(args, process, train_set, load=True):
 def wrap_model(args, process, model):
     """All ranks: the model in DDP, and the state of --grad_compression powersgd or None."""
     if process.device.type not in DEVICES_WITH_DDP:
-        return WithoutDDP(model), None
+        model.no_sync = nullcontext  # the only name of DDP's that is called below
+        return model, None
     # DDP 4/6: DDP copies rank 0's weights into the model of every rank, here and now, so that all
     # start equal. ddp(images) then computes what model(images) does, and its backward pass also
     # averages the gradients (5/6). Validation has no gradients: it calls model(images).
@@ -669,7 +670,6 @@ def add_hardware_and_output_options(parser):
     add("--bucket_cap_mb", type=at_least(float, 0.1), help="MiB in one all-reduce; unset: DDP's")
     hooks = ["none", "fp16", "bf16", "powersgd"]
     add("--grad_compression", choices=hooks, default="none", help="to send less of the gradients")
-    add("--powersgd_rank", type=POSITIVE, default=8, help="a lower rank sends less, less exactly")
     add = parser.add_argument_group("output").add_argument
     add(
         "--log_every",
@@ -1500,18 +1500,7 @@ def read_file(path):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
-class WithoutDDP(torch.nn.Module):
-    """Takes DDP's place on a Mac's GPU: one process, for which DDP has no backend."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.module = model
-
-    def forward(self, images):
-        return self.module(images)
-
-    def no_sync(self):
-        return nullcontext()
+POWERSGD_RANK = 8  # a lower one would send less, less exactly
 
 
 def compress_gradients(args, ddp):
@@ -1528,7 +1517,7 @@ def compress_gradients(args, ddp):
         return None
     state = powerSGD_hook.PowerSGDState(
         process_group=None,
-        matrix_approximation_rank=args.powersgd_rank,
+        matrix_approximation_rank=POWERSGD_RANK,
         start_powerSGD_iter=UNMEASURED_STEPS + 1,  # + 1 for the pass of rebuild_buckets
         orthogonalization_epsilon=1e-8,  # avoids a division by 0
     )
@@ -1800,12 +1789,13 @@ CHECKPOINT_BYTES = 135e6  # about: 11.2 million weights, and Adam's two averages
 # A run can resume only with the same values of these. The number of processes may differ, if
 # --global_batch_size keeps a step's images the same.
 SAME_ON_RESUME = ["global_batch_size", "image_size", "lr", "warmup_steps", "precision"]
-SAME_ON_RESUME += ["grad_compression", "powersgd_rank", "sync_bn", "seed"]
+SAME_ON_RESUME += ["grad_compression", "sync_bn", "seed"]
 
 
 def settings_of(training):
     """{name: value} of what a run must have in common with the run that it resumes."""
     settings = {f"--{name}": getattr(training.args, name) for name in SAME_ON_RESUME}
+    settings["--powersgd_rank"] = POWERSGD_RANK  # an option of earlier versions
     settings["number of classes"] = len(training.train_set.categories)
     settings["data set"] = digest(training.train_set.names, training.train_set.labels)
     settings["sizes of the images"] = training.image_sizes
@@ -1983,6 +1973,12 @@ def facts_of_run(training):
     }
 
 
+def log_record(process, name, record, words):
+    """Rank 0 writes a record: as JSON for programs, and as words with its values for people."""
+    log_from_rank_0(process, f"{name} {json.dumps(record)}")
+    log_from_rank_0(process, f"{name}: {words.format(**record)}")
+
+
 def log_run(training, val_set):
     """All ranks: rank 0 writes the facts of the run, and those of its data."""
     args, process, train_set = training.args, training.process, training.train_set
@@ -1994,23 +1990,24 @@ def log_run(training, val_set):
         "padding": -len(train_set.names) % process.world_size,
         "val_images": len(val_set.names) if val_set else None,
     }
-    log_from_rank_0(process, "Run " + json.dumps(record))
-    processes = counted(process.world_size, "process", "processes")
-    steps, images = counted(args.max_steps, "step"), counted(args.global_batch_size, "image")
-    text = f"Run: {processes} on {counted(record['nodes'], 'node')}, {process.backend}, "
-    text += f"{args.precision}; {steps} of {images}; "
-    if args.dummy:
-        text += "random images (--dummy). "
-    else:
-        text += f"{len(train_set.names)} labelled images, {train_set.unlabelled} without a label, "
-        text += f"{record['padding']} repeated as padding. "
+    words = f"{counted(process.world_size, 'process', 'processes')} on "
+    words += f"{counted(record['nodes'], 'node')}, {{backend}}, {{precision}}; "
+    words += f"{counted(args.max_steps, 'step')} of {counted(args.global_batch_size, 'image')}; "
+    words += (
+        "random images (--dummy). "
+        if args.dummy
+        else (
+            "{images} labelled images, {images_without_annotations} without a label, "
+            "{padding} repeated as padding. "
+        )
+    )
     if training.step:
-        text += f"Resumed from {args.checkpoint} at step {training.step}"
+        words += "Resumed from {checkpoint} at step {start_step}"
     elif args.resume:
-        text += f"No checkpoint {args.checkpoint} yet: the run starts from the beginning"
+        words += "No checkpoint {checkpoint} yet: the run starts from the beginning"
     else:
-        text += "Not resumed"
-    log_from_rank_0(process, text)
+        words += "Not resumed"
+    log_record(process, "Run", record, words)
 
 
 # The log line of a step that a GPU may not have finished. `copied`: when the loss is on the CPU.
@@ -2084,16 +2081,15 @@ def log_summary(training, digests):
         "replicas_identical": len(set(digests)) == 1,
         "damaged_images": damaged,  # each as often as it was read, by training and validation
     }
-    log_from_rank_0(process, "Summary " + json.dumps(summary))
     # NOTE: PowerSGD computes and communicates in one call: no moment is between the two.
     exposed = "compression and communication" if training.powersgd else "exposed communication"
-    text = "{img_per_s:.1f} img/s; a step of {step_ms:.0f} ms is {data_ms:.0f} data + "
-    text += f"{{compute_ms:.0f}} compute + {{exposed_ms:.0f}} {exposed}; "
-    text += f"at most {peak / 2**30:.2f} GiB of a GPU's memory; " if peak else ""
-    text += f"{damaged} of the images were damaged; " if damaged else ""
-    text += "replicas identical: {replicas_identical}"
-    epochs, steps = counted(summary["epochs"], "epoch"), counted(training.step, "step")
-    log_from_rank_0(process, f"Summary: {epochs}, {steps}, {text.format(**summary)}")
+    words = f"{counted(summary['epochs'], 'epoch')}, {counted(training.step, 'step')}, "
+    words += "{img_per_s:.1f} img/s; a step of {step_ms:.0f} ms is {data_ms:.0f} data + "
+    words += f"{{compute_ms:.0f}} compute + {{exposed_ms:.0f}} {exposed}; "
+    words += f"at most {peak / 2**30:.2f} GiB of a GPU's memory; " if peak else ""
+    words += "{damaged_images} of the images were damaged; " if damaged else ""
+    words += "replicas identical: {replicas_identical}"
+    log_record(process, "Summary", summary, words)
 
 
 def log_end(process, began):

@@ -679,6 +679,20 @@ def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
     assert text.endswith("replicas identical: True")
 
 
+@pytest.mark.guards("powersgd-other-rank")
+def test_a_checkpoint_of_an_earlier_version_with_another_powersgd_rank_is_refused(
+    demo, monkeypatch
+):
+    monkeypatch.setattr(demo, "all_gather", lambda own: [own])
+    training = SimpleNamespace(args=arguments(demo, "--checkpoint", "c.pt"), image_sizes="")
+    training.train_set = image_list(demo, 8)
+    saved = {"settings": demo.settings_of(training) | {"--powersgd_rank": 2}}
+    with pytest.raises(
+        demo.UserError, match="c.pt was saved with --powersgd_rank 2, not 8: resume"
+    ):
+        demo.load_checkpoint(training, saved)
+
+
 # --- Time --------------------------------------------------------------------------------------
 
 
