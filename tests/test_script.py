@@ -688,7 +688,7 @@ def test_a_checkpoint_of_an_earlier_version_with_another_powersgd_rank_is_refuse
     training.train_set = image_list(demo, 8)
     saved = {"settings": demo.settings_of(training) | {"--powersgd_rank": 2}}
     with pytest.raises(
-        demo.UserError, match="c.pt was saved with --powersgd_rank 2, not 8: resume"
+        demo.UserError, match=r"c\.pt was saved with --powersgd_rank 2, not 8: resume"
     ):
         demo.load_checkpoint(training, saved)
 
