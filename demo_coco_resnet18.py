@@ -1,45 +1,26 @@
 #!/usr/bin/env python3
 """ResNet-18 on COCO with DistributedDataParallel (DDP): one script from a laptop to a cluster.
 
-An image's label is the category of its first annotation. torchrun starts this script several
-times, usually once for each GPU. Each process trains its own copy of the model (a replica) on its
-own share of the images. In each step DDP averages the gradients of all processes, so the replicas
-stay equal.
+torchrun starts this script several times, usually once for each GPU. Each process trains its own
+copy of the model (a replica) on its own share of the images. In each step DDP averages the
+gradients of all processes, so the replicas stay equal. It needs Linux or macOS (on Windows: WSL2),
+Python 3.10 or newer, and what requirements.txt lists. --help lists all options.
 
-It needs Linux or macOS (on Windows: WSL2), Python 3.10 or newer, and what requirements.txt lists.
-
-One GPU, or the CPU if there is none (python in place of torchrun and its options does the same):
+One GPU, or the CPU if there is none (plain `python` works, too):
     torchrun --standalone --local-addr=127.0.0.1 --nnodes=1 --nproc_per_node=1 \
         demo_coco_resnet18.py --coco_image_path DIR --annotation_path FILE
-(Without --local-addr torchrun hangs where the machine's own name does not resolve.)
-All GPUs of one machine:
+All GPUs of one machine (on a CPU prefix the command with OMP_NUM_THREADS=N, cores / processes):
     torchrun --standalone --local-addr=127.0.0.1 --nnodes=1 --nproc_per_node=gpu \
         demo_coco_resnet18.py ...
-(On a CPU put OMP_NUM_THREADS=N in front, N = cores / processes: torchrun sets 1 for several.)
-Two nodes (machines) with two GPUs each. They meet (rdzv: rendezvous) at 10.0.0.1:29500, the first
-node's address and a free port there. static: --node_rank decides the ranks. 123 is any number. On
-the second node the command is the same except for --node_rank=1:
+Two nodes (machines) with two GPUs each. They meet (rdzv: rendezvous) at the first node's address
+and a free port there; the id is arbitrary. The second node's command has --node_rank=1:
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=2 --rdzv_id=123 --rdzv_backend=static \
         --rdzv_endpoint=10.0.0.1:29500 demo_coco_resnet18.py ...
-The same under SLURM, which starts the processes itself:
-    srun --nodes=2 --ntasks-per-node=2 --gpus-per-node=2 python demo_coco_resnet18.py ...
---weights none trains from scratch; by default rank 0 downloads ImageNet's weights. --checkpoint
-FILE --resume continues where an earlier run with that FILE stopped. --help lists all options.
 
-Two nodes with two GPUs each have four processes. Their number, 4, is the world size:
+The last one starts four processes. Their number, 4, is the world size:
     node (--node_rank)                      0   0   1   1
     rank: the process's number among all    0   1   2   3
     local rank: its number on its node      0   1   0   1    selects its GPU
-
-With N processes a step covers N times as many images, so an epoch has 1/N as many steps:
-    images per step (global batch size) = world size x batch size x accumulate steps
---batch_size sets the images of one process in one forward pass (a micro-batch);
---global_batch_size sets those of a step of all processes, for any N. With --accumulate_steps each
-process adds up the gradients of several micro-batches before a step. A step of N processes does
-what one process would do with all these images, but also sends gradients (5/6) and waits for the
-slowest process. Three things differ: batch norm sees the images of its own process only, an epoch
-may end with repeated images (3/6), and sums may differ in their last bits. The learning rate does
-not depend on N unless you ask for --lr_scaling.
 
 Six changes make a training script distributed. Each is marked in the code:
     1/6  a process learns its rank from the environment       read_environment
@@ -47,24 +28,41 @@ Six changes make a training script distributed. Each is marked in the code:
     3/6  each rank gets its own share of the images           make_train_loader
     4/6  DDP makes the models of all ranks equal              wrap_model
     5/6  backward averages the gradients over all ranks       train_one_epoch
-    6/6  results are put together, and rank 0 writes them     evaluate
+    6/6  results are combined, and rank 0 writes them         evaluate
 
 One rule applies to all of them: ALL RANKS MAKE THE SAME COLLECTIVE CALLS IN THE SAME ORDER. A
 collective call is an exchange between all ranks: all-reduce (every rank gets the sum, mean or
 maximum of all values), all-gather (every rank gets a list of all values), broadcast (every rank
-gets one rank's value) or barrier (no value: the ranks only wait). In such a call the ranks wait
-for each other. If one comes to no call any more, the others fail after --timeout seconds. If one
-skips a call, it meets the others in its next one. Calls that do not match fail, hang, or mix up
-data. The docstring of a function with such calls begins "All ranks:".
-
-The first part of this file, up to "Part two", is the lesson: it can be read alone. Part two has
-what the first part calls, and begins with a table of contents.
-
-Exit codes: 0 done; 1, or a signal's number, a failure outside, a bug, or an error that one rank
-alone has found, such as a full memory; 2 an error in what you have given, such as a wrong argument
-(UserError: once the ranks are connected, all end with it); 75 stopped by a signal (Stopped:
---checkpoint, if given, is saved). torchrun makes 1 of all but 0; the demo's launchers return them.
+gets one rank's value) or barrier (no value: the ranks only wait). In it the ranks wait for each
+other. If one makes no more calls, the others fail after --timeout seconds. If one skips a call,
+the next calls do not match: they fail, hang, or mix up data. The docstring of a function with
+such calls begins "All ranks:".
 """
+
+# The six changes, without what a real run needs around them:
+#
+#     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])  # 1/6
+#     torch.cuda.set_device(local_rank)  # 2/6
+#     dist.init_process_group("nccl")
+#     sampler = DistributedSampler(dataset)  # 3/6
+#     loader = DataLoader(dataset, batch_size=64, sampler=sampler)
+#     ddp = DistributedDataParallel(model.cuda())  # 4/6
+#     optimizer = torch.optim.Adam(model.parameters())
+#     for epoch in range(2):
+#         sampler.set_epoch(epoch)
+#         for images, labels in loader:
+#             cross_entropy(ddp(images.cuda()), labels.cuda()).backward()  # 5/6
+#             optimizer.step()
+#             optimizer.zero_grad()
+#     dist.all_reduce(correct)  # 6/6: the sum over all ranks, which rank 0 prints
+#
+# Two lines of a log, of rank 0 and of rank 1. Each has the loss and the img/s of its own images:
+#
+#     [CPU 0] Epoch 2 | Step 6 | Loss: 1.9705 | 3.7 img/s | data 53.0 ms | step 1769.7 ms | ETA 4s
+#     [CPU 1] Epoch 2 | Step 6 | Loss: 2.9396 | 3.6 img/s | data 39.3 ms | step 1822.8 ms | ETA 4s
+#
+# The first part of this file, up to "Part two", is the lesson: it can be read alone. Part two has
+# what the first part calls, and begins with a table of contents.
 
 import argparse
 import gc
@@ -150,7 +148,7 @@ def main(process):
         load_checkpoint(training, checkpoint)
     catch_stop_signals(process)  # from now on such a signal saves, and ends all ranks
     start_workers(train_loader, val_loader)  # the processes that load images
-    rebuild_buckets(training)  # a pass over blank images: from then on DDP's sums have one order
+    rebuild_buckets(training)  # a pass over blank images: this fixes DDP's bucket order
     log_run(training, val_set)
 
     for epoch in epochs_left(training):  # 1, 2, ..., unless the run was resumed
@@ -166,7 +164,7 @@ def main(process):
 
 @dataclass
 class ProcessInfo:
-    """The place of this process among the others, and the device that it computes on."""
+    """This process's rank and node position, and the device that it computes on."""
 
     launcher: str = "python"  # or srun, mpirun, torchrun (also where RANK was set by hand)
     rank: int = 0
@@ -174,7 +172,7 @@ class ProcessInfo:
     local_rank: int = 0
     local_world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    backend: str = ""  # what moves tensors between the processes: nccl or gloo
+    backend: str = ""  # what moves tensors between processes: nccl (GPUs) or gloo (CPUs)
     restarts: int = 0  # by torchrun --max-restarts
     run: str = ""  # torchrun's folder for this run, the same one in all its restarts
     parent: int = field(default_factory=os.getppid)  # the process that has started this one
@@ -182,7 +180,7 @@ class ProcessInfo:
 
     @property
     def gpu(self):
-        return self.device.type == "cuda"  # of NVIDIA or AMD
+        return self.device.type == "cuda"  # NVIDIA or AMD
 
     @property
     def memory_format(self):
@@ -195,7 +193,7 @@ class ProcessInfo:
 
     @property
     def exchange_device(self):
-        """Where the numbers of a collective call are put: NCCL takes those of GPUs alone."""
+        """Where the numbers of a collective call are put: NCCL only accepts GPU tensors."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     @property
@@ -247,16 +245,14 @@ def read_environment(process):
     process.world_size = int(os.environ["WORLD_SIZE"])  # the number of processes, not of nodes
     process.local_rank = int(os.environ["LOCAL_RANK"])  # on its own node, from 0
     process.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    process.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    # It is RUN/attempt_N/RANK/error.json. Of RUN torchrun says that it is unique.
-    process.run = os.environ.get("TORCHELASTIC_ERROR_FILE", "").rsplit("/", 3)[0]
-    set_meeting_point(process)  # MASTER_ADDR and MASTER_PORT, where those given do not serve
+    read_restarts(process)
+    set_meeting_point(process)  # MASTER_ADDR and MASTER_PORT, if the given ones are unusable
 
 
 def join_process_group(args, process):
     """All ranks: chooses the device, and joins the group. Raises UserError or StartError."""
-    # The backend moves tensors between the processes: NCCL between NVIDIA GPUs, one for each
-    # process; Gloo between CPUs, or with --backend gloo between processes that share a GPU.
+    # The backend moves tensors between the processes. NCCL, NVIDIA's library, does so between GPUs,
+    # one for each process; Gloo between CPUs, or between processes that share a GPU.
     process.backend = choose_backend(args, process)
     # DDP 2/6: each process takes a GPU of its own, by its local rank. Otherwise all would take
     # GPU 0: NCCL refuses that, and the other GPUs would be idle.
@@ -264,14 +260,10 @@ def join_process_group(args, process):
         # (%: a process that sees one GPU alone finds it as GPU 0.)
         process.device = torch.device("cuda", process.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(process.device)
-    elif args.device == "mps":
-        process.device = torch.device("mps")  # a Mac's GPU
-    prepare_hardware(process)  # settings of PyTorch
-    # Then all processes meet at MASTER_ADDR:MASTER_PORT, on rank 0's node, and leave each other
-    # their addresses in a store. torchrun has set both. (With several nodes it has itself waited
-    # for those of the others, up to 15 minutes, before it started this script.) Each process waits
-    # until all have joined. If one has not come after --timeout seconds, the others end with a
-    # StartError, exit code 1.
+    prepare_hardware(args, process)  # settings of PyTorch; a Mac's GPU
+    # All processes meet at MASTER_ADDR:MASTER_PORT, which torchrun has set, and exchange addresses
+    # through a store. (torchrun itself has waited for the other nodes, up to 15 minutes.) If one
+    # has not come after --timeout seconds, the others end with a StartError, exit code 1.
     with connecting_ranks(args, process):
         dist.init_process_group(  # rank, world size and the address are in the environment
             process.backend,
@@ -290,13 +282,13 @@ def make_train_loader(args, process, train_set):
         return DummyLoader(args, process, train_set)
     transform = v2.Compose([RandomCrop(args.image_size), v2.RandomHorizontalFlip()])
     dataset = CocoFirstCategory(args, process, args.coco_image_path, train_set, transform)
-    # DDP 3/6: the sampler gives each rank its own share of the images. All ranks shuffle all
-    # images alike, by seed and epoch. Of N ranks, rank r takes number r, r + N, r + 2N, ...
+    # DDP 3/6: the sampler gives each rank its own share of the images. Every rank shuffles the
+    # full list identically, by seed and epoch. Of N ranks, rank r takes number r, r + N, ...
     # Each step has a collective call (5/6), so all ranks must make the same number of steps, and
     # all shares have the same length: of 10 images each of 4 ranks gets 3, with two repeated as
     # padding. EpochSampler is PyTorch's DistributedSampler with two additions. It yields (epoch,
-    # index), so that the dataset crops an image in another way in each epoch. And a share can
-    # begin later, in a run that resumes, or end earlier, as in make_val_loader.
+    # index), so that the dataset crops an image differently in each epoch. And a share can begin
+    # later, in a run that resumes, or end earlier, as in make_val_loader.
     sampler = EpochSampler(dataset, process.world_size, process.rank, seed=args.seed)
     return make_loader(args, process, dataset, sampler, args.workers)
 
@@ -317,6 +309,66 @@ def make_val_loader(args, process, val_set):
     return make_loader(args, process, dataset, sampler, args.workers)
 
 
+class CocoFirstCategory(Dataset):
+    """Images, each with the category of its first annotation as its label.
+
+    A key is (epoch, index). Key and seed alone decide how an image is cropped, so it looks the
+    same on whichever rank, and in a resumed run. For another kind of data write a Dataset with
+    such keys and with `labels`, and functions in place of read_image_list and check_images.
+    """
+
+    def __init__(self, args, process, folder, image_set, transform):
+        self.size, self.seed, self.process = args.image_size, args.seed, process
+        self.folder, self.names, self.labels = folder, image_set.names, image_set.labels
+        is_packed = folder and os.path.isfile(folder)
+        self.packed = PackedImages(folder, self.names) if is_packed else None
+        self.transform = transform
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, key):
+        """An image, uint8 (size, size, 3), its label, and whether its file is damaged."""
+        epoch, index = key
+        if self.packed:
+            image, damaged = self.packed.read(index), False
+        else:
+            image, damaged = self.load_image(os.path.join(self.folder, self.names[index]))
+        # Python's hash of integers is the same in every process. torch.manual_seed would do as
+        # well, but it also seeds the GPUs, which would make a crop a third slower.
+        torch.default_generator.manual_seed(hash((self.seed, epoch, index)) % 2**32)
+        rows = self.transform(image.permute(2, 0, 1)).permute(1, 2, 0)
+        return rows, self.labels[index], damaged
+
+    def load_image(self, path):
+        """uint8 (height, width, 3), RGB; and whether it is a black one, for a damaged image."""
+        content = Path(path).read_bytes()  # its OSError ends the run: the storage may be gone
+        try:
+            return decode(content), False
+        except Exception as error:  # damaged images raise errors of any type
+            reason = one_line(error).partition(" <_io")[0]
+            text = f"image {path} is damaged, a black one takes its place"
+            log(self.process, f"WARNING: {text}: {reason}")
+            return torch.zeros(self.size, self.size, 3, dtype=torch.uint8), True
+
+
+def make_loader(args, process, dataset, sampler, workers):
+    return DataLoader(
+        dataset,
+        batch_size=args.batch_size,
+        sampler=sampler,
+        num_workers=workers,
+        # NOTE: the default of Python 3.14 starts workers by way of a process of its own. A stop
+        # signal to all processes would end that one, and with it the workers. (DDP's docstring
+        # warns of forks with NCCL. These are made before the first backward: start_workers.)
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+        worker_init_fn=ignore_stop_signals,
+        persistent_workers=workers > 0,
+        pin_memory=process.gpu,
+        timeout=min(args.timeout, MOST_LOADER_SECONDS) if workers else 0,
+    )
+
+
 def build_model(args, process, train_set, load=True):
     """All ranks: ResNet-18 on this process's device.
 
@@ -325,7 +377,7 @@ def build_model(args, process, train_set, load=True):
     torch.manual_seed(args.seed)  # makes a run repeatable; DDP (4/6) makes the ranks equal
     # For another model change this line, load_weights and download_weights, and StepTimer if its
     # first parameter is not the last one that gets a gradient. With dropout each rank also needs
-    # a seed of its own after 4/6: alike, all would drop the same outputs.
+    # a seed of its own after 4/6: with equal seeds, all ranks would drop the same units.
     model = torchvision.models.resnet18(num_classes=len(train_set.categories))
     with errors_end_all_ranks():
         if process.rank == 0 and load and args.weights != "none":
@@ -344,7 +396,8 @@ def wrap_model(args, process, model):
         return model, None
     # DDP 4/6: DDP copies rank 0's weights into the model of every rank, here and now, so that all
     # start equal. ddp(images) then computes what model(images) does, and its backward pass also
-    # averages the gradients (5/6). Validation has no gradients: it calls model(images).
+    # averages the gradients (5/6), which travel in buckets: those of several layers together.
+    # Validation has no gradients: it calls model(images).
     ddp = DistributedDataParallel(
         model,
         gradient_as_bucket_view=True,  # avoids a second copy of all gradients
@@ -357,19 +410,12 @@ def wrap_model(args, process, model):
     return ddp, compress_gradients(args, ddp)
 
 
-# One step of two ranks in time; rank 1 computes more slowly. The all-reduce of a bucket (5/6)
-# begins when both ranks have its gradients:
-#     rank 0   data | forward | backward | ......... exposed ......... | optimizer
-#     rank 1   data |   forward   |       backward      | .. exposed . | optimizer
-#     network                         [ bucket 1 ]      [  bucket 2  ]
-#     marks    1    2                    3 of rank 0    3 of rank 1    4           5
-# The timer's marks: 1 "waiting for data", 2 "data arrived", 3 "own gradients" (the timer sets it,
-# when backward has reached the first layer), 4 "gradients averaged", 5 "end" (log_save_or_stop).
-# The log has the times between them. data: 1 to 2. exposed communication: 3 to 4, in which a rank
-# computes nothing, but waits for slower ranks and for the network. What the network does before 3
-# is hidden: no rank waits for it, though it takes some of the device from backward. compute: the
-# rest, up to 5. Here rank 0 seems to communicate for longer, because of rank 1: the shortest
-# exposed time of all ranks is what the network costs.
+# With N processes a step covers N times as many images, so an epoch has 1/N as many steps:
+#     images per step (global batch size) = world size x batch size x accumulate steps
+# A step of N processes does what one process would do with all these images, but also sends
+# gradients, and waits for the slowest process. Three things differ: batch norm sees the images of
+# its own process only, an epoch may end with repeated images (3/6), and floating-point sums may
+# differ in the last bits. The learning rate does not depend on N unless you ask for --lr_scaling.
 def train_one_epoch(training, loader, epoch):
     """All ranks: trains what is left of an epoch: all of it, unless the run was resumed in it."""
     args, process, ddp, timer = training.args, training.process, training.ddp, training.timer
@@ -401,14 +447,14 @@ def train_one_epoch(training, loader, epoch):
             is_last = micro_batch == micro_batches - 1
             with nullcontext() if is_last else ddp.no_sync():
                 logits = forward(training, ddp, images)
-                # Its part of the mean over all images that this rank has in the step.
+                # This micro-batch's share of the rank's mean loss.
                 loss = cross_entropy(logits, labels, reduction="sum") / images_in_step
                 # DDP 5/6: backward works from the last layer to the first. As soon as the
                 # gradients of some layers (a bucket) are ready, DDP starts to average them over
                 # all ranks (an all-reduce), while backward goes on with the layers before. An
                 # all-reduce waits for the slowest rank, and the optimizer for the last all-reduce.
-                # All ranks have equally many images, n. So the mean over N ranks is the gradient
-                # of the mean loss over the whole batch (g: gradient of one image's loss):
+                # All ranks have the same number of images, n. So the mean over N ranks is the
+                # gradient of the mean loss over the whole batch (g: gradient of an image's loss):
                 #     1/N sum over ranks (1/n sum over its images (g)) = 1/(N n) sum over all (g)
                 training.scaler.scale(loss).backward()
             loss_of_step += loss.detach()  # of this rank's images: each rank logs its own loss
@@ -427,6 +473,21 @@ def train_one_epoch(training, loader, epoch):
     share_statistics(training)
     agree_to_continue(training, timer.last_step_seconds())  # all go on, or on a signal all end
     log_epoch(training, epoch, steps_done + 1, images_seen, began)
+
+
+# One step of two ranks in time; rank 1 computes more slowly. The all-reduce of a bucket (5/6)
+# begins when both ranks have its gradients:
+#     rank 0   data | forward | backward | ......... exposed ......... | optimizer
+#     rank 1   data |   forward   |       backward      | .. exposed . | optimizer
+#     network                         [ bucket 1 ]      [  bucket 2  ]
+#     marks    1    2                    3 of rank 0    3 of rank 1    4           5
+# The timer's marks: 1 "waiting for data", 2 "data arrived", 3 "own gradients" (the timer sets it,
+# when backward has reached the first layer), 4 "gradients averaged", 5 "end" (log_save_or_stop).
+# The log has the times between them. data: 1 to 2. exposed communication: 3 to 4, in which a rank
+# computes nothing, but waits for slower ranks and for the network. What the network does before 3
+# is hidden: no rank waits for it, though it takes some of the device from backward. compute: the
+# rest, up to 5. Here rank 0 seems to communicate for longer, because of rank 1: the shortest
+# exposed time of all ranks is what the network costs.
 
 
 def on_device(process, batches):
@@ -475,8 +536,8 @@ def evaluate(training, loader, epoch):
         correct += (guesses == labels).sum().item()
         images_seen += len(labels)
     model.train()
-    # DDP 6/6: each rank has counted its own share. all_reduce makes sums of the counts, on every
-    # rank. They are then the same everywhere, and rank 0 alone logs them.
+    # DDP 6/6: each rank has counted its own share. all_reduce sums the counts; every rank gets the
+    # result, and rank 0 alone logs it.
     counts = torch.tensor([correct, images_seen], device=process.exchange_device)
     dist.all_reduce(counts)
     if process.rank == 0:
@@ -486,7 +547,7 @@ def evaluate(training, loader, epoch):
 def save_checkpoint(training, is_last):
     """All ranks: rank 0 writes the checkpoint. Raises UserError.
 
-    is_last: whether the run ends now. Only then does it end with an error if rank 0 cannot write.
+    is_last: whether the run ends now. Only then is a failed write fatal.
     """
     args, process = training.args, training.process
     with errors_end_all_ranks():
@@ -563,7 +624,7 @@ def leave_process_group():
     # break while others still use them. And after an error torchrun, which kills all processes as
     # soon as one has failed, could kill some before they have said why.
     dist.barrier()
-    # NOTE: this frees DDP. Threads of the group that still run could abort Python at its end.
+    # NOTE: this frees DDP. Threads of the group could crash the interpreter at exit.
     gc.collect()
     dist.destroy_process_group()
 
@@ -921,9 +982,10 @@ def choose_backend(args, process):
     return backend
 
 
-def prepare_hardware(process):
+def prepare_hardware(args, process):
     """Settings of PyTorch for this device and backend."""
-    if process.device.type == "mps":
+    if args.device == "mps":
+        process.device = torch.device("mps")
         log(process, "One process on a Mac's GPU, without DDP, which has no backend for it")
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32, also in convolutions
     torch.backends.cudnn.benchmark = True  # tries out which convolutions are the fastest
@@ -1007,6 +1069,13 @@ def fast_precision(args, process):
 
 
 # ---- Meeting: where the processes find each other, and what is said if they do not
+
+
+def read_restarts(process):
+    """What torchrun tells of its own restarts, by --max-restarts."""
+    process.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    # It is RUN/attempt_N/RANK/error.json. Of RUN torchrun says that it is unique.
+    process.run = os.environ.get("TORCHELASTIC_ERROR_FILE", "").rsplit("/", 3)[0]
 
 
 def set_meeting_point(process):
@@ -1204,49 +1273,6 @@ STD = 255 * torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 MOST_LOADER_SECONDS = 2_000_000  # 23 days; poll() counts milliseconds in 32 bits
 
 
-class CocoFirstCategory(Dataset):
-    """Images, each with the category of its first annotation as its label.
-
-    A key is (epoch, index). Key and seed alone decide how an image is cropped, so it looks the
-    same on whichever rank, and in a resumed run. For another kind of data write a Dataset with
-    such keys and with `labels`, and functions in place of read_image_list and check_images.
-    """
-
-    def __init__(self, args, process, folder, image_set, transform):
-        self.size, self.seed, self.process = args.image_size, args.seed, process
-        self.folder, self.names, self.labels = folder, image_set.names, image_set.labels
-        is_packed = folder and os.path.isfile(folder)
-        self.packed = PackedImages(folder, self.names) if is_packed else None
-        self.transform = transform
-
-    def __len__(self):
-        return len(self.names)
-
-    def __getitem__(self, key):
-        """An image, uint8 (size, size, 3), its label, and whether its file is damaged."""
-        epoch, index = key
-        if self.packed:
-            image, damaged = self.packed.read(index), False
-        else:
-            image, damaged = self.load_image(os.path.join(self.folder, self.names[index]))
-        # Python's hash of integers is the same in every process. torch.manual_seed would do as
-        # well, but it also seeds the GPUs, which would make a crop a third slower.
-        torch.default_generator.manual_seed(hash((self.seed, epoch, index)) % 2**32)
-        rows = self.transform(image.permute(2, 0, 1)).permute(1, 2, 0)
-        return rows, self.labels[index], damaged
-
-    def load_image(self, path):
-        """uint8 (height, width, 3), RGB; and whether it is a black one, for a damaged image."""
-        content = Path(path).read_bytes()  # its OSError ends the run: the storage may be gone
-        try:
-            return decode(content), False
-        except Exception as error:  # damaged images raise errors of any type
-            reason = one_line(error).partition(" <_io")[0]
-            text = f"image {path} is damaged, a black one takes its place"
-            log(self.process, f"WARNING: {text}: {reason}")
-            return torch.zeros(self.size, self.size, 3, dtype=torch.uint8), True
-
-
 def decode(content):
     """uint8 (height, width, 3), RGB, of a file's bytes: its first frame, as Pillow shows it."""
     with warnings.catch_warnings():
@@ -1346,23 +1372,6 @@ class EpochSampler(DistributedSampler):
 
     def __len__(self):
         return len(range(self.num_samples)[self.start : self.end])
-
-
-def make_loader(args, process, dataset, sampler, workers):
-    return DataLoader(
-        dataset,
-        batch_size=args.batch_size,
-        sampler=sampler,
-        num_workers=workers,
-        # NOTE: the default of Python 3.14 starts workers by way of a process of its own. A stop
-        # signal to all processes would end that one, and with it the workers. (DDP's docstring
-        # warns of forks with NCCL. These are made before the first backward: start_workers.)
-        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
-        worker_init_fn=ignore_stop_signals,
-        persistent_workers=workers > 0,
-        pin_memory=process.gpu,
-        timeout=min(args.timeout, MOST_LOADER_SECONDS) if workers else 0,
-    )
 
 
 class DummyLoader:
@@ -2100,8 +2109,10 @@ def log_end(process, began):
 
 # ---- Errors and the end: one line for an error, and ranks that end together
 
-EXIT_FAILED, EXIT_USER = 1, 2
-EXIT_STOPPED = os.EX_TEMPFAIL  # 75, from sysexits.h: try again later
+# Exit codes. torchrun turns every nonzero code into 1; the demo's launchers return them.
+EXIT_FAILED = 1  # a failure outside, a bug, or an error on a single rank, such as out of memory
+EXIT_USER = 2  # bad input, such as a wrong argument: UserError, with which all ranks end
+EXIT_STOPPED = os.EX_TEMPFAIL  # 75: stopped by a signal, and saved to --checkpoint if given
 OTHER_RANK = "another rank has ended, or does not answer"
 # Puzzling errors of PyTorch and NCCL: a part of the text, and what to do.
 ADVICE = [
