@@ -251,8 +251,8 @@ def read_environment(process):
 
 def join_process_group(args, process):
     """All ranks: chooses the device, and joins the group. Raises UserError or StartError."""
-    # The backend moves tensors between the processes. NCCL, NVIDIA's library, does so between GPUs,
-    # one for each process; Gloo between CPUs, or between processes that share a GPU.
+    # The backend moves tensors between the processes: NVIDIA's library NCCL between GPUs, one for
+    # each process; Gloo between CPUs, or between processes that share a GPU.
     process.backend = choose_backend(args, process)
     # DDP 2/6: each process takes a GPU of its own, by its local rank. Otherwise all would take
     # GPU 0: NCCL refuses that, and the other GPUs would be idle.
