@@ -146,7 +146,7 @@ def main(process):
     training = Training(args, process, train_set, image_sizes, model, ddp, optimizer, powersgd)
     if checkpoint:  # every rank has the same one, so the replicas stay equal
         load_checkpoint(training, checkpoint)
-    catch_stop_signals(process)  # from now on such a signal saves, and ends all ranks
+    catch_stop_signals(training)  # from now on such a signal saves, and ends all ranks
     start_workers(train_loader, val_loader)  # the processes that load images
     rebuild_buckets(training)  # a pass over blank images: this fixes DDP's bucket order
     log_run(training, val_set)
@@ -219,6 +219,7 @@ class Training:
     interval: int = 1  # steps from the last agreement to the next
     due_line: "DueLine | None" = None  # a log line that is not written yet
     loss_sum: torch.Tensor | float = 0.0  # in this epoch, over this rank's images
+    unhurried: bool = False  # in what may take any time: to save, to write a trace
 
     def __post_init__(self):
         self.damage, self.val_damage = Damage(), Damage()
@@ -550,6 +551,7 @@ def save_checkpoint(training, is_last):
     is_last: whether the run ends now. Only then is a failed write fatal.
     """
     args, process = training.args, training.process
+    training.unhurried = True
     with errors_end_all_ranks():
         if not all(parameter.isfinite().all() for parameter in training.model.parameters()):
             text = f"weights not finite after step {training.step}: lower --lr; not saved"
@@ -565,6 +567,7 @@ def save_checkpoint(training, is_last):
                 if is_last:
                     raise
                 log(process, f"WARNING: {error}: the run goes on")
+    training.unhurried = is_last
 
 
 def digests_of_replicas(model):
@@ -1692,7 +1695,9 @@ def start_profiler(args, process):
 def profile_step(training):
     """All ranks: tells the profiler that a step has ended. After the last one it writes."""
     action = training.profiler.current_action  # of the step that has ended
+    training.unhurried = True
     training.profiler.step()
+    training.unhurried = False
     if action != torch.profiler.ProfilerAction.NONE:
         # A profiled step takes longer than others: no average has it.
         training.timer.unread.pop()
@@ -1706,18 +1711,40 @@ def profile_step(training):
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # USR1: SLURM's, at a time limit
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup makes a process ignore it
     STOP_SIGNALS.append(signal.SIGHUP)
+STOP_SECONDS = 30  # within which all ranks answer a stop signal, or in three steps
 PARENT_ENDED = 1000  # in place of a signal's number, and above all of them
 MOST_STEPS_WITHOUT_AGREEMENT = 50
 
 
-def catch_stop_signals(process):
+def catch_stop_signals(training):
     """A stop signal is only noted, in process.stop. agree_to_continue then stops all ranks."""
 
     def note(signal_number, _):
-        process.stop = signal_number
+        training.process.stop = signal_number
 
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, note)
+    # Python calls `note` only when the main thread is back from PyTorch, where it may wait for a
+    # rank that is stuck. A thread learns of the signal at once.
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=end_if_unanswered, args=(training, reader), daemon=True).start()
+
+
+def end_if_unanswered(training, reader):
+    """In a thread: ends this rank if the ranks do not agree to stop soon after a stop signal."""
+    while (number := os.read(reader, 1)[0]) not in STOP_SIGNALS:
+        pass  # another signal
+    slowest = max((step.whole for step in training.timer.step_times), default=0)
+    left = seconds = max(STOP_SECONDS, math.ceil(3 * slowest))
+    while left:
+        time.sleep(1)
+        if training.timer.step_times and not training.unhurried:  # nor in the first step
+            left -= 1
+    text = f"ERROR: {signal.Signals(number).name}, but the ranks have not agreed to stop in "
+    text += f"{seconds} s: is one of them stuck or suspended?"
+    end_process(EXIT_FAILED, training.process, text, "peer")
 
 
 def log_save_or_stop(training, epoch, loss, image_count):
