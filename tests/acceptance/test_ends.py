@@ -159,7 +159,7 @@ def test_torchruns_restart_before_the_first_save_does_not_go_on_with_an_older_ru
     run_forked([(0, [*words, 1])], program=QUICK)
     before = digests(tmp_path)
     command = demo_command([*words, 2], nproc=2)
-    command.insert(command.index("--standalone"), "--max-restarts=1")
+    command.insert(command.index("--nnodes=1"), "--max-restarts=1")
     with start(command) as started:
         wait_until(lambda: has_rank(started), 60, "a rank")
         os.kill(started.rank_pid(0), signal.SIGKILL)
