@@ -637,27 +637,21 @@ def leave_process_group():
 # Where is ...? In the order of this part:
 #     an option, its default, its check            make_parser, parse_arguments
 #     what must be the same on all ranks           check_start
-#     what follows from hardware and options       fill_in_arguments
 #     torchrun, srun or mpirun: the rank           find_launcher
-#     the backend, the number of threads           choose_backend, set_threads
 #     the choice of bf16, fp16 or fp32             fast_precision
 #     where the ranks meet, what if one is missing set_meeting_point, connecting_ranks
-#     an image's label, another kind of data       list_labelled, CocoFirstCategory
-#     validation's classes                         match_classes
-#     a damaged image, a missing one               load_image, check_images
-#     the loader and its processes                 make_loader, start_workers
-#     another model, pretrained weights            build_model (in part one), load_weights
+#     an image's label, validation's classes       list_labelled, match_classes
+#     a damaged image, a missing one               decode, check_images
+#     pretrained weights                           load_weights
 #     fewer bytes to send                          compress_gradients
-#     one order of sums, buckets                   rebuild_buckets
 #     what Summary and the log lines measure       StepTimer
-#     the profiler                                 start_profiler
 #     a stop signal, a lost torchrun               catch_stop_signals, agree_to_continue
-#     what happens after each step                 log_save_or_stop
 #     what a checkpoint holds, who may resume      write_checkpoint, SAME_ON_RESUME
-#     a checkpoint of an earlier run               check_checkpoint
-#     another optimizer, a scheduler               main, train_one_epoch (in part one: lr_factor)
 #     the lines and records of the log             log_run, log_step, log_summary
 #     which errors are one line, exit codes        ADVICE, UserError, run_and_exit
+#
+# Another model: build_model. Another data set: CocoFirstCategory, read_image_list, check_images.
+# Another optimizer or scheduler: main, lr_factor in train_one_epoch.
 
 # ---- Arguments: their defaults and limits, and what follows from them
 
@@ -670,17 +664,9 @@ PER_NODE = [*DATA_PATHS, "checkpoint", "profile", "workers"]
 
 
 def make_parser():
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_data_and_training_options(parser)
-    add_hardware_and_output_options(parser)
-    return parser
-
-
-def add_data_and_training_options(parser):
+    form = argparse.ArgumentDefaultsHelpFormatter
+    text = __doc__.split("\n\n")[0]
+    parser = argparse.ArgumentParser(description=text, formatter_class=form, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
     add("--dummy", action="store_true", help="random images, in place of data: nothing is read")
     add("--coco_image_path", help="folder of the training images, or their packed file")
@@ -688,12 +674,8 @@ def add_data_and_training_options(parser):
     add("--val_image_path", help="folder of the validation images, or their packed file")
     add("--val_annotation_path", help="their COCO instances file")
     add("--image_size", type=at_least(int, 33), default=IMAGE_SIZE, help="pixels a side")
-    add(
-        "--workers",
-        type=NATURAL,
-        help="loader processes of each rank; unset: 1 on a CPU, else as many as it has cores - 2, "
-        f"at most {MOST_WORKERS}",
-    )
+    text = f"loader processes per rank; unset: 1 on a CPU, else cores - 2, at most {MOST_WORKERS}"
+    add("--workers", type=NATURAL, help=text)
     add = parser.add_argument_group("training").add_argument
     text = f"passes over the images; unset: {NUM_EPOCHS}, with --dummy {DUMMY_STEPS} steps"
     add("--num_epochs", type=POSITIVE, help=text)
@@ -701,50 +683,34 @@ def add_data_and_training_options(parser):
     add("--global_batch_size", type=POSITIVE, help="instead: images per step of all ranks")
     add("--accumulate_steps", type=POSITIVE, default=1, help="micro-batches in a step, per rank")
     add("--lr", type=at_least(float, 1e-9), default=LR, help="learning rate of Adam")
-    add(
-        "--lr_scaling",
-        choices=["none", "linear"],
-        default="none",
-        help=f"linear: --lr times global batch size / {LR_BATCH}, a rule that was found for SGD",
-    )
+    text = f"linear: --lr times global batch size / {LR_BATCH}, a rule that was found for SGD"
+    add("--lr_scaling", choices=["none", "linear"], default="none", help=text)
     add("--warmup_steps", type=NATURAL, default=0, help="steps in which the learning rate rises")
     add("--weights", default="imagenet", help="imagenet, none, or a FILE with a state dict")
     add("--seed", type=NATURAL, default=SEED, help="decides first weights, order, crops")
     add("--max_steps", type=POSITIVE, help="stop after this number of optimizer steps")
-
-
-def add_hardware_and_output_options(parser):
     add = parser.add_argument_group("hardware").add_argument
     add("--precision", choices=["auto", *PRECISIONS], default="auto", help="auto: the fastest one")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--sync_bn", action="store_true", help="batch norm over the images of all GPUs")
-    devices = ["auto", "cpu", "cuda", "mps"]
-    add(
-        "--device", choices=devices, default="auto", help="auto: NVIDIA GPU or CPU; mps: Mac's GPU"
-    )
+    devices, text = ["auto", "cpu", "cuda", "mps"], "auto: NVIDIA GPU or CPU; mps: Mac's GPU"
+    add("--device", choices=devices, default="auto", help=text)
     add = parser.add_argument_group("communication").add_argument
     backends = ["auto", "nccl", "gloo"]
     add("--backend", choices=backends, default="auto", help="auto: nccl on NVIDIA GPUs, else gloo")
-    add(
-        "--timeout",
-        type=at_least(float, 0.1),
-        default=float(TIMEOUT),
-        help="seconds without an answer after which a process counts as lost",
-    )
+    text = "seconds without an answer after which a process counts as lost"
+    add("--timeout", type=at_least(float, 0.1), default=float(TIMEOUT), help=text)
     add("--bucket_cap_mb", type=at_least(float, 0.1), help="MiB in one all-reduce; unset: DDP's")
     hooks = ["none", "fp16", "bf16", "powersgd"]
     add("--grad_compression", choices=hooks, default="none", help="to send less of the gradients")
     add = parser.add_argument_group("output").add_argument
-    add(
-        "--log_every",
-        type=POSITIVE,
-        default=LOG_EVERY,
-        help="steps from one log line to the next; a GPU finishes all its work for each line",
-    )
+    text = "steps from one log line to the next"
+    add("--log_every", type=POSITIVE, default=LOG_EVERY, help=text)
     add("--checkpoint", help="FILE, saved at the end of each epoch and on a stop signal")
     add("--checkpoint_every", type=NATURAL, default=0, help="also every N optimizer steps; 0: not")
     add("--resume", action="store_true", help="continue from --checkpoint if that file exists")
     add("--profile", metavar="FOLDER", help="FOLDER for a trace of each rank, of steps 8 to 10")
+    return parser
 
 
 def at_least(number_type, least):
@@ -835,7 +801,7 @@ def check_start(args, process, train_set, val_set):
             if settings.get(name) != value:
                 text = f"{name} is {settings.get(name)} here, but {value} on rank 0"
                 raise UserError(f"{text}: start all ranks alike")
-    return settings["sizes of the images"]
+    return sizes_digest
 
 
 def fill_in_arguments(args, process, image_count, checkpoint=None):
@@ -850,10 +816,8 @@ def fill_in_arguments(args, process, image_count, checkpoint=None):
         micro_batches = process.world_size * args.accumulate_steps  # of all ranks in a step
         global_batch = args.global_batch_size or args.batch_size * micro_batches
         if global_batch % micro_batches:
-            raise UserError(
-                f"--global_batch_size {global_batch} is not a multiple of {micro_batches}, "
-                "the number of micro-batches of all ranks in a step"
-            )
+            text = f"--global_batch_size {global_batch} is not a multiple of {micro_batches}"
+            raise UserError(f"{text}, the number of micro-batches of all ranks in a step")
         args.global_batch_size, args.batch_size = global_batch, global_batch // micro_batches
     args.steps_per_epoch = math.ceil(image_count / global_batch)
     all_steps = args.num_epochs * args.steps_per_epoch
@@ -976,10 +940,10 @@ def choose_backend(args, process):
     # Some set-ups show each process its own GPU alone.
     own_gpu = process.launcher in ("srun", "mpirun") and gpus == 1
     if backend == "nccl" and process.local_world_size > gpus and not own_gpu:
-        raise UserError(
-            f"--backend nccl: {process.local_world_size} processes for {gpus} GPU(s) on this "
-            "node: start one for each GPU, or use --backend gloo"
+        text = (
+            f"--backend nccl: {process.local_world_size} processes for {gpus} GPU(s) on this node"
         )
+        raise UserError(f"{text}: start one for each GPU, or use --backend gloo")
     if args.device == "mps" and (process.world_size > 1 or not torch.backends.mps.is_available()):
         raise UserError("--device mps needs a Mac, and one process")
     return backend
@@ -1035,17 +999,18 @@ def usable_gpus(args):
     if gpus and not usable:
         reasons = [str(warning.message) for warning in caught] or ["without a reason from PyTorch"]
         reason = reasons[0].partition(" (Triggered internally")[0].partition(" Please update")[0]
-        raise UserError(
-            f"PyTorch {torch.__version__} cannot use this node's {counted(gpus, 'GPU')}: "
-            f"{reason} | Install a build for this driver (UV_TORCH_BACKEND=auto, or a wheel for "
-            "CUDA 12.x: driver 525 or newer; for CUDA 13: 580), or a newer driver, or give "
-            "--device cpu"
+        text = (
+            f"PyTorch {torch.__version__} cannot use this node's {counted(gpus, 'GPU')}: {reason}"
         )
+        text += " | Install a build for this driver (UV_TORCH_BACKEND=auto, or a wheel for CUDA "
+        text += (
+            "12.x: driver 525 or newer; for CUDA 13: 580), or a newer driver, or give --device cpu"
+        )
+        raise UserError(text)
     if args.device == "cuda" and not gpus:
-        raise UserError(
-            f"--device cuda: PyTorch {torch.__version__} sees no GPU: see nvidia-smi, "
-            "CUDA_VISIBLE_DEVICES, and whether its build is for CPUs. Or give --device cpu"
-        )
+        text = f"--device cuda: PyTorch {torch.__version__} sees no GPU: see nvidia-smi, "
+        text += "CUDA_VISIBLE_DEVICES, and whether its build is for CPUs. Or give --device cpu"
+        raise UserError(text)
     return gpus
 
 
@@ -1120,10 +1085,10 @@ def connecting_ranks(args, process):
     late += "Try tools/preflight.py"
     if process.backend == "nccl" and process.world_size == process.local_world_size:
         late = (
-            f"ERROR: the GPUs are not connected after {args.timeout:g} s: their direct path may "
+            f"ERROR: the GPUs are not connected after {args.timeout:g} s: does their direct path "
         )
         late += (
-            "not work here: NCCL_P2P_DISABLE=1 proves it; then IOMMU and ACS. Or has a rank ended?"
+            "fail here (NCCL_P2P_DISABLE=1 proves it; then see IOMMU and ACS)? Has a rank ended?"
         )
     timer = threading.Timer(args.timeout + 5, end_process, (EXIT_FAILED, process, late))
     timer.daemon = True
