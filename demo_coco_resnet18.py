@@ -131,7 +131,7 @@ def main(process):
         log_from_rank_0(process, "Reading the annotations")
         train_set = from_rank_0(lambda: read_image_list(args.annotation_path))
         val_set = from_rank_0(lambda: read_image_list(args.val_annotation_path, train_set))
-    # Here all ranks end if one lacks an image, or was started with other arguments than rank 0.
+    # All ranks end here if one lacks an image, or was started with other arguments than rank 0.
     image_sizes = check_start(args, process, train_set, val_set)
     checkpoint = read_checkpoint(args, process)  # None if the run starts from the beginning
     # The number of steps, the precision, and what else depends on the hardware and the images.
@@ -359,9 +359,9 @@ def make_loader(args, process, dataset, sampler, workers):
         batch_size=args.batch_size,
         sampler=sampler,
         num_workers=workers,
-        # NOTE: the default of Python 3.14 starts workers by way of a process of its own. A stop
-        # signal to all processes would end that one, and with it the workers. (DDP's docstring
-        # warns of forks with NCCL. These are made before the first backward: start_workers.)
+        # NOTE: by default Python 3.14 starts workers through a server process. A stop signal to
+        # all processes would end that one, and with it the workers. (DDP's docstring warns of
+        # forks with NCCL. These happen before the first backward pass: start_workers.)
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         worker_init_fn=ignore_stop_signals,
         persistent_workers=workers > 0,
@@ -492,10 +492,10 @@ def train_one_epoch(training, loader, epoch):
 
 
 def on_device(process, batches):
-    """The batches, images and labels on this process's device.
+    """The batches, with images and labels on this process's device.
 
-    A GPU copies in a stream of its own, while it still computes the step before. The computing
-    stream waits for the copy.
+    A GPU copies them in a stream of their own, while another stream computes the step before. The
+    computing stream waits for the copy.
     """
     copying = torch.cuda.Stream() if process.gpu else None
     for *batch, damaged in batches:
@@ -504,7 +504,7 @@ def on_device(process, batches):
         if process.gpu:
             torch.cuda.current_stream().wait_stream(copying)
             for part in batch:
-                part.record_stream(torch.cuda.current_stream())  # in use until that has ended
+                part.record_stream(torch.cuda.current_stream())  # its memory is in use there
         yield *batch, damaged
 
 
@@ -773,7 +773,7 @@ def check_data_options(args, refuse):
 
 
 def check_start(args, process, train_set, val_set):
-    """All ranks: raises UserError unless all were started alike, and have the images.
+    """All ranks: raises UserError unless all have the same settings, and the images.
 
     Returns a digest of the sizes of some images, which tells resized images from the originals.
     """
@@ -850,7 +850,7 @@ SRUN = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TAS
 # What init_process_group needs of a process that meets nobody, with a port that is free (0).
 ALONE = dict(zip(TORCHRUN, "0101", strict=True)) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 ALONE["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # if a shell inside of a torchrun has it
-# A Mac's GPU, mps, is none of them: there one process trains without DDP and channels_last.
+# On a Mac's GPU, mps, one process trains without DDP and without channels_last.
 DEVICES_WITH_DDP = ["cpu", "cuda"]
 PRECISIONS = ["fp32", "fp16", "bf16"]  # hardware that is fast in one is fast in those before it
 
@@ -999,14 +999,12 @@ def usable_gpus(args):
     if gpus and not usable:
         reasons = [str(warning.message) for warning in caught] or ["without a reason from PyTorch"]
         reason = reasons[0].partition(" (Triggered internally")[0].partition(" Please update")[0]
-        text = (
-            f"PyTorch {torch.__version__} cannot use this node's {counted(gpus, 'GPU')}: {reason}"
-        )
-        text += " | Install a build for this driver (UV_TORCH_BACKEND=auto, or a wheel for CUDA "
+        text = f"PyTorch {torch.__version__} cannot use this node's {counted(gpus, 'GPU')}: "
+        text += f"{reason} | Install a build for this driver (UV_TORCH_BACKEND=auto, or a wheel "
         text += (
-            "12.x: driver 525 or newer; for CUDA 13: 580), or a newer driver, or give --device cpu"
+            "for CUDA 12.x: driver 525 or newer; for CUDA 13: 580), or a newer driver, or give "
         )
-        raise UserError(text)
+        raise UserError(f"{text}--device cpu")
     if args.device == "cuda" and not gpus:
         text = f"--device cuda: PyTorch {torch.__version__} sees no GPU: see nvidia-smi, "
         text += "CUDA_VISIBLE_DEVICES, and whether its build is for CPUs. Or give --device cpu"
@@ -1040,7 +1038,7 @@ def fast_precision(args, process):
 
 
 def read_restarts(process):
-    """What torchrun tells of its own restarts, by --max-restarts."""
+    """How often torchrun --max-restarts has restarted this run, and a name of the run."""
     process.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     # It is RUN/attempt_N/RANK/error.json. Of RUN torchrun says that it is unique.
     process.run = os.environ.get("TORCHELASTIC_ERROR_FILE", "").rsplit("/", 3)[0]
@@ -1070,26 +1068,21 @@ def set_meeting_point(process):
 def connecting_ranks(args, process):
     """A block in which the ranks meet and connect. Raises StartError.
 
-    NOTE: that may take longer than PyTorch's timeout: it tries a port that refuses up to two times
-    as long, Gloo waits several times as long for an address that does not answer, and NCCL waits
-    for ever. So a timer ends the process.
+    NOTE: PyTorch's timeout is not enough. Gloo may wait several times as long for an address that
+    does not answer, and NCCL waits for ever. So a timer ends the process.
     """
-    port = os.environ.get("MASTER_PORT")
-    meeting = f"rendezvous at {os.environ.get('MASTER_ADDR')}:{port}: "
-    meeting += "did all nodes start, with rank 0's address and port?"
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    meeting = f"rendezvous at {place}: did all nodes start, with rank 0's address and port?"
     interface = f"{process.backend.upper()}_SOCKET_IFNAME"
     connection = f"{process.backend} on the {process.device.type} of {socket.gethostname()}"
-    late = f"ERROR: no connection to all ranks in {args.timeout:g} s. First the {meeting} Then "
-    late += f"{connection}: do the others use {process.backend}, too? A firewall that opens port "
-    late += f"{port} alone, or the wrong interface (export {interface}=NAME)? "
-    late += "Try tools/preflight.py"
     if process.backend == "nccl" and process.world_size == process.local_world_size:
-        late = (
-            f"ERROR: the GPUs are not connected after {args.timeout:g} s: does their direct path "
-        )
-        late += (
-            "fail here (NCCL_P2P_DISABLE=1 proves it; then see IOMMU and ACS)? Has a rank ended?"
-        )
+        late = f"the GPUs are not connected after {args.timeout:g} s: does their direct path fail "
+        late += "here (NCCL_P2P_DISABLE=1 proves it; then see IOMMU and ACS)? Has a rank ended?"
+    else:
+        late = f"no connection to all ranks in {args.timeout:g} s. First the {meeting} Then "
+        late += f"{connection}: do the others use {process.backend}, too? A firewall between the "
+        late += f"nodes, or the wrong interface (export {interface}=NAME)? Try tools/preflight.py"
+    late = f"ERROR: {late}"
     timer = threading.Timer(args.timeout + 5, end_process, (EXIT_FAILED, process, late))
     timer.daemon = True
     timer.start()
@@ -1256,10 +1249,9 @@ def decode(content):
 
 
 class PackedImages:
-    """Images in one file: rows of RGB pixels, image after image. There is nothing to decode.
+    """Images as raw RGB pixels in one file, written by tools/prepare_coco.py --packed.
 
-    tools/prepare_coco.py --packed writes it, and PATH.index: for each image a line with its name,
-    first byte, height and width.
+    PATH.index has a line for each image: its name, first byte, height and width.
     """
 
     def __init__(self, path, names):
@@ -1282,16 +1274,15 @@ class PackedImages:
         if self.file is None:
             self.file = os.open(self.path, os.O_RDONLY)
         first, height, width = self.places[number].tolist()
-        # By an ordinary read: where the storage fails, that is an OSError. mmap would be SIGBUS.
+        # NOTE: mmap would end in SIGBUS if the storage fails. This is an OSError.
         pixels = bytearray(os.pread(self.file, 3 * height * width, first))
         return torch.frombuffer(pixels, dtype=torch.uint8).view(height, width, 3)
 
 
 class RandomCrop(v2.RandomResizedCrop):
-    """RandomResizedCrop, with the same pixels. It resizes rows of pixels that lie side by side.
+    """RandomResizedCrop, faster and with the same pixels: it copies the crop before it resizes.
 
-    torchvision does that faster, from the version for PyTorch 2.9 on. (The one before resizes in
-    float32 on CPUs with AVX512, which is faster with a plane for each colour.)
+    (Not with a torchvision for PyTorch before 2.9: on CPUs with AVX512 that is slower.)
     """
 
     def transform(self, image, where):
@@ -1343,10 +1334,7 @@ class EpochSampler(DistributedSampler):
 
 
 class DummyLoader:
-    """With --dummy: one batch of random images, which stays on the device.
-
-    There is nothing to read, to decode or to wait for: a step computes and communicates.
-    """
+    """With --dummy: one batch of random images on the device. Nothing is read or waited for."""
 
     def __init__(self, args, process, train_set):
         self.sampler = EpochSampler(train_set.names, process.world_size, process.rank)
@@ -1356,7 +1344,7 @@ class DummyLoader:
         self.labels = torch.randint(len(DUMMY_SET.categories), shape[:1], device=process.device)
 
     def __iter__(self):
-        """As many images as the share has: of the last batch a part."""
+        """The batch, for as many images as the share has. The last one may be shorter."""
         for first in range(0, len(self.sampler), len(self.images)):
             left = len(self.sampler) - first
             images, labels = self.images[:left], self.labels[:left]
@@ -1382,7 +1370,7 @@ def start_workers(*loaders):
 def check_images(folder, names):
     """Some images' sizes, and a digest that tells one data set's images from another's.
 
-    Raises UserError if one of all images lacks, or some are of no use.
+    Raises UserError if an image is missing, or those that it looks at are unusable.
     """
     some = slice(None, None, 1 + len(names) // 64)
     if os.path.isfile(folder):
@@ -1419,7 +1407,7 @@ def refuse_missing(where, names, missing):
 
 
 def missing_images(folder, names):
-    """Those of the names that the folder lacks, or has as a link to nothing or as a folder."""
+    """The names of which the folder has no file. A link to nothing is none."""
     # Listing each folder once is faster than looking for each of 118,287 files.
     files = {}
     for subfolder in {os.path.dirname(name) for name in names}:
@@ -1456,7 +1444,7 @@ def load_weights(process, model, source, train_set):
 
 
 def download_weights():
-    """ImageNet's weights, from the folder of earlier downloads if they are there."""
+    """ImageNet weights, downloaded unless an earlier download has left them."""
     weights = torchvision.models.ResNet18_Weights.DEFAULT
     prefix = (
         f"no ImageNet weights: on a machine with internet access download {weights.url} into "
@@ -1484,8 +1472,8 @@ def compress_gradients(args, ddp):
     """Makes DDP send less, as --grad_compression says. Returns PowerSGD's state, or None.
 
     fp16 and bf16 round each gradient to 2 bytes, for sending only. PowerSGD sends two thin
-    matrices in place of each large one, and adds what they lack to the gradients of the next
-    step. A checkpoint does not have this remainder, so a run that resumes differs a little.
+    matrices instead of each large one, and adds the error to the gradients of the next step. This
+    error-feedback buffer is not saved, so a run that resumes differs a little.
     """
     hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
     if args.grad_compression in hooks:
@@ -1510,7 +1498,7 @@ def rebuild_buckets(training):
 
     After its first backward pass DDP changes which gradients are in which bucket. The buckets
     decide the order in which the ranks' gradients are added, and so the last bits of the sums.
-    Without this pass a resumed run would not equal an unbroken one bit for bit.
+    Without this pass a resumed run would differ from an uninterrupted one in the last bits.
     """
     before = [buffer.clone() for buffer in training.model.buffers()]
     args, size = training.args, training.args.image_size
@@ -1543,8 +1531,8 @@ class StepTimer:
 
     data: the wait for images. exposed: the exposed communication, from the moment when this rank
     has all its own gradients until they are averaged. In this time a rank computes nothing: it
-    sends and receives, and waits for slower ranks. The rest is called compute. A step also has
-    what follows the one before: a log line, or to agree to go on.
+    sends and receives, and waits for slower ranks. The rest is called compute. A step includes
+    what follows the step before: a log line, an agreement.
     """
 
     def __init__(self, device, model):
@@ -1573,7 +1561,7 @@ class StepTimer:
         return perf_counter()
 
     def start_step(self):
-        """Leaves out what happened before: it is not part of the next step."""
+        """What happened before is not part of the next step."""
         self.moments = {}
         self.mark("begin")
 
@@ -1677,7 +1665,7 @@ STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # USR1: SLURM's,
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup makes a process ignore it
     STOP_SIGNALS.append(signal.SIGHUP)
 STOP_SECONDS = 30  # within which all ranks answer a stop signal, or in three steps
-PARENT_ENDED = 1000  # in place of a signal's number, and above all of them
+PARENT_ENDED = 1000  # stands for a signal's number, and is above all of them
 MOST_STEPS_WITHOUT_AGREEMENT = 50
 
 
@@ -1753,8 +1741,8 @@ def agree_to_continue(training, seconds):
 
     seconds: of the last step. Returns after how many steps the ranks agree again: about once a
     second, because here they wait for each other and for their GPUs. The number follows from the
-    slowest rank's seconds, so it is the same on all ranks. It at most doubles from one time to the
-    next, because the next steps may be slower.
+    slowest rank's seconds, so it is the same on all ranks. It doubles at most each time, because
+    the next steps may be slower.
     """
     log_step(training)
     process, stop = training.process, training.process.stop
@@ -1893,13 +1881,11 @@ def epochs_left(training):
 def load_checkpoint(training, state):
     """All ranks: restores what was saved. Raises UserError.
 
-    With the same number of processes, options and hardware a resumed run equals an unbroken one
-    bit for bit. The order of the images and their crops depend on seed, epoch and index alone
-    (EpochSampler, CocoFirstCategory). DDP adds up in the same order (rebuild_buckets). The rest
-    is in the file.
-    (Its batch-norm statistics are rank 0's: a step does not use them.) This does not hold for
-    PowerSGD, nor for a GPU on which cuDNN changes an order of sums. A model with dropout would
-    also need the state of torch's random generators.
+    With the same number of processes, options and hardware a resumed run equals an uninterrupted
+    one, bit for bit. The order of the images and their crops depend on seed, epoch and index alone
+    (EpochSampler, CocoFirstCategory), DDP adds up in the same order (rebuild_buckets), and the
+    rest is in the file. There are two exceptions: PowerSGD, and a GPU on which cuDNN changes an
+    order of sums. A model with dropout would also need the state of torch's random generators.
     """
     path = training.args.checkpoint
     with errors_end_all_ranks(), as_user_error(f"checkpoint {path} is not one of this demo"):
@@ -2206,7 +2192,7 @@ def run_and_exit(main, log_wall_time=True):
             # Connected ranks share their errors: one line on each node is enough.
             if process.local_rank == 0 or not dist.is_initialized():
                 log(process, f"ERROR: {error}", STDERR)
-        end_workers()  # after an error they may be there still
+        end_workers()  # after an error some may still run
         leave_process_group()
         if code == 0 and log_wall_time:
             log_end(process, began)
@@ -2235,7 +2221,7 @@ def explain(process, error):
 
 
 def end_workers():
-    """Loader workers ignore SIGTERM: they could outlive this process, or keep it from its end."""
+    """Loader workers ignore SIGTERM: they could outlive this process, or keep it from ending."""
     # PyTorch's handler of this signal, for dead loader workers, could raise another error.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for worker in multiprocessing.active_children():
@@ -2243,7 +2229,7 @@ def end_workers():
 
 
 def end_process(code, process=None, text="", word="own"):
-    """Ends a process that may not be able to end by itself: it could wait for others for ever."""
+    """Ends a process that cannot end by itself, because it may wait for others for ever."""
     if text:
         record_end(word, f"{process.name} {text}")
         log(process, text, STDERR)
