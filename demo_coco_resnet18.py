@@ -1975,14 +1975,11 @@ def log_run(training, val_set):
     words = f"{counted(process.world_size, 'process', 'processes')} on "
     words += f"{counted(record['nodes'], 'node')}, {{backend}}, {{precision}}; "
     words += f"{counted(args.max_steps, 'step')} of {counted(args.global_batch_size, 'image')}; "
-    words += (
-        "random images (--dummy). "
-        if args.dummy
-        else (
-            "{images} labelled images, {images_without_annotations} without a label, "
-            "{padding} repeated as padding. "
-        )
-    )
+    if args.dummy:
+        words += "random images (--dummy). "
+    else:
+        words += "{images} labelled images, {images_without_annotations} without a label, "
+        words += "{padding} repeated as padding. "
     if training.step:
         words += "Resumed from {checkpoint} at step {start_step}"
     elif args.resume:
@@ -2096,11 +2093,7 @@ ADVICE = [
     ("DataLoader worker (pid", "something outside has ended it: is the memory full?"),
     ("DataLoader timed out", "does the storage of the images still answer?"),
     ("Duplicate GPU", "two ranks have the same GPU: start one process for each GPU"),
-    (
-        "invalid device ordinal",
-        "does each rank see its own GPU only, as by srun --gpus-per-task? "
-        "NCCL needs all GPUs of a node: use --gpus-per-node",
-    ),
+    ("invalid device ordinal", "NCCL needs to see all GPUs of a node: is it --gpus-per-task?"),
     ("Too many open files", "raise the limit (ulimit -n), or use --workers 0"),
     ("getpwuid", "the user has no name on this machine: export USER, with any name"),
     ("C++ compiler found", "install g++ (or set CXX), or leave --compile out"),
