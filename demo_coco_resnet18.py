@@ -351,6 +351,7 @@ class CocoFirstCategory(Dataset):
 
 
 def make_loader(args, process, dataset, sampler, workers):
+    """The batches of a share. Worker processes load them while the device computes."""
     return DataLoader(
         dataset,
         batch_size=args.batch_size,
