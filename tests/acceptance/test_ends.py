@@ -164,7 +164,7 @@ def test_torchruns_restart_before_the_first_save_does_not_go_on_with_an_older_ru
         wait_until(lambda: has_rank(started), 60, "a rank")
         os.kill(started.rank_pid(0), signal.SIGKILL)
         run = started.finish(120, expect=1)
-    (line,) = re.findall("ERROR: .*", run.output)
+    (line,) = re.findall(r"^\[CPU \d\] ERROR: .*", run.output, re.MULTILINE)
     assert "c.pt is there already: give --resume " in line and "Resumed from" not in run.out
     assert digests(tmp_path) == before
 
