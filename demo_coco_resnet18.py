@@ -216,7 +216,7 @@ class Training:
     interval: int = 1  # steps from the last agreement to the next
     due_line: "DueLine | None" = None  # a log line that is not written yet
     loss_sum: torch.Tensor | float = 0.0  # in this epoch, over this rank's images
-    unhurried: bool = False  # while it saves, or writes a trace, which may take any time
+    may_take_long: bool = False  # what it does now: it saves, or writes a trace
 
     def __post_init__(self):
         self.damage, self.val_damage = Damage(), Damage()
@@ -547,7 +547,7 @@ def save_checkpoint(training, is_last):
     is_last: whether the run ends now. Only then is a failed write fatal.
     """
     args, process = training.args, training.process
-    training.unhurried = True
+    training.may_take_long = True
     with errors_end_all_ranks():
         if not all(parameter.isfinite().all() for parameter in training.model.parameters()):
             text = f"weights not finite after step {training.step}: lower --lr; not saved"
@@ -563,7 +563,7 @@ def save_checkpoint(training, is_last):
                 if is_last:
                     raise
                 log(process, f"WARNING: {error}: the run goes on")
-    training.unhurried = is_last
+    training.may_take_long = is_last
 
 
 def digests_of_replicas(model):
@@ -1644,9 +1644,9 @@ def start_profiler(args, process):
 def profile_step(training):
     """All ranks: tells the profiler that a step has ended. After the last one it writes."""
     action = training.profiler.current_action  # of the step that has ended
-    training.unhurried = True
+    training.may_take_long = True
     training.profiler.step()
-    training.unhurried = False
+    training.may_take_long = False
     if action != torch.profiler.ProfilerAction.NONE:
         # A profiled step takes longer than others: no average has it.
         training.timer.unread.pop()
@@ -1689,7 +1689,7 @@ def end_if_unanswered(training, reader):
     left = seconds = max(STOP_SECONDS, math.ceil(3 * slowest))
     while left:
         time.sleep(1)
-        if training.timer.step_times and not training.unhurried:  # nor in the first step
+        if training.timer.step_times and not training.may_take_long:  # nor in the first step
             left -= 1
     text = f"ERROR: {signal.Signals(number).name}, but the ranks have not agreed to stop in "
     text += f"{seconds} s: is one of them stuck or suspended?"
