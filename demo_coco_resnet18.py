@@ -1,45 +1,26 @@
 #!/usr/bin/env python3
 """ResNet-18 on COCO with DistributedDataParallel (DDP): one script from a laptop to a cluster.
 
-An image's label is the category of its first annotation. torchrun starts this script several
-times, usually once for each GPU. Each process trains its own copy of the model (a replica) on its
-own share of the images. In each step DDP averages the gradients of all processes, so the replicas
-stay equal.
+torchrun starts this script several times, usually once for each GPU. Each process trains its own
+copy of the model (a replica) on its own share of the images. In each step DDP averages the
+gradients of all processes, so the replicas stay equal. It needs Linux or macOS (on Windows: WSL2),
+Python 3.10 or newer, and what requirements.txt lists. --help lists all options.
 
-It needs Linux or macOS (on Windows: WSL2), Python 3.10 or newer, and what requirements.txt lists.
-
-One GPU, or the CPU if there is none (python in place of torchrun and its options does the same):
+One GPU, or the CPU if there is none (plain `python` works, too):
     torchrun --standalone --local-addr=127.0.0.1 --nnodes=1 --nproc_per_node=1 \
         demo_coco_resnet18.py --coco_image_path DIR --annotation_path FILE
-(Without --local-addr torchrun hangs where the machine's own name does not resolve.)
-All GPUs of one machine:
+All GPUs of one machine (on a CPU prefix the command with OMP_NUM_THREADS=N, cores / processes):
     torchrun --standalone --local-addr=127.0.0.1 --nnodes=1 --nproc_per_node=gpu \
         demo_coco_resnet18.py ...
-(On a CPU put OMP_NUM_THREADS=N in front, N = cores / processes: torchrun sets 1 for several.)
-Two nodes (machines) with two GPUs each. They meet (rdzv: rendezvous) at 10.0.0.1:29500, the first
-node's address and a free port there. static: --node_rank decides the ranks. 123 is any number. On
-the second node the command is the same except for --node_rank=1:
+Two nodes (machines) with two GPUs each. They meet (rdzv: rendezvous) at the first node's address
+and a free port there; the id is arbitrary. The second node's command has --node_rank=1:
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=2 --rdzv_id=123 --rdzv_backend=static \
         --rdzv_endpoint=10.0.0.1:29500 demo_coco_resnet18.py ...
-The same under SLURM, which starts the processes itself:
-    srun --nodes=2 --ntasks-per-node=2 --gpus-per-node=2 python demo_coco_resnet18.py ...
---weights none trains from scratch; by default rank 0 downloads ImageNet's weights. --checkpoint
-FILE --resume continues where an earlier run with that FILE stopped. --help lists all options.
 
-Two nodes with two GPUs each have four processes. Their number, 4, is the world size:
+The last one starts four processes. Their number, 4, is the world size:
     node (--node_rank)                      0   0   1   1
     rank: the process's number among all    0   1   2   3
     local rank: its number on its node      0   1   0   1    selects its GPU
-
-With N processes a step covers N times as many images, so an epoch has 1/N as many steps:
-    images per step (global batch size) = world size x batch size x accumulate steps
---batch_size sets the images of one process in one forward pass (a micro-batch);
---global_batch_size sets those of a step of all processes, for any N. With --accumulate_steps each
-process adds up the gradients of several micro-batches before a step. A step of N processes does
-what one process would do with all these images, but also sends gradients (5/6) and waits for the
-slowest process. Three things differ: batch norm sees the images of its own process only, an epoch
-may end with repeated images (3/6), and sums may differ in their last bits. The learning rate does
-not depend on N unless you ask for --lr_scaling.
 
 Six changes make a training script distributed. Each is marked in the code:
     1/6  a process learns its rank from the environment       read_environment
@@ -47,24 +28,41 @@ Six changes make a training script distributed. Each is marked in the code:
     3/6  each rank gets its own share of the images           make_train_loader
     4/6  DDP makes the models of all ranks equal              wrap_model
     5/6  backward averages the gradients over all ranks       train_one_epoch
-    6/6  results are put together, and rank 0 writes them     evaluate
+    6/6  results are combined, and rank 0 writes them         evaluate
 
 One rule applies to all of them: ALL RANKS MAKE THE SAME COLLECTIVE CALLS IN THE SAME ORDER. A
 collective call is an exchange between all ranks: all-reduce (every rank gets the sum, mean or
 maximum of all values), all-gather (every rank gets a list of all values), broadcast (every rank
-gets one rank's value) or barrier (no value: the ranks only wait). In such a call the ranks wait
-for each other. If one comes to no call any more, the others fail after --timeout seconds. If one
-skips a call, it meets the others in its next one. Calls that do not match fail, hang, or mix up
-data. The docstring of a function with such calls begins "All ranks:".
-
-The first part of this file, up to "Part two", is the lesson: it can be read alone. Part two has
-what the first part calls, and begins with a table of contents.
-
-Exit codes: 0 done; 1, or a signal's number, a failure outside, a bug, or an error that one rank
-alone has found, such as a full memory; 2 an error in what you have given, such as a wrong argument
-(UserError: once the ranks are connected, all end with it); 75 stopped by a signal (Stopped:
---checkpoint, if given, is saved). torchrun makes 1 of all but 0; the demo's launchers return them.
+gets one rank's value) or barrier (no value: the ranks only wait). In it the ranks wait for each
+other. If one makes no more calls, the others fail after --timeout seconds. If one skips a call,
+the next calls do not match: they fail, hang, or mix up data. The docstring of a function with
+such calls begins "All ranks:".
 """
+
+# The six changes, without what a real run needs around them:
+#
+#     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])  # 1/6
+#     torch.cuda.set_device(local_rank)  # 2/6
+#     dist.init_process_group("nccl")
+#     sampler = DistributedSampler(dataset)  # 3/6
+#     loader = DataLoader(dataset, batch_size=64, sampler=sampler)
+#     ddp = DistributedDataParallel(model.cuda())  # 4/6
+#     optimizer = torch.optim.Adam(model.parameters())
+#     for epoch in range(2):
+#         sampler.set_epoch(epoch)
+#         for images, labels in loader:
+#             cross_entropy(ddp(images.cuda()), labels.cuda()).backward()  # 5/6
+#             optimizer.step()
+#             optimizer.zero_grad()
+#     dist.all_reduce(correct)  # 6/6: the sum over all ranks, which rank 0 prints
+#
+# Two lines of a log, of rank 0 and of rank 1. Each has the loss and the img/s of its own images:
+#
+#     [CPU 0] Epoch 2 | Step 6 | Loss: 1.9705 | 11.2 img/s | data 35.7 ms | step 590.6 ms | ETA 1s
+#     [CPU 1] Epoch 2 | Step 6 | Loss: 2.9396 | 11.2 img/s | data 21.6 ms | step 587.1 ms | ETA 1s
+#
+# The first part of this file, up to "Part two", is the lesson: it can be read alone. Part two has
+# what the first part calls, and begins with a table of contents.
 
 import argparse
 import gc
@@ -77,6 +75,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -103,6 +102,7 @@ import torchvision
 from PIL import Image
 from pycocotools.coco import COCO
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -118,41 +118,37 @@ TIMEOUT = 300  # seconds without an answer after which a process counts as lost
 LOG_EVERY = 5  # steps from one log line to the next
 
 
-def main(place):
-    """Every process runs all of this. `place` says which one it is."""
+def main(process):
+    """Every process runs all of this. `process` says which one it is."""
     args = parse_arguments(sys.argv[1:])
-    read_environment(place)  # 1/6
-    join_process_group(args, place)  # 2/6
-    check_checkpoint(args, place)  # an earlier run's file is continued, or not touched
+    read_environment(process)  # 1/6
+    join_process_group(args, process)  # 2/6
+    check_checkpoint(args, process)  # an earlier run's file is continued, or not touched
 
     if args.dummy:  # random images
         train_set, val_set = DUMMY_SET, None
     else:  # Rank 0 reads, every rank receives: only the images have to be on every node.
-        log_from_rank_0(place, "Reading the annotations")
-        train_set = from_rank_0(
-            lambda: read_image_list(args.annotation_path, args.coco_image_path)
-        )
-        val_set = from_rank_0(
-            lambda: read_image_list(args.val_annotation_path, args.val_image_path, train_set)
-        )
-    # Here all ranks end if one lacks an image, or was started with other arguments than rank 0.
-    image_sizes = check_start(args, place, train_set, val_set)
-    checkpoint = read_checkpoint(args, place)  # None if the run starts from the beginning
+        log_from_rank_0(process, "Reading the annotations")
+        train_set = from_rank_0(lambda: read_image_list(args.annotation_path))
+        val_set = from_rank_0(lambda: read_image_list(args.val_annotation_path, train_set))
+    # All ranks end here if one lacks an image, or was started with other arguments than rank 0.
+    image_sizes = check_start(args, process, train_set, val_set)
+    checkpoint = read_checkpoint(args, process)  # None if the run starts from the beginning
     # The number of steps, the precision, and what else depends on the hardware and the images.
-    resolve_arguments(args, place, len(train_set.names), checkpoint)
-    train_loader = make_train_loader(args, place, train_set)  # 3/6
-    val_loader = make_val_loader(args, place, val_set)
+    fill_in_arguments(args, process, len(train_set.names), checkpoint)
+    train_loader = make_train_loader(args, process, train_set)  # 3/6
+    val_loader = make_val_loader(args, process, val_set)
 
-    model = build_model(args, place, train_set, load=checkpoint is None)
-    ddp, powersgd = wrap_model(args, place, model)  # 4/6
+    model = build_model(args, process, train_set, load=checkpoint is None)
+    ddp, powersgd = wrap_model(args, process, model)  # 4/6
     # ddp holds the model, so both have the same weights. The optimizer can take them from either.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    training = Training(args, place, train_set, image_sizes, model, ddp, optimizer, powersgd)
+    training = Training(args, process, train_set, image_sizes, model, ddp, optimizer, powersgd)
     if checkpoint:  # every rank has the same one, so the replicas stay equal
         load_checkpoint(training, checkpoint)
-    catch_stop_signals(place)  # from now on such a signal saves, and ends all ranks
+    catch_stop_signals(training)  # from now on such a signal saves, and ends all ranks
     start_workers(train_loader, val_loader)  # the processes that load images
-    rebuild_buckets(training)  # a pass over blank images: from then on DDP's sums have one order
+    rebuild_buckets(training)  # a pass over blank images: this fixes DDP's bucket order
     log_run(training, val_set)
 
     for epoch in epochs_left(training):  # 1, 2, ..., unless the run was resumed
@@ -168,7 +164,7 @@ def main(place):
 
 @dataclass
 class ProcessInfo:
-    """The place of this process among the others, and the device that it computes on."""
+    """This process's rank and node position, and the device that it computes on."""
 
     launcher: str = "python"  # or srun, mpirun, torchrun (also where RANK was set by hand)
     rank: int = 0
@@ -176,7 +172,7 @@ class ProcessInfo:
     local_rank: int = 0
     local_world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    backend: str = ""  # what moves tensors between the processes: nccl or gloo
+    backend: str = ""  # what moves tensors between processes: nccl (GPUs) or gloo (CPUs)
     restarts: int = 0  # by torchrun --max-restarts
     run: str = ""  # torchrun's folder for this run, the same one in all its restarts
     parent: int = field(default_factory=os.getppid)  # the process that has started this one
@@ -184,16 +180,17 @@ class ProcessInfo:
 
     @property
     def gpu(self):
-        return self.device.type == "cuda"  # of NVIDIA or AMD
+        return self.device.type == "cuda"  # NVIDIA or AMD
 
     @property
     def memory_format(self):
         """channels_last makes convolutions faster."""
-        return torch.channels_last if self.device.type in DDP_DEVICES else torch.contiguous_format
+        with_ddp = self.device.type in DEVICES_WITH_DDP
+        return torch.channels_last if with_ddp else torch.contiguous_format
 
     @property
     def exchange_device(self):
-        """Where the numbers of a collective call are put: NCCL takes those of GPUs alone."""
+        """Where the numbers of a collective call are put: NCCL only accepts GPU tensors."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     @property
@@ -207,7 +204,7 @@ class Training:
     """What is trained, how, and the progress."""
 
     args: argparse.Namespace
-    place: ProcessInfo
+    process: ProcessInfo
     train_set: "ImageSet"  # names and labels of the images, and the classes
     image_sizes: str  # a digest of the sizes of some training images
     model: torch.nn.Module
@@ -215,107 +212,163 @@ class Training:
     optimizer: torch.optim.Optimizer
     powersgd: powerSGD_hook.PowerSGDState | None  # with --grad_compression powersgd
     step: int = 0  # optimizer steps so far
-    next_agreement: int = 0  # the step after which the ranks next agree to go on
+    agree_at_step: int = 0  # the step after which the ranks next agree to go on
     interval: int = 1  # steps from the last agreement to the next
     due_line: "DueLine | None" = None  # a log line that is not written yet
     loss_sum: torch.Tensor | float = 0.0  # in this epoch, over this rank's images
+    may_take_long: bool = False  # what it does now: it saves, or writes a trace
 
     def __post_init__(self):
         self.damage, self.val_damage = Damage(), Damage()
         self.owns_checkpoint = self.args.resume  # or once it is saved
-        self.timer = StepTimer(self.place.device, self.model)
-        self.profiler = start_profiler(self.args, self.place) if self.args.profile else None
+        self.timer = StepTimer(self.process.device, self.model)
+        self.profiler = start_profiler(self.args, self.process) if self.args.profile else None
         # The pretrained weights expect images with ImageNet's mean and standard deviation.
-        self.mean, self.std = MEAN.to(self.place.device), STD.to(self.place.device)
+        self.mean, self.std = MEAN.to(self.process.device), STD.to(self.process.device)
         # In fp16 small gradients would become 0. The scaler multiplies the loss by a large number
         # and divides the gradients by it. With other precisions it does nothing.
         fp16 = self.args.precision == "fp16"
-        self.scaler = torch.amp.GradScaler(self.place.device.type, enabled=fp16)
+        self.scaler = torch.amp.GradScaler(self.process.device.type, enabled=fp16)
 
 
 # ---- The six changes
 
 
-def read_environment(place):
+def read_environment(process):
     """Learns this process's rank. Raises UserError."""
     # DDP 1/6: torchrun starts the processes and tells each its rank through the environment.
     # For mpirun, srun and plain python find_launcher sets the variables that torchrun sets.
-    place.launcher = find_launcher()
-    place.rank = int(os.environ["RANK"])  # over all nodes: 0 to world_size - 1
-    place.world_size = int(os.environ["WORLD_SIZE"])  # the number of processes, not of nodes
-    place.local_rank = int(os.environ["LOCAL_RANK"])  # on its own node, from 0
-    place.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    place.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    # It is RUN/attempt_N/RANK/error.json. Of RUN torchrun says that it is unique.
-    place.run = os.environ.get("TORCHELASTIC_ERROR_FILE", "").rsplit("/", 3)[0]
-    set_meeting_point(place)  # MASTER_ADDR and MASTER_PORT, where those given do not serve
+    process.launcher = find_launcher()
+    process.rank = int(os.environ["RANK"])  # over all nodes: 0 to world_size - 1
+    process.world_size = int(os.environ["WORLD_SIZE"])  # the number of processes, not of nodes
+    process.local_rank = int(os.environ["LOCAL_RANK"])  # on its own node, from 0
+    process.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    read_restarts(process)
+    set_meeting_point(process)  # MASTER_ADDR and MASTER_PORT, if the given ones are unusable
 
 
-def join_process_group(args, place):
+def join_process_group(args, process):
     """All ranks: chooses the device, and joins the group. Raises UserError or StartError."""
-    # The backend moves tensors between the processes: NCCL between NVIDIA GPUs, one for each
-    # process; Gloo between CPUs, or with --backend gloo between processes that share a GPU.
-    place.backend = choose_backend(args, place)
+    # The backend moves tensors between the processes: NVIDIA's library NCCL between GPUs, one for
+    # each process; Gloo between CPUs, or between processes that share a GPU.
+    process.backend = choose_backend(args, process)
     # DDP 2/6: each process takes a GPU of its own, by its local rank. Otherwise all would take
     # GPU 0: NCCL refuses that, and the other GPUs would be idle.
     if args.device in ("auto", "cuda") and torch.cuda.is_available():
-        # (%: srun's --gpus-per-task hides the other GPUs, so that each process sees one, GPU 0.)
-        place.device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(place.device)
-    elif args.device == "mps":
-        place.device = torch.device("mps")  # a Mac's GPU
-    prepare_hardware(place)  # settings of PyTorch
-    # Then all processes meet at MASTER_ADDR:MASTER_PORT, on rank 0's node, and leave each other
-    # their addresses in a store. torchrun has set both. (With several nodes it has itself waited
-    # for those of the others, up to 15 minutes, before it started this script.) Each process waits
-    # until all have joined. If one has not come after --timeout seconds, the others end with a
-    # StartError, exit code 1.
-    with connecting_ranks(args, place):
+        # (%: a process that sees one GPU alone finds it as GPU 0.)
+        process.device = torch.device("cuda", process.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(process.device)
+    prepare_hardware(args, process)  # settings of PyTorch; a Mac's GPU
+    # All processes meet at MASTER_ADDR:MASTER_PORT, which torchrun has set, and exchange addresses
+    # through a store. (torchrun itself has waited for the other nodes, up to 15 minutes.) If one
+    # has not come after --timeout seconds, the others end with a StartError, exit code 1.
+    with connecting_ranks(args, process):
         dist.init_process_group(  # rank, world size and the address are in the environment
-            place.backend,
+            process.backend,
             timeout=timedelta(seconds=args.timeout),
-            device_id=place.device if place.backend == "nccl" else None,  # binds it to a GPU
+            device_id=process.device if process.backend == "nccl" else None,  # binds it to a GPU
         )
         # In its first collective call NCCL connects the ranks for data. item() waits for its end.
-        probe = torch.ones(1, device=place.exchange_device)
+        probe = torch.ones(1, device=process.exchange_device)
         dist.all_reduce(probe)
         probe.item()
 
 
-def make_train_loader(args, place, train_set):
+def make_train_loader(args, process, train_set):
     """The batches of this rank's share of the training images."""
     if args.dummy:
-        return DummyLoader(args, place, train_set)
+        return DummyLoader(args, process, train_set)
     transform = v2.Compose([RandomCrop(args.image_size), v2.RandomHorizontalFlip()])
-    dataset = CocoFirstCategory(args, place, args.coco_image_path, train_set, transform)
-    # DDP 3/6: the sampler gives each rank its own share of the images. All ranks shuffle all
-    # images alike, by seed and epoch. Of N ranks, rank r takes number r, r + N, r + 2N, ...
+    dataset = CocoFirstCategory(args, process, args.coco_image_path, train_set, transform)
+    # DDP 3/6: the sampler gives each rank its own share of the images. Every rank shuffles the
+    # full list identically, by seed and epoch. Of N ranks, rank r takes number r, r + N, ...
     # Each step has a collective call (5/6), so all ranks must make the same number of steps, and
     # all shares have the same length: of 10 images each of 4 ranks gets 3, with two repeated as
     # padding. EpochSampler is PyTorch's DistributedSampler with two additions. It yields (epoch,
-    # index), so that the dataset crops an image in another way in each epoch. And a share can
-    # begin later, in a run that resumes, or end earlier, as in make_val_loader.
-    sampler = EpochSampler(dataset, place.world_size, place.rank, seed=args.seed)
-    return make_loader(args, place, dataset, sampler, args.workers)
+    # index), so that the dataset crops an image differently in each epoch. And a share can begin
+    # later, in a run that resumes, or end earlier, as in make_val_loader.
+    sampler = EpochSampler(dataset, process.world_size, process.rank, seed=args.seed)
+    return make_loader(args, process, dataset, sampler, args.workers)
 
 
-def make_val_loader(args, place, val_set):
+def make_val_loader(args, process, val_set):
     """The batches of this rank's share of the validation images, or None."""
     if not val_set:
         return None
     transform = v2.Compose([v2.Resize(args.image_size * 8 // 7), v2.CenterCrop(args.image_size)])
-    dataset = CocoFirstCategory(args, place, args.val_image_path, val_set, transform)
-    sampler = EpochSampler(dataset, place.world_size, place.rank, shuffle=False)
+    dataset = CocoFirstCategory(args, process, args.val_image_path, val_set, transform)
+    sampler = EpochSampler(dataset, process.world_size, process.rank, shuffle=False)
     # Padding would count some images twice. DistributedSampler puts it at the end of some shares:
     # these end one image earlier here. Shares of different lengths do no harm: the ranks exchange
     # no gradients, and meet only after batches that all of them have, and at the end (6/6).
-    sampler.end = len(dataset) // place.world_size
-    if place.rank < len(dataset) % place.world_size:
+    sampler.end = len(dataset) // process.world_size
+    if process.rank < len(dataset) % process.world_size:
         sampler.end += 1
-    return make_loader(args, place, dataset, sampler, args.workers)
+    return make_loader(args, process, dataset, sampler, args.workers)
 
 
-def build_model(args, place, train_set, load=True):
+class CocoFirstCategory(Dataset):
+    """Images, each with the category of its first annotation as its label.
+
+    A key is (epoch, index). Key and seed alone decide how an image is cropped, so it looks the
+    same on whichever rank, and in a resumed run. For another kind of data write a Dataset with
+    such keys and with `labels`, and functions in place of read_image_list and check_images.
+    """
+
+    def __init__(self, args, process, folder, image_set, transform):
+        self.size, self.seed, self.process = args.image_size, args.seed, process
+        self.folder, self.names, self.labels = folder, image_set.names, image_set.labels
+        is_packed = folder and os.path.isfile(folder)
+        self.packed = PackedImages(folder, self.names) if is_packed else None
+        self.transform = transform
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, key):
+        """An image, uint8 (size, size, 3), its label, and whether its file is damaged."""
+        epoch, index = key
+        if self.packed:
+            image, damaged = self.packed.read(index), False
+        else:
+            image, damaged = self.load_image(os.path.join(self.folder, self.names[index]))
+        # Python's hash of integers is the same in every process. torch.manual_seed would do as
+        # well, but it also seeds the GPUs, which would make a crop a third slower.
+        torch.default_generator.manual_seed(hash((self.seed, epoch, index)) % 2**32)
+        rows = self.transform(image.permute(2, 0, 1)).permute(1, 2, 0)
+        return rows, self.labels[index], damaged
+
+    def load_image(self, path):
+        """uint8 (height, width, 3), RGB; and whether it is a black one, for a damaged image."""
+        content = Path(path).read_bytes()  # its OSError ends the run: the storage may be gone
+        try:
+            return decode(content), False
+        except Exception as error:  # damaged images raise errors of any type
+            reason = one_line(error).partition(" <_io")[0]
+            text = f"image {path} is damaged, a black one takes its place"
+            log(self.process, f"WARNING: {text}: {reason}")
+            return torch.zeros(self.size, self.size, 3, dtype=torch.uint8), True
+
+
+def make_loader(args, process, dataset, sampler, workers):
+    """The batches of a share. Worker processes load them while the device computes."""
+    return DataLoader(
+        dataset,
+        batch_size=args.batch_size,
+        sampler=sampler,
+        num_workers=workers,
+        # NOTE: by default Python 3.14 starts workers through a server process. A stop signal to
+        # all processes would end that one, and with it the workers. (DDP's docstring warns of
+        # forks with NCCL. These happen before the first backward pass: start_workers.)
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+        worker_init_fn=ignore_stop_signals,
+        persistent_workers=workers > 0,
+        pin_memory=process.gpu,
+        timeout=min(args.timeout, MOST_LOADER_SECONDS) if workers else 0,
+    )
+
+
+def build_model(args, process, train_set, load=True):
     """All ranks: ResNet-18 on this process's device.
 
     load: whether rank 0 loads the weights of --weights. Until 4/6 no other rank has them.
@@ -323,25 +376,27 @@ def build_model(args, place, train_set, load=True):
     torch.manual_seed(args.seed)  # makes a run repeatable; DDP (4/6) makes the ranks equal
     # For another model change this line, load_weights and download_weights, and StepTimer if its
     # first parameter is not the last one that gets a gradient. With dropout each rank also needs
-    # a seed of its own after 4/6: alike, all would drop the same outputs.
+    # a seed of its own after 4/6: with equal seeds, all ranks would drop the same units.
     model = torchvision.models.resnet18(num_classes=len(train_set.categories))
     with errors_end_all_ranks():
-        if place.rank == 0 and load and args.weights != "none":
-            load_weights(place, model, args.weights, train_set)
+        if process.rank == 0 and load and args.weights != "none":
+            load_weights(process, model, args.weights, train_set)
     if args.sync_bn:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.compile:
         model.compile()
-    return model.to(place.device, memory_format=place.memory_format)
+    return model.to(process.device, memory_format=process.memory_format)
 
 
-def wrap_model(args, place, model):
+def wrap_model(args, process, model):
     """All ranks: the model in DDP, and the state of --grad_compression powersgd or None."""
-    if place.device.type not in DDP_DEVICES:
-        return WithoutDDP(model), None
+    if process.device.type not in DEVICES_WITH_DDP:
+        model.no_sync = nullcontext  # the only name of DDP's that is called below
+        return model, None
     # DDP 4/6: DDP copies rank 0's weights into the model of every rank, here and now, so that all
     # start equal. ddp(images) then computes what model(images) does, and its backward pass also
-    # averages the gradients (5/6). Validation has no gradients: it calls model(images).
+    # averages the gradients (5/6), which travel in buckets: those of several layers together.
+    # Validation has no gradients: it calls model(images).
     ddp = DistributedDataParallel(
         model,
         gradient_as_bucket_view=True,  # avoids a second copy of all gradients
@@ -354,29 +409,22 @@ def wrap_model(args, place, model):
     return ddp, compress_gradients(args, ddp)
 
 
-# One step of two ranks in time; rank 1 computes more slowly. The all-reduce of a bucket (5/6)
-# begins when both ranks have its gradients:
-#     rank 0   data | forward | backward | ......... exposed ......... | optimizer
-#     rank 1   data |   forward   |       backward      | .. exposed . | optimizer
-#     network                         [ bucket 1 ]      [  bucket 2  ]
-#     marks    1    2                    3 of rank 0    3 of rank 1    4           5
-# The timer's marks: 1 "waiting for data", 2 "data arrived", 3 "own gradients" (the timer sets it,
-# when backward has reached the first layer), 4 "gradients averaged", 5 "end" (set in after_step).
-# The log has the times between them. data: 1 to 2. exposed communication: 3 to 4, in which a rank
-# computes nothing, but waits for slower ranks and for the network. What the network does before 3
-# is hidden: no rank waits for it, though it takes some of the device from backward. compute: the
-# rest, up to 5. Here rank 0 seems to communicate for longer, because of rank 1: the shortest
-# exposed time of all ranks is what the network costs.
+# With N processes a step covers N times as many images, so an epoch has 1/N as many steps:
+#     images per step (global batch size) = world size x batch size x accumulate steps
+# A step of N processes does what one process would do with all these images, but also sends
+# gradients, and waits for the slowest process. Three things differ: batch norm sees the images of
+# its own process only, an epoch may end with repeated images (3/6), and floating-point sums may
+# differ in the last bits. The learning rate does not depend on N unless you ask for --lr_scaling.
 def train_one_epoch(training, loader, epoch):
     """All ranks: trains what is left of an epoch: all of it, unless the run was resumed in it."""
-    args, place, ddp, timer = training.args, training.place, training.ddp, training.timer
+    args, process, ddp, timer = training.args, training.process, training.ddp, training.timer
     # Seed and epoch decide the order of the images, and so the shares. Without this call each
     # epoch would repeat the first one.
     loader.sampler.set_epoch(epoch)
     steps_done = training.step - (epoch - 1) * args.steps_per_epoch  # 0, unless it was resumed
     loader.sampler.start = steps_done * args.accumulate_steps * args.batch_size
-    batches, began = on_device(place, loader), perf_counter()
-    training.loss_sum, images_seen = torch.zeros((), device=place.device), 0
+    batches, began = on_device(process, loader), perf_counter()
+    training.loss_sum, images_seen = torch.zeros((), device=process.device), 0
     timer.start_step()  # it measures the wait for data, and how long averaging holds up a step
     while training.step < min(args.max_steps, epoch * args.steps_per_epoch):
         # Of this rank's share. An epoch's last step may have fewer images and micro-batches.
@@ -386,7 +434,7 @@ def train_one_epoch(training, loader, epoch):
         lr_factor = min(1, (training.step + 1) / max(1, args.warmup_steps))  # rises to 1
         for group in training.optimizer.param_groups:
             group["lr"] = args.lr * lr_factor
-        loss_of_step = torch.zeros((), device=place.device)
+        loss_of_step = torch.zeros((), device=process.device)
         for micro_batch in range(micro_batches):
             timer.mark("waiting for data")
             images, labels, damaged = next(batches)
@@ -398,14 +446,14 @@ def train_one_epoch(training, loader, epoch):
             is_last = micro_batch == micro_batches - 1
             with nullcontext() if is_last else ddp.no_sync():
                 logits = forward(training, ddp, images)
-                # Its part of the mean over all images that this rank has in the step.
+                # This micro-batch's share of the rank's mean loss.
                 loss = cross_entropy(logits, labels, reduction="sum") / images_in_step
                 # DDP 5/6: backward works from the last layer to the first. As soon as the
                 # gradients of some layers (a bucket) are ready, DDP starts to average them over
                 # all ranks (an all-reduce), while backward goes on with the layers before. An
                 # all-reduce waits for the slowest rank, and the optimizer for the last all-reduce.
-                # All ranks have equally many images, n. So the mean over N ranks is the gradient
-                # of the mean loss over the whole batch (g: gradient of one image's loss):
+                # All ranks have the same number of images, n. So the mean over N ranks is the
+                # gradient of the mean loss over the whole batch (g: gradient of an image's loss):
                 #     1/N sum over ranks (1/n sum over its images (g)) = 1/(N n) sum over all (g)
                 training.scaler.scale(loss).backward()
             loss_of_step += loss.detach()  # of this rank's images: each rank logs its own loss
@@ -418,50 +466,65 @@ def train_one_epoch(training, loader, epoch):
         training.step += 1
         images_seen += images_in_step
         training.loss_sum += loss_of_step * images_in_step
-        after_step(training, epoch, loss_of_step, images_in_step)  # logs, saves or stops when due
+        log_save_or_stop(training, epoch, loss_of_step, images_in_step)  # each when it is due
     share_statistics(training)
     agree_to_continue(training, timer.last_step_seconds())  # all go on, or on a signal all end
     log_epoch(training, epoch, steps_done + 1, images_seen, began)
 
 
-def on_device(place, batches):
-    """The batches, images and labels on this process's device.
+# One step of two ranks in time; rank 1 computes more slowly. The all-reduce of a bucket (5/6)
+# begins when both ranks have its gradients:
+#     rank 0   data | forward | backward | ......... exposed ......... | optimizer
+#     rank 1   data |   forward   |       backward      | .. exposed . | optimizer
+#     network                         [ bucket 1 ]      [  bucket 2  ]
+#     marks    1    2                    3 of rank 0    3 of rank 1    4           5
+# The timer's marks: 1 "waiting for data", 2 "data arrived", 3 "own gradients" (the timer sets it,
+# when backward has reached the first layer), 4 "gradients averaged", 5 "end" (log_save_or_stop).
+# The log has the times between them. data: 1 to 2. exposed communication: 3 to 4, in which a rank
+# computes nothing, but waits for slower ranks and for the network. What the network does before 3
+# is hidden: no rank waits for it, though it takes some of the device from backward. compute: the
+# rest, up to 5. Here rank 0 seems to communicate for longer, because of rank 1: the shortest
+# exposed time of all ranks is what the network costs.
 
-    A GPU copies in a stream of its own, while it still computes the step before. The computing
-    stream waits for the copy.
+
+def on_device(process, batches):
+    """The batches, with images and labels on this process's device.
+
+    A GPU copies them in a stream of their own, while another stream computes the step before. The
+    computing stream waits for the copy.
     """
-    copying = torch.cuda.Stream() if place.gpu else None
+    copying = torch.cuda.Stream() if process.gpu else None
     for *batch, damaged in batches:
         with torch.cuda.stream(copying):  # None: no stream
-            batch = [part.to(place.device, non_blocking=place.gpu) for part in batch]
-        if place.gpu:
+            batch = [part.to(process.device, non_blocking=process.gpu) for part in batch]
+        if process.gpu:
             torch.cuda.current_stream().wait_stream(copying)
             for part in batch:
-                part.record_stream(torch.cuda.current_stream())  # in use until that has ended
+                part.record_stream(torch.cuda.current_stream())  # its memory is in use there
         yield *batch, damaged
 
 
 def share_statistics(training):
     """All ranks: take rank 0's batch-norm statistics, so that all validate the same model."""
-    if training.place.world_size > 1:
+    if training.process.world_size > 1:
         for buffer in training.model.buffers():
             dist.broadcast(buffer, src=0)
 
 
 def forward(training, model, images):
     """Logits, float32 (n, classes), of images, uint8 (n, size, size, 3)."""
-    place, precision = training.place, training.args.precision
-    images = images.to(place.device, non_blocking=place.gpu).permute(0, 3, 1, 2)
+    process, precision = training.process, training.args.precision
+    images = images.to(process.device, non_blocking=process.gpu).permute(0, 3, 1, 2)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    with torch.autocast(place.device.type, dtype=dtype, enabled=dtype is not None):
-        images = ((images - training.mean) / training.std).to(memory_format=place.memory_format)
+    with torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None):
+        images = ((images - training.mean) / training.std).to(memory_format=process.memory_format)
         return model(images).float()
 
 
 @torch.inference_mode()
 def evaluate(training, loader, epoch):
     """All ranks: logs the accuracy over all validation images."""
-    place, model, began = training.place, training.model, perf_counter()
+    process, model, began = training.process, training.model, perf_counter()
     correct = images_seen = 0
     model.eval()
     for images, labels, damaged in batches_until_stop(training, loader):
@@ -470,25 +533,26 @@ def evaluate(training, loader, epoch):
         correct += (guesses == labels).sum().item()
         images_seen += len(labels)
     model.train()
-    # DDP 6/6: each rank has counted its own share. all_reduce makes sums of the counts, on every
-    # rank. They are then the same everywhere, and rank 0 alone logs them.
-    counts = torch.tensor([correct, images_seen], device=place.exchange_device)
+    # DDP 6/6: each rank has counted its own share. all_reduce sums the counts; every rank gets the
+    # result, and rank 0 alone logs it.
+    counts = torch.tensor([correct, images_seen], device=process.exchange_device)
     dist.all_reduce(counts)
-    if place.rank == 0:
+    if process.rank == 0:
         log_validation(training, loader, epoch, *counts.tolist(), began)
 
 
 def save_checkpoint(training, is_last):
     """All ranks: rank 0 writes the checkpoint. Raises UserError.
 
-    is_last: whether the run ends now. Only then does it end with an error if rank 0 cannot write.
+    is_last: whether the run ends now. Only then is a failed write fatal.
     """
-    args, place = training.args, training.place
+    args, process = training.args, training.process
+    training.may_take_long = True
     with errors_end_all_ranks():
         if not all(parameter.isfinite().all() for parameter in training.model.parameters()):
             text = f"weights not finite after step {training.step}: lower --lr; not saved"
             raise UserError(text)
-        if args.checkpoint and place.rank == 0:
+        if args.checkpoint and process.rank == 0:
             if os.path.exists(args.checkpoint) and not training.owns_checkpoint:
                 text = f"another run has written {args.checkpoint} since this one began"
                 raise UserError(f"{text}: give another FILE")
@@ -498,7 +562,8 @@ def save_checkpoint(training, is_last):
             except UserError as error:
                 if is_last:
                     raise
-                log(place, f"WARNING: {error}: the run goes on")
+                log(process, f"WARNING: {error}: the run goes on")
+    training.may_take_long = is_last
 
 
 def digests_of_replicas(model):
@@ -558,7 +623,7 @@ def leave_process_group():
     # break while others still use them. And after an error torchrun, which kills all processes as
     # soon as one has failed, could kill some before they have said why.
     dist.barrier()
-    # NOTE: this frees DDP. Threads of the group that still run could abort Python at its end.
+    # NOTE: this frees DDP. Threads of the group could crash the interpreter at exit.
     gc.collect()
     dist.destroy_process_group()
 
@@ -568,27 +633,21 @@ def leave_process_group():
 # Where is ...? In the order of this part:
 #     an option, its default, its check            make_parser, parse_arguments
 #     what must be the same on all ranks           check_start
-#     what follows from hardware and options       resolve_arguments
 #     torchrun, srun or mpirun: the rank           find_launcher
-#     the backend, the number of threads           choose_backend, set_threads
 #     the choice of bf16, fp16 or fp32             fast_precision
 #     where the ranks meet, what if one is missing set_meeting_point, connecting_ranks
-#     an image's label, another kind of data       list_labelled, CocoFirstCategory
-#     validation's classes                         match_classes
-#     a damaged image, a missing one               load_image, check_images
-#     the loader and its processes                 make_loader, start_workers
-#     another model, pretrained weights            build_model (in part one), load_weights
+#     an image's label, validation's classes       list_labelled, match_classes
+#     a damaged image, a missing one               decode, check_images
+#     pretrained weights                           load_weights
 #     fewer bytes to send                          compress_gradients
-#     one order of sums, buckets                   rebuild_buckets
 #     what Summary and the log lines measure       StepTimer
-#     the profiler                                 start_profiler
 #     a stop signal, a lost torchrun               catch_stop_signals, agree_to_continue
-#     what happens after each step                 after_step
 #     what a checkpoint holds, who may resume      write_checkpoint, SAME_ON_RESUME
-#     a checkpoint of an earlier run               check_checkpoint
-#     another optimizer, a scheduler               main, train_one_epoch (in part one: lr_factor)
 #     the lines and records of the log             log_run, log_step, log_summary
 #     which errors are one line, exit codes        ADVICE, UserError, run_and_exit
+#
+# Another model: build_model. Another data set: CocoFirstCategory, read_image_list, check_images.
+# Another optimizer or scheduler: main, lr_factor in train_one_epoch.
 
 # ---- Arguments: their defaults and limits, and what follows from them
 
@@ -601,17 +660,9 @@ PER_NODE = [*DATA_PATHS, "checkpoint", "profile", "workers"]
 
 
 def make_parser():
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_data_and_training_options(parser)
-    add_hardware_and_output_options(parser)
-    return parser
-
-
-def add_data_and_training_options(parser):
+    form = argparse.ArgumentDefaultsHelpFormatter
+    text = __doc__.split("\n\n")[0]
+    parser = argparse.ArgumentParser(description=text, formatter_class=form, allow_abbrev=False)
     add = parser.add_argument_group("data").add_argument
     add("--dummy", action="store_true", help="random images, in place of data: nothing is read")
     add("--coco_image_path", help="folder of the training images, or their packed file")
@@ -619,12 +670,8 @@ def add_data_and_training_options(parser):
     add("--val_image_path", help="folder of the validation images, or their packed file")
     add("--val_annotation_path", help="their COCO instances file")
     add("--image_size", type=at_least(int, 33), default=IMAGE_SIZE, help="pixels a side")
-    add(
-        "--workers",
-        type=NATURAL,
-        help="loader processes of each rank; unset: 1 on a CPU, else as many as it has cores - 2, "
-        f"at most {MOST_WORKERS}",
-    )
+    text = f"loader processes per rank; unset: 1 on a CPU, else cores - 2, at most {MOST_WORKERS}"
+    add("--workers", type=NATURAL, help=text)
     add = parser.add_argument_group("training").add_argument
     text = f"passes over the images; unset: {NUM_EPOCHS}, with --dummy {DUMMY_STEPS} steps"
     add("--num_epochs", type=POSITIVE, help=text)
@@ -632,51 +679,34 @@ def add_data_and_training_options(parser):
     add("--global_batch_size", type=POSITIVE, help="instead: images per step of all ranks")
     add("--accumulate_steps", type=POSITIVE, default=1, help="micro-batches in a step, per rank")
     add("--lr", type=at_least(float, 1e-9), default=LR, help="learning rate of Adam")
-    add(
-        "--lr_scaling",
-        choices=["none", "linear"],
-        default="none",
-        help=f"linear: --lr times global batch size / {LR_BATCH}, a rule that was found for SGD",
-    )
+    text = f"linear: --lr times global batch size / {LR_BATCH}, a rule that was found for SGD"
+    add("--lr_scaling", choices=["none", "linear"], default="none", help=text)
     add("--warmup_steps", type=NATURAL, default=0, help="steps in which the learning rate rises")
     add("--weights", default="imagenet", help="imagenet, none, or a FILE with a state dict")
     add("--seed", type=NATURAL, default=SEED, help="decides first weights, order, crops")
     add("--max_steps", type=POSITIVE, help="stop after this number of optimizer steps")
-
-
-def add_hardware_and_output_options(parser):
     add = parser.add_argument_group("hardware").add_argument
     add("--precision", choices=["auto", *PRECISIONS], default="auto", help="auto: the fastest one")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--sync_bn", action="store_true", help="batch norm over the images of all GPUs")
-    devices = ["auto", "cpu", "cuda", "mps"]
-    add(
-        "--device", choices=devices, default="auto", help="auto: NVIDIA GPU or CPU; mps: Mac's GPU"
-    )
+    devices, text = ["auto", "cpu", "cuda", "mps"], "auto: NVIDIA GPU or CPU; mps: Mac's GPU"
+    add("--device", choices=devices, default="auto", help=text)
     add = parser.add_argument_group("communication").add_argument
     backends = ["auto", "nccl", "gloo"]
     add("--backend", choices=backends, default="auto", help="auto: nccl on NVIDIA GPUs, else gloo")
-    add(
-        "--timeout",
-        type=at_least(float, 0.1),
-        default=float(TIMEOUT),
-        help="seconds without an answer after which a process counts as lost",
-    )
+    text = "seconds without an answer after which a process counts as lost"
+    add("--timeout", type=at_least(float, 0.1), default=float(TIMEOUT), help=text)
     add("--bucket_cap_mb", type=at_least(float, 0.1), help="MiB in one all-reduce; unset: DDP's")
     hooks = ["none", "fp16", "bf16", "powersgd"]
     add("--grad_compression", choices=hooks, default="none", help="to send less of the gradients")
-    add("--powersgd_rank", type=POSITIVE, default=8, help="a lower rank sends less, less exactly")
     add = parser.add_argument_group("output").add_argument
-    add(
-        "--log_every",
-        type=POSITIVE,
-        default=LOG_EVERY,
-        help="steps from one log line to the next; a GPU finishes all its work for each line",
-    )
+    text = "steps from one log line to the next"
+    add("--log_every", type=POSITIVE, default=LOG_EVERY, help=text)
     add("--checkpoint", help="FILE, saved at the end of each epoch and on a stop signal")
     add("--checkpoint_every", type=NATURAL, default=0, help="also every N optimizer steps; 0: not")
     add("--resume", action="store_true", help="continue from --checkpoint if that file exists")
     add("--profile", metavar="FOLDER", help="FOLDER for a trace of each rank, of steps 8 to 10")
+    return parser
 
 
 def at_least(number_type, least):
@@ -702,7 +732,9 @@ def parse_arguments(argv):
     parser = make_parser()
 
     def refuse(text):
-        parser.exit(EXIT_USER, f"{parser.prog}: error: {text}; see --help\n")
+        text = f"{parser.prog}: error: {text}; see --help"
+        record_end("shared", text)
+        parser.exit(EXIT_USER, text + "\n")
 
     parser.error = refuse  # one line, without argparse's usage
     # Dashes inside a name are accepted: --batch-size is --batch_size.
@@ -736,8 +768,8 @@ def check_data_options(args, refuse):
     args.num_epochs = args.num_epochs or NUM_EPOCHS
 
 
-def check_start(args, place, train_set, val_set):
-    """All ranks: raises UserError unless all were started alike, and have the images.
+def check_start(args, process, train_set, val_set):
+    """All ranks: raises UserError unless all have the same settings, and the images.
 
     Returns a digest of the sizes of some images, which tells resized images from the originals.
     """
@@ -749,7 +781,7 @@ def check_start(args, place, train_set, val_set):
     with errors_end_all_ranks():
         if not args.dummy:
             count = len(train_set.names) + len(val_set.names if val_set else [])
-            log_from_rank_0(place, f"Looking for {counted(count, 'image')}")
+            log_from_rank_0(process, f"Looking for {counted(count, 'image')}")
             sizes, sizes_digest = check_images(args.coco_image_path, train_set.names)
         if val_set and not args.val_image_path:
             raise UserError("--val_image_path is given on rank 0 only: start all ranks alike")
@@ -758,47 +790,45 @@ def check_start(args, place, train_set, val_set):
     settings["sizes of the images"] = sizes_digest
     if max(map(min, sizes), default=math.inf) < args.image_size:
         text = "the images are smaller than --image_size: prepared for a smaller one?"
-        log_from_rank_0(place, f"WARNING: {text}")
+        log_from_rank_0(process, f"WARNING: {text}")
     expected = from_rank_0(lambda: settings)
     with errors_end_all_ranks():
         for name, value in expected.items():
             if settings.get(name) != value:
                 text = f"{name} is {settings.get(name)} here, but {value} on rank 0"
                 raise UserError(f"{text}: start all ranks alike")
-    return settings["sizes of the images"]
+    return sizes_digest
 
 
-def resolve_arguments(args, place, image_count, checkpoint=None):
+def fill_in_arguments(args, process, image_count, checkpoint=None):
     """All ranks: sets what depends on the hardware, the number of images and the checkpoint."""
-    args.cores = set_threads(place)
+    args.cores = set_threads(process)
     # Collective calls in here depend on arguments. All ranks have the same ones: check_start.
     with errors_end_all_ranks():
-        if args.sync_bn and not place.gpu:
+        if args.sync_bn and not process.gpu:
             raise UserError("--sync_bn needs NVIDIA GPUs: PyTorch has no other SyncBatchNorm")
         if args.device == "mps" and args.grad_compression != "none":
             raise UserError("--grad_compression needs DDP, which --device mps does not use")
-        micro_batches = place.world_size * args.accumulate_steps  # of all ranks in a step
+        micro_batches = process.world_size * args.accumulate_steps  # of all ranks in a step
         global_batch = args.global_batch_size or args.batch_size * micro_batches
         if global_batch % micro_batches:
-            raise UserError(
-                f"--global_batch_size {global_batch} is not a multiple of {micro_batches}, "
-                "the number of micro-batches of all ranks in a step"
-            )
+            text = f"--global_batch_size {global_batch} is not a multiple of {micro_batches}"
+            raise UserError(f"{text}, the number of micro-batches of all ranks in a step")
         args.global_batch_size, args.batch_size = global_batch, global_batch // micro_batches
     args.steps_per_epoch = math.ceil(image_count / global_batch)
     all_steps = args.num_epochs * args.steps_per_epoch
     args.max_steps = min(all_steps, args.max_steps or all_steps)
     if args.profile:
-        check_profile(args, place, checkpoint)
+        check_profile(args, process, checkpoint)
     if args.lr_scaling == "linear":
         base, args.lr = args.lr, args.lr * global_batch / LR_BATCH
-        log_from_rank_0(place, f"--lr {base:g} x {global_batch} / {LR_BATCH} = {args.lr:g}")
+        log_from_rank_0(process, f"--lr {base:g} x {global_batch} / {LR_BATCH} = {args.lr:g}")
     if args.workers is None:
-        workers = args.cores - (2 if args.cores > 4 else 1) if place.gpu else 1
+        workers = args.cores - (2 if args.cores > 4 else 1) if process.gpu else 1
         args.workers = max(1, min(workers, MOST_WORKERS))
     if args.precision == "auto":  # that of the checkpoint, or the fastest one that suits all ranks
         saved = checkpoint and checkpoint["settings"].get("--precision", "fp32")
-        fast = None if saved else all_gather(fast_precision(args, place))
+        fast = None if saved else all_gather(fast_precision(args, process))
         args.precision = saved or min(fast, key=PRECISIONS.index)
     if args.grad_compression == "powersgd":
         args.bucket_cap_mb = 1024  # NOTE: over Gloo PowerSGD hangs with two buckets
@@ -811,14 +841,13 @@ def resolve_arguments(args, place, image_count, checkpoint=None):
 # The same four numbers, as each launcher names them.
 TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
 OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]  # and Intel MPI
 # SLURM_NTASKS is the number of tasks of the job. srun starts those of a job step.
 SRUN = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
 # What init_process_group needs of a process that meets nobody, with a port that is free (0).
 ALONE = dict(zip(TORCHRUN, "0101", strict=True)) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 ALONE["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # if a shell inside of a torchrun has it
-# A Mac's GPU, mps, is none of them: there one process trains without DDP and channels_last.
-DDP_DEVICES = ["cpu", "cuda"]
+# On a Mac's GPU, mps, one process trains without DDP and without channels_last.
+DEVICES_WITH_DDP = ["cpu", "cuda"]
 PRECISIONS = ["fp32", "fp16", "bf16"]  # hardware that is fast in one is fast in those before it
 
 
@@ -834,7 +863,7 @@ def find_launcher():
     job = None
     if launcher == "srun":
         job = read_job_step(env)
-    elif launcher == "mpirun":  # Open MPI 5 and 4 name a job; MPICH does not
+    elif launcher == "mpirun":  # the job's name in Open MPI 5, and in 4
         name = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
         job = zlib.crc32(name.encode())
     if job:  # a port of its own: other jobs may use the node
@@ -854,14 +883,13 @@ def launcher_and_variables(env):
         return "torchrun", TORCHRUN
     if "OMPI_COMM_WORLD_RANK" in env:
         return "mpirun", OPEN_MPI
-    if {*MPICH[:3]} <= env.keys():  # before srun, which MPICH uses inside a SLURM job
-        return "mpirun", MPICH
-    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # in a job step: no batch script is
+    by_mpich = "MPI_LOCALRANKID" in env  # or by Intel MPI; both may use srun
+    in_step = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env  # no batch script has both
+    if in_step and not by_mpich:
         return "srun", SRUN
-    for name in ("PMI_SIZE", "MPI_LOCALNRANKS"):
-        if env.get(name, "").lstrip("0") not in ("", "1"):
-            text = f"{name} is {env[name]}: an unknown launcher has started several processes"
-            raise UserError(f"{text}: set {', '.join(TORCHRUN)} for each, or use torchrun")
+    if by_mpich or env.get("PMI_SIZE", "1") != "1":
+        text = "started by another launcher (MPICH, Intel MPI?): use torchrun, srun or Open MPI"
+        raise UserError(f"{text}, or set {', '.join(TORCHRUN)} for each process")
     return "python", []
 
 
@@ -869,13 +897,27 @@ def read_job_step(env):
     """The number of SLURM's job step; sets what srun does not set. Raises UserError."""
     try:
         env["LOCAL_WORLD_SIZE"] = tasks_of_this_node(env)
-        # node[01-04] is a list of nodes; the first one is node01.
-        name, digits = re.match(r"([^\[,]+)\[?(\d*)", env["SLURM_STEP_NODELIST"]).groups()
-        env.setdefault("MASTER_ADDR", name + digits)
+        if not env.get("MASTER_ADDR"):
+            env["MASTER_ADDR"] = first_node(env["SLURM_STEP_NODELIST"])
         return int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"])
-    except (LookupError, ValueError, AttributeError) as error:
+    except (LookupError, ValueError) as error:
         text = f"{', '.join(SRUN)} or SLURM_STEP_NODELIST is missing or wrong"
         raise UserError(f"inside a SLURM step, but {text}: start with srun") from error
+
+
+def first_node(nodes):
+    """The first name of SLURM's list of nodes: node01 of node[01-04,07]. Raises UserError."""
+    simple = re.fullmatch(r"([\w.-]+)(\[(\d+)[\d,-]*\])?(,.*)?", nodes)
+    if simple:
+        return simple[1] + (simple[3] or "")
+    try:  # such as rack[1-2]n[1-4]
+        command = ["scontrol", "show", "hostnames", nodes]
+        return subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        text = f"scontrol cannot tell the first node of SLURM's list {nodes}"
+        raise UserError(f"{text}: export MASTER_ADDR, with the name of that node") from error
 
 
 def tasks_of_this_node(env):
@@ -887,26 +929,27 @@ def tasks_of_this_node(env):
     return tasks[int(env.get("SLURM_NODEID", 0))]
 
 
-def choose_backend(args, place):
+def choose_backend(args, process):
     """nccl or gloo. Raises UserError if this node's hardware is not what the options need."""
     gpus = usable_gpus(args)
     backend = ("nccl" if gpus else "gloo") if args.backend == "auto" else args.backend
-    # srun's --gpus-per-task, or a script around mpirun's command, may hide the others.
-    own_gpu = place.launcher in ("srun", "mpirun") and gpus == 1
-    if backend == "nccl" and place.local_world_size > gpus and not own_gpu:
-        raise UserError(
-            f"--backend nccl: {place.local_world_size} processes for {gpus} GPU(s) on this "
-            "node: start one for each GPU, or use --backend gloo"
+    # Some set-ups show each process its own GPU alone.
+    own_gpu = process.launcher in ("srun", "mpirun") and gpus == 1
+    if backend == "nccl" and process.local_world_size > gpus and not own_gpu:
+        text = (
+            f"--backend nccl: {process.local_world_size} processes for {gpus} GPU(s) on this node"
         )
-    if args.device == "mps" and (place.world_size > 1 or not torch.backends.mps.is_available()):
+        raise UserError(f"{text}: start one for each GPU, or use --backend gloo")
+    if args.device == "mps" and (process.world_size > 1 or not torch.backends.mps.is_available()):
         raise UserError("--device mps needs a Mac, and one process")
     return backend
 
 
-def prepare_hardware(place):
+def prepare_hardware(args, process):
     """Settings of PyTorch for this device and backend."""
-    if place.device.type == "mps":
-        log(place, "One process on a Mac's GPU, without DDP, which has no backend for it")
+    if args.device == "mps":
+        process.device = torch.device("mps")
+        log(process, "One process on a Mac's GPU, without DDP, which has no backend for it")
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32, also in convolutions
     torch.backends.cudnn.benchmark = True  # tries out which convolutions are the fastest
     # NOTE: by its source, the new process group of NCCL in PyTorch 2.15 makes backward wait for
@@ -914,21 +957,21 @@ def prepare_hardware(place):
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
 
 
-def set_threads(place):
+def set_threads(process):
     """All ranks: PyTorch gets as many threads as this process has CPU cores. Returns these."""
-    cores = own_cores(place)
+    cores = own_cores(process)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores)
     return cores
 
 
-def own_cores(place):
+def own_cores(process):
     """All ranks: the number of CPU cores for this process."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
     mine = socket.gethostname(), sorted(cores)
     # Ranks of a node may share cores or have their own. (Nodes may have the same name.)
-    sharing = min(all_gather(mine).count(mine), place.local_world_size)
-    return max(1, min(len(cores) // sharing, cpu_quota() // place.local_world_size))
+    sharing = min(all_gather(mine).count(mine), process.local_world_size)
+    return max(1, min(len(cores) // sharing, cpu_quota() // process.local_world_size))
 
 
 def cpu_quota():
@@ -952,27 +995,26 @@ def usable_gpus(args):
     if gpus and not usable:
         reasons = [str(warning.message) for warning in caught] or ["without a reason from PyTorch"]
         reason = reasons[0].partition(" (Triggered internally")[0].partition(" Please update")[0]
-        raise UserError(
-            f"PyTorch {torch.__version__} cannot use this node's {counted(gpus, 'GPU')}: "
-            f"{reason} | Install a build for this driver (UV_TORCH_BACKEND=auto, or a wheel for "
-            "CUDA 12.x: driver 525 or newer; for CUDA 13: 580), or a newer driver, or give "
-            "--device cpu"
+        text = f"PyTorch {torch.__version__} cannot use this node's {counted(gpus, 'GPU')}: "
+        text += f"{reason} | Install a build for this driver (UV_TORCH_BACKEND=auto, or a wheel "
+        text += (
+            "for CUDA 12.x: driver 525 or newer; for CUDA 13: 580), or a newer driver, or give "
         )
+        raise UserError(f"{text}--device cpu")
     if args.device == "cuda" and not gpus:
-        raise UserError(
-            f"--device cuda: PyTorch {torch.__version__} sees no GPU: see nvidia-smi, "
-            "CUDA_VISIBLE_DEVICES, and whether its build is for CPUs. Or give --device cpu"
-        )
+        text = f"--device cuda: PyTorch {torch.__version__} sees no GPU: see nvidia-smi, "
+        text += "CUDA_VISIBLE_DEVICES, and whether its build is for CPUs. Or give --device cpu"
+        raise UserError(text)
     return gpus
 
 
-def fast_precision(args, place):
+def fast_precision(args, process):
     """bf16 if the hardware multiplies faster in it, fp16 on older tensor cores, else fp32."""
-    if place.gpu:
+    if process.gpu:
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bf16"
         return "fp16" if torch.cuda.get_device_capability() >= (7, 0) else "fp32"
-    if place.device.type == "mps":
+    if process.device.type == "mps":
         return "fp32"
     # CPUs with bf16 instructions multiply several times faster in it, others many times slower.
     # Between them is room enough: a machine that is busy gives the same answer.
@@ -991,9 +1033,16 @@ def fast_precision(args, place):
 # ---- Meeting: where the processes find each other, and what is said if they do not
 
 
-def set_meeting_point(place):
+def read_restarts(process):
+    """How often torchrun --max-restarts has restarted this run, and a name of the run."""
+    process.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    # It is RUN/attempt_N/RANK/error.json. Of RUN torchrun says that it is unique.
+    process.run = os.environ.get("TORCHELASTIC_ERROR_FILE", "").rsplit("/", 3)[0]
+
+
+def set_meeting_point(process):
     """Sets MASTER_ADDR and MASTER_PORT where torchrun has not. Raises UserError."""
-    if place.world_size == place.local_world_size:
+    if process.world_size == process.local_world_size:
         # On one node they meet at its own address. torchrun would give its name, which does not
         # resolve on every machine.
         os.environ["MASTER_ADDR"] = "127.0.0.1"
@@ -1002,40 +1051,35 @@ def set_meeting_point(place):
     port = os.environ.setdefault("MASTER_PORT", "29500")
     if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise UserError(f"MASTER_PORT is {port!r}: give a free port of rank 0's node, 1 to 65535")
-    if place.restarts and place.world_size == place.local_world_size:
+    if process.restarts and process.world_size == process.local_world_size:
         # NOTE: torchrun --max-restarts keeps its store, with the addresses of the start before.
         # So rank 0 opens another one. (On several nodes torchrun itself must not share its store:
         # --rdzv_backend=c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node.)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         # (At a port far away: other jobs may have the next ones.)
-        os.environ["MASTER_PORT"] = str(1024 + (int(port) + 997 * place.restarts) % 64000)
+        os.environ["MASTER_PORT"] = str(1024 + (int(port) + 997 * process.restarts) % 64000)
 
 
 @contextmanager
-def connecting_ranks(args, place):
+def connecting_ranks(args, process):
     """A block in which the ranks meet and connect. Raises StartError.
 
-    NOTE: that may take longer than PyTorch's timeout: it tries a port that refuses up to two times
-    as long, Gloo waits several times as long for an address that does not answer, and NCCL waits
-    for ever. So a timer ends the process.
+    NOTE: PyTorch's timeout is not enough. Gloo may wait several times as long for an address that
+    does not answer, and NCCL waits for ever. So a timer ends the process.
     """
-    port = os.environ.get("MASTER_PORT")
-    meeting = f"rendezvous at {os.environ.get('MASTER_ADDR')}:{port}: "
-    meeting += "did all nodes start, with rank 0's address and port?"
-    interface = f"{place.backend.upper()}_SOCKET_IFNAME"
-    connection = f"{place.backend} on the {place.device.type} of {socket.gethostname()}"
-    late = f"ERROR: no connection to all ranks in {args.timeout:g} s. First the {meeting} Then "
-    late += f"{connection}: do the others use {place.backend}, too? A firewall that opens port "
-    late += f"{port} alone, or the wrong interface (export {interface}=NAME)? "
-    late += "Try tools/preflight.py"
-    if place.backend == "nccl" and place.world_size == place.local_world_size:
-        late = (
-            f"ERROR: the GPUs are not connected after {args.timeout:g} s: their direct path may "
-        )
-        late += (
-            "not work here: NCCL_P2P_DISABLE=1 proves it; then IOMMU and ACS. Or has a rank ended?"
-        )
-    timer = threading.Timer(args.timeout + 5, end_process, (EXIT_FAILED, place, late))
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    meeting = f"rendezvous at {place}: did all nodes start, with rank 0's address and port?"
+    interface = f"{process.backend.upper()}_SOCKET_IFNAME"
+    connection = f"{process.backend} on the {process.device.type} of {socket.gethostname()}"
+    if process.backend == "nccl" and process.world_size == process.local_world_size:
+        late = f"the GPUs are not connected after {args.timeout:g} s: does their direct path fail "
+        late += "here (NCCL_P2P_DISABLE=1 proves it; then see IOMMU and ACS)? Has a rank ended?"
+    else:
+        late = f"no connection to all ranks in {args.timeout:g} s. First the {meeting} Then "
+        late += f"{connection}: do the others use {process.backend}, too? A firewall between the "
+        late += f"nodes, or the wrong interface (export {interface}=NAME)? Try tools/preflight.py"
+    late = f"ERROR: {late}"
+    timer = threading.Timer(args.timeout + 5, end_process, (EXIT_FAILED, process, late))
     timer.daemon = True
     timer.start()
     try:
@@ -1050,10 +1094,10 @@ def connecting_ranks(args, place):
             text += f"another backend or device? {cause}"
         else:
             text = f"{connection} cannot connect to the other ranks: {cause}"
-            advice = advice_on(cause) if place.backend == "nccl" else []  # Gloo's fits any cause
+            advice = advice_on(cause) if process.backend == "nccl" else []  # Gloo's fits any cause
             if advice:
                 text += f": {advice[0]}"
-            elif interface in os.environ or place.world_size > place.local_world_size:
+            elif interface in os.environ or process.world_size > process.local_world_size:
                 now = os.environ.get(interface, "not set")
                 text += f" | Is {interface} ({now}) the interface between the nodes? A firewall?"
         raise StartError(text) from error
@@ -1069,19 +1113,19 @@ ImageSet = namedtuple("ImageSet", "names labels categories unlabelled")
 # With --dummy: as many images and classes as COCO has.
 DUMMY_SET = ImageSet(range(117_266), [], {n: f"class {n}" for n in range(80)}, 0)
 INSTANCES = "give an instances file, such as instances_train2017.json"
-# Each entry of a file's lists needs these ids.
-IDS = {
-    "images": ["id"],
-    "categories": ["id"],
-    "annotations": ["id", "image_id", "category_id"],
+# What training needs of a file, in COCO's own types. tools/prepare_coco.py takes others, too.
+FIELDS = {
+    "images": {"id": int, "file_name": str},
+    "categories": {"id": int, "name": str},
+    "annotations": {"id": int, "image_id": int, "category_id": int},
 }
 
 
-def read_image_list(path, folder=None, train_set=None):
+def read_image_list(path, train_set=None):
     """ImageSet of a COCO instances file; None without a path. Raises UserError.
 
-    folder: that of the images. train_set: that of the training images, for validation images:
-    their labels are then those of its classes.
+    train_set: that of the training images, for validation images: their labels are then those of
+    its classes.
     """
     if not path:
         return None
@@ -1092,60 +1136,43 @@ def read_image_list(path, folder=None, train_set=None):
         check_instances(coco.dataset)
         with redirect_stdout(None):  # pycocotools prints
             coco.createIndex()
-        names, labels, categories, unlabelled = list_labelled(coco)
+        image_set = list_labelled(coco)
+        return match_classes(image_set, train_set) if train_set else image_set
     except OSError as error:
         raise UserError(f"annotation file {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        text = f"annotation file {path} is not JSON, or not all of it is there"
+        text = f"annotation file {path} is not JSON, or not complete"
         raise UserError(text + see_check_coco()) from error
     except UserError as error:
         raise UserError(f"annotation file {path}: {error}{see_check_coco()}") from error
     finally:
         gc.enable()
-    if folder and any("\\" in name for name in names):  # an export made on Windows
-        absent = set(missing_images(folder, names))
-        names = [name.replace("\\", "/") if name in absent else name for name in names]
-    outside = [name for name in names if os.path.isabs(name) or ".." in name.split("/")]
-    if outside:
-        raise UserError(f"annotation file {path}: {outside[0]} leaves the image folder")
-    image_set = ImageSet(names, labels, categories, unlabelled)
-    return match_classes(image_set, path, train_set) if train_set else image_set
 
 
 def check_instances(content):
     """Raises UserError where training on this content of a file would fail, or be wrong."""
-    for name, keys in IDS.items():
+    for name, fields in FIELDS.items():
         entries = content.get(name) if isinstance(content, dict) else None
         if not entries or not isinstance(entries, list):
             raise UserError(f"it has no list of {name}: {INSTANCES}")
-        if not all(isinstance(entry, dict) for entry in entries):
-            raise UserError(f"not all of its {name} are objects with fields")
-        for key in keys:
-            wrong = sum(not is_id(entry.get(key)) for entry in entries)
+        for key, kind in fields.items():
+            values = [entry.get(key) if isinstance(entry, dict) else None for entry in entries]
+            wrong = sum(type(value) is not kind or value == "" for value in values)
             if wrong:
-                text = (
-                    f"{wrong} of {len(entries)} {name} have no usable {key} (a number or a text)"
-                )
-                more = f": {INSTANCES}" if wrong == len(entries) else ""
-                raise UserError(text + more)
-            if len({isinstance(entry[key], str) for entry in entries}) > 1:
-                raise UserError(f"some of its {name} have a number as {key}, some a text")
-    for name in ("images", "categories"):
-        number_of_ids = len({entry["id"] for entry in content[name]})
-        if number_of_ids < len(content[name]):
-            text = f"its {len(content[name])} {name} have only {number_of_ids} different ids"
-            raise UserError(f"{text}: each needs one of its own")
-
-
-def is_id(value):
-    """Whether it stands for one thing: from 2**53 on a float may stand for its neighbours."""
-    return type(value) in (int, str) or (isinstance(value, float) and abs(value) < 2**53)
+                text = f"{wrong} of {len(entries)} {name} have no {key} that is "
+                text += "text" if kind is str else "a whole number"
+                raise UserError(f"{text}: {INSTANCES}" if wrong == len(entries) else text)
+            if key == "id" and name != "annotations" and len({*values}) < len(values):
+                raise UserError(f"two of its {name} have the same id: each needs one of its own")
+    for image in content["images"]:
+        name = image["file_name"]
+        if os.path.isabs(name) or ".." in name.split("/") or "\\" in name:
+            raise UserError(f"{name} is no path in the image folder, with / between its parts")
 
 
 def list_labelled(coco):
     """ImageSet of what pycocotools has indexed. Raises UserError."""
-    ids = sorted(coco.cats, key=lambda category: (isinstance(category, str), category))
-    categories = {category: class_name(coco.cats[category]) for category in ids}
+    categories = {category: coco.cats[category]["name"] for category in sorted(coco.cats)}
     label_of = {category: label for label, category in enumerate(categories)}
     # The label is the category of the first annotation in the file, crowds included.
     first = {image: of_it[0]["category_id"] for image, of_it in coco.imgToAnns.items()}
@@ -1157,26 +1184,10 @@ def list_labelled(coco):
     unknown = [category for category in used if category not in label_of]
     if unknown:
         text = f"{len(unknown)} of {len(used)} labelled images have a category_id that is no id of"
-        raise UserError(f"{text} a category, such as {unknown[0]!r}")
-    names = [file_name(image) for image in labelled]
-    nameless = sum(not isinstance(name, str) or not name for name in names)
-    if nameless:
-        text = f"{nameless} of {len(names)} labelled images have no file_name that is text"
-        raise UserError(text)
+        raise UserError(f"{text} a category, such as {unknown[0]}")
+    names = [image["file_name"] for image in labelled]
     labels = [label_of[category] for category in used]
     return ImageSet(names, labels, categories, len(images) - len(names))
-
-
-def file_name(image):
-    """In LVIS it is the last part of the URL."""
-    return image.get("file_name") or str(image.get("coco_url") or "").rpartition("/")[2]
-
-
-def class_name(category):
-    """A class without a name is called by its id."""
-    name = category.get("name")
-    name = category["id"] if name in (None, "") else name
-    return str(name).removesuffix(".0") if isinstance(name, float) else str(name)
 
 
 def see_check_coco():
@@ -1185,10 +1196,10 @@ def see_check_coco():
     return f" ({tool} says more)" if tool.is_file() else ""
 
 
-def match_classes(image_set, path, train_set):
+def match_classes(image_set, train_set):
     """The ImageSet with labels of the training classes of the same names. Raises UserError."""
-    check_names("of the training images", train_set)
-    check_names(path, image_set)
+    check_names(train_set, " among the training images")
+    check_names(image_set)
     train_names, names = (list(found.categories.values()) for found in (train_set, image_set))
     # Of two training classes of one name, that with images comes last.
     used_last = [*range(len(train_names)), *train_set.labels]
@@ -1196,20 +1207,19 @@ def match_classes(image_set, path, train_set):
     lacking = [names[label] for label in image_set.labels if names[label] not in label_of]
     if lacking:
         text = f"it has images of the class {lacking[0]!r}, which the training classes lack"
-        raise UserError(f"annotation file {path}: {text}: give both files the same names")
+        raise UserError(f"{text}: give both files the same names")
     labels = [label_of[names[label]] for label in image_set.labels]
     return ImageSet(image_set.names, labels, train_set.categories, image_set.unlabelled)
 
 
-def check_names(path, image_set):
+def check_names(image_set, where=""):
     """Raises UserError if two classes that have images have the same name."""
-    classes, ids = list(image_set.categories.items()), {}
-    for label in sorted(set(image_set.labels)):
-        category, name = classes[label]
-        other = ids.setdefault(name, category)
-        if other != category:
-            text = f"categories {other} and {category} have images, and both are called {name!r}"
-            raise UserError(f"annotation file {path}: {text}: rename one, names tell them apart")
+    names = list(image_set.categories.values())
+    used = Counter(names[label] for label in {*image_set.labels})
+    twice = [name for name, count in used.items() if count > 1]
+    if twice:
+        text = f"two categories with images{where} are called {twice[0]!r}"
+        raise UserError(f"{text}: rename one, because names tell them apart")
 
 
 # ---- Images: from a file to a batch
@@ -1218,49 +1228,6 @@ def check_names(path, image_set):
 MEAN = 255 * torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
 STD = 255 * torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 MOST_LOADER_SECONDS = 2_000_000  # 23 days; poll() counts milliseconds in 32 bits
-
-
-class CocoFirstCategory(Dataset):
-    """Images, each with the category of its first annotation as its label.
-
-    A key is (epoch, index). Key and seed alone decide how an image is cropped, so it looks the
-    same on whichever rank, and in a resumed run. For another kind of data write a Dataset with
-    such keys and with `labels`, and functions in place of read_image_list and check_images.
-    """
-
-    def __init__(self, args, place, folder, image_set, transform):
-        self.size, self.seed, self.place = args.image_size, args.seed, place
-        self.folder, self.names, self.labels = folder, image_set.names, image_set.labels
-        is_packed = folder and os.path.isfile(folder)
-        self.packed = PackedImages(folder, self.names) if is_packed else None
-        self.transform = transform
-
-    def __len__(self):
-        return len(self.names)
-
-    def __getitem__(self, key):
-        """An image, uint8 (size, size, 3), its label, and whether its file is damaged."""
-        epoch, index = key
-        if self.packed:
-            image, damaged = self.packed.read(index), False
-        else:
-            image, damaged = self.load_image(os.path.join(self.folder, self.names[index]))
-        # Python's hash of integers is the same in every process. torch.manual_seed would do as
-        # well, but it also seeds the GPUs, which would make a crop a third slower.
-        torch.default_generator.manual_seed(hash((self.seed, epoch, index)) % 2**32)
-        rows = self.transform(image.permute(2, 0, 1)).permute(1, 2, 0)
-        return rows, self.labels[index], damaged
-
-    def load_image(self, path):
-        """uint8 (height, width, 3), RGB; and whether it is a black one, for a damaged image."""
-        content = Path(path).read_bytes()  # its OSError ends the run: the storage may be gone
-        try:
-            return decode(content), False
-        except Exception as error:  # damaged images raise errors of any type
-            reason = one_line(error).partition(" <_io")[0]
-            text = f"image {path} is damaged, a black one takes its place"
-            log(self.place, f"WARNING: {text}: {reason}")
-            return torch.zeros(self.size, self.size, 3, dtype=torch.uint8), True
 
 
 def decode(content):
@@ -1278,17 +1245,16 @@ def decode(content):
 
 
 class PackedImages:
-    """Images in one file: rows of RGB pixels, image after image. There is nothing to decode.
+    """Images as raw RGB pixels in one file, written by tools/prepare_coco.py --packed.
 
-    tools/prepare_coco.py --packed writes it, and PATH.index: for each image a line with its name,
-    first byte, height and width.
+    PATH.index has a line for each image: its name, first byte, height and width.
     """
 
     def __init__(self, path, names):
         """Raises UserError unless the file has all these images."""
         with as_user_error(f"{path}.index, of tools/prepare_coco.py --packed, cannot be read"):
             lines = map(json.loads, Path(f"{path}.index").read_text("utf-8").splitlines())
-            places = {name: place for name, *place in lines}
+            places = {name: where for name, *where in lines}
             first, height, width = max(places.values())  # of the last image
         size, needed = os.path.getsize(path), first + 3 * height * width
         if size != needed:
@@ -1304,16 +1270,15 @@ class PackedImages:
         if self.file is None:
             self.file = os.open(self.path, os.O_RDONLY)
         first, height, width = self.places[number].tolist()
-        # By an ordinary read: where the storage fails, that is an OSError. mmap would be SIGBUS.
+        # NOTE: mmap would end in SIGBUS if the storage fails. This is an OSError.
         pixels = bytearray(os.pread(self.file, 3 * height * width, first))
         return torch.frombuffer(pixels, dtype=torch.uint8).view(height, width, 3)
 
 
 class RandomCrop(v2.RandomResizedCrop):
-    """RandomResizedCrop, with the same pixels. It resizes rows of pixels that lie side by side.
+    """RandomResizedCrop, faster and with the same pixels: it copies the crop before it resizes.
 
-    torchvision does that faster, from the version for PyTorch 2.9 on. (The one before resizes in
-    float32 on CPUs with AVX512, which is faster with a plane for each colour.)
+    (Not with a torchvision for PyTorch before 2.9: on CPUs with AVX512 that is slower.)
     """
 
     def transform(self, image, where):
@@ -1364,38 +1329,18 @@ class EpochSampler(DistributedSampler):
         return len(range(self.num_samples)[self.start : self.end])
 
 
-def make_loader(args, place, dataset, sampler, workers):
-    return DataLoader(
-        dataset,
-        batch_size=args.batch_size,
-        sampler=sampler,
-        num_workers=workers,
-        # NOTE: the default of Python 3.14 starts workers by way of a process of its own. A stop
-        # signal to all processes would end that one, and with it the workers. (DDP's docstring
-        # warns of forks with NCCL. These are made before the first backward: start_workers.)
-        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
-        worker_init_fn=ignore_stop_signals,
-        persistent_workers=workers > 0,
-        pin_memory=place.gpu,
-        timeout=min(args.timeout, MOST_LOADER_SECONDS) if workers else 0,
-    )
-
-
 class DummyLoader:
-    """With --dummy: one batch of random images, which stays on the device.
+    """With --dummy: one batch of random images on the device. Nothing is read or waited for."""
 
-    There is nothing to read, to decode or to wait for: a step computes and communicates.
-    """
-
-    def __init__(self, args, place, train_set):
-        self.sampler = EpochSampler(train_set.names, place.world_size, place.rank)
-        torch.manual_seed(args.seed + place.rank)  # build_model sets another one, for the weights
+    def __init__(self, args, process, train_set):
+        self.sampler = EpochSampler(train_set.names, process.world_size, process.rank)
+        torch.manual_seed(args.seed + process.rank)  # build_model seeds anew, for the weights
         shape = args.batch_size, args.image_size, args.image_size, 3
-        self.images = torch.randint(256, shape, dtype=torch.uint8, device=place.device)
-        self.labels = torch.randint(len(DUMMY_SET.categories), shape[:1], device=place.device)
+        self.images = torch.randint(256, shape, dtype=torch.uint8, device=process.device)
+        self.labels = torch.randint(len(DUMMY_SET.categories), shape[:1], device=process.device)
 
     def __iter__(self):
-        """As many images as the share has: of the last batch a part."""
+        """The batch, for as many images as the share has. The last one may be shorter."""
         for first in range(0, len(self.sampler), len(self.images)):
             left = len(self.sampler) - first
             images, labels = self.images[:left], self.labels[:left]
@@ -1421,7 +1366,7 @@ def start_workers(*loaders):
 def check_images(folder, names):
     """Some images' sizes, and a digest that tells one data set's images from another's.
 
-    Raises UserError if one of all images lacks, or some are of no use.
+    Raises UserError if an image is missing, or those that it looks at are unusable.
     """
     some = slice(None, None, 1 + len(names) // 64)
     if os.path.isfile(folder):
@@ -1458,7 +1403,7 @@ def refuse_missing(where, names, missing):
 
 
 def missing_images(folder, names):
-    """Those of the names that the folder lacks, or has as a link to nothing or as a folder."""
+    """The names of which the folder has no file. A link to nothing is none."""
     # Listing each folder once is faster than looking for each of 118,287 files.
     files = {}
     for subfolder in {os.path.dirname(name) for name in names}:
@@ -1477,9 +1422,9 @@ def missing_images(folder, names):
 # ---- Weights and compression: where a model begins, and how it sends less
 
 
-def load_weights(place, model, source, train_set):
+def load_weights(process, model, source, train_set):
     """Loads ImageNet's weights or a file's, without a last layer of other classes."""
-    log(place, f"Loading weights: --weights {source}")
+    log(process, f"Loading weights: --weights {source}")
     with as_user_error(f"--weights {source}: these are not weights of ResNet-18"):
         state = download_weights() if source == "imagenet" else read_file(source)
         if not isinstance(state, dict):
@@ -1489,21 +1434,25 @@ def load_weights(place, model, source, train_set):
         state = state.get("model", state)
         if source == "imagenet" or len(state["fc.weight"]) != len(names) or their_names != names:
             text = f"the last layer, of {len(state['fc.weight'])} other classes, is left out"
-            log(place, f"--weights {source}: {text}: {len(names)} classes here")
+            log(process, f"--weights {source}: {text}: {len(names)} classes here")
             state |= {"fc.weight": model.fc.weight, "fc.bias": model.fc.bias}
         model.load_state_dict(state)
 
 
 def download_weights():
-    """ImageNet's weights, from the folder of earlier downloads if they are there."""
+    """ImageNet weights, downloaded unless an earlier download has left them."""
     weights = torchvision.models.ResNet18_Weights.DEFAULT
-    socket.setdefaulttimeout(20)  # a network that swallows packets must not hang the run
     prefix = (
         f"no ImageNet weights: on a machine with internet access download {weights.url} into "
         f"{torch.hub.get_dir()}/checkpoints (TORCH_HOME moves this folder), or use --weights none"
     )
-    with as_user_error(prefix):
-        return weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(20)  # a network that swallows packets must not hang the run
+    try:
+        with as_user_error(prefix):
+            return weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 def read_file(path):
@@ -1512,26 +1461,15 @@ def read_file(path):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
-class WithoutDDP(torch.nn.Module):
-    """Takes DDP's place on a Mac's GPU: one process, for which DDP has no backend."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.module = model
-
-    def forward(self, images):
-        return self.module(images)
-
-    def no_sync(self):
-        return nullcontext()
+POWERSGD_RANK = 8  # a lower one would send less, less exactly
 
 
 def compress_gradients(args, ddp):
     """Makes DDP send less, as --grad_compression says. Returns PowerSGD's state, or None.
 
     fp16 and bf16 round each gradient to 2 bytes, for sending only. PowerSGD sends two thin
-    matrices in place of each large one, and adds what they lack to the gradients of the next
-    step. A checkpoint does not have this remainder, so a run that resumes differs a little.
+    matrices instead of each large one, and adds the error to the gradients of the next step. This
+    error-feedback buffer is not saved, so a run that resumes differs a little.
     """
     hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
     if args.grad_compression in hooks:
@@ -1540,7 +1478,7 @@ def compress_gradients(args, ddp):
         return None
     state = powerSGD_hook.PowerSGDState(
         process_group=None,
-        matrix_approximation_rank=args.powersgd_rank,
+        matrix_approximation_rank=POWERSGD_RANK,
         start_powerSGD_iter=UNMEASURED_STEPS + 1,  # + 1 for the pass of rebuild_buckets
         orthogonalization_epsilon=1e-8,  # avoids a division by 0
     )
@@ -1556,11 +1494,11 @@ def rebuild_buckets(training):
 
     After its first backward pass DDP changes which gradients are in which bucket. The buckets
     decide the order in which the ranks' gradients are added, and so the last bits of the sums.
-    Without this pass a resumed run would not equal an unbroken one bit for bit.
+    Without this pass a resumed run would differ from an uninterrupted one in the last bits.
     """
     before = [buffer.clone() for buffer in training.model.buffers()]
     args, size = training.args, training.args.image_size
-    share = math.ceil(len(training.train_set.names) / training.place.world_size)
+    share = math.ceil(len(training.train_set.names) / training.process.world_size)
     blank = torch.zeros(min(args.batch_size, share), size, size, 3, dtype=torch.uint8)
     forward(training, training.ddp, blank).sum().backward()
     training.optimizer.zero_grad()
@@ -1589,8 +1527,8 @@ class StepTimer:
 
     data: the wait for images. exposed: the exposed communication, from the moment when this rank
     has all its own gradients until they are averaged. In this time a rank computes nothing: it
-    sends and receives, and waits for slower ranks. The rest is called compute. A step also has
-    what follows the one before: a log line, or to agree to go on.
+    sends and receives, and waits for slower ranks. The rest is called compute. A step includes
+    what follows the step before: a log line, an agreement.
     """
 
     def __init__(self, device, model):
@@ -1619,7 +1557,7 @@ class StepTimer:
         return perf_counter()
 
     def start_step(self):
-        """Leaves out what happened before: it is not part of the next step."""
+        """What happened before is not part of the next step."""
         self.moments = {}
         self.mark("begin")
 
@@ -1666,7 +1604,7 @@ def mean_time(times):
 PROFILED = {"wait": 5, "warmup": 2, "active": 3}
 
 
-def check_profile(args, place, checkpoint):
+def check_profile(args, process, checkpoint):
     """All ranks: raises UserError if the run is too short, or a rank cannot write its trace."""
     needed = sum(PROFILED.values())
     with errors_end_all_ranks():
@@ -1676,25 +1614,25 @@ def check_profile(args, place, checkpoint):
             os.makedirs(args.profile, exist_ok=True)
             tempfile.TemporaryFile(dir=args.profile).close()
     if checkpoint and args.max_steps - checkpoint["step"] < needed:
-        log_from_rank_0(place, f"Note: no --profile, because fewer than {needed} steps are left")
+        log_from_rank_0(process, f"Note: no --profile, because fewer than {needed} steps are left")
         args.profile = None
 
 
-def start_profiler(args, place):
+def start_profiler(args, process):
     """PyTorch's profiler. It does nothing in the first steps, see PROFILED."""
-    if not place.gpu:  # Kineto, the profiler's library, would print errors about that
+    if not process.gpu:  # Kineto, the profiler's library, would print errors about that
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
     def write(profiler):
-        path = os.path.join(args.profile, f"rank{place.rank}.json.gz")
+        path = os.path.join(args.profile, f"rank{process.rank}.json.gz")
         # All wait for the slowest to write: then no later step does.
         with errors_end_all_ranks(), as_user_error(f"--profile {path} cannot be written"):
             profiler.export_chrome_trace(path)
-        if place.rank == 0:
-            by = "self_device_time_total" if place.gpu else "self_cpu_time_total"
+        if process.rank == 0:
+            by = "self_device_time_total" if process.gpu else "self_cpu_time_total"
             table = profiler.key_averages().table(by, row_limit=10, max_name_column_width=60)
             for line in table.splitlines():
-                log(place, f"Profile | {line}")
+                log(process, f"Profile | {line}")
 
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(**PROFILED, repeat=1), on_trace_ready=write
@@ -1706,7 +1644,9 @@ def start_profiler(args, place):
 def profile_step(training):
     """All ranks: tells the profiler that a step has ended. After the last one it writes."""
     action = training.profiler.current_action  # of the step that has ended
+    training.may_take_long = True
     training.profiler.step()
+    training.may_take_long = False
     if action != torch.profiler.ProfilerAction.NONE:
         # A profiled step takes longer than others: no average has it.
         training.timer.unread.pop()
@@ -1720,21 +1660,43 @@ def profile_step(training):
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # USR1: SLURM's, at a time limit
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup makes a process ignore it
     STOP_SIGNALS.append(signal.SIGHUP)
-PARENT_ENDED = 1000  # in place of a signal's number, and above all of them
+STOP_SECONDS = 30  # within which all ranks answer a stop signal, or in three steps
+PARENT_ENDED = 1000  # stands for a signal's number, and is above all of them
 MOST_STEPS_WITHOUT_AGREEMENT = 50
 
 
-def catch_stop_signals(place):
-    """A stop signal is only noted, in place.stop. agree_to_continue then stops all ranks."""
+def catch_stop_signals(training):
+    """A stop signal is only noted, in process.stop. agree_to_continue then stops all ranks."""
 
     def note(signal_number, _):
-        place.stop = signal_number
+        training.process.stop = signal_number
 
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, note)
+    # Python calls `note` only when the main thread is back from PyTorch, where it may wait for a
+    # rank that is stuck. A thread learns of the signal at once.
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=end_if_unanswered, args=(training, reader), daemon=True).start()
 
 
-def after_step(training, epoch, loss, image_count):
+def end_if_unanswered(training, reader):
+    """In a thread: ends this rank if the ranks do not agree to stop soon after a stop signal."""
+    while (number := os.read(reader, 1)[0]) not in STOP_SIGNALS:
+        pass  # another signal
+    slowest = max((step.whole for step in training.timer.step_times), default=0)
+    left = seconds = max(STOP_SECONDS, math.ceil(3 * slowest))
+    while left:
+        time.sleep(1)
+        if training.timer.step_times and not training.may_take_long:  # nor in the first step
+            left -= 1
+    text = f"ERROR: {signal.Signals(number).name}, but the ranks have not agreed to stop in "
+    text += f"{seconds} s: is one of them stuck or suspended?"
+    end_process(EXIT_FAILED, training.process, text, "peer")
+
+
+def log_save_or_stop(training, epoch, loss, image_count):
     """All ranks: logs, agrees to go on and saves, each in the steps in which it is due."""
     args, timer = training.args, training.timer
     log_step(training)  # of the step before, if its line is due: a GPU computes this one meanwhile
@@ -1743,14 +1705,14 @@ def after_step(training, epoch, loss, image_count):
         profile_step(training)
     # Steps 1, 6, 11, ... with --log_every 5, and the last one; each rank, of its own images.
     if (training.step - 1) % args.log_every == 0 or training.step == args.max_steps:
-        copied = loss.to("cpu", non_blocking=training.place.gpu)
+        copied = loss.to("cpu", non_blocking=training.process.gpu)
         training.due_line = DueLine(epoch, training.step, copied, timer.now())
-    if not training.place.gpu:
+    if not training.process.gpu:
         log_step(training)
     save_due = args.checkpoint_every and training.step % args.checkpoint_every == 0
-    if save_due or training.step >= training.next_agreement:
+    if save_due or training.step >= training.agree_at_step:
         seconds = timer.last_step_seconds()
-        training.next_agreement = training.step + agree_to_continue(training, seconds)
+        training.agree_at_step = training.step + agree_to_continue(training, seconds)
     if save_due:
         save_checkpoint(training, is_last=False)
         timer.start_step()  # the time to save is not part of a step
@@ -1759,7 +1721,7 @@ def after_step(training, epoch, loss, image_count):
 def batches_until_stop(training, loader):
     """All ranks: the loader's batches. After some of them the ranks agree to go on."""
     # After the same batches on all ranks, which the shortest share has, too; and at the end.
-    images_of_shortest = len(loader.dataset) // training.place.world_size
+    images_of_shortest = len(loader.dataset) // training.process.world_size
     shortest = math.ceil(images_of_shortest / training.args.batch_size)
     agree_at_batch, began = 1, perf_counter()
     for number, batch in enumerate(loader, 1):
@@ -1775,22 +1737,22 @@ def agree_to_continue(training, seconds):
 
     seconds: of the last step. Returns after how many steps the ranks agree again: about once a
     second, because here they wait for each other and for their GPUs. The number follows from the
-    slowest rank's seconds, so it is the same on all ranks. It at most doubles from one time to the
-    next, because the next steps may be slower.
+    slowest rank's seconds, so it is the same on all ranks. It doubles at most each time, because
+    the next steps may be slower.
     """
     log_step(training)
-    place, stop = training.place, training.place.stop
+    process, stop = training.process, training.process.stop
     # A torchrun that is killed leaves its ranks behind, with another parent. A rank that was
     # started by hand, with RANK set, may go on when its shell has ended.
-    started_by_hand = place.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ
-    watched = place.launcher != "python" and not started_by_hand
-    if not stop and watched and os.getppid() != place.parent:
+    started_by_hand = process.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ
+    watched = process.launcher != "python" and not started_by_hand
+    if not stop and watched and os.getppid() != process.parent:
         stop = PARENT_ENDED
     not_finite = not math.isfinite(training.loss_sum)  # as a number: a maximum may leave out NaN
     # A stop signal may come to one rank alone. Here all learn of it, after the same step.
     damaged = training.damage.is_too_much() or training.val_damage.is_too_much()
     facts = torch.tensor([stop, not_finite, damaged, seconds], dtype=torch.float64)
-    facts = facts.to(place.exchange_device)
+    facts = facts.to(process.exchange_device)
     dist.all_reduce(facts, dist.ReduceOp.MAX)
     stop, not_finite, damaged, slowest = facts.tolist()
     if not_finite:
@@ -1812,12 +1774,13 @@ CHECKPOINT_BYTES = 135e6  # about: 11.2 million weights, and Adam's two averages
 # A run can resume only with the same values of these. The number of processes may differ, if
 # --global_batch_size keeps a step's images the same.
 SAME_ON_RESUME = ["global_batch_size", "image_size", "lr", "warmup_steps", "precision"]
-SAME_ON_RESUME += ["grad_compression", "powersgd_rank", "sync_bn", "seed"]
+SAME_ON_RESUME += ["grad_compression", "sync_bn", "seed"]
 
 
 def settings_of(training):
     """{name: value} of what a run must have in common with the run that it resumes."""
     settings = {f"--{name}": getattr(training.args, name) for name in SAME_ON_RESUME}
+    settings["--powersgd_rank"] = POWERSGD_RANK  # an option of earlier versions
     settings["number of classes"] = len(training.train_set.categories)
     settings["data set"] = digest(training.train_set.names, training.train_set.labels)
     settings["sizes of the images"] = training.image_sizes
@@ -1829,19 +1792,19 @@ def digest(*parts):
     return hashlib.sha256("".join(map(str, parts)).encode()).hexdigest()[:12]
 
 
-def check_checkpoint(args, place):
+def check_checkpoint(args, process):
     """All ranks: raises UserError if nothing can be saved, or if an earlier run's file is there.
 
     torchrun --max-restarts repeats the first command, without --resume. Its ranks then continue
     what this run has written, and nothing else.
     """
     # Those of rank 0's torchrun. On another node it may have started its first ranks.
-    place.restarts = max(all_gather(place.restarts))
-    runs = {*all_gather(place.run)} - {""} if place.restarts else set()
-    args.resume = from_rank_0(lambda: may_resume(args, place, runs)) or args.resume
+    process.restarts = max(all_gather(process.restarts))
+    runs = {*all_gather(process.run)} - {""} if process.restarts else set()
+    args.resume = from_rank_0(lambda: may_resume(args, process, runs)) or args.resume
 
 
-def may_resume(args, place, runs):
+def may_resume(args, process, runs):
     """Whether this run continues --checkpoint, which may be of `runs`. Raises UserError."""
     path = args.checkpoint
     if not path:
@@ -1854,7 +1817,7 @@ def may_resume(args, place, runs):
     free = shutil.disk_usage(os.path.dirname(path) or ".").free
     if free < needed:
         text = f"checkpoint {path} needs {needed / 1e6:.0f} MB, but {free / 1e6:.0f} MB are free"
-        log(place, f"WARNING: {text}")
+        log(process, f"WARNING: {text}")
     if args.resume or not os.path.exists(path):
         return args.resume
     saved = read_file(path) if runs else None
@@ -1868,7 +1831,7 @@ def write_checkpoint(training, path):
     """The old file stays until the new one is complete. Raises UserError."""
     state = {
         "settings": settings_of(training),
-        "run": training.place.run,
+        "run": training.process.run,
         "categories": list(training.train_set.categories.values()),
         "step": training.step,
         "model": training.model.state_dict(),  # in ddp's, names would begin with "module."
@@ -1888,7 +1851,7 @@ def write_checkpoint(training, path):
             Path(f"{path}.new").unlink(missing_ok=True)  # an incomplete one, if the disk is full
 
 
-def read_checkpoint(args, place):
+def read_checkpoint(args, process):
     """All ranks: what --checkpoint has; None if there is nothing to resume. Raises UserError."""
     if not args.resume:
         return None
@@ -1914,13 +1877,11 @@ def epochs_left(training):
 def load_checkpoint(training, state):
     """All ranks: restores what was saved. Raises UserError.
 
-    With the same number of processes, options and hardware a resumed run equals an unbroken one
-    bit for bit. The order of the images and their crops depend on seed, epoch and index alone
-    (EpochSampler, CocoFirstCategory). DDP adds up in the same order (rebuild_buckets). The rest
-    is in the file.
-    (Its batch-norm statistics are rank 0's: a step does not use them.) This does not hold for
-    PowerSGD, nor for a GPU on which cuDNN changes an order of sums. A model with dropout would
-    also need the state of torch's random generators.
+    With the same number of processes, options and hardware a resumed run equals an uninterrupted
+    one, bit for bit. The order of the images and their crops depend on seed, epoch and index alone
+    (EpochSampler, CocoFirstCategory), DDP adds up in the same order (rebuild_buckets), and the
+    rest is in the file. There are two exceptions: PowerSGD, and a GPU on which cuDNN changes an
+    order of sums. A model with dropout would also need the state of torch's random generators.
     """
     path = training.args.checkpoint
     with errors_end_all_ranks(), as_user_error(f"checkpoint {path} is not one of this demo"):
@@ -1942,16 +1903,18 @@ STDOUT, STDERR = 1, 2  # file descriptors
 LOGGED = ("NCCL_", "GLOO_", "OMP_", "GOMP_", "MALLOC_", "TORCH_NCCL_", "TORCH_DIST_")
 
 
-def log(place, text, to=STDOUT):
+def log(process, text, to=STDOUT):
     """Writes a line in one piece, so that the lines of several ranks do not mix."""
     text = "".join(c if c.isprintable() else "?" for c in text)  # a file name can hold anything
+    line = f"{process.name} {text}\n".encode(errors="replace")
     with suppress(OSError):  # a full disk, or a reader that has gone, does not end a training
-        os.write(to, f"{place.name} {text}\n".encode(errors="replace"))
+        while line:  # once, unless a pipe takes a part of a long line only
+            line = line[os.write(to, line) :]
 
 
-def log_from_rank_0(place, text):
-    if place.rank == 0:
-        log(place, text)
+def log_from_rank_0(process, text):
+    if process.rank == 0:
+        log(process, text)
 
 
 def duration(seconds, digits=2):
@@ -1971,21 +1934,21 @@ def counted(number, one, more=None):
 
 def facts_of_run(training):
     """All ranks: what runs, on what hardware, with which settings. Also for step_log.py."""
-    place = training.place
-    device = torch.cuda.get_device_name() if place.gpu else os.uname().machine
-    if place.device.type == "mps":
+    process = training.process
+    device = torch.cuda.get_device_name() if process.gpu else os.uname().machine
+    if process.device.type == "mps":
         device = f"MPS of {device}"
-    nccl = torch.cuda.nccl.version() if place.backend == "nccl" else None
+    nccl = torch.cuda.nccl.version() if process.backend == "nccl" else None
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl},
         **vars(training.args),
-        "launcher": place.launcher,
-        "backend": place.backend,
+        "launcher": process.launcher,
+        "backend": process.backend,
         "hosts": all_gather(socket.gethostname()),
         "devices": all_gather(device),
-        "nodes": all_gather(place.local_rank).count(0),
-        "world_size": place.world_size,
+        "nodes": all_gather(process.local_rank).count(0),
+        "world_size": process.world_size,
         "threads": torch.get_num_threads(),
         "parameters": sum(map(torch.numel, training.model.parameters())),
         "start_step": training.step,
@@ -1993,34 +1956,38 @@ def facts_of_run(training):
     }
 
 
+def log_record(process, name, record, words):
+    """Rank 0 writes a record: as JSON for programs, and as words with its values for people."""
+    log_from_rank_0(process, f"{name} {json.dumps(record)}")
+    log_from_rank_0(process, f"{name}: {words.format(**record)}")
+
+
 def log_run(training, val_set):
     """All ranks: rank 0 writes the facts of the run, and those of its data."""
-    args, place, train_set = training.args, training.place, training.train_set
+    args, process, train_set = training.args, training.process, training.train_set
     record = facts_of_run(training) | {
         "classes": len(train_set.categories),
         "images": len(train_set.names),
         "images_without_annotations": train_set.unlabelled,
         "picture_sizes": training.image_sizes,  # a digest: equal in runs with the same images
-        "padding": -len(train_set.names) % place.world_size,
+        "padding": -len(train_set.names) % process.world_size,
         "val_images": len(val_set.names) if val_set else None,
     }
-    log_from_rank_0(place, "Run " + json.dumps(record))
-    processes = counted(place.world_size, "process", "processes")
-    steps, images = counted(args.max_steps, "step"), counted(args.global_batch_size, "image")
-    text = f"Run: {processes} on {counted(record['nodes'], 'node')}, {place.backend}, "
-    text += f"{args.precision}; {steps} of {images}; "
+    words = f"{counted(process.world_size, 'process', 'processes')} on "
+    words += f"{counted(record['nodes'], 'node')}, {{backend}}, {{precision}}; "
+    words += f"{counted(args.max_steps, 'step')} of {counted(args.global_batch_size, 'image')}; "
     if args.dummy:
-        text += "random images (--dummy). "
+        words += "random images (--dummy). "
     else:
-        text += f"{len(train_set.names)} labelled images, {train_set.unlabelled} without a label, "
-        text += f"{record['padding']} repeated as padding. "
+        words += "{images} labelled images, {images_without_annotations} without a label, "
+        words += "{padding} repeated as padding. "
     if training.step:
-        text += f"Resumed from {args.checkpoint} at step {training.step}"
+        words += "Resumed from {checkpoint} at step {start_step}"
     elif args.resume:
-        text += f"No checkpoint {args.checkpoint} yet: the run starts from the beginning"
+        words += "No checkpoint {checkpoint} yet: the run starts from the beginning"
     else:
-        text += "Not resumed"
-    log_from_rank_0(place, text)
+        words += "Not resumed"
+    log_record(process, "Run", record, words)
 
 
 # The log line of a step that a GPU may not have finished. `copied`: when the loss is on the CPU.
@@ -2032,16 +1999,16 @@ def log_step(training):
     line, training.due_line = training.due_line, None
     if line is None:
         return
-    if training.place.gpu:
+    if training.process.gpu:
         line.copied.synchronize()
     args, mean = training.args, mean_time(training.timer.since_last_line())
     text = f"Epoch {line.epoch} | Step {line.step} | Loss: {line.loss.item():.4f} | "
     if not mean.images:  # all steps since the last line were profiled
-        log(training.place, f"{text}profiled")
+        log(training.process, f"{text}profiled")
         return
     left = duration((args.max_steps - line.step) * mean.whole, 0)
     text += f"{mean.images / mean.whole:.1f} img/s | data {1e3 * mean.data:.1f} ms | "
-    log(training.place, f"{text}step {1e3 * mean.whole:.1f} ms | ETA {left}")
+    log(training.process, f"{text}step {1e3 * mean.whole:.1f} ms | ETA {left}")
 
 
 def log_epoch(training, epoch, first_step, images_seen, began):
@@ -2053,7 +2020,7 @@ def log_epoch(training, epoch, first_step, images_seen, began):
         state = "complete" if done == steps else f"ends at step {done} of {steps}"
         state += f" from step {first_step}" if first_step > 1 else ""
         text = f"Epoch {epoch} {state} | Avg loss: {training.loss_sum.item() / images_seen:.4f} | "
-        log(training.place, f"{text}{images_seen / seconds:.1f} img/s | {seconds:.2f}s")
+        log(training.process, f"{text}{images_seen / seconds:.1f} img/s | {seconds:.2f}s")
 
 
 def log_validation(training, loader, epoch, correct, seen, began):
@@ -2061,12 +2028,12 @@ def log_validation(training, loader, epoch, correct, seen, began):
     most_frequent = max(Counter(loader.dataset.labels).values())
     text = f"Epoch {epoch} validation | Top-1: {100 * correct / seen:.2f}% | {seen} images | "
     text += f"{perf_counter() - began:.2f}s | baseline {100 * most_frequent / seen:.2f}%"
-    log(training.place, text)
+    log(training.process, text)
 
 
 def log_summary(training, digests):
     """All ranks: rank 0 writes what the run did, its times, and whether the digests are equal."""
-    place, times = training.place, training.timer.step_times
+    process, times = training.process, training.timer.step_times
     measured = times[UNMEASURED_STEPS:] or times
     mean = mean_time(measured)
     parts = {
@@ -2075,11 +2042,11 @@ def log_summary(training, digests):
         "exposed_ms": 1e3 * mean.exposed,
         "step_ms": 1e3 * mean.whole,
     }
-    ranks = all_gather({"rank": place.rank, **parts})
+    ranks = all_gather({"rank": process.rank, **parts})
     images = sum(all_gather(sum(time.images for time in measured)))
     seconds = sum(time.whole for time in measured)
     damaged = sum(all_gather(int(training.damage.damaged + training.val_damage.damaged)))
-    peak = max(all_gather(torch.cuda.max_memory_allocated() if place.gpu else 0))
+    peak = max(all_gather(torch.cuda.max_memory_allocated() if process.gpu else 0))
     summary = {
         "epochs": training.step // training.args.steps_per_epoch,
         "steps": training.step,
@@ -2094,28 +2061,30 @@ def log_summary(training, digests):
         "replicas_identical": len(set(digests)) == 1,
         "damaged_images": damaged,  # each as often as it was read, by training and validation
     }
-    log_from_rank_0(place, "Summary " + json.dumps(summary))
     # NOTE: PowerSGD computes and communicates in one call: no moment is between the two.
     exposed = "compression and communication" if training.powersgd else "exposed communication"
-    text = "{img_per_s:.1f} img/s; a step of {step_ms:.0f} ms is {data_ms:.0f} data + "
-    text += f"{{compute_ms:.0f}} compute + {{exposed_ms:.0f}} {exposed}; "
-    text += f"at most {peak / 2**30:.2f} GiB of a GPU's memory; " if peak else ""
-    text += f"{damaged} of the images were damaged; " if damaged else ""
-    text += "replicas identical: {replicas_identical}"
-    epochs, steps = counted(summary["epochs"], "epoch"), counted(training.step, "step")
-    log_from_rank_0(place, f"Summary: {epochs}, {steps}, {text.format(**summary)}")
+    words = f"{counted(summary['epochs'], 'epoch')}, {counted(training.step, 'step')}, "
+    words += "{img_per_s:.1f} img/s; a step of {step_ms:.0f} ms is {data_ms:.0f} data + "
+    words += f"{{compute_ms:.0f}} compute + {{exposed_ms:.0f}} {exposed}; "
+    words += f"at most {peak / 2**30:.2f} GiB of a GPU's memory; " if peak else ""
+    words += "{damaged_images} of the images were damaged; " if damaged else ""
+    words += "replicas identical: {replicas_identical}"
+    log_record(process, "Summary", summary, words)
 
 
-def log_end(place, began):
+def log_end(process, began):
     """The last line: this rank has succeeded."""
     total = perf_counter() - began
-    log(place, f"Cleanup complete. Total wall time: {duration(total)} ({total:.3f}s)")
+    log(process, f"Cleanup complete. Total wall time: {duration(total)} ({total:.3f}s)")
 
 
 # ---- Errors and the end: one line for an error, and ranks that end together
 
-EXIT_FAILED, EXIT_USER = 1, 2
-EXIT_STOPPED = os.EX_TEMPFAIL  # 75, from sysexits.h: try again later
+# Exit codes. torchrun turns every nonzero code into 1; the demo's launchers return them.
+EXIT_FAILED = 1  # a failure outside, a bug, or an error on a single rank, such as out of memory
+EXIT_USER = 2  # bad input, such as a wrong argument: UserError, with which all ranks end
+EXIT_STOPPED = os.EX_TEMPFAIL  # 75: stopped by a signal, and saved to --checkpoint if given
+OTHER_RANK = "another rank has ended, or does not answer"
 # Puzzling errors of PyTorch and NCCL: a part of the text, and what to do.
 ADVICE = [
     ("out of memory", "use a smaller --batch_size"),
@@ -2125,11 +2094,14 @@ ADVICE = [
     ("DataLoader worker (pid", "something outside has ended it: is the memory full?"),
     ("DataLoader timed out", "does the storage of the images still answer?"),
     ("Duplicate GPU", "two ranks have the same GPU: start one process for each GPU"),
+    ("invalid device ordinal", "NCCL needs to see all GPUs of a node: is it --gpus-per-task?"),
+    ("Too many open files", "raise the limit (ulimit -n), or use --workers 0"),
+    ("getpwuid", "the user has no name on this machine: export USER, with any name"),
     ("C++ compiler found", "install g++ (or set CXX), or leave --compile out"),
     ("find C compiler", "install gcc (or set CC), or leave --compile out"),  # Triton, on GPUs
     ("unhandled system error", "NCCL_DEBUG=INFO says more"),
-    ("/gloo/", "another rank has ended, or does not answer"),
-    ("pair closure", "another rank has ended, or does not answer"),
+    ("/gloo/", OTHER_RANK),
+    ("pair closure", OTHER_RANK),
 ]
 
 
@@ -2154,12 +2126,25 @@ class Stopped(Exception):
         super().__init__(text)
 
 
+class Ended(Exception):
+    """How this rank ended, for torchrun's error file (its --log-dir keeps it)."""
+
+
+def record_end(word, text):
+    """word: own (this rank's error), shared (all ranks'), peer (a lost connection), stopped."""
+    try:
+        raise Ended(f"{word}: {text}") from None
+    except Ended as end:
+        with suppress(OSError):  # a full disk
+            get_error_handler().record_exception(end)
+
+
 @contextmanager
 def as_user_error(prefix):
-    """Turns any error of the block into a UserError: the prefix and the cause."""
+    """Turns any error of the block, except full memory, into a UserError: prefix and cause."""
     try:
         yield
-    except UserError:
+    except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         # torch.save hides the error of a full disk behind its own.
@@ -2179,28 +2164,32 @@ def one_line(error):
 
 def run_and_exit(main, log_wall_time=True):
     """Runs main(process) and ends the process with its exit code. Also for probe_link.py."""
-    place, code, began = ProcessInfo(), 0, perf_counter()
+    process, code, began = ProcessInfo(), 0, perf_counter()
     try:
         try:
-            main(place)
+            main(process)
         except Stopped as stop:
             code = stop.code
-            log(place, str(stop))
+            word = "stopped" if code == EXIT_STOPPED else "peer"
+            record_end(word, f"{process.name} {stop}")
+            log(process, str(stop))
         except StartError as error:
-            end_process(EXIT_FAILED, place, f"ERROR: {error}")
+            end_process(EXIT_FAILED, process, f"ERROR: {error}")
         except UserError as error:
             code = EXIT_USER
+            record_end("shared", f"{process.name} ERROR: {error}")
             # Connected ranks share their errors: one line on each node is enough.
-            if place.local_rank == 0 or not dist.is_initialized():
-                log(place, f"ERROR: {error}", STDERR)
-        end_workers()  # after an error they may be there still
+            if process.local_rank == 0 or not dist.is_initialized():
+                log(process, f"ERROR: {error}", STDERR)
+        end_workers()  # after an error some may still run
         leave_process_group()
         if code == 0 and log_wall_time:
-            log_end(place, began)
+            log_end(process, began)
     except Exception as error:
         end_workers()
         # With a code the reason is logged already: this is only a connection lost after it.
-        end_process(code or EXIT_FAILED, place, "" if code else explain(place, error))
+        text = "" if code else explain(process, error)
+        end_process(code or EXIT_FAILED, process, text, "peer" if OTHER_RANK in text else "own")
     sys.exit(code)
 
 
@@ -2209,29 +2198,30 @@ def advice_on(text):
     return [what_to_do for part, what_to_do in ADVICE if part in text][:1]
 
 
-def explain(place, error):
+def explain(process, error):
     """The line for an error that the other ranks do not know. A bug's traceback is logged."""
     advice = advice_on(str(error))
     name = ""
     if not advice and not isinstance(error, (OSError, EOFError, dist.DistError)):
         name = f"{type(error).__name__}: "
         for line in traceback.format_exc().splitlines():
-            log(place, line, STDERR)
+            log(process, line, STDERR)
     return f"ERROR: {name}" + ": ".join([one_line(error), *advice])
 
 
 def end_workers():
-    """Loader workers ignore SIGTERM: they could outlive this process, or keep it from its end."""
+    """Loader workers ignore SIGTERM: they could outlive this process, or keep it from ending."""
     # PyTorch's handler of this signal, for dead loader workers, could raise another error.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for worker in multiprocessing.active_children():
         worker.kill()
 
 
-def end_process(code, place=None, text=""):
-    """Ends a process that may not be able to end by itself: it could wait for others for ever."""
+def end_process(code, process=None, text="", word="own"):
+    """Ends a process that cannot end by itself, because it may wait for others for ever."""
     if text:
-        log(place, text, STDERR)
+        record_end(word, f"{process.name} {text}")
+        log(process, text, STDERR)
     os._exit(code)
 
 

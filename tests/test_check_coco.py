@@ -49,7 +49,7 @@ def lost(folder: Path, *names: str) -> str:
 # --- The tables in tests/data ------------------------------------------------------------------
 
 
-@pytest.mark.guards("check-other-kinds")
+@pytest.mark.guards("check-other-kinds", "check-form", "large-floats")
 @pytest.mark.parametrize(
     "case", [case for case, _ in cases()], ids=lambda case: plain_id([case.name])
 )
@@ -57,7 +57,7 @@ def test_each_file_of_the_table_is_fine_or_its_fault_is_named(tmp_path: Path, ca
     path, good = tmp_path / "file.json", write(tmp_path / "good.json")
     case.write(path)
     line = fault(good, val=path) if case.validation else fault(path)
-    line = re.sub(r" \(and \d more\)", "", line)
+    line = re.sub(r" \(and \d+ more\)", "", line)
     assert case.fits(line, path) if case.line else line == "", line
 
 
@@ -209,15 +209,6 @@ def test_images_that_are_empty_or_cut_off_are_told_from_whole_ones(tmp_path: Pat
     assert line == f"image {folder / names[1]} is empty (and 2 more). {advice}"
 
 
-def test_names_of_windows_and_of_lvis(tmp_path: Path):
-    changes = r'images[0].file_name = "part\\0000.jpg"; images[1].file_name = "a\\b.jpg"; '
-    changes += 'images[2].file_name is gone; images[2].coco_url = "http://coco.example/c/2.jpg"'
-    path = write(tmp_path / "file.json", changes)
-    folder = make_files(tmp_path / "images", r"a\b.jpg", "2.jpg", "0003.jpg")
-    make_files(folder / "part", "0000.jpg")
-    assert fault(path, folder) == ""
-
-
 # --- What is there -----------------------------------------------------------------------------
 
 
@@ -239,12 +230,6 @@ def test_a_file_without_faults_is_described(tmp_path: Path):
         "bird 2, apple 2, clock 1",
         "The training file has all classes of the validation images",
     ]
-
-
-@pytest.mark.parametrize("name", ["is gone", "= null", '= ""', "= 5"])
-def test_a_class_without_a_name_is_called_by_its_id(tmp_path: Path, name: str):
-    path = write(tmp_path / "file.json", f"categories[1].name {name}")
-    assert check(path)[-1] == "bird 2, 5 1, clock 1"
 
 
 # --- The command -------------------------------------------------------------------------------

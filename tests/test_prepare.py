@@ -20,9 +20,9 @@ from PIL import Image
 import prepare_coco
 from support.annotation_cases import changed
 from support.datasets import data_args, digests, instances, numbered, truncate, write_images
-from support.forks import run_forked
+from support.forks import load, run_forked
 from support.launchers import FAST
-from support.processes import FACTOR, LONG, ROOT
+from support.processes import FACTOR, LONG, ROOT, SCRIPT
 
 COMMAND = [sys.executable, ROOT / "tools" / "prepare_coco.py"]
 
@@ -118,6 +118,30 @@ def test_an_instances_file_has_the_first_annotation_of_each_image_without_sizes(
     kept = ("id", "image_id", "category_id", "iscrowd")
     firsts = [{key: annotation[key] for key in kept} for annotation in old["annotations"][:4]]
     assert made["annotations"] == firsts
+
+
+IDS = ["images[*].id", "categories[*].id", "annotations[*].id"]
+IDS += ["annotations[*].image_id", "annotations[*].category_id"]
+
+
+@pytest.mark.guards("form-ids", "form-names", "lvis-url")
+@pytest.mark.parametrize("form", ["text", "floats"])
+def test_other_forms_of_annotation_files_become_cocos(source, tmp_path, form):
+    """The labels are those of the file in COCO's form: here ids as text have the same order."""
+    demo = load(str(SCRIPT))
+    path = source / "annotations/instances_train2017.json"
+    write_content(source, changed(""))
+    good = demo.read_image_list(path)
+    changes = [f"{key} as {form}" for key in IDS] + ['categories[1].name = ""']
+    changes += ["images[0].file_name is gone", 'images[0].coco_url = "http://a.example/0000.jpg"']
+    write_content(source, changed("; ".join(changes)))
+    with pytest.raises(demo.UserError, match="that is a whole number"):
+        demo.read_image_list(path)
+    prepare(tmp_path)
+    found = demo.read_image_list(tmp_path / "small/annotations/instances_train2017.json")
+    assert (found.names, found.labels) == (good.names, good.labels)
+    names = ["5" if form == "text" else "5.0", "bird", "clock"]
+    assert [*found.categories.values()] == names
 
 
 @pytest.mark.guards("prepare-small-copied", "prepare-modes", "prepare-damaged")

@@ -105,18 +105,9 @@ def test_label_is_the_category_of_the_first_annotation_in_the_file(demo, tmp_pat
 def look_up(demo, folder, *names):
     """The names that a list with these images has, where the folder is looked at."""
     (folder.parent / "file.json").write_text(json.dumps(instances(names)))
-    found = demo.read_image_list(folder.parent / "file.json", folder).names
+    found = demo.read_image_list(folder.parent / "file.json").names
     demo.check_images(folder, found)
     return found
-
-
-def test_names_of_windows_are_read_with_slashes_unless_they_are_there_as_written(demo, tmp_path):
-    folder = tmp_path / "images"
-    write_images(folder / "part", ["1.jpg"])
-    write_images(folder, ["odd\\2.jpg"])
-    assert look_up(demo, folder, "part\\1.jpg", "odd\\2.jpg") == ["part/1.jpg", "odd\\2.jpg"]
-    with pytest.raises(demo.UserError, match="leaves the image folder"):
-        look_up(demo, folder, "part\\..\\..\\1.jpg")
 
 
 def test_images_in_linked_folders_are_found_and_a_loop_of_links_ends(demo, tmp_path):
@@ -187,7 +178,7 @@ def test_the_model_gets_the_pixels_that_its_pretrained_weights_expect(demo, imag
         pixels.permute(2, 0, 1) / 255, transforms.mean, transforms.std
     )
     training = SimpleNamespace(args=arguments(demo, "--precision", "fp32"), mean=demo.MEAN)
-    training.place, training.std = demo.ProcessInfo(), demo.STD
+    training.process, training.std = demo.ProcessInfo(), demo.STD
     (found,) = demo.forward(training, torch.nn.Identity(), pixels[None])
     assert torch.allclose(found, scaled, atol=1e-5)
 
@@ -359,7 +350,7 @@ def test_default_number_of_loader_workers(demo, monkeypatch, kind, cores, given,
     monkeypatch.setattr(demo, "all_gather", lambda value: [value])  # alone in its group
     args = arguments(demo, "--precision", "fp32", *given)
     args.workers = given[1] if given else None
-    demo.resolve_arguments(args, process, 10)
+    demo.fill_in_arguments(args, process, 10)
     assert args.workers == expected
 
 
@@ -428,7 +419,7 @@ def main(process):
     args = demo.parse_arguments(sys.argv[2:])
     demo.read_environment(process)
     demo.join_process_group(args, process)
-    demo.resolve_arguments(args, process, 16)
+    demo.fill_in_arguments(args, process, 16)
     model = demo.build_model(args, process, SimpleNamespace(categories=range(80)))
     model.bn1.running_mean += process.rank
     ddp, _ = demo.wrap_model(args, process, model)
@@ -629,10 +620,10 @@ def test_steps_keep_to_the_gpu_and_wait_for_it_at_log_lines_alone(demo, monkeypa
         model.conv1.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
         batch = torch.zeros(4, 40, 40, 3, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
         batch += (torch.zeros(4, dtype=torch.bool),)
-        training = SimpleNamespace(args=args, place=demo.ProcessInfo(device=cuda), step=0)
+        training = SimpleNamespace(args=args, process=demo.ProcessInfo(device=cuda), step=0)
         training.model = training.ddp = model
         training.timer, training.scaler, training.optimizer = timer, nothing, nothing
-        training.next_agreement, training.profiler, training.due_line = 99, None, None
+        training.agree_at_step, training.profiler, training.due_line = 99, None, None
         training.damage = demo.Damage()
         training.mean, training.std = (torch.ones(3, 1, 1, device=cuda) for _ in range(2))
         args.steps_per_epoch, args.max_steps = 12, 99
@@ -672,7 +663,7 @@ def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
         demo, "all_gather", lambda own: [2**30, own] if peak and own == peak else [own]
     )
     training = SimpleNamespace(args=arguments(demo), model=torch.nn.Linear(1, 1), step=5)
-    training.place = demo.ProcessInfo(device=torch.device(kind))
+    training.process = demo.ProcessInfo(device=torch.device(kind))
     times = [demo.StepTime(1, 1, 3, 4)] * 2
     training.timer = SimpleNamespace(step_times=[demo.StepTime(9, 9, 99, 4)] * 3 + times)
     training.args.steps_per_epoch, training.powersgd = 1, None
@@ -686,6 +677,20 @@ def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
     assert summary["img_per_s"] == pytest.approx(4 / 3)
     assert ("; at most 3.00 GiB of a GPU's memory; replicas" in text) == (kind == "cuda")
     assert text.endswith("replicas identical: True")
+
+
+@pytest.mark.guards("powersgd-other-rank")
+def test_a_checkpoint_of_an_earlier_version_with_another_powersgd_rank_is_refused(
+    demo, monkeypatch
+):
+    monkeypatch.setattr(demo, "all_gather", lambda own: [own])
+    training = SimpleNamespace(args=arguments(demo, "--checkpoint", "c.pt"), image_sizes="")
+    training.train_set = image_list(demo, 8)
+    saved = {"settings": demo.settings_of(training) | {"--powersgd_rank": 2}}
+    with pytest.raises(
+        demo.UserError, match=r"c\.pt was saved with --powersgd_rank 2, not 8: resume"
+    ):
+        demo.load_checkpoint(training, saved)
 
 
 # --- Time --------------------------------------------------------------------------------------
@@ -725,14 +730,14 @@ def test_the_time_of_a_periodic_save_is_in_no_step(demo, monkeypatch):
     args = arguments(demo, "--checkpoint", "any", "--checkpoint_every", 2, "--max_steps", 9)
     timer = demo.StepTimer(torch.device("cpu"), torch.nn.Linear(1, 1))
     training = SimpleNamespace(args=args, timer=timer, profiler=None, step=0)
-    training.place, training.next_agreement = demo.ProcessInfo(), 0
+    training.process, training.agree_at_step = demo.ProcessInfo(), 0
     timer.start_step()
     for _ in range(4):
         now[0] += 1
         for name in ("waiting for data", "data arrived", "own gradients", "gradients averaged"):
             timer.mark(name)
         training.step += 1
-        demo.after_step(training, 1, torch.ones(()), 4)
+        demo.log_save_or_stop(training, 1, torch.ones(()), 4)
     timer.read()
     assert now == [4 + 2 * 60]
     assert [step.whole for step in timer.step_times] == [1, 1, 1, 1]
@@ -750,6 +755,32 @@ def test_a_log_line_is_one_write_of_printable_characters_and_its_failure_ends_no
         assert reader.recv(999).decode() == "[CPU 3] Gerät??[1m?\n"
         reader.close()
         demo.log(demo.ProcessInfo(), "nobody reads this", to=writer.fileno())
+
+
+@pytest.mark.guards("long-line")
+def test_a_line_of_which_a_pipe_takes_parts_is_whole(demo, monkeypatch, capfd):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda to, data: write(to, data[:99]))
+    demo.log(demo.ProcessInfo(), "long" * 999)
+    assert capfd.readouterr().out == f"[CPU 0] {'long' * 999}\n"
+
+
+@pytest.mark.guards("memory-of-checkpoint")
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_full_memory_is_no_fault_of_the_file_that_is_loaded(demo, error):
+    with pytest.raises(error), demo.as_user_error("c.pt is not one of this demo"):
+        raise error("out of memory")
+
+
+@pytest.mark.guards("socket-timeout-back")
+def test_only_the_download_of_weights_has_a_limit_in_seconds(demo, monkeypatch):
+    limits = []
+    kind = demo.torchvision.models.ResNet18_Weights.__mro__[1]
+    monkeypatch.setattr(
+        kind, "get_state_dict", lambda *_, **__: limits.append(socket.getdefaulttimeout())
+    )
+    demo.download_weights()
+    assert limits == [20] and socket.getdefaulttimeout() is None
 
 
 def test_dashes_inside_a_name_are_accepted(demo):

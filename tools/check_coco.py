@@ -48,17 +48,21 @@ def raise_first(texts, advice=""):
 UNUSED = ("segmentation", "bbox", "area", "width", "height")  # training does not need them
 
 
-def read_instances(path, folder=None):
+def read_instances(path, folder=None, any_form=False):
     """The content of an annotation file, without UNUSED. Raises UserError.
 
-    Of each image file_name is set: its name in the folder of images.
+    Of each image file_name is set: its name in the folder of images. any_form: whether the file
+    may have another form than COCO's, as prepare_coco.py takes it.
     """
     try:
         content = read_json(path)
         check_lists(content)
         check_fields(content)
         check_ids(content)
+        names = [image.get("file_name") for image in content["images"]]
         set_file_names(content, folder)
+        if not any_form:
+            check_form(content, names)
     except UserError as error:
         raise UserError(f"annotation file {path}{error}") from error
     return content
@@ -193,6 +197,27 @@ def set_file_names(content, folder):
             texts.append(f": {name} leaves the image folder")
         image["file_name"] = name
     raise_first(texts)
+
+
+def check_form(content, names):
+    """Raises UserError where a file with these names of images is not in COCO's own form."""
+    texts = [
+        f": {name}[{index}] {has(entry, key)}: COCO has a whole number"
+        for name, key, _ in IDS
+        for index, entry in enumerate(content[name])
+        if type(entry[key]) is not int
+    ]
+    texts += [
+        f": categories[{index}] {has(category, 'name')}: COCO has text"
+        for index, category in enumerate(content["categories"])
+        if not isinstance(category.get("name"), str) or not category["name"]
+    ]
+    texts += [
+        f": images[{index}] has {shown(name)} as file_name: COCO has a path with /"
+        for index, (image, name) in enumerate(zip(content["images"], names, strict=True))
+        if name != image["file_name"] or "\\" in name
+    ]
+    raise_first(texts, ". tools/prepare_coco.py takes such a file, and writes one as COCO's")
 
 
 # ---- Images that are not in the folder

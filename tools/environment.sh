@@ -95,7 +95,7 @@ make_venv() {
     touch "$venv/begun"
     "$base" -m venv "$venv" ||
         die "$base -m venv failed, see above: is python3-venv installed (Debian, Ubuntu), and room on the disk?"
-    install_packages -r "$root/requirements.txt"
+    install_packages -r "$root/requirements.txt" -r "$root/tools/requirements.txt"
     rm "$venv/begun"
 }
 

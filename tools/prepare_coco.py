@@ -12,7 +12,9 @@ TARGET gets the same layout, file names and ids. Colour and grey images are resi
 side of 256 pixels and written as JPEG (whatever their names end with: Pillow goes by the content).
 Smaller images and other kinds are copied. So are damaged images, which are named. An instances
 file has only what the demo needs of it, and is read faster: the first annotation of each image,
-without sizes, boxes and outlines, which would be those of the large images.
+without sizes, boxes and outlines, which would be those of the large images. It is in COCO's form,
+also where that of SOURCE has ids that are text or fractions, LVIS's coco_url in place of a file
+name, names with backslashes, or classes without a name.
 
 Grey images of 16 or 32 bits, also small ones, become JPEGs of 8 bits, as the demo needs them: in
 RGB Pillow would show them white or black. 0 to 65,535 becomes 0 to 255; of 32 bits the least value
@@ -54,7 +56,7 @@ try:
 except ImportError:
     sys.exit("prepare_coco.py: error: Pillow is missing: pip install pillow")
 
-from check_coco import UserError, check_images, first_annotations, read_instances
+from check_coco import UserError, check_images, class_name, first_annotations, read_instances
 
 PROGRESS_S = 5  # seconds from one line of progress to the next
 MOST_AHEAD = 256  # images that may wait to be written
@@ -263,9 +265,30 @@ def pixels_of(folder, side, name):
 def write_instances(path, content):
     """Writes an instances file of the first annotations. Raises UserError."""
     firsts = [content["annotations"][index] for index, _ in first_annotations(content).values()]
-    text = json.dumps(content | {"annotations": firsts}, separators=(",", ":"))
+    content = in_coco_form(content | {"annotations": firsts})
+    text = json.dumps(content, separators=(",", ":"))
     with whole_file(path) as file:
         file.write(text.encode())
+
+
+def in_coco_form(content):
+    """Ids become whole numbers in the order of the old ones, and a class's name is text."""
+    for category in content["categories"]:
+        category["name"] = class_name(category)
+    for name, of_others in (
+        ("images", "image_id"),
+        ("categories", "category_id"),
+        ("annotations", ""),
+    ):
+        ids = sorted({entry["id"] for entry in content[name]})
+        if all(type(each) is int for each in ids):
+            continue
+        new = {old: number for number, old in enumerate(ids, 1)}
+        for entry in content[name]:
+            entry["id"] = new[entry["id"]]
+        for annotation in content["annotations"] if of_others else []:
+            annotation[of_others] = new[annotation[of_others]]
+    return content
 
 
 # ---- The run
@@ -308,7 +331,7 @@ def prepare(job):
     contents = {}
     for split in find_splits(job.source):
         path = job.source / f"annotations/instances_{split}.json"
-        contents[split] = read_instances(path, job.source / split)
+        contents[split] = read_instances(path, job.source / split, any_form=True)
         names = [image["file_name"] for image in contents[split]["images"]]
         check_images(job.source / split, names)
     claim(job)

@@ -59,7 +59,7 @@ def results_of(demo, args):
         image_size, precision = trained["--image_size"], trained["--precision"]
     images, file = args.coco_image_path, args.annotation_path
     classes = demo.ImageSet([], range(len(names)), dict(enumerate(names)), 0)
-    image_list = demo.read_image_list(file, images, classes)
+    image_list = demo.read_image_list(file, classes)
     demo.check_images(images, image_list.names)
     argv = [f"--coco_image_path={images}", f"--annotation_path={file}", "--weights=none"]
     argv += [f"--val_image_path={images}", f"--val_annotation_path={file}", "--workers=0"]
@@ -73,7 +73,7 @@ def results_of(demo, args):
         model.load_state_dict(weights)
     mean, std = (values.to(process.device) for values in (demo.MEAN, demo.STD))
     # What forward needs of it.
-    training = SimpleNamespace(args=settings, place=process, mean=mean, std=std)
+    training = SimpleNamespace(args=settings, process=process, mean=mean, std=std)
     found = []
     model.eval()
     with torch.inference_mode():

@@ -48,18 +48,20 @@ class StepLog:
         counts = {"max_steps": max_steps, "global_batch_size": global_batch_size}
         self.args = argparse.Namespace(**settings, **counts)
         self.model = AveragedParameters(ddp)
-        self.place = demo.ProcessInfo(demo.find_launcher(), dist.get_rank(), dist.get_world_size())
+        self.process = demo.ProcessInfo(
+            demo.find_launcher(), dist.get_rank(), dist.get_world_size()
+        )
         # Without a launcher one process has started the others, on its own node.
-        spawned = self.place.launcher == "python"
-        self.place.local_rank = self.place.rank if spawned else int(os.environ["LOCAL_RANK"])
-        self.place.device = next(self.model.parameters()).device
-        self.place.backend = dist.get_backend()
-        self.timer = demo.StepTimer(self.place.device, self.model)
+        spawned = self.process.launcher == "python"
+        self.process.local_rank = self.process.rank if spawned else int(os.environ["LOCAL_RANK"])
+        self.process.device = next(self.model.parameters()).device
+        self.process.backend = dist.get_backend()
+        self.timer = demo.StepTimer(self.process.device, self.model)
         self.step = self.epoch = 0
 
     def __enter__(self):
         self.began = perf_counter()
-        demo.log_from_rank_0(self.place, "Run " + json.dumps(demo.facts_of_run(self)))
+        demo.log_from_rank_0(self.process, "Run " + json.dumps(demo.facts_of_run(self)))
         return self
 
     def batches(self, loader):
@@ -103,8 +105,8 @@ class StepLog:
         if steps != {self.args.max_steps} or steps == {0}:
             made = f"{max(steps)} of {self.args.max_steps} steps"
             text = f"Stopped after {made}: give StepLog the loop's number as max_steps"
-            demo.log_from_rank_0(self.place, text)
+            demo.log_from_rank_0(self.process, text)
             return
         self.args.steps_per_epoch = max(1, self.step // self.epoch)
         demo.log_summary(self, demo.digests_of_replicas(self.model))
-        demo.log_end(self.place, self.began)
+        demo.log_end(self.process, self.began)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ import socket
 import pytest
 
 from support.datasets import digests, make_set
-from support.forks import QUICK, Forked, run_forked
+from support.forks import QUICK, Forked, changed, run_forked
 from support.launchers import FAST, SINGLE, STEP_3, changed_project, has_rank, launch, starts
 from support.processes import LONG, Run, demo_command, free_port, start, wait_until
 
@@ -38,11 +39,11 @@ FAULTS = f"""
 def failing(training, *rest):
     plain(training, *rest)
     if training.step == 3 and not training.args.resume:
-        one_raises(training.place)
+        one_raises(training.process)
     if training.step == 5:
-        both_are_ended(training.place)
+        both_are_ended(training.process)
 
-plain, after_step = after_step, failing
+plain, log_save_or_stop = log_save_or_stop, failing
 
 def both_are_ended(process):
     if process.rank == 0:
@@ -89,6 +90,45 @@ def test_what_nccls_watchdog_says_is_the_last_line(failed_twice):
     assert WATCHDOG in failed_twice.lines()[-1]
 
 
+# --- What torchrun learns of an end ------------------------------------------------------------
+
+RAISES = """
+def failing(training, *rest):
+    plain(training, *rest)
+    if training.step == 3 and dist.get_rank() == 0:
+        raise RuntimeError("something of rank 0 alone")
+
+plain, demo.log_save_or_stop, dist = demo.log_save_or_stop, failing, demo.dist
+"""
+
+
+@pytest.mark.guards("record-shared", "record-peer", "record-argument")
+def test_each_end_is_recorded_with_one_word_that_says_whose_it_is(training, tmp_path):
+    """In the file that torchrun names."""
+    program = changed(tmp_path / "raises.py", RAISES)
+    words, place = training[: training.index("--checkpoint")], f"{tmp_path}/{{rank}}.json"
+    variables = {"TORCHELASTIC_ERROR_FILE": place}
+
+    def recorded(ranks):
+        files = [tmp_path / f"{rank}.json" for rank in range(ranks)]
+        texts = [json.loads(file.read_text())["message"]["message"] for file in files]
+        return [re.search(r"Ended: (\w+): (.*)", text).groups() for text in texts]
+
+    run_forked([(1, ["--nothing"], variables)], program, expect=2)
+    ((word, text),) = recorded(1)
+    assert word == "shared" and "--nothing" in text
+    run_forked([(2, [*words, "--global_batch_size", 3], variables)], program, expect=2)
+    assert [word for word, _ in recorded(2)] == ["shared", "shared"]
+    run_forked([(2, words, variables)], program, expect=1)
+    (own, text), (peer, _) = recorded(2)
+    assert (own, peer) == ("own", "peer") and "something of rank 0 alone" in text
+    with Forked(2, [*words, "--num_epochs", 999], variables, QUICK) as started:
+        started.wait_for(STEP_3)
+        started.signal(signal.SIGTERM)
+        started.finish(60, expect=75)
+    assert recorded(2)[0][0] == "stopped" and "Stopped on SIGTERM" in recorded(2)[0][1]
+
+
 # --- torchrun alone ----------------------------------------------------------------------------
 
 
@@ -119,12 +159,12 @@ def test_torchruns_restart_before_the_first_save_does_not_go_on_with_an_older_ru
     run_forked([(0, [*words, 1])], program=QUICK)
     before = digests(tmp_path)
     command = demo_command([*words, 2], nproc=2)
-    command.insert(command.index("--standalone"), "--max-restarts=1")
+    command.insert(command.index("--nnodes=1"), "--max-restarts=1")
     with start(command) as started:
         wait_until(lambda: has_rank(started), 60, "a rank")
         os.kill(started.rank_pid(0), signal.SIGKILL)
         run = started.finish(120, expect=1)
-    (line,) = re.findall("ERROR: .*", run.output)
+    (line,) = re.findall(r"^\[CPU \d\] ERROR: .*", run.output, re.MULTILINE)
     assert "c.pt is there already: give --resume " in line and "Resumed from" not in run.out
     assert digests(tmp_path) == before
 

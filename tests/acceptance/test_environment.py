@@ -289,7 +289,7 @@ GPUS = "echo 'GPU 0: NVIDIA A100 (UUID: GPU-8f1d)'"
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory) -> Iterator[str]:
-    """The address of a package index that has what requirements.txt asks for, and no uv."""
+    """The address of a package index that has what both requirements.txt ask for, and no uv."""
     folder = tmp_path_factory.mktemp("index")
     for name in MODULES:
         (folder / name).mkdir()
@@ -338,6 +338,7 @@ def wheels(tmp_path_factory) -> Path:
 
 
 @LONG
+@guards("venv-for-tools")
 def test_uv_takes_pips_index_and_the_default_build_where_pytorchs_index_does_not_answer(
     checkout, index, wheels, tmp_path
 ):

@@ -170,12 +170,20 @@ MPICH = shlex.split("mpiexec.mpich -n 2")
 
 
 @LONG
-@pytest.mark.parametrize("command", [MPICH, OPEN_MPI], ids=lambda command: command[0])
-def test_mpi_launchers_start_one_run_of_two_processes(training, command):
+def test_open_mpi_starts_one_run_of_two_processes(training):
     """Nobody has to tell them rank 0's address, as all are on one node."""
-    require(shutil.which(command[0]), f"{command[0]} (mpich, openmpi-bin) is not installed")
-    with start([*command, sys.executable, SCRIPT, *training]) as started:
+    require(shutil.which(OPEN_MPI[0]), "openmpi-bin is not installed")
+    with start([*OPEN_MPI, sys.executable, SCRIPT, *training]) as started:
         assert_two_processes(started.finish())
+
+
+@LONG
+def test_mpich_is_refused(training):
+    """Otherwise each process would train alone."""
+    require(shutil.which(MPICH[0]), "mpich is not installed")
+    with start([*MPICH, sys.executable, SCRIPT, *training]) as started:
+        run = started.finish(expect=2)
+    assert run.output.count("use torchrun, srun or Open MPI") == 2
 
 
 # As each launcher sets them for rank 5 of 8, the second of two processes on its node.
@@ -186,14 +194,12 @@ IN_STEP |= {"SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x4)"}
 NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 BY_OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": n for name, n in zip(NAMES, PLACE, strict=True)}
 BY_OPEN_MPI["PMIX_NAMESPACE"] = "prterun-a@1"
-NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-BY_MPICH = dict(zip(NAMES, PLACE, strict=True))
+BY_MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
 IN_BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
 STEP_PORT, MPI_PORT = str(20000 + 7 * 16 + 1), str(20000 + 4004349739 % 12000)  # a CRC
 BY_MPI = ("mpirun", None, *PLACE)
 STARTED = guarded(  # fault, its variables, its launcher, rank 0's address and numbers, the port
     ("srun-node-list job-has-own-port", IN_STEP, ("srun", "node01", *PLACE), STEP_PORT),
-    ("mpich-before-srun", IN_STEP | BY_MPICH, BY_MPI, None),
     ("", IN_STEP | BY_OPEN_MPI, BY_MPI, MPI_PORT),
     ("batch-script-is-no-step", IN_BATCH_SCRIPT, ("python", "127.0.0.1", *"0101"), "0"),
 )
@@ -216,12 +222,31 @@ BY_HAND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE"
 BY_HAND["MASTER_ADDR"] = "127.0.0.1"
 
 
+@guards("odd-node-list")
+def test_the_first_of_slurms_nodes_is_read_or_asked_for(monkeypatch, tmp_path):
+    """scontrol is asked where a list has more than one pair of brackets, or a name goes on."""
+    demo = load(str(SCRIPT))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    simple = {"a": "a", "a-1,b": "a-1", "node[01-04,07],b": "node01", "n[7]": "n7"}
+    assert {nodes: demo.first_node(nodes) for nodes in simple} == simple
+    odd = {"rack[1-2]n[1-4]": "rack1n1", "node[01-02]-ib,b": "node01-ib"}
+    for nodes in odd:
+        with pytest.raises(demo.UserError, match=re.escape(f"list {nodes}: export MASTER_ADDR")):
+            demo.first_node(nodes)
+    for nodes, first in odd.items():
+        (tmp_path / "scontrol").write_text(
+            f'#!/bin/sh\n[ "$*" = "show hostnames {nodes}" ] && echo {first} && echo other\n'
+        )
+        (tmp_path / "scontrol").chmod(0o755)
+        assert demo.first_node(nodes) == first
+
+
 # Variables of a process that cannot learn its rank, and what it says.
 UNCLEAR = guarded(
-    ("unknown-launcher", {"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_SIZE is 2"),
-    ("", BY_MPICH | {"MPI_LOCALNRANKS": ""}, "mpirun should set RANK"),
+    ("unknown-launcher", {"PMI_RANK": "1", "PMI_SIZE": "2"}, "by another launcher"),
+    ("mpich-before-srun", IN_STEP | BY_MPICH, "use torchrun, srun or Open MPI, or set RANK"),
     ("", STEP | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "srun should set RANK"),
-    ("", {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}, "MPI_LOCALNRANKS is 2"),
+    ("", {"MPI_LOCALRANKID": "0"}, "by another launcher"),
     ("", STEP | {"SLURM_NODEID": "3"}, "start with srun"),
     ("rank-below-world-size", BY_HAND | {"RANK": "2"}, "RANK 2 is not below WORLD_SIZE 2"),
     ("", BY_HAND | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),

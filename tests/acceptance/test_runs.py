@@ -317,7 +317,7 @@ def main(process):
     demo.read_environment(process)
     demo.join_process_group(args, process)
     demo.fast_precision = lambda args, place: ["bf16", "fp32"][place.rank]
-    demo.resolve_arguments(args, process, 10)
+    demo.fill_in_arguments(args, process, 10)
     time.sleep(process.rank)
     demo.log(process, f"precision {args.precision}")
 """
@@ -418,7 +418,7 @@ def fail(*_):
 
 plain, demo.CocoFirstCategory.__getitem__ = demo.CocoFirstCategory.__getitem__, slow
 demo.CocoFirstCategory.reads = iter([0, 0, 0, 0, 1])
-demo.after_step = fail
+demo.log_save_or_stop = fail
 """
 
 

@@ -161,7 +161,7 @@ def test_a_last_save_that_fails_ends_all_ranks_soon(words, tmp_path, ranks):
     with start([*command, "--workers", "2"]) as started:
         started.wait_for("ERROR: .*c.pt not saved at step 3", 120)
         run = started.finish(15, expect=1)
-    assert len(re.findall("ERROR: ", run.output)) == 1
+    assert len(re.findall(r"^\[CPU \d\] ERROR: ", run.output, re.MULTILINE)) == 1
 
 
 @pytest.mark.guards("failed-save")

@@ -187,7 +187,7 @@ def test_requeued_job_without_resume_does_not_touch_the_checkpoint(cluster, samp
     wait_until(lambda: cluster.job(job)["JobState"] == "FAILED", 60, "the end of the job")
     run, facts = Run(["sbatch"], 0, out.read_text(), 0), cluster.job(job)
     assert (facts["Restarts"], facts["ExitCode"]) == ("1", "2:0"), run.tail()
-    (line,) = re.findall("ERROR: .*", run.out)
+    (line,) = re.findall(r"^\[CPU \d\] ERROR: .*", run.out, re.MULTILINE)
     assert "c.pt is there already: give --resume " in line
     assert [step for _, step, _ in run.steps()] == [1, 2]
 

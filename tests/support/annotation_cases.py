@@ -31,6 +31,8 @@ FILES = {  # None: there is no such file
     "not there": None,
 }
 
+FORM = "tools/prepare_coco.py takes such a file, and writes one as COCO's"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -50,7 +52,8 @@ class Case:
             path.write_bytes(FILES[kind])
 
     def fits(self, said: str, path: Path) -> bool:
-        words = self.line.replace("FILE", f"annotation file {path}").split("...")
+        line = self.line.replace("FORM", FORM).replace("FILE", f"annotation file {path}")
+        words = line.split("...")
         return re.fullmatch(".*".join(map(re.escape, words)), said) is not None
 
 

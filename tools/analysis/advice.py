@@ -293,7 +293,6 @@ def good_link_rows(run, part, largest):
             "what this link can do: `iperf3 -P 8 -c PEER`",
         ),
         (less, f"send less: {less}"),
-        (part == "compression", "a lower --powersgd_rank, which computes and sends less"),
         (True, "send less often: a larger --accumulate_steps or --batch_size"),
         (
             link and between and may_be_filled and kind_of(run) != "ipoib" and not kept,
