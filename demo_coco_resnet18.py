@@ -125,12 +125,10 @@ def main(process):
     join_process_group(args, process)  # 2/6
     check_checkpoint(args, process)  # an earlier run's file is continued, or not touched
 
-    if args.dummy:  # random images
-        train_set, val_set = DUMMY_SET, None
-    else:  # Rank 0 reads, every rank receives: only the images have to be on every node.
-        log_from_rank_0(process, "Reading the annotations")
-        train_set = from_rank_0(lambda: read_image_list(args.annotation_path))
-        val_set = from_rank_0(lambda: read_image_list(args.val_annotation_path, train_set))
+    # Rank 0 reads, every rank receives: only the images have to be on every node.
+    log_from_rank_0(process, "Reading the annotations" if not args.dummy else "Random images")
+    train_set = from_rank_0(lambda: read_image_list(args.annotation_path) or DUMMY_SET)
+    val_set = from_rank_0(lambda: read_image_list(args.val_annotation_path, train_set))
     # All ranks end here if one lacks an image, or was started with other arguments than rank 0.
     image_sizes = check_start(args, process, train_set, val_set)
     checkpoint = read_checkpoint(args, process)  # None if the run starts from the beginning
@@ -220,7 +218,7 @@ class Training:
 
     def __post_init__(self):
         self.damage, self.val_damage = Damage(), Damage()
-        self.owns_checkpoint = self.args.resume  # or once it is saved
+        self.owns_checkpoint = False  # until this run has loaded or saved it
         self.timer = StepTimer(self.process.device, self.model)
         self.profiler = start_profiler(self.args, self.process) if self.args.profile else None
         # The pretrained weights expect images with ImageNet's mean and standard deviation.
@@ -761,6 +759,8 @@ def check_data_options(args, refuse):
         refuse("give --coco_image_path and --annotation_path, or --dummy")
     if bool(args.val_image_path) != bool(args.val_annotation_path):
         refuse("--val_image_path and --val_annotation_path go together: give both")
+    if args.dummy and (args.workers or args.weights not in ("imagenet", "none")):
+        refuse("--dummy loads no images and no weights: leave --workers and --weights out")
     if args.dummy:
         args.weights, args.workers = "none", 0
         if not args.num_epochs:
@@ -779,6 +779,8 @@ def check_start(args, process, train_set, val_set):
     settings["PyTorch"] = str(torch.__version__)
     sizes, sizes_digest = [], digest()
     with errors_end_all_ranks():
+        if args.dummy != (train_set.names == DUMMY_SET.names):  # rank 0's
+            raise UserError("--dummy is not given on all ranks: start all ranks alike")
         if not args.dummy:
             count = len(train_set.names) + len(val_set.names if val_set else [])
             log_from_rank_0(process, f"Looking for {counted(count, 'image')}")
@@ -1256,7 +1258,7 @@ class PackedImages:
             lines = map(json.loads, Path(f"{path}.index").read_text("utf-8").splitlines())
             places = {name: where for name, *where in lines}
             first, height, width = max(places.values())  # of the last image
-        size, needed = os.path.getsize(path), first + 3 * height * width
+            size, needed = os.path.getsize(path), first + 3 * height * width
         if size != needed:
             text = f"{path} has {size} bytes, but {path}.index is of a file with {needed}"
             raise UserError(f"{text}: copy both again, or make both anew")
@@ -1272,6 +1274,8 @@ class PackedImages:
         first, height, width = self.places[number].tolist()
         # NOTE: mmap would end in SIGBUS if the storage fails. This is an OSError.
         pixels = bytearray(os.pread(self.file, 3 * height * width, first))
+        if len(pixels) < 3 * height * width:
+            raise OSError(f"{self.path} has become shorter")
         return torch.frombuffer(pixels, dtype=torch.uint8).view(height, width, 3)
 
 
@@ -1809,8 +1813,9 @@ def may_resume(args, process, runs):
     path = args.checkpoint
     if not path:
         return False
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise UserError(f"checkpoint {path} is not a regular file: name another one")
+    for file in (path, f"{path}.new"):  # the second becomes the first when it is complete
+        if os.path.exists(file) and not os.path.isfile(file):
+            raise UserError(f"checkpoint {file} is not a regular file: name another one")
     with as_user_error(f"checkpoint {path} cannot be written"):
         tempfile.TemporaryFile(dir=os.path.dirname(path) or ".").close()
     needed = CHECKPOINT_BYTES * (1 if os.path.exists(path) else 2)  # the new one beside the old
@@ -1894,6 +1899,7 @@ def load_checkpoint(training, state):
         training.optimizer.load_state_dict(state["optimizer"])
         training.scaler.load_state_dict(state["scaler"])
         training.step = state["step"]
+        training.owns_checkpoint = True
 
 
 # ---- Log: lines for people, and a line of JSON beside some of them for programs

@@ -315,7 +315,7 @@ def test_crops_are_those_of_torchvision(demo, images):
         assert torch.equal(*found)
 
 
-@pytest.mark.guards("packed-size", "packed-lacks")
+@pytest.mark.guards("packed-size", "packed-lacks", "packed-shorter")
 def test_a_packed_file_that_lacks_something_is_one_line(demo, packed, tmp_path):
     def refuse(names, line):
         with pytest.raises(demo.UserError) as error:
@@ -331,7 +331,10 @@ def test_a_packed_file_that_lacks_something_is_one_line(demo, packed, tmp_path):
     sizes, digest = demo.check_images(str(packed), numbered(8))
     assert sizes == [[40, 48]] * 8
     assert digest != demo.digest(sizes)  # a folder of such images has
+    found = dataset(demo, tmp_path / "some.rgb")
     os.truncate(tmp_path / "some.rgb", size - 1)
+    with pytest.raises(OSError, match=r"some\.rgb has become shorter"):
+        found[1, 0]  # it is the last one in the file
     line = f"has {size - 1} bytes, but {tmp_path}/some.rgb.index is of a file with {size}"
     refuse(numbered(8), line)
 

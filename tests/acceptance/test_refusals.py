@@ -39,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(json.dumps(content))
     shutil.copy(folder / "set/images/0000.jpg", folder / "set/outside.jpg")
     (folder / "broken.json").write_text('{"images": [')
+    (folder / "saved.new").mkdir()
     (folder / "text.pt").write_text("no weights")
     for copy in ("empty", "cut", "linked"):
         shutil.copytree(folder / "set/images", folder / copy)
@@ -84,6 +85,7 @@ BAD_INPUT = {  # options, and what the line names
     "--resume": "--checkpoint",
     "--annotation_path=": "--annotation_path is empty",
     "--dummy": "--dummy reads no data: leave --coco_image_path out",
+    "--checkpoint saved": "checkpoint saved.new is not a regular file",
     "--val_image_path set/images": "--val_annotation_path",
     "--annotation_path no_file.json": r"no_file\.json",
     "--annotation_path no_annotations.json": r"no_annotations\.json",
@@ -166,6 +168,16 @@ def test_ranks_with_other_data_or_arguments_end_and_one_line_names_what(other, f
     (run,) = run_forked([(2, [words, [*words, *shlex.split(other)]])], QUICK, expect=2, cwd=folder)
     assert re.search(OTHER[other], the_error(run.output))
     assert not run.steps(0) and not run.steps(1)
+
+
+@LONG
+@pytest.mark.guards("dummy-alike")
+@pytest.mark.parametrize("swap", [1, -1])
+def test_dummy_on_one_rank_alone_is_named(folder, swap):
+    words = [[*GOOD, *FAST], ["--dummy", "--image_size", 40]][::swap]
+    (run,) = run_forked([(2, words)], QUICK, expect=2, cwd=folder)
+    line = "ERROR: --dummy is not given on all ranks: start all ranks alike (rank 1)"
+    assert the_error(run.output).endswith(line)
 
 
 @LONG

@@ -120,11 +120,12 @@ def test_a_restart_by_torchrun_resumes_what_this_run_has_written_and_nothing_els
     refused(run, path)
 
 
-@pytest.mark.guards("written-meanwhile")
-def test_a_file_that_another_run_has_written_meanwhile_is_not_touched(words, tmp_path):
-    """As where a command is started twice."""
+@pytest.mark.guards("written-meanwhile", "resumes-nothing")
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_file_that_another_run_has_written_meanwhile_is_not_touched(words, tmp_path, resume):
+    """As where a command is started twice. With --resume there was nothing to resume."""
     program = changed(tmp_path / "program.py", MEANWHILE)
-    words += ["--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1]
+    words += ["--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1, *resume]
     (run,) = run_forked([(0, words)], program=program, expect=2)
     assert re.search(r"ERROR: another run has written \S+c\.pt since this one", run.output)
     assert len(run.steps()) == 1  # it would train in vain
