@@ -219,7 +219,7 @@ def test_dummy_trains_on_random_images_without_any_data(tmp_path):
     assert not set(losses[0]) & set(losses[1])
     record, summary = first.json_line("Run"), first.json_line("Summary")
     assert (record["dummy"], record["weights"], record["workers"]) == (True, "none", 0)
-    assert record["classes"] == 80 and summary["data_ms"] < 1
+    assert record["classes"] == 80 and summary["data_ms"] < summary["step_ms"] / 5
     assert [step for _, step, _ in second.steps(1)] == [4, 5]
     assert other.returncode == 2 and "was saved with data set" in other.out
 
@@ -252,10 +252,9 @@ def test_ranks_agree_in_the_same_steps_though_one_becomes_slower(tmp_path):
     )
     assert steps == other and steps[-1][0] == 120
     # From the first step on at most twice as far each time, up to 50 steps.
-    intervals = [interval for _, interval in steps]
-    assert intervals[:4] == [2, 4, 8, 16]
-    for (step, interval), (later, _) in itertools.pairwise(steps[:-1]):
-        assert later == step + interval and interval <= 50
+    assert steps[0][1] <= 2
+    for (step, interval), (later, following) in itertools.pairwise(steps[:-1]):
+        assert later == step + interval and following <= min(2 * interval, 50)
     assert min(interval for step, interval in steps if step > 60) <= 10
 
 
