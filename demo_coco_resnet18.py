@@ -100,6 +100,7 @@ import torchvision
 from PIL import Image
 from pycocotools.coco import COCO
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -660,7 +661,9 @@ def parse_arguments(argv):
     parser = make_parser()
 
     def refuse(text):
-        parser.exit(EXIT_USER, f"{parser.prog}: error: {text}; see --help\n")
+        text = f"{parser.prog}: error: {text}; see --help"
+        record_end("shared", text)
+        parser.exit(EXIT_USER, text + "\n")
 
     parser.error = refuse  # one line, without argparse's usage
     # Dashes inside a name are accepted: --batch-size is --batch_size.
@@ -1902,6 +1905,7 @@ def log_end(place, began):
 
 EXIT_FAILED, EXIT_USER = 1, 2
 EXIT_STOPPED = os.EX_TEMPFAIL  # 75, from sysexits.h: try again later
+OTHER_RANK = "another rank has ended, or does not answer"
 # Puzzling errors of PyTorch and NCCL: a part of the text, and what to do.
 ADVICE = [
     ("out of memory", "use a smaller --batch_size"),
@@ -1914,8 +1918,8 @@ ADVICE = [
     ("C++ compiler found", "install g++ (or set CXX), or leave --compile out"),
     ("find C compiler", "install gcc (or set CC), or leave --compile out"),  # Triton, on GPUs
     ("unhandled system error", "NCCL_DEBUG=INFO says more"),
-    ("/gloo/", "another rank has ended, or does not answer"),
-    ("pair closure", "another rank has ended, or does not answer"),
+    ("/gloo/", OTHER_RANK),
+    ("pair closure", OTHER_RANK),
 ]
 
 
@@ -1938,6 +1942,19 @@ class Stopped(Exception):
         text = f"Stopped on {cause} | step {training.step} | exit code {self.code}"
         text += "" if training.args.checkpoint else " | not saved: no --checkpoint"
         super().__init__(text)
+
+
+class Ended(Exception):
+    """How this rank ended, for torchrun's error file (its --log-dir keeps it)."""
+
+
+def record_end(word, text):
+    """word: own (this rank's error), shared (all ranks'), peer (a lost connection), stopped."""
+    try:
+        raise Ended(f"{word}: {text}") from None
+    except Ended as end:
+        with suppress(OSError):  # a full disk
+            get_error_handler().record_exception(end)
 
 
 @contextmanager
@@ -1971,11 +1988,14 @@ def run_and_exit(main, log_wall_time=True):
             main(place)
         except Stopped as stop:
             code = stop.code
+            word = "stopped" if code == EXIT_STOPPED else "peer"
+            record_end(word, f"{place.name} {stop}")
             log(place, str(stop))
         except StartError as error:
             end_process(EXIT_FAILED, place, f"ERROR: {error}")
         except UserError as error:
             code = EXIT_USER
+            record_end("shared", f"{place.name} ERROR: {error}")
             # Connected ranks share their errors: one line on each node is enough.
             if place.local_rank == 0 or not dist.is_initialized():
                 log(place, f"ERROR: {error}", STDERR)
@@ -1986,7 +2006,8 @@ def run_and_exit(main, log_wall_time=True):
         # PyTorch's handler of this signal, for dead loader workers, could raise another error.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # With a code the reason is logged already: this is only a connection lost after it.
-        end_process(code or EXIT_FAILED, place, "" if code else explain(place, error))
+        text = "" if code else explain(place, error)
+        end_process(code or EXIT_FAILED, place, text, "peer" if OTHER_RANK in text else "own")
     sys.exit(code)
 
 
@@ -2001,9 +2022,10 @@ def explain(place, error):
     return f"ERROR: {name}" + ": ".join([one_line(error), *advice])
 
 
-def end_process(code, place=None, text=""):
+def end_process(code, place=None, text="", word="own"):
     """Ends a process that may not be able to end by itself: it could wait for others for ever."""
     if text:
+        record_end(word, f"{place.name} {text}")
         log(place, text, STDERR)
     # Loader workers ignore SIGTERM, and could outlive this process.
     for worker in multiprocessing.active_children():
