@@ -27,8 +27,9 @@ from support.processes import (
     start,
 )
 
-SINGLE = ROOT / "launch_single.sh"
-MULTINODE = ROOT / "launch_multinode.sh"
+NEW = os.environ.get("TEST_LAUNCHERS", "")  # new_: those that are to replace the others
+SINGLE = ROOT / f"{NEW}launch_single.sh"
+MULTINODE = ROOT / f"{NEW}launch_multinode.sh"
 # A small training: 40 pixels, steps of some 0.1 s, every step in the log.
 FAST = shlex.split("--weights none --image_size 40 --batch_size 4 --workers 0 --log_every 1")
 FAST += ["--precision", "fp32"]
@@ -42,7 +43,7 @@ LOG = "logs/run/node0.log"  # of a launcher on this machine
 NO_SAMPLE = ["--annotation_path", "none"]  # with a path the launchers make no sample set
 HERE = {"PYTHON": sys.executable, "RUN_NAME": "run", "NNODES": "1", "PROBE": "0"}
 # The line with the torchrun command, which a launcher prints before it runs it.
-COMMAND = re.compile(r"^\S+\.sh: [\d-]+ [\d:]+ (.*\btorchrun .*)$", re.MULTILINE)
+COMMAND = re.compile(r"^\S+\.(?:sh|py): [\d-]+ [\d:]+ (.*\btorchrun .*)$", re.MULTILINE)
 
 
 def launch(launcher: Path, folder: Path, *arguments: object, **variables: object) -> Started:
@@ -60,9 +61,17 @@ def guarded(*rows: tuple) -> list:
 
 
 # In place of PYTHON where only what a launcher starts is looked at. The launcher's own questions
-# are for the Python of the tests. Of what it starts the variables and the words are printed.
+# are for the Python of the tests, except that GPUs are shown by CUDA_VISIBLE_DEVICES alone. Of
+# what it starts the variables and the words are printed.
 STUB = """#!/usr/bin/env bash
-[ "$1" != -c ] || exec '{python}' "$@"
+case $* in
+*device_count*)
+    tr ',' '\\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^-/,$d' | grep -c . || true
+    exit
+    ;;
+-c*) exec '{python}' "$@" ;;
+*/run.py* | */series.py*) exec -a "$0" '{python}' "$@" ;;
+esac
 mapfile -t variables < <(env | grep -E '^(NCCL|GLOO|G?OMP|PET)_')
 printf 'GIVEN'; printf ' %q' "${{variables[@]}}" "$@"; echo
 """

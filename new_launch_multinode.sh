@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Trains on several nodes: starts torchrun on this one, which waits for the others. Call it once on each node:
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 GPUS_PER_NODE=2 ./launch_multinode.sh --coco_image_path DIR ...
+#   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 GPUS_PER_NODE=2 ./launch_multinode.sh --coco_image_path DIR ...
+# Under SLURM, one srun starts all nodes, and these four values come from the job:
+#   srun --nodes=2 --ntasks-per-node=1 --cpus-per-task=16 --gpus-per-node=2 ./launch_multinode.sh ...
+# Arguments go to demo_coco_resnet18.py. Without paths it trains 40 steps on a small sample set, which each node makes.
+# To train over each of several networks, and to compare them: tools/series.py
+# Other environment variables and their defaults. Only GPUS_PER_NODE and the names of interfaces may differ between nodes:
+#   WORLD_SIZE           another name for NNODES: the number of nodes, not of processes
+#   MASTER_PORT=29500    first port; each start (probe, training, each restart) uses the next one
+#   GPUS_PER_NODE        processes on this node: one per GPU, or 1 if there is no GPU; `all` fails without a GPU
+#   IFNAME, NETWORK      where to keep the traffic: eth0, or mlx5_0, or mlx5_0,ib0; infiniband or ethernet
+#   PROBE=1              1: measure the link before multi-process training; 0: skip that
+#   RESTARTS=0           how many times to restart from the last checkpoint after a failure
+#   CONNECT_TIMEOUT=300  seconds to wait for the other nodes
+#   LOG_DIR=logs         this node's log is LOG_DIR/RUN_NAME/nodeK.log
+#   RUN_NAME             the date and time; a name is the same on all nodes, and has to be where they share the folder
+#   OMP_NUM_THREADS      threads per process: cores / processes
+# Exit code: 0: finished; 2: an error that you can fix; 75: stopped by a signal after saving;
+# 128 + N: signal N came before training; else failed.
+set -euo pipefail
+root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+
+if [[ " $* " =~ \ (-h|--help)\  ]]; then
+    sed -n '2,/^set /{/^#/s/^# \{0,1\}//p;}' "$0"
+    echo "The script's own options: python demo_coco_resnet18.py --help"
+    exit
+fi
+
+python=$("$root/tools/environment.sh")
+# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, GPUS_PER_NODE, RUN_NAME: as they are set above, or as SLURM says.
+job=$("$python" "$root/tools/run.py" --job) || exit
+eval "$job"
+
+# A start's name for torchrun. It becomes a part of a file's name: without a slash.
+id="${RUN_NAME:-demo}-{start}"
+# For the sample set ({sample}): so small that, even on a slow CPU, a step spends less time computing than sending at 1 Gb/s.
+sample="--coco_image_path {sample}/train2017 --annotation_path {sample}/annotations/instances_train2017.json"
+sample+=" --weights none --batch_size 4 --image_size 64 --num_epochs 100 --max_steps 40"
+
+# run.py keeps the log, chooses the network, passes stop signals on and restarts. {start} is the number of the start,
+# {port} that of its port, {wait} how many seconds it waits for the other nodes.
+exec "$python" "$root/tools/run.py" --restarts="${RESTARTS:-0}" --log_dir="${LOG_DIR:-logs}" --run_name="$RUN_NAME" \
+    --ifname="${IFNAME:-}" --network="${NETWORK:-}" --probe="${PROBE:-1}" \
+    --port="$MASTER_PORT" --wait="${CONNECT_TIMEOUT:-300}" --sample="$sample" -- \
+    torchrun --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$GPUS_PER_NODE" \
+    --rdzv_backend=static --rdzv_endpoint="$MASTER_ADDR:{port}" --rdzv_id="${id//\//-}" --rdzv_conf="timeout={wait}" \
+    "$root/demo_coco_resnet18.py" "$@"
