@@ -9,11 +9,12 @@ stay equal.
 It needs Linux or macOS (on Windows: WSL2), Python 3.10 or newer, and what requirements.txt lists.
 
 One GPU, or the CPU if there is none (python in place of torchrun and its options does the same):
-    torchrun --standalone --nnodes=1 --nproc_per_node=1 demo_coco_resnet18.py \
-        --coco_image_path DIR --annotation_path FILE
-(If torchrun hangs, this machine's own name does not resolve: add --local-addr=127.0.0.1.)
+    torchrun --standalone --local-addr=127.0.0.1 --nnodes=1 --nproc_per_node=1 \
+        demo_coco_resnet18.py --coco_image_path DIR --annotation_path FILE
+(Without --local-addr torchrun hangs where the machine's own name does not resolve.)
 All GPUs of one machine:
-    torchrun --standalone --nnodes=1 --nproc_per_node=gpu demo_coco_resnet18.py ...
+    torchrun --standalone --local-addr=127.0.0.1 --nnodes=1 --nproc_per_node=gpu \
+        demo_coco_resnet18.py ...
 (On a CPU put OMP_NUM_THREADS=N in front, N = cores / processes: torchrun sets 1 for several.)
 Two nodes (machines) with two GPUs each. They meet (rdzv: rendezvous) at 10.0.0.1:29500, the first
 node's address and a free port there. static: --node_rank decides the ranks. 123 is any number. On
@@ -52,8 +53,9 @@ One rule applies to all of them: ALL RANKS MAKE THE SAME COLLECTIVE CALLS IN THE
 collective call is an exchange between all ranks: all-reduce (every rank gets the sum, mean or
 maximum of all values), all-gather (every rank gets a list of all values), broadcast (every rank
 gets one rank's value) or barrier (no value: the ranks only wait). In such a call the ranks wait
-for each other. If one leaves a call out, the others fail after --timeout seconds. Calls that do
-not match hang, or mix up data. The docstring of a function with such calls begins "All ranks:".
+for each other. If one comes to no call any more, the others fail after --timeout seconds. If one
+skips a call, it meets the others in its next one. Calls that do not match fail, hang, or mix up
+data. The docstring of a function with such calls begins "All ranks:".
 
 The first part of this file, up to "Part two", is the lesson: it can be read alone. Part two has
 what the first part calls, and begins with a table of contents.
@@ -72,6 +74,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -121,14 +124,18 @@ def main(place):
     args = parse_arguments(sys.argv[1:])
     read_environment(place)  # 1/6
     join_process_group(args, place)  # 2/6
-    keep_earlier_checkpoint(args, place)  # by another name, unless this run continues it
+    check_checkpoint(args, place)  # an earlier run's file is continued, or not touched
 
-    # Rank 0 reads, every rank receives: only the images have to be on every node.
-    log_from_rank_0(place, "Reading the annotations")
-    train_set = from_rank_0(lambda: read_image_list(args.annotation_path, args.coco_image_path))
-    val_set = from_rank_0(
-        lambda: read_image_list(args.val_annotation_path, args.val_image_path, train_set)
-    )
+    if args.dummy:  # random images
+        train_set, val_set = DUMMY_SET, None
+    else:  # Rank 0 reads, every rank receives: only the images have to be on every node.
+        log_from_rank_0(place, "Reading the annotations")
+        train_set = from_rank_0(
+            lambda: read_image_list(args.annotation_path, args.coco_image_path)
+        )
+        val_set = from_rank_0(
+            lambda: read_image_list(args.val_annotation_path, args.val_image_path, train_set)
+        )
     # Here all ranks end if one lacks an image, or was started with other arguments than rank 0.
     image_sizes = check_start(args, place, train_set, val_set)
     checkpoint = read_checkpoint(args, place)  # None if the run starts from the beginning
@@ -172,6 +179,7 @@ class ProcessInfo:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = ""  # what moves tensors between the processes: nccl or gloo
     restarts: int = 0  # by torchrun --max-restarts
+    run: str = ""  # torchrun's folder for this run, the same one in all its restarts
     parent: int = field(default_factory=os.getppid)  # the process that has started this one
     stop: int = 0  # number of the stop signal that has come
 
@@ -209,9 +217,13 @@ class Training:
     powersgd: powerSGD_hook.PowerSGDState | None  # with --grad_compression powersgd
     step: int = 0  # optimizer steps so far
     next_agreement: int = 0  # the step after which the ranks next agree to go on
+    interval: int = 1  # steps from the last agreement to the next
+    due_line: "DueLine | None" = None  # a log line that is not written yet
     loss_sum: torch.Tensor | float = 0.0  # in this epoch, over this rank's images
 
     def __post_init__(self):
+        self.damage, self.val_damage = Damage(), Damage()
+        self.owns_checkpoint = self.args.resume  # or once it is saved
         self.timer = StepTimer(self.place.device, self.model)
         self.profiler = start_profiler(self.args, self.place) if self.args.profile else None
         # The pretrained weights expect images with ImageNet's mean and standard deviation.
@@ -235,6 +247,8 @@ def read_environment(place):
     place.local_rank = int(os.environ["LOCAL_RANK"])  # on its own node, from 0
     place.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     place.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    # It is RUN/attempt_N/RANK/error.json. Of RUN torchrun says that it is unique.
+    place.run = os.environ.get("TORCHELASTIC_ERROR_FILE", "").rsplit("/", 3)[0]
     set_meeting_point(place)  # MASTER_ADDR and MASTER_PORT, where those given do not serve
 
 
@@ -254,7 +268,7 @@ def join_process_group(args, place):
     prepare_hardware(place)  # settings of PyTorch
     # Then all processes meet at MASTER_ADDR:MASTER_PORT, on rank 0's node, and leave each other
     # their addresses in a store. torchrun has set both. (With several nodes it has itself waited
-    # for those of the others, up to 10 minutes, before it started this script.) Each process waits
+    # for those of the others, up to 15 minutes, before it started this script.) Each process waits
     # until all have joined. If one has not come after --timeout seconds, the others end with a
     # StartError, exit code 1.
     with connecting_ranks(args, place):
@@ -271,7 +285,9 @@ def join_process_group(args, place):
 
 def make_train_loader(args, place, train_set):
     """The batches of this rank's share of the training images."""
-    transform = v2.Compose([v2.RandomResizedCrop(args.image_size), v2.RandomHorizontalFlip()])
+    if args.dummy:
+        return DummyLoader(args, place, train_set)
+    transform = v2.Compose([RandomCrop(args.image_size), v2.RandomHorizontalFlip()])
     dataset = CocoFirstCategory(args, place, args.coco_image_path, train_set, transform)
     # DDP 3/6: the sampler gives each rank its own share of the images. All ranks shuffle all
     # images alike, by seed and epoch. Of N ranks, rank r takes number r, r + N, r + 2N, ...
@@ -297,7 +313,7 @@ def make_val_loader(args, place, val_set):
     sampler.end = len(dataset) // place.world_size
     if place.rank < len(dataset) % place.world_size:
         sampler.end += 1
-    return make_loader(args, place, dataset, sampler, args.val_workers)
+    return make_loader(args, place, dataset, sampler, args.workers)
 
 
 def build_model(args, place, train_set, load=True):
@@ -349,8 +365,9 @@ def wrap_model(args, place, model):
 # when backward has reached the first layer), 4 "gradients averaged", 5 "end" (set in after_step).
 # The log has the times between them. data: 1 to 2. exposed communication: 3 to 4, in which a rank
 # computes nothing, but waits for slower ranks and for the network. What the network does before 3
-# is hidden: it costs no time. compute: the rest, up to 5. Here rank 0 seems to communicate for
-# longer, because of rank 1: the shortest exposed time of all ranks is what the network costs.
+# is hidden: no rank waits for it, though it takes some of the device from backward. compute: the
+# rest, up to 5. Here rank 0 seems to communicate for longer, because of rank 1: the shortest
+# exposed time of all ranks is what the network costs.
 def train_one_epoch(training, loader, epoch):
     """All ranks: trains what is left of an epoch: all of it, unless the run was resumed in it."""
     args, place, ddp, timer = training.args, training.place, training.ddp, training.timer
@@ -359,7 +376,7 @@ def train_one_epoch(training, loader, epoch):
     loader.sampler.set_epoch(epoch)
     steps_done = training.step - (epoch - 1) * args.steps_per_epoch  # 0, unless it was resumed
     loader.sampler.start = steps_done * args.accumulate_steps * args.batch_size
-    batches, began = iter(loader), perf_counter()
+    batches, began = on_device(place, loader), perf_counter()
     training.loss_sum, images_seen = torch.zeros((), device=place.device), 0
     timer.start_step()  # it measures the wait for data, and how long averaging holds up a step
     while training.step < min(args.max_steps, epoch * args.steps_per_epoch):
@@ -373,15 +390,15 @@ def train_one_epoch(training, loader, epoch):
         loss_of_step = torch.zeros((), device=place.device)
         for micro_batch in range(micro_batches):
             timer.mark("waiting for data")
-            images, labels = next(batches)
+            images, labels, damaged = next(batches)
             timer.mark("data arrived")
+            training.damage.add(damaged)
             # The gradients of the micro-batches add up on this rank. Only the last backward pass
             # has to send them: in no_sync DDP sends nothing, which saves the other all-reduces.
             # The forward pass must be in no_sync as well: in it DDP prepares to send, or not.
             is_last = micro_batch == micro_batches - 1
             with nullcontext() if is_last else ddp.no_sync():
                 logits = forward(training, ddp, images)
-                labels = labels.to(place.device, non_blocking=place.gpu)
                 # Its part of the mean over all images that this rank has in the step.
                 loss = cross_entropy(logits, labels, reduction="sum") / images_in_step
                 # DDP 5/6: backward works from the last layer to the first. As soon as the
@@ -408,6 +425,23 @@ def train_one_epoch(training, loader, epoch):
     log_epoch(training, epoch, steps_done + 1, images_seen, began)
 
 
+def on_device(place, batches):
+    """The batches, images and labels on this process's device.
+
+    A GPU copies in a stream of its own, while it still computes the step before. The computing
+    stream waits for the copy.
+    """
+    copying = torch.cuda.Stream() if place.gpu else None
+    for *batch, damaged in batches:
+        with torch.cuda.stream(copying):  # None: no stream
+            batch = [part.to(place.device, non_blocking=place.gpu) for part in batch]
+        if place.gpu:
+            torch.cuda.current_stream().wait_stream(copying)
+            for part in batch:
+                part.record_stream(torch.cuda.current_stream())  # in use until that has ended
+        yield *batch, damaged
+
+
 def share_statistics(training):
     """All ranks: take rank 0's batch-norm statistics, so that all validate the same model."""
     if training.place.world_size > 1:
@@ -416,9 +450,9 @@ def share_statistics(training):
 
 
 def forward(training, model, images):
-    """Logits, float32 (n, classes), of images, uint8 (n, 3, size, size)."""
+    """Logits, float32 (n, classes), of images, uint8 (n, size, size, 3)."""
     place, precision = training.place, training.args.precision
-    images = images.to(place.device, non_blocking=place.gpu)
+    images = images.to(place.device, non_blocking=place.gpu).permute(0, 3, 1, 2)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     with torch.autocast(place.device.type, dtype=dtype, enabled=dtype is not None):
         images = ((images - training.mean) / training.std).to(memory_format=place.memory_format)
@@ -431,7 +465,8 @@ def evaluate(training, loader, epoch):
     place, model, began = training.place, training.model, perf_counter()
     correct = images_seen = 0
     model.eval()
-    for images, labels in batches_until_stop(training, loader):
+    for images, labels, damaged in batches_until_stop(training, loader):
+        training.val_damage.add(damaged)
         guesses = forward(training, model, images).argmax(1).cpu()
         correct += (guesses == labels).sum().item()
         images_seen += len(labels)
@@ -455,8 +490,12 @@ def save_checkpoint(training, is_last):
             text = f"weights not finite after step {training.step}: lower --lr; not saved"
             raise UserError(text)
         if args.checkpoint and place.rank == 0:
+            if os.path.exists(args.checkpoint) and not training.owns_checkpoint:
+                text = f"another run has written {args.checkpoint} since this one began"
+                raise UserError(f"{text}: give another FILE")
             try:
                 write_checkpoint(training, args.checkpoint)
+                training.owns_checkpoint = True
             except UserError as error:
                 if is_last:
                     raise
@@ -547,18 +586,19 @@ def leave_process_group():
 #     a stop signal, a lost torchrun               catch_stop_signals, agree_to_continue
 #     what happens after each step                 after_step
 #     what a checkpoint holds, who may resume      write_checkpoint, SAME_ON_RESUME
-#     a checkpoint of an earlier run               keep_earlier_checkpoint
+#     a checkpoint of an earlier run               check_checkpoint
 #     another optimizer, a scheduler               main, train_one_epoch (in part one: lr_factor)
 #     the lines and records of the log             log_run, log_step, log_summary
 #     which errors are one line, exit codes        ADVICE, UserError, run_and_exit
 
 # ---- Arguments: their defaults and limits, and what follows from them
 
+DUMMY_STEPS = 100  # with --dummy
 LR_BATCH = 64  # the global batch size for which --lr is meant, with --lr_scaling linear
-MOST_WORKERS, MOST_VAL_WORKERS = 16, 4  # each worker has batches in shared memory
+MOST_WORKERS = 16  # each worker has batches in shared memory
 DATA_PATHS = ["coco_image_path", "annotation_path", "val_image_path", "val_annotation_path"]
 # These may differ from node to node.
-PER_NODE = [*DATA_PATHS, "checkpoint", "profile", "workers", "val_workers"]
+PER_NODE = [*DATA_PATHS, "checkpoint", "profile", "workers"]
 
 
 def make_parser():
@@ -574,19 +614,21 @@ def make_parser():
 
 def add_data_and_training_options(parser):
     add = parser.add_argument_group("data").add_argument
-    add("--coco_image_path", required=True, help="folder of the training images")
-    add("--annotation_path", required=True, help="their COCO instances file")
-    add("--val_image_path", help="folder of the validation images")
+    add("--dummy", action="store_true", help="random images, in place of data: nothing is read")
+    add("--coco_image_path", help="folder of the training images, or their packed file")
+    add("--annotation_path", help="their COCO instances file")
+    add("--val_image_path", help="folder of the validation images, or their packed file")
     add("--val_annotation_path", help="their COCO instances file")
     add("--image_size", type=at_least(int, 33), default=IMAGE_SIZE, help="pixels a side")
     add(
         "--workers",
         type=NATURAL,
-        help="loader processes of each rank; unset: 1 on a CPU, else as many as it has cores - 1, "
-        f"at most {MOST_WORKERS}, and {MOST_VAL_WORKERS} for validation",
+        help="loader processes of each rank; unset: 1 on a CPU, else as many as it has cores - 2, "
+        f"at most {MOST_WORKERS}",
     )
     add = parser.add_argument_group("training").add_argument
-    add("--num_epochs", type=POSITIVE, default=NUM_EPOCHS, help="passes over the images")
+    text = f"passes over the images; unset: {NUM_EPOCHS}, with --dummy {DUMMY_STEPS} steps"
+    add("--num_epochs", type=POSITIVE, help=text)
     add("--batch_size", type=POSITIVE, default=BATCH_SIZE, help="images per rank and micro-batch")
     add("--global_batch_size", type=POSITIVE, help="instead: images per step of all ranks")
     add("--accumulate_steps", type=POSITIVE, default=1, help="micro-batches in a step, per rank")
@@ -669,11 +711,7 @@ def parse_arguments(argv):
     # Dashes inside a name are accepted: --batch-size is --batch_size.
     argv = [re.sub(r"^--[a-z-]+", lambda m: "--" + m[0][2:].replace("-", "_"), a) for a in argv]
     args = parser.parse_args(argv)
-    for name in DATA_PATHS:
-        if getattr(args, name) == "":  # as "$COCO" is where nobody has set it
-            refuse(f"--{name} is empty: give a path")
-    if bool(args.val_image_path) != bool(args.val_annotation_path):
-        refuse("--val_image_path and --val_annotation_path go together: give both")
+    check_data_options(args, refuse)
     for option, given in (("resume", args.resume), ("checkpoint_every", args.checkpoint_every)):
         if given and not args.checkpoint:
             refuse(f"--{option} needs --checkpoint FILE")
@@ -681,8 +719,24 @@ def parse_arguments(argv):
         refuse("--grad_compression powersgd needs one bucket, and sets --bucket_cap_mb itself")
     if args.compile and (args.bucket_cap_mb or 1) < 1:
         refuse("--compile needs --bucket_cap_mb 1 or more: PyTorch's first bucket has 1 MB")
-    args.val_workers = args.workers
     return args
+
+
+def check_data_options(args, refuse):
+    for name in DATA_PATHS:
+        if getattr(args, name) == "":  # as "$COCO" is where nobody has set it
+            refuse(f"--{name} is empty: give a path")
+        if args.dummy and getattr(args, name):
+            refuse(f"--dummy reads no data: leave --{name} out")
+    if not args.dummy and not (args.coco_image_path and args.annotation_path):
+        refuse("give --coco_image_path and --annotation_path, or --dummy")
+    if bool(args.val_image_path) != bool(args.val_annotation_path):
+        refuse("--val_image_path and --val_annotation_path go together: give both")
+    if args.dummy:
+        args.weights, args.workers = "none", 0
+        if not args.num_epochs:
+            args.max_steps = args.max_steps or DUMMY_STEPS
+    args.num_epochs = args.num_epochs or NUM_EPOCHS
 
 
 def check_start(args, place, train_set, val_set):
@@ -694,15 +748,17 @@ def check_start(args, place, train_set, val_set):
     settings["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
     settings["--profile given"] = bool(args.profile)
     settings["PyTorch"] = str(torch.__version__)
-    count = len(train_set.names) + len(val_set.names if val_set else [])
-    log_from_rank_0(place, f"Looking for {counted(count, 'image')}")
+    sizes, sizes_digest = [], digest()
     with errors_end_all_ranks():
-        sizes = check_images(args.coco_image_path, train_set.names)
+        if not args.dummy:
+            count = len(train_set.names) + len(val_set.names if val_set else [])
+            log_from_rank_0(place, f"Looking for {counted(count, 'image')}")
+            sizes, sizes_digest = check_images(args.coco_image_path, train_set.names)
         if val_set and not args.val_image_path:
             raise UserError("--val_image_path is given on rank 0 only: start all ranks alike")
         if val_set:
             check_images(args.val_image_path, val_set.names)
-    settings["sizes of the images"] = digest(sizes)
+    settings["sizes of the images"] = sizes_digest
     if max(map(min, sizes), default=math.inf) < args.image_size:
         text = "the images are smaller than --image_size: prepared for a smaller one?"
         log_from_rank_0(place, f"WARNING: {text}")
@@ -741,8 +797,8 @@ def resolve_arguments(args, place, image_count, checkpoint=None):
         base, args.lr = args.lr, args.lr * global_batch / LR_BATCH
         log_from_rank_0(place, f"--lr {base:g} x {global_batch} / {LR_BATCH} = {args.lr:g}")
     if args.workers is None:
-        workers = max(1, args.cores - 1) if place.gpu else 1
-        args.workers, args.val_workers = min(workers, MOST_WORKERS), min(workers, MOST_VAL_WORKERS)
+        workers = args.cores - (2 if args.cores > 4 else 1) if place.gpu else 1
+        args.workers = max(1, min(workers, MOST_WORKERS))
     if args.precision == "auto":  # that of the checkpoint, or the fastest one that suits all ranks
         saved = checkpoint and checkpoint["settings"].get("--precision", "fp32")
         fast = None if saved else all_gather(fast_precision(args, place))
@@ -997,7 +1053,10 @@ def connecting_ranks(args, place):
             text += f"another backend or device? {cause}"
         else:
             text = f"{connection} cannot connect to the other ranks: {cause}"
-            if interface in os.environ or place.world_size > place.local_world_size:
+            advice = advice_on(cause) if place.backend == "nccl" else []  # Gloo's fits any cause
+            if advice:
+                text += f": {advice[0]}"
+            elif interface in os.environ or place.world_size > place.local_world_size:
                 now = os.environ.get(interface, "not set")
                 text += f" | Is {interface} ({now}) the interface between the nodes? A firewall?"
         raise StartError(text) from error
@@ -1010,6 +1069,8 @@ def connecting_ranks(args, place):
 # The images that have a label: their file names, and their labels, which are indices of
 # `categories`, {id: name}. `unlabelled` counts the images without an annotation: left out.
 ImageSet = namedtuple("ImageSet", "names labels categories unlabelled")
+# With --dummy: as many images and classes as COCO has.
+DUMMY_SET = ImageSet(range(117_266), [], {n: f"class {n}" for n in range(80)}, 0)
 INSTANCES = "give an instances file, such as instances_train2017.json"
 # Each entry of a file's lists needs these ids.
 IDS = {
@@ -1173,34 +1234,40 @@ class CocoFirstCategory(Dataset):
     def __init__(self, args, place, folder, image_set, transform):
         self.size, self.seed, self.place = args.image_size, args.seed, place
         self.folder, self.names, self.labels = folder, image_set.names, image_set.labels
+        is_packed = folder and os.path.isfile(folder)
+        self.packed = PackedImages(folder, self.names) if is_packed else None
         self.transform = transform
 
     def __len__(self):
         return len(self.names)
 
     def __getitem__(self, key):
-        """An image, uint8 (3, size, size), and its label."""
+        """An image, uint8 (size, size, 3), its label, and whether its file is damaged."""
         epoch, index = key
-        image = self.load_image(os.path.join(self.folder, self.names[index]))
+        if self.packed:
+            image, damaged = self.packed.read(index), False
+        else:
+            image, damaged = self.load_image(os.path.join(self.folder, self.names[index]))
         # Python's hash of integers is the same in every process. torch.manual_seed would do as
         # well, but it also seeds the GPUs, which would make a crop a third slower.
         torch.default_generator.manual_seed(hash((self.seed, epoch, index)) % 2**32)
-        return self.transform(image), self.labels[index]
+        rows = self.transform(image.permute(2, 0, 1)).permute(1, 2, 0)
+        return rows, self.labels[index], damaged
 
     def load_image(self, path):
-        """uint8 (3, height, width), RGB. An image that cannot be decoded becomes black."""
+        """uint8 (height, width, 3), RGB; and whether it is a black one, for a damaged image."""
         content = Path(path).read_bytes()  # its OSError ends the run: the storage may be gone
         try:
-            return decode(content)
+            return decode(content), False
         except Exception as error:  # damaged images raise errors of any type
             reason = one_line(error).partition(" <_io")[0]
             text = f"image {path} is damaged, a black one takes its place"
             log(self.place, f"WARNING: {text}: {reason}")
-            return torch.zeros(3, self.size, self.size, dtype=torch.uint8)
+            return torch.zeros(self.size, self.size, 3, dtype=torch.uint8), True
 
 
 def decode(content):
-    """uint8 (3, height, width), RGB, of a file's bytes: its first frame, as Pillow shows it."""
+    """uint8 (height, width, 3), RGB, of a file's bytes: its first frame, as Pillow shows it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow also warns of images that it can decode
         image = Image.open(BytesIO(content))
@@ -1210,12 +1277,75 @@ def decode(content):
             image = image.convert("RGB")
         # As pil_to_tensor, with a copy less. PyTorch warns that nobody may write to these bytes.
         pixels = torch.frombuffer(image.tobytes(), dtype=torch.uint8)
-        return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
+        return pixels.view(image.height, image.width, 3)
+
+
+class PackedImages:
+    """Images in one file: rows of RGB pixels, image after image. There is nothing to decode.
+
+    tools/prepare_coco.py --packed writes it, and PATH.index: for each image a line with its name,
+    first byte, height and width.
+    """
+
+    def __init__(self, path, names):
+        """Raises UserError unless the file has all these images."""
+        with as_user_error(f"{path}.index, of tools/prepare_coco.py --packed, cannot be read"):
+            lines = map(json.loads, Path(f"{path}.index").read_text("utf-8").splitlines())
+            places = {name: place for name, *place in lines}
+            first, height, width = max(places.values())  # of the last image
+        size, needed = os.path.getsize(path), first + 3 * height * width
+        if size != needed:
+            text = f"{path} has {size} bytes, but {path}.index is of a file with {needed}"
+            raise UserError(f"{text}: copy both again, or make both anew")
+        missing = [name for name in names if name not in places]
+        refuse_missing(f"packed file {path}", names, missing)
+        self.places = torch.tensor([places[name] for name in names])  # (images, 3)
+        self.path, self.file = path, None  # each process opens it when it first reads
+
+    def read(self, number):
+        """uint8 (height, width, 3), RGB."""
+        if self.file is None:
+            self.file = os.open(self.path, os.O_RDONLY)
+        first, height, width = self.places[number].tolist()
+        # By an ordinary read: where the storage fails, that is an OSError. mmap would be SIGBUS.
+        pixels = bytearray(os.pread(self.file, 3 * height * width, first))
+        return torch.frombuffer(pixels, dtype=torch.uint8).view(height, width, 3)
+
+
+class RandomCrop(v2.RandomResizedCrop):
+    """RandomResizedCrop, with the same pixels. It resizes rows of pixels that lie side by side.
+
+    torchvision does that faster, from the version for PyTorch 2.9 on. (The one before resizes in
+    float32 on CPUs with AVX512, which is faster with a plane for each colour.)
+    """
+
+    def transform(self, image, where):
+        top, left = where["top"], where["left"]
+        image = image[:, top : top + where["height"], left : left + where["width"]]
+        if torch.__version__ >= (2, 9):
+            image = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        return v2.functional.resize(image, self.size, antialias=True)
 
 
 def has_more_bits(image):
     """Whether a pixel has more than 8 bits a colour. convert("RGB") would clip its values."""
     return image.mode[0] in "IF"  # I, I;16, F: grey images of 16 or 32 bits
+
+
+@dataclass
+class Damage:
+    """How many images this rank has had, and how many of them were damaged."""
+
+    images: int = 0
+    damaged: torch.Tensor | int = 0
+
+    def add(self, damaged):
+        """damaged: bool (n,), of a batch. It is in the CPU's memory: no GPU is waited for."""
+        self.images += len(damaged)
+        self.damaged += damaged.sum()
+
+    def is_too_much(self):
+        return self.images >= 100 and self.damaged > self.images / 10
 
 
 class EpochSampler(DistributedSampler):
@@ -1254,6 +1384,27 @@ def make_loader(args, place, dataset, sampler, workers):
     )
 
 
+class DummyLoader:
+    """With --dummy: one batch of random images, which stays on the device.
+
+    There is nothing to read, to decode or to wait for: a step computes and communicates.
+    """
+
+    def __init__(self, args, place, train_set):
+        self.sampler = EpochSampler(train_set.names, place.world_size, place.rank)
+        torch.manual_seed(args.seed + place.rank)  # build_model sets another one, for the weights
+        shape = args.batch_size, args.image_size, args.image_size, 3
+        self.images = torch.randint(256, shape, dtype=torch.uint8, device=place.device)
+        self.labels = torch.randint(len(DUMMY_SET.categories), shape[:1], device=place.device)
+
+    def __iter__(self):
+        """As many images as the share has: of the last batch a part."""
+        for first in range(0, len(self.sampler), len(self.images)):
+            left = len(self.sampler) - first
+            images, labels = self.images[:left], self.labels[:left]
+            yield images, labels, torch.zeros(len(images), dtype=torch.bool)  # none is damaged
+
+
 def ignore_stop_signals(_):
     """In a loader worker: SLURM signals all processes of a job, but the ranks decide."""
     for stop_signal in STOP_SIGNALS:
@@ -1271,31 +1422,56 @@ def start_workers(*loaders):
 
 
 def check_images(folder, names):
-    """Some images' sizes. Raises UserError if one of all lacks, or one of some has over 8 bits."""
-    missing = missing_images(folder, names)
-    if missing:
-        text = f"lacks {len(missing)} of {len(names)} listed images, the first is {missing[0]}"
-        raise UserError(f"the folder of images {folder} {text}{see_check_coco()}")
-    sizes, clipped = [], []
-    for name in names[:: 1 + len(names) // 64]:
+    """Some images' sizes, and a digest that tells one data set's images from another's.
+
+    Raises UserError if one of all images lacks, or some are of no use.
+    """
+    some = slice(None, None, 1 + len(names) // 64)
+    if os.path.isfile(folder):
+        packed = PackedImages(folder, names)
+        return packed.places[some, 1:].tolist(), digest("packed", names, packed.places.tolist())
+    if not os.path.isdir(folder):
+        raise UserError(f"the folder of images {folder} is not there")
+    refuse_missing(f"folder of images {folder}", names, missing_images(folder, names))
+    sizes, clipped, one_is_whole = [], [], False
+    for name in names[some]:
+        path = Path(folder, name)
+        with as_user_error(f"image {path} cannot be read"):
+            content = path.read_bytes()
         with warnings.catch_warnings(), suppress(Exception):  # a damaged image has no size
             warnings.simplefilter("ignore")
-            with Image.open(os.path.join(folder, name)) as image:
+            with Image.open(BytesIO(content)) as image:
                 sizes.append(image.size)
                 clipped += [name] if has_more_bits(image) else []
+            one_is_whole = one_is_whole or decode(content) is not None
     if clipped:
         text = f"{clipped[0]} in {folder} has pixels of more than 8 bits, which would be clipped"
         raise UserError(f"{text}: convert such images (tools/prepare_coco.py does)")
-    return sizes
+    if not one_is_whole:
+        text = f"all {len(names[some])} images that were looked at in {folder} are damaged"
+        raise UserError(f"{text}, the first is {names[0]}: copy them again")
+    return sizes, digest(sizes)
+
+
+def refuse_missing(where, names, missing):
+    """Raises UserError if some of the names are missing there."""
+    if missing:
+        text = f"lacks {len(missing)} of {len(names)} listed images, the first is {missing[0]}"
+        raise UserError(f"the {where} {text}{see_check_coco()}")
 
 
 def missing_images(folder, names):
-    """Those of the names that the folder lacks."""
+    """Those of the names that the folder lacks, or has as a link to nothing or as a folder."""
     # Listing each folder once is faster than looking for each of 118,287 files.
     files = {}
     for subfolder in {os.path.dirname(name) for name in names}:
         try:
-            files[subfolder] = set(os.listdir(os.path.join(folder, subfolder)))
+            with os.scandir(os.path.join(folder, subfolder)) as entries:
+                files[subfolder] = {
+                    entry.name
+                    for entry in entries
+                    if entry.is_file(follow_symlinks=False) or os.path.isfile(entry)
+                }
         except (OSError, ValueError):  # ValueError: a name that no file can have
             files[subfolder] = set()
     return [name for name in names if os.path.basename(name) not in files[os.path.dirname(name)]]
@@ -1386,8 +1562,9 @@ def rebuild_buckets(training):
     Without this pass a resumed run would not equal an unbroken one bit for bit.
     """
     before = [buffer.clone() for buffer in training.model.buffers()]
-    size = training.args.image_size
-    blank = torch.zeros(training.args.batch_size, 3, size, size, dtype=torch.uint8)
+    args, size = training.args, training.args.image_size
+    share = math.ceil(len(training.train_set.names) / training.place.world_size)
+    blank = torch.zeros(min(args.batch_size, share), size, size, 3, dtype=torch.uint8)
     forward(training, training.ddp, blank).sum().backward()
     training.optimizer.zero_grad()
     for buffer, old in zip(training.model.buffers(), before, strict=True):
@@ -1415,8 +1592,8 @@ class StepTimer:
 
     data: the wait for images. exposed: the exposed communication, from the moment when this rank
     has all its own gradients until they are averaged. In this time a rank computes nothing: it
-    sends and receives, and waits for slower ranks. The rest is called compute. The step after
-    a log line includes the time to write that line, and to agree to go on.
+    sends and receives, and waits for slower ranks. The rest is called compute. A step also has
+    what follows the one before: a log line, or to agree to go on.
     """
 
     def __init__(self, device, model):
@@ -1431,15 +1608,18 @@ class StepTimer:
         )
 
     def mark(self, name):
-        """Notes this moment. A GPU runs behind the script: there, when the GPU gets here."""
+        """Notes this moment."""
+        self.moments.setdefault(name, []).append(self.now())
+
+    def now(self):
+        """This moment. A GPU runs behind the script: there, the moment when it gets here."""
         if self.device_type == "cuda":
             moment = torch.cuda.Event(enable_timing=True)
             moment.record()
-        else:
-            if self.device_type == "mps":
-                torch.mps.synchronize()
-            moment = perf_counter()
-        self.moments.setdefault(name, []).append(moment)
+            return moment
+        if self.device_type == "mps":
+            torch.mps.synchronize()
+        return perf_counter()
 
     def start_step(self):
         """Leaves out what happened before: it is not part of the next step."""
@@ -1544,7 +1724,7 @@ STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # USR1: SLURM's,
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup makes a process ignore it
     STOP_SIGNALS.append(signal.SIGHUP)
 PARENT_ENDED = 1000  # in place of a signal's number, and above all of them
-MOST_STEPS_WITHOUT_AGREEMENT = 20
+MOST_STEPS_WITHOUT_AGREEMENT = 50
 
 
 def catch_stop_signals(place):
@@ -1560,18 +1740,20 @@ def catch_stop_signals(place):
 def after_step(training, epoch, loss, image_count):
     """All ranks: logs, agrees to go on and saves, each in the steps in which it is due."""
     args, timer = training.args, training.timer
-    # Steps 1, 6, 11, ... with --log_every 5, and the last one.
-    log_due = (training.step - 1) % args.log_every == 0 or training.step == args.max_steps
-    shown_loss = loss.item() if log_due else None  # waits for a GPU: not in each step
+    log_step(training)  # of the step before, if its line is due: a GPU computes this one meanwhile
     timer.end_step(image_count)
     if training.profiler:
         profile_step(training)
-    if log_due:
-        log_step(training, epoch, shown_loss)  # on every rank: of its own images
+    # Steps 1, 6, 11, ... with --log_every 5, and the last one; each rank, of its own images.
+    if (training.step - 1) % args.log_every == 0 or training.step == args.max_steps:
+        copied = loss.to("cpu", non_blocking=training.place.gpu)
+        training.due_line = DueLine(epoch, training.step, copied, timer.now())
+    if not training.place.gpu:
+        log_step(training)
     save_due = args.checkpoint_every and training.step % args.checkpoint_every == 0
-    if log_due or save_due or training.step >= training.next_agreement:
-        steps = agree_to_continue(training, timer.last_step_seconds())
-        training.next_agreement = training.step + steps
+    if save_due or training.step >= training.next_agreement:
+        seconds = timer.last_step_seconds()
+        training.next_agreement = training.step + agree_to_continue(training, seconds)
     if save_due:
         save_checkpoint(training, is_last=False)
         timer.start_step()  # the time to save is not part of a step
@@ -1594,9 +1776,12 @@ def batches_until_stop(training, loader):
 def agree_to_continue(training, seconds):
     """All ranks: all go on, or all end: by UserError, or with a checkpoint by Stopped.
 
-    seconds: of the last step. Returns after how many steps the ranks should agree again: about
-    once a second, because here they wait for each other and for their GPUs.
+    seconds: of the last step. Returns after how many steps the ranks agree again: about once a
+    second, because here they wait for each other and for their GPUs. The number follows from the
+    slowest rank's seconds, so it is the same on all ranks. It at most doubles from one time to the
+    next, because the next steps may be slower.
     """
+    log_step(training)
     place, stop = training.place, training.place.stop
     # A torchrun that is killed leaves its ranks behind, with another parent. A rank that was
     # started by hand, with RANK set, may go on when its shell has ended.
@@ -1606,20 +1791,27 @@ def agree_to_continue(training, seconds):
         stop = PARENT_ENDED
     not_finite = not math.isfinite(training.loss_sum)  # as a number: a maximum may leave out NaN
     # A stop signal may come to one rank alone. Here all learn of it, after the same step.
-    facts = torch.tensor([stop, not_finite, seconds], dtype=torch.float64)
+    damaged = training.damage.is_too_much() or training.val_damage.is_too_much()
+    facts = torch.tensor([stop, not_finite, damaged, seconds], dtype=torch.float64)
     facts = facts.to(place.exchange_device)
     dist.all_reduce(facts, dist.ReduceOp.MAX)
-    stop, not_finite, slowest = facts.tolist()
+    stop, not_finite, damaged, slowest = facts.tolist()
     if not_finite:
         raise UserError(f"a loss up to step {training.step} is not finite: lower --lr")
+    if damaged:
+        text = "over 1 in 10 of the images that a rank has read are damaged"
+        raise UserError(f"{text}, see the warnings: copy them again")
     if stop:
         save_checkpoint(training, is_last=True)
         raise Stopped(training, int(stop))
-    return max(1, min(MOST_STEPS_WITHOUT_AGREEMENT, int(1 / max(slowest, 1e-9))))
+    limit = min(2 * training.interval, MOST_STEPS_WITHOUT_AGREEMENT)
+    training.interval = max(1, min(limit, int(1 / max(slowest, 1e-9))))
+    return training.interval
 
 
 # ---- Checkpoint: what is saved, and who may resume from it
 
+CHECKPOINT_BYTES = 135e6  # about: 11.2 million weights, and Adam's two averages of each, by 4
 # A run can resume only with the same values of these. The number of processes may differ, if
 # --global_batch_size keeps a step's images the same.
 SAME_ON_RESUME = ["global_batch_size", "image_size", "lr", "warmup_steps", "precision"]
@@ -1640,40 +1832,46 @@ def digest(*parts):
     return hashlib.sha256("".join(map(str, parts)).encode()).hexdigest()[:12]
 
 
-def check_checkpoint(path):
-    """Raises UserError if a checkpoint cannot be saved there: now, not after an epoch."""
-    if os.path.isdir(path):
-        raise UserError(f"checkpoint {path} is a folder: name a file in it")
+def check_checkpoint(args, place):
+    """All ranks: raises UserError if nothing can be saved, or if an earlier run's file is there.
+
+    torchrun --max-restarts repeats the first command, without --resume. Its ranks then continue
+    what this run has written, and nothing else.
+    """
+    # Those of rank 0's torchrun. On another node it may have started its first ranks.
+    place.restarts = max(all_gather(place.restarts))
+    runs = {*all_gather(place.run)} - {""} if place.restarts else set()
+    args.resume = from_rank_0(lambda: may_resume(args, place, runs)) or args.resume
+
+
+def may_resume(args, place, runs):
+    """Whether this run continues --checkpoint, which may be of `runs`. Raises UserError."""
+    path = args.checkpoint
+    if not path:
+        return False
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"checkpoint {path} is not a regular file: name another one")
     with as_user_error(f"checkpoint {path} cannot be written"):
         tempfile.TemporaryFile(dir=os.path.dirname(path) or ".").close()
-
-
-def keep_earlier_checkpoint(args, place):
-    """All ranks: without --resume rank 0 gives an earlier run's file another name.
-
-    As soon as the ranks are connected: torchrun --max-restarts repeats the first command, and what
-    it then finds is of this run. Raises UserError, also if nothing can be saved there.
-    """
-    # By a torchrun that starts its ranks again; another node's may have started its first ones.
-    place.restarts = max(all_gather(place.restarts))
-    path = args.checkpoint
-    args.resume = args.resume or bool(path and place.restarts)
-    with errors_end_all_ranks():
-        if path and place.rank == 0:
-            check_checkpoint(path)
-        if path and place.rank == 0 and os.path.exists(path) and not args.resume:
-            earlier = f"{path}.{time.strftime('%Y%m%d-%H%M%S')}"
-            if os.path.exists(args.weights) and os.path.samefile(args.weights, path):
-                args.weights = earlier  # which rank 0 alone reads
-            with as_user_error(f"checkpoint {path} cannot be renamed"):
-                os.replace(path, earlier)
-            log(place, f"{path} is of an earlier run: renamed to {earlier}")
+    needed = CHECKPOINT_BYTES * (1 if os.path.exists(path) else 2)  # the new one beside the old
+    free = shutil.disk_usage(os.path.dirname(path) or ".").free
+    if free < needed:
+        text = f"checkpoint {path} needs {needed / 1e6:.0f} MB, but {free / 1e6:.0f} MB are free"
+        log(place, f"WARNING: {text}")
+    if args.resume or not os.path.exists(path):
+        return args.resume
+    saved = read_file(path) if runs else None
+    if not isinstance(saved, dict) or saved.get("run") not in runs:
+        text = "give --resume to continue from it, or another FILE"
+        raise UserError(f"checkpoint {path} is there already: {text}")
+    return True
 
 
 def write_checkpoint(training, path):
     """The old file stays until the new one is complete. Raises UserError."""
     state = {
         "settings": settings_of(training),
+        "run": training.place.run,
         "categories": list(training.train_set.categories.values()),
         "step": training.step,
         "model": training.model.state_dict(),  # in ddp's, names would begin with "module."
@@ -1813,8 +2011,12 @@ def log_run(training, val_set):
     processes = counted(place.world_size, "process", "processes")
     steps, images = counted(args.max_steps, "step"), counted(args.global_batch_size, "image")
     text = f"Run: {processes} on {counted(record['nodes'], 'node')}, {place.backend}, "
-    text += f"{args.precision}; {steps} of {images}; {len(train_set.names)} labelled images, "
-    text += f"{train_set.unlabelled} without a label, {record['padding']} repeated as padding. "
+    text += f"{args.precision}; {steps} of {images}; "
+    if args.dummy:
+        text += "random images (--dummy). "
+    else:
+        text += f"{len(train_set.names)} labelled images, {train_set.unlabelled} without a label, "
+        text += f"{record['padding']} repeated as padding. "
     if training.step:
         text += f"Resumed from {args.checkpoint} at step {training.step}"
     elif args.resume:
@@ -1824,14 +2026,23 @@ def log_run(training, val_set):
     log_from_rank_0(place, text)
 
 
-def log_step(training, epoch, loss):
-    """The loss of this rank's images in this step; its img/s and times since the last line."""
+# The log line of a step that a GPU may not have finished. `copied`: when the loss is on the CPU.
+DueLine = namedtuple("DueLine", "epoch step loss copied")
+
+
+def log_step(training):
+    """Logs the due line: the loss of this rank's images; img/s and times since the last line."""
+    line, training.due_line = training.due_line, None
+    if line is None:
+        return
+    if training.place.gpu:
+        line.copied.synchronize()
     args, mean = training.args, mean_time(training.timer.since_last_line())
-    text = f"Epoch {epoch} | Step {training.step} | Loss: {loss:.4f} | "
+    text = f"Epoch {line.epoch} | Step {line.step} | Loss: {line.loss.item():.4f} | "
     if not mean.images:  # all steps since the last line were profiled
         log(training.place, f"{text}profiled")
         return
-    left = duration((args.max_steps - training.step) * mean.whole, 0)
+    left = duration((args.max_steps - line.step) * mean.whole, 0)
     text += f"{mean.images / mean.whole:.1f} img/s | data {1e3 * mean.data:.1f} ms | "
     log(training.place, f"{text}step {1e3 * mean.whole:.1f} ms | ETA {left}")
 
@@ -1870,6 +2081,7 @@ def log_summary(training, digests):
     ranks = all_gather({"rank": place.rank, **parts})
     images = sum(all_gather(sum(time.images for time in measured)))
     seconds = sum(time.whole for time in measured)
+    damaged = sum(all_gather(int(training.damage.damaged + training.val_damage.damaged)))
     peak = max(all_gather(torch.cuda.max_memory_allocated() if place.gpu else 0))
     summary = {
         "epochs": training.step // training.args.steps_per_epoch,
@@ -1883,6 +2095,7 @@ def log_summary(training, digests):
         "peak_gpu_bytes": peak or None,  # of tensors, on the rank with the most
         "weights_sha256": digests[0],
         "replicas_identical": len(set(digests)) == 1,
+        "damaged_images": damaged,  # each as often as it was read, by training and validation
     }
     log_from_rank_0(place, "Summary " + json.dumps(summary))
     # NOTE: PowerSGD computes and communicates in one call: no moment is between the two.
@@ -1890,6 +2103,7 @@ def log_summary(training, digests):
     text = "{img_per_s:.1f} img/s; a step of {step_ms:.0f} ms is {data_ms:.0f} data + "
     text += f"{{compute_ms:.0f}} compute + {{exposed_ms:.0f}} {exposed}; "
     text += f"at most {peak / 2**30:.2f} GiB of a GPU's memory; " if peak else ""
+    text += f"{damaged} of the images were damaged; " if damaged else ""
     text += "replicas identical: {replicas_identical}"
     epochs, steps = counted(summary["epochs"], "epoch"), counted(training.step, "step")
     log_from_rank_0(place, f"Summary: {epochs}, {steps}, {text.format(**summary)}")
@@ -1999,21 +2213,26 @@ def run_and_exit(main, log_wall_time=True):
             # Connected ranks share their errors: one line on each node is enough.
             if place.local_rank == 0 or not dist.is_initialized():
                 log(place, f"ERROR: {error}", STDERR)
+        end_workers()  # after an error they may be there still
         leave_process_group()
         if code == 0 and log_wall_time:
             log_end(place, began)
     except Exception as error:
-        # PyTorch's handler of this signal, for dead loader workers, could raise another error.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        end_workers()
         # With a code the reason is logged already: this is only a connection lost after it.
         text = "" if code else explain(place, error)
         end_process(code or EXIT_FAILED, place, text, "peer" if OTHER_RANK in text else "own")
     sys.exit(code)
 
 
+def advice_on(text):
+    """What to do about an error with this text: a list of one sentence, or of none."""
+    return [what_to_do for part, what_to_do in ADVICE if part in text][:1]
+
+
 def explain(place, error):
     """The line for an error that the other ranks do not know. A bug's traceback is logged."""
-    advice = [what_to_do for part, what_to_do in ADVICE if part in str(error)][:1]
+    advice = advice_on(str(error))
     name = ""
     if not advice and not isinstance(error, (OSError, EOFError, dist.DistError)):
         name = f"{type(error).__name__}: "
@@ -2022,14 +2241,19 @@ def explain(place, error):
     return f"ERROR: {name}" + ": ".join([one_line(error), *advice])
 
 
+def end_workers():
+    """Loader workers ignore SIGTERM: they could outlive this process, or keep it from its end."""
+    # PyTorch's handler of this signal, for dead loader workers, could raise another error.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for worker in multiprocessing.active_children():
+        worker.kill()
+
+
 def end_process(code, place=None, text="", word="own"):
     """Ends a process that may not be able to end by itself: it could wait for others for ever."""
     if text:
         record_end(word, f"{place.name} {text}")
         log(place, text, STDERR)
-    # Loader workers ignore SIGTERM, and could outlive this process.
-    for worker in multiprocessing.active_children():
-        worker.kill()
     os._exit(code)
 
 

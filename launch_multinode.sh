@@ -80,7 +80,6 @@ train_over() { # LABEL=NAMES ARGUMENTS...
         variables+=(NCCL_DEBUG=INFO "NCCL_DEBUG_SUBSYS=INIT,NET,ENV")
         variables+=("NCCL_DEBUG_FILE=${log%/*}/nccl.node$NODE_RANK.%h.%p.log")
     fi
-    set_checkpoint "$@"
     [ "$RESTARTS" -eq 0 ] || set -- "$@" --checkpoint "$checkpoint" # what a restart resumes from
     if [ "$PROBE" -eq 1 ] && [ $((NNODES * GPUS_PER_NODE)) -gt 1 ]; then
         on_all_nodes 0 "$root/tools/probe_link.py" "$@"
@@ -108,7 +107,7 @@ timeout=$(option --timeout "$@") # the script's, which takes 1e3 as well; bash n
 timeout=$(LC_ALL=C printf '%.0f' "${timeout:-none}" 2>/dev/null) || timeout=300
 rendezvous_timeout=$CONNECT_TIMEOUT
 next_port=$MASTER_PORT
-folder=${LOG_DIR:-logs}/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}
+set_folder
 
 [ -z "${NETWORKS:-}" ] || train_each network "$networks" "$@" # and leave
 

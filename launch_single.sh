@@ -51,11 +51,10 @@ set_number REPEATS 1 1 1000
 
 train_over() { # LABEL=PROCESSES ARGUMENTS...
     local start=1 torchrun
-    torchrun=(--standalone --local-addr=127.0.0.1 --nproc_per_node="${1#*=}" "$root/demo_coco_resnet18.py")
+    torchrun=(--standalone --local-addr=127.0.0.1 --nnodes=1 --nproc_per_node="${1#*=}" "$root/demo_coco_resnet18.py")
     shift
     variables=("OMP_NUM_THREADS=$OMP_NUM_THREADS")
     prefer_for_cpus
-    set_checkpoint "$@"
     [ "$RESTARTS" -eq 0 ] || set -- "$@" --checkpoint "$checkpoint" # what a restart resumes from
     start_torchrun "${torchrun[@]}" "$@"
     while starts_again; do
@@ -76,7 +75,7 @@ if names_no_data "$@"; then
     fi
     set -- "${sample[@]}" "$@"
 fi
-folder=${LOG_DIR:-logs}/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}
+set_folder
 [ -z "$several" ] || train_each run "$runs" "$@" # and leave
 
 open_log "$folder/node0.log" "$@"

@@ -39,8 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The images of the good file, one of them in a folder of its own as well."""
     folder = tmp_path_factory.mktemp("annotations")
     (folder / "part").mkdir()
-    for name in ["part/0000.jpg", *(image["file_name"] for image in json.loads(GOOD)["images"])]:
-        (folder / name).touch()
+    names = ["part/0000.jpg", *(image["file_name"] for image in json.loads(GOOD)["images"])]
+    write_images(folder, names)
     (folder / "good.json").write_text(GOOD)
     return folder
 

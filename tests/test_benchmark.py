@@ -49,14 +49,15 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable:
             words = [str(word) for word in command]
             if TORCHRUN in words:
                 parsed = get_args_parser().parse_args(words[3:])
-                changed = [tool.__file__, "child", "resident", str(SCRIPT)]
-                program = changed if "resident" in words else [str(SCRIPT)]
+                changed = [tool.__file__, "child", f"warm-up {3 + 2 * tool.cores()}", str(SCRIPT)]
+                program = changed if "child" in words else [str(SCRIPT)]
                 started = [parsed.training_script, *parsed.training_script_args]
                 assert started[: len(program)] == program
-                assert started[len(program)].startswith("--")
-            given = [n for n, word in enumerate(words) if word == "--coco_image_path"]
-            if given:
-                demo.parse_arguments(words[given[0] :])  # fails where the script refuses them
+            given = [n for n, word in enumerate(words) if word.startswith("--num_epochs")]
+            for first in given:
+                options = words[first:]
+                options += ["--dummy"] if "--dummy" in words else []
+                demo.parse_arguments(options)  # fails where the script refuses them
             return prints(words, dict(variables))
 
         monkeypatch.setattr(tool, "run", run)
@@ -134,36 +135,49 @@ GPU = """\
                              img/s     step     data  compute  exposed ms   peak
 1 GPU(s), bf16, fed           20.0   200.00    60.00   140.00     0.00 ms   1.00 GB
 1 GPU(s), bf16, resident      40.0   100.00     0.00   100.00     0.00 ms   1.00 GB
-1 GPU(s), fp32, fed           10.0   400.00    60.00   340.00     0.00 ms   1.00 GB
-1 GPU(s), fp32, resident      16.0   250.00     0.00   250.00     0.00 ms   1.00 GB
 2 GPU(s), bf16, fed           40.0   200.00    60.00   140.00     0.00 ms   1.00 GB
 2 GPU(s), bf16, resident      80.0   100.00     0.00   100.00     0.00 ms   1.00 GB
-2 GPU(s), fp32, fed           20.0   400.00    60.00   340.00     0.00 ms   1.00 GB
-2 GPU(s), fp32, resident      32.0   250.00     0.00   250.00     0.00 ms   1.00 GB
-The talk's job (2 epochs of 118287 images, 4 GPUs)
-is 14786 steps of 4 x 4 images. At the times of the last
-bf16 rows it takes 2957 s fed, 1479 s with resident batches
-fp32 rows it takes 5914 s fed, 3696 s with resident batches
+1 GPU(s), bf16, fed: 20.0 img/s
+1 GPU(s), bf16, resident: 40.0 img/s
+2 GPU(s), bf16, fed: 40.0 img/s
+2 GPU(s), bf16, resident: 80.0 img/s
 """
 
 
 @pytest.mark.guards("benchmark-torchrun")
-def test_gpu_prints_a_row_for_each_case_and_projects_the_talks_job(
-    benchmark, made_up, monkeypatch
-):
+def test_gpu_prints_a_row_for_each_case(benchmark, made_up, monkeypatch):
     monkeypatch.setattr(tool, "gpu_count", lambda: 2)
-    step_ms = {("bf16", "fed"): 200, ("bf16", "resident"): 100}
-    step_ms |= {("fp32", "fed"): 400, ("fp32", "resident"): 250}
 
     def run(words, _variables):
-        kind = "resident" if "resident" in words else "fed"
-        step = step_ms[words[words.index("--precision") + 1], kind]
-        data = 60 if kind == "fed" else 0
+        data = 0 if "--dummy" in words else 60
+        step = 100 if "--dummy" in words else 200
         times = {"step_ms": step, "data_ms": data, "compute_ms": step - data, "exposed_ms": 0}
         return record("Summary", **times, peak_gpu_bytes=10**9)
 
     made_up(run)
-    assert benchmark("gpu", *TINY) == GPU
+    out = benchmark("gpu", *TINY, "--precision", "bf16", "--rounds", 1)
+    assert out.startswith(GPU)
+    ratio = "0.500 (0.500 to 0.500 in 1 round(s))"
+    assert f"img/s, 1 GPU(s), bf16, fed / 1 GPU(s), bf16, resident: {ratio}\n" in out
+
+
+@pytest.mark.guards("benchmark-job")
+def test_job_is_that_of_the_talk_and_stands_beside_its_wall_time(benchmark, made_up, monkeypatch):
+    monkeypatch.setattr(tool, "JOB_IMAGES", 6)
+
+    def run(words, _variables):
+        args = demo.parse_arguments(words[words.index("--num_epochs") :])
+        found.append((args.num_epochs, args.global_batch_size))
+        images = json.loads(Path(args.annotation_path).read_bytes())["images"]
+        found.append(len(images))
+        return record("Summary", steps=924, img_per_s=10_000)
+
+    found = []
+    made_up(run)
+    out = benchmark("job")
+    assert found == [(2, 256), 6]
+    assert out.startswith("924 steps, 10000 img/s in them\nfrom start to end 0.")
+    assert "over InfiniBand took 1165.0 s: " in out
 
 
 @LONG
@@ -183,17 +197,9 @@ def test_real_steps_of_the_script_and_of_a_copy_in_the_users_folder(
 @LONG
 @pytest.mark.guards("benchmark-resident")
 def test_gpu_really_runs_and_a_resident_batch_costs_no_loading(benchmark, monkeypatch):
-    """Two of the four runs, by torchrun, here on a CPU."""
+    """By torchrun, here on a CPU."""
     monkeypatch.setattr(tool, "gpu_count", lambda: 1)
-    real, found = tool.gpu_summary, {}
-
-    def summary(args, processes, precision, kind):
-        if precision == "fp32":
-            found[kind] = real(args, processes, precision, kind)
-        return found.get(kind, {"step_ms": 1.0})
-
-    monkeypatch.setattr(tool, "gpu_summary", summary)
-    out = benchmark("gpu", *TINY, "--image_size", 40)
+    out = benchmark("gpu", *ONCE)
     rows = re.findall(r"^1 GPU\(s\), fp32, (\w+) +[\d.]+ +[\d.]+ +([\d.]+) ", out, re.M)
     assert [kind for kind, _ in rows] == ["fed", "resident"]
     assert float(rows[1][1]) < 1, out

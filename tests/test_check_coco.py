@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+import prepare_coco
 from check_coco import HEAD, TAIL, UserError, check, check_images
 from support.annotation_cases import Case, cases, changed, marked, plain_id, rows
+from support.datasets import numbered, write_images
 from support.processes import ROOT
 
 
@@ -143,8 +145,30 @@ def test_what_is_no_file_is_a_lost_image(tmp_path: Path, what: str):
 
 def test_a_folder_of_images_that_is_not_there_is_said(tmp_path: Path):
     path = write(tmp_path / "file.json")
-    for folder in (tmp_path / "gone", path):
-        assert fault(path, folder) == f"there is no folder of images {folder}: check the path"
+    gone = tmp_path / "gone"
+    assert fault(path, gone) == f"there is no folder of images {gone}: check the path"
+    words = f"{path} is no folder, and no packed file: {path}.index cannot be read"
+    assert fault(path, path).startswith(words)
+
+
+@pytest.mark.guards("check-packed-size", "check-packed-lacks")
+def test_a_packed_file_is_whole_and_has_all_images(tmp_path: Path):
+    path = write(tmp_path / "file.json")
+    images = tmp_path / "coco/images"
+    write_images(images, numbered(5))
+    job = prepare_coco.Job(images.parent, tmp_path, 64, packed=True)
+    prepare_coco.pack(job, "images", numbered(5))
+    packed = tmp_path / "images.rgb"
+    assert fault(path, packed) == ""
+    size = packed.stat().st_size
+    with packed.open("ab") as file:
+        file.write(b"more")
+    line = f"{packed} has {size + 4} bytes, but {packed}.index is of a file with {size}"
+    assert fault(path, packed).startswith(line)
+    prepare_coco.pack(job._replace(target=tmp_path / "coco"), "images", numbered(3))
+    packed = tmp_path / "coco/images.rgb"
+    line = f"the packed file {packed} lacks 1 of 4 listed images, the first is 0003.jpg"
+    assert fault(path, packed).startswith(line)
 
 
 def encoded(kind: str, **options: object) -> bytes:

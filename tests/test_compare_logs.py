@@ -18,6 +18,8 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 from urllib.parse import unquote
 
 import pytest
@@ -26,7 +28,7 @@ from hypothesis import strategies as st
 from pytest import approx
 
 import compare_logs
-from analysis import logs, projection, verdict
+from analysis import logs, projection, scaling, verdict
 from analysis.logs import Log, read_log
 from analysis.repeats import find_repeats, gather, is_called
 from analysis.report import as_json, report
@@ -114,6 +116,24 @@ def test_equal_networks_are_called_different_as_rarely_as_by_chance():
 
     assert 200 < called(4) < 400
     assert called(3) == 0
+
+
+RATES = st.lists(st.floats(1, 1e6), min_size=1, max_size=5)  # images/s of repeats
+
+
+@pytest.mark.guards("speed-up-range")
+@given(RATES, RATES)
+def test_range_of_a_speed_up_is_that_of_all_pairs_of_repeats(base, rates):
+    runs = []
+    for processes, each in ((1, base), (2, rates)):
+        run = make_run("a", Log())
+        run.processes, run.global_batch, run.step_s = processes, 8, 0.1
+        run.img_per_s, run.repeats = median(each), [SimpleNamespace(img_per_s=r) for r in each]
+        runs.append(run)
+    found = scaling.beside(*runs)
+    ratios = [fast / slow for slow in base for fast in rates]
+    assert found.between == (min(ratios), max(ratios))
+    assert found.speed_up == median(rates) / median(base)
 
 
 @pytest.mark.guards("slowest-unnamed")

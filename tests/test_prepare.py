@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -185,6 +187,119 @@ def test_two_runs_make_one_target_at_once(source, tmp_path):
         assert run.returncode == 0 and " 5 images in " in out, out
     prepare(tmp_path, target="alone")
     assert digests(tmp_path / "small") == digests(tmp_path / "alone")
+
+
+# ---- Packed
+
+
+PACKED = [*COMMAND, "coco", "packed", "--packed", "--shorter_side", "64"]
+
+
+def pack(folder: Path, *words: object, expect: int = 0) -> str:
+    """What the command prints."""
+    words = [*map(str, [*PACKED, *words])]
+    run = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=60 * FACTOR)
+    assert run.returncode == expect, run.stderr
+    return run.stdout + run.stderr
+
+
+def packed_images(folder: Path) -> dict[str, np.ndarray]:
+    """By name: rows of pixels, as the index tells."""
+    pixels = np.fromfile(folder / "packed/train2017.rgb", dtype=np.uint8)
+    found, end = {}, 0
+    for line in (folder / "packed/train2017.rgb.index").read_text().splitlines():
+        name, first, height, width = json.loads(line)
+        assert first == end
+        end = first + 3 * height * width
+        found[name] = pixels[first:end].reshape(height, width, 3)
+    assert end == len(pixels)
+    return found
+
+
+@pytest.mark.guards("pack-pixels")
+@pytest.mark.parametrize("side", [64, 999])
+def test_packed_images_are_the_resized_ones_or_the_images_themselves(source, tmp_path, side):
+    """In RGB: here also of a grey image and of one with a palette."""
+    images = [source / "train2017" / name for name in numbered(5)]
+    Image.open(images[1]).convert("L").save(images[1])
+    Image.open(images[2]).convert("P").save(images[2], "PNG")
+    pack(tmp_path, "--shorter_side", side)
+    found = packed_images(tmp_path)
+    assert [*found] == numbered(5)
+    for path in images:
+        with Image.open(path) as image:
+            image = image.convert("RGB")
+        size = (85, 64) if side == 64 else (200, 150)
+        assert found[path.name].shape == (size[1], size[0], 3)
+        assert difference(Image.fromarray(found[path.name]), image.resize(size)) < 4
+    assert len(content(tmp_path / "packed")["images"]) == 5
+
+
+@pytest.mark.guards("pack-goes-on", "pack-cut-off")
+def test_packing_that_was_killed_goes_on_and_makes_the_same_bytes(source, tmp_path):
+    """Killed while it writes an image, and while it writes a line of the index."""
+    pack(tmp_path)
+    expected = digests(tmp_path / "packed")
+    rows, index = tmp_path / "packed/train2017.rgb", tmp_path / "packed/train2017.rgb.index"
+    lines, pixels = index.read_bytes().splitlines(keepends=True), rows.read_bytes()
+    image = len(pixels) // 5
+    for whole_lines, cut_line, size in (
+        (2, b"", 2 * image + 100),
+        (2, lines[2][:9], 3 * image),
+        (4, b"", 3 * image),  # as a power failure may leave it
+        (0, b"", 5),
+    ):
+        index.unlink()
+        unfinished = index.with_suffix(".unfinished")
+        unfinished.write_bytes(b"".join(lines[:whole_lines]) + cut_line)
+        rows.write_bytes(b"\1" * image + pixels[image:size])
+        pack(tmp_path)
+        # The first image is not written again unless it was not whole.
+        first = b"\1" * image if whole_lines else pixels[:image]
+        assert rows.read_bytes() == first + pixels[image:]
+        rows.write_bytes(pixels)
+        assert digests(tmp_path / "packed") == expected
+
+
+@pytest.mark.guards("pack-damaged", "pack-skips")
+def test_damaged_images_are_listed_and_left_out_on_demand(source, tmp_path):
+    path = source / "train2017/0001.jpg"
+    whole = path.read_bytes()
+    truncate(path)
+    line = "prepare_coco.py: error: coco/train2017: 1 damaged, named above: repair them, or leave"
+    for _ in range(2):
+        text = pack(tmp_path, expect=2)
+        assert text.startswith("WARNING: image coco/train2017/0001.jpg is damaged: ")
+        assert text.splitlines()[1].startswith(line) and text.count("\n") == 2
+        assert not (tmp_path / "packed/train2017.rgb.index").exists()
+    path.write_bytes(whole)
+    pack(tmp_path)
+    assert [*packed_images(tmp_path)] == [f"000{n}.jpg" for n in (0, 2, 3, 4, 1)]
+    truncate(path)
+    (tmp_path / "packed").rename(tmp_path / "repaired")
+    for _ in range(2):
+        pack(tmp_path, "--skip_damaged")
+        assert [*packed_images(tmp_path)] == [f"000{n}.jpg" for n in (0, 2, 3, 4)]
+        assert len(content(tmp_path / "packed")["images"]) == 4
+
+
+@pytest.mark.guards("pack-room")
+def test_packing_asks_the_disk_for_room_and_says_which_file_it_cannot_write(
+    source, tmp_path, monkeypatch
+):
+    job = prepare_coco.Job(source, tmp_path / "packed", 64, True)
+    usage = SimpleNamespace(free=5 * 3 * 64 * 85 - 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_coco.shutil, "disk_usage", lambda _: usage)
+        text = "train2017 needs about 0.0 GB, and 0.0 GB are free"
+        with pytest.raises(prepare_coco.UserError, match=text):
+            prepare_coco.prepare(job)
+    rows = tmp_path / "packed/train2017.rgb"
+    assert rows.stat().st_size == 0
+    with rows.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(prepare_coco.UserError, match="another run is writing it"):
+            prepare_coco.prepare(job)
 
 
 def test_the_longest_names_are_copied(source, tmp_path):

@@ -100,4 +100,5 @@ def test_figures_are_those_after_the_warm_up_an_error_is_one_line_and_one_proces
     assert json.loads(figures.out) == pytest.approx(expected)
     refusal = "[CPU 0] ERROR: probe_link.py: argument --backend: invalid choice: "
     assert error.out.startswith(refusal) and error.out.count("\n") == 1, error.tail()
-    assert alone.out == "[CPU 0] Probe: one process has no link to probe\n"
+    # (Where the host name does not resolve, PyTorch warns of it.)
+    assert alone.lines(0) == ["Probe: one process has no link to probe"]

@@ -31,6 +31,7 @@ COMMANDS = "\n".join(text for page in PAGES.values() for text in page.commands)
 # Files that the reader makes, and one of pytorch/examples.
 MADE = ["make_coco.py", "demo_resnet50.py", "mine.py", "calls.py"]
 MADE += ["examples/imagenet/main.py"]
+PARTS, SUFFIXES = ("docs", "tests", "tools"), {".md", ".py", ".sh", ".sbatch", ".ipynb"}
 LESSONS = ["ddp.py", "shard.py", "all_reduce.py"]  # what torchrun starts in docs/lesson
 STARTED = [SCRIPT.name, "tools/probe_link.py", *MADE, *LESSONS]
 
@@ -112,6 +113,15 @@ def test_programs_take_the_arguments_of_the_commands(calls, monkeypatch):
             parsed.append("torchrun")
     assert {*parsed} >= {"benchmark", "check_coco", "compare_logs", "prepare_coco"}
     assert parsed.count("script") >= 18 and parsed.count("torchrun") >= 5
+
+
+@pytest.mark.guards("standalone-address")
+def test_each_torchrun_of_one_node_has_its_address():
+    """Otherwise torchrun hangs on a machine whose own name does not resolve."""
+    files = [*ROOT.glob("*.*"), *(path for name in PARTS for path in (ROOT / name).rglob("*.*"))]
+    texts = [path.read_text() for path in files if path.suffix in SUFFIXES]
+    options = re.findall(r"[-]-standalone(\W+--local-addr=127\.0\.0\.1)?", "\n".join(texts))
+    assert len(options) > 20 and all(options)
 
 
 def test_commands_of_the_launcher_of_nodes_have_what_it_needs():
@@ -257,6 +267,7 @@ def test_messages_of_the_fault_table_are_those_of_the_code():
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # strings that stand on several lines
     messages = [text for row in rows("message") for text in re.findall(r"`([^`]+)`", row[0])]
     of_others = {"Connection reset by peer", "Connection closed by peer", "exitcode  : -9"}
+    of_others |= {"remote process exited", "exitcode  : -6"}
     assert len(messages) >= 15 and of_others <= {*messages}
     for text in {*messages} - of_others:
         assert text in code, text

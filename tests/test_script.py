@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
+import pickle
 import re
+import shutil
 import socket
 import sys
 import warnings
@@ -17,6 +20,7 @@ import torch
 import torchvision
 from PIL import Image
 
+import prepare_coco
 from support.datasets import COCO_IDS, instances, make_set, numbered, truncate, write_images
 from support.forks import changed, load, run_forked
 from support.launchers import FAST
@@ -46,10 +50,11 @@ def image_list(demo, count):
     return demo.ImageSet(numbered(count), labels, dict(enumerate(map(str, range(80)))), 0)
 
 
-def keys(demo, rank, start=0):
+def keys(demo, rank, start=0, seed=0):
     """What the sampler of one of four ranks gives of ten training images."""
     process = demo.ProcessInfo(rank=rank, world_size=4)
-    loader = demo.make_train_loader(arguments(demo), process, image_list(demo, 10))
+    args = arguments(demo, "--seed", seed)
+    loader = demo.make_train_loader(args, process, image_list(demo, 10))
     loader.sampler.set_epoch(1)
     loader.sampler.start = start
     return list(loader.sampler)
@@ -58,12 +63,16 @@ def keys(demo, rank, start=0):
 # --- Shares of the images ----------------------------------------------------------------------
 
 
-@pytest.mark.guards("shares")
+@pytest.mark.guards("shares", "sampler-seed")
 def test_shares_are_equally_long_and_complete_and_may_begin_later(demo):
-    """Of ten images each of four ranks gets three; only what pads is repeated."""
-    shares = [keys(demo, rank) for rank in range(4)]
-    assert [len(share) for share in shares] == [3, 3, 3, 3]
-    assert {key for share in shares for key in share} == {(1, index) for index in range(10)}
+    """Of ten images each of four ranks gets three; only what pads is repeated. Another seed makes
+    other shares.
+    """
+    shares, others = ([keys(demo, rank, seed=seed) for rank in range(4)] for seed in (0, 1))
+    for found in (shares, others):
+        assert [len(share) for share in found] == [3, 3, 3, 3]
+        assert {key for share in found for key in share} == {(1, index) for index in range(10)}
+    assert shares != others
     assert keys(demo, 1, start=2) == shares[1][2:]
 
 
@@ -115,6 +124,7 @@ def test_images_in_linked_folders_are_found_and_a_loop_of_links_ends(demo, tmp_p
     (tmp_path / "images").mkdir()
     (tmp_path / "images/link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere/loop").symlink_to(tmp_path / "images")
+    (tmp_path / "images/itself").symlink_to("itself")
     names = ["link/1.jpg", "link/loop/link/1.jpg"]
     assert look_up(demo, tmp_path / "images", *names) == names
 
@@ -169,6 +179,19 @@ def test_pixels_are_a_function_of_seed_epoch_and_index(demo, images):
         assert not any(map(torch.equal, first, other))
 
 
+@pytest.mark.guards("pixels-normalized")
+def test_the_model_gets_the_pixels_that_its_pretrained_weights_expect(demo, images):
+    pixels, *_ = dataset(demo, images)[1, 0]
+    transforms = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
+    scaled = torchvision.transforms.functional.normalize(
+        pixels.permute(2, 0, 1) / 255, transforms.mean, transforms.std
+    )
+    training = SimpleNamespace(args=arguments(demo, "--precision", "fp32"), mean=demo.MEAN)
+    training.place, training.std = demo.ProcessInfo(), demo.STD
+    (found,) = demo.forward(training, torch.nn.Identity(), pixels[None])
+    assert torch.allclose(found, scaled, atol=1e-5)
+
+
 def picture() -> Image.Image:
     """A smooth one, in colour."""
     coarse = Image.frombytes("RGB", (3, 2), bytes(range(0, 252, 14)))
@@ -176,16 +199,16 @@ def picture() -> Image.Image:
 
 
 def decoded(demo, path, capfd) -> torch.Tensor:
-    found = dataset(demo, path.parent).load_image(path)
-    assert not capfd.readouterr().out  # nothing is called damaged
-    assert found.dtype == torch.uint8 and found.shape[0] == 3
+    found, damaged = dataset(demo, path.parent).load_image(path)
+    assert not damaged and not capfd.readouterr().out
+    assert found.dtype == torch.uint8 and found.shape[2] == 3
     return found
 
 
 def difference(found: torch.Tensor, image: Image.Image) -> float:
     """The mean over all pixels, of a value of 0 to 255."""
     expected = torchvision.transforms.functional.pil_to_tensor(image.convert("RGB"))
-    return (found.float() - expected.float()).abs().mean().item()
+    return (found.permute(2, 0, 1).float() - expected.float()).abs().mean().item()
 
 
 KINDS = {"grey.jpg": "L", "cmyk.jpg": "CMYK", "palette.png": "P", "bit.png": "1"}
@@ -216,7 +239,8 @@ def test_pixels_of_more_than_8_bits_are_refused_and_never_clipped(
     line = f"{name} in {tmp_path} has pixels of more than 8 bits, which would be clipped: convert"
     with pytest.raises(demo.UserError, match=re.escape(line)):
         demo.check_images(tmp_path, [name])
-    assert not dataset(demo, tmp_path).load_image(tmp_path / name).any()
+    found, damaged = dataset(demo, tmp_path).load_image(tmp_path / name)
+    assert damaged and not found.any()
     line = f"{name} is damaged, a black one takes its place: its pixels have more than 8 bits"
     assert line in capfd.readouterr().out
 
@@ -236,7 +260,7 @@ def test_an_image_that_pillow_warns_of_is_not_damaged(demo, tmp_path, capfd):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = decoded(demo, tmp_path / "clear.png", capfd)
-        assert demo.check_images(tmp_path, ["huge.png"]) == [(12_000, 9_000)]
+        assert demo.check_images(tmp_path, ["huge.png"])[0] == [(12_000, 9_000)]
     assert difference(found, clear.convert("RGBA")) == 0
 
 
@@ -244,10 +268,18 @@ def test_an_image_that_pillow_warns_of_is_not_damaged(demo, tmp_path, capfd):
 def test_damaged_image_is_black_and_named_once(demo, tmp_path, capfd):
     make_set(tmp_path, 8)
     truncate(tmp_path / "images/0003.jpg")
-    image, label = dataset(demo, tmp_path / "images")[1, 3]
-    assert label == 3 and not image.any() and image.shape == (3, 40, 40)
+    image, label, damaged = dataset(demo, tmp_path / "images")[1, 3]
+    assert damaged and label == 3 and not image.any() and image.shape == (40, 40, 3)
     (line,) = capfd.readouterr().out.splitlines()
     assert line.startswith("[CPU 0] WARNING: ") and str(tmp_path / "images/0003.jpg") in line
+
+
+@pytest.mark.guards("one-in-ten")
+def test_one_in_ten_damaged_images_are_not_too_many(demo):
+    for images, damaged, expected in ((100, 10, False), (100, 11, True), (99, 99, False)):
+        damage = demo.Damage()
+        damage.add(torch.arange(images) < damaged)
+        assert bool(damage.is_too_much()) == expected
 
 
 @pytest.mark.guards("storage-gone")
@@ -256,22 +288,79 @@ def test_file_that_cannot_be_read_is_no_black_image(demo, images):
         dataset(demo, images / "gone")[1, 0]
 
 
+@pytest.fixture(scope="module")
+def packed(images, tmp_path_factory):
+    """The eight images as they are, in a packed file."""
+    target = tmp_path_factory.mktemp("packed")
+    job = prepare_coco.Job(images.parent, target, 999, packed=True)
+    prepare_coco.pack(job, images.name, numbered(8)[::-1])  # in an order of its own
+    return target / "images.rgb"
+
+
+@pytest.mark.guards("packed-place", "rows-flipped")
+def test_images_of_a_packed_file_are_those_of_the_folder(demo, images, packed):
+    """Also in a worker that was not forked: it gets a copy of the dataset, and opens the file."""
+    folder, file = dataset(demo, images), dataset(demo, packed)
+    for index in (5, 0, 7):
+        (image, label, _), (expected, same, _) = file[1, index], folder[1, index]
+        assert torch.equal(image, expected) and label == same
+        assert image.shape == (40, 40, 3)
+        file = pickle.loads(pickle.dumps(dataset(demo, packed)))
+    file.transform = demo.v2.RandomHorizontalFlip(1)
+    expected = demo.decode((images / "0002.jpg").read_bytes()).flip(1)
+    assert expected.shape == (40, 48, 3) and torch.equal(file[1, 2][0], expected)
+
+
+@pytest.mark.guards("rows-pixels")
+def test_crops_are_those_of_torchvision(demo, images):
+    """Bit for bit, for the same state of the random generator."""
+    own, other = demo.RandomCrop(40), demo.v2.RandomResizedCrop(40)
+    for number, path in enumerate(sorted(images.iterdir())):
+        image = demo.decode(path.read_bytes()).permute(2, 0, 1)
+        found = []
+        for crop in (own, other):
+            torch.manual_seed(number)
+            found.append(crop(image))
+        assert torch.equal(*found)
+
+
+@pytest.mark.guards("packed-size", "packed-lacks")
+def test_a_packed_file_that_lacks_something_is_one_line(demo, packed, tmp_path):
+    def refuse(names, line):
+        with pytest.raises(demo.UserError) as error:
+            demo.check_images(str(tmp_path / "some.rgb"), names)
+        assert line in str(error.value)
+
+    size = packed.stat().st_size
+    shutil.copy(packed, tmp_path / "some.rgb")
+    refuse(numbered(8), "some.rgb.index, of tools/prepare_coco.py --packed, cannot be read: ")
+    shutil.copy(f"{packed}.index", tmp_path / "some.rgb.index")
+    line = "some.rgb lacks 2 of 10 listed images, the first is 0008.jpg"
+    refuse(numbered(10), line)
+    sizes, digest = demo.check_images(str(packed), numbered(8))
+    assert sizes == [[40, 48]] * 8
+    assert digest != demo.digest(sizes)  # a folder of such images has
+    os.truncate(tmp_path / "some.rgb", size - 1)
+    line = f"has {size - 1} bytes, but {tmp_path}/some.rgb.index is of a file with {size}"
+    refuse(numbered(8), line)
+
+
 # --- The machine -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("kind", "cores", "given", "expected"),
-    [("cpu", 8, [], (1, 1)), ("cuda", 3, [], (2, 2)), ("cuda", 64, [], (16, 4))]
-    + [("cuda", 1, [], (1, 1)), ("cuda", 64, ["--workers", 9], (9, 9))],
+    [("cpu", 8, [], 1), ("cuda", 4, [], 3), ("cuda", 5, [], 3), ("cuda", 64, [], 16)]
+    + [("cuda", 1, [], 1), ("cuda", 64, ["--workers", 9], 9)],
 )
 def test_default_number_of_loader_workers(demo, monkeypatch, kind, cores, given, expected):
     process = demo.ProcessInfo(device=torch.device(kind))
     monkeypatch.setattr(demo, "set_threads", lambda _: cores)
     monkeypatch.setattr(demo, "all_gather", lambda value: [value])  # alone in its group
     args = arguments(demo, "--precision", "fp32", *given)
-    args.workers = args.val_workers = given[1] if given else None
+    args.workers = given[1] if given else None
     demo.resolve_arguments(args, process, 10)
-    assert (args.workers, args.val_workers) == expected
+    assert args.workers == expected
 
 
 # Each rank's node and cores, and with how many other ranks of its node it shares them.
@@ -348,13 +437,14 @@ def main(process):
     model.eval()
     noise = torch.Generator().manual_seed(0)
     global images, own
-    images = torch.randint(256, (16, 3, 40, 40), dtype=torch.uint8, generator=noise)
+    images = torch.randint(256, (16, 40, 40, 3), dtype=torch.uint8, generator=noise)
     labels = torch.randint(80, (16,), generator=noise)
     own = slice(process.rank, None, process.world_size)
     with torch.no_grad():
         logits = demo.forward(training, model, images[own]).cpu()
         demo.log(process, f"LOSS {{demo.cross_entropy(logits, labels[own]):.4f}}")
-    batches = zip(images[own].split(args.batch_size), labels[own].split(args.batch_size))
+    parts = images[own], labels[own], torch.zeros(len(labels[own]), dtype=torch.bool)
+    batches = zip(*(part.split(args.batch_size) for part in parts))
     sent = []
     if process.world_size > 1:
         ddp.register_comm_hook(sent, note)
@@ -363,7 +453,8 @@ def main(process):
     after = dict(model.named_parameters())
     if process.rank == 0:
         found = {{name: before[name] - after[name].detach() for name in before}}
-        torch.save({{"gradients": found, "buckets": sent}}, sys.argv[1])
+        cap = ddp.bucket_bytes_cap
+        torch.save({{"gradients": found, "buckets": sent, "cap": cap}}, sys.argv[1])
 
 def note(sent, bucket):
     sent.append(bucket.index())
@@ -402,6 +493,17 @@ def one_step(tmp_path_factory) -> Callable[..., tuple[Run, dict]]:
 REFERENCE = (1, "--batch_size 16")
 
 
+def loss_before(run: Run, rank: int = 0) -> float:
+    """Of a rank's own images, with the first weights."""
+    return float(re.search(rf"\[CPU {rank}\] LOSS (.*)", run.out)[1])
+
+
+def assert_equal_gradients(found: dict, expected: dict, factor: float = 1) -> None:
+    for name, values in expected["gradients"].items():
+        difference = (found["gradients"][name] - factor * values).abs().max()
+        assert difference <= 1e-3 * factor * values.abs().max(), name
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -410,17 +512,22 @@ REFERENCE = (1, "--batch_size 16")
             "--batch_size 4 --accumulate_steps 2",
             marks=pytest.mark.guards("no-sync-forward", "accumulate-mean"),
         ),
+        pytest.param(
+            "--batch_size 3 --accumulate_steps 3 --bucket_cap_mb 5",
+            marks=pytest.mark.guards("short-mean", "bucket-cap"),
+        ),
     ],
 )
 def test_gradients_of_two_ranks_are_those_of_twice_the_batch(options, one_step):
-    """Each bucket of them is sent once, and each rank logs the loss of its own images."""
+    """Each bucket of them is sent once, and each rank logs the loss of its own images. The last
+    micro-batch may be shorter.
+    """
     _, expected = one_step(*REFERENCE)
     run, found = one_step(2, options)
     assert sorted(found["buckets"]) == list(range(len(found["buckets"])))
-    for name, values in expected["gradients"].items():
-        difference = (found["gradients"][name] - values).abs().max()
-        assert difference <= 1e-3 * values.abs().max(), name
-    losses = [float(re.search(rf"\[CPU {rank}\] LOSS (.*)", run.out)[1]) for rank in (0, 1)]
+    assert (found["cap"] == 5 * 2**20) == ("bucket" in options)
+    assert_equal_gradients(found, expected)
+    losses = [loss_before(run, rank) for rank in (0, 1)]
     assert losses[0] != losses[1]
     for rank, loss in enumerate(losses):
         assert run.steps(rank) == [(1, 1, pytest.approx(loss, abs=2e-4))]
@@ -430,33 +537,45 @@ def test_gradients_of_two_ranks_are_those_of_twice_the_batch(options, one_step):
     ("options", "factor"),
     [
         pytest.param("--warmup_steps 2", 1 / 2, marks=pytest.mark.guards("warm-up")),
-        pytest.param("--lr_scaling linear", 16 / 64, marks=pytest.mark.guards("lr-scaling")),
+        pytest.param(
+            "--accumulate_steps 4 --lr_scaling linear",
+            16 / 64,
+            marks=pytest.mark.guards("lr-scaling", "lr-of-a-step"),
+        ),
     ],
 )
 def test_learning_rate_warms_up_and_is_scaled(options, factor, one_step):
-    """SGD's step is the gradient times the learning rate."""
+    """SGD's step is the gradient times the learning rate. It is scaled by the images of a step."""
     _, expected = one_step(*REFERENCE)
-    _, found = one_step(1, f"--batch_size 16 {options}")
-    for name, values in expected["gradients"].items():
-        assert torch.allclose(found["gradients"][name], factor * values, rtol=1e-4, atol=1e-6)
+    _, found = one_step(1, f"--global_batch_size 16 {options}")
+    assert_equal_gradients(found, expected, factor)
 
 
-@pytest.mark.guards("compression")
-def test_compressed_gradients_are_rounded_to_two_bytes(one_step):
-    _, found = one_step(1, "--batch_size 16 --grad_compression bf16")
-    for name, values in found["gradients"].items():
-        rounded = values.bfloat16().float()
-        assert torch.allclose(values, rounded, rtol=0, atol=2e-7), name
+@pytest.mark.guards("compression", "fp16-hook", "model-seed")
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_compressed_gradients_are_rounded_to_two_bytes(one_step, precision):
+    """Here of a model with other first weights, by its seed."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[precision]
+    run, found = one_step(1, f"--batch_size 16 --seed 1 --grad_compression {name}")
+
+    def are_rounded(to: torch.dtype) -> bool:
+        pairs = ((values, values.to(to).float()) for values in found["gradients"].values())
+        return all(torch.allclose(*pair, rtol=0, atol=2e-7) for pair in pairs)
+
+    assert are_rounded(precision)
+    assert are_rounded(torch.bfloat16) == (name == "bf16")
+    assert loss_before(run) != loss_before(one_step(*REFERENCE)[0])
 
 
 # --- On a GPU that is not there ----------------------------------------------------------------
 
 
-@pytest.mark.guards("wait-each-step")
+@pytest.mark.guards("wait-each-step", "warm-up-rises", "fp16-type")
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @pytest.mark.skipif(
     torch.__version__ < "2.11", reason="fake tensors of a GPU need one before 2.11"
 )
-def test_steps_keep_to_the_gpu_and_wait_for_it_at_log_lines_alone(demo, monkeypatch):
+def test_steps_keep_to_the_gpu_and_wait_for_it_at_log_lines_alone(demo, monkeypatch, name, dtype):
     """In every fifth step, by fake tensors, which have a device and no data: each operation checks
     that all of its tensors are on one device. Backward and DDP need a real one.
     """
@@ -466,12 +585,9 @@ def test_steps_keep_to_the_gpu_and_wait_for_it_at_log_lines_alone(demo, monkeypa
     class Copies(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             kwargs = kwargs or {}
-            if function is torch.Tensor.to and args[0].device.type == "cpu":
-                copies.append(kwargs.get("non_blocking"))
-            assert function not in (torch.Tensor.cpu, torch.Tensor.tolist)
-            if function is torch.Tensor.item:
-                waits.append(training.step)
-                return 1.0
+            if function is torch.Tensor.to and args[1:] and args[0].device != args[1]:
+                copies.append((args[1], kwargs.get("non_blocking")))
+            assert function not in (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.item)
             return function(*args, **kwargs)
 
     def autocast(kind, dtype, enabled):
@@ -482,36 +598,55 @@ def test_steps_keep_to_the_gpu_and_wait_for_it_at_log_lines_alone(demo, monkeypa
         losses.append(loss)
         return SimpleNamespace(backward=lambda: None)
 
-    copies, precision, losses, inputs, waits, logged = [], [], [], [], [], []
+    def log_step(found):
+        """A line is written in the step after its own, when the GPU has another to compute."""
+        if found.due_line:
+            logged.append((found.due_line.step, found.step))
+            found.due_line = None
+
+    copies, precision, losses, inputs, logged, waits, used = [], [], [], [], [], [], []
     cuda = torch.device("cuda", 0)
-    args = arguments(demo, "--precision", "bf16", "--accumulate_steps", 2, "--batch_size", 4)
-    nothing = SimpleNamespace(step=lambda *_: None, update=lambda: None, zero_grad=lambda: None)
+    args = arguments(demo, "--precision", name, "--accumulate_steps", 2, "--batch_size", 4)
+    args.lr, args.warmup_steps, rates = 1, 4, []
+    nothing = SimpleNamespace(update=lambda: None, zero_grad=lambda: None)
     nothing.param_groups, nothing.scale = [{}], scale
+    nothing.step = lambda _: rates.append(nothing.param_groups[0]["lr"])
     timer = SimpleNamespace(mark=str, start_step=lambda: None, end_step=lambda images: None)
-    timer.last_step_seconds = lambda: 1
+    timer.now = timer.last_step_seconds = lambda: 1
     monkeypatch.setattr(demo, "agree_to_continue", lambda *_: 99)
     monkeypatch.setattr(demo, "log_epoch", lambda *_: None)
-    monkeypatch.setattr(demo, "log_step", lambda found, *_: logged.append(found.step))
+    monkeypatch.setattr(demo, "log_step", log_step)
+    stream = SimpleNamespace(wait_stream=lambda other: waits.append(other))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "copying")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda own, other: used.append(other))
     monkeypatch.setattr(demo.torch, "autocast", autocast)
     with FakeTensorMode(), Copies():
         with cuda:
             model = demo.torchvision.models.resnet18(num_classes=80)
         model.no_sync = contextlib.nullcontext
         model.conv1.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-        batch = torch.zeros(4, 3, 40, 40, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+        batch = torch.zeros(4, 40, 40, 3, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+        batch += (torch.zeros(4, dtype=torch.bool),)
         training = SimpleNamespace(args=args, place=demo.ProcessInfo(device=cuda), step=0)
         training.model = training.ddp = model
         training.timer, training.scaler, training.optimizer = timer, nothing, nothing
-        training.next_agreement, training.profiler = 99, None
+        training.next_agreement, training.profiler, training.due_line = 99, None, None
+        training.damage = demo.Damage()
         training.mean, training.std = (torch.ones(3, 1, 1, device=cuda) for _ in range(2))
         args.steps_per_epoch, args.max_steps = 12, 99
         demo.train_one_epoch(training, Batches([batch] * 24), 1)
-    assert logged == waits == [1, 6, 11]
+    assert logged == [(1, 2), (6, 7), (11, 12)]
+    assert waits == ["copying"] * 24 and used == [stream] * 2 * 24
     assert len(losses) == len(inputs) == 24
     assert {str(tensor.device) for tensor in [*losses, *inputs, training.loss_sum]} == {"cuda:0"}
     assert all(given.is_contiguous(memory_format=torch.channels_last) for given in inputs)
-    assert copies == [True] * 2 * 24  # of images and labels
-    assert set(precision) == {("cuda", torch.bfloat16, True)}
+    to_gpu = [how for where, how in copies if where == cuda]
+    assert to_gpu == [True] * 2 * 24  # of images and labels
+    assert copies.count(("cpu", True)) == 3  # of losses, for lines
+    assert set(precision) == {("cuda", dtype, True)}
+    assert rates == [0.25, 0.5, 0.75] + [1] * 9
 
 
 class Sampler:
@@ -541,6 +676,7 @@ def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
     times = [demo.StepTime(1, 1, 3, 4)] * 2
     training.timer = SimpleNamespace(step_times=[demo.StepTime(9, 9, 99, 4)] * 3 + times)
     training.args.steps_per_epoch, training.powersgd = 1, None
+    training.damage, training.val_damage = demo.Damage(), demo.Damage()
     demo.log_summary(training, ["0f"])
     record, text = capfd.readouterr().out.splitlines()
     summary = json.loads(record.partition("Summary ")[2])
@@ -578,6 +714,30 @@ def test_own_gradients_are_noted_when_the_first_layers_is_ready(demo):
     assert "own gradients" in timer.moments
 
 
+@pytest.mark.guards("timed-save")
+def test_the_time_of_a_periodic_save_is_in_no_step(demo, monkeypatch):
+    """By a made-up clock: a step takes a second, a save a minute."""
+    now = [0]
+    monkeypatch.setattr(demo, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(demo, "log_step", lambda *_: None)
+    monkeypatch.setattr(demo, "agree_to_continue", lambda *_: 1)
+    monkeypatch.setattr(demo, "save_checkpoint", lambda *_, **__: now.append(now.pop() + 60))
+    args = arguments(demo, "--checkpoint", "any", "--checkpoint_every", 2, "--max_steps", 9)
+    timer = demo.StepTimer(torch.device("cpu"), torch.nn.Linear(1, 1))
+    training = SimpleNamespace(args=args, timer=timer, profiler=None, step=0)
+    training.place, training.next_agreement = demo.ProcessInfo(), 0
+    timer.start_step()
+    for _ in range(4):
+        now[0] += 1
+        for name in ("waiting for data", "data arrived", "own gradients", "gradients averaged"):
+            timer.mark(name)
+        training.step += 1
+        demo.after_step(training, 1, torch.ones(()), 4)
+    timer.read()
+    assert now == [4 + 2 * 60]
+    assert [step.whole for step in timer.step_times] == [1, 1, 1, 1]
+
+
 # --- Log lines and arguments -------------------------------------------------------------------
 
 
@@ -609,8 +769,9 @@ OF_NCCL = [
     "Failed to initialize any NET plugin",
     "Bootstrap : no socket interface found",
     "NET/Plugin: Could not find: librccl-net.so",
-    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 41000",
 ]
+DUPLICATE = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60"
+OF_GLOO = "[pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection refused"
 OF_THE_STORE = {
     "Timed out after 21 seconds waiting for clients. 1/2 clients joined.": "did all nodes start",
     "wait timeout after 5000ms, keys: /default_pg/0//cpu//0/1": "another rank does not connect",
@@ -641,6 +802,20 @@ def test_what_nccl_says_at_the_start_is_shown_and_is_no_rendezvous(demo, words):
     text = NCCL.format(kind="unhandled system error", words=words)
     line = failed_start(demo, demo.dist.DistBackendError(text))
     assert words in line and "NCCL_SOCKET_IFNAME" in line and "rendezvous" not in line
+
+
+@pytest.mark.guards("advice-at-start")
+def test_what_has_advice_of_its_own_is_not_asked_for_the_interface(demo):
+    """Except over Gloo, whose advice on a lost connection fits a wrong interface, too."""
+    text = NCCL.format(
+        kind="invalid usage (run with NCCL_DEBUG=WARN for details)", words=DUPLICATE
+    )
+    line = failed_start(demo, demo.dist.DistBackendError(text))
+    assert line.endswith(
+        f"{DUPLICATE}: two ranks have the same GPU: start one process for each GPU"
+    )
+    line = failed_start(demo, RuntimeError(OF_GLOO), "gloo")
+    assert OF_GLOO in line and "GLOO_SOCKET_IFNAME" in line
 
 
 @pytest.mark.guards("direct-path-of-one-node")

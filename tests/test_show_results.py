@@ -150,7 +150,7 @@ def test_frames_signs_and_words_tell_right_from_wrong(tmp_path, monkeypatch, cla
         labels=labels,
         guesses=guesses,
         confidence=torch.rand(images, generator=draw),
-        dataset={(0, i): (torch.zeros(3, 8, 8), label) for i, label in enumerate(labels)},
+        dataset={(0, i): (torch.zeros(8, 8, 3), label, False) for i, label in enumerate(labels)},
     )
     tool.draw(found, tmp_path / "picture.png")
     shown = [axis for axis in figures[0].axes if axis.images]
@@ -177,7 +177,7 @@ BAD = {
         "{}/other.json: it has images of the class",
     ),
     "no annotations": (["--annotation_path", "{}/none.json"], "annotation file {}/none.json"),
-    "no images": (["--coco_image_path", "{}/none"], "{}/none lacks 40 of 40 listed"),
+    "no images": (["--coco_image_path", "{}/none"], "{}/none is not there"),
     "no such format": (["--output", "{}/a.xyz"], "Format 'xyz' is not supported"),
 }
 

@@ -85,7 +85,8 @@ def logs(tmp_path_factory) -> Path:
     for data, compute, code in loops.values():
         program += f"\nseconds_of_data, seconds_of_compute = {data}, {compute}\n{code}{NEXT}"
     (folder / "mine.py").write_text(program + END)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2"]
     env = base_env(new_test_id()) | {"PYTHONPATH": str(ROOT / "tools"), "OMP_NUM_THREADS": "1"}
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     words = [*command, folder / "mine.py"]

@@ -18,7 +18,7 @@ import probe_link
 from support.datasets import data_args
 from support.made_logs import REPORTS
 from support.nodes import NamespacePair
-from support.processes import FACTOR, LONG, ROOT, Run, base_env, new_test_id
+from support.processes import FACTOR, LONG, ROOT, SCRIPT, Run, base_env, new_test_id
 from test_readme import PAGES
 
 PAGE = PAGES["docs/networks.md"]
@@ -123,8 +123,10 @@ def test_pages_state_the_minutes_that_the_script_prints(explained):
     page = prose["docs/networks.md"]
     for reported, report, stated, text in (
         (" 8.8 min ", ring, "at most [about 9 minutes](", prose["README.md"]),
+        (" 18 min ", restarted, ", or 18 if the logs are read in another way", prose["README.md"]),
         ("230 min more", explained, "Of the 230 minutes' difference", prose["README.md"]),
         (" 8.8 min ", ring, "at most about 9 of the 230 minutes", page),
+        (" 18 min ", restarted, "over 1,850 steps at most about 18", page),
         (" 36 Mb/s ", ring, "it ran at about 36 Mb/s; with", page),
         (" 24 Mb/s ", two, "with two processes, at 24 Mb/s", page),
         (" 88 min ", ring, "would explain only 88 minutes", page),
@@ -244,6 +246,29 @@ def test_the_block_by_hand_runs_and_is_compared(tmp_path, sample, capsys):
     out = capsys.readouterr().out
     assert "ethernet: Bound by its link: " in out and "Over TCP on eth0 (ethernet)" in out
     assert compare_logs.main([str(tmp_path / "ethernet" / "node0.log")]) == 0
+
+
+@LONG
+@pytest.mark.guards("readme-two-nodes")
+def test_readmes_blocks_train_on_two_nodes_without_gpus(tmp_path, sample):
+    """Each node gets the block for both, that for nodes without GPUs, and its own."""
+    words = ["sample=(", "GLOO_SOCKET_IFNAME", "--node_rank=0", "--node_rank=1"]
+    blocks = PAGES["README.md"].commands[6:]
+    both, cpus, *own = [next(text for text in blocks if word in text) for word in words]
+    with NamespacePair() as nodes:
+        changes = {"python tools/make_sample_coco.py data/sample_coco\n": ""}
+        changes |= {"data/sample_coco": str(sample), "10.0.0.1": nodes.addresses[0]}
+        changes |= {"steps 200": "steps 6", "THREADS=4": "THREADS=1", SCRIPT.name: str(SCRIPT)}
+        started = []
+        for node in (0, 1):
+            text = "\n".join(["set -e", both, cpus, own[node]])
+            for word, instead in changes.items():
+                assert word in text
+                text = text.replace(word, instead)
+            started.append(nodes.popen(node, ["bash", "-c", text], cwd=tmp_path))
+        first, _ = [one.finish(120) for one in started]
+    assert first.json_line("Run")["batch_size"] == 4
+    assert first.json_line("Summary")["replicas_identical"]
 
 
 def test_the_block_by_hand_ends_at_what_fails_with_its_exit_code(tmp_path):

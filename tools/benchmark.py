@@ -3,12 +3,14 @@
 
     python tools/benchmark.py step       a whole training step, fed from image files
     python tools/benchmark.py input      the loader alone, on one core
-    python tools/benchmark.py gpu        steps fed from files, and with a batch that stays on a GPU
+    python tools/benchmark.py gpu        steps fed from files, and with random images on the GPU
+    python tools/benchmark.py job        the job of the talk, from start to end
 
-step and input take --against: another copy of the script, as a file or as a commit of this
-repository. The cases run in turns. Every second round has the reverse order, so that a machine
+--data takes COCO's folder, or a packed file of tools/prepare_coco.py. step and input take several,
+and --against: another copy of the script, as a file or as a commit of this repository. The cases
+run in turns. Every second round has the reverse order, so that a machine
 that becomes warm or busy favours none. A figure is the median of the rounds. A ratio is that of
-two medians; the range behind it is that of the rounds. gpu runs each case once.
+two medians; the range behind it is that of the rounds.
 
 Training is the real script in a process of its own. Its times come from its Summary, which leaves
 out the first three steps. The script gets the variables by which the launchers make it faster on a
@@ -22,7 +24,6 @@ import argparse
 import importlib.util
 import itertools
 import json
-import math
 import os
 import re
 import shlex
@@ -42,17 +43,21 @@ from analysis.logs import UserError
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "demo_coco_resnet18.py"
 WARM_UP = 3  # steps that the script's Summary leaves out
-TALK_IMAGES, TALK_EPOCHS, TALK_GPUS = 118_287, 2, 4  # COCO train2017, as in the talk
+JOB_IMAGES, JOB_EPOCHS, JOB_BATCH = 117_266, 2, 256  # the talk's: labelled images of train2017
 
 Data = namedtuple("Data", "images file")  # the folder of images, and their instances file
 
 
 def main(argv=None):
     args = parse_arguments(argv)
-    print(f"{args.command}: {machine()}, batch of {args.batch_size}, {args.steps} steps")
+    size = "" if args.command == "job" else f", batch of {args.batch_size}, {args.steps} steps"
+    print(f"{args.command}: {machine()}{size}")
     with tempfile.TemporaryDirectory(prefix="demo-benchmark-") as folder:
         args.folder = Path(folder)
         try:
+            if not args.data:
+                args.data = [ROOT / "data" / "sample_coco"]
+                run(args, [sys.executable, ROOT / "tools" / "make_sample_coco.py", *args.data])
             COMMANDS[args.command](args)
         except (UserError, OSError) as error:
             sys.exit(f"benchmark.py: error: {error}")
@@ -63,21 +68,21 @@ def main(argv=None):
 
 def measure_step(args):
     """a whole training step, fed from image files"""
-    data = make_data(args, needed_images(args))
-    given = options(args, data, max_steps=WARM_UP + args.steps)
     cases = {}
-    for name, script in scripts(args).items():
+    for name, script, source in cases_of(args):
+        data = make_data(args, source, needed_images(args, WARM_UP))
+        given = options(args, data, max_steps=WARM_UP + args.steps)
         cases[name] = partial(training_speed, args, [sys.executable, script, *given])
     show(args, rounds(args, cases), step_time=True)
 
 
 def measure_input(args):
     """the loader alone, on one core: nothing trains"""
-    data = make_data(args, args.batch_size * (WARM_UP + args.steps))
-    given = [*options(args, data), "--workers", "0"]
-    cases = {
-        name: partial(loader_speed, args, path, given) for name, path in scripts(args).items()
-    }
+    cases = {}
+    for name, script, source in cases_of(args):
+        data = make_data(args, source, args.batch_size * (WARM_UP + args.steps))
+        given = [*options(args, data), "--workers", "0"]
+        cases[name] = partial(loader_speed, args, script, given)
     show(args, rounds(args, cases))
 
 
@@ -87,43 +92,61 @@ def measure_gpu(args):
     if not gpus:
         raise UserError("PyTorch finds no NVIDIA GPU here: run gpu where nvidia-smi lists one")
     print(f"{'':24} {'img/s':>9} {'step':>8} {'data':>8} {'compute':>8} {'exposed':>8} ms   peak")
-    steps = {}
+    cases = {}
     for processes in sorted({1, gpus}):
-        for precision, kind in itertools.product(("bf16", "fp32"), ("fed", "resident")):
-            summary = gpu_summary(args, processes, precision, kind)
-            steps[kind, precision] = summary["step_ms"]
-    count = TALK_EPOCHS * math.ceil(TALK_IMAGES / (TALK_GPUS * args.batch_size))
-    print(f"The talk's job ({TALK_EPOCHS} epochs of {TALK_IMAGES} images, {TALK_GPUS} GPUs)")
-    print(f"is {count} steps of {TALK_GPUS} x {args.batch_size} images. At the times of the last")
-    for precision in ("bf16", "fp32"):
-        fed, resident = (count * steps[k, precision] / 1e3 for k in ("fed", "resident"))
-        print(f"{precision} rows it takes {fed:.0f} s fed, {resident:.0f} s with resident batches")
+        for precision in [args.precision] if args.precision != "auto" else ["bf16", "fp32"]:
+            for kind in ("fed", "resident"):
+                name = f"{processes} GPU(s), {precision}, {kind}"
+                cases[name] = partial(gpu_speed, args, name, processes, precision, kind)
+    show(args, rounds(args, cases))
 
 
-def gpu_summary(args, processes, precision, kind):
-    """One run: prints its row, returns its Summary. Times are by the clock of the GPU."""
+def gpu_speed(args, name, processes, precision, kind):
+    """Images/s of one run; prints its row. Times are by the clock of the GPU."""
+    # A loader has two batches a worker in stock when the training begins.
+    warm_up = WARM_UP + 2 * cores()
     args.precision = precision
-    data = make_data(args, processes * needed_images(args))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={processes}"]
-    command += child(kind)[1:] if kind == "resident" else [SCRIPT]
-    command += options(args, data, max_steps=WARM_UP + args.steps)
-    command += ["--workers", "0"] if kind == "resident" else []
-    text = run(args, command)
-    summary = record(text, "Summary")
+    command = [*torchrun(processes), *child(f"warm-up {warm_up}")[1:]]
+    if kind == "fed":
+        data = make_data(args, args.data[0], processes * needed_images(args, warm_up))
+        command += options(args, data, max_steps=warm_up + args.steps)
+    else:
+        command += ["--dummy", *options(args, None, max_steps=warm_up + args.steps)]
+    summary = record(run(args, command), "Summary")
     times = [summary[f"{part}_ms"] for part in ("step", "data", "compute", "exposed")]
     rate = 1e3 * processes * args.batch_size / times[0]
-    name = f"{processes} GPU(s), {precision}, {kind}"
     row = " ".join(f"{ms:8.2f}" for ms in times)
     peak = (summary["peak_gpu_bytes"] or 0) / 1e9
     print(f"{name:24} {rate:9.1f} {row} ms {peak:6.2f} GB", flush=True)
-    return summary
+    return rate
+
+
+def measure_job(args):
+    """the talk's job, from start to end: 2 epochs of 117,266 images, a global batch of 256"""
+    talk = (ROOT / "docs" / "talk" / "infiniband.log").read_text()
+    talk_seconds = max(map(float, re.findall(r"Total wall time: .*\((.*)s\)", talk)))
+    data = make_data(args, args.data[0], JOB_IMAGES)
+    given = options(args, data, num_epochs=JOB_EPOCHS, global_batch_size=JOB_BATCH)
+    began = time.monotonic()
+    text = run(args, [*torchrun(max(1, gpu_count())), SCRIPT, *given])
+    seconds = time.monotonic() - began
+    summary = record(text, "Summary")
+    print(f"{summary['steps']} steps, {summary['img_per_s']:.0f} img/s in them")
+    print(f"from start to end {seconds:.1f} s; the talk's four GPUs over InfiniBand took", end=" ")
+    print(f"{talk_seconds:.1f} s: {talk_seconds / seconds:.1f} times as long")
+
+
+def torchrun(processes):
+    """The beginning of a command that starts so many processes on this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
+    return [*command, "--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={processes}"]
 
 
 COMMANDS = {
     "step": measure_step,
     "input": measure_input,
     "gpu": measure_gpu,
+    "job": measure_job,
 }
 
 
@@ -143,18 +166,24 @@ def parse_arguments(argv):
 
 
 def add_options(add, command):
-    # The loader works ahead by two batches for each worker. Ten hide that.
+    many = command in ("step", "input")
+    text = "COCO's folder or a packed file; unset: the sample set"
+    add("--data", type=full_path, nargs="+" if many else 1, metavar="PATH", help=text)
+    add("--image_size", type=positive, default=224, metavar="N", help="pixels a side (224)")
+    kinds = ["auto", "fp32", "fp16", "bf16"]
+    text = "of the training (auto; gpu: bf16, then fp32)"
+    add("--precision", choices=kinds, default="auto", help=text)
+    if command == "job":
+        return
     steps, batch_size = (10 * cores(), 256) if gpu_count() else (12, 32)
-    add("--data", type=full_path, metavar="DIR", help="COCO's folder; unset: the sample set")
     text = f"measured steps of a run, after a warm-up ({steps})"
     add("--steps", type=positive, default=steps, metavar="N", help=text)
     text = f"images per process ({batch_size})"
     add("--batch_size", type=positive, default=batch_size, metavar="N", help=text)
-    add("--image_size", type=positive, default=224, metavar="N", help="pixels a side (224)")
-    if command != "gpu":
-        add("--rounds", type=positive, default=5, metavar="N", help="how often all run (5)")
-        kinds = ["auto", "fp32", "fp16", "bf16"]
-        add("--precision", choices=kinds, default="auto", help="of the training (auto)")
+    count = 3 if command == "gpu" else 5
+    text = f"how often all run ({count})"
+    add("--rounds", type=positive, default=count, metavar="N", help=text)
+    if many:
         text = "another copy of the script, or a commit that has one"
         add("--against", metavar="FILE_OR_COMMIT", help=text)
 
@@ -168,6 +197,16 @@ def positive(text):
 
 def full_path(text):
     return Path(text).resolve()
+
+
+def cases_of(args):
+    """(name, script, data) of each case to measure. Raises UserError."""
+    found = []
+    for script, path in scripts(args).items():
+        for source in args.data:
+            name = f"{script}, {source.name}" if len(args.data) > 1 else script
+            found.append((name, path, source))
+    return found
 
 
 def scripts(args):
@@ -189,27 +228,29 @@ def scripts(args):
 # ---- Data
 
 
-def make_data(args, count):
-    """Data of exactly so many labelled images, repeated if there are fewer. Raises UserError."""
-    source = args.data or ROOT / "data" / "sample_coco"
-    if not args.data:
-        run(args, [sys.executable, ROOT / "tools" / "make_sample_coco.py", source])
-    path = source / "annotations" / "instances_train2017.json"
+def make_data(args, source, count):
+    """Data of exactly so many labelled images, repeated if there are fewer. Raises OSError.
+
+    source: COCO's folder, or a packed file in it.
+    """
+    packed = source.suffix == ".rgb"
+    images = source if packed else source / "train2017"
+    path = images.parent / "annotations" / f"instances_{images.stem}.json"
     content = json.loads(path.read_bytes())
     labels = {each["image_id"]: each["category_id"] for each in content["annotations"]}
     labelled = [image for image in content["images"] if image["id"] in labels]
-    images, annotations = [], []
+    listed, annotations = [], []
     for n, image in zip(range(1, count + 1), itertools.cycle(labelled), strict=False):
-        images.append({"id": n, "file_name": image["file_name"]})
+        listed.append({"id": n, "file_name": image["file_name"]})
         annotations.append({"id": n, "image_id": n, "category_id": labels[image["id"]]})
-    file = args.folder / "data.json"
-    file.write_text(json.dumps(content | {"images": images, "annotations": annotations}))
-    return Data(source / "train2017", file)
+    file = args.folder / f"{len(os.listdir(args.folder))}.json"
+    file.write_text(json.dumps(content | {"images": listed, "annotations": annotations}))
+    return Data(images, file)
 
 
-def needed_images(args):
+def needed_images(args, warm_up):
     """Of one process, so that the loader still has work in the last step."""
-    return args.batch_size * (WARM_UP + args.steps + 2 * cores())
+    return args.batch_size * (warm_up + args.steps + 2 * cores())
 
 
 # ---- Runs
@@ -232,17 +273,13 @@ def run(args, command, variables=()):
 
 
 def options(args, data, **more):
-    """The script's options for one epoch of the data."""
-    given = {
-        "coco_image_path": data.images,
-        "annotation_path": data.file,
-        "weights": "none",
-        "num_epochs": 1,
-        "batch_size": args.batch_size,
-        "image_size": vars(args).get("image_size", 224),
-        "precision": args.precision,
-    }
-    pairs = (given | more).items()
+    """The script's options for one epoch of the data; without data, for --dummy."""
+    given = {"image_size": args.image_size, "precision": args.precision}
+    if data:
+        given |= {"coco_image_path": data.images, "annotation_path": data.file, "weights": "none"}
+    if "batch_size" in args:
+        given |= {"batch_size": args.batch_size}
+    pairs = ({"num_epochs": 1} | given | more).items()
     return [str(word) for name, value in pairs for word in (f"--{name}", value)]
 
 
@@ -285,7 +322,7 @@ def child(kind, script=SCRIPT):
 def run_child(kind, script, options):
     """Runs a script with a change.
 
-    resident: one batch stays on the device. loader: it only loads.
+    loader: it only loads. warm-up N: its Summary leaves out the first N steps.
     """
     sys.path.insert(0, str(Path(script).parent))  # loader workers may import it again
     spec = importlib.util.spec_from_file_location(SCRIPT.stem, script)
@@ -295,10 +332,7 @@ def run_child(kind, script, options):
     if kind == "loader":
         time_loader(demo, demo.parse_arguments(options))
         return
-    make_loader = demo.make_train_loader
-    demo.make_train_loader = lambda args, process, images: Resident(
-        make_loader(args, process, images), process
-    )
+    demo.UNMEASURED_STEPS = int(kind.removeprefix("warm-up "))
     demo.run_and_exit(demo.main)
 
 
@@ -312,23 +346,9 @@ def time_loader(demo, args):
     for _ in range(WARM_UP):
         next(batches)
     began = time.perf_counter()
-    loaded = sum(len(labels) for _, labels in batches)
+    loaded = sum(len(labels) for _, labels, *_ in batches)
     rate = loaded / (time.perf_counter() - began)
     demo.log(process, "Loader " + json.dumps({"img_per_s": rate}))
-
-
-class Resident:
-    """In place of a loader: its first batch for ever, on the device."""
-
-    def __init__(self, loader, process):
-        self.sampler = loader.sampler
-        self.sampler.set_epoch(1)
-        images, labels = next(iter(loader))
-        images = images.to(process.device, memory_format=process.memory_format)
-        self.batch = images, labels.to(process.device)
-
-    def __iter__(self):
-        return itertools.repeat(self.batch)
 
 
 # ---- Figures
@@ -347,16 +367,15 @@ def rounds(args, cases):
 
 
 def show(args, found, step_time=False):
-    """Prints the medians, and the ratio of the other cases to the last one, which is not ours."""
+    """Prints the medians, and the ratio of each case to those after it."""
     medians = {name: statistics.median(rates) for name, rates in found.items()}
     for name, rate in medians.items():
         step = f", {1e3 * args.batch_size / rate:.1f} ms a step" if step_time else ""
         print(f"{name}: {rate:.1f} img/s{step}")
-    *names, last = found
-    for name in names:
-        ratios = [a / b for a, b in zip(found[name], found[last], strict=True)]
+    for name, other in itertools.combinations(found, 2):
+        ratios = [a / b for a, b in zip(found[name], found[other], strict=True)]
         spread = f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} round(s)"
-        print(f"img/s, {name} / {last}: {medians[name] / medians[last]:.3f} ({spread})")
+        print(f"img/s, {name} / {other}: {medians[name] / medians[other]:.3f} ({spread})")
 
 
 def cores():

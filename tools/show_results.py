@@ -77,7 +77,7 @@ def results_of(demo, args):
     found = []
     model.eval()
     with torch.inference_mode():
-        for batch, labels in loader:
+        for batch, labels, _ in loader:
             confidence, guesses = demo.forward(training, model, batch).softmax(1).max(1)
             found.append((labels, guesses.cpu(), confidence.cpu()))
     labels, guesses, confidence = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -145,8 +145,8 @@ def draw_images(axes, results):
     for axis in axes[len(chosen) :]:
         axis.set_axis_off()
     for axis, position in zip(axes, chosen, strict=False):
-        image, label = results.dataset[0, position]
-        axis.imshow(image.permute(1, 2, 0).numpy())
+        image, label, _ = results.dataset[0, position]
+        axis.imshow(image.numpy())
         axis.set(xticks=[], yticks=[])
         sign = "✓" if right[position] else "✗"
         guess = results.names[results.guesses[position]]

@@ -41,6 +41,7 @@ class StepLog:
     """
 
     powersgd = None  # the script's functions take a StepLog for their Training
+    damage = val_damage = demo.Damage()  # of no image
 
     def __init__(self, ddp, *, max_steps, global_batch_size, **settings):
         settings = {"log_every": demo.LOG_EVERY, "grad_compression": "none"} | settings
@@ -90,10 +91,10 @@ class StepLog:
                 raise RuntimeError(f"StepLog cannot measure step {self.step + 1}: {missing}")
         self.step += 1
         log_due = (self.step - 1) % self.args.log_every == 0 or self.step == self.args.max_steps
-        shown_loss = loss.item() if log_due else None
         self.timer.end_step(samples)
         if log_due:
-            demo.log_step(self, self.epoch, shown_loss)
+            self.due_line = demo.DueLine(self.epoch, self.step, loss.detach(), self.timer.now())
+            demo.log_step(self)
 
     def __exit__(self, error, *_):
         if error is not None:

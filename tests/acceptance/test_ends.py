@@ -10,10 +10,10 @@ import socket
 
 import pytest
 
-from support.datasets import make_set
-from support.forks import QUICK, Forked
-from support.launchers import FAST, SINGLE, STEP_3, changed_project, launch, starts
-from support.processes import LONG, Run, demo_command, free_port, start
+from support.datasets import digests, make_set
+from support.forks import QUICK, Forked, run_forked
+from support.launchers import FAST, SINGLE, STEP_3, changed_project, has_rank, launch, starts
+from support.processes import LONG, Run, demo_command, free_port, start, wait_until
 
 pytestmark = LONG
 
@@ -94,13 +94,12 @@ def test_what_nccls_watchdog_says_is_the_last_line(failed_twice):
 
 @pytest.mark.guards("second-start-resumes")
 def test_torchruns_own_restart_resumes_and_a_stop_of_torchrun_saves(training, tmp_path):
-    """It repeats the first command, which has no --resume. A checkpoint that was there before is
-    not what it goes on from. After a signal torchrun itself ends with 1.
+    """It repeats the first command, which has no --resume. After a signal torchrun itself ends
+    with 1.
     """
-    (tmp_path / "c.pt").write_text("of an earlier run")
     words = [*training, "--num_epochs", 999, "--checkpoint", tmp_path / "c.pt"]
     words = demo_command(words, nproc=2)
-    words.insert(words.index("--standalone"), "--max-restarts=1")
+    words.insert(words.index("--nnodes=1"), "--max-restarts=1")
     with start(words) as started:
         started.wait_for(STEP_3)
         os.kill(started.rank_pid(1), signal.SIGKILL)
@@ -108,10 +107,26 @@ def test_torchruns_own_restart_resumes_and_a_stop_of_torchrun_saves(training, tm
         started.signal(signal.SIGTERM)
         run = started.finish(60, expect=1)
     assert run.json_line("Run")["start_step"] >= 2
-    (earlier,) = tmp_path.glob("c.pt.*")
-    assert earlier.read_text() == "of an earlier run" and f"renamed to {earlier}" in run.out
     steps = re.findall(r"\[CPU \d\] Stopped on SIGTERM \| step (\d+)", run.out)
     assert len(steps) == 2 and steps[0] == steps[1]
+
+
+def test_torchruns_restart_before_the_first_save_does_not_go_on_with_an_older_run(
+    training, tmp_path
+):
+    """A rank is killed during its imports, before it can refuse the file."""
+    words = [*training, "--checkpoint", tmp_path / "c.pt", "--num_epochs"]
+    run_forked([(0, [*words, 1])], program=QUICK)
+    before = digests(tmp_path)
+    command = demo_command([*words, 2], nproc=2)
+    command.insert(command.index("--standalone"), "--max-restarts=1")
+    with start(command) as started:
+        wait_until(lambda: has_rank(started), 60, "a rank")
+        os.kill(started.rank_pid(0), signal.SIGKILL)
+        run = started.finish(120, expect=1)
+    (line,) = re.findall("ERROR: .*", run.output)
+    assert "c.pt is there already: give --resume " in line and "Resumed from" not in run.out
+    assert digests(tmp_path) == before
 
 
 # --- A start that fails ------------------------------------------------------------------------

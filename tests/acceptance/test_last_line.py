@@ -198,14 +198,17 @@ open("over", "w").close()
 
 
 @LONG
-@guards("full-disk")
-def test_a_full_disk_of_the_log_is_no_reason_to_stop(folder):
+@guards("full-disk", "log-is-not-whole")
+def test_a_full_disk_of_the_log_is_no_reason_to_stop_but_is_said_at_the_end(folder):
     project = project_with(folder, MANY_LINES)
     with small_disk(folder / "disk", "100k") as disk:
-        with launch(project / SINGLE.name, folder, *NO_SAMPLE, LOG_DIR=disk) as started:
-            run = started.finish(60)
-        assert (disk / "run/node0.log").stat().st_size < 2**17
+        own = {"LOG_DIR": disk, "RESTARTS": 1, "RUN_NAME": "full"}
+        with launch(project / SINGLE.name, folder, *NO_SAMPLE, **own) as started:
+            run = started.finish(60, expect=1)
+        assert (disk / "full/node0.log").stat().st_size < 2**17
     assert "[CPU 0] line 19999" in run.lines() and (folder / "over").exists()
+    assert starts(run.out) == 1
+    assert f"error: the log {disk}/full/node0.log cannot be written" in run.lines()[-1]
 
 
 @LONG
@@ -231,6 +234,10 @@ USAGE = "demo_coco_resnet18.py: error: unrecognized arguments: --x"
 WATCHDOG = (
     "[rank0]:[E1 ProcessGroupNCCL.cpp:683] [Rank 0] Watchdog caught collective operation timeout"
 )
+LOST = (
+    "[rank0]:[E1 ProcessGroupNCCL.cpp:612] [Rank 0] Collective WorkNCCL(SeqNum=77) raised the "
+    "following async exception: NCCL error: remote process exited or there was a network error"
+)
 SIGNALS = "  Signal 15 (SIGTERM) received by PID 8\n  Signal 9 (SIGKILL) received by PID 7"
 
 
@@ -247,7 +254,7 @@ ENDS = guarded(  # fault, torchrun's code, its log, the outcome, words of the re
     ("stop-beside-failure", 1, f"{STOPPED}\n{RESET}{exit_codes(75, 1)}", "lost", "reset"),
     ("phrase-other-rank", 1, f"{SLIP}{exit_codes(75, 1)}", "lost", "slip"),
     ("phrase-watchdog", 1, f"{RESET}\n{WATCHDOG}{exit_codes(1, -6)}", "lost", "Watchdog caught"),
-    ("", 1, f"{RESET}\nNCCL error in: x.cpp{exit_codes(1)}", "lost", "NCCL error"),
+    ("", 1, f"{RESET}\n{LOST}{exit_codes(-6)}", "lost", "remote process exited"),
     ("phrase-signal", 1, f"{SIGNALS}{exit_codes(-15, -9)}", "lost", "SIGKILL"),
     ("", 1, f"no rank says why{exit_codes(7)}", "lost", "exitcode  : 7"),
     ("phrase-apart", 1, APART, "apart", "1/2 clients"),

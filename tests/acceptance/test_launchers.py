@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from support.datasets import digests
 from support.forks import load
 from support.launchers import (
     HERE,
-    LOG,
     MULTINODE,
     NO_SAMPLE,
     SAVED,
@@ -46,7 +47,8 @@ def stub(tmp_path: Path) -> Path:
 
 ALL_CORES, HALF = (f"OMP_NUM_THREADS={n}" for n in (CORES, max(1, CORES // 2)))
 NCCL_FILE = "NCCL_DEBUG_FILE=logs/run/{}nccl.node0.%h.%p.log"
-LOCAL = "--standalone --local-addr=127.0.0.1"
+LOCAL = "--standalone --local-addr=127.0.0.1 --nnodes=1"  # not PET_NNODES, which Kubeflow sets
+TIME_TO_SAVE = "PET_SHUTDOWN_TIMEOUT=120"
 # One node of a SLURM job, which tells the launcher all that it needs.
 IN_STEP = "NNODES= MASTER_PORT= SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 "
 IN_STEP += "SLURM_STEP_NUM_NODES=1 SLURM_NODEID=0 SLURM_STEP_NODELIST=node7"
@@ -56,8 +58,8 @@ PRINTED = guarded(  # fault, launcher, variables, options, words of each start, 
     ("", SINGLE, "GPUS=all CUDA_VISIBLE_DEVICES=1,-1,0", "", "--nproc_per_node=1", "--resume"),
     ("one-by-default", SINGLE, "CUDA_VISIBLE_DEVICES=0,2", "", "--nproc_per_node=1", "--resume"),
     ("", MULTINODE, "CUDA_VISIBLE_DEVICES=GPU-8f,MIG-2e", "", "--nproc_per_node=2", "--resume"),
-    ("threads-per-process local-addr", SINGLE, "", "", f"{ALL_CORES} {LOCAL}", "NCCL"),
-    ("", MULTINODE, "GPUS_PER_NODE=2", "", HALF, "--checkpoint"),
+    ("threads-per-process local-addr one-node", SINGLE, "", "", f"{ALL_CORES} {LOCAL}", "NCCL"),
+    ("time-to-save", MULTINODE, "GPUS_PER_NODE=2", "", f"{HALF} {TIME_TO_SAVE}", "--checkpoint"),
     ("", MULTINODE, "GPUS_PER_NODE=2 OMP_NUM_THREADS=3", "", "OMP_NUM_THREADS=3", "--resume"),
     ("all-runs-same-threads", SINGLE, "GPUS='1 2'", "", HALF, "--checkpoint"),
     ("", SINGLE, f"GPUS='1 {CORES + 1}'", "", "OMP_NUM_THREADS=1", "--checkpoint"),
@@ -169,25 +171,47 @@ def test_each_of_several_runs_has_its_checkpoint_and_traces_in_its_own_folder(fo
         assert words[-4:] == ["--checkpoint", f"{own}/c.pt", "--profile", f"{own}/traces"]
 
 
-@guards("old-checkpoint-renamed", "other-node-renames-nothing", "appending-is-said")
-@guards("renaming-is-said")
-def test_a_second_run_of_a_name_appends_to_the_log_and_node_0_renames_the_checkpoint(folder, stub):
-    """Where nothing resumes from it."""
-    own = {"RESTARTS": 1, "NNODES": 2, "MASTER_ADDR": "127.0.0.1", "PYTHON": stub}
-    for node, options, expected in ((1, [], 0), (0, ["--resume"], 0), (0, [], 1), (0, [], 1)):
-        file = folder / "logs/run/checkpoint.pt"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
+@guards("checkpoint-is-there", "node-0-looks", "appending-is-said", "refused-before-log")
+def test_with_restarts_node_0_refuses_a_checkpoint_that_is_there_before_anything_starts(
+    folder, stub
+):
+    """A restart would resume from it. Nothing is written into the files of the other run."""
+    file = folder / "logs/run/checkpoint.pt"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    own = {"RESTARTS": 1, "NNODES": 2, "MASTER_ADDR": "127.0.0.1", "PYTHON": stub, "PROBE": 1}
+    for node, options in ((1, []), (0, ["--resume"]), (0, ["--resume"])):
         words = [*NO_SAMPLE, *options]
         with launch(MULTINODE, folder, *words, **own, NODE_RANK=node) as started:
-            run = started.finish(30)
-        assert file.exists() != bool(expected)
-        for found in file.parent.glob("checkpoint.pt.2*"):
-            found.unlink()
-            expected -= 1
-        assert expected == 0, run.tail()
-    assert starts((folder / LOG).read_text()) == 3
-    assert "has a run already" in run.out and "is of an earlier run: renamed" in run.out
+            started.finish(30)
+    before = digests(folder)
+    with launch(MULTINODE, folder, *NO_SAMPLE, **own, NODE_RANK=0) as started:
+        run = started.finish(30, expect=2)
+    words = "checkpoint logs/run/checkpoint.pt is there already: give --resume .*, or another"
+    assert len(run.lines()) == 1 and re.search(f"error: {words}", run.out)
+    assert digests(folder) == before
+    with launch(SINGLE, folder, *NO_SAMPLE, PYTHON=stub) as started:
+        run = started.finish(30)
+    assert "has a run already" in run.out
+
+
+# The first two that ask get the same time.
+DATE = """#!/usr/bin/env bash
+[ "$1" = +%Y%m%d-%H%M%S ] || exec {date} "$@"
+echo >>"$0.calls"
+[ "$(wc -l <"$0.calls")" -gt 2 ] && echo later || echo now
+"""
+
+
+@guards("folder-of-its-own")
+def test_two_launchers_that_start_in_one_second_have_a_folder_each(folder, stub):
+    (folder / "date").write_text(DATE.format(date=shutil.which("date")))
+    (folder / "date").chmod(0o755)
+    own = {"RUN_NAME": None, "PYTHON": stub, "PATH": f"{folder}:{os.environ['PATH']}"}
+    for launcher in (SINGLE, MULTINODE):
+        given(launch(launcher, folder, *NO_SAMPLE, **own))
+    logs = sorted(path.parent.name for path in (folder / "logs").glob("*/node0.log"))
+    assert logs == ["later", "now"]
 
 
 OWN = ["--max_steps", "5", "--lr", "0.1"]

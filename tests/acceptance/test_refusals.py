@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shlex
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support.datasets import Payload, instances, make_set, numbered
+from support.datasets import Payload, instances, make_set, numbered, truncate
 from support.forks import QUICK, run_forked
 from support.launchers import FAST
 from support.processes import LONG, SCRIPT
@@ -39,6 +40,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(folder / "set/images/0000.jpg", folder / "set/outside.jpg")
     (folder / "broken.json").write_text('{"images": [')
     (folder / "text.pt").write_text("no weights")
+    for copy in ("empty", "cut", "linked"):
+        shutil.copytree(folder / "set/images", folder / copy)
+    for name in numbered(8):
+        (folder / "empty" / name).write_bytes(b"")
+        truncate(folder / "cut" / name)
+    (folder / "linked/0003.jpg").unlink()
+    (folder / "linked/0003.jpg").symlink_to(folder / "gone.jpg")
+    os.mkfifo(folder / "pipe")
     (folder / "code.pt").write_bytes(pickle.dumps(Payload(folder / "made_by_a_weights_file")))
     return folder
 
@@ -66,7 +75,7 @@ BAD_INPUT = {  # options, and what the line names
     "--batch_size 0": r"--batch_size\b.*\b0\b",
     "--annotation_path missing_image.json": r"set/images\b.*\bgone\.jpg",
     "--weights code.pt": r"code\.pt",
-    "--coco_image_path no_folder": "no_folder",
+    "--coco_image_path no_folder": "the folder of images no_folder is not there",
     "--annotation_path broken.json": r"broken\.json",
     "--batchsize 4": "--batchsize",
     "--device cuda": "sees no GPU: .*--device cpu",
@@ -74,6 +83,7 @@ BAD_INPUT = {  # options, and what the line names
     "--seed 3000000000": r"--seed\b.*3000000000 is not below",
     "--resume": "--checkpoint",
     "--annotation_path=": "--annotation_path is empty",
+    "--dummy": "--dummy reads no data: leave --coco_image_path out",
     "--val_image_path set/images": "--val_annotation_path",
     "--annotation_path no_file.json": r"no_file\.json",
     "--annotation_path no_annotations.json": r"no_annotations\.json",
@@ -93,7 +103,11 @@ BAD_INPUT = {  # options, and what the line names
     "--grad_compression powersgd --precision fp16": r"powersgd .* fp16",
     "--compile --bucket_cap_mb 0.5": r"--compile needs --bucket_cap_mb 1 or more",
     "--grad_compression powersgd --bucket_cap_mb 5": r"powersgd needs one bucket",
-    "--checkpoint set": r"checkpoint set is a folder",
+    "--checkpoint set": r"checkpoint set is not a regular file",
+    "--checkpoint pipe": r"checkpoint pipe is not a regular file",
+    "--coco_image_path empty": r"all 8 images .* in empty are damaged, .*0000\.jpg",
+    "--coco_image_path cut": r"all 8 images .* in cut are damaged, .*0000\.jpg",
+    "--coco_image_path linked": r"linked lacks 1 of 8 listed images, the first is 0003\.jpg",
     "--checkpoint run.pt --resume --image_size 48": r"run\.pt\b.*--image_size",
 }
 GUARDS = {
@@ -101,6 +115,10 @@ GUARDS = {
     "--annotation_path missing_image.json": "user-error-code",
     "--weights code.pt": "weights-only",
     "--device cuda": "cuda-is-asked-for",
+    "--coco_image_path cut": "all-damaged-at-start",
+    "--coco_image_path linked": "dangling-link",
+    "--coco_image_path no_folder": "folder-not-there",
+    "--checkpoint pipe": "regular-file",
 }
 
 
@@ -117,6 +135,7 @@ def test_bad_input_ends_with_one_line_that_names_it(options, folder):
     if "none.pt" in options or "list.pt" in options:
         write_foreign(folder)
     elif "run.pt" in options:
+        (folder / "run.pt").unlink(missing_ok=True)
         first = [*words, "--max_steps", 1, "--checkpoint", "run.pt"]
         run_forked([(0, first)], QUICK, cwd=folder)
     program = SCRIPT if "--lr 1e9" in options else QUICK  # with which no loss becomes infinite

@@ -20,16 +20,20 @@ from support.launchers import FAST
 from support.processes import LONG, Run, assert_none_left, processes, wait_until
 
 
-def saved_step(checkpoint: Path) -> int:
+def load(checkpoint: Path) -> dict:
     import torch  # takes seconds, which most of these tests do not need
 
-    return torch.load(checkpoint, weights_only=True)["step"]
+    return torch.load(checkpoint, weights_only=True)
+
+
+def saved_step(checkpoint: Path) -> int:
+    return load(checkpoint)["step"]
 
 
 # --- A run of one process ----------------------------------------------------------------------
 
-# It prints the key of each image that it reads, and how many workers it has before the first
-# backward pass.
+# It prints the key of each image that it reads, how many workers it has before the first backward
+# pass, and of each forward pass whether DDP makes it, and for training.
 WATCHED = r"""
 def read(dataset, key):
     print(f"KEY {key[0]} {key[1]}\n", end="")
@@ -39,6 +43,11 @@ def rebuild(training):
     print(f"WORKERS {len(demo.multiprocessing.active_children())}\n", end="")
     plain_rebuild(training)
 
+def forward(training, model, images):
+    print(f"FORWARD {model is training.ddp} {model.training}\n", end="")
+    return plain_forward(training, model, images)
+
+plain_forward, demo.forward = demo.forward, forward
 plain_read = demo.CocoFirstCategory.__getitem__
 demo.CocoFirstCategory.__getitem__ = read
 plain_rebuild, demo.rebuild_buckets = demo.rebuild_buckets, rebuild
@@ -48,11 +57,11 @@ plain_rebuild, demo.rebuild_buckets = demo.rebuild_buckets, rebuild
 @pytest.fixture(scope="module")
 def two_epochs(tmp_path_factory) -> Run:
     """22 images in batches of 4 are 6 steps an epoch. The timeout is longer than a loader can
-    wait.
+    wait, and --max_steps more than two epochs have.
     """
     folder = tmp_path_factory.mktemp("two_epochs")
     words = [*make_set(folder, 22, val=3), *FAST, "--num_epochs", 2, "--log_every", 3]
-    words += ["--workers", 1, "--timeout", 1e7]
+    words += ["--workers", 1, "--timeout", 1e7, "--max_steps", 99]
     (run,) = run_forked([(0, words)], program=changed(folder / "watched.py", WATCHED))
     return run
 
@@ -67,12 +76,20 @@ def test_each_epoch_has_each_image_once_in_another_order(two_epochs):
     assert val == [0, 1, 2] * 2
 
 
+@pytest.mark.guards("validation-mode")
+def test_training_is_by_ddp_and_validation_by_its_model_in_the_mode_for_that(two_epochs):
+    found = re.findall(r"FORWARD (\w+) (\w+)", two_epochs.out)
+    epoch = [("True", "True")] * 6 + [("False", "False")]
+    assert found == [("True", "True"), *epoch, *epoch]  # the first one is of rebuild_buckets
+
+
 @pytest.mark.guards("workers-before-backward")
 def test_workers_are_there_before_the_first_backward_pass(two_epochs):
     """It starts threads, after which a fork may hang."""
     assert "WORKERS 2" in two_epochs.lines()
 
 
+@pytest.mark.guards("max-steps")
 def test_figures_of_a_run_agree(two_epochs):
     summary = two_epochs.json_line("Summary")
     assert (summary["epochs"], summary["steps"]) == (2, 12)
@@ -109,6 +126,8 @@ def test_classes_are_those_of_the_annotation_file_and_a_layer_of_others_is_left_
 STOPS = [
     pytest.param("SIGTERM", marks=pytest.mark.guards("stop-exit-code", "worker-signals")),
     pytest.param("SIGUSR1", marks=pytest.mark.guards("usr1", "stop-saves-all")),
+    pytest.param("SIGINT", marks=[LONG, pytest.mark.guards("sigint")]),
+    pytest.param("SIGHUP", marks=[LONG, pytest.mark.guards("sighup")]),
 ]
 
 
@@ -239,32 +258,49 @@ def test_a_checkpoint_that_cannot_be_written_at_the_end_ends_the_run_and_leaves_
     assert not path.with_name("c.pt.new").exists()
 
 
-# Each step's checkpoint stays, under its number.
+# Each checkpoint stays, under its step's number. In fp16 the first step overflows, and makes the
+# scaler's factor smaller. In the validation the ranks agree to go on as often as they can.
 KEEPING = """
 def keep(training, path):
     plain(training, f"{path}.{training.step}")
 
+def scaler(*arguments, **options):
+    return plain_scaler(*arguments, init_scale=2.0**40, backoff_factor=2.0**-30, **options)
+
 plain, demo.write_checkpoint = demo.write_checkpoint, keep
+plain_scaler, demo.torch.amp.GradScaler = demo.torch.amp.GradScaler, scaler
+demo.MOST_STEPS_WITHOUT_AGREEMENT = 1
 """
 
 
 @pytest.mark.parametrize(
-    "ranks",
+    ("ranks", "precision", "scale"),
     [
-        pytest.param(1, marks=pytest.mark.guards("resume-offset", "resume-epoch")),
-        pytest.param(3, marks=pytest.mark.guards("rebuild-buckets")),
+        pytest.param(1, "fp32", None, marks=pytest.mark.guards("resume-offset", "resume-epoch")),
+        pytest.param(
+            3,
+            "fp32",
+            None,
+            marks=pytest.mark.guards("rebuild-buckets", "save-every", "uneven-validation"),
+        ),
+        pytest.param(1, "fp16", 2**10, marks=pytest.mark.guards("scaler-resumed", "scaler-off")),
     ],
 )
-def test_a_run_resumed_in_mid_epoch_ends_as_an_unbroken_one(tmp_path, ranks):
+def test_a_run_resumed_in_mid_epoch_ends_as_an_unbroken_one(tmp_path, ranks, precision, scale):
     """With the same weights, bit for bit: a sum of three depends on the order, which DDP's buckets
-    decide. An epoch has two steps, of up to two micro-batches, and is validated once.
+    decide. An epoch has two steps, of up to two micro-batches, and is validated once, by ranks of
+    which the last one has a batch less.
     """
-    words = [*make_set(tmp_path, 8 * ranks - 1, val=3), *FAST, "--batch_size", 2]
-    words += ["--accumulate_steps", 2, "--workers", 1, "--max_steps", 4, "--checkpoint_every", 1]
+    words = [*make_set(tmp_path, 8 * ranks - 1, val=8), *FAST, "--batch_size", 2, "--seed", 1]
+    words += ["--accumulate_steps", 2, "--workers", 1, "--max_steps", 4, "--checkpoint_every", 3]
+    words += ["--precision", precision, "--timeout", 30]
     program = changed(tmp_path / "keeping.py", KEEPING)
     last = ["--checkpoint", tmp_path / "c.pt.3", "--resume"]
     runs = [(ranks, [*words, "--checkpoint", tmp_path / "c.pt"]), (ranks, [*words, *last])]
     unbroken, resumed = run_forked(runs, program=program)
+    saved = {path.name: load(path) for path in tmp_path.glob("c.pt.*")}
+    assert saved.keys() >= {"c.pt.2", "c.pt.3", "c.pt.4"} and "c.pt.1" not in saved
+    assert saved["c.pt.3"]["scaler"].get("scale") == scale
     assert [(epoch, step) for epoch, step, _ in resumed.steps(0)] == [(2, 4)]
     ends = [run.json_line("Summary")["weights_sha256"] for run in (unbroken, resumed)]
     assert ends[0] == ends[1]

@@ -7,14 +7,15 @@ import re
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from support.datasets import make_set
-from support.forks import QUICK, changed, run_forked
+from support.datasets import digests, make_set
+from support.forks import QUICK, changed, load, run_forked
 from support.launchers import FAST, SAVED
-from support.processes import LONG, SCRIPT, start
+from support.processes import LONG, SCRIPT, Run, demo_command, start
 
 # The file that is written first cannot be written up to step 4.
 NO_ROOM = """
@@ -27,6 +28,22 @@ def write_checkpoint(training, path):
         os.rmdir(blocked)
     write(training, path)
 demo.write_checkpoint = write_checkpoint
+"""
+MEANWHILE = """
+save = demo.save_checkpoint
+def save_checkpoint(training, is_last):
+    if training.step == 1:
+        with open(training.args.checkpoint, "w") as file:
+            file.write("of another run")
+    save(training, is_last)
+demo.save_checkpoint = save_checkpoint
+"""
+NO_RENAME = """
+def replace(source, target):
+    raise OSError(30, "Read-only file system", target)
+demo.os.replace = replace
+if __name__ == "__main__":
+    run_and_exit(main)
 """
 # Tells the order of what is read and computed.
 IN_ORDER = """
@@ -51,30 +68,100 @@ def words(tmp_path) -> list[str]:
     return [*make_set(tmp_path, 16), *FAST]
 
 
-@pytest.mark.guards("earlier-kept", "earlier-weights", "epoch-from-step")
-def test_a_run_without_resume_keeps_the_file_of_an_earlier_one(words, tmp_path):
-    """Also where it takes its first weights from that file. A run that resumes goes on in it."""
+def refused(run: Run, path: Path) -> None:
+    """In one line with both ways out, before the annotations are read."""
+    (line,) = (line for line in run.output.splitlines() if "ERROR" in line)
+    assert f"checkpoint {path} is there already: give --resume " in line and "another FILE" in line
+    assert "annotations" not in run.output
+
+
+@pytest.mark.guards("earlier-kept", "earlier-at-once", "epoch-from-step")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_start_without_resume_never_touches_a_file_that_is_there(words, tmp_path, ranks):
+    """Also where it would take its first weights from it. A run that resumes goes on in it."""
     path = tmp_path / "c.pt"
-    words += ["--checkpoint", path, "--max_steps"]
-    runs = [(0, [*words, 2]), (0, [*words, 1, "--weights", path]), (0, [*words, 6, "--resume"])]
-    first, again, resumed = run_forked(runs, program=QUICK)
-    renamed = re.findall(r"c\.pt is of an earlier run: renamed to (\S+)", again.out)
-    assert [step_of(Path(earlier)) for earlier in renamed] == [2]
-    assert "renamed" not in first.out + resumed.out
+    words += ["--checkpoint", path, "--global_batch_size", 4, "--max_steps"]
+    run_forked([(ranks, [*words, 2])], program=QUICK)
+    before = digests(tmp_path)
+    runs = [(ranks, [*words, 1, *more]) for more in ([], ["--weights", path])]
+    for run in run_forked(runs, program=QUICK, expect=2):
+        refused(run, path)
+    assert digests(tmp_path) == before
+    (resumed,) = run_forked([(ranks, [*words, 6, "--resume"])], program=QUICK)
     assert step_of(path) == 6
-    assert re.search(r"Epoch 1 complete from step 2 \| Avg loss", resumed.out)
+    assert re.search(r"Epoch 1 complete from step 3 \| Avg loss", resumed.out)
     assert re.search(r"Epoch 2 ends at step 2 of 4 \| Avg loss", resumed.out)
 
 
-@pytest.mark.guards("earlier-at-once")
-def test_a_restart_of_a_run_that_failed_early_does_not_go_on_with_an_older_one(words, tmp_path):
-    """torchrun --max-restarts repeats the command, and the script then resumes."""
-    words += ["--checkpoint", tmp_path / "c.pt", "--max_steps", 2]
-    run_forked([(1, words)], program=QUICK)
-    run_forked([(1, [*words, "--annotation_path", "gone.json"])], program=QUICK, expect=2)
-    assert len([*tmp_path.glob("c.pt.*")]) == 1 and not (tmp_path / "c.pt").exists()
-    (run,) = run_forked([(1, words, {"TORCHELASTIC_RESTART_COUNT": "1"})], program=QUICK)
-    assert run.json_line("Run")["start_step"] == 0
+def by_torchrun(run: str, restarts: int) -> dict[str, str]:
+    """The variables of a rank in this start of a run."""
+    file = f"/tmp/torchelastic_1/{run}/attempt_{restarts}/0/error.json"
+    return {"TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCHELASTIC_ERROR_FILE": file}
+
+
+@pytest.mark.guards("restart-of-its-own", "second-start-resumes", "no-folder-of-torchrun")
+def test_a_restart_by_torchrun_resumes_what_this_run_has_written_and_nothing_else(words, tmp_path):
+    """It repeats the first command. Rank 0 may be on another node then. For real restarts see
+    test_ends.py.
+    """
+    path = tmp_path / "c.pt"
+    words += ["--checkpoint", path, "--global_batch_size", 4, "--max_steps"]
+    run_forked([(2, [*words, 2], by_torchrun("123_a", 0))], program=QUICK)
+    before = digests(tmp_path)
+    unknown = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_ERROR_FILE": ""}
+    for other in (by_torchrun("123_b", 1), unknown):
+        (run,) = run_forked([(2, [*words, 3], other)], program=QUICK, expect=2)
+        refused(run, path)
+    assert digests(tmp_path) == before
+    (run,) = run_forked([(2, [*words, 3], by_torchrun("123_a", 1))], program=QUICK)
+    assert run.json_line("Run")["start_step"] == 2 and step_of(path) == 3
+    (run,) = run_forked([(0, [*words, 4, "--resume"])], program=QUICK)  # in no torchrun's run
+    (run,) = run_forked([(2, [*words, 5], unknown)], program=QUICK, expect=2)
+    refused(run, path)
+
+
+@pytest.mark.guards("written-meanwhile")
+def test_a_file_that_another_run_has_written_meanwhile_is_not_touched(words, tmp_path):
+    """As where a command is started twice."""
+    program = changed(tmp_path / "program.py", MEANWHILE)
+    words += ["--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1]
+    (run,) = run_forked([(0, words)], program=program, expect=2)
+    assert re.search(r"ERROR: another run has written \S+c\.pt since this one", run.output)
+    assert len(run.steps()) == 1  # it would train in vain
+    assert (tmp_path / "c.pt").read_text() == "of another run"
+
+
+@pytest.mark.guards("room-for-two")
+@pytest.mark.parametrize(("free", "there", "warns"), [(260, 0, 1), (280, 0, 0), (140, 1, 0)])
+def test_too_little_room_for_a_checkpoint_is_said_at_the_start(
+    tmp_path, monkeypatch, capfd, free, there, warns
+):
+    """The old file stays until the new one is complete."""
+    demo = load(str(SCRIPT))
+    monkeypatch.setattr(demo.shutil, "disk_usage", lambda _: SimpleNamespace(free=free * 1e6))
+    if there:
+        (tmp_path / "c.pt").touch()
+    args = SimpleNamespace(checkpoint=str(tmp_path / "c.pt"), resume=True)
+    demo.may_resume(args, demo.ProcessInfo(), set())
+    out = capfd.readouterr().out
+    assert bool(re.search(r"WARNING: .*c\.pt needs 270 MB, but 260 MB are free", out)) == warns
+
+
+@LONG
+@pytest.mark.guards("workers-end-first", "workers-killed")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_last_save_that_fails_ends_all_ranks_soon(words, tmp_path, ranks):
+    """With loader workers, which ignore SIGTERM."""
+    program = tmp_path / "program.py"
+    program.write_text(f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n")
+    changed(tmp_path / "quick.py", NO_RENAME)
+    program.write_text(program.read_text() + (tmp_path / "quick.py").read_text())
+    command = demo_command([*words, "--checkpoint", tmp_path / "c.pt", "--max_steps", 3], ranks)
+    command[command.index(str(SCRIPT))] = str(program)
+    with start([*command, "--workers", "2"]) as started:
+        started.wait_for("ERROR: .*c.pt not saved at step 3", 120)
+        run = started.finish(15, expect=1)
+    assert len(re.findall("ERROR: ", run.output)) == 1
 
 
 @pytest.mark.guards("failed-save")

@@ -157,6 +157,37 @@ def test_bare_torchrun_in_a_batch_job_trains_on_both_nodes(cluster, sample, tmp_
     assert_trained(run, 3, run.json_line("Run")["hosts"])
 
 
+# A job that is queued again when it has ended, once.
+AGAIN = """#!/usr/bin/env bash
+#SBATCH --requeue
+#SBATCH --open-mode=append
+srun --nodes=1 --ntasks=1 {command}
+code=$?
+[[ ${{SLURM_RESTART_COUNT:-0}} -gt 0 ]] || scontrol requeue "$SLURM_JOB_ID"
+exit "$code"
+"""
+
+
+def test_requeued_job_without_resume_does_not_touch_the_checkpoint(cluster, sample, tmp_path):
+    """One line names --resume."""
+    words = [*data_args(sample), *FAST, "--max_steps", 2, "--checkpoint", tmp_path / "c.pt"]
+    script, out = tmp_path / "job.sh", tmp_path / "slurm.out"
+    script.write_text(AGAIN.format(command=shlex.join(demo_command(words, launcher="python"))))
+    env = {"SBATCH_OUTPUT": str(out)}
+    job = cluster.submit(script, cwd=tmp_path, env=env)
+
+    def refused() -> bool:
+        return out.exists() and "ERROR" in out.read_text()
+
+    wait_until(refused, 240, "the second start")
+    wait_until(lambda: cluster.job(job)["JobState"] == "FAILED", 60, "the end of the job")
+    run, facts = Run(["sbatch"], 0, out.read_text(), 0), cluster.job(job)
+    assert (facts["Restarts"], facts["ExitCode"]) == ("1", "2:0"), run.tail()
+    (line,) = re.findall("ERROR: .*", run.out)
+    assert "c.pt is there already: give --resume " in line
+    assert [step for _, step, _ in run.steps()] == [1, 2]
+
+
 @pytest.mark.guards("sbatch-requeue")
 def test_requeued_batch_job_resumes_and_loses_no_step(cluster, sample, tmp_path):
     """SLURM warns docs/coco.sbatch of its time limit with SIGUSR1."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,10 +41,16 @@ def check_records(run: Run, world_size: int, steps: int, images: int) -> None:
     assert end["replicas_identical"] is True
 
 
+def first_categories(data: Path, split: str) -> dict[int, int]:
+    """{image: category of its first annotation}, of the images that have one."""
+    notes = json.loads((data / f"annotations/instances_{split}2017.json").read_text())
+    found = reversed(notes["annotations"])
+    return {annotation["image_id"]: annotation["category_id"] for annotation in found}
+
+
 def labelled(data: Path, split: str) -> int:
     """The number of images with a label."""
-    notes = json.loads((data / f"annotations/instances_{split}2017.json").read_text())
-    return len({found["image_id"] for found in notes["annotations"]})
+    return len(first_categories(data, split))
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +67,18 @@ def two_ranks(sample: Path) -> Run:
     return run
 
 
-@pytest.mark.guards("statistics-shared")
+@pytest.mark.guards("statistics-shared", "mean-loss")
 def test_two_ranks_log_all_steps_and_agreeing_records(two_ranks, sample):
+    """The last step is shorter, which counts in the mean loss."""
+    count = labelled(sample, "train")
     check_ranks(two_ranks, [0, 1], steps=3)
-    check_records(two_ranks, 2, steps=3, images=labelled(sample, "train"))
+    check_records(two_ranks, 2, steps=3, images=count)
+    images = [16, 16, (count + 1) // 2 - 32]
+    assert 0 < images[2] < 16
+    for rank in (0, 1):
+        losses = [n * loss for n, (_, _, loss) in zip(images, two_ranks.steps(rank), strict=True)]
+        (mean,) = re.findall(rf"CPU {rank}\] Epoch 1 complete \| Avg loss: (\S+)", two_ranks.out)
+        assert float(mean) == pytest.approx(sum(losses) / sum(images), abs=2e-4)
 
 
 @LONG
@@ -100,7 +116,7 @@ def test_lines_have_the_fields_that_readme_shows(two_ranks, mark, pattern, ranks
     assert all(re.fullmatch(pattern, line[8:]) for line in found), found
 
 
-@pytest.mark.guards("counts-mean")
+@pytest.mark.guards("counts-mean", "baseline")
 def test_validation_counts_each_labelled_image_once_where_shares_are_uneven(two_ranks, sample):
     count = labelled(sample, "val")
     assert count % 2 == 1, "the shares of two ranks have to be uneven"
@@ -108,6 +124,9 @@ def test_validation_counts_each_labelled_image_once_where_shares_are_uneven(two_
     assert int(images) == count
     right = float(top_1) * count / 100
     assert abs(right - round(right)) < 0.01
+    (baseline,) = re.findall(r"\| baseline (\S+)%$", two_ranks.out, re.MULTILINE)
+    most = max(Counter(first_categories(sample, "val").values()).values())
+    assert float(baseline) == pytest.approx(100 * most / count, abs=0.01)
 
 
 # --- Resume, and ImageNet's weights ------------------------------------------------------------
@@ -161,8 +180,8 @@ OPTIONS = [
     "--accumulate_steps 2 --lr_scaling linear --warmup_steps 2 --workers 1 --seed 7 --max_steps 2",
     "--log_every 2 --checkpoint_every 1 --checkpoint run.pt --resume --precision fp16 "
     "--grad_compression fp16 --batch_size 1 --max_steps 2",
-    "--global_batch_size 8 --bucket_cap_mb 5 --timeout 60 --backend gloo --precision bf16 "
-    "--grad_compression bf16 --max_steps 3",
+    "--global_batch_size 8 --accumulate_steps 2 --bucket_cap_mb 5 --timeout 60 --backend gloo "
+    "--precision bf16 --grad_compression bf16 --max_steps 3",
 ]
 
 
@@ -170,15 +189,74 @@ def check_options(run: Run, options: str) -> None:
     """The run has used these options, and has come to its end."""
     record = run.json_line("Run")
     assert run.json_line("Summary")["steps"] == record["max_steps"]
+    micro_batches = record["world_size"] * record["accumulate_steps"]
+    assert record["global_batch_size"] == micro_batches * record["batch_size"]
     for name, value in re.findall(r"--(\w+)(?: ([\w.]+))?", options):
         assert str(record[name]).removesuffix(".0") == (value or "True")
 
 
 @LONG
+@pytest.mark.guards("global-batch")
 def test_options_train_and_stand_in_the_run_record(small, tmp_path):
     runs = [(0, [*small, *shlex.split(options)]) for options in OPTIONS]
     for run, options in zip(run_forked(runs, program=QUICK, cwd=tmp_path), OPTIONS, strict=True):
         check_options(run, options)
+
+
+@pytest.mark.guards("dummy-share", "dummy-weights")
+def test_dummy_trains_on_random_images_without_any_data(tmp_path):
+    """Each rank has its own. A resumed run goes on, but not on other images."""
+    words = ["--dummy", "--image_size", 40, "--batch_size", 4, "--log_every", 1]
+    words += ["--precision", "fp32", "--checkpoint", tmp_path / "run.pt", "--resume"]
+    data = make_set(tmp_path / "set", 8)
+    runs = [(2, [*words, "--max_steps", steps]) for steps in (3, 5)]
+    runs += [(0, [*words[1:], *data, "--global_batch_size", 8])]
+    first, second, other = run_forked(runs, program=QUICK, expect=None)
+    check_ranks(first, [0, 1], steps=3)
+    check_records(first, 2, steps=3, images=117_266)
+    assert "; 3 steps of 8 images; random images (--dummy). No checkpoint" in first.out
+    losses = [[loss for _, _, loss in first.steps(rank)] for rank in (0, 1)]
+    assert not set(losses[0]) & set(losses[1])
+    record, summary = first.json_line("Run"), first.json_line("Summary")
+    assert (record["dummy"], record["weights"], record["workers"]) == (True, "none", 0)
+    assert record["classes"] == 80 and summary["data_ms"] < 1
+    assert [step for _, step, _ in second.steps(1)] == [4, 5]
+    assert other.returncode == 2 and "was saved with data set" in other.out
+
+
+# Rank 1 becomes ten times slower from step 30 on.
+SLOWER = """
+def after_step(training, *arguments):
+    time.sleep(0.1 if training.place.rank == 1 and training.step >= 30 else 0.01)
+    plain_after_step(training, *arguments)
+
+def agree(training, seconds):
+    interval = plain_agree(training, seconds)
+    demo.log(training.place, f"AGREED {training.step} {interval}")
+    return interval
+
+plain_after_step, demo.after_step = demo.after_step, after_step
+plain_agree, demo.agree_to_continue = demo.agree_to_continue, agree
+"""
+
+
+@LONG
+@pytest.mark.guards("agree-alike", "agree-doubles")
+def test_ranks_agree_in_the_same_steps_though_one_becomes_slower(tmp_path):
+    program = changed(tmp_path / "slower.py", SLOWER)
+    words = ["--dummy", "--image_size", 40, "--batch_size", 2, "--max_steps", 120]
+    (run,) = run_forked([(2, words)], program=program)
+    steps, other = (
+        [tuple(map(int, line.split()[1:])) for line in run.lines(rank) if line[:6] == "AGREED"]
+        for rank in (0, 1)
+    )
+    assert steps == other and steps[-1][0] == 120
+    # From the first step on at most twice as far each time, up to 50 steps.
+    intervals = [interval for _, interval in steps]
+    assert intervals[:4] == [2, 4, 8, 16]
+    for (step, interval), (later, _) in itertools.pairwise(steps[:-1]):
+        assert later == step + interval and interval <= 50
+    assert min(interval for step, interval in steps if step > 60) <= 10
 
 
 def test_two_runs_of_plain_python_at_once_do_not_meet(small):
@@ -193,30 +271,31 @@ def test_two_runs_of_plain_python_at_once_do_not_meet(small):
 # Over Gloo it hangs now and then with more than one.
 BUCKETS = """
 def note(state, bucket):
-    demo.log(demo.ProcessInfo(), f"bucket {bucket.index()} of {demo.dist.get_world_size()} ranks")
+    demo.log(demo.ProcessInfo(), f"bucket {bucket.index()} of {bucket.buffer().dtype}")
     return plain(state, bucket)
 
 plain, demo.powerSGD_hook.powerSGD_hook = demo.powerSGD_hook.powerSGD_hook, note
 """
 
 
-@pytest.mark.guards("powersgd-one-bucket")
-def test_powersgd_has_one_bucket(small, tmp_path):
+@pytest.mark.guards("powersgd-one-bucket", "powersgd-bf16")
+def test_powersgd_has_one_bucket_and_computes_as_the_run_does(small, tmp_path):
     program = changed(tmp_path / "buckets.py", BUCKETS)
-    words = [*small, "--grad_compression", "powersgd", "--max_steps", 1]
+    words = [*small, "--grad_compression", "powersgd", "--max_steps", 1, "--precision", "bf16"]
     (run,) = run_forked([(1, words)], program=program)
-    assert {*re.findall(r"bucket (\d+) of", run.out)} == {"0"}
+    assert {*re.findall(r"bucket (\d+ of \S+)", run.out)} == {"0 of torch.bfloat16"}
 
 
-@pytest.mark.guards("powersgd-start")
+@pytest.mark.guards("powersgd-start", "powersgd-rank-used", "bytes-of-bf16")
 def test_powersgd_sends_less_from_the_fourth_step_on(small):
     """The averages of the log begin there, too."""
     options = "--grad_compression powersgd --powersgd_rank 2 --batch_size 2 --timeout 10"
+    options += " --precision bf16"
     words = [*small, *options.split(), "--max_steps"]
     runs = run_forked([(2, [*words, steps]) for steps in (3, 4)], program=QUICK)
     plain, compressed = (run.json_line("Summary")["wire_bytes_per_step"] for run in runs)
-    assert plain == 4 * runs[0].json_line("Run")["parameters"]
-    assert compressed < plain / 10
+    assert plain == 2 * runs[0].json_line("Run")["parameters"]
+    assert compressed < plain / 40
     check_options(runs[1], options)
 
 
@@ -254,3 +333,52 @@ def test_a_damaged_image_is_named_in_a_warning_and_training_goes_on(tmp_path):
     check_ranks(run, [0], steps=4)
     check_records(run, 1, steps=4, images=16)
     assert [line for line in run.lines() if "WARNING" in line and str(damaged) in line]
+    assert run.json_line("Summary")["damaged_images"] == 1 and "; 1 of the images" in run.out
+
+
+# All images are damaged on rank 1.
+DAMAGED = """
+def load_image(dataset, path):
+    return plain(dataset, path)[0], os.environ["RANK"] == "1"
+plain, demo.CocoFirstCategory.load_image = demo.CocoFirstCategory.load_image, load_image
+"""
+
+
+@pytest.mark.guards("too-many-damaged", "too-many-of-one-rank", "damaged-of-all-ranks")
+@pytest.mark.parametrize(("images", "code"), [(198, 0), (200, 2)])
+def test_too_many_damaged_images_of_one_rank_end_all_with_one_line(tmp_path, images, code):
+    """Too many are over 1 in 10 of at least 100."""
+    words = [*make_set(tmp_path, images), *FAST, "--batch_size", 50, "--num_epochs", 1]
+    program = changed(tmp_path / "damaged.py", DAMAGED)
+    (run,) = run_forked([(2, words)], program=program, expect=code)
+    if code:
+        (line,) = re.findall("ERROR: .*", run.output)
+        assert "over 1 in 10 of the images that a rank has read are damaged" in line
+    else:
+        assert run.json_line("Summary")["damaged_images"] == images / 2
+
+
+@pytest.mark.guards("validation-damaged")
+def test_too_many_damaged_validation_images_end_the_run(tmp_path):
+    words = [*make_set(tmp_path, 8, val=110), *FAST, "--num_epochs", 1, "--batch_size", 50]
+    for path in [*(tmp_path / "val_images").iterdir()][::5]:
+        truncate(path)
+    (run,) = run_forked([(0, words)], program=QUICK, damaged=True, expect=2)
+    assert "ERROR: over 1 in 10 of the images" in run.output and "| Top-1" not in run.out
+
+
+# Says of how many images each forward pass is.
+COUNTED = """
+def forward(training, model, images):
+    print("FORWARD of", len(images), flush=True)
+    return plain(training, model, images)
+plain, demo.forward = demo.forward, forward
+"""
+
+
+@pytest.mark.guards("blank-images")
+def test_the_pass_before_the_first_step_has_as_many_images_as_a_step(tmp_path):
+    """Not more than there are, which would take memory and time."""
+    words = [*make_set(tmp_path, 9), *FAST, "--num_epochs", 1, "--batch_size", 4000]
+    (run,) = run_forked([(2, words)], program=changed(tmp_path / "counted.py", COUNTED))
+    assert re.findall("FORWARD of (.*)", run.out) == ["5"] * 4

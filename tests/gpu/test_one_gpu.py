@@ -252,8 +252,12 @@ def check_parts(summary: dict) -> None:
     """They are as long as they were made, and add up."""
     parts = [summary[f"{name}_ms"] / 1e3 for name in ("data", "compute", "exposed")]
     assert sum(parts) == pytest.approx(summary["step_ms"] / 1e3)
-    for found, expected in zip(parts, (DATA, COMPUTE, EXPOSED), strict=True):
-        assert 0.7 * expected < found < 1.8 * expected, parts
+    # The loader works while the GPU still computes the step before: that part is no wait.
+    hidden = COMPUTE + EXPOSED
+    for found, least, most in zip(
+        parts, (DATA - hidden, COMPUTE, EXPOSED), (DATA, COMPUTE, EXPOSED), strict=True
+    ):
+        assert 0.7 * least < found < 1.8 * most, parts
 
 
 # docs/networks.md's loop, made longer in the same places.
@@ -376,8 +380,8 @@ def test_ddp_of_the_lesson_trains_by_its_comments_on_gpus(ranks, tmp_path):
         text = text.replace(before, after)
     program = tmp_path / "ddp.py"
     program.write_text(text)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr=127.0.0.1", f"--nproc_per_node={ranks}", program]
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={ranks}", program]
     with start_program(command) as started:
         run = started.finish()
     with start_program([sys.executable, LESSON / "plain.py"]) as started:

@@ -12,6 +12,7 @@ MUST_MATCH = {
     "precision": "precision",
     "image_size": "image size",
     "picture_sizes": "size of the images in the files",
+    "dummy": "use of random images (--dummy)",
     "grad_compression": "compression",
 }
 # and those that may explain a difference but do not forbid the comparison.

@@ -40,7 +40,7 @@ EVIDENCE = {
     "adapters": r"NET/IB : Using((?: ?\[\d+\](?:=\{[^}]*\}?|[^\s;]+))+)",
     "sockets": r"NET/Socket : Using((?: \[\d+\]\S+<\d+>)+)",
     "provider": r"NET/OFI Selected [Pp]rovider is (\w+)[\s,*]",
-    "wish": r"(NCCL_(?:IB_HCA|IB_DISABLE|NET)) set (?:by environment )?to ([^\s.]+)",
+    "wish": r"(NCCL_IB_(?:HCA|DISABLE)) set (?:by environment )?to ([^\s.]+)",
     "collective": r"Rank (\d+)\] Watchdog caught collective operation timeout: WorkNCCL\("
     r"SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+), NumelOut=\d+, Timeout\(ms\)=(\d+)\)",
     # Its status, an ibv_wc_status of libibverbs.
@@ -294,11 +294,9 @@ class Reader:
 
     def reason(self) -> str | None:
         """Who asked for sockets."""
-        wishes = dict(self.seen["wish"].keys())
-        if (disabled := wishes.get("NCCL_IB_DISABLE", "0")) != "0":
-            return f"NCCL_IB_DISABLE={disabled} turned InfiniBand and RoCE off"
-        socket = wishes.get("NCCL_NET") == "Socket"
-        return "NCCL_NET=Socket asked for sockets" if socket else None
+        disabled = dict(self.seen["wish"].keys()).get("NCCL_IB_DISABLE", "0")
+        off = f"NCCL_IB_DISABLE={disabled} turned InfiniBand and RoCE off"
+        return off if disabled != "0" else None
 
     def problem_lines(self, found: Finding) -> dict[str, str]:
         """Each problem's id, and the line that told it."""
@@ -354,7 +352,10 @@ def describe(found: Finding) -> list[str]:
     if found.transport == "sockets":
         lines = {problem["id"]: problem["line"] for problem in found.problems}
         said = [f'NCCL says "{message(lines[name])}"' for name in REASONS if name in lines]
-        why = [found.reason] if found.reason else [*said, f"unknown; to see it, {HOW_TO_ASK}"]
+        # NOTE: with NCCL_NET=Socket NCCL says nothing of other networks, nor of the variable.
+        unknown = "unknown. NCCL does not print NCCL_NET=Socket. "
+        unknown += f"To see another reason, {HOW_TO_ASK}"
+        why = [found.reason] if found.reason else [*said, unknown]
         sentences.append(f"Why not another network: {why[0]}.")
     sentences += [f"Timed out: {work}." for work in found.timeouts]
     return sentences + ["{id}: {line}\n    -> {advice}".format(**p) for p in found.problems]

@@ -10,7 +10,7 @@ waking=  # a signal came during the present wait
 
 say() {
     echo "$me: $*" >&2 || true # a terminal may be gone, a disk full
-    [ -z "$log" ] || echo "$me: $*" >>"$log" || true
+    [ -z "$log" ] || echo "$me: $*" 2>/dev/null >>"$log" || true
 }
 
 die() {
@@ -85,9 +85,10 @@ leave_after_help() {
     done
 }
 
-# names_no_data ARGUMENTS...: whether the sample set is to be used, because none of the script's options for data is given.
+# names_no_data ARGUMENTS...: whether the sample set is to be used, because the script's arguments name no data.
 names_no_data() {
     local name
+    [[ " $* " != *" --dummy "* ]] || return 1
     for name in coco_image_path annotation_path val_image_path val_annotation_path; do
         [ -z "$(option "--$name" "$@")" ] || return 1
     done
@@ -95,8 +96,22 @@ names_no_data() {
 
 # ---- A command with a log and stop signals
 
-# open_log FILE ARGUMENTS...: a log that is there is appended to.
+# set_folder: sets `folder`, that of the logs. Without a RUN_NAME it is a new one, called by the date and time.
+set_folder() {
+    local logs=${LOG_DIR:-logs}
+    folder=$logs/${RUN_NAME:-}
+    [ -z "${RUN_NAME:-}" ] || return 0
+    mkdir -p "$logs" 2>/dev/null || true
+    until folder=$logs/$(date +%Y%m%d-%H%M%S) && mkdir "$folder" 2>/dev/null; do
+        [ -d "$folder" ] || die "the folder $folder cannot be made: set LOG_DIR to a folder that can be written"
+        sleep 0.2 # another launcher was started in this second
+    done
+}
+
+# open_log FILE ARGUMENTS...: a log that is there is appended to. Before that set_checkpoint may refuse the run.
 open_log() {
+    log=
+    set_checkpoint "$(dirname -- "$1")" "${@:2}"
     mkdir -p "$(dirname -- "$1")" 2>/dev/null || true
     { : >>"$1"; } 2>/dev/null || die "the log $1 cannot be written: set LOG_DIR to a folder that can"
     log=$1
@@ -162,17 +177,17 @@ make_sample() {
     sample+=(--annotation_path "$folder/annotations/instances_train2017.json" --weights none)
 }
 
-# set_checkpoint ARGUMENTS...: sets `checkpoint`, and `resumes` if the run goes on from one.
+# set_checkpoint FOLDER ARGUMENTS...: sets `checkpoint`, and `resumes` if the run goes on from one.
 set_checkpoint() {
     checkpoint=$(option --checkpoint "$@")
     resumes=
     [[ " $* " != *" --resume "* ]] || resumes=yes
     [ "$RESTARTS" -gt 0 ] || return 0
-    checkpoint=${checkpoint:-$(dirname -- "$log")/checkpoint.pt}
-    # Otherwise a restart would go on with the older run. Nodes may share the folder: node 0 alone renames.
+    checkpoint=${checkpoint:-$1/checkpoint.pt}
+    # A restart would go on with the older run. Nodes may share the folder: node 0, which writes there, alone looks.
     if [ -z "$resumes" ] && [ -e "$checkpoint" ] && [ "${NODE_RANK:-0}" -eq 0 ]; then
-        mv "$checkpoint" "$checkpoint.$(date +%Y%m%d-%H%M%S)"
-        say "$checkpoint is of an earlier run: renamed, because --resume is not given"
+        say "error: checkpoint $checkpoint is there already: give --resume to continue from it, or another --checkpoint or RUN_NAME"
+        exit 2
     fi
     resumes=yes # from the first restart on
 }
@@ -267,6 +282,11 @@ starts_again() {
 
 # finish: ends the launcher with what the training came to.
 finish() {
+    # After a write that fails tee writes no more. Then this fails as well, unless somebody has made room.
+    if ! echo "$me: the training has ended" 2>/dev/null >>"$log"; then
+        say "error: the log $log cannot be written, and is not whole: is its disk full?"
+        [ "$outcome" != complete ] || exit 1
+    fi
     if [ "$outcome" = complete ]; then exit 0; fi
     # A stop signal that came between two starts finds no rank: what is saved is the last start's.
     if [ "$outcome" = asked ] || { [ -n "$stopped" ] && [ -n "$resumes" ] && [ -e "$checkpoint" ]; }; then
@@ -310,12 +330,12 @@ train_each() {
     compared=(--report "$folder/compare.md")
     for one in $(in_order "$2"); do
         label=${one%%=*}
-        open_log "$folder/$label/node$NODE_RANK.log" "${@:3}"
         words=("${@:3}")
         for name in --checkpoint --profile; do
             file=$(option "$name" "${@:3}")
             [ -z "$file" ] || words+=("$name" "$folder/$label/$(basename -- "$file")")
         done
+        open_log "$folder/$label/node$NODE_RANK.log" "${words[@]}"
         train_over "$one" "${words[@]}"
         case $outcome in
         complete) ;;
