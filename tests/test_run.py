@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import run
 import series
 from run import Record, UserError
 
+guards = pytest.mark.guards
 OWN, PEER = Record("own", "[CPU 0] ERROR: full", 5), Record("peer", "[CPU 1] ERROR: reset", 3)
 SHARED, STOPPED = Record("shared", "ERROR: no file"), Record("stopped", "Stopped on SIGTERM")
 SIGNAL = Record("own", "SignalException: Process 7 got signal: 15")
@@ -36,11 +38,14 @@ ENDS = [  # torchrun's code, its ranks' records, its own one, a quoted line; out
 ]
 
 
+@guards("phrase-stopped", "stop-beside-failure", "phrase-exitcode", "phrase-apart")
+@guards("phrase-other-rank", "signal-is-not-apart")
 @pytest.mark.parametrize(("code", "ranks", "agent", "quote", "expected"), ENDS)
 def test_exit_codes_and_records_decide_how_a_start_ended(code, ranks, agent, quote, expected):
     assert run.judge(code, ranks, agent, quote) == expected
 
 
+@guards("first-own-record")
 def test_of_two_own_records_the_first_in_time_is_the_reason():
     late, early = Record("own", "late", 7), Record("own", "early", 6)
     for ranks in ([late, early], [early, late]):
@@ -70,6 +75,7 @@ def test_a_damaged_record_is_none_and_another_scripts_one_is_its_own_error(conte
     assert record is None or "\n" not in record.text
 
 
+@guards("last-attempt")
 def test_only_the_last_attempt_of_a_start_counts_and_a_rank_without_a_record_is_none(tmp_path):
     for attempt, rank, text in ((9, 0, "own: a"), (10, 0, "peer: b"), (10, 1, "")):
         folder = tmp_path / f"id_x/attempt_{attempt}/{rank}"
@@ -81,6 +87,7 @@ def test_only_the_last_attempt_of_a_start_counts_and_a_rank_without_a_record_is_
     assert run.read_records(tmp_path / "none") == []
 
 
+LOST = "[Rank 0] Collective WorkNCCL raised the following async exception: NCCL error: remote"
 LINES = b"""[CPU 0] ERROR: no Signal 9 received here
   exitcode  : -15 (pid: 8)
   exitcode  : 7 (pid: 7)
@@ -90,15 +97,17 @@ LINES = b"""[CPU 0] ERROR: no Signal 9 received here
 """.splitlines()
 
 
+@guards("phrase-watchdog", "phrase-signal")
 def test_of_the_log_nccls_words_are_quoted_first_then_torchruns():
     assert "Watchdog" in run.quote(LINES)
+    assert run.quote([*LINES[:5], LOST.encode()]) == LOST
     assert run.quote(LINES[1:5]) == "Signal 9 (SIGKILL) received by PID 7"
     assert run.quote(LINES[1:4]) == "exitcode  : 7 (pid: 7)"
     assert run.quote(LINES[1:2]) == run.quote([]) == ""
 
 
 def test_a_command_is_filled_up_to_the_scripts_path_only():
-    words = ["torchrun", "--standalone", "--nproc_per_node=2", "--rdzv_endpoint=a:{port}"]
+    words = ["torchrun", "--nnodes=1", "--nproc_per_node=2", "--rdzv_endpoint=a:{port}"]
     words += ["--rdzv_id=x-{start}", "--rdzv_conf=timeout={wait},y={z}", "train.py", "{port}"]
     command = run.parse_command(words)
     assert run.filled(command.options, 2, 500, 30)[2:] == [
@@ -122,12 +131,32 @@ def test_the_last_value_of_an_option_counts_and_dashes_are_underscores():
     words = ["--a_b", "1", "--a-b=2", "--c"]
     assert run.option("--a_b", words) == "2"
     assert run.option("--c", words) == run.option("--d", []) == ""
+    assert not run.names_no_data(["--dummy"])
     assert run.names_no_data(["--lr", "1"]) and not run.names_no_data(["--val-image-path=x"])
 
 
 def test_a_later_start_waits_as_long_as_another_node_may_need_to_notice():
     assert run.wait_later(7, ["--timeout", "1e2"]) == 167
     assert run.wait_later(7, []) == run.wait_later(7, ["--timeout", "x"]) == 7 + 300 + 60
+
+
+@guards("folder-of-its-own")
+def test_two_runs_that_start_in_one_second_have_a_folder_each(tmp_path, monkeypatch):
+    times = iter(["now", "now", "later"])
+    monkeypatch.setattr(run.time, "strftime", lambda _: next(times))
+    monkeypatch.setattr(run.time, "sleep", lambda _: None)
+    folders = [run.make_folder(str(tmp_path / "logs"), "") for _ in range(2)]
+    assert folders == [tmp_path / "logs/now", tmp_path / "logs/later"]
+
+
+def test_several_runs_are_told_their_command():
+    env = {"NETWORKS": "a=eth0 b=ib0", "REPEATS": "4", "GPUS": "2"}
+    words = "series.py --network a=eth0 --network b=ib0 --repeats 4 -- ARGUMENTS"
+    with pytest.raises(UserError, match=re.escape(words)):
+        run.refuse_series(env)
+    with pytest.raises(UserError, match=r"series\.py --processes 1,2 -- ARG"):
+        run.refuse_series({"GPUS": "1 2"})
+    run.refuse_series({"GPUS": "2"})
 
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
@@ -163,6 +192,7 @@ last
 """.splitlines(keepends=True)
 
 
+@guards("terminal-shows-less")
 def test_a_terminal_shows_neither_records_nor_torchruns_own_traceback():
     terminal = run.Terminal()
     shown = b"".join(map(terminal.shown, SHOWN))
@@ -183,9 +213,10 @@ def test_every_other_round_is_reversed():
     ]
 
 
-def test_no_number_of_processes_is_above_that_of_the_gpus_unless_they_may_share(capsys):
+@guards("more-than-gpus")
+def test_no_number_of_processes_is_above_that_of_the_gpus_unless_they_may_share(capfd):
     assert series.processes_of("1,2,4", [], 2) == {"p1": "1", "p2": "2"}
-    assert "no run with 4 processes" in capsys.readouterr().err
+    assert "no run with 4 processes" in capfd.readouterr().err
     for options in (["--device", "cpu"], ["--backend=gloo"]):
         assert [*series.processes_of("1,2,4", options, 2)] == ["p1", "p2", "p4"]
     assert [*series.processes_of("1,2,4", [], 0)] == ["p1", "p2", "p4"]

@@ -18,7 +18,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -37,6 +36,7 @@ PROBE = ROOT / "tools/probe_link.py"
 DATA = ("coco_image_path", "annotation_path", "val_image_path", "val_annotation_path")
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 FAILED, USER, STOPPED = 1, 2, 75  # exit codes
+NODE = os.environ.get("SHOWN_NODE", "").encode()  # of two_nodes.sh, on a terminal
 TIMEOUT = 300  # seconds: the script's default of --timeout
 
 
@@ -45,7 +45,6 @@ class UserError(Exception):
 
 
 def main(words: list[str]) -> int:
-    run = Run()
     try:
         if words == ["--count"]:
             print(count_gpus() or no_gpus("GPUS"))
@@ -53,12 +52,19 @@ def main(words: list[str]) -> int:
         if words == ["--job"]:
             print("\n".join(f"{name}={shlex.quote(x)}" for name, x in job(os.environ).items()))
             return 0
-        return run.train(*parse_arguments(words))
+        args, command = parse_arguments(words)
+        with tempfile.TemporaryDirectory(prefix="run.py-", ignore_cleanup_errors=True) as records:
+            return Run(args, command, Path(records)).train()
     except UserError as error:
-        run.say(f"error: {error}")
+        tell("run.py", f"error: {error}")
         return USER
-    finally:
-        shutil.rmtree(run.records, ignore_errors=True)
+
+
+def tell(name: str, text: str) -> bytes:
+    line = f"{name}: {text}\n".encode(errors="backslashreplace")
+    with contextlib.suppress(OSError):  # a terminal may be gone
+        os.write(2, NODE + line)
+    return line
 
 
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, Command]:
@@ -100,13 +106,14 @@ def whole(name: str, value: str, least: int, most: int) -> int:
 
 
 def refuse_series(env: Mapping[str, str]) -> None:
-    """Several runs have a command of their own."""
-    for name, series in (
-        ("NETWORKS", "--network LABEL=NAME for each"),
-        ("REPEATS", "--repeats N"),
-    ):
-        if env.get(name):
-            raise UserError(f"{name} is set: several runs start with tools/series.py, {series}")
+    """What was a variable of the launchers once: several runs have a command of their own."""
+    words = [f"--network {network}" for network in env.get("NETWORKS", "").split()]
+    numbers = env.get("GPUS", "").split()
+    words += [f"--processes {','.join(numbers)}"] if len(numbers) > 1 else []
+    words += [f"--repeats {env['REPEATS']}"] if env.get("REPEATS") else []
+    if words:
+        text = "NETWORKS, REPEATS and several GPUS are not for one run. Several start with"
+        raise UserError(f"{text} tools/series.py {' '.join(words)} -- ARGUMENTS")
 
 
 # --- The command ---------------------------------------------------------------------------------
@@ -125,6 +132,10 @@ class Command:
         value = option(name, self.options)
         return int(value) if re.fullmatch("[0-9]+", value) else default
 
+    def endpoint(self) -> str:
+        """Where several nodes meet, or nothing."""
+        return option("--rdzv_endpoint", self.options)
+
 
 def parse_command(words: list[str]) -> Command:
     """Its script is the first word that is no option."""
@@ -133,11 +144,7 @@ def parse_command(words: list[str]) -> Command:
         raise UserError("write: run.py [options] -- torchrun --option=value ... SCRIPT ARGUMENTS")
     command = Command(words[1:script], words[script], words[script + 1 :])
     processes = option("--nproc_per_node", command.options)
-    if " " in processes.strip():
-        numbers = ",".join(processes.split())
-        text = f"GPUS is '{processes}': several runs start with tools/series.py"
-        raise UserError(f"{text} --processes {numbers}")
-    whole("the number of processes (GPUS, GPUS_PER_NODE)", processes, 1, 4096)
+    whole("the number of processes (GPUS or GPUS_PER_NODE)", processes, 1, 4096)
     return command
 
 
@@ -152,7 +159,7 @@ def option(name: str, words: list[str]) -> str:
 
 
 def names_no_data(arguments: list[str]) -> bool:
-    return not any(option(f"--{name}", arguments) for name in DATA)
+    return not any(option(f"--{name}", arguments) for name in DATA) and "--dummy" not in arguments
 
 
 def filled(options: Iterable[str], start: int, port: int, wait: int) -> list[str]:
@@ -178,8 +185,7 @@ def count_gpus(python: str = sys.executable) -> int:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return 0
     code = "import torch; print(torch.cuda.device_count())"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True)
-    last = done.stdout.strip().rpartition("\n")[2]
+    last = output_of(python, "-c", code).strip().rpartition("\n")[2]
     return int(last) if last.isdecimal() else 0
 
 
@@ -191,10 +197,7 @@ def nvidia_smi_lists_a_gpu() -> bool:
     """A PyTorch for CPUs alone must not train on them in silence."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
-    with contextlib.suppress(OSError):
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-        return done.stdout.startswith("GPU ")
-    return False
+    return output_of("nvidia-smi", "-L").startswith("GPU ")
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -253,19 +256,12 @@ def slurm_job(env: Mapping[str, str]) -> dict[str, str]:
     if tasks != nodes:
         text = f"srun started {tasks} tasks on {nodes} nodes"
         raise UserError(f"{text}: give it --ntasks-per-node=1")
-    hosts = (
-        env.get("MASTER_ADDR")
-        or subprocess.run(
-            ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]],
-            stdout=subprocess.PIPE,
-            text=True,
-        ).stdout.partition("\n")[0]
-    )
+    hosts = output_of("scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"])
     number = int(env["SLURM_JOB_ID"])
     return {
         "NNODES": nodes,
         "NODE_RANK": env["SLURM_NODEID"],
-        "MASTER_ADDR": hosts,
+        "MASTER_ADDR": hosts.partition("\n")[0],
         "MASTER_PORT": str(20000 + number % 300 * 40),  # other jobs may run on these nodes
         "GPUS_PER_NODE": env.get("SLURM_GPUS_ON_NODE", ""),
         "RUN_NAME": f"job{number}-step{step}",  # a requeued job finds its folder again
@@ -275,9 +271,9 @@ def slurm_job(env: Mapping[str, str]) -> dict[str, str]:
 # --- The network ---------------------------------------------------------------------------------
 
 
-def is_adapter(name: str) -> bool:
-    """mlx5_0, or mlx5_0:1 for one of its ports."""
-    return (SYSFS / "class/infiniband" / name.partition(":")[0]).exists()
+def adapter(name: str) -> Path:
+    """The folder of mlx5_0, or mlx5_0:1 for one of its ports, if it is an adapter."""
+    return SYSFS / "class/infiniband" / name.partition(":")[0]
 
 
 def check_interfaces(ifname: str) -> None:
@@ -285,15 +281,15 @@ def check_interfaces(ifname: str) -> None:
     if " " in ifname:
         raise UserError(f"IFNAME is '{ifname}': separate names by commas")
     for name in filter(None, ifname.split(",")):
-        if is_adapter(name):
-            ports = (SYSFS / "class/infiniband" / name.partition(":")[0]).glob("ports/*/state")
-            if not any("ACTIVE" in text_of(state) for state in ports):
+        interface = SYSFS / "class/net" / name
+        if adapter(name).exists():
+            if not any("ACTIVE" in text_of(x) for x in adapter(name).glob("ports/*/state")):
                 text = "look at its cable, ibstat, the subnet manager"
                 raise UserError(f"no port of {name} is active: {text}")
-        elif not (SYSFS / "class/net" / name).exists():
+        elif not interface.exists():
             text = "'ip -br link' lists interfaces, 'ls /sys/class/infiniband' adapters"
             raise UserError(f"this node has no {name}: {text}")
-        elif text_of(SYSFS / "class/net" / name / "carrier") != "1":
+        elif text_of(interface / "carrier") != "1":
             text = "'ip -br link' shows it"
             raise UserError(f"interface {name} is down, or has no cable: {text}")
 
@@ -303,13 +299,10 @@ def network_variables(ifname: str, network: str, route: str, notes: list[str]) -
     if network not in ("", "ethernet", "infiniband"):
         raise UserError(f"NETWORK is '{network}': give ethernet or infiniband")
     names = [name for name in ifname.split(",") if name]
-    adapters = [name for name in names if is_adapter(name)]
+    adapters = [name for name in names if adapter(name).exists()]
     sockets = [name for name in names if name not in adapters]
     found: dict[str, str] = {}
-    drivers = [
-        SYSFS / "class/infiniband" / x.partition(":")[0] / "device/driver" for x in adapters
-    ]
-    if any(driver.resolve().name == "efa" for driver in drivers):
+    if any((adapter(name) / "device/driver").resolve().name == "efa" for name in adapters):
         notes.append(f"{','.join(adapters)}: NCCL's plugin for EFA selects the adapters")
     elif adapters or network == "infiniband":
         if network == "ethernet":
@@ -332,12 +325,12 @@ def route_to(host: str) -> str:
     this node's name, which Debian's /etc/hosts says is 127.0.1.1, and NCCL perhaps a bridge of
     containers. With an adapter NCCL only starts over it.
     """
-    address = ""
+    names = []
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(host)
-    names = addressed("to", address) if address else []  # on the node of MASTER_ADDR
-    if not names and address:
-        names = re.findall(r" dev (\S+)", output_of("ip", "-o", "route", "get", address))
+        names = addressed("to", address)  # on the node of MASTER_ADDR
+        route = output_of("ip", "-o", "route", "get", address)
+        names = names or re.findall(r" dev (\S+)", route)
     if names in ([], ["lo"]):  # MASTER_ADDR is this node's own name: if there is only one
         names = addressed("up", "scope", "global")
     return names[0] if len(names) == 1 else ""
@@ -388,9 +381,9 @@ def variables_of(args: argparse.Namespace, command: Command, notes: list[str]) -
     wanted: dict[str, str] = {}
     if option("--device", command.arguments) != "cuda":
         wanted |= cpu_variables(env)
-    nodes, host = command.number("--nnodes", 1), option("--rdzv_endpoint", command.options)
     check_interfaces(args.ifname)
-    route = route_to(host.rpartition(":")[0]) if nodes > 1 else ""
+    host = command.endpoint().rpartition(":")[0]
+    route = route_to(host) if command.number("--nnodes", 1) > 1 else ""
     wanted |= network_variables(args.ifname, args.network, route, notes)
     found = {"OMP_NUM_THREADS": threads} | without_users_own(wanted, env, notes)
     # Ranks that validate, or write to slow storage, need more than torchrun's 30 seconds for their
@@ -425,11 +418,8 @@ def parse_record(content: str) -> Record | None:
 def read_records(folder: Path) -> list[Record | None]:
     """Of each rank of this node, in torchrun's last attempt of a start; None: it has none."""
     attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name[8:]))
-    ranks = [path for path in attempts[-1].iterdir() if path.is_dir()] if attempts else []
-    return [
-        parse_record(text_of(rank / "error.json"))
-        for rank in sorted(ranks, key=lambda path: path.name)
-    ]
+    ranks = sorted(path for path in attempts[-1].iterdir() if path.is_dir()) if attempts else []
+    return [parse_record(text_of(rank / "error.json")) for rank in ranks]
 
 
 def judge(
@@ -513,7 +503,7 @@ def write_lines(source: int, log: Path | None) -> int:
     reader that has gone, is no reason to stop. Returns 1 if the log is not whole.
     """
     screen = os.fdopen(1, "wb", closefd=False)
-    terminal = Terminal() if os.isatty(1) else None
+    terminal = Terminal() if os.isatty(1) or NODE else None
     outputs, file = [screen], None
     if log:
         with contextlib.suppress(OSError):
@@ -522,8 +512,8 @@ def write_lines(source: int, log: Path | None) -> int:
     for line in os.fdopen(source, "rb"):
         for output in [*outputs]:
             try:
-                show = output is screen and terminal
-                output.write(terminal.shown(line) if show else line)
+                shown = terminal.shown(line) if terminal and output is screen else line
+                output.write(NODE + shown if shown and output is screen else shown)
                 output.flush()
             except OSError:
                 outputs.remove(output)
@@ -566,10 +556,12 @@ def make_folder(log_dir: str, name: str) -> Path:
 class Run:
     """A run on this node: its log, its present process and the stop signal that came."""
 
-    def __init__(self) -> None:
+    def __init__(self, args: argparse.Namespace, command: Command, records: Path) -> None:
+        self.args, self.command, self.records = args, command, records
+        self.variables: dict[str, str] = {}  # of torchrun
         self.log: Path | None = None
         self.log_is_whole = True
-        self.records = Path(tempfile.mkdtemp(prefix="run.py-"))
+        self.wait = args.wait  # seconds, of the next start
         self.job = 0  # the process group of what was started
         self.stopped = 0  # the first stop signal
         self.told = self.killed = False
@@ -578,13 +570,9 @@ class Run:
                 signal.signal(number, self.stop)
 
     def say(self, text: str) -> None:
-        line = f"run.py: {text}\n".encode(errors="backslashreplace")
-        with contextlib.suppress(OSError):  # a terminal may be gone
-            os.write(2, line)
-        with contextlib.suppress(OSError):  # a disk full
-            if self.log:
-                with self.log.open("ab") as file:
-                    file.write(line)
+        line = tell("run.py", text)
+        with contextlib.suppress(OSError), open(self.log or os.devnull, "ab") as file:
+            file.write(line)  # the disk may be full
 
     # --- Signals
 
@@ -608,24 +596,19 @@ class Run:
             if self.job:
                 os.killpg(self.job, number)
 
-    def execute(self, words: list[str], variables: Mapping[str, str]) -> int:
+    def execute(self, *words: object, **variables: str) -> int:
         """Runs a command to the end of all that it has started. Returns its exit code."""
         writer, pipe = start_writer(self.log)
-
-        def prepare() -> None:
-            # SLURM sends SIGUSR1 before a time limit, often to all processes. torchrun would die
-            # of it. The ranks handle it themselves.
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-        # The group of its own keeps Ctrl-C away from it: torchrun would get it twice.
         process = subprocess.Popen(
-            words,
+            [sys.executable, *map(str, words)],
             stdin=subprocess.DEVNULL,
             stdout=pipe,
             stderr=subprocess.STDOUT,
             env={**os.environ, **variables},
-            start_new_session=True,
-            preexec_fn=prepare,
+            start_new_session=True,  # a group of its own: torchrun would get Ctrl-C twice
+            # SLURM sends SIGUSR1 before a time limit, often to all processes. torchrun would die
+            # of it. The ranks handle it themselves.
+            preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
         )
         os.close(pipe)
         self.job, self.told = process.pid, False
@@ -652,16 +635,13 @@ class Run:
             text = "this one is appended. RUN_NAME gives it a folder of its own"
             self.say(f"{log} has a run already: {text}")
 
-    def train(self, args: argparse.Namespace, command: Command) -> int:
+    def train(self) -> int:
         """The whole run on this node. Returns the exit code."""
-        notes: list[str] = []
-        node, endpoint = (
-            command.number("--node_rank", 0),
-            option("--rdzv_endpoint", command.options),
-        )
+        args, command = self.args, self.command
+        node, notes = command.number("--node_rank", 0), []
         if nvidia_smi_lists_a_gpu():
             command.arguments = ["--device", "cuda", *command.arguments]
-        variables = variables_of(args, command, notes)
+        self.variables = variables_of(args, command, notes)
         folder = make_folder(args.log_dir, args.run_name)
         resumes = "--resume" in command.arguments
         checkpoint = option("--checkpoint", command.arguments)
@@ -676,80 +656,68 @@ class Run:
         self.open_log(folder / f"node{node}.log", resumes)
         for note in notes:
             self.say(note)
-        if endpoint and not any(name.startswith("NCCL_DEBUG") for name in os.environ):
+        if command.endpoint() and not any(name.startswith("NCCL_DEBUG") for name in os.environ):
             # For tools/nccl_log.py: which network NCCL uses, and why.
-            variables |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV"}
-            variables["NCCL_DEBUG_FILE"] = str(folder / f"nccl.node{node}.%h.%p.log")
-        if args.sample and self.execute([sys.executable, str(MAKE_SAMPLE), str(SAMPLE)], {}):
-            if not self.stopped:
-                raise UserError("the sample set was not made: see above")
-            return self.finish("lost", "", "")
-        outcome, reason = self.starts(args, command, variables)
-        saved = checkpoint if args.restarts or resumes else ""
-        return self.finish(outcome, reason, checkpoint, bool(saved) and Path(saved).exists())
+            self.variables |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV"}
+            self.variables["NCCL_DEBUG_FILE"] = str(folder / f"nccl.node{node}.%h.%p.log")
+        if args.sample and self.execute(MAKE_SAMPLE, SAMPLE):
+            outcome, reason = "user", "the sample set was not made: see above"
+        else:
+            outcome, reason = self.starts()
+        saved = bool(args.restarts or resumes) and Path(checkpoint).exists()
+        return self.finish(outcome, reason, checkpoint, saved)
 
-    def starts(
-        self, args: argparse.Namespace, command: Command, variables: Mapping[str, str]
-    ) -> tuple[str, str]:
+    def starts(self) -> tuple[str, str]:
         """The probe, the training and its restarts. Returns how the last one ended, and why."""
-        nodes, wait = command.number("--nnodes", 1), args.wait
-        endpoint = option("--rdzv_endpoint", command.options)
-        if args.probe and nodes * command.number("--nproc_per_node", 1) > 1:
-            probe = Command(command.options, str(PROBE), command.arguments)
-            outcome, reason = self.start(probe, 0, args.port, wait, variables)
+        command, restarts = self.command, self.args.restarts
+        processes = command.number("--nnodes", 1) * command.number("--nproc_per_node", 1)
+        if self.args.probe and processes > 1:
+            outcome, reason = self.start(0, PROBE, command.arguments)
             if outcome != "complete" or self.stopped:
                 return outcome, reason  # there is no training
-            wait = wait_later(args.wait, command.arguments)
-        if endpoint:
-            self.count_traffic()
-        start = 1
-        outcome, reason = self.start(command, start, args.port, wait, variables)
-        wait = wait_later(args.wait, command.arguments)
-        while outcome == "lost" and not self.stopped and start <= args.restarts:
-            self.say(f"restart {start} of {args.restarts}, after: {reason}")
-            start += 1
-            again = Command(command.options, command.script, [*command.arguments, "--resume"])
-            outcome, reason = self.start(again, start, args.port, wait, variables)
-        if endpoint:
-            self.count_traffic("--since", str(self.log))
+        self.count_traffic()
+        outcome, reason = self.start(1, command.script, command.arguments)
+        for n in range(1, restarts + 1):
+            if outcome == "lost" and not self.stopped:
+                self.say(f"restart {n} of {restarts}, after: {reason}")
+                again = [*command.arguments, "--resume"]
+                outcome, reason = self.start(n + 1, command.script, again)
+        self.count_traffic("--since", self.log)
         return outcome, reason
 
-    def count_traffic(self, *options: str) -> None:
+    def count_traffic(self, *options: object) -> None:
         """The kernel's counters: which interface carried the training."""
-        if not self.stopped:
-            self.execute([sys.executable, str(ROOT / "tools/counters.py"), *options], {})
+        if self.command.endpoint() and not self.stopped:
+            self.execute(ROOT / "tools/counters.py", *options)
 
-    def start(
-        self, command: Command, start: int, port: int, wait: int, variables: Mapping[str, str]
-    ) -> tuple[str, str]:
+    def start(self, number: int, script: object, arguments: list[str]) -> tuple[str, str]:
         """One start of torchrun: how it ended, and why. A start has the same number and port on
         every node, so that a node in start 1 never joins start 2.
         """
-        options = filled(command.options, start, port, wait)
-        words = [*options, command.script, *command.arguments]
-        given = [f"{name}={value}" for name, value in variables.items()]
-        self.say(
-            f"{time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join([*given, 'torchrun', *words])}"
-        )
-        if (nodes := command.number("--nnodes", 1)) > 1:
-            self.say(f"waiting for {nodes - 1} other node(s), up to {wait} s")
+        nodes = self.command.number("--nnodes", 1)
+        options = filled(self.command.options, number, self.args.port, self.wait)
+        words = [*options, str(script), *arguments]
+        given = [f"{name}={value}" for name, value in self.variables.items()]
+        line = shlex.join([*given, "torchrun", *words])
+        self.say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
+        if nodes > 1:
+            self.say(f"waiting for {nodes - 1} other node(s), up to {self.wait} s")
         # Each start has records of its own: a rank's, and torchrun's.
-        records = self.records / str(start)
-        agent = records / "agent.json"
+        records = self.records / str(number)
         records.mkdir()
-        own = {"PET_LOG_DIR": str(records), "TORCHELASTIC_ERROR_FILE": str(agent)}
+        own = {"PET_LOG_DIR": str(records), "TORCHELASTIC_ERROR_FILE": f"{records}/agent.json"}
         begin = self.log.stat().st_size if self.log and self.log.exists() else 0
-        words = [sys.executable, "-m", "torch.distributed.run", *words]
-        code = self.execute(words, {**variables, **own})
+        code = self.execute("-m", "torch.distributed.run", *words, **self.variables, **own)
+        # From now on a node may need --timeout to notice that another has failed.
+        self.wait = wait_later(self.args.wait, self.command.arguments)
         told = quote(self.lines_from(begin)) if code else ""
-        outcome, reason = judge(code, read_records(records), parse_record(text_of(agent)), told)
+        agent = parse_record(text_of(records / "agent.json"))
+        outcome, reason = judge(code, read_records(records), agent, told)
         if outcome == "apart" and nodes > 1:
-            place = option("--rdzv_endpoint", options)
             text = f"Has the launcher been started on all {nodes} nodes, each with its own "
-            text += (
-                "NODE_RANK and the same RUN_NAME? Is this port free on node 0, and open in its "
-            )
-            text += "firewall? Try tools/preflight.py"
+            text += "NODE_RANK and the same RUN_NAME? Is this port free on node 0, and open in "
+            text += "its firewall? Try tools/preflight.py"
+            place = option("--rdzv_endpoint", options)
             reason = f"the nodes did not meet at {place}: {reason.rstrip('.')}. {text}"
         return outcome, reason
 
@@ -758,7 +726,7 @@ class Run:
             file.seek(begin)
             yield from file
 
-    def finish(self, outcome: str, reason: str, checkpoint: str, saved: bool = False) -> int:
+    def finish(self, outcome: str, reason: str, checkpoint: str, saved: bool) -> int:
         """The last line, and the exit code. saved: the checkpoint is one of this run."""
         if not self.log_is_whole:
             text = "cannot be written, and is not whole: is its disk full?"

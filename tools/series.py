@@ -7,8 +7,8 @@
 Networks: called on each node, with NNODES, NODE_RANK, MASTER_ADDR and so on as for
 launch_multinode.sh, with the same labels in the same order; interfaces and adapters may differ.
 Processes: on one machine, as for launch_single.sh. ARGUMENTS go to demo_coco_resnet18.py; without
-data among them the sample set trains for a few steps, on CPUs with a batch so small that a link
-of 1 Gb/s shows. With --repeats there are rounds, every other one in reverse. The logs are
+data among them random images (--dummy), on CPUs so few and small ones that a link of 1 Gb/s shows.
+With --repeats there are rounds, every other one in reverse. The logs are
 LOG_DIR/RUN_NAME/LABEL/nodeK.log or, with --repeats, LOG_DIR/RUN_NAME/LABEL/rN/nodeK.log.
 Exit code: 0: all runs have ended well; 1: some failed; else as the launchers'.
 """
@@ -26,12 +26,12 @@ import time
 from pathlib import Path
 
 import run
-from run import MAKE_SAMPLE, ROOT, SAMPLE, UserError, option, whole
+from run import ROOT, UserError, option, whole
 
 AGAIN = 30  # seconds to wait for the other nodes over a network that has failed
-OF_SAMPLE = ["--coco_image_path", f"{SAMPLE}/train2017", "--weights", "none"]
-OF_SAMPLE += ["--annotation_path", f"{SAMPLE}/annotations/instances_train2017.json"]
-OF_SAMPLE += ["--num_epochs", "100", "--max_steps"]
+# Without data: random images. On CPUs so few and small ones that a link of 1 Gb/s shows.
+ON_GPUS = ["--dummy", "--batch_size", "64", "--max_steps", "200"]
+ON_CPUS = ["--dummy", "--batch_size", "4", "--image_size", "64", "--max_steps", "40"]
 
 
 def main(words: list[str]) -> int:
@@ -43,8 +43,7 @@ def main(words: list[str]) -> int:
 
 
 def say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"series.py: {text}", file=sys.stderr, flush=True)
+    run.tell("series.py", text)
 
 
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -139,29 +138,24 @@ class Series:
         """The runs and, on node 0, their comparison. Returns the exit code."""
         args, base = self.args, dict(os.environ)
         base["PYTHON"] = python = base.get("PYTHON") or find_python()
+        gpus = run.count_gpus(python)
         if args.network:
-            runs, kind = networks_of(args.network), "network"
+            runs, kind, launcher = networks_of(args.network), "network", "launch_multinode.sh"
             for names in runs.values():
                 run.check_interfaces(names)
-            base |= run.job(os.environ, lambda: run.count_gpus(python))
+            base |= run.job(os.environ, lambda: gpus)
             base.pop("WORLD_SIZE", None)
-            launcher, sample = "launch_multinode.sh", ["40", "--batch_size", "4"]
-            sample += ["--image_size", "64"]
         else:
-            runs, kind = (
-                processes_of(args.processes, self.arguments, run.count_gpus(python)),
-                "run",
-            )
+            runs, kind = processes_of(args.processes, self.arguments, gpus), "run"
+            launcher = "launch_single.sh"
             threads = max(1, run.usable_cores() // max(map(int, runs.values())))
             base.setdefault("OMP_NUM_THREADS", str(threads))  # the same in all runs
-            launcher, sample = "launch_single.sh", ["20", "--batch_size", "16"]
-            sample += ["--image_size", "128", "--lr", "3e-4"]
         if run.names_no_data(self.arguments):
-            if code := self.call(python, MAKE_SAMPLE, SAMPLE):
-                say("the sample set was not made")
-                return code
-            self.arguments = [*OF_SAMPLE, *sample, *self.arguments]
-        folder = run.make_folder(base.get("LOG_DIR", "logs"), base.get("RUN_NAME", ""))
+            on_gpus = gpus and option("--device", self.arguments) != "cpu"
+            self.arguments = [*(ON_GPUS if on_gpus else ON_CPUS), *self.arguments]
+        name = base.get("RUN_NAME", "")
+        log_dir = base.get("LOG_DIR", "logs")
+        folder = run.make_folder(log_dir, name)
         order, failed = in_order([*runs], args.repeats), set()
         wait = whole("CONNECT_TIMEOUT", base.get("CONNECT_TIMEOUT", "300"), 1, 1_000_000)
         ports = 2 + whole("RESTARTS", base.get("RESTARTS", "0"), 0, 1000)
@@ -174,22 +168,18 @@ class Series:
             if kind == "network":
                 variables = {"IFNAME": runs[label], "NETWORK": ""}
             # The nodes may have no name in common but the run's.
-            variables["RUN_NAME"] = (
-                f"{base['RUN_NAME']}/{place}" if base.get("RUN_NAME") else place
-            )
-            variables["LOG_DIR"] = (
-                base.get("LOG_DIR", "logs") if base.get("RUN_NAME") else str(folder)
-            )
+            variables["RUN_NAME"] = f"{name}/{place}" if name else place
+            variables["LOG_DIR"] = log_dir if name else str(folder)
             # A node may come late by as much as another one's run takes to fail.
             later = run.wait_later(wait, self.arguments) if n else wait
             variables["CONNECT_TIMEOUT"] = str(min(AGAIN, later) if label in failed else later)
             variables["MASTER_PORT"] = str(port + n * ports)
             own = []
-            for name in ("--checkpoint", "--profile"):
-                if file := option(name, self.arguments):
-                    own += [name, str(folder / place / Path(file).name)]
-            words = [ROOT / f"new_{launcher}", *self.arguments, *own]
-            code = self.call("bash", *words, **{**base, **variables})
+            for kept in ("--checkpoint", "--profile"):
+                if file := option(kept, self.arguments):
+                    own += [kept, str(folder / place / Path(file).name)]
+            words = [ROOT / launcher, *self.arguments, *own]
+            code = self.call("bash", *words, **(base | variables))
             if code in (run.USER, run.STOPPED) or code > 128 or self.stopped:
                 return code
             if code:
@@ -199,7 +189,8 @@ class Series:
             return int(bool(failed))
         if kind == "network":
             time.sleep(3)  # in a shared folder the other nodes' last lines may come later
-        return self.compare(python, folder, [*runs]) or int(bool(failed))
+        compared = self.compare(python, folder, [*runs])
+        return run.FAILED if failed else compared
 
     def compare(self, python: str, folder: Path, labels: list[str]) -> int:
         words = ["--report", folder / "compare.md", *(f"{x}={folder / x}" for x in labels)]
@@ -215,7 +206,9 @@ class Series:
 
 
 def find_python() -> str:
-    done = subprocess.run([ROOT / "tools/environment.sh"], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [ROOT / "tools/environment.sh", "here"], stdout=subprocess.PIPE, text=True
+    )
     if done.returncode:
         raise UserError("there is no Python with PyTorch: see above")
     return done.stdout.strip()

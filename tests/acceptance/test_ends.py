@@ -82,6 +82,7 @@ def test_a_rank_that_torchrun_stops_after_another_has_failed_is_no_stop_of_the_u
     assert "[CPU 1] Stopped on SIGTERM" in first and starts(second) == 0
 
 
+@pytest.mark.guards("records-of-start")
 def test_what_nccls_watchdog_says_is_the_last_line(failed_twice):
     """Beside a rank that is killed. For the reason of a restart, and a watchdog alone, see
     `judge_end` in test_last_line.py.
@@ -119,12 +120,12 @@ def test_torchruns_restart_before_the_first_save_does_not_go_on_with_an_older_ru
     run_forked([(0, [*words, 1])], program=QUICK)
     before = digests(tmp_path)
     command = demo_command([*words, 2], nproc=2)
-    command.insert(command.index("--standalone"), "--max-restarts=1")
+    command.insert(command.index("--local-addr=127.0.0.1"), "--max-restarts=1")
     with start(command) as started:
         wait_until(lambda: has_rank(started), 60, "a rank")
         os.kill(started.rank_pid(0), signal.SIGKILL)
         run = started.finish(120, expect=1)
-    (line,) = re.findall("ERROR: .*", run.output)
+    (line,) = re.findall(r"^\[CPU \d\] ERROR: .*", run.output, re.MULTILINE)  # torchrun quotes it
     assert "c.pt is there already: give --resume " in line and "Resumed from" not in run.out
     assert digests(tmp_path) == before
 
