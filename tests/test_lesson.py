@@ -10,7 +10,7 @@ import re
 import runpy
 import shutil
 import sys
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -21,13 +21,15 @@ from support.nodes import nameless, no_namespaces
 from support.pages import FENCED, PAGES
 from support.processes import LONG, ROOT, Run, free_port, require, start
 
-PAGE, HOMEWORK, TEACHER = (
-    PAGES[f"docs/lesson/{name}.md"] for name in ("README", "homework", "teacher")
+PAGE, HOMEWORK, PARALLEL, PYTORCH, TEACHER = (
+    PAGES[f"docs/lesson/{name}.md"]
+    for name in ("README", "homework", "parallel", "pytorch", "teacher")
 )
 LESSON = ROOT / "docs" / "lesson"
 PROGRAMS = [LESSON / "plain.py", LESSON / "ddp.py"]
 DDP = PROGRAMS[1].read_text()
 MADE = runpy.run_path(str(LESSON / "make_pages.py"))
+STUDENTS = "".join(page.text for page in (PAGE, HOMEWORK, PARALLEL))
 _, *parts = re.split(r"^#+ (.*)\n", PAGE.text + HOMEWORK.text, flags=re.M)
 SECTIONS = dict(zip(parts[::2], parts[1::2], strict=True))
 DECIMAL = r"-?\d+\.\d+"
@@ -96,20 +98,19 @@ def run_nameless(folder: Path, *command: object, timeout: float = 120) -> str:
     return nameless(folder, *command, timeout=timeout).out
 
 
-# Runs a program in its folder, and says which threads it leaves. A second argument is the number
-# of ranks on each node, if that is not the number of all ranks.
+# Runs a program in its folder, and says if that has not ended Python itself. A second argument is
+# the number of ranks on each node, if that is not the number of all ranks.
 ANY_PROGRAM = (
     "\n".join(re.findall(r"^(?:import|from) .*", DDP, re.M))
     + """
-import pathlib, runpy, sys
+import runpy, sys
 
 def main():
     if sys.argv[2:]:
         os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % int(sys.argv[2]))
     os.chdir(os.path.dirname(sys.argv[1]))
     runpy.run_path(sys.argv[1])
-    threads = pathlib.Path("/proc/self/task").glob("*/comm")
-    print(f"threads: {[path.read_text().strip() for path in threads]}\\n", end="")
+    print("Python goes on\\n", end="")
 
 def run_and_exit(main):
     main()
@@ -150,7 +151,7 @@ SAME = re.compile(r"^(?:\[rank 0\] )?(epoch \d: loss .* right|\w+ weights: .*)$"
 @pytest.mark.guards("lesson-sum", "lesson-rank-0", "lesson-seed", "lesson-plain")
 def test_programs_print_what_the_page_shows_and_agree(original):
     (plain,), (ddp,) = blocks("First run", "text"), blocks("Complete", "text")
-    assert figures(original[0].partition("threads: ")[0]) == near(figures(plain))
+    assert figures(original[0].partition("Python goes on")[0]) == near(figures(plain))
     begin, end = ddp.split("...\n")
     assert_printed(begin + end, original[2])
     assert original[2].count("[rank 1] epoch") == 3  # its images: rank 0 prints the results
@@ -162,15 +163,13 @@ def test_programs_print_what_the_page_shows_and_agree(original):
 
 
 @pytest.mark.guards("lesson-threads")
-def test_three_processes_see_two_images_twice_and_leave_no_thread(original):
+def test_three_processes_see_two_images_twice_and_end_before_a_thread_could_crash_them(original):
     """On a busy machine a thread that is left could abort Python at its end: SIGABRT, after all
-    results.
+    results. plain.py, which has no group, goes through Python's own end.
     """
     assert "replicas identical: True" in original[3]
     assert original[3].count(" of 18 right") == 3
-    threads = re.findall(r"^threads: (.*)$", original[3], re.M)
-    assert len(threads) == 3
-    assert all("python" in names and "gloo" not in names for names in threads)
+    assert "Python goes on" in original[0] and "Python goes on" not in original[3]
 
 
 # --- The notebook, which is the class ----------------------------------------------------------
@@ -195,8 +194,9 @@ def test_notebook_is_made_of_the_pages_and_programs():
         for line in "".join(blocks(title, "bash")).splitlines():
             assert line == "cp plain.py mine.py" or f"!{line}" in runs, line
     questions = re.findall(r"^\*Question (\d+): ", "\n".join(cells), re.M)
-    assert questions == [str(n + 1) for n in range(20)]
-    assert text.count('"image/png"') == 2
+    assert questions == [str(n + 1) for n in range(22)]
+    assert "\n".join(cells).count("<summary>Answer</summary>") == len(questions)
+    assert text.count('"image/png"') == 3
 
 
 RUN_NOTEBOOK = """
@@ -247,7 +247,8 @@ def test_notebook_runs_whole(notebook):
     How much faster two processes are is the machine's: here only that both say it. torchrun waits
     for the second node, before it starts a rank.
     """
-    assert cell(notebook, "!python check.py mine.py").startswith("Complete. ")
+    checked = cell(notebook, "!python check.py mine.py")
+    assert checked.splitlines()[-1].startswith("Complete. ")
     changed = f"!{RUN_DDP.replace('ddp.py', 'changed_ddp.py')}\n"
     error, check, detail = shown("A missing collective call.")
     fails, _ = shown("Saving")
@@ -269,10 +270,11 @@ def test_notebook_runs_whole(notebook):
 # --- Answers that a program gives --------------------------------------------------------------
 
 
-def answer(question: int) -> str:
-    answers = TEACHER.text.partition("\n## Answers\n")[2]
-    (text,) = re.findall(rf"^{question}\. (.*?)(?=^\d+\. |^\[|\Z)", answers, re.M | re.S)
-    return " ".join(text.split())
+FOLD = r"\n\n<details><summary>Answer</summary>\n\n(.*?)\n\n</details>\n"
+ANSWERED = rf"^\*Question (\d+): [^*]*(?:\*[^*\n]+)*\*{FOLD}"
+ANSWERS = {
+    int(n): " ".join(text.split()) for n, text in re.findall(ANSWERED, STUDENTS, re.M | re.S)
+}
 
 
 # Of a question: a part of ddp.py, and what the question puts in its place.
@@ -284,7 +286,7 @@ SLIPS = {
         "for numbers, images, labels in list(loader)[rank:]:",
     ),
     16: ("batch_size=BATCH_SIZE // world_size", "batch_size=BATCH_SIZE"),
-    19: (
+    21: (
         "DistributedSampler(data, world_size, rank)",
         "DistributedSampler(data, world_size, local_rank)",
     ),
@@ -301,7 +303,7 @@ def slip(question: int, folder: Path) -> None:
     """A copy of the programs with the slip of a question."""
     old, new = SLIPS[question]
     pattern = rf"^\*Question {question}: [^*]*`{re.escape(new)}`"
-    assert re.search(pattern, PAGE.text + HOMEWORK.text, re.M), question
+    assert re.search(pattern, STUDENTS, re.M), question
     put(copy_programs(folder) / "ddp.py", old, f"{new}; {old}" if question == 14 else new)
 
 
@@ -309,7 +311,7 @@ def slip(question: int, folder: Path) -> None:
 def changed(tmp_path_factory) -> dict[str, Run]:
     """Runs of the changed programs."""
     folder = tmp_path_factory.mktemp("changed")
-    for question in (5, 15, 16, 19):
+    for question in (5, 15, 16, 21):
         slip(question, folder / str(question))
     shutil.copytree(folder / "16", folder / "rate")
     put(folder / "rate/ddp.py", "lr=0.5", "lr=1.0")
@@ -319,24 +321,30 @@ def changed(tmp_path_factory) -> dict[str, Run]:
         new = "\n".join(line[1:] for line in lines).replace("ddp.state", "model.state")
         put(saving / name, f"\n{before[1:]}\n", f"\n{before[1:]}\n{new}\n")
     runs = {f"{name}/ddp.py": (2, []) for name in ("5", "15", "16", "rate", "saving")}
-    return run_programs(folder, {**runs, "19/ddp.py": (4, [2]), "saving/plain.py": (0, [])})
+    (clock,) = blocks("Timing on a GPU", "diff")
+    old, new = ("\n".join(line[1:] for line in clock.splitlines() if line[0] == k) for k in "-+")
+    put(copy_programs(folder / "clock") / "ddp.py", f"\n{old}\n", f"\n{new}\n")
+    runs |= {"clock/ddp.py": (2, []), "21/ddp.py": (4, [2]), "saving/plain.py": (0, [])}
+    return run_programs(folder, runs)
 
 
 @LONG
 def test_answers_are_what_the_changed_programs_show(original, changed):
     output = changed["5/ddp.py"].out
     assert "replicas identical: False" in output
-    assert len({*chain(*images(output, 0))}) == 14 and "14 of the 16" in answer(5)
+    assert len({*chain(*images(output, 0))}) == 14 and "14 of the 16" in ANSWERS[5]
 
     output = changed["15/ddp.py"].out  # one step fewer
-    (quoted,) = re.findall(r'"(.*?)"', answer(15))
+    (quoted,) = re.findall(r'"(.*?)"', ANSWERS[15])
     assert changed["15/ddp.py"].returncode and quoted in output and "20000ms" in quoted
 
-    told = re.findall(rf"(?<!=){DECIMAL}", SECTIONS["Other slips"] + answer(16))
+    told = re.findall(rf"(?<!=){DECIMAL}", SECTIONS["Other slips"])
     runs = [changed["16/ddp.py"].out, original[2], changed["rate/ddp.py"].out]
     assert [*map(last_loss, runs)] == pytest.approx([*map(float, told)], abs=0.02)
 
-    output = changed["19/ddp.py"].out  # shares by local rank, on two nodes
+    assert "replicas identical: True" in changed["clock/ddp.py"].out
+
+    output = changed["21/ddp.py"].out  # shares by local rank, on two nodes
     assert images(output, 0) == images(output, 2) and images(output, 1) == images(output, 3)
 
     assert_printed(shown("Saving")[1], changed["saving/plain.py"].out)
@@ -347,10 +355,10 @@ def test_answer_on_a_rank_that_is_killed(tmp_path):
     slip(14, tmp_path / "my lesson")
     command = ["bash", "-c", f"{RUN_DDP}; test $? = 1"]
     output = run_nameless(tmp_path / "my lesson", *command)
-    (quoted,) = re.findall(r'"(.*?)"', answer(14))
+    (quoted,) = re.findall(r'"(.*?)"', ANSWERS[14])
     cause = output[output.index(quoted) :]
     assert re.search(r"rank +: 1 \(", cause) and re.search(r"exitcode +: -9 ", cause)
-    assert "rank 1, exit code -9" in answer(14)
+    assert "rank 1, exit code -9" in ANSWERS[14]
 
 
 # --- Numbers and questions ---------------------------------------------------------------------
@@ -380,14 +388,78 @@ def test_times_of_the_ring_follow_from_the_formula():
             assert float(time) == pytest.approx(milliseconds, rel=0.01)
 
 
+def test_speed_up_and_cost_of_an_epoch_follow_from_the_seconds():
+    found = re.findall(r"^\| (\d) \| ([\d,]+) \|$", SECTIONS["Is it worth it?"], re.M)
+    seconds = {int(n): int(text.replace(",", "")) for n, text in found}
+    ratios = [seconds[1] / each for each in seconds.values()]
+    assert "{:.1f} and {:.1f} times".format(*ratios[1:]) in ANSWERS[19]
+    costs = [2 * n * each / 3600 for n, each in seconds.items()]
+    assert "{:.2f} €, {:.2f} € and {:.2f} €".format(*costs) in ANSWERS[19]
+    assert f"{ratios[1] / 2:.0%} and {ratios[2] / 4:.0%}".replace("%", " %") in ANSWERS[19]
+
+
+@pytest.mark.guards("lesson-fold")
 def test_each_question_has_an_answer_and_a_place_in_the_plan():
-    questions = re.findall(r"^\*Question (\d+): ", PAGE.text + HOMEWORK.text, re.M)
-    answers = re.findall(r"^(\d+)\. ", TEACHER.text, re.M)
-    assert questions == answers == [str(n + 1) for n in range(len(questions))]
+    questions = re.findall(r"^\*Question (\d+): ", STUDENTS, re.M)
+    assert questions == [*map(str, ANSWERS)] == [str(n + 1) for n in range(len(questions))]
     planned: list[int] = []
     for first, word, last in re.findall(r"\| (\d+)(?:( to |, )(\d+))? \|$", TEACHER.text, re.M):
         planned += range(int(first), int(last if word else first) + 1)
     assert [*map(str, planned)] == questions
+
+
+@pytest.mark.guards("step-waits", "pipeline-order")
+def test_pictures_of_a_step_and_of_a_pipeline_show_what_the_pages_say():
+    lanes = MADE["step_times"]()
+    *ranks, sent = ({name: (begin, end) for name, begin, end in lane} for lane in lanes.values())
+    for n in (1, 2, 3):  # no rank sends what another one has not yet
+        have = [sum(rank[f"backward {n}"]) for rank in ranks]
+        assert have[0] < have[1] <= sent[f"bucket {n}"][0] + 1e-9
+    assert all(rank["optimizer"][0] == sum(sent["bucket 3"]) for rank in ranks)
+    assert ranks[0]["exposed"][1] > ranks[1]["exposed"][1] == sent["bucket 3"][1]
+    for batches, share in ((1, 0.5), (4, 0.8), (8, 16 / 18)):
+        first, second = MADE["pipeline"](batches)
+        assert sum(length for _, _, length in first) == 8
+        end = max(begin + length for _, begin, length in first + second)
+        assert 8 / end == pytest.approx(share)
+        for lane in (first, second):  # one thing at a time
+            times = sorted(part[1:] for part in lane)
+            for (begin, length), (after, _) in pairwise(times):
+                assert after >= begin + length - 1e-9
+        ends = [
+            {name: (begin, begin + length) for name, begin, length in lane}
+            for lane in (first, second)
+        ]
+        for n in range(batches):
+            assert ends[0][f"forward {n + 1}"][1] <= ends[1][f"forward {n + 1}"][0]
+            assert ends[1][f"backward {n + 1}"][1] <= ends[0][f"backward {n + 1}"][0]
+    assert f"{16 / 18:.0%}".replace("%", " %") in ANSWERS[23]
+
+
+# --- PyTorch in one page -----------------------------------------------------------------------
+
+
+@pytest.mark.guards("fit-gradient", "page-fit")
+def test_numpy_and_pytorch_print_the_same_and_the_page_has_their_lines(tmp_path):
+    (shown,) = PYTORCH.printed
+    table = PYTORCH.text.partition("\n## Words\n")[0]
+    for column, name in ((2, "fit_numpy.py"), (3, "fit_torch.py")):
+        with start([sys.executable, LESSON / name], cwd=tmp_path) as started:
+            assert started.finish().out == shown
+        rows = re.findall(r"^\| (?:data|forward|loss|gradients|step) \|.*\|$", table, re.M)
+        own = {line.strip() for line in (LESSON / name).read_text().splitlines()}
+        assert len(rows) == 5
+        assert {row.split("|")[column].strip(" `") for row in rows} <= own
+
+
+def test_times_to_feedback_follow_from_the_speeds():
+    (count,) = re.findall(r"(\d+) million images", PYTORCH.text)
+    hours = {"days": 24, "hours": 1}
+    found = re.findall(r"\| ([\d,]+) \| ([\d.]+) (days|hours) \|$", PYTORCH.text, re.M)
+    assert len(found) == 3
+    for speed, time, unit in found:
+        seconds = int(count) * 1e6 / int(speed.replace(",", ""))
+        assert float(time) == pytest.approx(seconds / 3600 / hours[unit], rel=0.02)
 
 
 # --- What students get -------------------------------------------------------------------------
@@ -395,12 +467,12 @@ def test_each_question_has_an_answer_and_a_place_in_the_plan():
 
 @pytest.mark.guards("lesson-folder")
 def test_archive_has_what_students_need():
-    """All that its pages link to, and not the answers."""
+    """All files but the teacher's own, and with them all that the pages link to."""
     (command,) = (text for text in TEACHER.commands if text.startswith("git archive"))
     packed = command.partition(" HEAD:docs/lesson ")[2].split()
     assert all((LESSON / name).is_file() for name in packed)
-    assert {"README.md", "plain.py", "ddp.py", "check.py", "lesson.ipynb"} <= {*packed}
-    assert "teacher.md" not in packed
+    ours = {"teacher.md", "make_pages.py"}
+    assert {*packed} == {path.name for path in LESSON.iterdir() if path.is_file()} - ours
     for name in packed:
         if name.endswith(".md"):
             links = {link.partition("#")[0] for link in PAGES[f"docs/lesson/{name}"].links}
@@ -416,10 +488,12 @@ def test_pictures_show_an_all_reduce_and_are_drawn_anew(tmp_path):
     assert [words for _, words, _ in MADE["ring_states"]()][-1] == [["A", "B", "C"]] * 3
     folder = tmp_path / "my lesson"
     shutil.copytree(LESSON, folder)
-    for name in ("ring", "nodes"):
-        (folder / f"{name}.png").unlink()
+    pictures = [path.name for path in LESSON.glob("*.png")]
+    assert {*pictures} == {"ring.png", "nodes.png", "step.png", "pipeline.png"}
+    for name in pictures:
+        (folder / name).unlink()
     command = [sys.executable, folder / "make_pages.py"]
     with start(command, env={"MPLBACKEND": "backend_of_a_notebook"}) as started:
         started.finish()
-    for name in ("ring.png", "nodes.png"):
+    for name in pictures:
         assert Image.open(folder / name).size == Image.open(LESSON / name).size

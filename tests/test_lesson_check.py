@@ -70,6 +70,14 @@ FIRST = {
         {JOIN: ""},
         ["It fails. ValueError: Default process group", f"`{WRAP}`", "Change 2 is missing. "],
     ),
+    "without both parts of 3": (
+        {LOADER: LOADER.replace(" // world_size", ""), ORDER: "pass"},
+        [
+            "Made: 1, 2, 4, 5, 6. Missing: 3.",
+            "Change 3 is missing. A step of both ranks has 16 images, one of plain.py 8. ",
+            " The last epoch has the same images in the same order as the first one.",
+        ],
+    ),
     "without 3": (
         ALL_IMAGES,
         ["Change 3 is missing. In epoch 0 both ranks train on the same 16 images."],
@@ -97,6 +105,14 @@ OTHERS = {
     ),
     # Right in another way
     "gradients averaged by hand": ({WRAP: COPIED, BACKWARD: f"{ADDED}; p.grad /= 2"}, []),
+    "never leaves the group": (
+        {LEAVE: ""},
+        ["Missing: 2.", "Change 2 is missing. It joins, but destroy_process_group is not called."],
+    ),
+    "weights copied, all images": (
+        {**ALL_IMAGES, FORWARD: "outputs = model(images)"},
+        ["Made: 1, 2, 4, 6. Missing: 3. Cannot tell yet: 5.", "Change 3 is missing. "],
+    ),
     "rank from the group": ({RANK: "", JOIN: f"{JOIN}\nrank = dist.get_rank()"}, []),
     "shares by slices": (
         {
@@ -206,7 +222,7 @@ OTHERS = {
         {WRAP: f"{NO_BARRIER}{WRAP}"},
         [
             "It fails. FileNotFoundError: ",
-            '    Rank 1: line 63, `torch.load("no barrier.pt")`',
+            '    Rank 1: line 62, `torch.load("no barrier.pt")`',
         ],
     ),
     "joins in each step": (
@@ -221,20 +237,24 @@ OTHERS = {
         {"in loader:": "in list(loader)[rank:]:"},
         [
             "It hangs for ",
-            f"Rank 0: line 74, `{FORWARD}`",
-            f"Rank 1: line 84, `{SUM}`",
+            f"Rank 0: line 73, `{FORWARD}`",
+            f"Rank 1: line 83, `{SUM}`",
         ],
     ),
 }
 CASES = FIRST | OTHERS
 GUARDS = {
     "without 1": "check-joining",
+    "without both parts of 3": "check-two-slips",
+    "never leaves the group": "check-leaves",
+    "weights copied, all images": "check-cannot-tell",
     "without 4": "check-seed",
     "without 6": "check-results",
     "local rank": "check-local-rank",
     "gradients added up": "check-sum",
     "one step fewer": "check-hang",
     "sys.exit at its end": "check-exit",
+    "the answer": "check-at-once",
 }
 
 
@@ -277,11 +297,16 @@ def said(tmp_path_factory, request) -> dict[str, str]:
 
 
 def assert_says(text: str, wanted: list[str]) -> None:
-    """All of these parts, and of no other change that it lacks."""
+    """All of these parts, and of no other change that it lacks, which the first line has, too."""
     assert bool(text) == bool(wanted), text
     assert all(part in text for part in wanted), text
     lacks = re.compile(r"(?:Change|One of) (.*?) is missing")
-    assert lacks.findall(text) == lacks.findall("\n".join(wanted)), text
+    missing = lacks.findall(text)
+    assert missing == lacks.findall("\n".join(wanted)), text
+    if text:
+        listed = re.search(r"Missing: ([\d, ]+)\.", text.splitlines()[0])
+        numbers = re.findall(r"\d", " ".join(missing))
+        assert (listed[1] if listed else "") == ", ".join(numbers), text
 
 
 @pytest.mark.parametrize("name", names(FIRST))
@@ -308,11 +333,16 @@ def test_a_program_that_cannot_start_is_one_line(tmp_path):
 
 
 @LONG
+@pytest.mark.guards("check-silent")
 def test_a_rank_that_torchrun_ends_when_the_other_one_fails(tmp_path):
     """In a path with a space. For a program that is complete see the notebook's test."""
     program = tmp_path / "my ddp.py"
     program.write_text(ANSWER.replace(SUM, f"time.sleep(9) if rank == 0 else 1 / 0; {SUM}"))
     lines = check(program, 1).splitlines()
-    assert lines[0] == "It fails. ZeroDivisionError: division by zero"
-    assert [line[:10] for line in lines[1:]] == ["    Rank 1", "    Rank 0"]
-    assert all("line 84, `time.sleep(9)" in line for line in lines[1:])
+    at = lines.index("It fails. ZeroDivisionError: division by zero")
+    assert [line[:10] for line in lines[at + 1 :]] == ["    Rank 1", "    Rank 0"]
+    assert all("line 83, `time.sleep(9)" in line for line in lines[at + 1 :])
+    assert lines[at - 1] == "Made: 1, 2, 4, 5. Cannot tell yet: 3, 6."
+    progress = [line for line in lines[: at - 1] if re.match(r" *\d+ s: ", line)]
+    ends = [line.partition(" s: ")[2] for line in progress]
+    assert {"plain.py begins", "plain.py has ended", "rank 1 has failed"} <= {*ends}

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 
 import pytest
+import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import Linear, ReLU, Sequential
+from torch.nn.functional import mse_loss
 
 from support.forks import run_forked
-from support.pages import HOMEWORK, PAGES
-from support.processes import LONG, ROOT
+from support.pages import HOMEWORK, PAGES, PARALLEL
+from support.processes import LONG, ROOT, free_port, start
 
-PAGE = PAGES["docs/lesson/parallel.md"]
+PAGE = PAGES[PARALLEL]
 METHODS = ["DDP", "ZeRO", "FSDP"]
 if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
     METHODS.remove("FSDP")
@@ -69,19 +74,21 @@ def by_hand(method: str, ranks: int) -> tuple[int, int, int]:
     return layers * part, layers * part, layers * (2 * part + 4)
 
 
-@pytest.mark.guards("shard-local", "shard-mean", "shard-rows", "page-shard")
+@pytest.mark.guards("shard-local", "shard-mean", "shard-rows", "page-shard", "shard-sent")
 @pytest.mark.parametrize("numbers", [[1, 2], pytest.param([1, 4], marks=LONG)])
 def test_each_rank_keeps_the_bytes_of_the_arithmetic_and_all_train_alike(numbers, tmp_path):
     losses = set()
-    shown = {(row[0], int(n)): row[2:5] for row in table("method") for n in row[1].split(",")}
+    shown = {(row[0], int(n)): row[2:] for row in table("method") for n in row[1].split(",")}
     for ranks, out in outputs(tmp_path, "shard.py", numbers).items():
         for method in METHODS:
             kept = by_hand(method, ranks)
             weights, gradients, state = (f"{count:,}" for count in kept)
-            line = f"{method}: weights {weights}, gradients {gradients}, optimizer {state} bytes\n"
+            sent = f"{4 * 256 * 256 * 8 * (2 if method == 'DDP' else 3) * (ranks - 1) // ranks:,}"
+            line = f"{method}: weights {weights}, gradients {gradients}, optimizer {state} bytes; "
+            line += f"sends {sent} bytes a step\n"
             assert [f"[rank {rank}] {line}" in out for rank in range(ranks)] == [True] * ranks, out
-            if ranks > 1 or method == "DDP":
-                assert shown[method, ranks] == [weights, gradients, state]
+            if ranks > 1:
+                assert shown[method, ranks] == [weights, gradients, state, sent]
         assert "[rank 0] all train alike: True\n" in out
         found = re.findall(r"^\[rank 0\] \w+: losses (.*)$", out, re.MULTILINE)
         assert len(found) == len(METHODS)
@@ -89,6 +96,37 @@ def test_each_rank_keeps_the_bytes_of_the_arithmetic_and_all_train_alike(numbers
     assert len(losses) == 1  # whatever the method and the number of ranks
     first, second, third = losses.pop()
     assert first > second > third
+
+
+@pytest.mark.guards("halves-cable")
+def test_two_halves_train_as_one_model_and_each_waits_for_the_other(tmp_path):
+    """On a busy machine, too: what a device computes is measured beside the whole."""
+    with start([sys.executable, ROOT / "docs/lesson/halves.py"], cwd=tmp_path) as started:
+        out = started.finish().out
+    torch.manual_seed(0)
+    layers = [Sequential(Linear(512, 512), ReLU(), Linear(512, 512)) for _ in range(2)]
+    model = Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    images, labels = torch.rand(2, 1024, 512)
+    for step in range(3):
+        loss = mse_loss(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert f"step {step}: loss {loss.item():.4f}\n" in out
+    shares = [int(share) for share in re.findall(r"^device \d computes (\d+) %", out, re.M)]
+    assert len(shares) == 2 and sum(shares) <= 101 and min(shares) > 20, out
+
+
+@pytest.mark.guards("page-spawn")
+def test_spawn_starts_the_two_ranks_of_ddp(tmp_path):
+    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.text, re.M | re.S)
+    assert program.count('"29500"') == 1
+    (tmp_path / "spawn.py").write_text(program.replace("29500", str(free_port())))
+    shutil.copy(ROOT / "docs/lesson/ddp.py", tmp_path)
+    with start([sys.executable, "spawn.py"], cwd=tmp_path) as started:
+        out = started.finish().out
+    assert "[rank 1] epoch 2: " in out and "replicas identical: True" in out
 
 
 @pytest.mark.guards("ring-pieces", "ring-cable", "tree-down", "page-ring")

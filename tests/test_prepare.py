@@ -247,6 +247,7 @@ def test_packing_that_was_killed_goes_on_and_makes_the_same_bytes(source, tmp_pa
         (2, b"", 2 * image + 100),
         (2, lines[2][:9], 3 * image),
         (4, b"", 3 * image),  # as a power failure may leave it
+        (2, bytes(300) + b"\n", 2 * image),
         (0, b"", 5),
     ):
         index.unlink()
@@ -281,6 +282,29 @@ def test_damaged_images_are_listed_and_left_out_on_demand(source, tmp_path):
         pack(tmp_path, "--skip_damaged")
         assert [*packed_images(tmp_path)] == [f"000{n}.jpg" for n in (0, 2, 3, 4)]
         assert len(content(tmp_path / "packed")["images"]) == 4
+
+
+@pytest.mark.guards("pack-adds")
+def test_a_later_run_adds_what_a_packed_file_lacks(source, tmp_path):
+    """Pixels that were cut off, a file that is gone, and images that are new in the source."""
+    pack(tmp_path)
+    expected, rows = digests(tmp_path / "packed"), tmp_path / "packed/train2017.rgb"
+    for size in (1000, 0):
+        os.truncate(rows, size)
+        pack(tmp_path)
+        assert digests(tmp_path / "packed") == expected
+    rows.unlink()
+    pack(tmp_path)
+    assert digests(tmp_path / "packed") == expected
+    write_images(source / "train2017", numbered(7)[5:], size=(200, 150))
+    write_content(source, instances(numbered(7)))
+    pack(tmp_path)
+    assert [*packed_images(tmp_path)] == numbered(7)
+    assert len(content(tmp_path / "packed")["images"]) == 7
+    for path in (source / "train2017").iterdir():
+        truncate(path)
+    (tmp_path / "packed").rename(tmp_path / "before")
+    assert "7 damaged, named above" in pack(tmp_path, "--skip_damaged", expect=2)
 
 
 @pytest.mark.guards("pack-room")

@@ -25,12 +25,12 @@ import series
 from analysis.logs import END, EPOCH, PREFIX, STEP, VALIDATION
 from support.datasets import numbered, write_images
 from support.launchers import copy_project
-from support.pages import HOMEWORK, LESSON, PAGES, README, RUNNING
+from support.pages import HOMEWORK, LESSON, PAGES, PARALLEL, PYTORCH, README, RUNNING
 from support.processes import LONG, ROOT, SCRIPT, base_env, new_test_id, start
 
 COMMANDS = "\n".join(text for page in PAGES.values() for text in page.commands)
 # Files that the reader makes, and one of pytorch/examples.
-MADE = ["make_coco.py", "demo_resnet50.py", "mine.py", "calls.py"]
+MADE = ["make_coco.py", "demo_resnet50.py", "mine.py", "calls.py", "spawn.py"]
 MADE += ["examples/imagenet/main.py"]
 PARTS, SUFFIXES = ("docs", "tests", "tools"), {".md", ".py", ".sh", ".sbatch", ".ipynb"}
 LESSONS = ["ddp.py", "shard.py", "all_reduce.py"]  # what torchrun starts in docs/lesson
@@ -40,8 +40,8 @@ STARTED = [SCRIPT.name, "tools/probe_link.py", *MADE, *LESSONS]
 PROGRAMS = """
 python python3 ./launch_single.sh ./launch_multinode.sh tests/run.sh tests/mutants.py source
 tools/environment.sh tools/series.py
-curl unzip apt-get torchrun sudo srun sbatch mpirun pip module apptainer docker sed grep diff cp
-git
+curl unzip apt-get torchrun sudo srun sbatch salloc mpirun pip module apptainer docker sed grep
+git cp diff
 """
 NOTING = "\n".join(
     f"function {name} {{ printf '%s\\0' {name} \"$@\" '' >>calls; }}" for name in PROGRAMS.split()
@@ -95,7 +95,8 @@ def test_programs_take_the_arguments_of_the_commands(calls, monkeypatch):
         at = [i for i, word in enumerate(call) if word in targets]
         if call[0] not in ("sed", "docker") and at and call[at[0] + 1 :]:
             words = call[at[0] + 1 :]
-            if call[at[0]].startswith("./launch_") and not any("_path" in word for word in words):
+            given = any("_path" in word or word == "--dummy" for word in words)
+            if call[at[0]].startswith("./launch_") and not given:
                 words += ["--coco_image_path", "sample", "--annotation_path", "sample"]
             args = demo.parse_arguments(words)
             assert args.dummy or (args.coco_image_path and args.annotation_path)
@@ -286,7 +287,7 @@ def test_messages_of_the_fault_table_are_those_of_the_code():
 
 def page_of(name: str) -> str:
     """Where a reader comes from: README, or the lesson's page for the other pages of students."""
-    return LESSON if name in (HOMEWORK, "docs/lesson/parallel.md") else README
+    return LESSON if name in (HOMEWORK, PARALLEL, PYTORCH) else README
 
 
 @pytest.mark.guards("page-link")

@@ -205,7 +205,7 @@ def cases_of(args):
     found = []
     for script, path in scripts(args).items():
         for source in args.data:
-            name = f"{script}, {source.name}" if len(args.data) > 1 else script
+            name = f"{script}, {source}" if len(args.data) > 1 else script
             found.append((name, path, source))
     return found
 

@@ -24,8 +24,10 @@ reads several times as many images a second. The file of train2017 has 31 GB. Gi
 in place of a folder: --coco_image_path coco256/train2017.rgb. A --shorter_side beyond that of the
 images keeps their size.
 
-A run that was stopped or killed goes on when it is started again. Two at once may make one TARGET.
-What a killed run has left, *.unfinished, may be removed.
+A run that was stopped or killed goes on when it is started again. An image that is in TARGET is
+not made again, also if its source has changed. Two runs at once may make one TARGET, except with
+--packed. What a killed run has left, *.unfinished, may be removed; with --packed it is what the
+next run goes on from.
 
 Exit code: 0: TARGET is complete; 2: an error, which is one line, or wrong arguments.
 """
@@ -174,8 +176,8 @@ def pack(job, split, names):
     """
     rows, index = job.target / f"{split}.rgb", job.target / f"{split}.rgb.index"
     unfinished = index.with_suffix(".unfinished")
-    if index.exists():
-        return names_in(index)
+    if index.exists():  # of an earlier call: what it lacks, and what its pixels lack, is added
+        index.replace(unfinished)
     damaged = 0
     try:
         with rows.open("ab") as pixels, unfinished.open("a+b") as lines:
@@ -198,15 +200,11 @@ def pack(job, split, names):
         raise UserError(f"{rows}: another run is writing it") from error
     except OSError as error:
         raise UserError(f"{rows} cannot be written: {error.strerror}") from error
-    if damaged and not job.skip_damaged:
+    if damaged == len(names) or (damaged and not job.skip_damaged):
         text = f"{damaged} damaged, named above: repair them, or leave them out by --skip_damaged"
         raise UserError(f"{job.source / split}: {text}; then start again")
     unfinished.replace(index)
-    return names_in(index)
-
-
-def names_in(index):
-    return {json.loads(line)[0] for line in index.read_text().splitlines()}
+    return {json.loads(line)[0] for line in index.read_bytes().splitlines()}
 
 
 def read_lines(lines, size):
@@ -217,8 +215,11 @@ def read_lines(lines, size):
     lines.seek(0)
     packed, end, length = set(), 0, 0
     for line in lines:
-        name, first, height, width = json.loads(line) if line.endswith(b"\n") else ("", size, 1, 1)
-        if first + 3 * height * width > size:
+        try:
+            name, first, height, width = json.loads(line)
+        except ValueError:  # of a run that was killed, or after a power failure
+            break
+        if not line.endswith(b"\n") or first + 3 * height * width > size:
             break
         packed.add(name)
         end, length = first + 3 * height * width, length + len(line)
@@ -317,6 +318,7 @@ def prepare(job):
         names = list(dict.fromkeys(image["file_name"] for image in content["images"]))  # each once
         if job.packed:
             packed = pack(job, split, names)
+            names = [name for name in names if name in packed]
             content["images"] = [i for i in content["images"] if i["file_name"] in packed]
         else:
             paths = [f"{split}/{name}" for name in names]

@@ -1,4 +1,4 @@
-"""Which of the six changes is missing? python check.py mine.py
+"""Which of the six changes are made, and which are missing? python check.py mine.py
 
 torchrun starts the program with two ranks, and plain.py runs beside it. Both are judged by what
 they do: the images that the model gets, the weights and gradients of each step, and the lines
@@ -21,16 +21,17 @@ import tempfile
 import time
 import traceback
 import zlib
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 HANGS = 20  # seconds
 TORCHRUN = "-m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc_per_node=2"
 LOSS = re.compile(r"epoch (\d+).* loss (\S+), \d+ of (\d+) right")
 WEIGHTS = re.compile(r"last weights: sum (\S+)")
+PROGRESS = {"begin": "begins", "end": "has ended", "error": "has failed"}
 QUESTIONS = {
     "1": "What does torchrun tell each process, and where?",
-    "2": "Which call connects the processes?",
+    "2": "Which call connects the processes, and which one disconnects them at the end?",
     "3": "Who gives a rank its images, how many in a step, and what changes with the epoch?",
     "4": "Whose weights should all ranks begin with, and what copies them?",
     "5": "What must the forward pass go through, so that backward averages the gradients?",
@@ -53,6 +54,7 @@ def watch(program, out):
     rank = int(os.environ.get("RANK", 0))
     Environ, seed, get_rank = type(os.environ), torch.manual_seed, dist.get_rank
     init_process_group, init_ddp = dist.init_process_group, DistributedDataParallel.__init__
+    destroy_process_group, exit_at_once = dist.destroy_process_group, os._exit
 
     def note(*words):
         out.write(f"\n{json.dumps(['note', *words])}\n")
@@ -67,6 +69,10 @@ def watch(program, out):
         os.environ.__class__ = Environ  # PyTorch reads RANK, too
         init_process_group(*arguments, **options)
         os.environ.__class__ = Watched
+
+    def leave(*arguments, **options):
+        note("leave")
+        destroy_process_group(*arguments, **options)
 
     def wrap(*arguments, **options):
         note("DDP")
@@ -91,6 +97,8 @@ def watch(program, out):
 
     torch.manual_seed = torch.random.manual_seed = lambda number: seed(number + rank)
     dist.init_process_group, dist.get_rank, DistributedDataParallel.__init__ = join, ask, wrap
+    # A program may end with os._exit, but the note of its end has to come after that.
+    dist.destroy_process_group, os._exit = leave, sys.exit
     register_module_forward_pre_hook(forward)
     register_optimizer_step_pre_hook(step)
     os.environ["LOCAL_RANK"], os.environ.__class__ = "0", Watched
@@ -99,6 +107,7 @@ def watch(program, out):
     faulthandler.register(signal.SIGTERM, out, chain=True)  # torchrun ends the other rank so
     # The first optimizer makes PyTorch import more, for seconds: they are not the program's.
     torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    note("begin")
     faulthandler.dump_traceback_later(HANGS, exit=True, file=out)
     with contextlib.redirect_stdout(out):
         try:
@@ -115,6 +124,7 @@ def watch(program, out):
             sys.exit(1)
         finally:
             faulthandler.cancel_dump_traceback_later()
+            os._exit = exit_at_once
 
 
 class Process:
@@ -181,19 +191,23 @@ def same(one, other):
 
 
 def shares(ranks, plain):
-    """What is wrong with the images of the ranks; nothing if they are right."""
+    """All that is wrong with the images of the ranks; nothing if they are right."""
     one, two, wanted = (process.epochs(len(plain.results) - 1) for process in (*ranks, plain))
     mine, other, every = (set().union(*some[0]) for some in (one, two, wanted))
+    found = []
     if both := mine & other:
-        text = f"In epoch 0 both ranks train on the same {len(both)} images."
         by_place = " (Both have local rank 0 here.)" if "LOCAL_RANK" in ranks[0].did else ""
-        return text + by_place
+        found.append(f"In epoch 0 both ranks train on the same {len(both)} images.{by_place}")
     if nobody := every - mine - other:
-        return f"In epoch 0 no rank trains on {len(nobody)} of the images."
+        found.append(f"In epoch 0 no rank trains on {len(nobody)} of the images.")
     if (size := len(one[0][0]) + len(two[0][0])) != len(wanted[0][0]):
-        return f"A step of both ranks has {size} images, one of plain.py {len(wanted[0][0])}."
+        found.append(
+            f"A step of both ranks has {size} images, one of plain.py {len(wanted[0][0])}."
+        )
     if one[0] == one[-1]:
-        return "The last epoch has the same images in the same order as the first one."
+        found.append("The last epoch has the same images in the same order as the first one.")
+    if found:
+        return " ".join(found)
     for steps in zip(chain(*one), chain(*two), chain(*wanted), strict=False):
         if {*steps[0], *steps[1]} != {*steps[2]}:
             return "A step of both ranks has other images than plain.py's."
@@ -247,12 +261,13 @@ def other_figure(ranks, plain):
 
 
 def judge(ranks, plain):
-    """Lines that say what is wrong; none if the program is complete."""
+    """Lines that say which changes are made, and what is wrong; none if nothing is."""
     trouble, found = stopped(ranks), {}
     each = [untrained(rank) for rank in ranks]
     idle = each[0] or each[1].replace("It ", "Rank 1 ")
     if not each[1]:
         idle = idle.replace("It ", "Rank 0 ")
+    unknown = {"3", "6"} if trouble or idle else set()
     if not all("RANK" in rank.did for rank in ranks):
         found["1"] = "The program does not read its rank."
         if "LOCAL_RANK" in ranks[0].did:
@@ -260,18 +275,57 @@ def judge(ranks, plain):
     joined = sum("join" in rank.did for rank in ranks)
     if joined < 2:
         found["2"] = f"init_process_group is not called{' by one rank' if joined else ''}."
+    elif not trouble and not all("leave" in rank.did for rank in ranks):
+        found["2"] = "It joins, but destroy_process_group is not called."
     if not trouble and not idle:
         found["3"] = shares(ranks, plain)
-    if not idle:
+    if idle:
+        unknown |= {"4", "5"}
+    else:
         found |= replicas(ranks, plain, whole=not trouble and not found["3"])
+        if ranks[0].steps[0][0] == ranks[1].steps[0][0]:  # so equal gradients prove nothing
+            unknown.add("5")
     if not trouble and not idle:
         found["6"] = results(ranks, plain)
+    found = {change: what for change, what in found.items() if what}
     lines = trouble or [line for line in [idle] if line]
+    if not found and not lines:
+        lines = other_figure(ranks, plain)
+        missing = "6" if "Change 6" in "".join(lines) else ""
+        return lines and [overview(missing, set()), *lines]
     for change, what in found.items():
-        if what:
-            name = f"Change {change}" if len(change) == 1 else f"One of {change}"
-            lines += [f"{name} is missing. {what}", f"    {QUESTIONS[change]}"]
-    return lines or other_figure(ranks, plain)
+        name = f"Change {change}" if len(change) == 1 else f"One of {change}"
+        lines += [f"{name} is missing. {what}", f"    {QUESTIONS[change]}"]
+    return [overview("".join(found), unknown), *lines]
+
+
+def overview(missing, unknown):
+    """The numbers of the six changes: made, missing, unknown."""
+    kinds = {"Made": [], "Missing": [], "Cannot tell yet": []}
+    for change in "123456":
+        kind = "Missing" if change in missing else "Made"
+        if kind == "Made" and change in unknown:
+            kind = "Cannot tell yet"
+        kinds[kind].append(change)
+    listed = [f"{kind}: {', '.join(changes)}." for kind, changes in kinds.items() if changes]
+    return " ".join(listed)
+
+
+def wait(runs, folder):
+    """Until both have ended. Says meanwhile which processes begin and end."""
+    start, said = time.monotonic(), set()
+    names = {"plain": "plain.py", "0": "rank 0", "1": "rank 1"}
+    running = True
+    while running:
+        running = any(run.poll() is None for run in runs)
+        for name, what in product(names, PROGRESS):
+            path = Path(folder, name)
+            text = path.read_text() if path.exists() else ""
+            if f'["note", "{what}"' in text and (name, what) not in said:
+                said.add((name, what))
+                seconds = time.monotonic() - start
+                print(f"{seconds:3.0f} s: {names[name]} {PROGRESS[what]}", flush=True)
+        time.sleep(0.2)
 
 
 def main():
@@ -288,6 +342,10 @@ def main():
         sys.exit(f"{sys.argv[1]}: {error.strerror}")
     except SyntaxError as error:
         sys.exit(f"{sys.argv[1]}, line {error.lineno}: {error.msg}")
+    print(
+        f"Starting {sys.argv[1]} with two ranks, and plain.py. PyTorch has to load first.",
+        flush=True,
+    )
     with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         runs = [
@@ -297,8 +355,7 @@ def main():
                 [__file__, "--watch", plain, folder],
             )
         ]
-        for run in runs:
-            run.wait()
+        wait(runs, folder)
         reference = Process(plain, f"{folder}/plain")
         ranks = [Process(program, f"{folder}/{rank}") for rank in (0, 1)]
         if len(reference.results) < 2 or not all(rank.text for rank in ranks):

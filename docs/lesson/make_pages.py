@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the lesson's notebook, from its pages and programs, and draws its two pictures:
+"""Writes the lesson's notebook, from its pages and programs, and draws its pictures:
 
 python docs/lesson/make_pages.py    # needs matplotlib
 """
@@ -288,6 +288,122 @@ def draw_nodes(path: Path) -> None:
     save(figure, path)
 
 
+def step_times() -> dict[str, list[tuple[str, float, float]]]:
+    """Of each lane of the picture of a step: its parts, each with begin and length."""
+    forward, buckets, transfer, update = 2.0, (1.3, 1.4, 1.3), 1.5, 0.8
+    slower = (1.0, 1.3)  # how many times as long each rank computes
+    ready = [
+        [factor * (forward + sum(buckets[: n + 1])) for n in range(len(buckets))]
+        for factor in slower
+    ]
+    ends, sent = 0.0, []
+    for n in range(len(buckets)):  # a bucket starts when the last rank has it
+        begin = max(ends, *(own[n] for own in ready))
+        ends = begin + transfer
+        sent.append((f"bucket {n + 1}", begin, transfer))
+    lanes: dict[str, list[tuple[str, float, float]]] = {}
+    for rank, factor in enumerate(slower):
+        parts = [("forward", 0.0, factor * forward)]
+        for n, length in enumerate(buckets):
+            parts.append((f"backward {n + 1}", ready[rank][n] - factor * length, factor * length))
+        parts.append(("exposed", ready[rank][-1], ends - ready[rank][-1]))
+        parts.append(("optimizer", ends, update))
+        lanes[f"rank {rank} computes"] = parts
+    lanes["all-reduce"] = sent
+    return lanes
+
+
+COLORS = {"forward": PIECES["b"], "backward": PIECES["a"], "bucket": PIECES["c"]}
+
+
+def draw_bars(
+    axes, y: float, parts: list[tuple[str, float, float]], names: dict[str, str]
+) -> None:
+    """A lane of a time line. `names`: what stands in a part, in place of its own name."""
+    for name, begin, length in parts:
+        exposed = name == "exposed"
+        axes.barh(
+            y,
+            length,
+            left=begin,
+            height=0.7,
+            color=COLORS.get(name.split()[0], "white" if exposed else "#DDDDDD"),
+            edgecolor=CABLE if exposed else INK,
+            hatch="///" if exposed else None,
+            linewidth=0.8,
+        )
+        text = axes.text(
+            begin + length / 2,
+            y,
+            names.get(name, name),
+            ha="center",
+            va="center",
+            fontsize=10.5,
+        )
+        if exposed:
+            text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1.5})
+
+
+def draw_step(path: Path) -> None:
+    """A step of two ranks, of which one is slower."""
+    from matplotlib.figure import Figure
+
+    lanes = step_times()
+    figure = Figure(figsize=(9, 3.1), layout="constrained")
+    axes = figure.subplots()
+    names = {f"backward {n}": f"backward,\nbucket {n}" for n in (1, 2, 3)}
+    names |= {f"bucket {n}": f"bucket {n}" for n in (1, 2, 3)}
+    names["exposed"], names["optimizer"] = "exposed", "opti-\nmizer"
+    for row, parts in enumerate(lanes.values()):
+        draw_bars(axes, -row, parts, names)
+    for _, begin, _ in lanes["all-reduce"]:  # when both ranks have the bucket
+        axes.plot([begin, begin], [-1.65, -0.62], color=CABLE, linewidth=1.3, linestyle=":")
+    axes.set_yticks([-row for row in range(len(lanes))], list(lanes), fontsize=12)
+    axes.set_xticks([])
+    axes.set_xlabel("time", loc="right", fontsize=12)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(length=0)
+    save(figure, path)
+
+
+def pipeline(batches: int) -> list[list[tuple[str, float, float]]]:
+    """The parts of two devices if a batch of length 4 is cut into so many."""
+    length, lanes = 4 / batches, [[], []]
+    for n in range(batches):
+        for device in (0, 1):
+            lanes[device].append((f"forward {n + 1}", (n + device) * length, length))
+            begin = (batches + 1 + n + (1 - device)) * length
+            lanes[device].append((f"backward {n + 1}", begin, length))
+    return lanes
+
+
+def draw_pipeline(path: Path) -> None:
+    """Two devices with a half of the model each: with the whole batch, and with four parts."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    for axes, batches, title in zip(
+        figure.subplots(2, 1, sharex=True),
+        (1, 4),
+        ("The whole batch: each device works half of the time", "Four parts: 8 of 10 turns"),
+        strict=True,
+    ):
+        parts = pipeline(batches)
+        whole = {"forward 1": "forward", "backward 1": "backward"}
+        short = {name: name.split()[1] for lane in parts for name, _, _ in lane}
+        for device, lane in enumerate(parts):
+            draw_bars(axes, -device, lane, whole if batches == 1 else short)
+        axes.set_title(title, fontsize=12, loc="left")
+        axes.set_yticks([0, -1], ["device 0", "device 1"], fontsize=12)
+        axes.set_xticks([])
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.tick_params(length=0)
+    axes.set_xlabel("time", loc="right", fontsize=12)
+    save(figure, path)
+
+
 def save(figure, path: Path) -> None:
     figure.savefig(path, dpi=100, metadata={"Software": None})
 
@@ -296,7 +412,9 @@ def main() -> None:
     os.environ["MPLBACKEND"] = "Agg"  # matplotlib may lack that of a notebook
     draw_ring(FOLDER / "ring.png")
     draw_nodes(FOLDER / "nodes.png")
-    (FOLDER / "lesson.ipynb").write_text(notebook())  # with both pictures
+    draw_step(FOLDER / "step.png")
+    draw_pipeline(FOLDER / "pipeline.png")
+    (FOLDER / "lesson.ipynb").write_text(notebook())  # with the pictures
 
 
 if __name__ == "__main__":

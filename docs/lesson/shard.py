@@ -1,4 +1,4 @@
-"""What a rank keeps with DDP, ZeRO and FSDP: torchrun starts it, once for each process"""
+"""What a rank keeps and sends with DDP, ZeRO and FSDP: torchrun starts it for each process"""
 
 import os
 from datetime import timedelta
@@ -20,6 +20,12 @@ BATCH_SIZE = 16  # rows in a step, over all ranks
 STEPS = 3
 # Adam divides by a gradient's size + EPS. Its usual 1e-8 would enlarge rounding errors.
 EPS = 1e-4
+# How often each weight crosses a ring in a step, nearly: exactly (N - 1) / N times that.
+CROSSINGS = {
+    "DDP": 2,  # the all-reduce of a gradient: a sum, then its copies
+    "ZeRO": 3,  # the all-reduce, then a broadcast of the new weight
+    "FSDP": 3,  # a weight before forward and before backward, then the sum of its gradient
+}
 
 rank = int(os.environ["RANK"])
 world_size = int(os.environ["WORLD_SIZE"])
@@ -75,7 +81,9 @@ def train(method):
         losses[step] = loss.item()
     weights = kept_bytes(model.parameters())
     state = kept_bytes(each for found in with_state.state.values() for each in found.values())
-    say(f"{method}: weights {weights:,}, gradients {gradients:,}, optimizer {state:,} bytes")
+    sent = CROSSINGS[method] * LAYERS * WIDTH * WIDTH * 4 * (world_size - 1) // world_size
+    kept = f"weights {weights:,}, gradients {gradients:,}, optimizer {state:,}"
+    say(f"{method}: {kept} bytes; sends {sent:,} bytes a step")
     dist.all_reduce(losses)
     losses /= world_size
     return losses

@@ -225,7 +225,9 @@ if __name__ == "__main__":
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS starts workers in another way")
 @pytest.mark.guards("fork-context")
 def test_a_stop_signal_to_all_processes_saves_where_workers_start_by_forkserver(words, tmp_path):
-    """As SLURM sends it. Here while a step of three slow micro-batches goes on."""
+    """As SLURM sends it. Here while a step of three slow micro-batches goes on. After a first step
+    that was fast the ranks may agree to look again two steps later.
+    """
     program = tmp_path / "program.py"
     program.write_text(FORKSERVER)
     words += ["--accumulate_steps", "3", "--batch_size", "2", "--workers", "2"]
@@ -235,4 +237,4 @@ def test_a_stop_signal_to_all_processes_saves_where_workers_start_by_forkserver(
         for pid in started.pids():
             os.kill(pid, signal.SIGTERM)
         run = started.finish(60, SAVED)
-    assert "Stopped on SIGTERM" in run.out and step_of(tmp_path / "c.pt") == 2
+    assert "Stopped on SIGTERM" in run.out and step_of(tmp_path / "c.pt") in (2, 3)

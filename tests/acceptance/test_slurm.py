@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -141,9 +142,11 @@ def test_launcher_in_a_batch_script_without_srun_is_refused_in_one_line(cluster,
     assert "error: " in line and "srun" in line
 
 
-@pytest.mark.guards("sbatch-torchrun")
+@pytest.mark.guards("sbatch-torchrun", "sbatch-threads")
 def test_bare_torchrun_in_a_batch_job_trains_on_both_nodes(cluster, sample, tmp_path):
-    """Each node's torchrun finds the other one by the job's own variables."""
+    """Each node's torchrun finds the other one by the job's own variables. A process has the cores
+    of its task, as far as they exist, and not the one thread of the submitting shell.
+    """
     out = tmp_path / "slurm.out"
     # Gloo would take each node's own name, which is loopback here.
     env = {"SBATCH_OUTPUT": str(out), "GLOO_SOCKET_IFNAME": cluster.pair.interface}
@@ -154,6 +157,7 @@ def test_bare_torchrun_in_a_batch_job_trains_on_both_nodes(cluster, sample, tmp_
     run = Run(["sbatch"], 0, out.read_text(), 0)
     assert cluster.job(job)["ExitCode"] == "0:0", run.tail()
     assert sorted(run.json_line("Run")["hosts"]) == ["node0", "node1"]
+    assert run.json_line("Run")["threads"] == min(4, len(os.sched_getaffinity(0)))
     assert_trained(run, 3, run.json_line("Run")["hosts"])
 
 
