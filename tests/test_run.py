@@ -45,6 +45,11 @@ def test_exit_codes_and_records_decide_how_a_start_ended(code, ranks, agent, quo
     assert run.judge(code, ranks, agent, quote) == expected
 
 
+def test_an_exit_code_that_torchrun_lists_says_less_than_a_rank_that_lost_its_peer():
+    assert run.judge(1, [PEER], None, "", "exitcode  : 1") == ("lost", PEER.text)
+    assert run.judge(1, [None], None, "", "exitcode  : 7") == ("lost", "exitcode  : 7")
+
+
 @guards("first-own-record")
 def test_of_two_own_records_the_first_in_time_is_the_reason():
     late, early = Record("own", "late", 7), Record("own", "early", 6)
@@ -92,18 +97,18 @@ LINES = b"""[CPU 0] ERROR: no Signal 9 received here
   exitcode  : -15 (pid: 8)
   exitcode  : 7 (pid: 7)
   Signal 15 (SIGTERM) received by PID 8
-  Signal 9 (SIGKILL) received by PID 7
+  traceback : Signal 9 (SIGKILL) received by PID 7
 [rank0]:[E1] Watchdog caught collective operation timeout: WorkNCCL
 """.splitlines()
 
 
 @guards("phrase-watchdog", "phrase-signal")
 def test_of_the_log_nccls_words_are_quoted_first_then_torchruns():
-    assert "Watchdog" in run.quote(LINES)
-    assert run.quote([*LINES[:5], LOST.encode()]) == LOST
-    assert run.quote(LINES[1:5]) == "Signal 9 (SIGKILL) received by PID 7"
-    assert run.quote(LINES[1:4]) == "exitcode  : 7 (pid: 7)"
-    assert run.quote(LINES[1:2]) == run.quote([]) == ""
+    seven = "exitcode  : 7 (pid: 7)"
+    assert "Watchdog" in run.quote(LINES)[0] and run.quote(LINES)[1] == seven
+    assert run.quote([*LINES[:5], LOST.encode()])[0] == LOST
+    assert run.quote(LINES[1:5]) == ("Signal 9 (SIGKILL) received by PID 7", seven)
+    assert run.quote(LINES[1:2]) == run.quote([]) == ("", "")
 
 
 def test_a_command_is_filled_up_to_the_scripts_path_only():

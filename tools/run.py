@@ -423,9 +423,10 @@ def read_records(folder: Path) -> list[Record | None]:
 
 
 def judge(
-    code: int, ranks: list[Record | None], agent: Record | None, quote: str
+    code: int, ranks: list[Record | None], agent: Record | None, quote: str, listed: str = ""
 ) -> tuple[str, str]:
-    """How a start ended, and why. `code` is torchrun's, `agent` its own record.
+    """How a start ended, and why. `code` is torchrun's, `agent` its own record;
+    `quote` and `listed` are lines of the log.
 
     complete  all steps are made
     asked     a stop signal came, and all ranks have saved and stopped
@@ -444,7 +445,7 @@ def judge(
     # torchrun records a signal that has ended it, too.
     if not ranks and agent and not agent.text.startswith("SignalException"):
         return "apart", agent.text.partition(": ")[2]
-    reason = first.get("own") or quote or first.get("peer")
+    reason = first.get("own") or quote or first.get("peer") or listed
     return "lost", reason or f"torchrun ended with {code}"
 
 
@@ -455,14 +456,14 @@ QUOTED = [  # of NCCL's watchdog; of torchrun, which has killed a rank, or lists
 ]
 
 
-def quote(lines: Iterable[bytes]) -> str:
-    """The line that tells most of an end without a record."""
-    found: dict[int, bytes] = {}
+def quote(lines: Iterable[bytes]) -> tuple[str, str]:
+    """The line of NCCL or torchrun that tells most, and the first exit code that is listed."""
+    found = ["", "", ""]
     for line in lines:
         for n, pattern in enumerate(QUOTED):
-            if n not in found and pattern.search(line):
-                found[n] = line
-    return found[min(found)].decode(errors="replace").strip() if found else ""
+            if not found[n] and pattern.search(line):
+                found[n] = line.decode(errors="replace").strip().removeprefix("traceback : ")
+    return found[0] or found[1], found[2]
 
 
 # --- A command with a log and stop signals -------------------------------------------------------
@@ -710,9 +711,9 @@ class Run:
         code = self.execute("-m", "torch.distributed.run", *words, **self.variables, **own)
         # From now on a node may need --timeout to notice that another has failed.
         self.wait = wait_later(self.args.wait, self.command.arguments)
-        told = quote(self.lines_from(begin)) if code else ""
+        told, listed = quote(self.lines_from(begin)) if code else ("", "")
         agent = parse_record(text_of(records / "agent.json"))
-        outcome, reason = judge(code, read_records(records), agent, told)
+        outcome, reason = judge(code, read_records(records), agent, told, listed)
         if outcome == "apart" and nodes > 1:
             text = f"Has the launcher been started on all {nodes} nodes, each with its own "
             text += "NODE_RANK and the same RUN_NAME? Is this port free on node 0, and open in "
