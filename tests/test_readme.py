@@ -21,6 +21,7 @@ import torch
 import torchvision
 from torch.distributed.run import get_args_parser
 
+import series
 from analysis.logs import END, EPOCH, PREFIX, STEP, VALIDATION
 from support.datasets import numbered, write_images
 from support.launchers import copy_project
@@ -38,7 +39,7 @@ STARTED = [SCRIPT.name, "tools/probe_link.py", *MADE, *LESSONS]
 # A call is written down as its words, each ended by a zero byte, and a second one.
 PROGRAMS = """
 python python3 ./launch_single.sh ./launch_multinode.sh tests/run.sh tests/mutants.py source
-tools/environment.sh
+tools/environment.sh tools/series.py
 curl unzip apt-get torchrun sudo srun sbatch salloc mpirun pip module apptainer docker sed grep
 git cp diff
 """
@@ -105,6 +106,9 @@ def test_programs_take_the_arguments_of_the_commands(calls, monkeypatch):
             if parse := getattr(tool, "parse_arguments", None):  # others take no arguments
                 parse(call[2:])
                 parsed.append(tool.__name__)
+        if call[0] == "tools/series.py":
+            series.parse_arguments(call[1:])
+            parsed.append("series")
         if call[0] == "torchrun":
             known = get_args_parser().parse_args(call[1:])
             assert known.training_script in STARTED
@@ -112,7 +116,7 @@ def test_programs_take_the_arguments_of_the_commands(calls, monkeypatch):
                 assert int(known.nnodes) > known.node_rank
                 assert known.rdzv_backend == "static" and known.rdzv_endpoint
             parsed.append("torchrun")
-    assert {*parsed} >= {"benchmark", "check_coco", "compare_logs", "prepare_coco"}
+    assert {*parsed} >= {"series", "benchmark", "check_coco", "compare_logs", "prepare_coco"}
     assert parsed.count("script") >= 18 and parsed.count("torchrun") >= 5
 
 
@@ -127,7 +131,8 @@ def test_each_torchrun_of_one_node_has_its_address():
 
 def test_commands_of_the_launcher_of_nodes_have_what_it_needs():
     found = re.findall(r"^(.*) \./launch_multinode\.sh", COMMANDS, re.MULTILINE)
-    assert len(found) >= 6
+    assert len(found) >= 4
+    found += re.findall(r"^(.*) tools/series\.py(?! --processes)", COMMANDS, re.MULTILINE)
     for before in found:
         by_hand = re.search(r"\bNNODES=2 NODE_RANK=[01] MASTER_ADDR=10\.0\.0\.1\b", before)
         by_srun = re.match(r"(RUN_NAME=\w+ )?srun --nodes=\d --ntasks-per-node=1 ", before)
@@ -214,9 +219,9 @@ def test_options_that_the_text_names_exist():
 def test_variables_of_the_launchers():
     """All that the launchers' headers name are in the table, with their defaults."""
     table = {name: row for row in rows("variable") for name in re.findall(r"`(\w+)`", row[0])}
-    code = source("launch_*.sh", "tools/*.sh", "tools/launcher/*.sh")
+    code = source("launch_*.sh", "tools/*.sh", "tools/run.py")
     for name in table:
-        assert re.search(rf"\$\{{?{name}\b", code), f"no launcher reads {name}"
+        assert re.search(rf"\$\{{?{name}\b|\"{name}\"", code), f"no launcher reads {name}"
     heads = code.split("Other environment variables")[1:]  # of the two launchers
     heads = "".join(head.partition("\nset -e")[0] for head in heads)
     named = re.findall(r"^#   ([A-Z_]+(?:, [A-Z_]+)*)(?:=(\S+))? ", heads, re.MULTILINE)
@@ -229,10 +234,13 @@ def test_variables_of_the_launchers():
 
 def test_variables_that_a_network_sets():
     table = [name for row in rows("case") for name in re.findall(r"`([A-Z_]+=?\w*)`", row[1])]
-    code = source("launch_multinode.sh", "tools/launcher/networks.sh")
-    for name in table:
-        assert f"prefer {name.replace('=', ' ')}" in code, f"the launcher does not set {name}"
-    for name in re.findall(r"\bprefer ([A-Z]+_[A-Z_]+) ", code):
+    code = source("tools/run.py").partition("def network_variables")[2].partition("\ndef ")[0]
+    given = re.findall(r'"((?:NCCL|GLOO)_[A-Z_]+)"\]? ?[=:] "?(\w*)', code)
+    for entry in table:
+        name, equals, value = entry.partition("=")
+        values = [value for other, value in given if other.startswith(name)]
+        assert values and (not equals or value in values), f"the launcher does not set {entry}"
+    for name, _ in given:
         assert name in {entry.partition("=")[0] for entry in table}, f"{name} is not explained"
 
 
@@ -264,7 +272,7 @@ def test_size_of_the_gradients_and_step_of_powersgd_are_those_of_the_code():
 
 @pytest.mark.guards("page-message")
 def test_messages_of_the_fault_table_are_those_of_the_code():
-    code = source("*.py", "*.sh", "tools/*.sh", "tools/launcher/*.sh")
+    code = source("*.py", "*.sh", "tools/*.sh", "tools/run.py", "tools/series.py")
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # strings that stand on several lines
     messages = [text for row in rows("message") for text in re.findall(r"`([^`]+)`", row[0])]
     of_others = {"Connection reset by peer", "Connection closed by peer", "exitcode  : -9"}

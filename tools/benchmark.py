@@ -38,6 +38,7 @@ from pathlib import Path
 
 import torch
 
+import run as run_py
 from analysis.logs import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -293,9 +294,8 @@ def record(text, kind):
 
 def launchers_variables():
     """{name: value} of what the launchers set for CPUs, except what the user has set."""
-    code = 'source tools/launcher/common.sh; prefer_for_cpus; printf "%s\\n" "${variables[@]:-}"'
-    lines = subprocess.check_output(["bash", "-c", code], cwd=ROOT, text=True).split()
-    return dict(line.split("=", 1) for line in lines)
+    wanted = run_py.cpu_variables(os.environ)
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def training_speed(args, command):

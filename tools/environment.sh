@@ -2,17 +2,34 @@
 # Finds or makes the Python environment, and prints its Python. Call it on a login node, before a job:
 #   tools/environment.sh
 # PYTHON is taken if it is set, else the active python3 if it has a torch that will do, else .venv, which is made. The
-# launchers, preflight.py and tests/run.sh source this file. bash 3.2 is enough for it.
+# launchers call it with the word `here`: a .venv for this machine. two_nodes.sh, preflight.py and tests/run.sh source
+# this file. bash 3.2 is enough for it.
 set -euo pipefail
-# shellcheck source=tools/launcher/common.sh
-source "$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)/launcher/common.sh"
+root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+me=$(basename -- "$0")
 venv=$root/.venv
 # The build of PyTorch for .venv: for this machine's driver, or for a CPU. A UV_TORCH_BACKEND of the user's own wins.
 backend=$([ -n "${UV_TORCH_BACKEND:-}" ] || echo auto)
 
+say() {
+    echo "$me: $*" >&2
+}
+
+die() {
+    say "error: $*"
+    exit 1
+}
+
 # find_python: sets PYTHON; makes .venv if it is needed.
 find_python() {
-    choose_python || run make_venv >&2 || { leave_if_stopped; exit 1; }
+    choose_python && return
+    # In the background and a group of its own, because bash acts on a signal at once only while it waits.
+    set -m
+    make_venv </dev/null >&2 &
+    set +m
+    trap 'kill -TERM -- "-$!" 2>/dev/null; wait; exit 143' HUP INT TERM
+    wait "$!" || exit 1
+    trap - HUP INT TERM
 }
 
 # choose_python: sets PYTHON. Returns 1 if that is .venv's, and has to be made.
@@ -125,7 +142,7 @@ install_packages() {
 
 if [ "$0" = "${BASH_SOURCE[0]}" ]; then
     # Without a GPU here the default build: nodes with GPUs may share this folder.
-    [[ $(nvidia-smi -L 2>/dev/null) == "GPU "* ]] || backend=
+    [ "${1:-}" = here ] || [[ $(nvidia-smi -L 2>/dev/null) == "GPU "* ]] || backend=
     find_python
     echo "$PYTHON"
 fi

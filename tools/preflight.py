@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 
 from analysis.kernel import SYSFS, text_of
+from run import UserError, job
 
 SYS, ROOT = SYSFS / "class", Path(__file__).resolve().parents[1]
 INTERFACES = [name for _, name in socket.if_nameindex() if name != "lo"]
@@ -51,20 +52,19 @@ def report(wrong: str, fine: str = "", *, named: bool = True) -> None:
 # --- This node ---------------------------------------------------------------------------------
 
 
-def of_launchers(function: str, *names: str) -> list[str]:
-    """What a function of the launchers sets these variables to. Raises ValueError: it refuses."""
-    code = 'source "$1"; source "$root/tools/launcher/job.sh"; "$2"; shift 2; '
-    code += 'for name; do echo "${!name}"; done'
-    words = ["bash", "-c", code, "preflight.py", ROOT / "tools/environment.sh", function, *names]
+def chosen_python() -> str:
+    """That of the launchers. Raises ValueError if they refuse."""
+    code = 'source "$1"; choose_python; echo "$PYTHON"'
+    words = ["bash", "-c", code, "preflight.py", ROOT / "tools/environment.sh"]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(done.stderr.strip().rpartition("error: ")[2])
-    return done.stdout.splitlines()
+    return done.stdout.strip()
 
 
 def check_python() -> None:
     try:
-        (python,) = of_launchers("choose_python", "PYTHON")
+        python = chosen_python()
     except ValueError as error:
         report(str(error) or "no Python here has PyTorch: run tools/environment.sh")
         return
@@ -234,11 +234,12 @@ def main() -> int:
     try:
         if any(map(os.environ.get, ("NNODES", "WORLD_SIZE", "SLURM_STEP_ID"))):
             names = "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"
-            nnodes, rank, host, port = of_launchers("set_job", *names)
+            found = job({**os.environ, "GPUS_PER_NODE": "1"})
+            nnodes, rank, host, port = (found[name] for name in names)
             seconds = int(os.environ.get("CONNECT_TIMEOUT") or 60)
             if int(nnodes) > 1:
                 check_between(int(nnodes), int(rank), host, int(port), seconds)
-    except ValueError as error:
+    except (UserError, ValueError) as error:
         report(str(error))
     except OSError as error:
         report(f"{host}:{port}: {error}: see MASTER_ADDR, and MASTER_PORT, which must be free")

@@ -29,7 +29,7 @@ pytestmark = LONG
 TIMEOUT = 8  # seconds, of --timeout
 CONNECT = 10  # seconds, of CONNECT_TIMEOUT
 MARGIN = 15  # seconds that an end may take beyond these
-BOTH = "one=eth0 two=eth1"
+BOTH = ["--network", "one=eth0", "--network", "two=eth1"]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_after_each_fault_both_nodes_restart_and_end_with_the_weights_of_an_unbr
     with two_nodes(folder) as nodes:
         nodes.pair.usual_hosts()
         nodes.second_cable()
-        started = nodes.train(*training, *saves, NETWORKS=BOTH, RESTARTS=3)
+        started = nodes.train(*training, *saves, runs=BOTH, RESTARTS=3)
         for restart, what in enumerate(["rank", "torchrun", "cable"], 1):
             if what == "cable":
                 nodes.pair.link_down()
@@ -187,12 +187,12 @@ def test_a_port_that_is_taken_is_named(training, tmp_path):
 
 
 def test_of_two_networks_one_that_a_node_does_not_have_starts_nothing(training, tmp_path):
+    """The other node waits for it over both."""
     with two_nodes(tmp_path) as nodes:
         spare = "link add eth1 type veth peer name spare"
         nodes.pair.ip(0, spare, "link set spare up", "link set eth1 up")
-        started = nodes.start_both(*training, NETWORKS=BOTH, CONNECT_TIMEOUT=CONNECT)
-        runs = end_within(CONNECT + MARGIN, started)
-        assert not (nodes.folder(0) / "logs" / "run" / "two").exists()
+        started = nodes.start_both(*training, runs=BOTH, CONNECT_TIMEOUT=CONNECT)
+        runs = end_within(2 * (CONNECT + MARGIN) + TIMEOUT + 60, started)
     said(runs[1], "^.*error: .*eth1")
     assert not any("| Step " in run.out for run in runs)
     assert starts(runs[1].out) == 0
@@ -201,9 +201,9 @@ def test_of_two_networks_one_that_a_node_does_not_have_starts_nothing(training, 
 def test_networks_in_another_order_on_each_node_are_never_mixed(training, tmp_path):
     with two_nodes(tmp_path) as nodes:
         nodes.second_cable()
-        orders = enumerate(["one=eth0 two=eth1", "two=eth1 one=eth0"])
-        started = [nodes.start(k, *training, NETWORKS=n, CONNECT_TIMEOUT=5) for k, n in orders]
-        runs = finish_all(started, expect=1)
+        orders = enumerate([BOTH, BOTH[2:] + BOTH[:2]])
+        started = [nodes.start(k, *training, runs=n, CONNECT_TIMEOUT=5) for k, n in orders]
+        runs = finish_all(started, 200, expect=1)
     assert not any("| Step " in run.out for run in runs)
 
 
@@ -218,9 +218,8 @@ def endpoints(nodes: TwoNodes, node: int, label: str) -> set[str]:
 
 def test_nodes_that_started_different_numbers_of_times_do_not_meet(training, tmp_path):
     """torchrun of node 1 is killed while it waits for node 0, which has not been started yet."""
-    variables = {"NETWORKS": BOTH, "RESTARTS": 1, "CONNECT_TIMEOUT": CONNECT}
+    variables = {"RESTARTS": 1, "CONNECT_TIMEOUT": CONNECT}
     with two_nodes(tmp_path) as nodes:
-        nodes.second_cable()
         second = nodes.start(1, *training, **variables)
         wait_until(lambda: second.pids("distributed.run"), 60, "torchrun on node 1")
         subprocess.run(["kill", "-KILL", *map(str, second.pids("distributed.run"))], check=True)
@@ -229,5 +228,4 @@ def test_nodes_that_started_different_numbers_of_times_do_not_meet(training, tmp
         end_within(CONNECT + MARGIN, [first])
         second.signal(signal.SIGTERM)
         end_within(10, [second])
-        assert "| Step " not in nodes.log(0, "run/one") + nodes.log(1, "run/one")
-        assert not (nodes.folder(0) / "logs" / "run" / "two").exists()
+        assert "| Step " not in nodes.log(0) + nodes.log(1)

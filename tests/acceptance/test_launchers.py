@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from support.launchers import (
     given,
     guarded,
     launch,
+    launch_series,
     starts,
     stub_python,
 )
@@ -48,7 +48,6 @@ def stub(tmp_path: Path) -> Path:
 ALL_CORES, HALF = (f"OMP_NUM_THREADS={n}" for n in (CORES, max(1, CORES // 2)))
 NCCL_FILE = "NCCL_DEBUG_FILE=logs/run/{}nccl.node0.%h.%p.log"
 LOCAL = "--standalone --local-addr=127.0.0.1 --nnodes=1"  # not PET_NNODES, which Kubeflow sets
-TIME_TO_SAVE = "PET_SHUTDOWN_TIMEOUT=120"
 # One node of a SLURM job, which tells the launcher all that it needs.
 IN_STEP = "NNODES= MASTER_PORT= SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 "
 IN_STEP += "SLURM_STEP_NUM_NODES=1 SLURM_NODEID=0 SLURM_STEP_NODELIST=node7"
@@ -59,23 +58,13 @@ PRINTED = guarded(  # fault, launcher, variables, options, words of each start, 
     ("one-by-default", SINGLE, "CUDA_VISIBLE_DEVICES=0,2", "", "--nproc_per_node=1", "--resume"),
     ("", MULTINODE, "CUDA_VISIBLE_DEVICES=GPU-8f,MIG-2e", "", "--nproc_per_node=2", "--resume"),
     ("threads-per-process local-addr one-node", SINGLE, "", "", f"{ALL_CORES} {LOCAL}", "NCCL"),
-    ("time-to-save", MULTINODE, "GPUS_PER_NODE=2", "", f"{HALF} {TIME_TO_SAVE}", "--checkpoint"),
+    ("", MULTINODE, "GPUS_PER_NODE=2", "", HALF, "--checkpoint"),
     ("", MULTINODE, "GPUS_PER_NODE=2 OMP_NUM_THREADS=3", "", "OMP_NUM_THREADS=3", "--resume"),
-    ("all-runs-same-threads", SINGLE, "GPUS='1 2'", "", HALF, "--checkpoint"),
-    ("", SINGLE, f"GPUS='1 {CORES + 1}'", "", "OMP_NUM_THREADS=1", "--checkpoint"),
     ("", SINGLE, "RESTARTS=1", "--checkpoint own.pt", "--checkpoint own.pt", "checkpoint.pt"),
     ("", MULTINODE, "RESTARTS=1", "", "--checkpoint logs/run/checkpoint.pt", "--resume"),
     ("", MULTINODE, "", "", NCCL_FILE.format("") + " NCCL_DEBUG=INFO", "GLOO"),
-    ("own-rendezvous", MULTINODE, "RUN_NAME=a", "", "--rdzv_id=a-run-1", "--resume"),
-    ("", MULTINODE, "RUN_NAME=", "", "--rdzv_id=demo-run-1", "--resume"),
-    (
-        "",
-        MULTINODE,
-        "NETWORKS=a=lo",
-        "",
-        NCCL_FILE.format("a/") + " --rdzv_id=run-a-1",
-        "--resume",
-    ),
+    ("own-rendezvous", MULTINODE, "RUN_NAME=a", "", "--rdzv_id=a-1", "--resume"),
+    ("", MULTINODE, "RUN_NAME=", "", "--rdzv_id=demo-1", "--resume"),
     ("", MULTINODE, "NCCL_DEBUG=WARN", "", "NCCL_DEBUG=WARN", "NCCL_DEBUG_FILE"),
     ("slurm-own-name", MULTINODE, IN_STEP, "", NCCL_FILE.format(""), "job7"),
     ("slurm-one-node", MULTINODE, f"{IN_STEP} RUN_NAME=", "", "--nnodes=1 " + OF_JOB, "logs/run"),
@@ -120,16 +109,20 @@ def test_on_a_node_with_gpus_the_script_has_to_use_them_unless_the_user_says_oth
         assert [words[n + 1] for n, word in enumerate(words) if word == "--device"] == expected
 
 
+NETWORKS = ["--network", "a=lo", "--network", "b=lo"]
+
+
 @guards("probe-comes-first", "later-starts-wait-longer", "restart-counted")
 def test_over_each_network_the_probe_comes_first_and_ports_are_left_for_restarts(folder, stub):
     """A node may need --timeout to notice that another one has failed. For what follows a probe
     that fails see test_two_nodes.py.
     """
-    settings = {"NETWORKS": "a=lo b=lo", "RESTARTS": 3, "GPUS_PER_NODE": 2, "PROBE": 1}
-    settings |= {"MASTER_PORT": 30000, "CONNECT_TIMEOUT": 7, "PYTHON": stub}
-    found = given(launch(MULTINODE, folder, *NO_SAMPLE, "--timeout", "1e2", **settings))
+    settings = {"RESTARTS": 3, "GPUS_PER_NODE": 2, "PROBE": 1, "PYTHON": stub}
+    settings |= {"MASTER_PORT": 30000, "CONNECT_TIMEOUT": 7}
+    words = [*NETWORKS, "--", *NO_SAMPLE, "--timeout", "1e2"]
+    found = given(launch_series(folder, *words, **settings))
     programs = [str(ROOT / "tools/probe_link.py"), DEMO] * 2
-    ports, seconds = [30000, 30001, 30005, 30006], [7, 167, 167, 167]
+    ports, seconds = [30000, 30001, 30005, 30006], [7, 167, 167, 327]
     for words, program, port, wait in zip(found, programs, ports, seconds, strict=True):
         assert {program, f"--rdzv_endpoint=localhost:{port}"} <= {*words}
         assert f"--rdzv_conf=timeout={wait}" in words
@@ -140,19 +133,21 @@ def test_repeats_are_rounds_of_which_every_other_one_is_reversed_with_ports_and_
     folder, stub
 ):
     """And node 0 compares all of each network: that no run has ended is what it then says."""
-    own = {"NETWORKS": "a=lo b=lo", "REPEATS": 3, "MASTER_PORT": 30000, "PYTHON": stub}
-    found = given(launch(MULTINODE, folder, *NO_SAMPLE, "--checkpoint", "c.pt", **own))
+    words = [*NETWORKS, "--repeats", 3, "--", *NO_SAMPLE, "--checkpoint", "c.pt"]
+    started = launch_series(folder, *words, MASTER_PORT=30000, PYTHON=stub)
+    found = given(started)
     for n, run in enumerate(["a/r1", "b/r1", "b/r2", "a/r2", "a/r3", "b/r3"]):
         endpoint = f"--rdzv_endpoint=localhost:{30000 + 2 * n + 1}"
-        assert {endpoint, f"logs/run/{run}/c.pt"} <= {*found[n]}
+        own = {endpoint, f"logs/run/{run}/c.pt", f"--rdzv_id=run-{run.replace('/', '-')}-1"}
+        assert own <= {*found[n]}
         assert (folder / "logs/run" / run / "node0.log").exists()
     assert len(found) == 6
 
 
 @guards("timeout-by-default")
 def test_without_timeout_a_later_start_waits_as_long_as_the_ranks_would(folder, stub):
-    settings = {"NETWORKS": "a=lo b=lo", "CONNECT_TIMEOUT": 7, "PYTHON": stub}
-    _, later = given(launch(MULTINODE, folder, *NO_SAMPLE, **settings))
+    words = [*NETWORKS, "--", *NO_SAMPLE]
+    _, later = given(launch_series(folder, *words, CONNECT_TIMEOUT=7, PYTHON=stub))
     assert f"--rdzv_conf=timeout={7 + load(DEMO).TIMEOUT + 60}" in later
 
 
@@ -165,7 +160,7 @@ def test_one_process_alone_has_no_link_to_probe(folder, stub):
 @guards("run-has-own-files")
 def test_each_of_several_runs_has_its_checkpoint_and_traces_in_its_own_folder(folder, stub):
     words = ["--profile=traces/", "--checkpoint", folder / "elsewhere/c.pt", *NO_SAMPLE]
-    found = given(launch(SINGLE, folder, *words, GPUS="1 2", PYTHON=stub))
+    found = given(launch_series(folder, "--processes", "1,2", "--", *words, PYTHON=stub))
     for label, words in zip(("p1", "p2"), found, strict=True):
         own = f"logs/run/{label}"
         assert words[-4:] == ["--checkpoint", f"{own}/c.pt", "--profile", f"{own}/traces"]
@@ -195,26 +190,12 @@ def test_with_restarts_node_0_refuses_a_checkpoint_that_is_there_before_anything
     assert "has a run already" in run.out
 
 
-# The first two that ask get the same time.
-DATE = """#!/usr/bin/env bash
-[ "$1" = +%Y%m%d-%H%M%S ] || exec {date} "$@"
-echo >>"$0.calls"
-[ "$(wc -l <"$0.calls")" -gt 2 ] && echo later || echo now
-"""
-
-
-@guards("folder-of-its-own")
-def test_two_launchers_that_start_in_one_second_have_a_folder_each(folder, stub):
-    (folder / "date").write_text(DATE.format(date=shutil.which("date")))
-    (folder / "date").chmod(0o755)
-    own = {"RUN_NAME": None, "PYTHON": stub, "PATH": f"{folder}:{os.environ['PATH']}"}
-    for launcher in (SINGLE, MULTINODE):
-        given(launch(launcher, folder, *NO_SAMPLE, **own))
-    logs = sorted(path.parent.name for path in (folder / "logs").glob("*/node0.log"))
-    assert logs == ["later", "now"]
-
-
 OWN = ["--max_steps", "5", "--lr", "0.1"]
+
+
+def test_random_images_need_no_data(folder, stub):
+    (words,) = given(launch(SINGLE, folder, "--dummy", PYTHON=stub))
+    assert words[words.index(DEMO) + 1 :] == ["--dummy"]
 
 
 @guards("user-options-win")
@@ -223,8 +204,9 @@ def test_without_paths_a_users_options_come_after_those_of_the_sample_set(folder
     sample = words[words.index(DEMO) + 1 :]
     assert sample[-4:] == OWN and "--val_image_path" in sample
     assert sample[:2] == ["--coco_image_path", f"{ROOT}/data/sample_coco/train2017"]
-    for words in given(launch(SINGLE, folder, GPUS="1 2", PYTHON=stub)):
-        assert "--max_steps 20" in " ".join(words) and "--val_image_path" not in words
+    started = launch_series(folder, "--processes", "1,2", "--", *OWN, PYTHON=stub)
+    for words in given(started):
+        assert words[words.index(DEMO) + 1 :][0] == "--dummy" and words[-4:] == OWN
 
 
 PATHS = ["coco_image_path", "annotation_path", "val_image_path", "val_annotation_path"]
@@ -276,10 +258,13 @@ WRONG = guarded(
     ("", {"NETWORK": "ethernet", "IFNAME": "mlx5_0"}, "mlx5_0 is an adapter"),
     ("", {"IFNAME": "mlx5_0,mlx5_2"}, "mlx5_2"),
     ("", {"IFNAME": "down0"}, "down0 .*down"),
-    ("loose-cable", {"NETWORKS": "one=eth0 two=loose0"}, "loose0 .*cable"),
-    ("", {"NETWORKS": "ethernet infiniband"}, "NETWORKS .*=INTERFACE"),
-    ("names-twice", {"NETWORKS": "a=lo a=lo"}, "NETWORKS .*a"),
-    ("", {"REPEATS": 2}, "REPEATS .*NETWORKS"),
+    ("loose-cable", {"IFNAME": "eth0,loose0"}, "loose0 .*cable"),
+    (
+        "",
+        {"NETWORKS": "ethernet=eth0 infiniband=mlx5_0"},
+        "series.py --network ethernet=eth0 --network infiniband=mlx5_0 --",
+    ),
+    ("", {"REPEATS": 2}, "REPEATS .*tools/series.py --repeats 2"),
     ("", {"PYTHON": "/nowhere/python"}, "/nowhere/python"),
     ("", dict.fromkeys(NODE), "NNODES.*NODE_RANK.*MASTER_ADDR"),
     ("slurm-step-without-id", IN_JOB, "not started by srun"),
@@ -295,42 +280,38 @@ def test_wrong_settings_are_refused(tmp_path, sysfs, settings, words):
         refused(started, words)
 
 
-SEVERAL = guarded(  # fault, launcher, the runs, options, words
-    ("", SINGLE, "REPEATS=2", "", "REPEATS .*several GPUS"),
-    ("series-with-resume", SINGLE, "GPUS=1 2", "--resume", "GPUS and --resume"),
-    ("", MULTINODE, "NETWORKS=a=lo b=lo", "--resume", "NETWORKS and --resume"),
-    ("", SINGLE, "GPUS=2 1 2", "", "GPUS has p2 twice"),
-    ("shares-are-whole", SINGLE, "GPUS=1 2", "--global-batch-size=3", "3 is not a multiple of 2"),
-    ("", SINGLE, "GPUS=2 4", "--precision=bf16", "GPUS leaves no run"),
+SEVERAL = guarded(  # fault, the runs, options, words
+    ("", "--processes 1", "--repeats=0", "--repeats is 0"),
+    ("series-with-resume", "--processes 1,2", "-- --resume", "--resume: each run would continue"),
+    ("", "--network a=lo --network b=lo", "-- --resume", "--resume: each run would continue"),
+    ("", "--processes 2,1,2", "", "--processes has p2 twice"),
+    ("names-twice", "--network a=lo --network a=lo", "", "--network has a twice"),
+    ("", "--network ethernet", "", "ethernet: write LABEL=NAMES"),
+    ("", "--network a=lo --network b=none0", "", "no none0"),
+    ("", "", "", "--network LABEL=NAMES .* or --processes"),
+    (
+        "shares-are-whole",
+        "--processes 1,2",
+        "-- --global-batch-size=3",
+        "3 is not a multiple of 2",
+    ),
+    ("", "--processes 2,4", "-- --precision=bf16", "2,4 leaves no run"),
 )
 
 
-@pytest.mark.parametrize(("launcher", "runs", "options", "words"), SEVERAL)
-def test_what_several_runs_cannot_have_is_refused(folder, launcher, runs, options, words):
-    gpu = {"CUDA_VISIBLE_DEVICES": "0" if "precision" in options else ""}
-    own = dict([runs.split("=", 1)])
-    with launch(launcher, folder, *NO_SAMPLE, *options.split(), **own, **gpu) as started:
-        run = started.finish(30, expect=1)
+@pytest.mark.parametrize(("runs", "options", "words"), SEVERAL)
+def test_what_several_runs_cannot_have_is_refused(folder, stub, runs, options, words):
+    own = {"CUDA_VISIBLE_DEVICES": "0" if "precision" in options else "", "PYTHON": stub}
+    with launch_series(folder, *runs.split(), *options.split(), **own) as started:
+        run = started.finish(30, expect=2)
     assert re.search(f"error: .*{words}", run.lines()[-1]) and not starts(run.out)
 
 
-@guards("more-than-gpus")
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ("", [1, 2]),
-        ("--global_batch_size 6", [1, 2]),
-        ("--device cpu", [1, 2, 4]),
-        ("--backend=gloo", [1, 2, 4]),
-    ],
-)
-def test_numbers_above_that_of_the_gpus_are_skipped_with_a_note(folder, stub, options, expected):
-    """With Gloo and on the CPU processes may share a device."""
-    settings = {"GPUS": "1 2 4", "CUDA_VISIBLE_DEVICES": "0,2", "PYTHON": stub}
-    with launch(SINGLE, folder, *NO_SAMPLE, *options.split(), **settings) as started:
-        out = started.finish(30).out
-    assert [int(n) for n in re.findall(r"^GIVEN.*--nproc_per_node=(\d)", out, re.M)] == expected
-    assert ("no run with 4 processes: there are 2 GPU" in out) == (expected == [1, 2])
+def test_runs_with_several_numbers_of_processes_have_the_same_threads(folder, stub):
+    for numbers, threads in (("1,2", max(1, CORES // 2)), (f"1,{CORES + 1}", 1)):
+        words = ["--processes", numbers, "--", *NO_SAMPLE]
+        for found in given(launch_series(folder, *words, PYTHON=stub, OMP_NUM_THREADS=None)):
+            assert f"OMP_NUM_THREADS={threads}" in found
 
 
 @guards("slurm-terminal")
@@ -409,7 +390,7 @@ ETH0 = ifname("eth0")
 OWN_VALUES = {"IFNAME": "eth0", "NCCL_IB_DISABLE": "0", "GLOO_SOCKET_IFNAME": "lo"}
 MINE = SOCKETS - {"NCCL_IB_DISABLE=1"} | {"NCCL_IB_DISABLE=0", "NCCL_SOCKET_IFNAME==eth0"}
 CHOSEN = guarded(
-    ("ifname-exact", {"NETWORKS": "infiniband=eth0"}, SOCKETS | ETH0),
+    ("ifname-exact", {"IFNAME": "eth0"}, SOCKETS | ETH0),
     ("hca-exact net-ib", {"IFNAME": "mlx5_0,eth0"}, VERBS | {"NCCL_IB_HCA==mlx5_0"} | ETH0),
     ("", {"IFNAME": "mlx5_0,mlx5_1,eth0"}, VERBS | {"NCCL_IB_HCA==mlx5_0,mlx5_1"} | ETH0),
     ("", {"IFNAME": "eth0", "NETWORK": "infiniband"}, VERBS | ETH0),
@@ -438,7 +419,7 @@ def test_nccl_is_kept_on_the_adapters_or_interface_except_with_efa(
 def test_a_line_says_which_of_the_users_own_variables_stay(tmp_path, sysfs, stub):
     own = {"PYTHON": stub, "SYSFS_ROOT": sysfs, **OWN_VALUES}
     run = launch(MULTINODE, tmp_path, *NO_SAMPLE, **own).finish(30)
-    said = re.findall(r"\.sh: keeping your (\w+)='(\w+)'", run.out)
+    said = re.findall(r"\.(?:sh|py): keeping your (\w+)='(\w+)'", run.out)
     assert dict(said) == {"NCCL_IB_DISABLE": "0", "GLOO_SOCKET_IFNAME": "lo"}
 
 

@@ -23,6 +23,7 @@ from support.launchers import (
     end_within,
     has_rank,
     launch,
+    launch_series,
     two_nodes,
 )
 from support.nodes import require_namespaces
@@ -113,15 +114,15 @@ def test_a_stop_while_the_sample_set_is_made_ends_at_once(tmp_path, launcher):
 
 @LONG
 @pytest.mark.parametrize(
-    ("launcher", "variable", "first"),
-    [(MULTINODE, {"NETWORKS": "one=lo two=lo"}, "one"), (SINGLE, {"GPUS": "1 2"}, "p1")],
+    ("runs", "first"),
+    [("--network one=lo --network two=lo", "one"), ("--processes 1,2", "p1")],
 )
 def test_a_hang_up_in_the_first_of_two_runs_saves_and_ends_the_series(
-    training, tmp_path, launcher, variable, first
+    training, tmp_path, runs, first
 ):
     """The checkpoint is in the run's own folder, under the name that was given."""
-    saves = ["--checkpoint", tmp_path / "c.pt"]
-    with launch(launcher, tmp_path, *training, *saves, **variable) as started:
+    words = [*runs.split(), "--", *training, "--checkpoint", tmp_path / "c.pt"]
+    with launch_series(tmp_path, *words) as started:
         started.wait_for(STEP_3)
         started.signal(signal.SIGHUP)
         end_within(10, [started], SAVED)

@@ -23,11 +23,10 @@ from support.launchers import (
     FAST,
     NOTEBOOK,
     SAVED,
-    SINGLE,
     STOPS,
     assert_scaling_is_compared,
     copy_project,
-    launch,
+    launch_series,
     project_with,
     starts,
     stub_python,
@@ -278,7 +277,7 @@ def test_a_network_whose_probe_fails_is_left_out_and_the_others_are_compared(lin
     two Counters lines.
     """
     logs, run = links
-    assert re.findall(r"^\++ node_code=([1-9]\d*)$", run.out, re.MULTILINE) == ["1", "1"]
+    assert re.findall(r"^\++ code=([1-9]\d*)$", run.out, re.MULTILINE) == ["1", "1"]
     both = (logs / "compare.md").read_text()
     assert re.search(r"(?m)^.*\bbad\b.*(missing|no |not |incomplete|failed)", both)
     compare = [sys.executable, ROOT / "tools/compare_logs.py", logs / "fast"]
@@ -318,8 +317,8 @@ def test_one_and_two_processes_and_two_nodes_train_with_equal_threads_and_are_co
     """Two processes train the same wherever they are. What a notebook sets changes no picture."""
     folder = tmp_path / "mein Gerät"
     folder.mkdir()
-    own = {"GPUS": "1 2", "OMP_NUM_THREADS": None}
-    with launch(SINGLE, folder, *training, **own, **NOTEBOOK) as started:
+    words = ["--processes", "1,2", "--", *training]
+    with launch_series(folder, *words, OMP_NUM_THREADS=None, **NOTEBOOK) as started:
         compared = started.finish(300, expect=None)
     assert_scaling_is_compared(compared, "p1", "p2")
     assert (folder / "logs/run/compare.png").stat().st_size > 10_000
@@ -349,7 +348,7 @@ def test_a_stop_in_the_first_of_two_runs_reaches_both_nodes_and_leaves_no_namesp
             started.wait_for(rf"\[CPU {rank}\] trains")
         started.signal(signal.SIGINT)
         run = started.finish(20, SAVED, clean=10)
-    assert run.out.count("launch_multinode.sh: stopped by SIGINT") == 2, run.tail()
+    assert run.out.count("run.py: stopped by SIGINT") == 2, run.tail()
     assert_no_namespaces(started)
     logs = tmp_path / "logs/run"
     assert [path.name for path in logs.iterdir()] == ["one"]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ LOG = "logs/run/node0.log"  # of a launcher on this machine
 NO_SAMPLE = ["--annotation_path", "none"]  # with a path the launchers make no sample set
 HERE = {"PYTHON": sys.executable, "RUN_NAME": "run", "NNODES": "1", "PROBE": "0"}
 # The line with the torchrun command, which a launcher prints before it runs it.
-COMMAND = re.compile(r"^\S+\.sh: [\d-]+ [\d:]+ (.*\btorchrun .*)$", re.MULTILINE)
+COMMAND = re.compile(r"^\S+\.(?:sh|py): [\d-]+ [\d:]+ (.*\btorchrun .*)$", re.MULTILINE)
 
 
 def launch(launcher: Path, folder: Path, *arguments: object, **variables: object) -> Started:
@@ -53,6 +54,16 @@ def launch(launcher: Path, folder: Path, *arguments: object, **variables: object
     return start(["bash", launcher, *arguments], env=env, cwd=folder)
 
 
+def launch_series(folder: Path, *arguments: object, **variables: object) -> Started:
+    """Starts tools/series.py on this machine, of the project or of a copy in the folder."""
+    copy = folder / "project/tools/series.py"
+    command = copy if copy.exists() else ROOT / "tools/series.py"
+    env = {"PYTHON": sys.executable, "RUN_NAME": "run", "NNODES": "1", "PROBE": "0"}
+    env |= {"MASTER_PORT": str(free_ports(30))}
+    env |= {name: None if value is None else str(value) for name, value in variables.items()}
+    return start([sys.executable, command, *arguments], env=env, cwd=folder)
+
+
 def guarded(*rows: tuple) -> list:
     """Cases of a test: each row begins with the faults that its case guards against, or none."""
     marks = [pytest.mark.guards(*faults.split()) for faults, *_ in rows]
@@ -60,9 +71,17 @@ def guarded(*rows: tuple) -> list:
 
 
 # In place of PYTHON where only what a launcher starts is looked at. The launcher's own questions
-# are for the Python of the tests. Of what it starts the variables and the words are printed.
+# are for the Python of the tests, except that GPUs are shown by CUDA_VISIBLE_DEVICES alone. Of
+# what it starts the variables and the words are printed.
 STUB = """#!/usr/bin/env bash
-[ "$1" != -c ] || exec '{python}' "$@"
+case $* in
+*device_count*)
+    tr ',' '\\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^-/,$d' | grep -c . || true
+    exit
+    ;;
+-c*) exec '{python}' "$@" ;;
+*/run.py* | */series.py*) exec -a "$0" '{python}' "$@" ;;
+esac
 mapfile -t variables < <(env | grep -E '^(NCCL|GLOO|G?OMP|PET)_')
 printf 'GIVEN'; printf ' %q' "${{variables[@]}}" "$@"; echo
 """
@@ -114,10 +133,23 @@ def changed_project(folder: Path, code: str) -> Path:
     return project
 
 
+# How a script records its end, without the time that PyTorch takes to load.
+RECORD = """
+import json, os, signal, sys, time
+
+def record(word, line):
+    print(line, flush=True)
+    extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        json.dump({"message": {"message": f"Ended: {word}: {line}", "extraInfo": extra}}, file)
+
+"""
+
+
 def project_with(folder: Path, code: str) -> Path:
     """A copy of the project with this code as the script."""
     project = copy_project(folder)
-    (project / SCRIPT.name).write_text(f"import os, signal, sys, time\n{code}")
+    (project / SCRIPT.name).write_text(RECORD + code)
     return project
 
 
@@ -125,7 +157,8 @@ def project_with(folder: Path, code: str) -> Path:
 STOPS = """
 def stop(*_):
     time.sleep(0.5)
-    print(f"[CPU {os.environ['RANK']}] Stopped on SIGTERM | step 3 | exit code 75", flush=True)
+    line = f"[CPU {os.environ['RANK']}] Stopped on SIGTERM | step 3 | exit code 75"
+    record("stopped", line)
     sys.exit(75)
 
 signal.signal(signal.SIGTERM, stop)
@@ -173,8 +206,12 @@ class TwoNodes:
         path = self.folder(node) / "logs" / run / f"node{node}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def start(self, node: int, *arguments: object, **variables: object) -> Started:
-        """Starts the launcher on one node; `variables` are its environment, and win."""
+    def start(
+        self, node: int, *arguments: object, runs: list[str] | None = None, **variables: object
+    ) -> Started:
+        """Starts the launcher on one node, or series.py with `runs`; `variables` are its
+        environment, and win.
+        """
         env = {
             "NNODES": "2",
             "NODE_RANK": str(node),
@@ -186,14 +223,16 @@ class TwoNodes:
             "PYTHON": sys.executable,
         }
         env |= {name: str(value) for name, value in variables.items()}
-        command = ["bash", self.launcher, *arguments]
+        command: list[object] = ["bash", self.launcher, *arguments]
+        if runs:
+            command = [sys.executable, ROOT / "tools/series.py", *runs, "--", *arguments]
         return self.pair.popen(node, command, env=env, cwd=self.folder(node))
 
-    def start_both(self, *arguments: object, **variables: object) -> list[Started]:
+    def start_both(self, *arguments: object, **variables: Any) -> list[Started]:
         """The same on both nodes."""
         return [self.start(node, *arguments, **variables) for node in (0, 1)]
 
-    def train(self, *arguments: object, **variables: object) -> list[Started]:
+    def train(self, *arguments: object, **variables: Any) -> list[Started]:
         """Starts both nodes, and waits until each has logged step 3."""
         started = self.start_both(*arguments, **variables)
         for one in started:

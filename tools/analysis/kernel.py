@@ -13,7 +13,7 @@ import os
 import time
 from pathlib import Path
 
-# Where the kernel shows its devices. Tests give another folder, to launcher/networks.sh as well.
+# Where the kernel shows its devices. Tests give another folder.
 SYSFS = Path(os.environ.get("SYSFS_ROOT") or "/sys")
 KINDS = {1: "ethernet", 32: "ipoib", 772: "loopback"}  # linux/if_arp.h
 LINK_LAYERS = {"InfiniBand": "infiniband", "Ethernet": "roce"}  # EFA has neither word

@@ -332,7 +332,7 @@ def delivered(run):
     if not run.link_gbps:
         virtual = run.network.virtual
         why = f"{virtual}, is not judged" if virtual else "its stated speed is not known"
-        return f"{text}; {why} (the launcher's LINK_GBPS, or --link_gbps here, gives the link's)."
+        return f"{text}; {why} (--link_gbps, here or of series.py, gives the link's)."
     reached, stated = run.wire_gbps / run.link_gbps, rate(run.link_gbps)
     text += f", {reached:.0%} of the {run.rate_is} {stated}"
     lowest = run.link_gbps == run.network.stated and run.rate_is == "stated"
