@@ -119,7 +119,7 @@ LOG_EVERY = 5  # steps from one log line to the next
 
 
 def main(process):
-    """Every process runs all of this. `process` says which one it is."""
+    """All ranks: every process runs all of this. `process` says which one it is."""
     args = parse_arguments(sys.argv[1:])
     read_environment(process)  # 1/6
     join_process_group(args, process)  # 2/6
@@ -246,7 +246,10 @@ def read_environment(process):
 
 
 def join_process_group(args, process):
-    """All ranks: chooses the device, and joins the group. Raises UserError or StartError."""
+    """All ranks: chooses the device, and joins the group. Raises UserError or StartError.
+
+    The process group: the processes that make collective calls together, here all of them.
+    """
     # The backend moves tensors between the processes: NVIDIA's library NCCL between GPUs, one for
     # each process; Gloo between CPUs, or between processes that share a GPU.
     process.backend = choose_backend(args, process)
@@ -258,8 +261,9 @@ def join_process_group(args, process):
         torch.cuda.set_device(process.device)
     prepare_hardware(args, process)  # settings of PyTorch; a Mac's GPU
     # All processes meet at MASTER_ADDR:MASTER_PORT, which torchrun has set, and exchange addresses
-    # through a store. (torchrun itself has waited for the other nodes, up to 15 minutes.) If one
-    # has not come after --timeout seconds, the others end with a StartError, exit code 1.
+    # through a store. If a process has not come after --timeout seconds, the others end with a
+    # StartError, exit code 1. (Before that torchrun has waited for the other nodes. If a node does
+    # not come, torchrun fails after 15 minutes, and this script never starts.)
     with connecting_ranks(args, process):
         dist.init_process_group(  # rank, world size and the address are in the environment
             process.backend,
@@ -464,7 +468,7 @@ def train_one_epoch(training, loader, epoch):
         training.step += 1
         images_seen += images_in_step
         training.loss_sum += loss_of_step * images_in_step
-        log_save_or_stop(training, epoch, loss_of_step, images_in_step)  # each when it is due
+        log_save_or_stop(training, epoch, loss_of_step, images_in_step)  # what is due
     share_statistics(training)
     agree_to_continue(training, timer.last_step_seconds())  # all go on, or on a signal all end
     log_epoch(training, epoch, steps_done + 1, images_seen, began)

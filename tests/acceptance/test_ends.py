@@ -86,7 +86,7 @@ def test_a_rank_that_torchrun_stops_after_another_has_failed_is_no_stop_of_the_u
 @pytest.mark.guards("records-of-start")
 def test_what_nccls_watchdog_says_is_the_last_line(failed_twice):
     """Beside a rank that is killed. For the reason of a restart, and a watchdog alone, see
-    `judge_end` in test_last_line.py.
+    `judge` in test_last_line.py.
     """
     assert WATCHDOG in failed_twice.lines()[-1]
 
