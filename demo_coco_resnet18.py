@@ -9,7 +9,8 @@ Python 3.10 or newer, and what requirements.txt lists. --help lists all options.
 One GPU, or the CPU if there is none (plain `python` works, too):
     torchrun --standalone --local-addr=127.0.0.1 --nnodes=1 --nproc_per_node=1 \
         demo_coco_resnet18.py --coco_image_path DIR --annotation_path FILE
-All GPUs of one machine (on a CPU prefix the command with OMP_NUM_THREADS=N, cores / processes):
+All GPUs of one machine (without GPUs: OMP_NUM_THREADS=8 torchrun ... --nproc_per_node=2, for two
+processes of eight cores each):
     torchrun --standalone --local-addr=127.0.0.1 --nnodes=1 --nproc_per_node=gpu \
         demo_coco_resnet18.py ...
 Two nodes (machines) with two GPUs each. They meet (rdzv: rendezvous) at the first node's address
@@ -964,7 +965,10 @@ def prepare_hardware(args, process):
 
 
 def set_threads(process):
-    """All ranks: PyTorch gets as many threads as this process has CPU cores. Returns these."""
+    """All ranks: the number of CPU cores for this process. PyTorch gets as many threads.
+
+    (Not if OMP_NUM_THREADS is set. torchrun sets it to 1 if it starts several processes.)
+    """
     cores = own_cores(process)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores)
@@ -2124,7 +2128,7 @@ class StartError(Exception):
 
 
 class Stopped(Exception):
-    """All ranks end before the training does. The checkpoint is saved."""
+    """All ranks end before the training does. The checkpoint, if one is asked for, is saved."""
 
     def __init__(self, training, stop):
         # Nodes whose launcher can start again should do so after the end of a torchrun.
