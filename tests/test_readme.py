@@ -169,7 +169,7 @@ def test_readmes_first_commands_train_and_compare(tmp_path):
     script = "\n".join(["set -eo pipefail; source() { true; }", *lines, alone, compares])
     with start(["bash", "-c", script], cwd=project) as started:
         run = started.finish(600)
-    assert run.out.count("Cleanup complete") == 4
+    assert run.out.count("Cleanup complete") == 5
     first, second = map(float, re.findall(r"Epoch \d complete \| Avg loss: (\S+)", run.out)[:2])
     assert second < first
     assert re.search(r"Epoch 2 validation \| Top-1: \d", run.out)

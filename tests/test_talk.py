@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -147,7 +148,7 @@ def test_steps_of_the_talk_and_of_its_repetition():
     assert steps == 924 and range(1, steps + 1, 5)[-1] == 921
     assert 118_287 // 128 + 1 == 925 and range(1, 926, 5)[-1] == 921  # numbered anew
     (repeat,) = [text for text in PAGE.commands if "RUN_NAME=talk" in text]
-    args = demo.parse_arguments(repeat.replace("\\\n", "").partition(".sh ")[2].split())
+    args = demo.parse_arguments(repeat.replace("\\\n", "").partition(" -- ")[2].split())
     steps = args.num_epochs * math.ceil(117_266 / args.global_batch_size)
     assert f"{steps} steps, because" in PAGE.prose.replace("\n", " ")
 
@@ -258,7 +259,8 @@ def test_readmes_blocks_train_on_two_nodes_without_gpus(tmp_path, sample):
     with NamespacePair() as nodes:
         changes = {"python tools/make_sample_coco.py data/sample_coco\n": ""}
         changes |= {"data/sample_coco": str(sample), "10.0.0.1": nodes.addresses[0]}
-        changes |= {"steps 200": "steps 6", "THREADS=4": "THREADS=1", SCRIPT.name: str(SCRIPT)}
+        changes |= {"steps 200": "steps 6", "THREADS=4": "THREADS=1"}
+        changes |= {SCRIPT.name: shlex.quote(str(SCRIPT))}
         started = []
         for node in (0, 1):
             text = "\n".join(["set -e", both, cpus, own[node]])
