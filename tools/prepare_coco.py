@@ -22,9 +22,9 @@ of the image becomes 0, the greatest one 255.
 
 With --packed TARGET gets no JPEGs: the pixels of all images of a split are in one file, such as
 train2017.rgb, which has an index, train2017.rgb.index. Training then has nothing to decode, and
-reads several times as many images a second. The file of train2017 has 31 GB. Give it to the demo
-in place of a folder: --coco_image_path coco256/train2017.rgb. A --shorter_side beyond that of the
-images keeps their size.
+reads several times as many images a second. The file of train2017 has some 33 GB. Give it to the
+demo in place of a folder: --coco_image_path coco256/train2017.rgb. A --shorter_side beyond that of
+the images keeps their size.
 
 A run that was stopped or killed goes on when it is started again. An image that is in TARGET is
 not made again, also if its source has changed. Two runs at once may make one TARGET, except with
