@@ -144,7 +144,7 @@ GPU = """\
 """
 
 
-@pytest.mark.guards("benchmark-torchrun")
+@pytest.mark.guards("benchmark-torchrun", "benchmark-resident")
 def test_gpu_prints_a_row_for_each_case(benchmark, made_up, monkeypatch):
     monkeypatch.setattr(tool, "gpu_count", lambda: 2)
 
@@ -195,14 +195,14 @@ def test_real_steps_of_the_script_and_of_a_copy_in_the_users_folder(
 
 
 @LONG
-@pytest.mark.guards("benchmark-resident")
 def test_gpu_really_runs_and_a_resident_batch_costs_no_loading(benchmark, monkeypatch):
     """By torchrun, here on a CPU."""
     monkeypatch.setattr(tool, "gpu_count", lambda: 1)
     out = benchmark("gpu", *ONCE)
-    rows = re.findall(r"^1 GPU\(s\), fp32, (\w+) +[\d.]+ +[\d.]+ +([\d.]+) ", out, re.M)
-    assert [kind for kind, _ in rows] == ["fed", "resident"]
-    assert float(rows[1][1]) < 1, out
+    rows = re.findall(r"^1 GPU\(s\), fp32, (\w+) +[\d.]+ +([\d.]+) +([\d.]+) ", out, re.M)
+    assert [kind for kind, *_ in rows] == ["fed", "resident"]
+    step, data = map(float, rows[1][1:])
+    assert data < step / 5, out  # a little on a busy machine
 
 
 @LONG
