@@ -202,7 +202,7 @@ def test_gpu_really_runs_and_a_resident_batch_costs_no_loading(benchmark, monkey
     rows = re.findall(r"^1 GPU\(s\), fp32, (\w+) +[\d.]+ +([\d.]+) +([\d.]+) ", out, re.M)
     assert [kind for kind, *_ in rows] == ["fed", "resident"]
     step, data = map(float, rows[1][1:])
-    assert data < step / 5, out  # a little on a busy machine
+    assert data < step / 50, out  # a little on a busy machine
 
 
 @LONG
