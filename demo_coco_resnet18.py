@@ -107,7 +107,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from torchvision.transforms import v2
+from torchvision.transforms import RandomResizedCrop, v2
+from torchvision.transforms.v2.functional import resize
 
 # What to change first. Each is the default of the option with its name; --help lists all options.
 NUM_EPOCHS = 2  # passes over the images
@@ -281,8 +282,7 @@ def make_train_loader(args, process, train_set):
     """The batches of this rank's share of the training images."""
     if args.dummy:
         return DummyLoader(args, process, train_set)
-    transform = v2.Compose([RandomCrop(args.image_size), v2.RandomHorizontalFlip()])
-    dataset = CocoFirstCategory(args, process, args.coco_image_path, train_set, transform)
+    dataset = CocoFirstCategory(args, process, args.coco_image_path, train_set, random_crop)
     # DDP 3/6: the sampler gives each rank its own share of the images. Every rank shuffles the
     # full list identically, by seed and epoch. Of N ranks, rank r takes number r, r + N, ...
     # Each step has a collective call (5/6), so all ranks must make the same number of steps, and
@@ -298,8 +298,7 @@ def make_val_loader(args, process, val_set):
     """The batches of this rank's share of the validation images, or None."""
     if not val_set:
         return None
-    transform = v2.Compose([v2.Resize(args.image_size * 8 // 7), v2.CenterCrop(args.image_size)])
-    dataset = CocoFirstCategory(args, process, args.val_image_path, val_set, transform)
+    dataset = CocoFirstCategory(args, process, args.val_image_path, val_set, center_crop)
     sampler = EpochSampler(dataset, process.world_size, process.rank, shuffle=False)
     # Padding would count some images twice. DistributedSampler puts it at the end of some shares:
     # these end one image earlier here. Shares of different lengths do no harm: the ranks exchange
@@ -318,12 +317,12 @@ class CocoFirstCategory(Dataset):
     such keys and with `labels`, and functions in place of read_image_list and check_images.
     """
 
-    def __init__(self, args, process, folder, image_set, transform):
+    def __init__(self, args, process, folder, image_set, crop):
         self.size, self.seed, self.process = args.image_size, args.seed, process
         self.folder, self.names, self.labels = folder, image_set.names, image_set.labels
         is_packed = folder and os.path.isfile(folder)
         self.packed = PackedImages(folder, self.names) if is_packed else None
-        self.transform = transform
+        self.crop = crop  # a function of an image, (3, height, width), and the size
 
     def __len__(self):
         return len(self.names)
@@ -338,7 +337,7 @@ class CocoFirstCategory(Dataset):
         # Python's hash of integers is the same in every process. torch.manual_seed would do as
         # well, but it also seeds the GPUs, which would make a crop a third slower.
         torch.default_generator.manual_seed(hash((self.seed, epoch, index)) % 2**32)
-        rows = self.transform(image.permute(2, 0, 1)).permute(1, 2, 0)
+        rows = self.crop(image.permute(2, 0, 1), self.size).permute(1, 2, 0)
         return rows, self.labels[index], damaged
 
     def load_image(self, path):
@@ -1287,18 +1286,21 @@ class PackedImages:
         return torch.frombuffer(pixels, dtype=torch.uint8).view(height, width, 3)
 
 
-class RandomCrop(v2.RandomResizedCrop):
-    """RandomResizedCrop, faster and with the same pixels: it copies the crop before it resizes.
+def random_crop(image, size):
+    """A random part of an image, resized to (3, size, size), and flipped in half of all cases."""
+    top, left, height, width = RandomResizedCrop.get_params(image, (0.08, 1), (3 / 4, 4 / 3))
+    part = image[:, top : top + height, left : left + width]
+    # A copy of the rows is faster to resize. With a torchvision for PyTorch before 2.9 it is
+    # slower, on CPUs with AVX512.
+    if torch.__version__ >= (2, 9):
+        part = part.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    part = resize(part, [size, size])
+    return part.flip(2) if torch.rand(1) < 0.5 else part
 
-    (Not with a torchvision for PyTorch before 2.9: on CPUs with AVX512 that is slower.)
-    """
 
-    def transform(self, image, where):
-        top, left = where["top"], where["left"]
-        image = image[:, top : top + where["height"], left : left + where["width"]]
-        if torch.__version__ >= (2, 9):
-            image = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-        return v2.functional.resize(image, self.size, antialias=True)
+def center_crop(image, size):
+    """For validation: the middle of an image whose shorter side is a little longer than size."""
+    return v2.functional.center_crop(resize(image, [size * 8 // 7]), [size, size])
 
 
 def has_more_bits(image):

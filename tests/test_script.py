@@ -297,22 +297,25 @@ def test_images_of_a_packed_file_are_those_of_the_folder(demo, images, packed):
         assert torch.equal(image, expected) and label == same
         assert image.shape == (40, 40, 3)
         file = pickle.loads(pickle.dumps(dataset(demo, packed)))
-    file.transform = demo.v2.RandomHorizontalFlip(1)
+    file.crop = lambda image, size: image.flip(2)
     expected = demo.decode((images / "0002.jpg").read_bytes()).flip(1)
     assert expected.shape == (40, 48, 3) and torch.equal(file[1, 2][0], expected)
 
 
-@pytest.mark.guards("rows-pixels")
+@pytest.mark.guards("rows-pixels", "center-crop")
 def test_crops_are_those_of_torchvision(demo, images):
     """Bit for bit, for the same state of the random generator."""
-    own, other = demo.RandomCrop(40), demo.v2.RandomResizedCrop(40)
-    for number, path in enumerate(sorted(images.iterdir())):
-        image = demo.decode(path.read_bytes()).permute(2, 0, 1)
-        found = []
-        for crop in (own, other):
+    v2 = demo.v2
+    for own, transforms in (
+        (demo.random_crop, [v2.RandomResizedCrop(28), v2.RandomHorizontalFlip()]),
+        (demo.center_crop, [v2.Resize(32), v2.CenterCrop(28)]),
+    ):
+        for number, path in enumerate(sorted(images.iterdir())):
+            image = demo.decode(path.read_bytes()).permute(2, 0, 1)
             torch.manual_seed(number)
-            found.append(crop(image))
-        assert torch.equal(*found)
+            expected = v2.Compose(transforms)(image)
+            torch.manual_seed(number)
+            assert torch.equal(own(image, 28), expected)
 
 
 @pytest.mark.guards("packed-size", "packed-lacks", "packed-shorter")
