@@ -76,7 +76,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -767,43 +766,43 @@ def check_data_options(args, refuse):
         refuse("--dummy loads no images and no weights: leave --workers and --weights out")
     if args.dummy:
         args.weights, args.workers = "none", 0
-        if not args.num_epochs:
-            args.max_steps = args.max_steps or DUMMY_STEPS
+        if not args.num_epochs:  # as many as the steps need, with any number of processes
+            args.num_epochs = args.max_steps = args.max_steps or DUMMY_STEPS
     args.num_epochs = args.num_epochs or NUM_EPOCHS
 
 
 def check_start(args, process, train_set, val_set):
-    """All ranks: raises UserError unless all have the same settings, and the images.
+    """All ranks: raises UserError unless all have the same settings, and all images.
 
     Returns a digest of the sizes of some images, which tells resized images from the originals.
     """
     settings = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
-    settings["--checkpoint given"] = bool(args.checkpoint)  # all ranks take part in saving it
-    settings["--profile given"] = bool(args.profile)
+    for name in ("checkpoint", "profile", "val_image_path"):  # needs collective calls
+        settings[f"--{name} given"] = bool(getattr(args, name))
     settings["PyTorch"] = str(torch.__version__)
-    sizes, sizes_digest = [], digest()
+    check_same(settings)
+    if args.dummy:
+        return digest()
+    count = len(train_set.names) + len(val_set.names if val_set else [])
+    log_from_rank_0(process, f"Looking for {counted(count, 'image')}")
     with errors_end_all_ranks():
-        if args.dummy != (train_set.names == DUMMY_SET.names):  # rank 0's
-            raise UserError("--dummy is not given on all ranks: start all ranks alike")
-        if not args.dummy:
-            count = len(train_set.names) + len(val_set.names if val_set else [])
-            log_from_rank_0(process, f"Looking for {counted(count, 'image')}")
-            sizes, sizes_digest = check_images(args.coco_image_path, train_set.names)
-        if val_set and not args.val_image_path:
-            raise UserError("--val_image_path is given on rank 0 only: start all ranks alike")
+        sizes, sizes_digest = check_images(args.coco_image_path, train_set.names)
         if val_set:
             check_images(args.val_image_path, val_set.names)
-    settings["sizes of the images"] = sizes_digest
-    if max(map(min, sizes), default=math.inf) < args.image_size:
+    if max(map(min, sizes)) < args.image_size:
         text = "the images are smaller than --image_size: prepared for a smaller one?"
         log_from_rank_0(process, f"WARNING: {text}")
-    expected = from_rank_0(lambda: settings)
+    check_same({"sizes of the images": sizes_digest})
+    return sizes_digest
+
+
+def check_same(settings):
+    """All ranks: raises UserError unless all have the same settings, {name: value}."""
     with errors_end_all_ranks():
-        for name, value in expected.items():
+        for name, value in from_rank_0(lambda: settings).items():
             if settings.get(name) != value:
                 text = f"{name} is {settings.get(name)} here, but {value} on rank 0"
                 raise UserError(f"{text}: start all ranks alike")
-    return sizes_digest
 
 
 def fill_in_arguments(args, process, image_count, checkpoint=None):
@@ -913,17 +912,11 @@ def read_job_step(env):
 
 def first_node(nodes):
     """The first name of SLURM's list of nodes: node01 of node[01-04,07]. Raises UserError."""
-    simple = re.fullmatch(r"([\w.-]+)(\[(\d+)[\d,-]*\])?(,.*)?", nodes)
-    if simple:
-        return simple[1] + (simple[3] or "")
-    try:  # such as rack[1-2]n[1-4]
-        command = ["scontrol", "show", "hostnames", nodes]
-        return subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, check=True
-        ).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError) as error:
-        text = f"scontrol cannot tell the first node of SLURM's list {nodes}"
-        raise UserError(f"{text}: export MASTER_ADDR, with the name of that node") from error
+    found = re.fullmatch(r"([\w.-]+)(\[(\d+)[\d,-]*\])?(,.*)?", nodes)
+    if not found:  # such as rack[1-2]n[1-4]
+        text = f"export MASTER_ADDR, with the first node of {nodes} (scontrol show hostnames)"
+        raise UserError(text)
+    return found[1] + (found[3] or "")
 
 
 def tasks_of_this_node(env):
@@ -942,9 +935,7 @@ def choose_backend(args, process):
     # Some set-ups show each process its own GPU alone.
     own_gpu = process.launcher in ("srun", "mpirun") and gpus == 1
     if backend == "nccl" and process.local_world_size > gpus and not own_gpu:
-        text = (
-            f"--backend nccl: {process.local_world_size} processes for {gpus} GPU(s) on this node"
-        )
+        text = f"--backend nccl: {process.local_world_size} processes for {gpus} GPU(s) here"
         raise UserError(f"{text}: start one for each GPU, or use --backend gloo")
     if args.device == "mps" and (process.world_size > 1 or not torch.backends.mps.is_available()):
         raise UserError("--device mps needs a Mac, and one process")
@@ -964,23 +955,15 @@ def prepare_hardware(args, process):
 
 
 def set_threads(process):
-    """All ranks: the number of CPU cores for this process. PyTorch gets as many threads.
-
-    (Not if OMP_NUM_THREADS is set. torchrun sets it to 1 if it starts several processes.)
-    """
-    cores = own_cores(process)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(cores)
-    return cores
-
-
-def own_cores(process):
-    """All ranks: the number of CPU cores for this process."""
+    """All ranks: the number of CPU cores for this process. PyTorch gets as many threads."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
     mine = socket.gethostname(), sorted(cores)
     # Ranks of a node may share cores or have their own. (Nodes may have the same name.)
     sharing = min(all_gather(mine).count(mine), process.local_world_size)
-    return max(1, min(len(cores) // sharing, cpu_quota() // process.local_world_size))
+    own = max(1, min(len(cores) // sharing, cpu_quota() // process.local_world_size))
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it to 1 if it starts several processes
+        torch.set_num_threads(own)
+    return own
 
 
 def cpu_quota():
@@ -1002,14 +985,14 @@ def usable_gpus(args):
         return 0
     gpus = torch.cuda.device_count()
     if gpus and not usable:
-        reasons = [str(warning.message) for warning in caught] or ["without a reason from PyTorch"]
-        reason = reasons[0].partition(" (Triggered internally")[0].partition(" Please update")[0]
+        reason = str(caught[0].message) if caught else "without a reason from PyTorch"
+        reason = reason.partition(" (Triggered internally")[0].partition(" Please update")[0]
         text = f"PyTorch {torch.__version__} cannot use this node's {counted(gpus, 'GPU')}: "
-        text += f"{reason} | Install a build for this driver (UV_TORCH_BACKEND=auto, or a wheel "
         text += (
-            "for CUDA 12.x: driver 525 or newer; for CUDA 13: 580), or a newer driver, or give "
+            f"{reason} | Install a build for this driver (UV_TORCH_BACKEND=auto, or a wheel for "
         )
-        raise UserError(f"{text}--device cpu")
+        text += "CUDA 12.x: driver 525 or newer; CUDA 13: 580), a newer driver, or --device cpu"
+        raise UserError(text)
     if args.device == "cuda" and not gpus:
         text = f"--device cuda: PyTorch {torch.__version__} sees no GPU: see nvidia-smi, "
         text += "CUDA_VISIBLE_DEVICES, and whether its build is for CPUs. Or give --device cpu"
@@ -1080,14 +1063,15 @@ def connecting_ranks(args, process):
     meeting = f"rendezvous at {place}: did all nodes start, with rank 0's address and port?"
     interface = f"{process.backend.upper()}_SOCKET_IFNAME"
     connection = f"{process.backend} on the {process.device.type} of {socket.gethostname()}"
-    if process.backend == "nccl" and process.world_size == process.local_world_size:
-        late = f"the GPUs are not connected after {args.timeout:g} s: does their direct path fail "
-        late += "here (NCCL_P2P_DISABLE=1 proves it; then see IOMMU and ACS)? Has a rank ended?"
+    one_node = process.world_size == process.local_world_size
+    late = f"ERROR: no connection to all ranks in {args.timeout:g} s. "
+    if process.backend == "nccl" and one_node:
+        late += "Does the direct path between the GPUs fail (NCCL_P2P_DISABLE=1 proves it; then "
+        late += "see IOMMU and ACS)? Has a rank ended?"
     else:
-        late = f"no connection to all ranks in {args.timeout:g} s. First the {meeting} Then "
-        late += f"{connection}: do the others use {process.backend}, too? A firewall between the "
-        late += f"nodes, or the wrong interface (export {interface}=NAME)? Try tools/preflight.py"
-    late = f"ERROR: {late}"
+        late += f"First the {meeting} Then {connection}: do the others use {process.backend}, "
+        late += "too? A firewall between the nodes, or the wrong interface "
+        late += f"(export {interface}=NAME)? Try tools/preflight.py"
     timer = threading.Timer(args.timeout + 5, end_process, (EXIT_FAILED, process, late))
     timer.daemon = True
     timer.start()
@@ -1106,7 +1090,7 @@ def connecting_ranks(args, process):
             advice = advice_on(cause) if process.backend == "nccl" else []  # Gloo's fits any cause
             if advice:
                 text += f": {advice[0]}"
-            elif interface in os.environ or process.world_size > process.local_world_size:
+            elif interface in os.environ or not one_node:
                 now = os.environ.get(interface, "not set")
                 text += f" | Is {interface} ({now}) the interface between the nodes? A firewall?"
         raise StartError(text) from error
@@ -1121,6 +1105,7 @@ def connecting_ranks(args, process):
 ImageSet = namedtuple("ImageSet", "names labels categories unlabelled")
 # With --dummy: as many images and classes as COCO has.
 DUMMY_SET = ImageSet(range(117_266), [], {n: f"class {n}" for n in range(80)}, 0)
+SEE = "tools/check_coco.py says more"
 INSTANCES = "give an instances file, such as instances_train2017.json"
 # What training needs of a file, in COCO's own types. tools/prepare_coco.py takes others, too.
 FIELDS = {
@@ -1151,9 +1136,9 @@ def read_image_list(path, train_set=None):
         raise UserError(f"annotation file {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         text = f"annotation file {path} is not JSON, or not complete"
-        raise UserError(text + see_check_coco()) from error
+        raise UserError(f"{text} ({SEE})") from error
     except UserError as error:
-        raise UserError(f"annotation file {path}: {error}{see_check_coco()}") from error
+        raise UserError(f"annotation file {path}: {error} ({SEE})") from error
     finally:
         gc.enable()
 
@@ -1197,12 +1182,6 @@ def list_labelled(coco):
     names = [image["file_name"] for image in labelled]
     labels = [label_of[category] for category in used]
     return ImageSet(names, labels, categories, len(images) - len(names))
-
-
-def see_check_coco():
-    """Names the tool that says more of a file, where it lies beside this one."""
-    tool = Path(__file__).resolve().parent / "tools" / "check_coco.py"
-    return f" ({tool} says more)" if tool.is_file() else ""
 
 
 def match_classes(image_set, train_set):
@@ -1413,7 +1392,7 @@ def refuse_missing(where, names, missing):
     """Raises UserError if some of the names are missing there."""
     if missing:
         text = f"lacks {len(missing)} of {len(names)} listed images, the first is {missing[0]}"
-        raise UserError(f"the {where} {text}{see_check_coco()}")
+        raise UserError(f"the {where} {text} ({SEE})")
 
 
 def missing_images(folder, names):
@@ -1423,11 +1402,7 @@ def missing_images(folder, names):
     for subfolder in {os.path.dirname(name) for name in names}:
         try:
             with os.scandir(os.path.join(folder, subfolder)) as entries:
-                files[subfolder] = {
-                    entry.name
-                    for entry in entries
-                    if entry.is_file(follow_symlinks=False) or os.path.isfile(entry)
-                }
+                files[subfolder] = {entry.name for entry in entries if entry.is_file()}
         except (OSError, ValueError):  # ValueError: a name that no file can have
             files[subfolder] = set()
     return [name for name in names if os.path.basename(name) not in files[os.path.dirname(name)]]
@@ -2148,11 +2123,8 @@ class Ended(Exception):
 
 def record_end(word, text):
     """word: own (this rank's error), shared (all ranks'), peer (a lost connection), stopped."""
-    try:
-        raise Ended(f"{word}: {text}") from None
-    except Ended as end:
-        with suppress(OSError):  # a full disk
-            get_error_handler().record_exception(end)
+    with suppress(OSError):  # a full disk
+        get_error_handler().record_exception(Ended(f"{word}: {text}"))
 
 
 @contextmanager

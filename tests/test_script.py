@@ -373,16 +373,17 @@ ON_NODES = {
 @pytest.mark.guards("cores-shared", "nodes-of-one-name")
 @pytest.mark.parametrize(("ranks", "expected"), ON_NODES.values(), ids=ON_NODES)
 def test_ranks_that_have_the_same_cores_share_them(demo, monkeypatch, ranks, expected):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # PyTorch's threads stay as they are
     monkeypatch.setattr(demo, "cpu_quota", lambda: sys.maxsize)
     monkeypatch.setattr(demo, "all_gather", lambda value: ranks)
     place, found = demo.ProcessInfo(local_world_size=2), []
     for host, cores in ranks:
         monkeypatch.setattr(demo.os, "sched_getaffinity", lambda _, own=cores: {*own})
         monkeypatch.setattr(demo.socket, "gethostname", lambda own=host: own)
-        found.append(demo.own_cores(place))
+        found.append(demo.set_threads(place))
     assert found == expected
     monkeypatch.setattr(demo, "cpu_quota", lambda: 2)
-    assert demo.own_cores(place) == 1
+    assert demo.set_threads(place) == 1
 
 
 def test_windows_is_refused_in_one_line():

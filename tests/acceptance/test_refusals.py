@@ -176,8 +176,9 @@ def test_ranks_with_other_data_or_arguments_end_and_one_line_names_what(other, f
 def test_dummy_on_one_rank_alone_is_named(folder, swap):
     words = [[*GOOD, *FAST], ["--dummy", "--image_size", 40]][::swap]
     (run,) = run_forked([(2, words)], QUICK, expect=2, cwd=folder)
-    line = "ERROR: --dummy is not given on all ranks: start all ranks alike (rank 1)"
-    assert the_error(run.output).endswith(line)
+    given = swap == 1  # to rank 1
+    line = f"ERROR: --dummy is {given} here, but {not given} on rank 0: start all ranks alike"
+    assert the_error(run.output).endswith(f"{line} (rank 1)")
 
 
 @LONG
@@ -185,7 +186,8 @@ def test_validation_images_that_rank_0_alone_was_given_are_named(folder):
     words = [*GOOD, *FAST]
     val = ["--val_image_path", GOOD[1], "--val_annotation_path", GOOD[3]]
     (run,) = run_forked([(2, [[*words, *val], words])], QUICK, expect=2, cwd=folder)
-    assert "--val_image_path is given on rank 0 only: start all ranks alike" in run.output
+    line = "--val_image_path given is False here, but True on rank 0: start all ranks alike"
+    assert line in run.output
     assert "Traceback" not in run.output
 
 
