@@ -988,10 +988,8 @@ def usable_gpus(args):
         reason = str(caught[0].message) if caught else "without a reason from PyTorch"
         reason = reason.partition(" (Triggered internally")[0].partition(" Please update")[0]
         text = f"PyTorch {torch.__version__} cannot use this node's {counted(gpus, 'GPU')}: "
-        text += (
-            f"{reason} | Install a build for this driver (UV_TORCH_BACKEND=auto, or a wheel for "
-        )
-        text += "CUDA 12.x: driver 525 or newer; CUDA 13: 580), a newer driver, or --device cpu"
+        text += f"{reason} | Install a build for this driver (UV_TORCH_BACKEND=auto, or a wheel "
+        text += "for CUDA 12.x: driver 525 or newer; 13: 580), a newer driver, or --device cpu"
         raise UserError(text)
     if args.device == "cuda" and not gpus:
         text = f"--device cuda: PyTorch {torch.__version__} sees no GPU: see nvidia-smi, "
