@@ -269,9 +269,10 @@ def join_process_group(args, process):
         dist.init_process_group(  # rank, world size and the address are in the environment
             process.backend,
             timeout=timedelta(seconds=args.timeout),
-            device_id=process.device if process.backend == "nccl" else None,  # binds it to a GPU
+            # NCCL then forms its communicator here, and not in the first collective call.
+            device_id=process.device if process.backend == "nccl" else None,
         )
-        # In its first collective call NCCL connects the ranks for data. item() waits for its end.
+        # The first collective call opens the connections for data. item() waits for its end.
         probe = torch.ones(1, device=process.exchange_device)
         dist.all_reduce(probe)
         probe.item()
@@ -310,6 +311,9 @@ def make_val_loader(args, process, val_set):
 
 class CocoFirstCategory(Dataset):
     """Images, each with the category of its first annotation as its label.
+
+    The label ignores all other objects in the image. Do not expect a high accuracy: the task is
+    there to make the ranks work on real images.
 
     A key is (epoch, index). Key and seed alone decide how an image is cropped, so it looks the
     same on whichever rank, and in a resumed run. For another kind of data write a Dataset with
@@ -513,7 +517,10 @@ def share_statistics(training):
 
 
 def forward(training, model, images):
-    """Logits, float32 (n, classes), of images, uint8 (n, size, size, 3)."""
+    """Logits, float32 (n, classes), of images, uint8 (n, size, size, 3).
+
+    In training all ranks call it together: with --sync_bn it has collective calls.
+    """
     process, precision = training.process, training.args.precision
     images = images.to(process.device, non_blocking=process.gpu).permute(0, 3, 1, 2)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
@@ -543,9 +550,9 @@ def evaluate(training, loader, epoch):
 
 
 def save_checkpoint(training, is_last):
-    """All ranks: rank 0 writes the checkpoint. Raises UserError.
+    """All ranks: check that the weights are finite. Rank 0 writes the checkpoint, if asked for.
 
-    is_last: whether the run ends now. Only then is a failed write fatal.
+    is_last: whether the run ends now. Only then is a failed write fatal. Raises UserError.
     """
     args, process = training.args, training.process
     training.may_take_long = True
@@ -1611,6 +1618,7 @@ def start_profiler(args, process):
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
     def write(profiler):
+        """All ranks: write their traces, after the same step."""
         path = os.path.join(args.profile, f"rank{process.rank}.json.gz")
         # All wait for the slowest to write: then no later step does.
         with errors_end_all_ranks(), as_user_error(f"--profile {path} cannot be written"):
