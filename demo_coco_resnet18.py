@@ -1345,8 +1345,8 @@ class DummyLoader:
             yield images, labels, torch.zeros(len(images), dtype=torch.bool)  # none is damaged
 
 
-def ignore_stop_signals(_):
-    """In a loader worker: SLURM signals all processes of a job, but the ranks decide."""
+def ignore_stop_signals(_=None):
+    """For loader workers: SLURM signals all processes of a job, but the ranks decide."""
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, signal.SIG_IGN)
 
@@ -2184,6 +2184,7 @@ def run_and_exit(main, log_wall_time=True):
         # With a code the reason is logged already: this is only a connection lost after it.
         text = "" if code else explain(process, error)
         end_process(code or EXIT_FAILED, process, text, "peer" if OTHER_RANK in text else "own")
+    ignore_stop_signals()  # Python takes its handlers away before it ends: one could still kill it
     sys.exit(code)
 
 

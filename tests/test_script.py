@@ -386,6 +386,22 @@ def test_ranks_that_have_the_same_cores_share_them(demo, monkeypatch, ranks, exp
     assert demo.set_threads(place) == 1
 
 
+@pytest.mark.guards("signal-at-exit")
+def test_a_stop_signal_at_the_very_end_leaves_the_exit_code_as_it_is():
+    """When the variables of the main module go, Python has taken its handlers away."""
+    code = f"import os, signal, sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+    code += "import demo_coco_resnet18 as demo\n"
+    code += "class AtEnd:\n"
+    code += "    def __del__(self, kill=os.kill, me=os.getpid()): kill(me, 15)\n"
+    code += "at_end = AtEnd()\n"
+    code += "def main(process):\n"
+    code += "    signal.signal(15, lambda *_: None)\n"
+    code += "    raise demo.UserError('no')\n"
+    code += "demo.run_and_exit(main)"
+    with start([sys.executable, "-c", code]) as started:
+        assert started.finish(expect=2).lines() == ["[CPU 0] ERROR: no"]
+
+
 def test_windows_is_refused_in_one_line():
     code = "import multiprocessing, runpy, socket, sys, tempfile; sys.platform = 'win32'; "
     code += f"runpy.run_path({str(SCRIPT)!r})"
