@@ -310,9 +310,7 @@ def test_without_a_compiler_compile_ends_in_one_line_that_says_what_to_do(small)
     words = [*small, "--max_steps", 1, "--compile"]
     run = run_demo(words, launcher="python", env={"CXX": "no-such-compiler"}, expect=1)
     assert "Traceback" not in run.out
-    assert re.fullmatch(
-        r"ERROR: .*no-such-compiler.*: install g\+\+ .*--compile.*", run.lines(0)[-1]
-    )
+    assert re.fullmatch(r"ERROR: .*: install g\+\+ .*--compile.*", run.lines(0)[-1])
 
 
 @LONG
