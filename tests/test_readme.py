@@ -89,7 +89,7 @@ def test_programs_take_the_arguments_of_the_commands(calls, monkeypatch):
     """The script's go to it through whatever launcher. A parser exits if it refuses them."""
     monkeypatch.chdir(ROOT)
     targets = {SCRIPT.name, "./launch_single.sh", "./launch_multinode.sh", *MADE, "--"}
-    targets |= {"docs/coco.sbatch", "docs/torchrun.sbatch"}
+    targets |= {"tools/slurm/coco.sbatch", "tools/slurm/torchrun.sbatch"}
     parsed = []
     for call in calls:
         at = [i for i, word in enumerate(call) if word in targets]

@@ -151,7 +151,7 @@ def test_bare_torchrun_in_a_batch_job_trains_on_both_nodes(cluster, sample, tmp_
     # Gloo would take each node's own name, which is loopback here.
     env = {"SBATCH_OUTPUT": str(out), "GLOO_SOCKET_IFNAME": cluster.pair.interface}
     words = [*data_args(sample), *FAST, "--max_steps", 3]
-    job = cluster.submit(ROOT / "docs/torchrun.sbatch", *words, cwd=ROOT, env=env)
+    job = cluster.submit(ROOT / "tools/slurm/torchrun.sbatch", *words, cwd=ROOT, env=env)
     ended = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
     wait_until(lambda: cluster.job(job)["JobState"] in ended, 240, "the end of the job")
     run = Run(["sbatch"], 0, out.read_text(), 0)
@@ -194,9 +194,9 @@ def test_requeued_job_without_resume_does_not_touch_the_checkpoint(cluster, samp
 
 @pytest.mark.guards("sbatch-requeue")
 def test_requeued_batch_job_resumes_and_loses_no_step(cluster, sample, tmp_path):
-    """SLURM warns docs/coco.sbatch of its time limit with SIGUSR1."""
+    """SLURM warns tools/slurm/coco.sbatch of its time limit with SIGUSR1."""
     script, out = tmp_path / "job.sh", tmp_path / "slurm.out"
-    text = (ROOT / "docs/coco.sbatch").read_text()
+    text = (ROOT / "tools/slurm/coco.sbatch").read_text()
     script.write_text(text.replace("./launch_multinode.sh", shlex.quote(str(MULTINODE))))
     test_id = new_test_id()
     env = {"SBATCH_OUTPUT": str(out), "GPUS_PER_NODE": "1", "RUN_NAME": tmp_path.name}
