@@ -8,14 +8,14 @@
 # To train over each of several networks, and to compare them: tools/series.py
 # Other environment variables and their defaults. Only GPUS_PER_NODE and the names of interfaces may differ between nodes:
 #   WORLD_SIZE           another name for NNODES: the number of nodes, not of processes
-#   MASTER_PORT=29500    first port; each start (probe, training, each restart) uses the next one
+#   MASTER_PORT=29500    of the probe, with or without one; the training uses the next port, each restart the one after
 #   GPUS_PER_NODE        processes on this node: one per GPU, or 1 if there is no GPU; `all` fails without a GPU
 #   IFNAME, NETWORK      where to keep the traffic: eth0, or mlx5_0, or mlx5_0,ib0; infiniband or ethernet
 #   PROBE=1              1: measure the link before multi-process training; 0: skip that
 #   RESTARTS=0           how many times to restart from the last checkpoint after a failure
 #   CONNECT_TIMEOUT=300  seconds to wait for the other nodes
 #   LOG_DIR=logs         this node's log is LOG_DIR/RUN_NAME/nodeK.log
-#   RUN_NAME             the date and time; a name is the same on all nodes, and has to be where they share the folder
+#   RUN_NAME             the same on all nodes; default: on each node its date, time and a number, in SLURM the job's
 #   OMP_NUM_THREADS      threads per process: cores / processes
 # Exit code: 0: finished; 2: an error that you can fix; 75: stopped by a signal after saving;
 # 128 + N: signal N came before training; else failed.
@@ -28,19 +28,20 @@ if [[ " $* " =~ \ (-h|--help)\  ]]; then
     exit
 fi
 
+# The Python of the active environment, or of .venv, which is made on first use; `here`: for this machine.
 python=$("$root/tools/environment.sh" here)
-# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, GPUS_PER_NODE, RUN_NAME: as they are set above, or as SLURM says.
+# Prints NNODES=2, NODE_RANK=0 and so on, one a line: the six values as set above, or as SLURM says. eval sets them.
 job=$("$python" "$root/tools/run.py" --job) || exit
 eval "$job"
 
-# A start's name for torchrun. It becomes a part of a file's name: without a slash.
-id="${RUN_NAME:-demo}-{start}"
 # For the sample set ({sample}): so small that, even on a slow CPU, a step spends less time computing than sending at 1 Gb/s.
 sample="--coco_image_path {sample}/train2017 --annotation_path {sample}/annotations/instances_train2017.json"
 sample+=" --weights none --batch_size 4 --image_size 64 --num_epochs 100 --max_steps 40"
 
-# run.py keeps the log, chooses the network, passes stop signals on and restarts. {start} is the number of the start,
-# {port} that of its port, {wait} how many seconds it waits for the other nodes.
+# run.py keeps the log, chooses the network, passes stop signals on and restarts. In the options of torchrun {start} is
+# 0 for the probe, 1 for the training, 2 and more for restarts; {port} is MASTER_PORT + {start}; {wait} is how many
+# seconds the nodes wait for each other.
+id="${RUN_NAME:-demo}-{start}" # torchrun makes a folder of this name: without a slash
 exec "$python" "$root/tools/run.py" --restarts="${RESTARTS:-0}" --log_dir="${LOG_DIR:-logs}" --run_name="$RUN_NAME" \
     --ifname="${IFNAME:-}" --network="${NETWORK:-}" --probe="${PROBE:-1}" \
     --port="$MASTER_PORT" --wait="${CONNECT_TIMEOUT:-300}" --sample="$sample" -- \

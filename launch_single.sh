@@ -8,7 +8,7 @@
 # Other environment variables and their defaults:
 #   RESTARTS=0         how many times to restart from the last checkpoint after a failure
 #   LOG_DIR=logs       the log is LOG_DIR/RUN_NAME/node0.log
-#   RUN_NAME           the date and time
+#   RUN_NAME           default: date, time and a number, as in 20260131-235959-4711
 #   OMP_NUM_THREADS    threads per process: cores / processes
 # Exit code: 0: finished; 2: an error that you can fix; 75: stopped by a signal after saving;
 # 128 + N: signal N came before training; else failed.
@@ -21,6 +21,7 @@ if [[ " $* " =~ \ (-h|--help)\  ]]; then
     exit
 fi
 
+# The Python of the active environment, or of .venv, which is made on first use; `here`: for this machine.
 python=$("$root/tools/environment.sh" here)
 processes=${GPUS:-1}
 [ "$processes" != all ] || processes=$("$python" "$root/tools/run.py" --count) || exit

@@ -24,15 +24,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from analysis.kernel import SYSFS, text_of
 
 ROOT = Path(__file__).resolve().parents[1]
-SAMPLE, MAKE_SAMPLE = ROOT / "data/sample_coco", ROOT / "tools/make_sample_coco.py"
-PROBE = ROOT / "tools/probe_link.py"
+SAMPLE = ROOT / "data/sample_coco"
 DATA = ("coco_image_path", "annotation_path", "val_image_path", "val_annotation_path")
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 FAILED, USER, STOPPED = 1, 2, 75  # exit codes
@@ -47,17 +47,15 @@ class UserError(Exception):
 def main(words: list[str]) -> int:
     try:
         if words == ["--count"]:
-            print(count_gpus() or no_gpus("GPUS"))
-            return 0
-        if words == ["--job"]:
+            print(count_gpus())
+        elif words == ["--job"]:
             print("\n".join(f"{name}={shlex.quote(x)}" for name, x in job(os.environ).items()))
-            return 0
-        args, command = parse_arguments(words)
-        with tempfile.TemporaryDirectory(prefix="run.py-", ignore_cleanup_errors=True) as records:
-            return Run(args, command, Path(records)).train()
+        else:
+            return Run(*parse_arguments(words)).train()
     except UserError as error:
         tell("run.py", f"error: {error}")
         return USER
+    return 0
 
 
 def tell(name: str, text: str) -> bytes:
@@ -69,9 +67,8 @@ def tell(name: str, text: str) -> bytes:
 
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, Command]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    text = "the run's files are in LOG_DIR/RUN_NAME; without a name one is made of date and time"
-    parser.add_argument("--log_dir", default="logs", help=text)
-    parser.add_argument("--run_name", default="", help="see --log_dir")
+    parser.add_argument("--log_dir", default="logs", help="its folder RUN_NAME has the files")
+    parser.add_argument("--run_name", default="", help="without one: date, time and a number")
     parser.add_argument("--restarts", default="0", help="starts after a failure")
     parser.add_argument("--port", default="29500", help="of start 0")
     parser.add_argument("--wait", default="300", help="seconds to wait for the other nodes")
@@ -88,32 +85,29 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, Command]:
     args.probe = whole("PROBE", args.probe, 0, 1)
     args.port = whole("MASTER_PORT", args.port, 1, 65534 - args.restarts)
     command = parse_command(words[begin + 1 :])
-    if args.sample and names_no_data(command.arguments):
-        sample = [word.replace("{sample}", str(SAMPLE)) for word in shlex.split(args.sample)]
-        command.arguments = [*sample, *command.arguments]
-    else:
+    args.sample = args.sample.replace("{sample}", shlex.quote(str(SAMPLE)))
+    if not names_no_data(command.arguments):
         args.sample = ""
+    command.arguments = [*shlex.split(args.sample), *command.arguments]
+    if nvidia_smi_lists_a_gpu():  # a PyTorch for CPUs alone must not train on them in silence
+        command.arguments = ["--device", "cuda", *command.arguments]
     return args, command
 
 
 def whole(name: str, value: str, least: int, most: int) -> int:
     """A setting that has to be such a whole number."""
-    if not re.fullmatch(r"[0-9]{1,9}", value):
-        raise UserError(f"{name} is '{value}': give a whole number")
-    if not least <= int(value) <= most:
-        raise UserError(f"{name} is {value}: give a number from {least} to {most}")
+    if not re.fullmatch(r"[0-9]{1,9}", value) or not least <= int(value) <= most:
+        raise UserError(f"{name} is '{value}': give a whole number from {least} to {most}")
     return int(value)
 
 
 def refuse_series(env: Mapping[str, str]) -> None:
-    """What was a variable of the launchers once: several runs have a command of their own."""
-    words = [f"--network {network}" for network in env.get("NETWORKS", "").split()]
-    numbers = env.get("GPUS", "").split()
-    words += [f"--processes {','.join(numbers)}"] if len(numbers) > 1 else []
-    words += [f"--repeats {env['REPEATS']}"] if env.get("REPEATS") else []
-    if words:
-        text = "NETWORKS, REPEATS and several GPUS are not for one run. Several start with"
-        raise UserError(f"{text} tools/series.py {' '.join(words)} -- ARGUMENTS")
+    """These were variables of the launchers once."""
+    names = [name for name in ("NETWORKS", "REPEATS", "LINK_GBPS") if env.get(name)]
+    names += ["GPUS"] if " " in env.get("GPUS", "").strip() else []
+    if names:
+        text = "is not for one run. Several start with tools/series.py: --network, --processes, "
+        raise UserError(f"{names[0]}='{env[names[0]]}' {text}--repeats, --link_gbps")
 
 
 # --- The command ---------------------------------------------------------------------------------
@@ -121,20 +115,15 @@ def refuse_series(env: Mapping[str, str]) -> None:
 
 @dataclass
 class Command:
-    """A torchrun command in three parts."""
+    """A torchrun command, and what its options say."""
 
     options: list[str]
     script: str
     arguments: list[str]
-
-    def number(self, name: str, default: int) -> int:
-        """A number among the options of torchrun."""
-        value = option(name, self.options)
-        return int(value) if re.fullmatch("[0-9]+", value) else default
-
-    def endpoint(self) -> str:
-        """Where several nodes meet, or nothing."""
-        return option("--rdzv_endpoint", self.options)
+    nodes: int
+    node: int
+    processes: int  # on this node
+    host: str  # of node 0; nothing on one node alone
 
 
 def parse_command(words: list[str]) -> Command:
@@ -142,10 +131,14 @@ def parse_command(words: list[str]) -> Command:
     script = next((n for n, word in enumerate(words[1:], 1) if not word.startswith("-")), 0)
     if words[:1] != ["torchrun"] or not script:
         raise UserError("write: run.py [options] -- torchrun --option=value ... SCRIPT ARGUMENTS")
-    command = Command(words[1:script], words[script], words[script + 1 :])
-    processes = option("--nproc_per_node", command.options)
-    whole("the number of processes (GPUS or GPUS_PER_NODE)", processes, 1, 4096)
-    return command
+    options = words[1:script]
+    nodes = whole("NNODES", option("--nnodes", options) or "1", 1, 1_000_000)
+    node = whole("NODE_RANK", option("--node_rank", options) or "0", 0, nodes - 1)
+    text = "the number of processes (GPUS or GPUS_PER_NODE; all: the GPUs that PyTorch finds)"
+    processes = whole(text, option("--nproc_per_node", options), 1, 4096)
+    host = option("--rdzv_endpoint", options).rpartition(":")[0]
+    arguments = words[script + 1 :]
+    return Command(options, words[script], arguments, nodes, node, processes, host)
 
 
 def option(name: str, words: list[str]) -> str:
@@ -163,7 +156,9 @@ def names_no_data(arguments: list[str]) -> bool:
 
 
 def filled(options: Iterable[str], start: int, port: int, wait: int) -> list[str]:
-    """The options of torchrun for a start."""
+    """The options of torchrun for a start. It has the same port on every node, with or without a
+    probe, so that a node in start 1 never joins start 2.
+    """
     values = {"{start}": str(start), "{port}": str(port + start), "{wait}": str(wait)}
     return [re.sub(r"\{\w+\}", lambda m: values.get(m[0], m[0]), word) for word in options]
 
@@ -180,6 +175,17 @@ def wait_later(wait: int, arguments: list[str]) -> int:
 # --- This node -----------------------------------------------------------------------------------
 
 
+def output_of(*command: str) -> str:
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True).stdout
+    return ""
+
+
+def nvidia_smi_lists_a_gpu() -> bool:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and output_of("nvidia-smi", "-L").startswith("GPU ")
+
+
 def count_gpus(python: str = sys.executable) -> int:
     """As PyTorch counts them: also AMD's, parts of one (MIG), and without an nvidia-smi."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
@@ -187,17 +193,6 @@ def count_gpus(python: str = sys.executable) -> int:
     code = "import torch; print(torch.cuda.device_count())"
     last = output_of(python, "-c", code).strip().rpartition("\n")[2]
     return int(last) if last.isdecimal() else 0
-
-
-def no_gpus(name: str) -> str:
-    raise UserError(f"{name}=all, but PyTorch finds no GPU here: give the number of processes")
-
-
-def nvidia_smi_lists_a_gpu() -> bool:
-    """A PyTorch for CPUs alone must not train on them in silence."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return False
-    return output_of("nvidia-smi", "-L").startswith("GPU ")
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -216,33 +211,26 @@ def job(env: Mapping[str, str], count: Callable[[], int] = count_gpus) -> dict[s
     """How many nodes there are, which one this is and where node 0 is: as the variables or SLURM
     say. Another scheduler's variables belong here. Raises UserError.
     """
-    refuse_series(env)
     names = "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GPUS_PER_NODE", "RUN_NAME"
-    found = {name: env.get(name, "") for name in names}
-    nodes, world = found["NNODES"] or env.get("WORLD_SIZE", ""), env.get("WORLD_SIZE")
-    if world and world != nodes:
+    found = {name: env[name] for name in names if env.get(name)}
+    world = env.get("WORLD_SIZE")
+    if world and found.setdefault("NNODES", world) != world:
         text = "here both mean the number of nodes, set one of them"
-        raise UserError(f"NNODES is {nodes} but WORLD_SIZE is {world}: {text}")
-    found["NNODES"] = nodes
-    if not nodes and env.get("SLURM_JOB_ID"):
-        for name, value in slurm_job(env).items():
-            found[name] = found[name] or value
-    if found["NNODES"] != "1" and not all(found[name] for name in names[:3]):
-        told = ", ".join(f"{name} '{found[name]}'" for name in names[:3])
+        raise UserError(f"NNODES is {found['NNODES']} but WORLD_SIZE is {world}: {text}")
+    if "NNODES" not in found and env.get("SLURM_JOB_ID"):
+        found = slurm_job(env) | found
+    if found.get("NNODES") == "1":
+        found = {"NODE_RANK": "0", "MASTER_ADDR": "localhost"} | found
+    if missing := [name for name in names[:3] if name not in found]:
         text = "set the number of nodes, 0 on the node of MASTER_ADDR and 1 to NNODES - 1 on the "
         text += "others, and an address of node 0 that all can reach"
-        raise UserError(f"{told}: {text}")
-    number = whole("NNODES", found["NNODES"], 1, 1_000_000)
-    rank = whole("NODE_RANK", found["NODE_RANK"] or "0", 0, number - 1)
-    port = whole("MASTER_PORT", found["MASTER_PORT"] or "29500", 1, 65535)
-    found |= {"NNODES": str(number), "NODE_RANK": str(rank), "MASTER_PORT": str(port)}
-    found["MASTER_ADDR"] = found["MASTER_ADDR"] or "localhost"
-    if found["GPUS_PER_NODE"] in ("", "all"):
-        gpus = count()
-        if found["GPUS_PER_NODE"] and not gpus:
-            no_gpus("GPUS_PER_NODE")
-        found["GPUS_PER_NODE"] = str(gpus or 1)
-    return found
+        raise UserError(f"{', '.join(missing)} not set: {text}")
+    whole("NODE_RANK", found["NODE_RANK"], 0, whole("NNODES", found["NNODES"], 1, 1_000_000) - 1)
+    gpus = found.get("GPUS_PER_NODE", "")
+    if gpus in ("", "all"):
+        gpus = str(count() or int(gpus == ""))
+    found = {"MASTER_PORT": "29500", "RUN_NAME": ""} | found | {"GPUS_PER_NODE": gpus}
+    return {name: found[name] for name in names}
 
 
 def slurm_job(env: Mapping[str, str]) -> dict[str, str]:
@@ -258,7 +246,7 @@ def slurm_job(env: Mapping[str, str]) -> dict[str, str]:
         raise UserError(f"{text}: give it --ntasks-per-node=1")
     hosts = output_of("scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"])
     number = int(env["SLURM_JOB_ID"])
-    return {
+    found = {
         "NNODES": nodes,
         "NODE_RANK": env["SLURM_NODEID"],
         "MASTER_ADDR": hosts.partition("\n")[0],
@@ -266,9 +254,10 @@ def slurm_job(env: Mapping[str, str]) -> dict[str, str]:
         "GPUS_PER_NODE": env.get("SLURM_GPUS_ON_NODE", ""),
         "RUN_NAME": f"job{number}-step{step}",  # a requeued job finds its folder again
     }
+    return {name: value for name, value in found.items() if value}
 
 
-# --- The network ---------------------------------------------------------------------------------
+# --- Variables of torchrun -----------------------------------------------------------------------
 
 
 def adapter(name: str) -> Path:
@@ -278,23 +267,17 @@ def adapter(name: str) -> Path:
 
 def check_interfaces(ifname: str) -> None:
     """Raises UserError if any interface or adapter is missing or down."""
-    if " " in ifname:
-        raise UserError(f"IFNAME is '{ifname}': separate names by commas")
     for name in filter(None, ifname.split(",")):
-        interface = SYSFS / "class/net" / name
-        if adapter(name).exists():
-            if not any("ACTIVE" in text_of(x) for x in adapter(name).glob("ports/*/state")):
-                text = "look at its cable, ibstat, the subnet manager"
-                raise UserError(f"no port of {name} is active: {text}")
-        elif not interface.exists():
-            text = "'ip -br link' lists interfaces, 'ls /sys/class/infiniband' adapters"
-            raise UserError(f"this node has no {name}: {text}")
-        elif text_of(interface / "carrier") != "1":
-            text = "'ip -br link' shows it"
-            raise UserError(f"interface {name} is down, or has no cable: {text}")
+        states = [text_of(path) for path in adapter(name).glob("ports/*/state")]
+        carrier = text_of(SYSFS / "class/net" / name / "carrier")
+        if "ACTIVE" not in str(states) and carrier != "1":
+            text = "give interfaces or adapters, with commas between them. On this node "
+            text += f"tools/preflight.py lists them, and IFNAME={name} tools/preflight.py says "
+            text += "what is wrong: a cable?"
+            raise UserError(f"IFNAME: '{name}' is not there or down: {text}")
 
 
-def network_variables(ifname: str, network: str, route: str, notes: list[str]) -> dict[str, str]:
+def network_variables(ifname: str, network: str, route: str) -> dict[str, str]:
     """What keeps NCCL's and Gloo's traffic on this network; `route`: the interface to node 0."""
     if network not in ("", "ethernet", "infiniband"):
         raise UserError(f"NETWORK is '{network}': give ethernet or infiniband")
@@ -302,12 +285,11 @@ def network_variables(ifname: str, network: str, route: str, notes: list[str]) -
     adapters = [name for name in names if adapter(name).exists()]
     sockets = [name for name in names if name not in adapters]
     found: dict[str, str] = {}
+    if adapters and network == "ethernet":
+        raise UserError(f"NETWORK=ethernet, but {adapters[0]} is an adapter: name its interface")
     if any((adapter(name) / "device/driver").resolve().name == "efa" for name in adapters):
-        notes.append(f"{','.join(adapters)}: NCCL's plugin for EFA selects the adapters")
+        pass  # NCCL's plugin for EFA selects the adapters
     elif adapters or network == "infiniband":
-        if network == "ethernet":
-            text = "is an adapter: name its interface"
-            raise UserError(f"NETWORK=ethernet, but {','.join(adapters)} {text}")
         found["NCCL_IB_DISABLE"] = "0"
         found["NCCL_NET"] = "IB"  # otherwise NCCL may silently fall back to sockets
         if adapters:
@@ -326,12 +308,10 @@ def route_to(host: str) -> str:
     containers. With an adapter NCCL only starts over it.
     """
     names = []
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(host)
-        names = addressed("to", address)  # on the node of MASTER_ADDR
-        route = output_of("ip", "-o", "route", "get", address)
-        names = names or re.findall(r" dev (\S+)", route)
-    if names in ([], ["lo"]):  # MASTER_ADDR is this node's own name: if there is only one
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as unsent:
+        unsent.connect((host, 9))
+        names = addressed("to", unsent.getsockname()[0])
+    if not names:  # MASTER_ADDR is this node's own name: if there is only one
         names = addressed("up", "scope", "global")
     return names[0] if len(names) == 1 else ""
 
@@ -340,15 +320,6 @@ def addressed(*which: str) -> list[str]:
     """Interfaces with such an IPv4 address, without lo."""
     lines = output_of("ip", "-o", "-4", "address", "show", *which)
     return sorted({*re.findall(r"^\d+: *(\S+)", lines, re.MULTILINE)} - {"lo"})
-
-
-def output_of(*command: str) -> str:
-    with contextlib.suppress(OSError):
-        return subprocess.run(command, capture_output=True, text=True).stdout
-    return ""
-
-
-# --- Variables of torchrun -----------------------------------------------------------------------
 
 
 def cpu_variables(env: Mapping[str, str]) -> dict[str, str]:
@@ -362,33 +333,14 @@ def cpu_variables(env: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def without_users_own(
-    wanted: Mapping[str, str], env: Mapping[str, str], notes: list[str]
-) -> dict[str, str]:
-    """Those of the variables that the user has not set; a note for each one that differs."""
-    for name, value in wanted.items():
-        if env.get(name, value) != value:
-            text = f"(the launcher would have used '{value}')"
-            notes.append(f"keeping your {name}='{env[name]}' {text}")
-    return {name: value for name, value in wanted.items() if name not in env}
-
-
-def variables_of(args: argparse.Namespace, command: Command, notes: list[str]) -> dict[str, str]:
-    """The environment that torchrun is given beside the user's."""
-    env = os.environ
-    processes = command.number("--nproc_per_node", 1)
-    threads = env.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // processes))
-    wanted: dict[str, str] = {}
-    if option("--device", command.arguments) != "cuda":
-        wanted |= cpu_variables(env)
+def wanted_variables(args: argparse.Namespace, command: Command) -> dict[str, str]:
+    """Raises UserError."""
     check_interfaces(args.ifname)
-    host = command.endpoint().rpartition(":")[0]
-    route = route_to(host) if command.number("--nnodes", 1) > 1 else ""
-    wanted |= network_variables(args.ifname, args.network, route, notes)
-    found = {"OMP_NUM_THREADS": threads} | without_users_own(wanted, env, notes)
-    # Ranks that validate, or write to slow storage, need more than torchrun's 30 seconds for their
-    # last checkpoint. A variable, because an older torchrun does not know the option.
-    return found | {"PET_SHUTDOWN_TIMEOUT": "120"}
+    route = route_to(command.host) if command.nodes > 1 else ""
+    found = network_variables(args.ifname, args.network, route)
+    if option("--device", command.arguments) != "cuda":
+        found |= cpu_variables(os.environ)
+    return found
 
 
 # --- How a start ended: by exit code and records -------------------------------------------------
@@ -423,10 +375,10 @@ def read_records(folder: Path) -> list[Record | None]:
 
 
 def judge(
-    code: int, ranks: list[Record | None], agent: Record | None, quote: str, listed: str = ""
+    code: int, ranks: list[Record | None], agent: Record | None, quote: str
 ) -> tuple[str, str]:
-    """How a start ended, and why. `code` is torchrun's, `agent` its own record;
-    `quote` and `listed` are lines of the log.
+    """How a start ended, and why. `code` is torchrun's, `agent` its own record, `quote` a line of
+    the log.
 
     complete  all steps are made
     asked     a stop signal came, and all ranks have saved and stopped
@@ -436,92 +388,66 @@ def judge(
     """
     records = sorted((record for record in ranks if record), key=lambda record: record.time)
     first = {record.word: record.text for record in reversed(records)}
+    ended = f"torchrun ended with {code}, see above"
     if code == 0:
         return "complete", ""
     if records and all(record and record.word == "stopped" for record in ranks):
         return "asked", first["stopped"]
     if "shared" in first or code == USER:
-        return "user", first.get("shared") or quote or f"torchrun ended with {code}"
+        return "user", first.get("shared") or quote or ended
     # torchrun records a signal that has ended it, too.
     if not ranks and agent and not agent.text.startswith("SignalException"):
         return "apart", agent.text.partition(": ")[2]
-    reason = first.get("own") or quote or first.get("peer") or listed
-    return "lost", reason or f"torchrun ended with {code}"
+    return "lost", first.get("own") or quote or first.get("peer") or ended
 
 
-QUOTED = [  # of NCCL's watchdog; of torchrun, which has killed a rank, or lists those that failed
+QUOTED = [  # of NCCL's watchdog; of torchrun, about a rank that was killed
     re.compile(rb"Watchdog caught collective operation timeout|NCCL error|Last error:"),
     re.compile(rb"Signal (?!15 ).* received"),
-    re.compile(rb"^ *exitcode +: (?!-15 |0 )"),
 ]
 
 
-def quote(lines: Iterable[bytes]) -> tuple[str, str]:
-    """The line of NCCL or torchrun that tells most, and the first exit code that is listed."""
-    found = ["", "", ""]
+def quote(lines: Iterable[bytes]) -> str:
+    """The line of NCCL or torchrun that tells most."""
+    found: dict[re.Pattern, bytes] = {}
     for line in lines:
-        for n, pattern in enumerate(QUOTED):
-            if not found[n] and pattern.search(line):
-                found[n] = line.decode(errors="replace").strip().removeprefix("traceback : ")
-    return found[0] or found[1], found[2]
+        for pattern in QUOTED:
+            if pattern.search(line):
+                found.setdefault(pattern, line)
+    first = next((found[pattern] for pattern in QUOTED if pattern in found), b"")
+    return first.decode(errors="replace").strip().removeprefix("traceback : ")
 
 
 # --- A command with a log and stop signals -------------------------------------------------------
 
 
-RANK = re.compile(rb"\[\w+ \d+\] (?:\w+ (\{)?)?")
+# On a terminal: records, and the first line of any traceback.
+NOT_SHOWN = re.compile(rb"(\[\w+ \d+\] \w+|Counters) \{|Traceback \(")
 
 
-class Terminal:
-    """What is shown where the output is a terminal: all but the records, and torchrun's own
-    traceback with its list of ranks. The log has both.
-    """
-
-    def __init__(self) -> None:
-        self.held = b""  # a traceback's first line, until the next one says whose it is
-        self.inside, self.rules = False, 0  # in one of torchrun, and its list's lines of =
-
-    def shown(self, line: bytes) -> bytes:
-        if rank := RANK.match(line):
-            return b"" if rank[1] else line
-        if line.startswith((b"Counters {", b"Traceback (")):
-            self.held = line if line.startswith(b"T") else b""
-            return b""
-        if self.held:
-            self.inside = b"_run_module_as_main" in line
-            held, self.held, self.rules = self.held, b"", 0
-            return b"" if self.inside else held + line
-        if self.inside:
-            self.rules += line.startswith(b"=====")
-            in_list = self.rules == 1 or b"ChildFailedError" in line
-            self.inside = self.rules < 2 and (in_list or line[:1] in (b" ", b"\n"))
-            return b""
-        return line
-
-
-def write_lines(source: int, log: Path | None) -> int:
+def write_lines(source: BinaryIO, log: BinaryIO) -> int:
     """Writes what comes to the log and to the standard output. A full disk of the log, or a
     reader that has gone, is no reason to stop. Returns 1 if the log is not whole.
     """
     screen = os.fdopen(1, "wb", closefd=False)
-    terminal = Terminal() if os.isatty(1) or NODE else None
-    outputs, file = [screen], None
-    if log:
-        with contextlib.suppress(OSError):
-            file = log.open("ab")
-            outputs.append(file)
-    for line in os.fdopen(source, "rb"):
+    outputs = [log, screen]
+    on_terminal = os.isatty(1) or NODE
+    over = False  # torchrun's own traceback has begun, with its list of ranks: the log has it
+    for line in source:
+        over = over or b"_run_module_as_main" in line
+        hidden = on_terminal and (over or NOT_SHOWN.match(line))
         for output in [*outputs]:
+            if hidden and output is screen:
+                continue
             try:
-                shown = terminal.shown(line) if terminal and output is screen else line
-                output.write(NODE + shown if shown and output is screen else shown)
+                output.write(NODE + line if output is screen else line)
                 output.flush()
             except OSError:
                 outputs.remove(output)
-    return int(log is not None and file not in outputs)
+    return int(log not in outputs)
 
 
-def start_writer(log: Path | None) -> tuple[int, int]:
+def start_writer(log: BinaryIO) -> tuple[int, int]:
     """A process that lives until the last one has closed the pipe, whatever becomes of this one:
     its id, and the pipe's end.
     """
@@ -532,75 +458,70 @@ def start_writer(log: Path | None) -> tuple[int, int]:
             signal.signal(number, signal.SIG_IGN)
         os.close(pipe)
         os.setsid()
-        os._exit(write_lines(source, log))
+        os._exit(write_lines(os.fdopen(source, "rb"), log))
     os.close(source)
     return writer, pipe
 
 
 def make_folder(log_dir: str, name: str) -> Path:
-    """That of the run's files. Without a name it is a new one, called by date and time."""
+    """That of the run's files. Without a name it is a new one."""
+    name = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder = Path(log_dir) / name
     try:
-        while not name:
-            folder = Path(log_dir) / time.strftime("%Y%m%d-%H%M%S")
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(parents=True)
-                break
-            time.sleep(0.2)  # another run was started in this second
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        text = f"the folder {folder} cannot be made ({error.strerror})"
-        raise UserError(f"{text}: set LOG_DIR to a folder that can be written") from None
+        raise not_writable(folder, error) from None
     return folder
+
+
+def not_writable(path: Path, error: OSError) -> UserError:
+    text = "set LOG_DIR to a folder that can be, or another RUN_NAME"
+    return UserError(f"{path} cannot be written ({error.strerror}): {text}")
 
 
 class Run:
     """A run on this node: its log, its present process and the stop signal that came."""
 
-    def __init__(self, args: argparse.Namespace, command: Command, records: Path) -> None:
-        self.args, self.command, self.records = args, command, records
+    def __init__(self, args: argparse.Namespace, command: Command) -> None:
+        self.args, self.command = args, command
         self.variables: dict[str, str] = {}  # of torchrun
-        self.log: Path | None = None
         self.log_is_whole = True
         self.wait = args.wait  # seconds, of the next start
-        self.job = 0  # the process group of what was started
+        self.process: subprocess.Popen | None = None
         self.stopped = 0  # the first stop signal
-        self.told = self.killed = False
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # of nohup, or of a background job
                 signal.signal(number, self.stop)
 
     def say(self, text: str) -> None:
         line = tell("run.py", text)
-        with contextlib.suppress(OSError), open(self.log or os.devnull, "ab") as file:
-            file.write(line)  # the disk may be full
+        with contextlib.suppress(OSError):  # the disk may be full
+            self.log.write(line)
+            self.log.flush()
 
     # --- Signals
 
     def stop(self, number: int, _frame: object) -> None:
-        """Passes a stop signal on, once, as SIGTERM, because torchrun ignores SIGINT while it
-        waits for other nodes. A second Ctrl-C kills.
+        """Passes the first stop signal on, as SIGTERM, because torchrun ignores SIGINT while it
+        waits for other nodes. A second Ctrl-C ends at once.
         """
-        if number == self.stopped == signal.SIGINT:
-            self.killed = True
-            self.send(signal.SIGKILL)
-        self.stopped = self.stopped or number
-        self.pass_on()
-
-    def pass_on(self) -> None:
-        if self.stopped and self.job and not self.told:
-            self.told = True
+        if not self.stopped:
+            self.stopped = number
             self.send(signal.SIGTERM)
+        elif number == self.stopped == signal.SIGINT:
+            self.send(signal.SIGKILL)
+            self.say("killed by a second SIGINT")
+            raise SystemExit(128 + number)
 
     def send(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self.job:
-                os.killpg(self.job, number)
+        if self.process:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
 
     def execute(self, *words: object, **variables: str) -> int:
         """Runs a command to the end of all that it has started. Returns its exit code."""
         writer, pipe = start_writer(self.log)
-        process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, *map(str, words)],
             stdin=subprocess.DEVNULL,
             stdout=pipe,
@@ -612,37 +533,20 @@ class Run:
             preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
         )
         os.close(pipe)
-        self.job, self.told = process.pid, False
-        self.pass_on()  # a signal that came before there was a process
-        code = process.wait()
-        self.job = 0
-        ended = status = 0
-        while not ended and not self.killed:
-            ended, status = os.waitpid(writer, os.WNOHANG)
-            time.sleep(0.0 if ended else 0.02)
-        self.log_is_whole = self.log_is_whole and status == 0
+        if self.stopped:  # before there was a process
+            self.send(signal.SIGTERM)
+        code = self.process.wait()
+        self.process = None
+        if os.waitpid(writer, 0)[1]:
+            self.log_is_whole = False
         return code
 
     # --- The run
 
-    def open_log(self, log: Path, resumes: bool) -> None:
-        try:
-            log.open("ab").close()
-        except OSError as error:
-            text = f"the log {log} cannot be written ({error.strerror})"
-            raise UserError(f"{text}: set LOG_DIR to a folder that can") from None
-        self.log = log
-        if log.stat().st_size and not resumes:
-            text = "this one is appended. RUN_NAME gives it a folder of its own"
-            self.say(f"{log} has a run already: {text}")
-
     def train(self) -> int:
         """The whole run on this node. Returns the exit code."""
         args, command = self.args, self.command
-        node, notes = command.number("--node_rank", 0), []
-        if nvidia_smi_lists_a_gpu():
-            command.arguments = ["--device", "cuda", *command.arguments]
-        self.variables = variables_of(args, command, notes)
+        wanted = wanted_variables(args, command)
         folder = make_folder(args.log_dir, args.run_name)
         resumes = "--resume" in command.arguments
         checkpoint = option("--checkpoint", command.arguments)
@@ -650,30 +554,50 @@ class Run:
             checkpoint = checkpoint or str(folder / "checkpoint.pt")
             # A restart would go on with the older run. Nodes may share the folder: node 0, which
             # writes there, alone looks.
-            if not resumes and node == 0 and Path(checkpoint).exists():
+            if not resumes and command.node == 0 and Path(checkpoint).exists():
                 text = "give --resume to continue from it, or another --checkpoint or RUN_NAME"
                 raise UserError(f"checkpoint {checkpoint} is there already: {text}")
             command.arguments += ["--checkpoint", checkpoint]  # what a restart resumes from
-        self.open_log(folder / f"node{node}.log", resumes)
-        for note in notes:
-            self.say(note)
-        if command.endpoint() and not any(name.startswith("NCCL_DEBUG") for name in os.environ):
+        self.open_log(folder / f"node{command.node}.log")
+        self.set_variables(wanted)
+        if command.host and not any(name.startswith("NCCL_DEBUG") for name in os.environ):
             # For tools/nccl_log.py: which network NCCL uses, and why.
             self.variables |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV"}
-            self.variables["NCCL_DEBUG_FILE"] = str(folder / f"nccl.node{node}.%h.%p.log")
-        if args.sample and self.execute(MAKE_SAMPLE, SAMPLE):
+            self.variables["NCCL_DEBUG_FILE"] = f"{folder}/nccl.node{command.node}.%h.%p.log"
+        if args.sample and self.execute(ROOT / "tools/make_sample_coco.py", SAMPLE):
             outcome, reason = "user", "the sample set was not made: see above"
         else:
             outcome, reason = self.starts()
         saved = bool(args.restarts or resumes) and Path(checkpoint).exists()
         return self.finish(outcome, reason, checkpoint, saved)
 
+    def open_log(self, path: Path) -> None:
+        try:
+            self.log = path.open("ab")
+        except OSError as error:
+            raise not_writable(path, error) from None
+        if path.stat().st_size:
+            self.say(f"{path} has a run already, to which this one is appended")
+
+    def set_variables(self, wanted: Mapping[str, str]) -> None:
+        """For torchrun, beside the user's own, which win."""
+        threads = str(max(1, usable_cores() // self.command.processes))
+        self.variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or threads
+        for name, value in wanted.items():
+            own = os.environ.get(name)
+            if own is None:
+                self.variables[name] = value
+            elif own != value:
+                self.say(f"keeping your {name}='{own}' (the launcher would have used '{value}')")
+        # Ranks that validate, or write to slow storage, need more than torchrun's 30 seconds for
+        # their last checkpoint. A variable, because an older torchrun does not know the option.
+        self.variables["PET_SHUTDOWN_TIMEOUT"] = "120"
+
     def starts(self) -> tuple[str, str]:
         """The probe, the training and its restarts. Returns how the last one ended, and why."""
         command, restarts = self.command, self.args.restarts
-        processes = command.number("--nnodes", 1) * command.number("--nproc_per_node", 1)
-        if self.args.probe and processes > 1:
-            outcome, reason = self.start(0, PROBE, command.arguments)
+        if self.args.probe and command.nodes * command.processes > 1:
+            outcome, reason = self.start(0, ROOT / "tools/probe_link.py", command.arguments)
             if outcome != "complete" or self.stopped:
                 return outcome, reason  # there is no training
         self.count_traffic()
@@ -683,37 +607,36 @@ class Run:
                 self.say(f"restart {n} of {restarts}, after: {reason}")
                 again = [*command.arguments, "--resume"]
                 outcome, reason = self.start(n + 1, command.script, again)
-        self.count_traffic("--since", self.log)
+        self.count_traffic("--since", self.log.name)
         return outcome, reason
 
-    def count_traffic(self, *options: object) -> None:
+    def count_traffic(self, *options: str) -> None:
         """The kernel's counters: which interface carried the training."""
-        if self.command.endpoint() and not self.stopped:
+        if self.command.host and not self.stopped:
             self.execute(ROOT / "tools/counters.py", *options)
 
     def start(self, number: int, script: object, arguments: list[str]) -> tuple[str, str]:
-        """One start of torchrun: how it ended, and why. A start has the same number and port on
-        every node, so that a node in start 1 never joins start 2.
-        """
-        nodes = self.command.number("--nnodes", 1)
-        options = filled(self.command.options, number, self.args.port, self.wait)
+        """One start of torchrun: how it ended, and why."""
+        command, nodes = self.command, self.command.nodes
+        options = filled(command.options, number, self.args.port, self.wait)
         words = [*options, str(script), *arguments]
         given = [f"{name}={value}" for name, value in self.variables.items()]
         line = shlex.join([*given, "torchrun", *words])
         self.say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
         if nodes > 1:
             self.say(f"waiting for {nodes - 1} other node(s), up to {self.wait} s")
+        begin = os.path.getsize(self.log.name)
         # Each start has records of its own: a rank's, and torchrun's.
-        records = self.records / str(number)
-        records.mkdir()
-        own = {"PET_LOG_DIR": str(records), "TORCHELASTIC_ERROR_FILE": f"{records}/agent.json"}
-        begin = self.log.stat().st_size if self.log and self.log.exists() else 0
-        code = self.execute("-m", "torch.distributed.run", *words, **self.variables, **own)
+        with tempfile.TemporaryDirectory(prefix="run.py-", ignore_cleanup_errors=True) as folder:
+            agent = Path(folder) / "agent.json"
+            own = {"PET_LOG_DIR": folder, "TORCHELASTIC_ERROR_FILE": str(agent)}
+            code = self.execute("-m", "torch.distributed.run", *words, **self.variables, **own)
+            ranks, torchrun = read_records(Path(folder)), parse_record(text_of(agent))
         # From now on a node may need --timeout to notice that another has failed.
-        self.wait = wait_later(self.args.wait, self.command.arguments)
-        told, listed = quote(self.lines_from(begin)) if code else ("", "")
-        agent = parse_record(text_of(records / "agent.json"))
-        outcome, reason = judge(code, read_records(records), agent, told, listed)
+        self.wait = wait_later(self.args.wait, command.arguments)
+        with open(self.log.name, "rb") as log:
+            log.seek(begin)
+            outcome, reason = judge(code, ranks, torchrun, quote(log) if code else "")
         if outcome == "apart" and nodes > 1:
             text = f"Has the launcher been started on all {nodes} nodes, each with its own "
             text += "NODE_RANK and the same RUN_NAME? Is this port free on node 0, and open in "
@@ -722,16 +645,11 @@ class Run:
             reason = f"the nodes did not meet at {place}: {reason.rstrip('.')}. {text}"
         return outcome, reason
 
-    def lines_from(self, begin: int) -> Iterator[bytes]:
-        with contextlib.suppress(OSError), open(self.log or os.devnull, "rb") as file:
-            file.seek(begin)
-            yield from file
-
     def finish(self, outcome: str, reason: str, checkpoint: str, saved: bool) -> int:
         """The last line, and the exit code. saved: the checkpoint is one of this run."""
         if not self.log_is_whole:
             text = "cannot be written, and is not whole: is its disk full?"
-            self.say(f"error: the log {self.log} {text}")
+            self.say(f"error: the log {self.log.name} {text}")
         if outcome == "complete":
             return 0 if self.log_is_whole else FAILED
         name = f" by {signal.Signals(self.stopped).name}" if self.stopped else ""

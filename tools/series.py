@@ -29,6 +29,8 @@ import run
 from run import ROOT, UserError, option, whole
 
 AGAIN = 30  # seconds to wait for the other nodes over a network that has failed
+# A launcher's exit codes after an error that would come again, and after a stop: the series ends.
+ENDS_ALL = {run.USER, run.STOPPED, *(128 + number for number in run.SIGNALS)}
 # Without data: random images. On CPUs so few and small ones that a link of 1 Gb/s shows.
 ON_GPUS = ["--dummy", "--batch_size", "64", "--max_steps", "200"]
 ON_CPUS = ["--dummy", "--batch_size", "4", "--image_size", "64", "--max_steps", "40"]
@@ -60,41 +62,35 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args.repeats = whole("--repeats", args.repeats, 1, 1000)
     if bool(args.network) == bool(args.processes):
         raise UserError("give --network LABEL=NAMES for each network, or --processes 1,2,4")
+    if "--resume" in words[begin:]:
+        raise UserError("--resume: each run would continue the one before, drop it")
     return args, words[begin + 1 :]
 
 
 def networks_of(given: list[str]) -> dict[str, str]:
     """{label: names} of the networks."""
+    found: dict[str, str] = {}
     for network in given:
-        if not re.fullmatch(r"[A-Za-z0-9._-]+=[^=]+", network):
-            text = "write LABEL=NAMES, as in ethernet=eth0"
+        label, _, names = network.partition("=")
+        if not re.fullmatch(r"[A-Za-z0-9._-]+=[^=]+", network) or label in found:
+            text = "write LABEL=NAMES, as in ethernet=eth0, with a label of its own"
             raise UserError(f"--network {network}: {text}")
-    return labelled("--network", [network.partition("=")[::2] for network in given])
+        found[label] = names
+    return found
 
 
 def processes_of(given: str, arguments: list[str], gpus: int) -> dict[str, str]:
     """{label: number} of the numbers of processes; none above that of the GPUs."""
     shared = option("--device", arguments) == "cpu" or option("--backend", arguments) == "gloo"
-    total = option("--global_batch_size", arguments)
-    found = []
-    for word in given.split(","):
-        number = whole("--processes", word, 1, 4096)
+    found = {}
+    for number in [whole("--processes", word, 1, 4096) for word in given.split(",")]:
         if not shared and 0 < gpus < number:
             say(f"note: no run with {number} processes: there are {gpus} GPU(s) here")
-            continue
-        if total.isdecimal() and int(total) % number:
-            raise UserError(f"--global_batch_size {total} is not a multiple of {number} processes")
-        found.append((f"p{number}", str(number)))
+        else:
+            found[f"p{number}"] = str(number)
     if not found:
         raise UserError(f"--processes {given} leaves no run: there are {gpus} GPU(s) here")
-    return labelled("--processes", found)
-
-
-def labelled(name: str, runs: list[tuple[str, str]]) -> dict[str, str]:
-    twice = [label for n, (label, _) in enumerate(runs) if label in dict(runs[:n])]
-    if twice:
-        raise UserError(f"{name} has {twice[0]} twice: each run needs a label of its own")
-    return dict(runs)
+    return found
 
 
 def in_order(labels: list[str], repeats: int) -> list[tuple[str, int]]:
@@ -110,8 +106,8 @@ class Series:
 
     def __init__(self, words: list[str]) -> None:
         self.args, self.arguments = parse_arguments(words)
-        if "--resume" in self.arguments:
-            raise UserError("--resume: each run would continue the one before, drop it")
+        self.env = dict(os.environ)  # of the launchers
+        self.env["PYTHON"] = self.python = self.env.get("PYTHON") or find_python()
         self.stopped = 0
         self.child: subprocess.Popen | None = None
         for number in run.SIGNALS:
@@ -126,89 +122,97 @@ class Series:
 
     def call(self, *words: object, **variables: str) -> int:
         """Runs a command, in a group of its own: Ctrl-C reaches it through `stop` alone."""
-        if self.stopped:
-            return 128 + self.stopped
-        env = {**os.environ, **variables}
+        env = self.env | variables
         self.child = subprocess.Popen([*map(str, words)], env=env, start_new_session=True)
         code = self.child.wait()
         self.child = None
         return 128 - code if code < 0 else code
 
-    def train(self) -> int:
-        """The runs and, on node 0, their comparison. Returns the exit code."""
-        args, base = self.args, dict(os.environ)
-        base["PYTHON"] = python = base.get("PYTHON") or find_python()
-        gpus = run.count_gpus(python)
-        if args.network:
-            runs, kind, launcher = networks_of(args.network), "network", "launch_multinode.sh"
+    def plan(self) -> dict[str, str]:
+        """{label: a network's names or a number of processes}; completes the environment and the
+        arguments that all runs share.
+        """
+        gpus = run.count_gpus(self.python)
+        if self.args.network:
+            runs = networks_of(self.args.network)
             for names in runs.values():
                 run.check_interfaces(names)
-            base |= run.job(os.environ, lambda: gpus)
-            base.pop("WORLD_SIZE", None)
+            self.env |= run.job(os.environ, lambda: gpus)
+            self.env.pop("WORLD_SIZE", None)
         else:
-            runs, kind = processes_of(args.processes, self.arguments, gpus), "run"
-            launcher = "launch_single.sh"
+            runs = processes_of(self.args.processes, self.arguments, gpus)
             threads = max(1, run.usable_cores() // max(map(int, runs.values())))
-            base.setdefault("OMP_NUM_THREADS", str(threads))  # the same in all runs
+            self.env.setdefault("OMP_NUM_THREADS", str(threads))  # the same in all runs
         if run.names_no_data(self.arguments):
             on_gpus = gpus and option("--device", self.arguments) != "cpu"
             self.arguments = [*(ON_GPUS if on_gpus else ON_CPUS), *self.arguments]
-        name = base.get("RUN_NAME", "")
-        log_dir = base.get("LOG_DIR", "logs")
+        return runs
+
+    def train(self) -> int:
+        """The runs and, on node 0, their comparison, as far as it came. Returns the exit code."""
+        runs, env = self.plan(), self.env
+        name, log_dir = env.get("RUN_NAME", ""), env.get("LOG_DIR", "logs")
         folder = run.make_folder(log_dir, name)
-        order, failed = in_order([*runs], args.repeats), set()
-        wait = whole("CONNECT_TIMEOUT", base.get("CONNECT_TIMEOUT", "300"), 1, 1_000_000)
-        ports = 2 + whole("RESTARTS", base.get("RESTARTS", "0"), 0, 1000)
+        order = in_order([*runs], self.args.repeats)
+        wait = whole("CONNECT_TIMEOUT", env.get("CONNECT_TIMEOUT", "300"), 1, 1_000_000)
+        ports = 2 + whole("RESTARTS", env.get("RESTARTS", "0"), 0, 1000)
         most = 65536 - ports * len(order)
-        port = whole("MASTER_PORT", base.get("MASTER_PORT", "29500"), 1, most)
+        port = whole("MASTER_PORT", env.get("MASTER_PORT", "29500"), 1, most)
+        ended, failed, complete, code = set(), set(), 0, 0  # labels, labels, runs
         for n, (label, number) in enumerate(order):
-            place = f"{label}/r{number}" if args.repeats > 1 else label
+            place = f"{label}/r{number}" if self.args.repeats > 1 else label
             say(f"run {n + 1} of {len(order)}: {label}, round {number}")
-            variables = {"GPUS": runs[label]}
-            if kind == "network":
-                variables = {"IFNAME": runs[label], "NETWORK": ""}
-            # The nodes may have no name in common but the run's.
-            variables["RUN_NAME"] = f"{name}/{place}" if name else place
-            variables["LOG_DIR"] = log_dir if name else str(folder)
             # A node may come late by as much as another one's run takes to fail.
             later = run.wait_later(wait, self.arguments) if n else wait
-            variables["CONNECT_TIMEOUT"] = str(min(AGAIN, later) if label in failed else later)
-            variables["MASTER_PORT"] = str(port + n * ports)
+            variables = {
+                # The nodes may have no name in common except the run's.
+                "RUN_NAME": f"{name}/{place}" if name else place,
+                "LOG_DIR": log_dir if name else str(folder),
+                "CONNECT_TIMEOUT": str(min(AGAIN, later) if label in failed else later),
+                "MASTER_PORT": str(port + n * ports),
+            }
+            if self.args.network:
+                launcher, variables["IFNAME"] = "launch_multinode.sh", runs[label]
+            else:
+                launcher, variables["GPUS"] = "launch_single.sh", runs[label]
             own = []
             for kept in ("--checkpoint", "--profile"):
                 if file := option(kept, self.arguments):
                     own += [kept, str(folder / place / Path(file).name)]
-            words = [ROOT / launcher, *self.arguments, *own]
-            code = self.call("bash", *words, **(base | variables))
-            if code in (run.USER, run.STOPPED) or code > 128 or self.stopped:
-                return code
+            code = self.call("bash", ROOT / launcher, *self.arguments, *own, **variables)
+            if self.stopped or code in ENDS_ALL:
+                break
+            ended.add(label)
+            complete += not code
             if code:
-                say(f"error: {kind} {place} has failed, see {folder / place}")
+                say(f"error: {place} has failed, see {folder / place}")
                 failed.add(label)
-        if base.get("NODE_RANK", "0") != "0" and kind == "network":
-            return int(bool(failed))
-        if kind == "network":
-            time.sleep(3)  # in a shared folder the other nodes' last lines may come later
-        compared = self.compare(python, folder, [*runs])
-        return run.FAILED if failed else compared
+            code = 0
+        if not complete:
+            return code or run.FAILED
+        compared = self.compare(folder, [label for label in runs if label in ended])
+        return code or int(bool(failed)) or compared
 
-    def compare(self, python: str, folder: Path, labels: list[str]) -> int:
+    def compare(self, folder: Path, labels: list[str]) -> int:
+        if self.args.network:
+            if self.env["NODE_RANK"] != "0":
+                return 0
+            time.sleep(3)  # in a shared folder the other nodes' last lines may come later
         words = ["--report", folder / "compare.md", *(f"{x}={folder / x}" for x in labels)]
         for rate in self.args.link_gbps:
             words += ["--link_gbps", rate]
         # Agg: a notebook's backend may be missing here.
-        has_matplotlib = self.call(python, "-c", "import matplotlib.figure", MPLBACKEND="Agg") == 0
-        if has_matplotlib:
+        can_plot = [self.python, "-c", "import matplotlib.figure"]
+        if self.call(*can_plot, MPLBACKEND="Agg") == 0:
             words += ["--plot", folder / "compare.png"]
         else:
             say("skipping the picture, because matplotlib cannot be imported")
-        return self.call(python, ROOT / "tools/compare_logs.py", *words)
+        return self.call(self.python, ROOT / "tools/compare_logs.py", *words)
 
 
 def find_python() -> str:
-    done = subprocess.run(
-        [ROOT / "tools/environment.sh", "here"], stdout=subprocess.PIPE, text=True
-    )
+    command = [ROOT / "tools/environment.sh", "here"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise UserError("there is no Python with PyTorch: see above")
     return done.stdout.strip()
