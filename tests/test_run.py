@@ -12,6 +12,8 @@ import pytest
 import run
 import series
 from run import Record, UserError
+from support.launchers import guarded
+from support.processes import SCRIPT
 
 guards = pytest.mark.guards
 OWN, PEER = Record("own", "[CPU 0] ERROR: full", 5), Record("peer", "[CPU 1] ERROR: reset", 3)
@@ -23,18 +25,18 @@ ENDS = [  # torchrun's code, its ranks' records, its own one, a quoted line; out
     (1, [OWN, PEER], None, "Signal 9", ("lost", OWN.text)),
     (1, [PEER, None], None, "Signal 9", ("lost", "Signal 9")),
     (1, [PEER, None], None, "", ("lost", PEER.text)),
-    (1, [None, None], None, "", ("lost", "torchrun ended with 1")),
+    (1, [None, None], None, "", ("lost", "torchrun ended with 1, see above")),
     (-9, [PEER], None, "", ("lost", PEER.text)),
     (1, [STOPPED, STOPPED], SIGNAL, "", ("asked", STOPPED.text)),
     (-15, [STOPPED], None, "", ("asked", STOPPED.text)),
-    (1, [STOPPED, None], SIGNAL, "", ("lost", "torchrun ended with 1")),
+    (1, [STOPPED, None], SIGNAL, "", ("lost", "torchrun ended with 1, see above")),
     (1, [STOPPED, OWN], SIGNAL, "", ("lost", OWN.text)),
     (1, [PEER, SHARED], None, "Signal 15", ("user", SHARED.text)),
     (1, [SHARED, None], None, "", ("user", SHARED.text)),
-    (2, [], None, "", ("user", "torchrun ended with 2")),
+    (2, [], None, "", ("user", "torchrun ended with 2, see above")),
     (1, [], NOBODY, "", ("apart", "Timed out after 9 seconds. 1/2 clients joined.")),
-    (1, [], SIGNAL, "", ("lost", "torchrun ended with 1")),
-    (1, [None], NOBODY, "", ("lost", "torchrun ended with 1")),
+    (1, [], SIGNAL, "", ("lost", "torchrun ended with 1, see above")),
+    (1, [None], NOBODY, "", ("lost", "torchrun ended with 1, see above")),
 ]
 
 
@@ -43,11 +45,6 @@ ENDS = [  # torchrun's code, its ranks' records, its own one, a quoted line; out
 @pytest.mark.parametrize(("code", "ranks", "agent", "quote", "expected"), ENDS)
 def test_exit_codes_and_records_decide_how_a_start_ended(code, ranks, agent, quote, expected):
     assert run.judge(code, ranks, agent, quote) == expected
-
-
-def test_an_exit_code_that_torchrun_lists_says_less_than_a_rank_that_lost_its_peer():
-    assert run.judge(1, [PEER], None, "", "exitcode  : 1") == ("lost", PEER.text)
-    assert run.judge(1, [None], None, "", "exitcode  : 7") == ("lost", "exitcode  : 7")
 
 
 @guards("first-own-record")
@@ -92,10 +89,9 @@ def test_only_the_last_attempt_of_a_start_counts_and_a_rank_without_a_record_is_
     assert run.read_records(tmp_path / "none") == []
 
 
-LOST = "[Rank 0] Collective WorkNCCL raised the following async exception: NCCL error: remote"
+LOST = b"[Rank 0] Collective WorkNCCL raised the following async exception: NCCL error: remote"
 LINES = b"""[CPU 0] ERROR: no Signal 9 received here
   exitcode  : -15 (pid: 8)
-  exitcode  : 7 (pid: 7)
   Signal 15 (SIGTERM) received by PID 8
   traceback : Signal 9 (SIGKILL) received by PID 7
 [rank0]:[E1] Watchdog caught collective operation timeout: WorkNCCL
@@ -104,11 +100,10 @@ LINES = b"""[CPU 0] ERROR: no Signal 9 received here
 
 @guards("phrase-watchdog", "phrase-signal")
 def test_of_the_log_nccls_words_are_quoted_first_then_torchruns():
-    seven = "exitcode  : 7 (pid: 7)"
-    assert "Watchdog" in run.quote(LINES)[0] and run.quote(LINES)[1] == seven
-    assert run.quote([*LINES[:5], LOST.encode()])[0] == LOST
-    assert run.quote(LINES[1:5]) == ("Signal 9 (SIGKILL) received by PID 7", seven)
-    assert run.quote(LINES[1:2]) == run.quote([]) == ("", "")
+    assert "Watchdog" in run.quote(LINES)
+    assert run.quote([*LINES[:4], LOST]) == LOST.decode()
+    assert run.quote(LINES[1:4]) == "Signal 9 (SIGKILL) received by PID 7"
+    assert run.quote(LINES[1:3]) == run.quote([]) == ""
 
 
 def test_a_command_is_filled_up_to_the_scripts_path_only():
@@ -121,7 +116,7 @@ def test_a_command_is_filled_up_to_the_scripts_path_only():
         "--rdzv_conf=timeout=30,y={z}",
     ]
     assert (command.script, command.arguments) == ("train.py", ["{port}"])
-    assert command.number("--nproc_per_node", 1) == 2 and command.number("--nnodes", 1) == 1
+    assert (command.nodes, command.node, command.processes, command.host) == (1, 0, 2, "a")
 
 
 @pytest.mark.parametrize(
@@ -140,68 +135,166 @@ def test_the_last_value_of_an_option_counts_and_dashes_are_underscores():
     assert run.names_no_data(["--lr", "1"]) and not run.names_no_data(["--val-image-path=x"])
 
 
+@guards("timeout-by-default")
 def test_a_later_start_waits_as_long_as_another_node_may_need_to_notice():
     assert run.wait_later(7, ["--timeout", "1e2"]) == 167
-    assert run.wait_later(7, []) == run.wait_later(7, ["--timeout", "x"]) == 7 + 300 + 60
+    default = int(re.search(r"^TIMEOUT = (\d+)", SCRIPT.read_text(), re.MULTILINE)[1])
+    assert run.wait_later(7, []) == run.wait_later(7, ["--timeout", "x"]) == 7 + default + 60
 
 
 @guards("folder-of-its-own")
 def test_two_runs_that_start_in_one_second_have_a_folder_each(tmp_path, monkeypatch):
-    times = iter(["now", "now", "later"])
-    monkeypatch.setattr(run.time, "strftime", lambda _: next(times))
-    monkeypatch.setattr(run.time, "sleep", lambda _: None)
+    monkeypatch.setattr(run.time, "strftime", lambda _: "now")
+    numbers = iter([7, 8])
+    monkeypatch.setattr(run.os, "getpid", lambda: next(numbers))
     folders = [run.make_folder(str(tmp_path / "logs"), "") for _ in range(2)]
-    assert folders == [tmp_path / "logs/now", tmp_path / "logs/later"]
+    assert folders == [tmp_path / "logs/now-7", tmp_path / "logs/now-8"]
 
 
-def test_several_runs_are_told_their_command():
-    env = {"NETWORKS": "a=eth0 b=ib0", "REPEATS": "4", "GPUS": "2"}
-    words = "series.py --network a=eth0 --network b=ib0 --repeats 4 -- ARGUMENTS"
-    with pytest.raises(UserError, match=re.escape(words)):
-        run.refuse_series(env)
-    with pytest.raises(UserError, match=r"series\.py --processes 1,2 -- ARG"):
-        run.refuse_series({"GPUS": "1 2"})
+@guards("one-run-alone")
+@pytest.mark.parametrize("name", ["NETWORKS", "REPEATS", "LINK_GBPS", "GPUS"])
+def test_what_several_runs_need_names_their_command(name):
+    with pytest.raises(UserError, match=rf"{name}='1 2' .*tools/series\.py"):
+        run.refuse_series({name: "1 2"})
     run.refuse_series({"GPUS": "2"})
 
 
-JOB = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-JOB |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[0-1]"}
+# --- This node ---------------------------------------------------------------------------------
+
+NODE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "203.0.113.1"}
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+STEP |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[0-1]"}
 
 
-def test_a_job_is_what_the_variables_say_or_slurm(monkeypatch):
+@pytest.fixture
+def no_terminal(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    found = run.job(JOB | {"MASTER_ADDR": "a", "RUN_NAME": "x"}, lambda: 4)
+
+
+def test_a_job_is_what_the_variables_say_or_slurm(no_terminal):
+    found = run.job(STEP | {"MASTER_ADDR": "a", "RUN_NAME": "x"}, lambda: 4)
     assert [*found.values()] == ["2", "1", "a", "20280", "4", "x"]
     found = run.job({"WORLD_SIZE": "1"}, lambda: 0)
     assert [*found.values()] == ["1", "0", "localhost", "29500", "1", ""]
-    for wrong in ({"GPUS_PER_NODE": "all", "NNODES": "1"}, {"NNODES": "2"}, {"REPEATS": "2"}):
-        with pytest.raises(UserError):
-            run.job(wrong, lambda: 0)
+    assert run.job({"GPUS_PER_NODE": "all", "NNODES": "1"}, lambda: 0)["GPUS_PER_NODE"] == "0"
+
+
+NO_JOB = guarded(
+    ("", NODE | {"NODE_RANK": ""}, "NODE_RANK not set"),
+    ("", NODE | {"NODE_RANK": "2"}, "NODE_RANK is '2'"),
+    ("", NODE | {"WORLD_SIZE": "4"}, "NNODES is 2 but WORLD_SIZE is 4"),
+    ("", NODE | {"NNODES": "two"}, "NNODES is 'two'"),
+    ("slurm-step-without-id", STEP | {"SLURM_STEP_ID": ""}, "not started by srun"),
+    ("slurm-interactive", STEP | {"SLURM_STEP_ID": "4294967290"}, "not started by srun"),
+    ("slurm-two-tasks", STEP | {"SLURM_STEP_NUM_TASKS": "4"}, "4 tasks on 2 nodes: .*-per-node=1"),
+)
+
+
+@pytest.mark.parametrize(("env", "words"), NO_JOB)
+def test_a_node_that_does_not_know_its_place_is_refused(no_terminal, env, words):
+    with pytest.raises(UserError, match=words):
+        run.job(env, lambda: 0)
+
+
+@guards("slurm-terminal")
+def test_a_shell_of_srun_on_one_of_several_nodes_is_no_step(monkeypatch):
+    """srun --pty gives a terminal to one task alone."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", terminal)
+    with pytest.raises(UserError, match="not started by srun"):
+        run.job(STEP, lambda: 0)
+
+
+@pytest.fixture
+def sysfs(tmp_path, monkeypatch) -> None:
+    """Interfaces, and adapters, which no machine for tests has."""
+    for name, carrier in (("eth0", "1\n"), ("loose0", "0\n")):
+        (tmp_path / "class/net" / name).mkdir(parents=True)
+        (tmp_path / "class/net" / name / "carrier").write_text(carrier)
+    (tmp_path / "class/net/down0").mkdir()  # its carrier cannot be read
+    for name, state in {"mlx5_0": "4: ACTIVE", "mlx5_2": "1: DOWN", "rdmap0s6": "ACTIVE"}.items():
+        adapter = tmp_path / "class/infiniband" / name
+        (adapter / "ports/1").mkdir(parents=True)
+        (adapter / "ports/1/state").write_text(f"{state}\n")
+        (adapter / "device").mkdir()
+        driver = "efa" if name == "rdmap0s6" else "mlx5_core"
+        (adapter / "device/driver").symlink_to(f"/sys/bus/pci/drivers/{driver}")
+    monkeypatch.setattr(run, "SYSFS", tmp_path)
+
+
+@guards("loose-cable")
+def test_interfaces_and_adapters_that_are_missing_or_down_are_refused(sysfs):
+    run.check_interfaces("eth0,mlx5_0,mlx5_0:1")
+    for wrong in ("none0", "loose0", "down0", "mlx5_2", "eth0 mlx5_0"):
+        with pytest.raises(UserError, match=f"'{wrong}'"):
+            run.check_interfaces(f"eth0,{wrong}")
+
+
+VERBS = {"NCCL_IB_DISABLE": "0", "NCCL_NET": "IB"}
+SOCKETS = {"NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
+ETH0 = {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0"}
+CHOSEN = guarded(  # fault, IFNAME, NETWORK; with eth0 as the route to node 0
+    ("ifname-exact", "eth0", "", SOCKETS | ETH0),
+    ("hca-exact net-ib", "mlx5_0,eth0", "", VERBS | {"NCCL_IB_HCA": "=mlx5_0"} | ETH0),
+    ("nccl-route", "mlx5_0", "", VERBS | {"NCCL_IB_HCA": "=mlx5_0"} | ETH0),
+    ("", "eth0", "infiniband", VERBS | ETH0),
+    ("", "", "ethernet", SOCKETS | ETH0),
+    ("efa-plugin", "rdmap0s6,eth0", "", ETH0),
+    ("route-interface", "", "", ETH0),
+)
+
+
+@pytest.mark.parametrize(("ifname", "network", "expected"), CHOSEN)
+def test_nccl_is_kept_on_the_adapters_or_interface_except_with_efa(
+    sysfs, ifname, network, expected
+):
+    assert run.network_variables(ifname, network, "eth0") == expected
+
+
+def test_a_network_and_an_interface_that_contradict_are_refused(sysfs):
+    with pytest.raises(UserError, match="mlx5_0 is an adapter"):
+        run.network_variables("mlx5_0", "ethernet", "")
+
+
+QUOTAS = [  # files of a cgroup, and the cores that they allow
+    ({"cpu.max": "100000 100000\n"}, 1),
+    ({"cpu.max": "10000 100000\n"}, 1),
+    ({"cpu.max": "max 100000\n"}, 1000),
+    ({"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1000),
+    ({}, 1000),
+]
+
+
+@guards("launcher-quota", "quota-of-v1", "quota-rounded-up")
+@pytest.mark.parametrize(("files", "cores"), QUOTAS)
+def test_cores_are_those_of_a_quota_rounded_up(tmp_path: Path, monkeypatch, files, cores):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1000))
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert run.usable_cores(tmp_path) == cores
 
 
 SHOWN = b"""[CPU 0] Epoch 1 | Step 5
 [CPU 0] Run {"a": 1}
 Counters {"host": "x"}
-Traceback (most recent call last):
-  File "train.py", line 1, in <module>
 ImportError: of a rank
 Traceback (most recent call last):
   File "<frozen runpy>", line 198, in _run_module_as_main
-    raise ChildFailedError(
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n\
-============================================================
-train.py FAILED
-[0]:
-============================================================
-last
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 """.splitlines(keepends=True)
 
 
 @guards("terminal-shows-less")
-def test_a_terminal_shows_neither_records_nor_torchruns_own_traceback():
-    terminal = run.Terminal()
-    shown = b"".join(map(terminal.shown, SHOWN))
-    assert shown == b"".join([SHOWN[0], *SHOWN[3:6], SHOWN[-1]])
+def test_a_terminal_shows_neither_records_nor_torchruns_own_traceback(capfdbinary, monkeypatch):
+    """As each node of two_nodes.sh has one."""
+    monkeypatch.setattr(run, "NODE", b"node 1 | ")
+    log = io.BytesIO()
+    assert run.write_lines(io.BytesIO(b"".join(SHOWN)), log) == 0
+    assert log.getvalue() == b"".join(SHOWN)
+    assert capfdbinary.readouterr().out == b"node 1 | ".join([b"", SHOWN[0], SHOWN[3]])
 
 
 # --- series.py -----------------------------------------------------------------------------------
@@ -227,36 +320,30 @@ def test_no_number_of_processes_is_above_that_of_the_gpus_unless_they_may_share(
     assert [*series.processes_of("1,2,4", [], 0)] == ["p1", "p2", "p4"]
 
 
-WRONG = [("2,4", [], 1), ("1,2", ["--global_batch_size", "3"], 0), ("2,2", [], 0), ("x", [], 0)]
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("", "--network LABEL=NAMES .* or --processes"),
+        ("--processes 1 --repeats=0", "--repeats is '0'"),
+        pytest.param(
+            "--processes 1,2 -- --resume", "each run", marks=guards("series-with-resume")
+        ),
+    ],
+)
+def test_what_several_runs_cannot_have_is_refused(words, text):
+    with pytest.raises(UserError, match=text):
+        series.parse_arguments(words.split())
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_numbers_of_processes_that_cannot_be_are_refused(wrong):
-    with pytest.raises(UserError):
-        series.processes_of(*wrong)
+def test_numbers_of_processes_of_which_none_can_be_are_refused():
+    for numbers in ("2,4", "x"):
+        with pytest.raises(UserError):
+            series.processes_of(numbers, [], 1)
 
 
+@guards("names-twice")
 def test_networks_need_labels_of_their_own():
     assert series.networks_of(["a=eth0", "b=mlx5_0,ib0"]) == {"a": "eth0", "b": "mlx5_0,ib0"}
     for wrong in (["a"], ["a=x", "a=y"], ["a="], ["a/b=x"]):
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match="LABEL=NAMES"):
             series.networks_of(wrong)
-
-
-QUOTAS = [  # files of a cgroup, and the cores that they allow
-    ({"cpu.max": "100000 100000\n"}, 1),
-    ({"cpu.max": "10000 100000\n"}, 1),
-    ({"cpu.max": "max 100000\n"}, 1000),
-    ({"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
-    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1000),
-    ({}, 1000),
-]
-
-
-@pytest.mark.parametrize(("files", "cores"), QUOTAS)
-def test_cores_are_those_of_a_quota_rounded_up(tmp_path: Path, monkeypatch, files, cores):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1000))
-    (tmp_path / "cpu").mkdir()
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert run.usable_cores(tmp_path) == cores

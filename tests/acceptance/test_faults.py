@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -186,16 +187,34 @@ def test_a_port_that_is_taken_is_named(training, tmp_path):
 # --- Several networks --------------------------------------------------------------------------
 
 
+@pytest.mark.guards("lost-launcher-ends-series")
+def test_a_run_that_fails_on_node_1_alone_costs_no_other_run(training, tmp_path):
+    """Its run.py is killed over the first of two networks, where the training goes on."""
+    with two_nodes(tmp_path) as nodes:
+        nodes.second_cable()
+        started = nodes.train(*training, runs=BOTH)
+        launcher = min(started[1].pids("tools/run.py --"))  # the other is its log's writer
+        os.kill(launcher, signal.SIGKILL)
+        runs = [one.finish(200, code, clean=10) for one, code in zip(started, (0, 1), strict=True)]
+        for label in ("one", "two"):
+            for node in (0, 1):
+                assert steps_of(nodes.log(node, f"run/{label}"), node) == set(range(1, 13))
+    said(runs[1], "error: one has failed")
+    said(runs[0], r"^\|.*\| +one +\| +two +\|$")  # they are compared
+
+
 def test_of_two_networks_one_that_a_node_does_not_have_starts_nothing(training, tmp_path):
     """The other node waits for it over both."""
     with two_nodes(tmp_path) as nodes:
         spare = "link add eth1 type veth peer name spare"
         nodes.pair.ip(0, spare, "link set spare up", "link set eth1 up")
         started = nodes.start_both(*training, runs=BOTH, CONNECT_TIMEOUT=CONNECT)
-        runs = end_within(2 * (CONNECT + MARGIN) + TIMEOUT + 60, started)
-    said(runs[1], "^.*error: .*eth1")
-    assert not any("| Step " in run.out for run in runs)
-    assert starts(runs[1].out) == 0
+        (refused,) = end_within(MARGIN, started[1:], 2)
+        started[0].wait_for("run 2 of 2", CONNECT + MARGIN + BUSY)
+        started[0].signal(signal.SIGTERM)
+        (run,) = end_within(MARGIN, started[:1])
+    said(refused, "^.*error: .*eth1")
+    assert starts(refused.out) == 0 and "| Step " not in run.out
 
 
 def test_networks_in_another_order_on_each_node_are_never_mixed(training, tmp_path):
@@ -203,7 +222,14 @@ def test_networks_in_another_order_on_each_node_are_never_mixed(training, tmp_pa
         nodes.second_cable()
         orders = enumerate([BOTH, BOTH[2:] + BOTH[:2]])
         started = [nodes.start(k, *training, runs=n, CONNECT_TIMEOUT=5) for k, n in orders]
-        runs = finish_all(started, 200, expect=1)
+        for one in started:
+            one.wait_for("run 2 of 2", 5 + MARGIN + BUSY)
+        started[1].wait_for(r"run 2 of 2[\s\S]*waiting for")
+        wait_until(nodes.listens, 20, "node 0 to wait again")
+        time.sleep(5)  # as long as they might need to meet
+        for one in started:
+            one.signal(signal.SIGTERM)
+        runs = end_within(MARGIN, started)
     assert not any("| Step " in run.out for run in runs)
 
 

@@ -140,7 +140,7 @@ def test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its
     reason = r".*(SIGKILL|exitcode *: -9)"
     assert [line for line in first if re.search(f"restart 1 of 1, after: {reason}", line)]
     assert re.search(f"error: {reason}", first[-1]) and first[-1] in run.lines()
-    assert "error: network one/r1 has failed" in run.out
+    assert "error: one/r1 has failed" in run.out
     assert not (folder / "logs/run/three").exists()
     assert run.lines()[-1].endswith(
         "error: [CPU 0] ERROR: folder nowhere: No such file or directory"
@@ -242,10 +242,10 @@ def test_a_reader_that_goes_away_changes_nothing(folder):
 
 def test_torchrun_and_pytorch_have_the_words_that_are_quoted():
     """What decides are exit codes and records, see test_run.py."""
-    nccl, killed, exitcode = (pattern.pattern.decode() for pattern in QUOTED)
+    nccl, killed = (pattern.pattern.decode() for pattern in QUOTED)
     rank = ProcessFailure(local_rank=0, pid=7, exitcode=-9, error_file="none")
     report = ChildFailedError("script", {0: rank}).format_msg()
-    assert re.search(killed, report) and re.search(exitcode, report, re.MULTILINE), report
+    assert re.search(killed, report), report
     library = Path(torch.__file__).parent / "lib/libtorch_cuda.so"
     if library.exists():
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:

@@ -17,15 +17,12 @@ from support.forks import load, run_forked
 from support.launchers import (
     COMMAND,
     FAST,
-    OTHER_RANK,
     SINGLE,
     STEP_3,
-    given,
     guarded,
     place,
-    stub_python,
 )
-from support.nodes import container, nameless, real_quota
+from support.nodes import nameless, real_quota
 from support.processes import LONG, ROOT, SCRIPT, Run, demo_command, require, start
 
 guards = pytest.mark.guards
@@ -126,32 +123,6 @@ def test_with_an_old_driver_the_cpu_trains_if_it_is_asked_for(with_old_driver, c
 
 # --- A container's CPU quota -------------------------------------------------------------------
 
-CORES = len(os.sched_getaffinity(0))
-V1 = ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
-QUOTAS = [  # files of a cgroup, and the cores that they allow
-    ({"cpu.max": "100000 100000\n"}, 1),
-    ({"cpu.max": "10000 100000\n"}, 1),
-    ({"cpu.max": "150000 100000\n"}, 2),
-    ({"cpu.max": "max 100000\n"}, None),
-    (dict(zip(V1, ("50000\n", "50000\n"), strict=True)), 1),
-    (dict(zip(V1, ("-1\n", "100000\n"), strict=True)), None),
-    ({}, None),
-]
-
-
-@guards("launcher-quota", "quota-of-v1", "quota-rounded-up")
-def test_launcher_gives_no_more_threads_than_a_quota_has_cores(tmp_path):
-    (tmp_path / "cpu").mkdir()
-    for files, cores in QUOTAS:
-        for name in ("cpu.max", *V1):
-            (tmp_path / name).unlink(missing_ok=True)
-        for name, text in files.items():
-            (tmp_path / name).write_text(text)
-        words = [*container(tmp_path), "bash", SINGLE, "--annotation_path", "none"]
-        env = {"PYTHON": str(stub_python(tmp_path)), "RUN_NAME": "run", "OMP_NUM_THREADS": None}
-        (found,) = given(start(words, env=env, cwd=tmp_path))
-        assert f"OMP_NUM_THREADS={min(cores or CORES, CORES)}" in found, files
-
 
 @guards("script-quota")
 def test_training_in_a_real_quota_of_one_core_has_one_thread_and_says_so(training):
@@ -210,12 +181,6 @@ def test_a_process_learns_its_place_from_what_started_it(variables, expected, po
     """Inside a job step of SLURM mpirun's variables win. Each job has a port of its own."""
     env = dict(variables)
     assert place(env) == expected and env.get("MASTER_PORT") == port
-
-
-@guards("phrase-of-script")
-def test_what_the_script_says_of_another_ranks_end_is_what_the_launchers_know():
-    """They look for the reason in other lines."""
-    assert [advice for _, advice in load(str(SCRIPT)).ADVICE].count(OTHER_RANK) == 2
 
 
 BY_HAND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -283,13 +248,3 @@ def test_a_hang_up_is_ignored_by_python_under_nohup(training, tmp_path):
         started.signal(signal.SIGHUP)
         run = started.finish(60)
     assert run.steps()[-1][1] == 30 and "Stopped on" not in run.out
-
-
-@LONG
-def test_a_hang_up_of_one_process_saves(training, tmp_path):
-    words = [*training, "--num_epochs", 999, "--checkpoint", tmp_path / "c.pt"]
-    with start(demo_command(words, launcher="python"), cwd=tmp_path) as started:
-        started.wait_for(STEP_3)
-        started.signal(signal.SIGHUP)
-        run = started.finish(30, expect=75)
-    assert "Stopped on SIGHUP" in run.lines(0)[-1]

@@ -38,7 +38,6 @@ BUSY = 40  # seconds more than a promised bound: other tests run on the same cor
 NOTEBOOK = {"MPLBACKEND": "backend_of_a_notebook"}
 SAVED = 75  # exit code after a stop signal
 STEP_3 = r"\| Step 3 "
-OTHER_RANK = "another rank has ended, or does not answer"  # as the script says it
 LOG = "logs/run/node0.log"  # of a launcher on this machine
 NO_SAMPLE = ["--annotation_path", "none"]  # with a path the launchers make no sample set
 HERE = {"PYTHON": sys.executable, "RUN_NAME": "run", "NNODES": "1", "PROBE": "0"}
