@@ -36,6 +36,9 @@ SAMPLE = ROOT / "data/sample_coco"
 DATA = ("coco_image_path", "annotation_path", "val_image_path", "val_annotation_path")
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 FAILED, USER, STOPPED = 1, 2, 75  # exit codes
+# The launchers say what they mean; port: of start 0; sample: arguments for the sample set.
+OPTIONS = {"log_dir": "logs", "run_name": "", "restarts": "0", "port": "29500", "wait": "300"}
+OPTIONS |= {"probe": "0", "ifname": "", "network": "", "sample": ""}
 NODE = os.environ.get("SHOWN_NODE", "").encode()  # of two_nodes.sh, on a terminal
 TIMEOUT = 300  # seconds: the script's default of --timeout
 
@@ -67,16 +70,8 @@ def tell(name: str, text: str) -> bytes:
 
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, Command]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--log_dir", default="logs", help="its folder RUN_NAME has the files")
-    parser.add_argument("--run_name", default="", help="without one: date, time and a number")
-    parser.add_argument("--restarts", default="0", help="starts after a failure")
-    parser.add_argument("--port", default="29500", help="of start 0")
-    parser.add_argument("--wait", default="300", help="seconds to wait for the other nodes")
-    parser.add_argument("--probe", default="0", help="1: measure the link before the training")
-    parser.add_argument("--ifname", default="", help="interfaces or adapters for the traffic")
-    parser.add_argument("--network", default="", help="infiniband or ethernet")
-    text = "the script's arguments if no data is given: for the sample set in {sample}"
-    parser.add_argument("--sample", default="", help=text)
+    for name, default in OPTIONS.items():
+        parser.add_argument(f"--{name}", default=default)
     begin = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:begin])
     refuse_series(os.environ)
@@ -85,10 +80,11 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, Command]:
     args.probe = whole("PROBE", args.probe, 0, 1)
     args.port = whole("MASTER_PORT", args.port, 1, 65534 - args.restarts)
     command = parse_command(words[begin + 1 :])
-    args.sample = args.sample.replace("{sample}", shlex.quote(str(SAMPLE)))
-    if not names_no_data(command.arguments):
+    if names_no_data(command.arguments):
+        sample = args.sample.replace("{sample}", shlex.quote(str(SAMPLE)))
+        command.arguments = [*shlex.split(sample), *command.arguments]
+    else:
         args.sample = ""
-    command.arguments = [*shlex.split(args.sample), *command.arguments]
     if nvidia_smi_lists_a_gpu():  # a PyTorch for CPUs alone must not train on them in silence
         command.arguments = ["--device", "cuda", *command.arguments]
     return args, command
