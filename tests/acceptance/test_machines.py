@@ -226,21 +226,6 @@ def test_a_process_that_cannot_learn_its_place_says_why(monkeypatch, variables, 
 
 
 @LONG
-def test_a_hang_up_of_torchrun_saves_also_under_nohup(training, tmp_path):
-    """torchrun handles the signal itself, and hands it on to its ranks. For one without nohup see
-    the launchers' in test_stop_signals.py.
-    """
-    words = [*training, "--num_epochs", 999, "--checkpoint", tmp_path / "c.pt"]
-    with start(["nohup", *demo_command(words, nproc=2)], cwd=tmp_path) as started:
-        started.wait_for(STEP_3)
-        started.signal(signal.SIGHUP)
-        run = started.finish(30, expect=None)
-    assert run.returncode != 0 and (tmp_path / "c.pt").stat().st_size > 0
-    for rank in (0, 1):
-        assert [line for line in run.lines(rank) if line.startswith("Stopped on SIGHUP")]
-
-
-@LONG
 def test_a_hang_up_is_ignored_by_python_under_nohup(training, tmp_path):
     words = demo_command([*training, "--num_epochs", 5], launcher="python")
     with start(["nohup", *words], cwd=tmp_path) as started:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -99,39 +98,6 @@ def test_each_task_finds_its_place_and_python_inside_salloc_is_one_process(
     assert places(tmp_path) == expected
 
 
-WRONG = {  # what is set: the words on each node
-    "GLOO_SOCKET_IFNAME=nope0": r"gloo on the cpu of node\d cannot .*GLOO_SOCKET_IFNAME \(nope0\)",
-    "MASTER_ADDR=10.77.0.9": r"rendezvous at 10\.77\.0\.9:\d+: did all nodes start",
-}
-
-
-# One process for each of the two, with the script loaded once.
-BOTH_WRONG = f"""
-import os
-from support.forks import load, run_rank
-from support.processes import SCRIPT
-
-script = load(str(SCRIPT))
-for variable in {[*WRONG]}:
-    if os.fork() == 0:
-        run_rank(script, [str(SCRIPT), *sys.argv[1:]], dict([variable.split("=")]))
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
-"""
-
-
-def test_srun_of_the_script_says_what_keeps_the_ranks_apart(cluster, sample, tmp_path):
-    words = [*data_args(sample), *FAST, "--timeout", 4]
-    env = {"GLOO_SOCKET_IFNAME": cluster.pair.interface}
-    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}){BOTH_WRONG}"
-    command = ["srun", *ONE_TASK, sys.executable, "-c", code, *words]
-    run = cluster.run(*command, timeout=90, clean=10, env=env, cwd=tmp_path)
-    errors = re.findall("ERROR: (.*)", run.out)
-    assert len(errors) == 4, run.tail()
-    for words in WRONG.values():
-        first, second = (line for line in errors if re.match(words, line))
-        assert ("rendezvous" in first) == ("rendezvous" in second) == words.startswith("rendez")
-
-
 def test_launcher_in_a_batch_script_without_srun_is_refused_in_one_line(cluster, tmp_path):
     out = tmp_path / "slurm.out"
     options = ["--parsable", *ONE_TASK, f"--output={out}"]
@@ -159,37 +125,6 @@ def test_bare_torchrun_in_a_batch_job_trains_on_both_nodes(cluster, sample, tmp_
     assert sorted(run.json_line("Run")["hosts"]) == ["node0", "node1"]
     assert run.json_line("Run")["threads"] == min(4, len(os.sched_getaffinity(0)))
     assert_trained(run, 3, run.json_line("Run")["hosts"])
-
-
-# A job that is queued again when it has ended, once.
-AGAIN = """#!/usr/bin/env bash
-#SBATCH --requeue
-#SBATCH --open-mode=append
-srun --nodes=1 --ntasks=1 {command}
-code=$?
-[[ ${{SLURM_RESTART_COUNT:-0}} -gt 0 ]] || scontrol requeue "$SLURM_JOB_ID"
-exit "$code"
-"""
-
-
-def test_requeued_job_without_resume_does_not_touch_the_checkpoint(cluster, sample, tmp_path):
-    """One line names --resume."""
-    words = [*data_args(sample), *FAST, "--max_steps", 2, "--checkpoint", tmp_path / "c.pt"]
-    script, out = tmp_path / "job.sh", tmp_path / "slurm.out"
-    script.write_text(AGAIN.format(command=shlex.join(demo_command(words, launcher="python"))))
-    env = {"SBATCH_OUTPUT": str(out)}
-    job = cluster.submit(script, cwd=tmp_path, env=env)
-
-    def refused() -> bool:
-        return out.exists() and "ERROR" in out.read_text()
-
-    wait_until(refused, 240, "the second start")
-    wait_until(lambda: cluster.job(job)["JobState"] == "FAILED", 60, "the end of the job")
-    run, facts = Run(["sbatch"], 0, out.read_text(), 0), cluster.job(job)
-    assert (facts["Restarts"], facts["ExitCode"]) == ("1", "2:0"), run.tail()
-    (line,) = re.findall(r"^\[CPU \d\] ERROR: .*", run.out, re.MULTILINE)
-    assert "c.pt is there already: give --resume " in line
-    assert [step for _, step, _ in run.steps()] == [1, 2]
 
 
 @pytest.mark.guards("sbatch-requeue")

@@ -47,20 +47,20 @@ COMMAND = re.compile(r"^\S+\.(?:sh|py): [\d-]+ [\d:]+ (.*\btorchrun .*)$", re.MU
 
 def launch(launcher: Path, folder: Path, *arguments: object, **variables: object) -> Started:
     """Starts a launcher on this machine; `variables` are its environment, None unsets one."""
-    env = {"PYTHON": sys.executable, "RUN_NAME": "run", "NNODES": "1", "PROBE": "0"}
-    env |= {"MASTER_PORT": str(free_ports(4))}
-    env |= {name: None if value is None else str(value) for name, value in variables.items()}
-    return start(["bash", launcher, *arguments], env=env, cwd=folder)
+    return here(["bash", launcher, *arguments], folder, variables)
 
 
 def launch_series(folder: Path, *arguments: object, **variables: object) -> Started:
     """Starts tools/series.py on this machine, of the project or of a copy in the folder."""
     copy = folder / "project/tools/series.py"
     command = copy if copy.exists() else ROOT / "tools/series.py"
-    env = {"PYTHON": sys.executable, "RUN_NAME": "run", "NNODES": "1", "PROBE": "0"}
-    env |= {"MASTER_PORT": str(free_ports(30))}
+    return here([sys.executable, command, *arguments], folder, variables)
+
+
+def here(command: list, folder: Path, variables: dict[str, object]) -> Started:
+    env = HERE | {"MASTER_PORT": str(free_ports(30))}
     env |= {name: None if value is None else str(value) for name, value in variables.items()}
-    return start([sys.executable, command, *arguments], env=env, cwd=folder)
+    return start(command, env=env, cwd=folder)
 
 
 def guarded(*rows: tuple) -> list:
@@ -251,8 +251,8 @@ class TwoNodes:
 
 
 @contextmanager
-def two_nodes(tmp_path: Path, rate: str | None = None) -> Iterator[TwoNodes]:
-    with NamespacePair(rate) as pair:
+def two_nodes(tmp_path: Path) -> Iterator[TwoNodes]:
+    with NamespacePair() as pair:
         yield TwoNodes(pair, tmp_path)
 
 

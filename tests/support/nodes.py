@@ -65,24 +65,19 @@ def nameless(tmp_path: Path, *command: object, timeout: float = 100, **env: str)
         return started.finish(timeout)
 
 
-def container(cgroup: Path, place: str = "/sys/fs/cgroup") -> list[object]:
-    """The beginning of a command that runs in this cgroup, and sees it as its own, at `place`. A
-    folder with made files does as well.
+@contextlib.contextmanager
+def real_quota(quota: int, period: int) -> Iterator[list[object]]:
+    """The beginning of a command that runs in a cgroup of the kernel that has this CPU quota, in
+    microseconds, and sees it as its own.
     """
     can = os.geteuid() == 0 and shutil.which("unshare")
     if can:
         can = not subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode
     require(can, "a mount namespace needs root and unshare (util-linux), and not a chroot")
-    enter = 'echo $$ >"$0/cgroup.procs"; mount --bind "$0" "$1"; shift; exec "$@"'
-    return ["unshare", "--mount", "sh", "-ec", enter, cgroup, place]
-
-
-@contextlib.contextmanager
-def real_quota(quota: int, period: int) -> Iterator[list[object]]:
-    """As `container`, with a cgroup of the kernel that has this CPU quota, in microseconds."""
     v1, v2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
     parent = v1 if v1.is_dir() else v2
     cgroup = parent / f"demo-{os.getpid()}-{next(counter)}"
+    enter = 'echo $$ >"$0/cgroup.procs"; mount --bind "$0" "$1"; shift; exec "$@"'
     try:
         cgroup.mkdir()
         if parent == v1:
@@ -90,7 +85,7 @@ def real_quota(quota: int, period: int) -> Iterator[list[object]]:
             (cgroup / "cpu.cfs_quota_us").write_text(str(quota))
         else:
             (cgroup / "cpu.max").write_text(f"{quota} {period}")
-        yield container(cgroup, str(parent))
+        yield ["unshare", "--mount", "sh", "-ec", enter, cgroup, parent]
     except OSError as error:
         require(False, f"a cgroup with a CPU quota cannot be made here: {error}")
     finally:

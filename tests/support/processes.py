@@ -224,26 +224,7 @@ class Run:
         return f"$ {shlex.join(self.command)[:600]}\n{end}\n{text}"
 
 
-class Watched:
-    """What runs, or has ended: it has a `text` that it wrote, is `running`, and can `fail` the
-    test.
-    """
-
-    def wait_for(self, pattern: str, timeout: float = 120) -> re.Match:
-        """The first match of `pattern` (multi-line mode) in the text; fails at once when it ends
-        without.
-        """
-        deadline = time.monotonic() + timeout * FACTOR
-        while True:
-            over = not self.running() or time.monotonic() > deadline
-            if match := re.search(pattern, self.text(), re.MULTILINE):
-                return match
-            if over:
-                self.fail(f"no {pattern!r} in the output")
-            time.sleep(0.02)
-
-
-class Started(Watched):
+class Started:
     """A command that runs in a session of its own and writes to a file, so that no reader can hold
     it up.
     """
@@ -301,6 +282,19 @@ class Started(Watched):
 
     def running(self) -> bool:
         return self.process.poll() is None
+
+    def wait_for(self, pattern: str, timeout: float = 120) -> re.Match:
+        """The first match of `pattern` (multi-line mode) in the text; fails at once when it ends
+        without.
+        """
+        deadline = time.monotonic() + timeout * FACTOR
+        while True:
+            over = not self.running() or time.monotonic() > deadline
+            if match := re.search(pattern, self.text(), re.MULTILINE):
+                return match
+            if over:
+                self.fail(f"no {pattern!r} in the output")
+            time.sleep(0.02)
 
     def pids(self, pattern: str = "") -> list[int]:
         """Process ids of this run whose command line contains `pattern`."""
