@@ -72,66 +72,67 @@ def the_error(output: str) -> str:
 
 # --- One process -------------------------------------------------------------------------------
 
-BAD_INPUT = {  # options, and what the line names
-    "--batch_size 0": r"--batch_size\b.*\b0\b",
-    "--annotation_path missing_image.json": r"set/images\b.*\bgone\.jpg",
-    "--weights code.pt": r"code\.pt",
-    "--coco_image_path no_folder": "the folder of images no_folder is not there",
-    "--annotation_path broken.json": r"broken\.json",
-    "--batchsize 4": "--batchsize",
-    "--device cuda": "sees no GPU: .*--device cpu",
-    "--lr 0": r"--lr: 0 is not at least 1e-09",
-    "--seed 3000000000": r"--seed\b.*3000000000 is not below",
-    "--resume": "--checkpoint",
-    "--annotation_path=": "--annotation_path is empty",
-    "--dummy": "--dummy reads no data: leave --coco_image_path out",
-    "--checkpoint saved": "checkpoint saved.new is not a regular file",
-    "--val_image_path set/images": "--val_annotation_path",
-    "--annotation_path no_file.json": r"no_file\.json",
-    "--annotation_path no_annotations.json": r"no_annotations\.json",
-    "--annotation_path no_categories.json": r"no_categories\.json",
-    "--annotation_path outside.json": r"outside\.jpg",
-    "--global_batch_size 7 --accumulate_steps 2": r"--global_batch_size\b.*\b7\b",
-    "--weights no_file.pt": r"no_file\.pt",
-    "--weights text.pt": r"text\.pt",
-    "--checkpoint no_folder/run.pt": r"no_folder/run\.pt",
-    "--checkpoint text.pt --resume": r"text\.pt",
-    "--checkpoint none.pt --resume --precision auto": r"none\.pt was saved with",
-    "--checkpoint list.pt --resume --precision auto": r"list\.pt is not one of this demo",
-    "--lr 1e9 --num_epochs 20": r"(?i)\bloss\b.*\b(finite|nan)\b",
-    "--backend nccl": r"--backend nccl: 1 processes for 0 GPU",
-    "--device mps": r"--device mps needs a Mac",
-    "--compile --sync_bn": r"--sync_bn needs NVIDIA GPUs",
-    "--grad_compression powersgd --precision fp16": r"powersgd .* fp16",
-    "--compile --bucket_cap_mb 0.5": r"--compile needs --bucket_cap_mb 1 or more",
-    "--grad_compression powersgd --bucket_cap_mb 5": r"powersgd needs one bucket",
-    "--checkpoint set": r"checkpoint set is not a regular file",
-    "--checkpoint pipe": r"checkpoint pipe is not a regular file",
-    "--coco_image_path empty": r"all 8 images .* in empty are damaged, .*0000\.jpg",
-    "--coco_image_path cut": r"all 8 images .* in cut are damaged, .*0000\.jpg",
-    "--coco_image_path linked": r"linked lacks 1 of 8 listed images, the first is 0003\.jpg",
-    "--checkpoint run.pt --resume --image_size 48": r"run\.pt\b.*--image_size",
-}
-GUARDS = {
-    "--batch_size 0": "argument-code",
-    "--annotation_path missing_image.json": "user-error-code",
-    "--weights code.pt": "weights-only",
-    "--device cuda": "cuda-is-asked-for",
-    "--coco_image_path cut": "all-damaged-at-start",
-    "--coco_image_path linked": "dangling-link",
-    "--coco_image_path no_folder": "folder-not-there",
-    "--checkpoint pipe": "regular-file",
-}
+BAD_INPUT = [  # fault, options, and what the line names
+    ("argument-code", "--batch_size 0", r"--batch_size\b.*\b0\b"),
+    ("user-error-code", "--annotation_path missing_image.json", r"set/images\b.*\bgone\.jpg"),
+    ("weights-only", "--weights code.pt", r"code\.pt"),
+    (
+        "folder-not-there",
+        "--coco_image_path no_folder",
+        "the folder of images no_folder is not there",
+    ),
+    ("", "--annotation_path broken.json", r"broken\.json"),
+    ("", "--batchsize 4", "--batchsize"),
+    ("cuda-is-asked-for", "--device cuda", "sees no GPU: .*--device cpu"),
+    ("", "--lr 0", r"--lr: 0 is not at least 1e-09"),
+    ("", "--seed 3000000000", r"--seed\b.*3000000000 is not below"),
+    ("", "--resume", "--checkpoint"),
+    ("", "--annotation_path=", "--annotation_path is empty"),
+    ("", "--dummy", "--dummy reads no data: leave --coco_image_path out"),
+    ("", "--checkpoint saved", "checkpoint saved.new is not a regular file"),
+    ("", "--val_image_path set/images", "--val_annotation_path"),
+    ("", "--annotation_path no_file.json", r"no_file\.json"),
+    ("", "--annotation_path no_annotations.json", r"no_annotations\.json"),
+    ("", "--annotation_path no_categories.json", r"no_categories\.json"),
+    ("", "--annotation_path outside.json", r"outside\.jpg"),
+    ("", "--global_batch_size 7 --accumulate_steps 2", r"--global_batch_size\b.*\b7\b"),
+    ("", "--weights no_file.pt", r"no_file\.pt"),
+    ("", "--weights text.pt", r"text\.pt"),
+    ("", "--checkpoint no_folder/run.pt", r"no_folder/run\.pt"),
+    ("", "--checkpoint text.pt --resume", r"text\.pt"),
+    ("", "--checkpoint none.pt --resume --precision auto", r"none\.pt was saved with"),
+    ("", "--checkpoint list.pt --resume --precision auto", r"list\.pt is not one of this demo"),
+    ("", "--lr 1e9 --num_epochs 20", r"(?i)\bloss\b.*\b(finite|nan)\b"),
+    ("", "--backend nccl", r"--backend nccl: 1 processes for 0 GPU"),
+    ("", "--device mps", r"--device mps needs a Mac"),
+    ("", "--compile --sync_bn", r"--sync_bn needs NVIDIA GPUs"),
+    ("", "--grad_compression powersgd --precision fp16", r"powersgd .* fp16"),
+    ("", "--compile --bucket_cap_mb 0.5", r"--compile needs --bucket_cap_mb 1 or more"),
+    ("", "--grad_compression powersgd --bucket_cap_mb 5", r"powersgd needs one bucket"),
+    ("", "--checkpoint set", r"checkpoint set is not a regular file"),
+    ("regular-file", "--checkpoint pipe", r"checkpoint pipe is not a regular file"),
+    ("", "--coco_image_path empty", r"all 8 images .* in empty are damaged, .*0000\.jpg"),
+    (
+        "all-damaged-at-start",
+        "--coco_image_path cut",
+        r"all 8 images .* in cut are damaged, .*0000\.jpg",
+    ),
+    (
+        "dangling-link",
+        "--coco_image_path linked",
+        r"linked lacks 1 of 8 listed images, the first is 0003\.jpg",
+    ),
+    ("", "--checkpoint run.pt --resume --image_size 48", r"run\.pt\b.*--image_size"),
+]
 
 
-def marked(options: str) -> Any:
+def marked(fault: str, *row: str) -> Any:
     """The others run under --ci alone."""
-    mark = pytest.mark.guards(GUARDS[options]) if options in GUARDS else LONG
-    return pytest.param(options, marks=mark)
+    return pytest.param(*row, marks=pytest.mark.guards(fault) if fault else LONG)
 
 
-@pytest.mark.parametrize("options", [*map(marked, BAD_INPUT)])
-def test_bad_input_ends_with_one_line_that_names_it(options, folder):
+@pytest.mark.parametrize(("options", "named"), [marked(*row) for row in BAD_INPUT])
+def test_bad_input_ends_with_one_line_that_names_it(options, named, folder):
     """And no code in a file is run."""
     words = [*GOOD, *FAST]
     if "none.pt" in options or "list.pt" in options:
@@ -142,7 +143,7 @@ def test_bad_input_ends_with_one_line_that_names_it(options, folder):
         run_forked([(0, first)], QUICK, cwd=folder)
     program = SCRIPT if "--lr 1e9" in options else QUICK  # with which no loss becomes infinite
     (run,) = run_forked([(0, [*words, *shlex.split(options)])], program, expect=2, cwd=folder)
-    assert re.search(BAD_INPUT[options], the_error(run.output)), run.tail()
+    assert re.search(named, the_error(run.output)), run.tail()
     assert "usage:" not in run.output  # which argparse would print
     assert not (folder / "made_by_a_weights_file").exists()
 
@@ -150,23 +151,17 @@ def test_bad_input_ends_with_one_line_that_names_it(options, folder):
 # --- Two ranks that were not given the same, and others ----------------------------------------
 
 IMAGES = "--coco_image_path other/images --annotation_path other/instances.json"
-OTHER = {  # what rank 1 has, and what the one line names
-    IMAGES: r"\b0004\.jpg",
-    "--lr 0.5": "--lr",
-}
+OTHER = [  # what rank 1 has, and what the one line names
+    pytest.param(IMAGES, r"\b0004\.jpg", marks=pytest.mark.guards("errors-alone")),
+    pytest.param("--lr 0.5", "--lr", marks=pytest.mark.guards("started-alike", "explains-once")),
+]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        pytest.param(IMAGES, marks=pytest.mark.guards("errors-alone")),
-        pytest.param("--lr 0.5", marks=pytest.mark.guards("started-alike", "explains-once")),
-    ],
-)
-def test_ranks_with_other_data_or_arguments_end_and_one_line_names_what(other, folder):
+@pytest.mark.parametrize(("other", "named"), OTHER)
+def test_ranks_with_other_data_or_arguments_end_and_one_line_names_what(other, named, folder):
     words = [*GOOD, *FAST, "--timeout", 10, "--max_steps", 1]
     (run,) = run_forked([(2, [words, [*words, *shlex.split(other)]])], QUICK, expect=2, cwd=folder)
-    assert re.search(OTHER[other], the_error(run.output))
+    assert re.search(named, the_error(run.output))
     assert not run.steps(0) and not run.steps(1)
 
 
@@ -198,13 +193,6 @@ def test_imagenet_weights_that_cannot_be_downloaded_are_one_line_that_says_what_
     (run,) = run_forked([(0, words, env)], QUICK, expect=2, cwd=folder)
     error = the_error(run.output)
     assert "resnet18-" in error and str(folder / "home") in error and "--weights none" in error
-
-
-@LONG
-def test_rank_beyond_the_world_size_is_named(folder):
-    place = {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}
-    (run,) = run_forked([(0, [*GOOD, *FAST], place)], QUICK, expect=2, cwd=folder)
-    assert re.search(r"\bRANK\b.*\b2\b.*\bWORLD_SIZE\b", the_error(run.output))
 
 
 # Rank 1 is in the folder 1.

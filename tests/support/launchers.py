@@ -193,7 +193,6 @@ class TwoNodes:
     def __init__(self, pair: NamespacePair, tmp_path: Path) -> None:
         self.pair = pair
         self.tmp_path = tmp_path
-        self.launcher = MULTINODE
         self.port = free_ports(1)  # namespaces have ports of their own: any number serves
 
     def folder(self, node: int) -> Path:
@@ -211,18 +210,10 @@ class TwoNodes:
         """Starts the launcher on one node, or series.py with `runs`; `variables` are its
         environment, and win.
         """
-        env = {
-            "NNODES": "2",
-            "NODE_RANK": str(node),
-            "MASTER_ADDR": self.pair.addresses[0],
-            "MASTER_PORT": str(self.port),
-            "RUN_NAME": "run",
-            "PROBE": "0",
-            "CONNECT_TIMEOUT": "40",
-            "PYTHON": sys.executable,
-        }
+        env = HERE | {"NNODES": "2", "NODE_RANK": str(node), "CONNECT_TIMEOUT": "40"}
+        env |= {"MASTER_ADDR": self.pair.addresses[0], "MASTER_PORT": str(self.port)}
         env |= {name: str(value) for name, value in variables.items()}
-        command: list[object] = ["bash", self.launcher, *arguments]
+        command: list[object] = ["bash", MULTINODE, *arguments]
         if runs:
             command = [sys.executable, ROOT / "tools/series.py", *runs, "--", *arguments]
         return self.pair.popen(node, command, env=env, cwd=self.folder(node))
