@@ -329,16 +329,6 @@ def cpu_variables(env: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def wanted_variables(args: argparse.Namespace, command: Command) -> dict[str, str]:
-    """Raises UserError."""
-    check_interfaces(args.ifname)
-    route = route_to(command.host) if command.nodes > 1 else ""
-    found = network_variables(args.ifname, args.network, route)
-    if option("--device", command.arguments) != "cuda":
-        found |= cpu_variables(os.environ)
-    return found
-
-
 # --- How a start ended: by exit code and records -------------------------------------------------
 
 
@@ -397,21 +387,18 @@ def judge(
     return "lost", first.get("own") or quote or first.get("peer") or ended
 
 
-QUOTED = [  # of NCCL's watchdog; of torchrun, about a rank that was killed
-    re.compile(rb"Watchdog caught collective operation timeout|NCCL error|Last error:"),
-    re.compile(rb"Signal (?!15 ).* received"),
+# Of NCCL's watchdog; of torchrun, about a rank that was killed.
+QUOTED = [
+    "Watchdog caught collective operation timeout|NCCL error|Last error:",
+    "Signal (?!15 ).* received",
 ]
 
 
-def quote(lines: Iterable[bytes]) -> str:
+def quote(text: str) -> str:
     """The line of NCCL or torchrun that tells most."""
-    found: dict[re.Pattern, bytes] = {}
-    for line in lines:
-        for pattern in QUOTED:
-            if pattern.search(line):
-                found.setdefault(pattern, line)
-    first = next((found[pattern] for pattern in QUOTED if pattern in found), b"")
-    return first.decode(errors="replace").strip().removeprefix("traceback : ")
+    lines = text.splitlines()
+    found = [line for pattern in QUOTED for line in lines if re.search(pattern, line)]
+    return found[0].strip().removeprefix("traceback : ") if found else ""
 
 
 # --- A command with a log and stop signals -------------------------------------------------------
@@ -459,20 +446,9 @@ def start_writer(log: BinaryIO) -> tuple[int, int]:
     return writer, pipe
 
 
-def make_folder(log_dir: str, name: str) -> Path:
-    """That of the run's files. Without a name it is a new one."""
-    name = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    folder = Path(log_dir) / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise not_writable(folder, error) from None
-    return folder
-
-
-def not_writable(path: Path, error: OSError) -> UserError:
-    text = "set LOG_DIR to a folder that can be, or another RUN_NAME"
-    return UserError(f"{path} cannot be written ({error.strerror}): {text}")
+def folder_of(log_dir: str, name: str) -> Path:
+    """That of a run's files. Without a name it is a new one."""
+    return Path(log_dir) / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 
 class Run:
@@ -542,8 +518,7 @@ class Run:
     def train(self) -> int:
         """The whole run on this node. Returns the exit code."""
         args, command = self.args, self.command
-        wanted = wanted_variables(args, command)
-        folder = make_folder(args.log_dir, args.run_name)
+        folder = folder_of(args.log_dir, args.run_name)
         resumes = "--resume" in command.arguments
         checkpoint = option("--checkpoint", command.arguments)
         if args.restarts:
@@ -555,11 +530,7 @@ class Run:
                 raise UserError(f"checkpoint {checkpoint} is there already: {text}")
             command.arguments += ["--checkpoint", checkpoint]  # what a restart resumes from
         self.open_log(folder / f"node{command.node}.log")
-        self.set_variables(wanted)
-        if command.host and not any(name.startswith("NCCL_DEBUG") for name in os.environ):
-            # For tools/nccl_log.py: which network NCCL uses, and why.
-            self.variables |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV"}
-            self.variables["NCCL_DEBUG_FILE"] = f"{folder}/nccl.node{command.node}.%h.%p.log"
+        self.set_variables(folder)
         if args.sample and self.execute(ROOT / "tools/make_sample_coco.py", SAMPLE):
             outcome, reason = "user", "the sample set was not made: see above"
         else:
@@ -569,22 +540,34 @@ class Run:
 
     def open_log(self, path: Path) -> None:
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             self.log = path.open("ab")
         except OSError as error:
-            raise not_writable(path, error) from None
+            text = "set LOG_DIR to a folder that can be, or another RUN_NAME"
+            raise UserError(f"{path} cannot be written ({error.strerror}): {text}") from None
         if path.stat().st_size:
             self.say(f"{path} has a run already, to which this one is appended")
 
-    def set_variables(self, wanted: Mapping[str, str]) -> None:
-        """For torchrun, beside the user's own, which win."""
-        threads = str(max(1, usable_cores() // self.command.processes))
+    def set_variables(self, folder: Path) -> None:
+        """For torchrun, beside the user's own, which win. Raises UserError."""
+        args, command = self.args, self.command
+        threads = str(max(1, usable_cores() // command.processes))
         self.variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or threads
+        check_interfaces(args.ifname)
+        route = route_to(command.host) if command.nodes > 1 else ""
+        wanted = network_variables(args.ifname, args.network, route)
+        if option("--device", command.arguments) != "cuda":
+            wanted |= cpu_variables(os.environ)
         for name, value in wanted.items():
             own = os.environ.get(name)
             if own is None:
                 self.variables[name] = value
             elif own != value:
                 self.say(f"keeping your {name}='{own}' (the launcher would have used '{value}')")
+        if command.host and not any(name.startswith("NCCL_DEBUG") for name in os.environ):
+            # For tools/nccl_log.py: which network NCCL uses, and why.
+            self.variables |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV"}
+            self.variables["NCCL_DEBUG_FILE"] = f"{folder}/nccl.node{command.node}.%h.%p.log"
         # Ranks that validate, or write to slow storage, need more than torchrun's 30 seconds for
         # their last checkpoint. A variable, because an older torchrun does not know the option.
         self.variables["PET_SHUTDOWN_TIMEOUT"] = "120"
@@ -630,9 +613,9 @@ class Run:
             ranks, torchrun = read_records(Path(folder)), parse_record(text_of(agent))
         # From now on a node may need --timeout to notice that another has failed.
         self.wait = wait_later(self.args.wait, command.arguments)
-        with open(self.log.name, "rb") as log:
+        with open(self.log.name, errors="replace") as log:
             log.seek(begin)
-            outcome, reason = judge(code, ranks, torchrun, quote(log) if code else "")
+            outcome, reason = judge(code, ranks, torchrun, quote(log.read()) if code else "")
         if outcome == "apart" and nodes > 1:
             text = f"Has the launcher been started on all {nodes} nodes, each with its own "
             text += "NODE_RANK and the same RUN_NAME? Is this port free on node 0, and open in "

@@ -152,7 +152,7 @@ class Series:
         """The runs and, on node 0, their comparison, as far as it came. Returns the exit code."""
         runs, env = self.plan(), self.env
         name, log_dir = env.get("RUN_NAME", ""), env.get("LOG_DIR", "logs")
-        folder = run.make_folder(log_dir, name)
+        folder = run.folder_of(log_dir, name)
         order = in_order([*runs], self.args.repeats)
         wait = whole("CONNECT_TIMEOUT", env.get("CONNECT_TIMEOUT", "300"), 1, 1_000_000)
         ports = 2 + whole("RESTARTS", env.get("RESTARTS", "0"), 0, 1000)
