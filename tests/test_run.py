@@ -89,21 +89,20 @@ def test_only_the_last_attempt_of_a_start_counts_and_a_rank_without_a_record_is_
     assert run.read_records(tmp_path / "none") == []
 
 
-LOST = b"[Rank 0] Collective WorkNCCL raised the following async exception: NCCL error: remote"
-LINES = b"""[CPU 0] ERROR: no Signal 9 received here
-  exitcode  : -15 (pid: 8)
+LOST = "[Rank 0] Collective WorkNCCL raised the following async exception: NCCL error: remote"
+LINES = """  exitcode  : -15 (pid: 8)
   Signal 15 (SIGTERM) received by PID 8
   traceback : Signal 9 (SIGKILL) received by PID 7
-[rank0]:[E1] Watchdog caught collective operation timeout: WorkNCCL
-""".splitlines()
+"""
 
 
 @guards("phrase-watchdog", "phrase-signal")
 def test_of_the_log_nccls_words_are_quoted_first_then_torchruns():
-    assert "Watchdog" in run.quote(LINES)
-    assert run.quote([*LINES[:4], LOST]) == LOST.decode()
-    assert run.quote(LINES[1:4]) == "Signal 9 (SIGKILL) received by PID 7"
-    assert run.quote(LINES[1:3]) == run.quote([]) == ""
+    watchdog = "[rank0]:[E1] Watchdog caught collective operation timeout: WorkNCCL"
+    assert run.quote(f"{LINES}{watchdog}\n{LOST}") == watchdog
+    assert run.quote(f"{LINES}{LOST}\n") == LOST
+    assert run.quote(LINES) == "Signal 9 (SIGKILL) received by PID 7"
+    assert run.quote("Signal 15 (SIGTERM) received by PID 8") == run.quote("") == ""
 
 
 def test_a_command_is_filled_up_to_the_scripts_path_only():
@@ -143,12 +142,12 @@ def test_a_later_start_waits_as_long_as_another_node_may_need_to_notice():
 
 
 @guards("folder-of-its-own")
-def test_two_runs_that_start_in_one_second_have_a_folder_each(tmp_path, monkeypatch):
+def test_two_runs_that_start_in_one_second_have_a_folder_each(monkeypatch):
     monkeypatch.setattr(run.time, "strftime", lambda _: "now")
     numbers = iter([7, 8])
     monkeypatch.setattr(run.os, "getpid", lambda: next(numbers))
-    folders = [run.make_folder(str(tmp_path / "logs"), "") for _ in range(2)]
-    assert folders == [tmp_path / "logs/now-7", tmp_path / "logs/now-8"]
+    folders = [run.folder_of("logs", "") for _ in range(2)]
+    assert folders == [Path("logs/now-7"), Path("logs/now-8")]
 
 
 @guards("one-run-alone")

@@ -242,7 +242,7 @@ def test_a_reader_that_goes_away_changes_nothing(folder):
 
 def test_torchrun_and_pytorch_have_the_words_that_are_quoted():
     """What decides are exit codes and records, see test_run.py."""
-    nccl, killed = (pattern.pattern.decode() for pattern in QUOTED)
+    nccl, killed = QUOTED
     rank = ProcessFailure(local_rank=0, pid=7, exitcode=-9, error_file="none")
     report = ChildFailedError("script", {0: rank}).format_msg()
     assert re.search(killed, report), report
