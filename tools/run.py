@@ -222,11 +222,12 @@ def job(env: Mapping[str, str], count: Callable[[], int] = count_gpus) -> dict[s
         text += "others, and an address of node 0 that all can reach"
         raise UserError(f"{', '.join(missing)} not set: {text}")
     whole("NODE_RANK", found["NODE_RANK"], 0, whole("NNODES", found["NNODES"], 1, 1_000_000) - 1)
-    gpus = found.get("GPUS_PER_NODE", "")
-    if gpus in ("", "all"):
-        gpus = str(count() or int(gpus == ""))
-    found = {"MASTER_PORT": "29500", "RUN_NAME": ""} | found | {"GPUS_PER_NODE": gpus}
-    return {name: found[name] for name in names}
+    if found.get("GPUS_PER_NODE") == "all":
+        found["GPUS_PER_NODE"] = str(count())
+    elif "GPUS_PER_NODE" not in found:
+        found["GPUS_PER_NODE"] = str(count() or 1)
+    found.setdefault("MASTER_PORT", "29500")
+    return {name: found.get(name, "") for name in names}
 
 
 def slurm_job(env: Mapping[str, str]) -> dict[str, str]:
@@ -482,7 +483,7 @@ class Run:
             self.send(signal.SIGTERM)
         elif number == self.stopped == signal.SIGINT:
             self.send(signal.SIGKILL)
-            self.say("killed by a second SIGINT")
+            tell("run.py", "killed by a second SIGINT")
             raise SystemExit(128 + number)
 
     def send(self, number: int) -> None:
