@@ -299,17 +299,6 @@ def test_a_terminal_shows_neither_records_nor_torchruns_own_traceback(capfdbinar
 # --- series.py -----------------------------------------------------------------------------------
 
 
-def test_every_other_round_is_reversed():
-    assert series.in_order(["a", "b"], 3) == [
-        ("a", 1),
-        ("b", 1),
-        ("b", 2),
-        ("a", 2),
-        ("a", 3),
-        ("b", 3),
-    ]
-
-
 @guards("more-than-gpus")
 def test_no_number_of_processes_is_above_that_of_the_gpus_unless_they_may_share(capfd):
     assert series.processes_of("1,2,4", [], 2) == {"p1": "1", "p2": "2"}

@@ -13,8 +13,6 @@ from support.datasets import data_args
 from support.launchers import (
     FAST,
     MULTINODE,
-    SAVE_VARIABLES,
-    places,
 )
 from support.processes import (
     LONG,
@@ -75,27 +73,6 @@ def test_srun_of_the_script_with_uneven_tasks(cluster, sample, tmp_path):
     tasks = ["--nodes=2", "--ntasks=3"]
     run = cluster.run("srun", *tasks, *script, timeout=180, clean=10, env=env, cwd=tmp_path)
     assert_trained(run, 2, ["node0", "node0", "node1"])
-
-
-INTERACTIVE = shlex.split("srun --interactive --preserve-env --nodes=1 --ntasks=1")
-EVEN = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]
-PLACES = [  # how the processes are started, and the place of each
-    (["srun", *EVEN], [("srun", "node0", str(n), "4", str(n % 2), "2") for n in range(4)]),
-    (["salloc", *ONE_TASK], [("python", "127.0.0.1", *"0101")]),
-    # A shell in an allocation may be a job step of its own.
-    (["salloc", *ONE_TASK, *INTERACTIVE], [("srun", "node0", "0", "1", "0", "1")]),
-]
-
-
-@pytest.mark.parametrize(("command", "expected"), PLACES)
-def test_each_task_finds_its_place_and_python_inside_salloc_is_one_process(
-    cluster, tmp_path, command, expected
-):
-    """SLURM writes the numbers of even tasks in another form than those of uneven ones."""
-    cluster.run(*command, *SAVE_VARIABLES, tmp_path, clean=10, cwd="/")
-    found = [path.read_text() for path in tmp_path.iterdir()]
-    assert all("=2(x2)\0" in text for text in found) or command[-3:] != EVEN
-    assert places(tmp_path) == expected
 
 
 def test_launcher_in_a_batch_script_without_srun_is_refused_in_one_line(cluster, tmp_path):

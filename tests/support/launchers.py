@@ -264,11 +264,6 @@ def end_within(seconds: float, started: list[Started], expect: int | None = None
     return runs
 
 
-# A command that saves its variables, as the launcher of a process has set them. The folder for
-# them follows.
-SAVE_VARIABLES = ["sh", "-c", 'env -0 >"$0/$$"']
-
-
 def place(env: dict[str, str]) -> tuple[str | None, ...]:
     """What the script makes of these variables: its launcher, rank 0's address, and the four
     numbers of torchrun. It adds to `env`.
@@ -278,16 +273,3 @@ def place(env: dict[str, str]) -> tuple[str | None, ...]:
         patch.setattr(os, "environ", env)
         launcher = demo.find_launcher()
     return (launcher, env.get("MASTER_ADDR"), *(env.get(name) for name in demo.TORCHRUN))
-
-
-def places(folder: Path) -> list[tuple[str | None, ...]]:
-    """The places of the processes that saved their variables, in the order of their ranks, of
-    which there are ten at most. All have one port.
-    """
-    found, ports = [], set()
-    for path in folder.iterdir():
-        env = dict(line.split("=", 1) for line in path.read_text().split("\0") if line)
-        found.append(place(env))
-        ports.add(env.get("MASTER_PORT"))
-    assert len(ports) == 1
-    return sorted(found, key=lambda values: values[2] or "")
