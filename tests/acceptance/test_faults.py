@@ -13,7 +13,6 @@ import time
 import pytest
 
 from support.datasets import make_set
-from support.forks import Forked, changed
 from support.launchers import (
     BUSY,
     COMMAND,
@@ -125,26 +124,6 @@ def test_a_stopped_rank_ends_the_other_node_and_its_own_after_a_second_signal(tr
         wait_until(lambda: not started[1].running(), 5, "its end")
         started[1].kill()  # the rank is still there
     said(first, r"^\[CPU 0\] .*ERROR")
-
-
-# Each rank has a folder of its own, as on two nodes.
-APART = """
-os.chdir(os.environ["RANK"])
-"""
-
-
-def test_an_image_that_disappears_on_one_node_is_named_and_ends_both(tmp_path):
-    for rank in "01":
-        make_set(tmp_path / rank, 64)
-    words = ["--coco_image_path", "images", "--annotation_path", "instances.json", *FAST]
-    words += ["--num_epochs", 99, "--timeout", TIMEOUT]
-    program = changed(tmp_path / "apart.py", APART)
-    with Forked(2, words, program=program, cwd=tmp_path) as started:
-        started.wait_for(r"^\[CPU 1\] .*\| Step 3 ")
-        (tmp_path / "1/images/0005.jpg").unlink()
-        (run,) = end_within(20, [started], 1)
-    said(run, r"^\[CPU 0\] ERROR")
-    said(run, r"^\[CPU 1\] ERROR.*0005\.jpg")
 
 
 # --- Nodes that do not reach each other, or come otherwise -------------------------------------
