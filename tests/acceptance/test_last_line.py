@@ -25,7 +25,6 @@ from support.launchers import (
     SINGLE,
     STOPS,
     copy_project,
-    guarded,
     launch,
     launch_series,
     project_with,
@@ -147,10 +146,11 @@ def test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its
     )
 
 
-STOPPING = guarded(
-    ("signal-passed-on tee-survives exit-75", signal.SIGINT, False),
-    ("torchrun-lives-on-usr1", signal.SIGUSR1, True),
-)
+PASSED_ON = guards("signal-passed-on", "tee-survives", "exit-75")
+STOPPING = [
+    pytest.param(signal.SIGINT, False, marks=PASSED_ON),
+    pytest.param(signal.SIGUSR1, True, marks=[LONG, guards("torchrun-lives-on-usr1")]),
+]
 
 
 @pytest.mark.parametrize(("number", "to_all"), STOPPING)

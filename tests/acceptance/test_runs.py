@@ -125,7 +125,7 @@ def test_classes_are_those_of_the_annotation_file_and_a_layer_of_others_is_left_
 
 STOPS = [
     pytest.param("SIGTERM", marks=pytest.mark.guards("stop-exit-code", "worker-signals")),
-    pytest.param("SIGUSR1", marks=pytest.mark.guards("usr1", "stop-saves-all")),
+    pytest.param("SIGUSR1", marks=[LONG, pytest.mark.guards("usr1", "stop-saves-all")]),
     pytest.param("SIGINT", marks=[LONG, pytest.mark.guards("sigint")]),
     pytest.param("SIGHUP", marks=[LONG, pytest.mark.guards("sighup")]),
 ]
@@ -283,7 +283,9 @@ demo.MOST_STEPS_WITHOUT_AGREEMENT = 1
             None,
             marks=pytest.mark.guards("rebuild-buckets", "save-every", "uneven-validation"),
         ),
-        pytest.param(1, "fp16", 2**10, marks=pytest.mark.guards("scaler-resumed", "scaler-off")),
+        pytest.param(
+            1, "fp16", 2**10, marks=[LONG, pytest.mark.guards("scaler-resumed", "scaler-off")]
+        ),
     ],
 )
 def test_a_run_resumed_in_mid_epoch_ends_as_an_unbroken_one(tmp_path, ranks, precision, scale):
