@@ -94,4 +94,4 @@ if rank == 0:
     say(f"seconds an epoch: {seconds:.4f}")
     say(f"replicas identical: {identical}")
 dist.destroy_process_group()
-os._exit(0)  # at once: a thread of Gloo's that still runs could crash Python's own, slower end
+os._exit(0)  # not part of DDP: on a busy machine a thread of Gloo could crash Python's normal exit
