@@ -307,6 +307,10 @@ def slip(question: int, folder: Path) -> None:
     put(copy_programs(folder) / "ddp.py", old, f"{new}; {old}" if question == 14 else new)
 
 
+# In calls.py: rank 1 makes no call while rank 0 waits.
+LATE = "elif dist.get_rank() == 1:\n    import time; time.sleep(10)"
+
+
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory) -> dict[str, Run]:
     """Runs of the changed programs."""
@@ -320,15 +324,20 @@ def changed(tmp_path_factory) -> dict[str, Run]:
     for name, (before, *lines) in (("ddp.py", save), ("plain.py", load)):
         new = "\n".join(line[1:] for line in lines).replace("ddp.state", "model.state")
         put(saving / name, f"\n{before[1:]}\n", f"\n{before[1:]}\n{new}\n")
+    (calls,) = blocks("1. A missing collective call", "python")
+    (folder / "calls.py").write_text(
+        calls.replace("seconds=20", "seconds=3").replace("dist.broadcast(x, 0)", LATE)
+    )
     runs = {f"{name}/ddp.py": (2, []) for name in ("5", "15", "16", "rate", "saving")}
     (clock,) = blocks("Timing on a GPU", "diff")
     old, new = ("\n".join(line[1:] for line in clock.splitlines() if line[0] == k) for k in "-+")
     put(copy_programs(folder / "clock") / "ddp.py", f"\n{old}\n", f"\n{new}\n")
     runs |= {"clock/ddp.py": (2, []), "21/ddp.py": (4, [2]), "saving/plain.py": (0, [])}
-    return run_programs(folder, runs)
+    return run_programs(folder, runs | {"calls.py": (2, [])})
 
 
 @LONG
+@pytest.mark.guards("page-answers", "page-calls")
 def test_answers_are_what_the_changed_programs_show(original, changed):
     output = changed["5/ddp.py"].out
     assert "replicas identical: False" in output
@@ -348,6 +357,7 @@ def test_answers_are_what_the_changed_programs_show(original, changed):
     assert images(output, 0) == images(output, 2) and images(output, 1) == images(output, 3)
 
     assert_printed(shown("Saving")[1], changed["saving/plain.py"].out)
+    assert changed["calls.py"].returncode and "3000ms" in changed["calls.py"].output
 
 
 @LONG
@@ -364,6 +374,7 @@ def test_answer_on_a_rank_that_is_killed(tmp_path):
 # --- Numbers and questions ---------------------------------------------------------------------
 
 
+@pytest.mark.guards("page-step")
 def test_worked_step_adds_up():
     table = re.findall(r"^\|(.*)\|(.*)\|(.*)\|$", SECTIONS["A step in numbers"], re.M)[2:]
     shares = [1, 3], [2, 4]
@@ -378,6 +389,7 @@ def test_worked_step_adds_up():
             assert [*map(float, found)][-len(wanted) :] == wanted
 
 
+@pytest.mark.guards("page-times")
 def test_times_of_the_ring_follow_from_the_formula():
     size = 4 * 11_217_552
     found = re.findall(r"^\| (\d+) Gb/s \| ([\d.]+) ms \| ([\d.]+) ms \|$", HOMEWORK.text, re.M)
@@ -388,6 +400,7 @@ def test_times_of_the_ring_follow_from_the_formula():
             assert float(time) == pytest.approx(milliseconds, rel=0.01)
 
 
+@pytest.mark.guards("page-cost")
 def test_speed_up_and_cost_of_an_epoch_follow_from_the_seconds():
     found = re.findall(r"^\| (\d) \| ([\d,]+) \|$", SECTIONS["Is it worth it?"], re.M)
     seconds = {int(n): int(text.replace(",", "")) for n, text in found}
@@ -452,6 +465,7 @@ def test_numpy_and_pytorch_print_the_same_and_the_page_has_their_lines(tmp_path)
         assert {row.split("|")[column].strip(" `") for row in rows} <= own
 
 
+@pytest.mark.guards("page-feedback")
 def test_times_to_feedback_follow_from_the_speeds():
     (count,) = re.findall(r"(\d+) million images", PYTORCH.text)
     hours = {"days": 24, "hours": 1}

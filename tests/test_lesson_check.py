@@ -255,6 +255,18 @@ GUARDS = {
     "one step fewer": "check-hang",
     "sys.exit at its end": "check-exit",
     "the answer": "check-at-once",
+    "four ranks written down": "check-nobody",
+    "a rate of 0": "check-frozen",
+    "only rank 0 steps": "check-idle",
+    "another model in the optimizer": "check-lost",
+    "every rank prints": "check-twice",
+    "another rate": "check-figures",
+    "another seed": "check-first",
+    "mean in place of sum": "check-mean",
+    "another model in DDP": "check-either",
+    "no barrier": "check-cause",
+    "a rank is killed": "check-killed",
+    "the rank is text": "check-text",
 }
 
 
