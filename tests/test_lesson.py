@@ -10,13 +10,13 @@ import re
 import runpy
 import shutil
 import sys
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from support.forks import run_forked
+from support.lesson import run_programs
 from support.nodes import nameless, no_namespaces
 from support.pages import FENCED, PAGES
 from support.processes import LONG, ROOT, Run, free_port, require, start
@@ -88,57 +88,14 @@ def copy_programs(made: Path) -> Path:
     return made
 
 
-def run_nameless(folder: Path, *command: object, timeout: float = 120) -> str:
-    """What a command prints; where that can be had, on a machine whose own name does not resolve,
-    as is usual in a class.
-    """
-    if no_namespaces():
-        with start(command, cwd=folder) as started:
-            return started.finish(timeout).out
-    return nameless(folder, *command, timeout=timeout).out
-
-
-# Runs a program in its folder, and says if that has not ended Python itself. A second argument is
-# the number of ranks on each node, if that is not the number of all ranks.
-ANY_PROGRAM = (
-    "\n".join(re.findall(r"^(?:import|from) .*", DDP, re.M))
-    + """
-import runpy, sys
-
-def main():
-    if sys.argv[2:]:
-        os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % int(sys.argv[2]))
-    os.chdir(os.path.dirname(sys.argv[1]))
-    runpy.run_path(sys.argv[1])
-    print("Python goes on\\n", end="")
-
-def run_and_exit(main):
-    main()
-    sys.exit()
-"""
-)
-
-
-def run_programs(folder: Path, runs: dict[str, tuple[int, list]]) -> dict[str, Run]:
-    """{program in the folder: its run} of {program: (ranks, further arguments)}: 0 ranks are one
-    process alone. All share one start of Python.
-    """
-    (folder / "any_program.py").write_text(ANY_PROGRAM)
-    listed = [(ranks, [folder / name, *more]) for name, (ranks, more) in runs.items()]
-    ended = run_forked(listed, program=folder / "any_program.py", expect=None)
-    return dict(zip(runs, ended, strict=True))
-
-
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> dict[int, str]:
     """{ranks: what is printed} by the programs as they are; 0: by plain.py."""
     folder = tmp_path_factory.mktemp("original")
-    names = {0: "plain.py"} | {ranks: f"{ranks}/ddp.py" for ranks in (2, 3, 4)}
-    for ranks in (2, 3, 4):
+    names = {0: "0/plain.py"} | {ranks: f"{ranks}/ddp.py" for ranks in (2, 3, 4)}
+    for ranks in names:
         copy_programs(folder / str(ranks))
-    shutil.copy(LESSON / "plain.py", folder)
-    ended = run_programs(folder, {name: (ranks, []) for ranks, name in names.items()})
-    assert all(run.returncode == 0 for run in ended.values()), [*map(Run.tail, ended.values())]
+    ended = run_programs(folder, {name: (ranks,) for ranks, name in names.items()})
     return {ranks: ended[name].out for ranks, name in names.items()}
 
 
@@ -180,22 +137,15 @@ def test_notebook_is_made_of_the_pages_and_programs():
     """If it differs, run docs/lesson/make_pages.py. Each command of the pages is in it."""
     text = (LESSON / "lesson.ipynb").read_text()
     assert text == MADE["notebook"]()
-    cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"]]
-    written = {cell.partition("\n")[0] for cell in cells if cell.startswith("%%writefile")}
-    programs = {"plain.py", "check.py", "mine.py", "ddp.py", "calls.py"}
-    assert written == {f"%%writefile {name}" for name in programs}
-    speed = "\n".join(blocks("2. Speed", "bash")).strip().splitlines()
-    programs = [line.partition(" --")[0] for line in speed]
-    assert programs == ["OMP_NUM_THREADS=1 python plain.py", "OMP_NUM_THREADS=1 torchrun"]
-    assert "--nproc_per_node=2 ddp.py" in speed[1]
-    runs = "\n".join(cells).replace("changed_", "")
+    cells = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    (speed,) = blocks("2. Speed", "bash")
+    alone, two = speed.splitlines()
+    assert (alone, two) == ("OMP_NUM_THREADS=1 python plain.py", f"OMP_NUM_THREADS=1 {RUN_DDP}")
     titles = ("The exercise", "Complete", "1. A missing collective call", "2. Speed", "Saving")
     for title in titles:
         for line in "".join(blocks(title, "bash")).splitlines():
-            assert line == "cp plain.py mine.py" or f"!{line}" in runs, line
-    questions = re.findall(r"^\*Question (\d+): ", "\n".join(cells), re.M)
-    assert questions == [str(n + 1) for n in range(22)]
-    assert "\n".join(cells).count("<summary>Answer</summary>") == len(questions)
+            assert line == "cp plain.py mine.py" or f"!{line}" in cells.replace("changed_", "")
+    assert cells.count("*Question ") == cells.count("<summary>Answer</summary>") == 22
     assert text.count('"image/png"') == 3
 
 
@@ -226,7 +176,12 @@ def notebook(tmp_path_factory) -> dict[str, str]:
         if cell["source"][0].startswith("%%writefile mine.py"):
             cell["source"] = ["%%writefile mine.py\n", DDP]
     path.write_text(json.dumps(made))
-    run_nameless(path.parent, sys.executable, "-c", RUN_NOTEBOOK, path, folder, timeout=600)
+    command = [sys.executable, "-c", RUN_NOTEBOOK, path, folder]
+    if no_namespaces():
+        with start(command) as started:
+            started.finish(600)
+    else:  # a machine whose own name does not resolve, as is usual in a class
+        nameless(path.parent, *command, timeout=600)
     ended = {}
     for cell in json.loads(path.read_text())["cells"]:
         if cell["cell_type"] == "code":
@@ -277,19 +232,13 @@ ANSWERS = {
 }
 
 
-# Of a question: a part of ddp.py, and what the question puts in its place.
+# Of a question: the part of ddp.py that gives way to what the question names first.
 SLIPS = {
-    5: ("ddp(images)", "model(images)"),
-    14: ("dist.all_reduce(results)", "if rank == 1: os.kill(os.getpid(), 9)"),
-    15: (
-        "for numbers, images, labels in loader:",
-        "for numbers, images, labels in list(loader)[rank:]:",
-    ),
-    16: ("batch_size=BATCH_SIZE // world_size", "batch_size=BATCH_SIZE"),
-    21: (
-        "DistributedSampler(data, world_size, rank)",
-        "DistributedSampler(data, world_size, local_rank)",
-    ),
+    5: "ddp(images)",
+    14: "dist.all_reduce(results)",
+    15: "for numbers, images, labels in loader:",
+    16: "batch_size=BATCH_SIZE // world_size",
+    21: "DistributedSampler(data, world_size, rank)",
 }
 
 
@@ -301,9 +250,8 @@ def put(path: Path, old: str, new: str) -> None:
 
 def slip(question: int, folder: Path) -> None:
     """A copy of the programs with the slip of a question."""
-    old, new = SLIPS[question]
-    pattern = rf"^\*Question {question}: [^*]*`{re.escape(new)}`"
-    assert re.search(pattern, STUDENTS, re.M), question
+    old = SLIPS[question]
+    (new,) = re.findall(rf"^\*Question {question}: [^`]*`([^`]+)`", STUDENTS, re.M)
     put(copy_programs(folder) / "ddp.py", old, f"{new}; {old}" if question == 14 else new)
 
 
@@ -328,12 +276,12 @@ def changed(tmp_path_factory) -> dict[str, Run]:
     (folder / "calls.py").write_text(
         calls.replace("seconds=20", "seconds=3").replace("dist.broadcast(x, 0)", LATE)
     )
-    runs = {f"{name}/ddp.py": (2, []) for name in ("5", "15", "16", "rate", "saving")}
+    runs = {f"{name}/ddp.py": (2,) for name in ("5", "15", "16", "rate", "saving", "clock")}
     (clock,) = blocks("Timing on a GPU", "diff")
     old, new = ("\n".join(line[1:] for line in clock.splitlines() if line[0] == k) for k in "-+")
     put(copy_programs(folder / "clock") / "ddp.py", f"\n{old}\n", f"\n{new}\n")
-    runs |= {"clock/ddp.py": (2, []), "21/ddp.py": (4, [2]), "saving/plain.py": (0, [])}
-    return run_programs(folder, runs | {"calls.py": (2, [])})
+    runs |= {"21/ddp.py": (4, 2), "saving/plain.py": (0,), "calls.py": (2,)}
+    return run_programs(folder, runs, expect=None)
 
 
 @LONG
@@ -363,8 +311,8 @@ def test_answers_are_what_the_changed_programs_show(original, changed):
 @LONG
 def test_answer_on_a_rank_that_is_killed(tmp_path):
     slip(14, tmp_path / "my lesson")
-    command = ["bash", "-c", f"{RUN_DDP}; test $? = 1"]
-    output = run_nameless(tmp_path / "my lesson", *command)
+    with start(RUN_DDP.split(), cwd=tmp_path / "my lesson") as started:
+        output = started.finish(expect=1).output
     (quoted,) = re.findall(r'"(.*?)"', ANSWERS[14])
     cause = output[output.index(quoted) :]
     assert re.search(r"rank +: 1 \(", cause) and re.search(r"exitcode +: -9 ", cause)
@@ -431,21 +379,14 @@ def test_pictures_of_a_step_and_of_a_pipeline_show_what_the_pages_say():
     assert all(rank["optimizer"][0] == sum(sent["bucket 3"]) for rank in ranks)
     assert ranks[0]["exposed"][1] > ranks[1]["exposed"][1] == sent["bucket 3"][1]
     for batches, share in ((1, 0.5), (4, 0.8), (8, 16 / 18)):
-        first, second = MADE["pipeline"](batches)
-        assert sum(length for _, _, length in first) == 8
-        end = max(begin + length for _, begin, length in first + second)
-        assert 8 / end == pytest.approx(share)
-        for lane in (first, second):  # one thing at a time
-            times = sorted(part[1:] for part in lane)
-            for (begin, length), (after, _) in pairwise(times):
-                assert after >= begin + length - 1e-9
-        ends = [
+        first, second = (
             {name: (begin, begin + length) for name, begin, length in lane}
-            for lane in (first, second)
-        ]
-        for n in range(batches):
-            assert ends[0][f"forward {n + 1}"][1] <= ends[1][f"forward {n + 1}"][0]
-            assert ends[1][f"backward {n + 1}"][1] <= ends[0][f"backward {n + 1}"][0]
+            for lane in MADE["pipeline"](batches)
+        )
+        assert 8 / max(end for _, end in first.values()) == pytest.approx(share)
+        for n in range(1, batches + 1):
+            assert first[f"forward {n}"][1] <= second[f"forward {n}"][0]
+            assert second[f"backward {n}"][1] <= first[f"backward {n}"][0]
     assert f"{16 / 18:.0%}".replace("%", " %") in ANSWERS[23]
 
 

@@ -51,20 +51,17 @@ ADDED = f"{BACKWARD}\n        for p in model.parameters(): dist.all_reduce(p.gra
 OTHER = "import copy\nddp = DistributedDataParallel(copy.deepcopy(model))"
 SLICES = """numbers, images, labels = (x[rank::2] for x in (numbers, images, labels))
         images, labels = images"""
-RANK_0_EVALUATES = """if rank == 0:
-        with torch.no_grad():
-            o, t = model(data.tensors[1]), data.tensors[2]
-            results = torch.tensor([16, 16 * cross_entropy(o, t), (o.argmax(1) == t).sum()])"""
 NO_BARRIER = """if rank == 0: time.sleep(2); torch.save(0, "no barrier.pt")
 torch.load("no barrier.pt")
 """
 
 # Each program: what it has in place of lines of the answer, and what check.py says, in parts.
 FIRST = {
-    "the answer": ({}, []),
+    "the answer": ({}, [], "check-at-once"),
     "without 1": (
         {RANK: "rank = 0", WORLD: "world_size = 1", "range(world_size)": "range(2)"},
         ["Change 1 is missing. ", "Change 3 is missing. ", "Change 6 is missing. "],
+        "check-joining",
     ),
     "without 2": (
         {JOIN: ""},
@@ -77,6 +74,7 @@ FIRST = {
             "Change 3 is missing. A step of both ranks has 16 images, one of plain.py 8. ",
             " The last epoch has the same images in the same order as the first one.",
         ],
+        "check-two-slips",
     ),
     "without 3": (
         ALL_IMAGES,
@@ -85,33 +83,31 @@ FIRST = {
     "without 4": (
         {"ddp = DistributedDataParallel(model": f"{WRAP[:-1]}, init_sync=False"},
         ["Change 4 is missing. "],
+        "check-seed",
     ),
     "without 5": ({FORWARD: "outputs = model(images)"}, ["Change 5 is missing. "]),
-    "without 6": ({SUM: ""}, ["Change 6 is missing. The line of epoch 0 is about 8 images"]),
-    "without 3 and 6": (
-        {**ALL_IMAGES, SUM: ""},
-        ["Change 3 is missing. ", "Change 6 is missing. "],
+    "without 6": (
+        {SUM: ""},
+        ["Change 6 is missing. The line of epoch 0 is about 8 images"],
+        "check-results",
     ),
-    "without 4 and 5": ({WRAP: "ddp = model"}, ["Change 4 is missing. ", "Change 5 is missing. "]),
 }
 OTHERS = {
     "only 1 and 2": (
         {**ALL_IMAGES, WRAP: "ddp = model", SUM: ""},
         [f"Change {n} is missing. " for n in (3, 4, 5, 6)],
     ),
-    "only 1 to 3": (
-        {WRAP: "ddp = model", SUM: ""},
-        [f"Change {n} is missing. " for n in (4, 5, 6)],
-    ),
     # Right in another way
     "gradients averaged by hand": ({WRAP: COPIED, BACKWARD: f"{ADDED}; p.grad /= 2"}, []),
     "never leaves the group": (
         {LEAVE: ""},
         ["Missing: 2.", "Change 2 is missing. It joins, but destroy_process_group is not called."],
+        "check-leaves",
     ),
     "weights copied, all images": (
         {**ALL_IMAGES, FORWARD: "outputs = model(images)"},
         ["Made: 1, 2, 4, 6. Missing: 3. Cannot tell yet: 5.", "Change 3 is missing. "],
+        "check-cannot-tell",
     ),
     "rank from the group": ({RANK: "", JOIN: f"{JOIN}\nrank = dist.get_rank()"}, []),
     "shares by slices": (
@@ -122,8 +118,7 @@ OTHERS = {
         },
         [],
     ),
-    "two ranks written down": ({WORLD: "world_size = 2"}, []),
-    "sys.exit at its end": ({LEAVE: f"{LEAVE}; raise SystemExit"}, []),
+    "sys.exit at its end": ({LEAVE: f"{LEAVE}; raise SystemExit"}, [], "check-exit"),
     # Wrong
     "local rank": (
         {RANK: 'rank = int(os.environ["LOCAL_RANK"])'},
@@ -132,91 +127,62 @@ OTHERS = {
             "Change 3 is missing. ",
             "Change 6 is missing. ",
         ],
-    ),
-    "shares by local rank": (
-        {SAMPLER: SAMPLER.replace("rank)", "local_rank)")},
-        ["Change 3 is missing. "],
-    ),
-    "shuffle beside the sampler": (
-        {LOADER: LOADER.replace("sampler=", "shuffle=True, sampler=")},
-        ["It fails. ValueError: sampler option is mutually exclusive with shuffle"],
-    ),
-    "shuffle in place of the sampler": (
-        {LOADER: LOADER.replace("sampler=sampler", "shuffle=True"), ORDER: "pass"},
-        ["Change 3 is missing. In epoch 0 both ranks train on the same 16 images."],
-    ),
-    "no set_epoch": (
-        {ORDER: "pass"},
-        ["Change 3 is missing. The last epoch has the same images"],
-    ),
-    "whole batch for each rank": (
-        {LOADER: LOADER.replace(" // world_size", "")},
-        ["Change 3 is missing. A step of both ranks has 16 images, one of plain.py 8."],
+        "check-local-rank",
     ),
     "four ranks written down": (
         {WORLD: "world_size = 4", "range(world_size)": "range(2)"},
         ["Change 3 is missing. In epoch 0 no rank trains on 8 of the images."],
+        "check-nobody",
     ),
     "gradients added up": (
         {WRAP: COPIED, BACKWARD: ADDED},
         ["Change 5 is missing. After the first backward the gradients are 2 times plain.py's."],
-    ),
-    "gradients averaged, weights not copied": (
-        {WRAP: "ddp = model", BACKWARD: f"{ADDED}; p.grad /= 2"},
-        ["Change 4 is missing. "],
+        "check-sum",
     ),
     "another model in DDP": (
         {WRAP: OTHER, FORWARD: "outputs = model(images)"},
         ["One of 4 or 5 is missing. "],
+        "check-either",
     ),
-    "another model in the optimizer": ({WRAP: OTHER}, ["It never trains: the weights that the"]),
-    "no gradients": (
-        {BACKWARD: f"{BACKWARD}; optimizer.zero_grad()"},
+    "another model in the optimizer": (
+        {WRAP: OTHER},
         ["It never trains: the weights that the optimizer has get no gradients."],
-    ),
-    "no step": (
-        {"optimizer.step()": "pass"},
-        ["It never trains: optimizer.step() is not called."],
+        "check-lost",
     ),
     "the rank is text": (
         {'int(os.environ["RANK"])': 'os.environ["RANK"]', "data, world_size, rank": "data"},
         ["Change 6 is missing. No rank prints a result. Is the rank a number?"],
+        "check-text",
     ),
     "only rank 0 steps": (
         {"optimizer.step()": "rank or optimizer.step()"},
         ["Rank 1 never trains: optimizer.step() is not called."],
+        "check-idle",
     ),
     "a rate of 0": (
         {"lr=0.5": "lr=0.0"},
         ["It never trains: optimizer.step() leaves the weights"],
+        "check-frozen",
     ),
     "every rank prints": (
         {PRINT: PRINT.replace("rank == 0", "True")},
         ["Change 6 is missing. `epoch 0: loss ...` is printed 2 times, not once."],
-    ),
-    "nobody prints": (
-        {PRINT: PRINT.replace("rank == 0", "False")},
-        ["Change 6 is missing. `epoch 0: loss ...` is printed 0 times, not once."],
-    ),
-    "rank 0 alone evaluates": (
-        {SUM: RANK_0_EVALUATES},
-        ["Change 6 is missing. `epoch 0: loss ...` shows ", CHECK["QUESTIONS"]["6"]],
+        "check-twice",
     ),
     "mean in place of sum": (
         {SUM: f"{SUM}; results[1] /= 2"},
         ["Change 6 is missing. `epoch 0: loss ...` shows 0.69", CHECK["QUESTIONS"]["6"]],
+        "check-mean",
     ),
     "another rate": (
         {"lr=0.5": "lr=1.0"},
         ["`epoch 1: loss ...` shows ", "What else did you change"],
+        "check-figures",
     ),
     "another seed": (
         {"torch.manual_seed(0)": "torch.manual_seed(5)"},
         ["`epoch 0: loss ...` shows ", "What made plain.py's first weights?"],
-    ),
-    "one rank's collective call": (
-        {SUM: f"if rank == 0: {SUM}"},
-        [f"`if rank == 0: {SUM}`", f"`{BACKWARD}`", "Do all ranks make the same collective calls"],
+        "check-first",
     ),
     "no barrier": (
         {WRAP: f"{NO_BARRIER}{WRAP}"},
@@ -224,14 +190,12 @@ OTHERS = {
             "It fails. FileNotFoundError: ",
             '    Rank 1: line 62, `torch.load("no barrier.pt")`',
         ],
-    ),
-    "joins in each step": (
-        {"optimizer.zero_grad()": JOIN},
-        ["It fails. ValueError: trying to initialize the default process group twice!"],
+        "check-cause",
     ),
     "a rank is killed": (
         {SUM: f"os.kill(os.getpid(), 9) if rank == 1 else {SUM}"},
         ["It fails. A rank was killed.\n    Rank 1: "],
+        "check-killed",
     ),
     "one step fewer": (
         {"in loader:": "in list(loader)[rank:]:"},
@@ -239,41 +203,19 @@ OTHERS = {
             "It hangs for ",
             f"Rank 0: line 73, `{FORWARD}`",
             f"Rank 1: line 83, `{SUM}`",
+            "Do all ranks make the same collective calls in the same order?",
         ],
+        "check-hang",
     ),
 }
 CASES = FIRST | OTHERS
-GUARDS = {
-    "without 1": "check-joining",
-    "without both parts of 3": "check-two-slips",
-    "never leaves the group": "check-leaves",
-    "weights copied, all images": "check-cannot-tell",
-    "without 4": "check-seed",
-    "without 6": "check-results",
-    "local rank": "check-local-rank",
-    "gradients added up": "check-sum",
-    "one step fewer": "check-hang",
-    "sys.exit at its end": "check-exit",
-    "the answer": "check-at-once",
-    "four ranks written down": "check-nobody",
-    "a rate of 0": "check-frozen",
-    "only rank 0 steps": "check-idle",
-    "another model in the optimizer": "check-lost",
-    "every rank prints": "check-twice",
-    "another rate": "check-figures",
-    "another seed": "check-first",
-    "mean in place of sum": "check-mean",
-    "another model in DDP": "check-either",
-    "no barrier": "check-cause",
-    "a rank is killed": "check-killed",
-    "the rank is text": "check-text",
-}
 
 
 def names(cases: dict[str, tuple]) -> list:
+    """With the faults that each guards against."""
     return [
-        pytest.param(name, marks=[pytest.mark.guards(GUARDS[name])] if name in GUARDS else [])
-        for name in cases
+        pytest.param(name, marks=[pytest.mark.guards(*faults)] if faults else [])
+        for name, (_, _, *faults) in cases.items()
     ]
 
 

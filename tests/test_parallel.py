@@ -12,34 +12,23 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Linear, ReLU, Sequential
 from torch.nn.functional import mse_loss
 
-from support.forks import run_forked
+from support.lesson import run_programs
 from support.pages import HOMEWORK, PAGES, PARALLEL
 from support.processes import LONG, ROOT, free_port, start
 
-PAGE = PAGES[PARALLEL]
+LESSON, PAGE = ROOT / "docs" / "lesson", PAGES[PARALLEL]
 METHODS = ["DDP", "ZeRO", "FSDP"]
 if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
     METHODS.remove("FSDP")
-# Runs a program of the lesson.
-WRAPPER = """
-import runpy, sys
-
-def main():
-    runpy.run_path(sys.argv[1])
-
-def run_and_exit(main):
-    main()
-    sys.exit()
-"""
 
 
 def outputs(folder, program: str, numbers: list[int]) -> dict[int, str]:
     """{ranks: what they print}."""
-    wrapper = folder / "wrapper.py"
-    wrapper.write_text(WRAPPER)
-    path = ROOT / "docs" / "lesson" / program
-    runs = run_forked([(ranks, [path]) for ranks in numbers], program=wrapper)
-    return {ranks: run.out for ranks, run in zip(numbers, runs, strict=True)}
+    found = {}
+    for ranks in numbers:
+        shutil.copy(LESSON / program, folder)
+        found[ranks] = run_programs(folder, {program: (ranks,)})[program].out
+    return found
 
 
 def table(head: str) -> list[list[str]]:
@@ -101,7 +90,7 @@ def test_each_rank_keeps_the_bytes_of_the_arithmetic_and_all_train_alike(numbers
 @pytest.mark.guards("halves-cable")
 def test_two_halves_train_as_one_model_and_each_waits_for_the_other(tmp_path):
     """On a busy machine, too: what a device computes is measured beside the whole."""
-    with start([sys.executable, ROOT / "docs/lesson/halves.py"], cwd=tmp_path) as started:
+    with start([sys.executable, LESSON / "halves.py"], cwd=tmp_path) as started:
         out = started.finish().out
     torch.manual_seed(0)
     layers = [Sequential(Linear(512, 512), ReLU(), Linear(512, 512)) for _ in range(2)]
@@ -123,7 +112,7 @@ def test_spawn_starts_the_two_ranks_of_ddp(tmp_path):
     (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.text, re.M | re.S)
     assert program.count('"29500"') == 1
     (tmp_path / "spawn.py").write_text(program.replace("29500", str(free_port())))
-    shutil.copy(ROOT / "docs/lesson/ddp.py", tmp_path)
+    shutil.copy(LESSON / "ddp.py", tmp_path)
     with start([sys.executable, "spawn.py"], cwd=tmp_path) as started:
         out = started.finish().out
     assert "[rank 1] epoch 2: " in out and "replicas identical: True" in out
