@@ -211,10 +211,10 @@ OTHERS = {
 CASES = FIRST | OTHERS
 
 
-def names(cases: dict[str, tuple]) -> list:
+def names(cases: dict[str, tuple], *marks: pytest.MarkDecorator) -> list:
     """With the faults that each guards against."""
     return [
-        pytest.param(name, marks=[pytest.mark.guards(*faults)] if faults else [])
+        pytest.param(name, marks=[*marks, *map(pytest.mark.guards, faults)])
         for name, (_, _, *faults) in cases.items()
     ]
 
@@ -263,15 +263,9 @@ def assert_says(text: str, wanted: list[str]) -> None:
         assert (listed[1] if listed else "") == ", ".join(numbers), text
 
 
-@pytest.mark.parametrize("name", names(FIRST))
-def test_each_of_the_six_changes_is_missed(said, name):
-    assert_says(said[name], FIRST[name][1])
-
-
-@LONG
-@pytest.mark.parametrize("name", names(OTHERS))
-def test_programs_that_differ_otherwise(said, name):
-    assert_says(said[name], OTHERS[name][1])
+@pytest.mark.parametrize("name", [*names(FIRST), *names(OTHERS, LONG)])
+def test_what_a_program_lacks_is_said(said, name):
+    assert_says(said[name], CASES[name][1])
 
 
 def check(program: object, expect: int) -> str:
