@@ -91,7 +91,7 @@ from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from time import perf_counter
+from time import perf_counter, process_time
 
 if sys.platform == "win32":
     raise SystemExit("demo_coco_resnet18.py needs Linux or macOS: on Windows start it inside WSL2")
@@ -1511,9 +1511,10 @@ def bytes_per_step(training):
 
 # ---- Time: how long each part of a step takes, for the log; and PyTorch's profiler
 
+MOST_GATHERED = 1000  # steps, the last ones, of which ranks compare their exposed communication
 UNMEASURED_STEPS = 3  # the first ones are slower. PowerSGD does not begin before they are over
 # Three times in seconds, and the number of this rank's images.
-StepTime = namedtuple("StepTime", "data exposed whole images")
+StepTime = namedtuple("StepTime", "data exposed whole images cpu", defaults=[0])
 
 
 class StepTimer:
@@ -1552,13 +1553,15 @@ class StepTimer:
 
     def start_step(self):
         """What happened before is not part of the next step."""
-        self.moments = {}
+        self.moments = {"cpu": [process_time()]}
         self.mark("begin")
 
     def end_step(self, image_count):
         self.mark("end")
+        self.moments["cpu"].append(process_time())
         self.unread.append((self.moments, image_count))
-        self.moments = {"begin": self.moments["end"]}  # the next step's
+        # The next step's:
+        self.moments = {"begin": self.moments["end"], "cpu": self.moments["cpu"][-1:]}
 
     def last_step_seconds(self):
         self.read()
@@ -1582,7 +1585,8 @@ class StepTimer:
             own, averaged = moments["own gradients"][-1], moments["gradients averaged"][0]
             exposed = self.seconds(own, averaged)
             whole = self.seconds(moments["begin"][0], moments["end"][0])
-            self.step_times.append(StepTime(data, exposed, whole, image_count))
+            cpu = moments["cpu"][1] - moments["cpu"][0]
+            self.step_times.append(StepTime(data, exposed, whole, image_count, cpu))
         self.unread.clear()
 
     def seconds(self, begin, end):
@@ -1592,6 +1596,19 @@ class StepTimer:
 def mean_time(times):
     """The StepTime of an average step; zeros without any step."""
     return StepTime(*map(fmean, zip(*times, strict=True))) if times else StepTime(0, 0, 0, 0)
+
+
+def link_and_wait(ranks):
+    """Of the exposed communication of each rank in each step: (the link's part, the mean wait for
+    other ranks).
+
+    In each step the rank that came last has not waited: its time, the least of all, is the link's.
+    As noise makes the least of many smaller, this is a lower bound.
+    """
+    if not ranks[0]:  # resumed at its end, it has made no step
+        return 0.0, 0.0
+    least = fmean(map(min, zip(*ranks, strict=True)))
+    return least, fmean(map(fmean, ranks)) - least
 
 
 # Steps: before the profiler starts, while it starts, and in the trace.
@@ -1947,6 +1964,7 @@ def facts_of_run(training):
         "nodes": all_gather(process.local_rank).count(0),
         "world_size": process.world_size,
         "threads": torch.get_num_threads(),
+        "node_cores": os.cpu_count(),
         "parameters": sum(map(torch.numel, training.model.parameters())),
         "start_step": training.step,
         "env": {k: v for k, v in sorted(os.environ.items()) if k.startswith(LOGGED)},
@@ -2038,8 +2056,10 @@ def log_summary(training, digests):
         "compute_ms": 1e3 * (mean.whole - mean.data - mean.exposed),
         "exposed_ms": 1e3 * mean.exposed,
         "step_ms": 1e3 * mean.whole,
+        "cpu_ms": 1e3 * mean.cpu,  # CPU time of the process, of all its threads
     }
     ranks = all_gather({"rank": process.rank, **parts})
+    link, wait = link_and_wait(all_gather([time.exposed for time in measured[-MOST_GATHERED:]]))
     images = sum(all_gather(sum(time.images for time in measured)))
     seconds = sum(time.whole for time in measured)
     damaged = sum(all_gather(int(training.damage.damaged + training.val_damage.damaged)))
@@ -2051,6 +2071,9 @@ def log_summary(training, digests):
         "measured_steps": len(measured),  # the figures below are of these
         "img_per_s": images / max(seconds, 1e-9),
         **{name: fmean(rank[name] for rank in ranks) for name in parts},
+        # NOTE: PowerSGD computes and communicates in one call: no moment is between the two.
+        "link_ms": None if training.powersgd else 1e3 * link,  # a lower bound
+        "wait_ms": None if training.powersgd else 1e3 * wait,
         "ranks": ranks,
         "wire_bytes_per_step": bytes_per_step(training),
         "peak_gpu_bytes": peak or None,  # of tensors, on the rank with the most
@@ -2058,7 +2081,6 @@ def log_summary(training, digests):
         "replicas_identical": len(set(digests)) == 1,
         "damaged_images": damaged,  # each as often as it was read, by training and validation
     }
-    # NOTE: PowerSGD computes and communicates in one call: no moment is between the two.
     exposed = "compression and communication" if training.powersgd else "exposed communication"
     words = f"{counted(summary['epochs'], 'epoch')}, {counted(training.step, 'step')}, "
     words += "{img_per_s:.1f} img/s; a step of {step_ms:.0f} ms is {data_ms:.0f} data + "

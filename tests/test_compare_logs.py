@@ -22,6 +22,7 @@ from statistics import median
 from types import SimpleNamespace
 from urllib.parse import unquote
 
+import demo_coco_resnet18 as demo
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -92,6 +93,23 @@ def test_report_is_as_recorded(case, tmp_path, monkeypatch, pytestconfig):
 
 
 # --- Figures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.guards("link-by-step")
+def test_link_takes_the_least_time_of_all_ranks_in_each_step():
+    """A link of 5 ms. Jitter keeps one rank waiting in a step, the other in the next one."""
+    link, wait = demo.link_and_wait([[0.005, 0.025] * 500, [0.025, 0.005] * 500])
+    assert (link, wait) == (approx(0.005), approx(0.010))
+
+
+@pytest.mark.parametrize(("count", "low"), [(2, 0.056), (16, 0.177)])
+def test_links_time_is_a_lower_bound_that_noise_makes_lower(count, low):
+    """Of n normal values the least is on average 0.56 (n = 2) or 1.77 (16) deviations low."""
+    draw = random.Random(0)
+    ranks = [[draw.gauss(1, 0.1) for _ in range(1000)] for _ in range(count)]
+    link, wait = demo.link_and_wait(ranks)
+    print(f"{count} ranks, 10 % of noise: the link's time is {1 - link:.1%} too low")
+    assert 1 - link == approx(low, abs=0.01) and wait == approx(low, abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -725,10 +725,10 @@ def test_parts_of_a_step_are_told_by_its_moments(demo):
     """
     timer = demo.StepTimer(torch.device("cpu"), torch.nn.Linear(1, 1))
     moments = {"begin": [0], "waiting for data": [1, 7], "data arrived": [3, 8]}
-    moments |= {"own gradients": [6, 11], "gradients averaged": [15], "end": [20]}
+    moments |= {"own gradients": [6, 11], "gradients averaged": [15], "end": [20], "cpu": [2, 9]}
     timer.unread.append((moments, 4))
     timer.read()
-    assert timer.step_times == [demo.StepTime(data=3, exposed=4, whole=20, images=4)]
+    assert timer.step_times == [demo.StepTime(data=3, exposed=4, whole=20, images=4, cpu=7)]
     assert not timer.unread
 
 
