@@ -2,16 +2,18 @@
 damage it survives, what it draws.
 
 A folder in data/reports holds logs and report.txt: what the case shows, then commands, each with
-all that it prints and writes. `pytest --record tests/test_compare_logs.py` writes the reports
+all that it prints and writes (`# Only: TITLE`: this section). data/verdicts.txt has verdicts on
+made-up runs. `pytest --record tests/test_compare_logs.py` writes the reports
 anew: read their diff. A new case is a folder with logs and the `$ compare_logs.py` lines.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gzip
+import importlib
 import io
 import json
+import os
 import random
 import re
 import shlex
@@ -22,21 +24,20 @@ from statistics import median
 from types import SimpleNamespace
 from urllib.parse import unquote
 
-import demo_coco_resnet18 as demo
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pytest import approx
 
 import compare_logs
-from analysis import logs, projection, scaling, verdict
+from analysis import logs, projection, scaling
 from analysis.logs import Log, read_log
 from analysis.repeats import find_repeats, gather, is_called
 from analysis.report import as_json, report
 from analysis.runs import Run, find_straggler, make_run
 from support.datasets import make_set
 from support.forks import run_forked
-from support.made_logs import REPORTS, log_of
+from support.made_logs import REPORTS, log_of, made_runs
 from support.processes import FACTOR, LONG, ROOT
 
 TOOL = ROOT / "tools" / "compare_logs.py"
@@ -65,10 +66,15 @@ def guarded_cases() -> list:
     return cases
 
 
-def answer(command: str) -> str:
-    """What it prints and writes in this folder, and its exit code unless that is 0."""
+def answer(command: str, sections: list[str]) -> str:
+    """What it prints and writes in this folder, and its exit code unless that is 0. Of a report
+    these sections, if there are any.
+    """
     before = {*Path().iterdir()}
     out, err, code = run_tool(*shlex.split(command)[1:])
+    parts = re.split(r"^(?=\w.*\n---)", out, flags=re.MULTILINE)
+    if sections and len(parts) > 1:
+        out = "".join(part for part in parts if part.partition("\n")[0] in sections)
     text = out + err + (f"exit code {code}\n" if code else "")
     for file in sorted({*Path().iterdir()} - before):
         text += f"\n--- {file} ---\n{file.read_bytes().decode()}"  # with the ends of lines
@@ -85,25 +91,69 @@ def test_report_is_as_recorded(case, tmp_path, monkeypatch, pytestconfig):
     monkeypatch.chdir(folder)
     recorded = (case / "report.txt").read_text()
     text = recorded.partition("\n$ ")[0]
+    sections = re.findall(r"^# Only: (.*)$", text, re.MULTILINE)
     for command in re.findall(r"^\$ (compare_logs\.py.*)$", recorded, re.MULTILINE):
-        text += f"\n$ {command}\n{answer(command)}"
+        text += f"\n$ {command}\n{answer(command, sections)}"
     if pytestconfig.getoption("--record"):
         (case / "report.txt").write_text(text)
     assert text.split("\n") == (case / "report.txt").read_text().split("\n")
 
 
+# --- Verdicts ------------------------------------------------------------------------------------
+
+VERDICTS = ROOT / "tests/data/verdicts.txt"
+
+
+def verdict_cases() -> list:
+    """(title and lines) of each case, marked with the faults that it names."""
+    cases = []
+    for part in VERDICTS.read_text().split("\n== ")[1:]:
+        made = part.partition("\n--\n")[0]
+        names = re.findall(r"^# Guards: (.*)$", made, re.MULTILINE)
+        marks = [pytest.mark.guards(*text.split(", ")) for text in names]
+        cases.append(pytest.param(made, marks=marks, id=made.partition("\n")[0].partition(":")[0]))
+    return cases
+
+
+@pytest.mark.parametrize("made", verdict_cases())
+def test_verdict_is_as_recorded(made, tmp_path, pytestconfig):
+    runs = made_runs(made.splitlines()[1:])
+    for age, run in enumerate(runs):
+        folder = run.write(tmp_path)
+        for file in sorted(folder.glob("nccl.*")):
+            os.utime(
+                file, (age, age + int(file.suffixes[-2][1:]))
+            )  # by the process, an older start's
+    out, err, _ = run_tool("--force", *(tmp_path / run.name for run in runs))
+    assert err == ""
+    answer = out.partition("Verdict\n-------\n\n")[2].strip()
+    text = VERDICTS.read_text()
+    before, _, after = text.partition(f"\n== {made}\n--\n")
+    if pytestconfig.getoption("--record"):
+        rest = after[after.index("\n== ") :] if "\n== " in after else ""
+        VERDICTS.write_text(f"{before}\n== {made}\n--\n{answer}\n{rest}")
+    recorded = VERDICTS.read_text().partition(f"\n== {made}\n--\n")[2].partition("\n== ")[0]
+    assert answer.splitlines() == recorded.strip().splitlines()
+
+
 # --- Figures -------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def demo():
+    """Imports PyTorch, which the other tests here do without."""
+    return importlib.import_module("demo_coco_resnet18")
+
+
 @pytest.mark.guards("link-by-step")
-def test_link_takes_the_least_time_of_all_ranks_in_each_step():
+def test_link_takes_the_least_time_of_all_ranks_in_each_step(demo):
     """A link of 5 ms. Jitter keeps one rank waiting in a step, the other in the next one."""
     link, wait = demo.link_and_wait([[0.005, 0.025] * 500, [0.025, 0.005] * 500])
     assert (link, wait) == (approx(0.005), approx(0.010))
 
 
 @pytest.mark.parametrize(("count", "low"), [(2, 0.056), (16, 0.177)])
-def test_links_time_is_a_lower_bound_that_noise_makes_lower(count, low):
+def test_links_time_is_a_lower_bound_that_noise_makes_lower(demo, count, low):
     """Of n normal values the least is on average 0.56 (n = 2) or 1.77 (16) deviations low."""
     draw = random.Random(0)
     ranks = [[draw.gauss(1, 0.1) for _ in range(1000)] for _ in range(count)]
@@ -154,27 +204,23 @@ def test_range_of_a_speed_up_is_that_of_all_pairs_of_repeats(base, rates):
     assert found.speed_up == median(rates) / median(base)
 
 
-@pytest.mark.guards("slowest-unnamed")
-@pytest.mark.parametrize(("compute", "says"), [(0.149, "148 ms"), (0.155, "155 ms")])
-def test_figures_of_a_verdict_are_those_of_its_advice(compute, says):
-    """The mean, or what the slowest rank has where the other one waits for over 1 % of a step."""
-    run = make_run("a", Log())
-    run.nodes, run.step_s, run.data_s, run.compute_s, run.exposed_s = 1, 0.2, 0.002, 0.148, 0.05
-    run.ranks = {
-        0: (0.002, 0.296 - compute, compute - 0.098),
-        1: (0.002, compute, 0.198 - compute),
-    }
-    text = verdict.say_split(run, verdict.parts_of_step(run))
-    assert f"compute is {says} " in text
-    assert ("on the slowest rank" in text) == (compute == 0.155)
-
-
 @pytest.mark.guards("hidden-part")
 def test_hidden_part_shrinks_with_the_all_reduce():
     """376 ms alone, 100 exposed: 276 hidden; of 52 ms 52 * 276/376 = 38.2 hide."""
     run = make_run("a", Log())
     run.data_s, run.compute_s, run.exposed_s, run.probe_s = 0.001, 0.14, 0.1, 0.376
     assert projection.step_over(run, 0.052) == approx(0.141 + 0.052 - 0.0382, abs=1e-4)
+
+
+@pytest.mark.guards("folder-of-runs", "interrupted-series")
+def test_of_a_folder_all_runs_in_it_are_compared_also_of_an_interrupted_series(tmp_path):
+    for name in ("p2", "p1"):
+        (tmp_path / f"both/{name}/r1").mkdir(parents=True)
+        (tmp_path / f"both/{name}/r1/node0.log").write_text(TEXT)
+    (tmp_path / "both/p1/r2").mkdir()  # it was made before its run began
+    out, err, code = run_tool(tmp_path / "both")
+    assert err == "" and code == 0
+    assert re.findall(r"^(p\d): a step of", out, re.MULTILINE) == ["p1", "p2"]
 
 
 # --- Which lines belong to a run, and whether it is whole ----------------------------------------
@@ -286,10 +332,28 @@ def test_a_long_log_is_read_to_its_end_without_all_its_steps(monkeypatch):
 
 ODD = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
 ODD |= st.lists(ODD, max_size=3) | st.dictionaries(st.text(max_size=3), ODD, max_size=3)
-LOGS = [
-    (REPORTS / f"{name}.log").read_text().splitlines(keepends=True)
-    for name in ("asked_for_infiniband/with-reason", "infiniband/bad-lane", "ethernet/loses")
-]
+MADE = made_runs(
+    """
+= ib
+probe 29
+net mlx5_0:1 infiniband 200 110 {"errors": {"symbol_error": 7}}
+nccl NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
+nccl Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0
+sent mlx5_0:1 infiniband 50 {"errors": {"link_downed": 1}}
+port mlx5_0:1 {"rate": "50 Gb/sec (1X HDR)", "device": "3b", "pcie": [16, 8], "pcie_most": [16, 9]}
+node {"gpus": ["NVIDIA H100"], "locked": 8388608}
+= eth
+net eth0 ethernet 10 0.9
+nccl NCCL_IB_HCA set by environment to =mlx5_0
+nccl NET/IB : No device found.
+nccl Using network Socket
+sent eth0 ethernet 50
+ms 1 60 30
+ms 1 100 5
+run {"backend": "gloo", "threads": 1, "node_cores": 8}
+""".splitlines()
+)
+LOGS = [run.text().splitlines(keepends=True) for run in MADE]
 
 
 def places_in(value: object) -> list[tuple]:
@@ -328,7 +392,7 @@ def test_no_damage_ends_in_a_traceback(data):
 @pytest.mark.guards("damaged-job")
 def test_each_value_of_a_record_may_be_a_list():
     """Beside the same run with whole records, and with what is projected from it."""
-    lines = (REPORTS / "infiniband/delivers.log").read_text().splitlines(keepends=True)
+    lines = LOGS[0]
     whole = make_run("whole", log_of("".join(lines)))
     tried = 0
     for at, line in enumerate(lines):
@@ -353,25 +417,7 @@ def test_images_per_second_that_no_step_time_explains_are_said(tmp_path):
     damaged = re.sub(r'("(data|compute|exposed)_ms": )', r"\g<1>999", damaged)
     (tmp_path / "damaged.log").write_text(damaged)
     out = run_tool(one, tmp_path / "damaged.log")[0]
-    assert "Its images/s and its step times contradict each other." in out
-
-
-@pytest.mark.guards("utf-16-log", "gz-log", "broken-gz", "gz-in-folder")
-def test_logs_are_read_as_people_keep_them(tmp_path):
-    """UTF-16 is what PowerShell's `>` writes around wsl."""
-    expected = run_tool(f"run={WHOLE}")
-    packed = gzip.compress(TEXT.encode())
-    (tmp_path / "run.log").write_bytes(TEXT.replace("\n", "\r\n").encode("utf-16"))
-    (tmp_path / "run.log.gz").write_bytes(packed)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder/node0.log.gz").write_bytes(gzip.compress(TEXT.encode("utf-16")))
-    (tmp_path / "folder/node1.log").touch()
-    for path in ("run.log", "run.log.gz"):
-        assert run_tool(tmp_path / path) == expected
-    assert run_tool(f"run={tmp_path}/folder") == expected
-    (tmp_path / "run.log.gz").write_bytes(packed[: len(packed) // 2])
-    (out, err, code) = run_tool(tmp_path / "run.log.gz")
-    assert (err, code) == ("", 1) and "INCOMPLETE" in out
+    assert "; its images/s and its step times contradict each other" in out
 
 
 # --- Pictures and files --------------------------------------------------------------------------
@@ -510,7 +556,7 @@ def test_a_log_of_days_takes_little_time_and_memory(tmp_path):
     code += "print(used.ru_utime, used.ru_maxrss, file=sys.stderr)"
     command = [sys.executable, "-c", code, sys.executable, TOOL, file]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "big: Bound by " in done.stdout
+    assert "big: a step of " in done.stdout
     seconds, kilobytes = map(float, done.stderr.split())
     assert seconds < 16 * FACTOR and kilobytes < 600_000
 
@@ -526,7 +572,7 @@ def test_each_line_of_script_and_counters_is_known(tmp_path):
     how = {"check": True, "timeout": 60 * FACTOR, "capture_output": True, "text": True}
     counted = subprocess.run([sys.executable, ROOT / "tools/counters.py"], **how).stdout
     (tmp_path / "run.log").write_text(counted + run.out + counted)
-    assert "run: Bound by " in run_tool(tmp_path / "run.log")[0]
+    assert "run: a step of " in run_tool(tmp_path / "run.log")[0]
     log = read_log([tmp_path / "run.log"])
     assert log.torn == 0 and log.ours and log.attempts == 1
     assert log.records.keys() == {"Run", "Summary"} and len(*log.counters.values()) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -11,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from analysis import verdict
+from analysis import node
 from analysis.kernel import difference, read_counters, read_tcp, settled_counters
+from analysis.node import merged, read_node
 from analysis.runs import make_run
 from counters import describe_traffic
-from support.made_logs import carried, log_of, on_gpus
+from support.made_logs import carried, log_of
 from support.processes import FACTOR, ROOT
 
 TOOL = ROOT / "tools" / "counters.py"
@@ -178,6 +180,66 @@ def test_missing_and_odd_files_count_nothing(kernel):
     assert difference(before, kernel.read())["interfaces"] == []
 
 
+# --- Facts of a node -----------------------------------------------------------------------------
+
+
+@pytest.mark.guards("pcie-lesser", "node-facts")
+def test_facts_of_ports_gpus_and_the_module_for_gpudirect(tmp_path):
+    """The slot above the adapter has 8 lanes; GPUs stand beside /sys, in /proc."""
+    kernel = Kernel(tmp_path / "sys")
+    pci = kernel.root / "devices/slot/0000:3b:00.0"
+    for folder, lanes in ((pci, 16), (pci.parent, 8)):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "max_link_speed").write_text("32.0 GT/s PCIe\n")
+        (folder / "max_link_width").write_text(f"{lanes}\n")
+    for name, text in (("speed", "16.0 GT/s PCIe"), ("width", "8")):
+        (pci / f"current_link_{name}").write_text(f"{text}\n")
+    (pci / "numa_node").write_text("1\n")
+    kernel.port("mlx5_0/ports/1")
+    kernel.write("infiniband/mlx5_0/ports/1", state="4: ACTIVE", rate="25 Gb/sec (1X EDR)")
+    (kernel.root / "class/infiniband/mlx5_0/device").symlink_to(pci)
+    kernel.net("eth0", operstate="up", mtu=9000)
+    (kernel.root / "module/nvidia_peermem").mkdir(parents=True)
+    gpu = tmp_path / "proc/driver/nvidia/gpus/0000:1b:00.0"
+    gpu.mkdir(parents=True)
+    (gpu / "information").write_text("Model: \t NVIDIA H100\nIRQ: 1\n")
+    found = read_node(kernel.root)
+    assert (found["gpus"], found["module"]) == (["NVIDIA H100"], "nvidia_peermem")
+    assert found["ports"] == {
+        "eth0": {"state": "up", "mtu": 9000},
+        "mlx5_0:1": {
+            "device": "0000:3b:00.0",
+            "driver": "",
+            "numa": "1",
+            "pcie": [16, 8],
+            "pcie_most": [32, 8],
+            "state": "ACTIVE",
+            "rate": "25 Gb/sec (1X EDR)",
+        },
+    }
+
+
+@pytest.mark.guards("pcie-idle")
+def test_of_several_readings_the_fastest_pcie_link_counts():
+    """It was idle when the training's counters were read."""
+    readings = [{"ports": {"eth0": {"pcie": [speed, 16]}}} for speed in (16, 2.5)]
+    assert merged(readings)["ports"]["eth0"]["pcie"] == [16, 16]
+
+
+@pytest.mark.guards("locked-by-limit")
+@pytest.mark.parametrize(
+    ("capable", "limit", "most"),
+    [("0", 8 << 20, 8 << 20), ("4000", 8 << 20, None), ("0", resource.RLIM_INFINITY, None)],
+)
+def test_root_without_the_capability_may_lock_no_more_than_the_limit(
+    monkeypatch, capable, limit, most
+):
+    """As in a container. Bit 14 is CAP_IPC_LOCK."""
+    monkeypatch.setattr(node, "text_of", lambda path: f"Name: x\nCapEff:\t{capable}\n")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert node.most_locked() == most
+
+
 # --- Between two readings ----------------------------------------------------------------------
 
 
@@ -313,28 +375,21 @@ def test_command_prints_a_record_and_what_was_carried_since_this_nodes_last_one(
     assert sentence.startswith(words) and sentence.endswith(" s")
     for line in (first, record):
         word, _, text = line.partition(" ")
-        assert word == "Counters" and [*json.loads(text)] == ["host", "time", "interfaces", "tcp"]
+        assert word == "Counters" and [*json.loads(text)] == [
+            "host",
+            "time",
+            "interfaces",
+            "tcp",
+            "node",
+        ]
 
 
 # --- In the comparison -------------------------------------------------------------------------
 
 
-def line(time: float, downed: int) -> str:
-    """A Counters line: at that time the adapter's link had been lost so often."""
-    port = {"kind": "infiniband", "speed_Gbps": 100, "tx_bytes": time, "rx_bytes": time}
-    port |= {"below": [], "errors": {"link_downed": downed}}
-    record = {"host": "n0", "time": time, "interfaces": {"mlx5_0:1": port}, "tcp": None}
-    return f"Counters {json.dumps(record)}\n"
-
-
-def test_comparison_tells_the_errors_of_the_last_run_in_a_log():
-    text = on_gpus([carried("mlx5_0:1", "infiniband", 100, 90.0)])
-    text = line(100, 0) + text + line(200, 2) + line(300, 2) + text + line(400, 5)
-    said = verdict.say_trouble(make_run("a", log_of(text)))
-    assert said == (["Errors counted during the run: link_downed 3 on mlx5_0:1 of n0."], [])
-
-
 @pytest.mark.parametrize("more", ["}", ', "interfaces": {"mlx5_0:1": 5}, "tcp": 5}', ', "tim'])
 def test_damaged_line_is_survived(more):
-    run = make_run("a", log_of(f'{line(100, 0)}Counters {{"host": "n0"{more}\n'))
+    link = '{"kind": "infiniband", "tx_bytes": 1, "rx_bytes": 1, "below": [], "errors": {}}'
+    whole = f'{{"host": "n0", "time": 1, "interfaces": {{"mlx5_0:1": {link}}}, "tcp": null}}'
+    run = make_run("a", log_of(f'Counters {whole}\nCounters {{"host": "n0"{more}\n'))
     assert run.traffic == [] and run.log.torn == 1

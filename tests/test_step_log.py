@@ -102,8 +102,8 @@ def test_logs_of_a_loop_with_the_pages_five_lines_are_compared(logs, capsys):
     logs = [str(logs / f"{name}.log") for name in ("images", "work")]
     assert compare_logs.main(logs) == 0
     out = capsys.readouterr().out
-    assert "images: Bound by its input (waiting for images): " in out
-    assert "work: Bound by compute" in out and "not identical" not in out
+    assert ": waiting for images limits it" in out
+    assert ": computing limits it" in out and "not identical" not in out
     images, work = (make_run(name, read_log([log])) for name, log in zip("ab", logs, strict=True))
     assert (images.processes, images.nodes, images.steps, images.global_batch) == (2, 1, 12, 8)
     assert images.log.steps.keys() == {(rank, 1, s) for rank in (0, 1) for s in (1, 6, 11, 12)}

@@ -245,7 +245,7 @@ def test_the_block_by_hand_runs_and_is_compared(tmp_path, sample, capsys):
             one.finish(300)
     assert compare_logs.main([str(tmp_path / "ethernet")]) == 0
     out = capsys.readouterr().out
-    assert "ethernet: Bound by its link: " in out and "Over TCP on eth0 (ethernet)" in out
+    assert "ethernet: a step of " in out and "- network: TCP over eth0, " in out
     assert compare_logs.main([str(tmp_path / "ethernet" / "node0.log")]) == 0
 
 

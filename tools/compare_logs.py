@@ -4,16 +4,17 @@
     python tools/compare_logs.py ethernet=logs/eth infiniband=logs/ib --plot compare.png
     python tools/compare_logs.py ethernet=logs/eth infiniband=logs/ib --project
     python tools/compare_logs.py slow=a.log fast=b.log --link_gbps slow=1 --link_gbps fast=56
-    python tools/compare_logs.py logs/eth --plot run.png --csv steps.csv
+    python tools/compare_logs.py logs/both --plot both.png
 
 A run is NAME=PATH: a log file, or a run's folder with node0.log, node1.log, ... Node 0's log is
 enough. Without NAME= it is called after its folder or file. A folder with r1, r2, ... in it holds
 repeats of one run, and so does a name that is given again with a whole run; otherwise that adds a
-file to the run, such as the probe's (`slow=probe.log slow=train.log`). Figures of repeats are
-medians, with their range. Runs are compared with the first that has not failed. The logs are
-those of demo_coco_resnet18.py, of step_log.py, or of the talk's original demo, which have losses
-and wall times alone. `--link_gbps 10` (or `slow=10`, for one run) replaces the stated rate of a
-node's link.
+file to the run, such as the probe's (`slow=probe.log slow=train.log`). Of a folder that holds
+runs, such as one of series.py, all are taken. What NCCL has written beside a log is read, too.
+Figures of repeats are medians, with their range. Runs are compared with the first that has not
+failed. The logs are those of demo_coco_resnet18.py, of step_log.py, or of the talk's original
+demo, which have losses and wall times alone. `--link_gbps 10` (or `slow=10`, for one run)
+replaces the stated rate of a node's link.
 
 Runs with different numbers of processes are compared as scaling: speed-up, efficiency, and what
 eats the rest. The base is then the run with the fewest processes (analysis/scaling.py).
@@ -31,9 +32,9 @@ from pathlib import Path
 
 from analysis import likeness, projection, scaling
 from analysis.logs import NODE_LOG, UserError, log_files, read_log
-from analysis.nccl import Reader, of_last_run
+from analysis.nccl import Reader, beside, of_last_run
 from analysis.repeats import find_repeats, gather, say_difference
-from analysis.report import print_text, report, write_csv, write_json, write_report
+from analysis.report import print_text, report, write_json, write_report
 from analysis.runs import make_run
 from analysis.verdict import judge, own_bytes
 
@@ -50,15 +51,13 @@ def run_command(args):
     outputs = asked_outputs(args)
     if not args.runs:
         raise UserError("give at least one run: NAME=PATH, or PATH")
-    paths = named_paths(args.runs)
+    paths = named_paths(runs_in(args.runs))
     stated = stated_rates(args.link_gbps, paths)
     every = {name: [] for name in paths}
     for name, each in every.items():
         for own, files in find_repeats(name, paths[name]).items():
             each.append(make_run(own, read_files(files), stated.get(name)))
     runs = [gather(name, each) for name, each in every.items()]
-    if args.csv and not any(run.log.steps for run in runs):
-        raise UserError(f"--csv {args.csv}: no step line in any of the logs: give whole logs")
     result = compare_runs(runs, args.force, args.project)
     error = print_text(report(result))
     failed = [f"the report cannot be printed: {error}"] if error else []
@@ -77,20 +76,20 @@ def read_files(files):
     log, reader = read_log(files), Reader()
     for file in (file for path in files for file in log_files(Path(path))):
         reader.add(of_last_run(file))
-    if reader.lines:
+        reader.add(beside(file))
+    if reader.lines or reader.warnings:
         log.nccl = reader.finding().to_dict()
     return log
 
 
 def asked_outputs(args):
     """{option: (file, what writes it)}; refused before anything is done, so that none is half."""
-    files = {option: getattr(args, option) for option in ("json", "csv", "plot", "report")}
+    files = {option: getattr(args, option) for option in ("json", "plot", "report")}
     files = {option: file for option, file in files.items() if file}
     for option, file in files.items():
         if not Path(file).absolute().parent.is_dir():
             raise UserError(f"--{option} {file}: no such folder")
-    writers = {"json": write_json, "csv": write_csv}
-    writers["report"] = functools.partial(write_report, picture=args.plot)
+    writers = {"json": write_json, "report": functools.partial(write_report, picture=args.plot)}
     if args.plot:
         os.environ["MPLBACKEND"] = "Agg"  # matplotlib may lack that of a notebook
         try:
@@ -119,12 +118,11 @@ def compare_runs(runs, force=False, project_from=None):
         if settings := likeness.other_settings(base, run):
             run.notes.append(f"other settings than {base.name}: {', '.join(settings)}")
     alike = not scaled or scaling.same_training(runs)
-    if alike:
-        likeness.set_losses(runs)
+    for run in runs if not alike else ():
+        run.losses.clear()
     for run in runs:
         one = scaled and scaled.runs.get(run.name)
         run.efficiency = one and one.efficiency
-    able = [run for run in runs if projection.can_model(run)]
     return {
         "runs": runs,
         "base": base,
@@ -134,7 +132,6 @@ def compare_runs(runs, force=False, project_from=None):
         "differences": unlike,
         "same_wire": likeness.same_wire([run for run in runs if not own_bytes(run)[0]]),
         "verdicts": {run.name: judge(run) for run in runs},
-        "projections": {run.name: projection.project(run) for run in able},
         "projected": projection.projected(runs, project_from),
     }
 
@@ -152,7 +149,6 @@ def parse_arguments(argv):
     add("--plot", metavar="FILE", help="write a picture (PNG, or by the suffix)")
     text = "write the report as Markdown, with the picture of --plot"
     add("--report", metavar="FILE", help=text)
-    add("--csv", metavar="FILE", help="write the step lines: a row for each rank and step")
     add("--json", metavar="FILE", help="write all figures as JSON")
     add("--force", action="store_true", help="compare unlike runs, and mark it")
     text = "what to expect at other rates, from this run (default: the one known best)"
@@ -178,13 +174,28 @@ def named_paths(items):
     return paths
 
 
+def runs_in(items):
+    """The items, with the runs that it holds in place of a folder that is none itself."""
+    found = []
+    for item in items:
+        folder = Path(item)
+        inside = [] if is_run(folder) else [path for path in folder.glob("*/") if is_run(path)]
+        inside.sort(key=lambda path: (len(path.name), path.name))  # p2 before p16
+        found += map(str, inside or [item])
+    return found
+
+
+def is_run(folder):
+    return any(folder.glob("node*.log")) or any(folder.glob("r*/node*.log"))
+
+
 def own_name(path):
     """What a run without a name is called: its folder, or its file."""
     path = Path(path).absolute()
     if path.is_dir() or re.fullmatch(NODE_LOG, path.name):
         folder = path if path.is_dir() else path.parent
         return folder.resolve().name or "run"
-    return path.with_name(path.name.removesuffix(".gz")).stem
+    return path.stem
 
 
 def stated_rates(items, names):

@@ -4,7 +4,7 @@
     python tools/counters.py                    # one line, Counters {...}, for the run's log
     python tools/counters.py --since node0.log  # also what was carried since the log's last one
 
-analysis/kernel.py reads the counters, and says what they count.
+analysis/kernel.py reads the counters, and says what they count; analysis/node.py what a node is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from analysis.kernel import difference, settled_counters, traffic
 from analysis.logs import Log, lines_of, parse_lines
+from analysis.node import read_node
 
 BUSY = 0.01  # an interface with less than this share of the traffic is not mentioned
 
@@ -31,6 +32,7 @@ def main() -> None:
         # NOTE: it is read first, because what is printed here may go into it.
         parse_lines(lines_of(args.since), log)
     now = {"host": socket.gethostname(), "time": round(time.time(), 3), **settled_counters()}
+    now["node"] = read_node()
     print("Counters " + json.dumps(now))
     for before in log.counters.get(now["host"], [])[-1:]:
         if sentence := describe_traffic(difference(before, now)):

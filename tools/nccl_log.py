@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Tells from NCCL's own debug text which network it used, and why not another.
+"""Tells in NCCL's own words which network it used, over which devices, and what it warned of.
 
-    python tools/nccl_log.py logs/run/           # every file of a folder
+    python tools/nccl_log.py logs/run/           # every file of a folder, of the newest start
+    python tools/nccl_log.py --all logs/run/     # of all starts: probe, training, restarts
     python tools/nccl_log.py --json node0.log    # one JSON object
 
 The text is what NCCL writes with NCCL_DEBUG=INFO, to NCCL_DEBUG_FILE or into a job's log, of any
@@ -28,10 +29,12 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__.partition("\n")[0], epilog=f"To get that text, {HOW_TO_ASK}."
     )
     parser.add_argument("paths", nargs="+", metavar="FILE_OR_FOLDER")
+    text = "read what all starts have written, not only the newest"
+    parser.add_argument("--all", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(arguments)
     try:
-        found = find_in_files(args.paths)
+        found = find_in_files(args.paths, args.all)
     except UserError as error:
         print(f"nccl_log.py: error: {error}", file=sys.stderr)
         return 2

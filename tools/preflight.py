@@ -17,7 +17,6 @@ import ctypes
 import fcntl
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import time
 from pathlib import Path
 
 from analysis.kernel import SYSFS, text_of
+from analysis.node import most_locked
 from run import UserError, job
 
 SYS, ROOT = SYSFS / "class", Path(__file__).resolve().parents[1]
@@ -131,9 +131,9 @@ def check_verbs(named: bool) -> None:
     wrong = "there is no /dev/infiniband/uverbs*: modprobe ib_uverbs, or give it to the container"
     devices = [path.name for path in Path("/dev/infiniband").glob("uverbs*")]
     report("" if devices else wrong, f"/dev/infiniband has {devices}", named=named)
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if os.geteuid() and 0 <= limit < 1 << 30:
+    if (limit := most_locked()) is not None and limit < 1 << 30:
         wrong = f"only {limit >> 10} KiB may be locked, InfiniBand needs more: ulimit -l unlimited"
+        wrong += ", in a container --cap-add=IPC_LOCK"
         report(wrong, named=named)
 
 

@@ -15,9 +15,9 @@ Rank 0 writes a record for compare_logs.py, `[CPU 0] Probe {...}`:
                       rank's link then has to carry. Source: PERFORMANCE.md of nccl-tests
     latency_ms        the median of the sizes up to 4 KB
     sizes             for each {bytes, ms, algbw_GBps, busbw_GBps}, rising
-    nodes             for each {host, interfaces, tcp, nccl}, as counters.py and nccl_log.py print
-                      them; nccl is null without NCCL or its NCCL_DEBUG_FILE. An interface also has
-                      wire_Gbps (of the busier direction)
+    nodes             for each {host, interfaces, tcp, node, nccl}, as counters.py and nccl_log.py
+                      print them; nccl is null without NCCL or its NCCL_DEBUG_FILE. An
+                      interface also has wire_Gbps (of the busier direction)
 What interfaces and tcp have counted is that of the gradients' rounds, whoever sent it. The first
 round of each size is a warm-up.
 
@@ -45,6 +45,7 @@ import torchvision
 from analysis import nccl
 from analysis.kernel import difference, settled_counters
 from analysis.network import read_network
+from analysis.node import read_node
 from analysis.words import digits, megabytes, rate
 
 CLASSES = 80  # COCO's; another number changes the gradients' size by little
@@ -105,6 +106,7 @@ def probe(process: demo.ProcessInfo) -> dict:
     dist.barrier()  # all have read theirs
     rounds[gradients] = measure(process, buffer[: gradients // 4])
     carried = difference(before, settled_counters())
+    carried["node"] = facts_under_load(buffer, rounds[gradients][-1][0])
     sizes = [timing(process, size, rounds[size]) for size in rounds]
     own = sizes[-1]  # the gradients'
     calls = sum(calls for calls, _ in rounds[gradients])
@@ -163,6 +165,15 @@ def timing(process: demo.ProcessInfo, size: int, rounds: list[tuple[int, float]]
     return {"bytes": size, "ms": ms, "algbw_GBps": algbw, "busbw_GBps": busbw}
 
 
+def facts_under_load(buffer: torch.Tensor, calls: int) -> dict:
+    """Read while all-reduces run: an idle link of PCIe may be slower."""
+    works = [dist.all_reduce(buffer, async_op=True) for _ in range(calls)]
+    facts = read_node()
+    for work in works:
+        work.wait()
+    return facts
+
+
 def of_all_nodes(process: demo.ProcessInfo, carried: dict) -> list[dict]:
     """What each node's interfaces and TCP have counted, and what NCCL wrote."""
     host = socket.gethostname()
@@ -172,6 +183,8 @@ def of_all_nodes(process: demo.ProcessInfo, carried: dict) -> list[dict]:
         node = {"host": host, **carried}
         pattern = os.environ.get("NCCL_DEBUG_FILE", "") if process.backend == "nccl" else ""
         found = nccl.of_processes(pattern, host, [pid for name, pid in places if name == host])
+        if found and "NCCL_NET" in os.environ:  # NCCL does not print it
+            found.asked["NCCL_NET"] = os.environ["NCCL_NET"]
         node["nccl"] = found and found.to_dict()
     return [node for node in demo.all_gather(node) if node]
 
@@ -191,7 +204,7 @@ def in_words(record: dict) -> list[str]:
     lines = [f"Probe: all-reduce of {size} in {took} ms: {rate(slowest.gbps or moved)} on {where}"]
     lines.append(f"Link: latency {digits(record['latency_ms'])} ms (up to 4 KB)")
     found = [(node["host"], node["nccl"]) for node in record["nodes"] if node["nccl"]]
-    return lines + [f"{host}: {nccl.in_one_line(nccl.Finding(**text))}" for host, text in found]
+    return lines + [f"{host}: {nccl.used(nccl.Finding(**text))}" for host, text in found]
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""Parts of logs of runs that never were; whole ones lie in tests/data/reports."""
+"""Logs of runs that never were, made from a few words; recorded ones lie in tests/data/reports."""
 
 from __future__ import annotations
 
 import json
-import re
+from pathlib import Path
 
+from analysis import nccl
 from analysis.logs import Log, parse_lines
 from support.processes import ROOT
 
 REPORTS = ROOT / "tests" / "data" / "reports"
+GRADIENTS = 44_870_208  # bytes
+STEPS = 20
 
 
 def log_of(text: str) -> Log:
@@ -24,7 +27,132 @@ def carried(name: str, kind: str, stated: float | None, gbps: float, **more: obj
     return {"name": name, "kind": kind, "speed_Gbps": stated} | sent | more
 
 
-def on_gpus(interfaces: list[dict]) -> str:
-    """A whole run on two nodes whose Probe saw these interfaces on each."""
-    text = (REPORTS / "infiniband" / "delivers.log").read_text()
-    return re.sub(r'"interfaces": \[\{.*?\}\]', f'"interfaces": {json.dumps(interfaces)}', text)
+class MadeRun:
+    """A run on two nodes, n0 and n1, with two GPUs each, changed by lines of words.
+
+    A line is a word and its values; for one node alone the word ends in @n0 or @n1:
+        ms DATA COMPUTE EXPOSED     of a step, on each rank; given again: on the next rank
+        probe MS                    of the gradients' all-reduce; "none": no probe
+        net NAME KIND STATED GBPS   an interface of the probe; then perhaps more facts, as JSON
+        nccl LINE                   of NCCL's text, for the probe
+        sent NAME KIND MB           in a step of the training; then perhaps more facts, as JSON
+        port NAME JSON, node JSON   facts of a node
+        run JSON, summary JSON      of these records
+        probed JSON                 of the Probe
+        failed TEXT                 the run failed, with the launcher's last line
+        file NAME LINE              of a file beside the log
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.ms, self.took, self.failed = name, [], 100.0, ""
+        self.records: dict = {"run": {}, "summary": {}, "probed": {}}
+        self.files: dict[str, str] = {}
+        hosts = ("n0", "n1")
+        self.nodes: dict = {
+            host: {"net": [], "nccl": [], "sent": {}, "node": {}} for host in hosts
+        }
+
+    def change(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        word, _, host = word.partition("@")
+        values, brace, more = rest.partition(" {")
+        names = values.split()
+        if word == "ms":
+            self.ms.append([float(value) for value in names])
+        elif word == "probe":
+            self.took = 0 if rest == "none" else float(rest)
+        elif word == "failed":
+            self.failed = rest
+        elif word == "file":
+            file, _, text = rest.partition(" ")
+            self.files[file] = self.files.get(file, "") + text + "\n"
+        elif word in self.records:
+            self.records[word] |= json.loads(rest)
+        else:
+            facts = json.loads("{" + more) if brace else {}
+            for node in [self.nodes[host]] if host else self.nodes.values():
+                if word == "net":
+                    stated = None if names[2] == "-" else float(names[2])
+                    node["net"].append(carried(*names[:2], stated, float(names[3]), **facts))
+                elif word == "nccl":
+                    node["nccl"].append(f"n:7:7 [0] NCCL INFO {rest}\n")
+                elif word == "sent":
+                    node["sent"][names[0]] = {"kind": names[1], "MB": float(names[2]), **facts}
+                elif word == "port":
+                    node["node"].setdefault("ports", {})[names[0]] = facts
+                elif word == "node":
+                    node["node"] |= json.loads(rest)
+
+    def probe_of(self, host: str) -> dict:
+        node = self.nodes[host]
+        reader = nccl.Reader()
+        for line in node["nccl"]:
+            reader.read(line)
+        finding = reader.finding().to_dict() if node["nccl"] else None
+        return {"host": host, "interfaces": node["net"], "nccl": finding, "node": node["node"]}
+
+    def counters(self, host: str, steps: int) -> str:
+        """As counters.py prints them, after so many steps."""
+        links = {}
+        for name, facts in self.nodes[host]["sent"].items():
+            count = int(facts["MB"] * 1e6 * steps)
+            errors = {key: n for key, n in facts.get("errors", {}).items() if steps}
+            links[name] = {"kind": facts["kind"], "speed_Gbps": facts.get("stated")}
+            links[name] |= {"tx_bytes": count, "rx_bytes": count, "below": [], "errors": errors}
+        again = self.nodes[host]["node"].get("again", 0) * steps
+        record = {"host": host, "time": 100 + steps, "interfaces": links}
+        record["tcp"] = {"segments": 1000 * steps, "retransmits": again}
+        return f"Counters {json.dumps(record | {'node': self.nodes[host]['node']})}\n"
+
+    def text(self) -> str:
+        run = {"world_size": 4, "nodes": 2, "backend": "nccl", "global_batch_size": 64}
+        run |= {"precision": "bf16", "grad_compression": "none", "images": 1280, "compile": True}
+        run |= {"max_steps": STEPS, "parameters": GRADIENTS // 4, "env": {}}
+        run |= self.records["run"]
+        count, per_node = run["world_size"], run["world_size"] // run["nodes"]
+        hosts = [f"n{rank // per_node}" for rank in range(count)]
+        kind = "[GPU" if run["backend"] == "nccl" else "[CPU"
+        lines = []
+        if self.took:
+            probe = {"world_size": count, "all_reduce_bytes": GRADIENTS}
+            probe |= {"all_reduce_ms": self.took}
+            probe["nodes"] = [self.probe_of(host) for host in dict.fromkeys(hosts)]
+            lines.append(f"{kind} 0] Probe {json.dumps(probe | self.records['probed'])}\n")
+        counting = [host for host, node in self.nodes.items() if node["sent"]]
+        lines += [self.counters(host, 0) for host in counting]
+        lines.append(f"{kind} 0] Run {json.dumps({'hosts': hosts} | run)}\n")
+        if self.failed:
+            return "".join(lines) + f"launch_multinode.sh: error: {self.failed}\n"
+        each = self.ms or [[1, 60, 30]]
+        ranks = [each[min(rank, len(each) - 1)] for rank in range(count)]
+        names = ("data_ms", "compute_ms", "exposed_ms")
+        means = {name: sum(rank[n] for rank in ranks) / count for n, name in enumerate(names)}
+        summary = means | {"step_ms": sum(means.values()), "measured_steps": STEPS - 3}
+        summary["img_per_s"] = 1000 * run["global_batch_size"] / summary["step_ms"]
+        summary["wire_bytes_per_step"] = GRADIENTS
+        parts = [dict(zip(names, rank, strict=True)) for rank in ranks]
+        summary["ranks"] = [{"rank": rank, **own} for rank, own in enumerate(parts)]
+        lines.append(f"{kind} 0] Summary {json.dumps(summary | self.records['summary'])}\n")
+        for rank in range(count):
+            lines.append(f"{kind} {rank}] Cleanup complete. Total wall time: 9.00s (9.000s)\n")
+        lines += [self.counters(host, STEPS) for host in counting]
+        return "".join(lines)
+
+    def write(self, folder: Path) -> Path:
+        """The run's folder, with its log and the files beside it."""
+        folder = folder / self.name
+        folder.mkdir()
+        for name, text in {"node0.log": self.text(), **self.files}.items():
+            (folder / name).write_text(text)
+        return folder
+
+
+def made_runs(lines: list[str]) -> list[MadeRun]:
+    """Each after a line `= NAME`."""
+    runs: list[MadeRun] = []
+    for line in lines:
+        if line.startswith("= "):
+            runs.append(MadeRun(line[2:]))
+        elif line and not line.startswith("#"):
+            runs[-1].change(line)
+    return runs

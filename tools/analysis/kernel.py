@@ -31,6 +31,9 @@ ERRORS = [  # files of an interface or of an adapter's port that stand still on 
     "hw_counters/local_ack_timeout_err",
     "hw_counters/out_of_sequence",
 ]
+# These also move on a healthy link: waits for credit, RoCE's notifications of congestion.
+CONGESTION = {"port_xmit_wait": "counters", "np_cnp_sent": "hw_counters"}
+CONGESTION["rp_cnp_handled"] = "hw_counters"
 
 
 # --- Reading -------------------------------------------------------------------------------------
@@ -125,7 +128,8 @@ def read_port(port: Path) -> dict:
 
 def read_errors(folder: Path) -> dict[str, int]:
     """Those that were ever counted."""
-    counts = {name.split("/")[-1]: int(number(folder / name)) for name in ERRORS}
+    paths = [*ERRORS, *(f"{place}/{name}" for name, place in CONGESTION.items())]
+    counts = {path.split("/")[-1]: int(number(folder / path)) for path in paths}
     return {name: count for name, count in counts.items() if count}
 
 

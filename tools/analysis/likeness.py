@@ -72,16 +72,3 @@ def same_wire(runs):
                 f"{a.network.way}, {basis}, {rate(a.wire_gbps)} and {rate(b.wire_gbps)} measured."
             )
     return found
-
-
-def set_losses(runs):
-    """Mean loss of each epoch, of ranks whose lines all logs have: they saw the same images."""
-    written = [set(run.log.epochs) for run in runs if run.log.epochs]
-    shared = set.intersection(*written) if written else set()
-    if len({run.processes for run in runs}) > 1:  # then they did not
-        shared = set()
-    for run in runs:
-        for epoch in sorted({epoch for _, epoch in run.log.epochs}):
-            lines = {key: loss for key, loss in run.log.epochs.items() if key[1] == epoch}
-            same = [loss for key, loss in lines.items() if key in shared] or lines.values()
-            run.losses[epoch] = sum(same) / len(same)

@@ -1,12 +1,7 @@
 """Reads the files of one run: step lines, records, how it ended; no figure is worked out."""
 
-import codecs
-import contextlib
-import gzip
-import io
 import json
 import re
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +29,7 @@ COUNTERS = re.compile(r"(?:^|\s)Counters (\{.*)")  # of tools/counters.py
 LAUNCHER = re.compile(
     r"launch_\w+\.sh: (?:(?P<start>[\d-]{10} [\d:]{8}) |error: (?:network \S+: )?(?P<error>.+))"
 )
-NODE_LOG = r"node\d+\.log(?:\.gz)?"  # a file of a run's folder
+NODE_LOG = r"node\d+\.log"  # a file of a run's folder
 LINE_LIMIT = 1 << 20  # characters read at once: a file without line ends must not fill the memory
 MOST_STEPS = 1_000_000  # step lines kept, about 400 MB
 
@@ -105,26 +100,17 @@ def log_files(path):
             what = "give a log, a run's folder, or NAME=PATH"
             raise UserError(f"{path}: no such file or folder; {what}")
         return [path]
-    files = [file for file in path.glob("node*.log*") if re.fullmatch(NODE_LOG, file.name)]
+    files = [file for file in path.glob("node*.log") if re.fullmatch(NODE_LOG, file.name)]
     if not files:
         raise UserError(f"{path}: no node0.log, node1.log, ... in this folder")
     return sorted(files, key=lambda file: int(re.sub(r"\D", "", file.name)))
 
 
 def lines_of(path):
-    """The lines of a text file, with their ends. A carriage return ends a line too.
-
-    Reads .gz as well, and UTF-16 with a mark, as PowerShell writes it.
-    """
-    with open(path, "rb") as file:  # once, because it may be a pipe
-        if file.peek(2)[:2] == b"\x1f\x8b":
-            file = gzip.GzipFile(fileobj=file)
-        # A .gz that is not whole ends where it breaks off.
-        with contextlib.suppress(EOFError, zlib.error, gzip.BadGzipFile):
-            marked = file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-            text = io.TextIOWrapper(file, "utf-16" if marked else "utf-8", errors="replace")
-            while line := text.readline(LINE_LIMIT):
-                yield line
+    """The lines of a text file, with their ends. A carriage return ends a line too."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        while line := file.readline(LINE_LIMIT):
+            yield line
 
 
 # --- Lines ---------------------------------------------------------------------------------------

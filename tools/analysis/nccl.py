@@ -1,4 +1,4 @@
-"""NCCL's own debug text: which network was used, why not another one, what went wrong.
+"""NCCL's own words: which network it used, over which devices, what it warned of. All is quoted.
 
 What decides, in this order; a text that holds none of it gives "unknown":
   1. connections that were made: `via NET/X/n`; all of them `via P2P` or `via SHM`: local
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from analysis.logs import COLOURS, PREFIX, UserError, lines_of
-from analysis.network import ADAPTERS, TITLES
+from analysis.network import TITLES
 
 HOW_TO_ASK = "start the job with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET,ENV"
 
@@ -27,8 +27,6 @@ HOW_TO_ASK = "start the job with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET,
 
 # A network's name ends its line or quotation.
 NAME = r"""(?!interface\b)([\w-]+(?: [\w-]+)*)(?=\s*\n|["'`\\])"""
-
-# What is used, and what was asked for.
 EVIDENCE = {
     "version": r"CCL(?<!with NCCL) version(?: :)? (\d+\.\d+\.\d+(?:\+\w+\.\d+)?)(?![\d:])",
     "nodes": r"nRanks \d+ nNodes (\d+) localRanks",
@@ -40,118 +38,65 @@ EVIDENCE = {
     "adapters": r"NET/IB : Using((?: ?\[\d+\](?:=\{[^}]*\}?|[^\s;]+))+)",
     "sockets": r"NET/Socket : Using((?: \[\d+\]\S+<\d+>)+)",
     "provider": r"NET/OFI Selected [Pp]rovider is (\w+)[\s,*]",
-    "wish": r"(NCCL_IB_(?:HCA|DISABLE)) set (?:by environment )?to ([^\s.]+)",
+    "asked": r"(NCCL_\w+) set (?:by environment )?to ([^\s.]\S*?)\.?(?=\s)",
     "collective": r"Rank (\d+)\] Watchdog caught collective operation timeout: WorkNCCL\("
     r"SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+), NumelOut=\d+, Timeout\(ms\)=(\d+)\)",
-    # Its status, an ibv_wc_status of libibverbs.
-    "completion": r"Got completion .*(?:error |status=)(?:\w+\(|\(\w+\))?(\d+)\b",
+    # Why a faster network or GPUDirect was not used; a healthy machine may print these, too.
+    "no_network": r"(NET/IB : No device found|Failed to open libibverbs\.so\[\.1\]"
+    # The plain name is tried first and alone proves nothing.
+    r"|Cou(?:nt|ld) not open libibverbs\.so\.1\b|External network plugin .+ is unsupported"
+    r"|Failed to initialize NET plugin (?!(?:IB|Socket)\b)\S|NET/OFI .*[Ff]ailed"
+    r"|Failed to initialize any NET plugin)",
+    "no_gpudirect": r"(?<!NET/Socket : )(GPU Direct RDMA Disabled for [^\n]*)",
+    "warning": r"NCCL WARN ()\S",
 }
-# What went wrong: (pattern or None, advice), causes before what follows from them.
-PROBLEMS = {
-    "no_ib_device": (
-        r"NET/IB : No device found",
-        "NCCL sees no adapter that it may use: in a container, is /dev/infiniband in it? Then "
-        "ibv_devinfo, which looks as NCCL does (libibverbs and its providers), NCCL_IB_HCA",
-    ),
-    "verbs_library_missing": (
-        # The plain name is tried first and alone proves nothing.
-        r"Failed to open libibverbs\.so\[\.1\]|Cou(?:nt|ld) not open libibverbs\.so\.1\b",
-        "install libibverbs (rdma-core) where the job runs, in a container inside it",
-    ),
-    "memlock": (
-        r"Call to ibv_\w+ failed with error Cannot allocate memory",
-        "RDMA pins memory: raise the limit of locked memory (ulimit -l unlimited) in the job "
-        "itself, not in a login shell",
-    ),
-    "plugin_failed": (
-        # NCCL's own two, IB and Socket, fail for reasons that have problems of their own. Most
-        # machines have no libnccl-net.so; libnccl-net-NAME.so was asked for.
-        r"Failed to initialize NET plugin (?!(?:IB|Socket)\b)\S|NET/OFI .*initialization failed"
-        r"|External network plugin .+ is unsupported|Failed to find ncclNetPlugin symbol \("
-        r"|NET/Plugin ?: Could not find: *(?!none\b|lib[nr]ccl-\w+\.so)\S"
-        r"|NET/Plugin ?: (?:Plugin load.* returned -?\d+ : )?"
-        r"(?!(?:\S+: )?\S*lib[nr]ccl-(?:net-none|\w+)\.so: cannot open shared)\S+: \S",
-        "the network plugin could not be used: check its path, its own libraries and that it "
-        "fits this NCCL; if a job ends here, NCCL_NET_PLUGIN=none does without it",
-    ),
-    "network_not_found": (
-        r"Error: network .+ not found|Failed to initialize any NET plugin",
-        "NCCL_NET names a network that does not exist, or none could start: unset NCCL_NET, or "
-        "fix that network",
-    ),
-    "fell_back_to_sockets": (
-        None,
-        "the faster network was asked for and TCP was used: see the other findings, or "
-        "NCCL_DEBUG_SUBSYS=INIT,NET,ENV",
-    ),
-    "gpudirect_off": (
-        r"NET/(?!Socket )[^/\n]+ : GPU Direct RDMA Disabled for HCA \d",
-        "data passes through host memory: modprobe nvidia-peermem on each node (lsmod shows "
-        "nvidia_peermem) or DMA-BUF; nvidia-smi topo -m shows whether adapters are near the GPUs",
-    ),
-    "no_interface": (
-        r"no socket interface found|NET/(?:IB|Socket) : [Nn]o .*\binterface found"
-        r"|No interface found in the same subnet"
-        r"|no device found (?:matching|after excluding) .*NCCL_OOB_NET_IFNAME",
-        "NCCL found no network interface that it may use: compare NCCL_SOCKET_IFNAME and "
-        "NCCL_OOB_NET_IFNAME with `ip addr` on each node",
-    ),
-    "local_protection": (
-        None,
-        "status 4, local protection: NCCL_NET_GDR_LEVEL=LOC tells whether GPUDirect is the cause "
-        "(then ACS, IOMMU, nvidia-peermem); else this node's memory and driver",
-    ),
-    "peer_unreachable": (
-        r"onnect (?:to \S+ )?(?:failed|returned)\b(?!.*, retrying).*"
-        r"(?:No route to host|Network is unreachable|Connection timed out)",
-        "the other end did not answer: check cable, switch, routes and firewall between these two "
-        "nodes, on RoCE the GID index",
-    ),
-    "completion_failed": (
-        None,
-        "look for the first error of any rank, and in dmesg; status 9, 10 or 11: the other end "
-        "refused the request, the access or the operation; 13: it was not ready to receive, so is "
-        "its process stopped or busy?",
-    ),
-    "flushed": (
-        None,
-        "status 5, flushed, follows another error: look for the first one of any rank",
-    ),
-    "connection_failed": (
-        r"onnect to \S+ (?:failed : |failed with error |returned -?\d+\()"
-        r"|Connection closed by remote peer|Call to (?:recv|send)\b.* failed : "
-        r"|exceeded (?:retries|timeouts|error retry count)\b",
-        "look at the other end first: it may have failed before; otherwise a firewall or the "
-        "wrong interface",
-    ),
-    "direct_path": (
-        None,
-        "the GPUs' direct path may not work here: NCCL_P2P_DISABLE=1 proves it; then IOMMU and "
-        "ACS",
-    ),
-    "timeout": (
-        r"Watchdog caught collective operation timeout",
-        "a rank did not come: look for one that is not named here, for the first error of any "
-        "rank, and where it stands (py-spy dump --pid PID); ranks that wait in different "
-        "collectives do not run the same steps",
-    ),
-}
-SIGNS = {name: pattern for name, (pattern, _) in PROBLEMS.items() if pattern}
 # One of these words is in every message above: most lines of a log need no more than this search.
 WORDS = re.compile(
-    r"NET/|NET plugin|NCCL_|CCL version|nNodes| via |Using |libibverbs|ibv_|network plugin"
-    "|Error: network|Got completion|onnect|Call to |exceeded |nterface found|Watchdog"
+    r"NET/|NET plugin|NCCL_|CCL version|nNodes| via |Using |libibverbs|network plugin|WARN "
+    "|Last error|GPU Direct|Watchdog"
 )
 # Where a message begins: another process may have broken off the one before it.
 BEGINNING = re.compile(r"(?<![\w.-])(?=[\w.-]{1,253}:\d+:\d+ \[)")
-# Of these: why no faster network was used, the most telling first.
-REASONS = ("verbs_library_missing", "no_ib_device", "plugin_failed", "network_not_found")
-# Of a list: number, name, port, kind.
-ADAPTER = re.compile(r"\[(\d+)\] ?([^\s:\[\],{}/]+):(\d+)[\d:]*/(IB|RoCE)\b")
+PROCESS = re.compile(r"([\w.-]{1,253}):(\d+):\d+ \[(\d+)\]")
+RANK = re.compile(r"\bcomm \S+ rank (\d+) n[Rr]anks")
+TIME = re.compile(r"\[(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)\] ?$")  # before NCCL's line, 2.26 on
+# Of a list: number, and a name with port and kind, or several of them that are used as one.
+LISTED = re.compile(r"\[(\d+)\](?:=\{([^}]*)\}?|([^\s;{]+))")
+ADAPTER = re.compile(r"([^\s:\[\],{}/]+):(\d+)[\d:]*/(IB|RoCE)\b")
 INTERFACE = re.compile(r" \[\d+\]([^\s:\[\]]+):")
 # The slowest first: if ranks differ, it sets the pace.
 SLOWEST = ("sockets", "plugin", "unknown", "efa", "roce", "infiniband")
-QUOTE_LIMIT = 300  # characters of a line that a finding quotes
+QUOTE_LIMIT = 300  # characters of a line that is quoted
+LAST = 3  # warnings of a failed run's rank that are quoted, beside the first one
+MOST_QUOTES = 6
+
+# What a line means, where nobody could look it up.
+VERBS = "https://www.rdmamojo.com/2013/02/15/ibv_poll_cq/"
+NVIDIA = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html"
+STATUS = r"Got completion .*(?:error |status=)(?:\w+\(|\(\w+\))?"
+TRANSLATIONS = [
+    (STATUS + r"4\b", "status 4: this node's adapter may not access the memory", VERBS),
+    (STATUS + r"5\b", "status 5: flushed after an error before it", VERBS),
+    (STATUS + r"(?:9|10|11)\b", "status 9, 10, 11: the other end refused the request", VERBS),
+    (STATUS + r"12\b", "status 12: the other end did not answer, after all retries", VERBS),
+    (STATUS + r"13\b", "status 13: the other end was not ready to receive", VERBS),
+    (
+        r"NET/IB : No device found",
+        "no adapter that a process may use: in a container /dev/infiniband may be missing, or a "
+        "library",
+        NVIDIA,
+    ),
+    (
+        r"Call to ibv_\w+ failed with error Cannot allocate memory",
+        "RDMA locks memory: the limit is that of the job (ulimit -l), not of a login shell",
+        NVIDIA,
+    ),
+]
+P2P = (
+    "the first collective timed out, and all connections are from GPU to GPU: NCCL_P2P_DISABLE=1 "
+    "shows whether that path works",
+    NVIDIA,
+)
 
 # --- The finding ---------------------------------------------------------------------------------
 
@@ -162,22 +107,25 @@ class Finding:
 
     channels counts lines of connections: network, p2p, mnnvl (NVLink between nodes), shm.
     gpudirect is the number of those over the network that have GPUDirect RDMA.
-    timeouts are collectives; problems are {id, line, advice}.
+    warnings: of each rank {who, time, lines: the first and the last three, count}.
     """
 
     version: str | None = None
     network: str | None = None  # NCCL's own name for it
     networks: list[str] = field(default_factory=list)  # more than one: ranks differ
     transport: str = "unknown"  # infiniband, roce, sockets, efa, plugin, local
-    devices: list[str] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)  # the devices with their kinds, if these differ
+    devices: list[str] = field(default_factory=list)  # adapters of the connections
+    unused: list[str] = field(default_factory=list)  # adapters that NCCL found beside them
     interfaces: list[str] = field(default_factory=list)
-    gpudirect: int | None = None
     channels: dict[str, int] = field(default_factory=dict)
+    gpudirect: int | None = None
+    no_gpudirect: str = ""  # NCCL's line that says why not
     nodes: int | None = None
-    reason: str | None = None  # why sockets, if nothing failed: somebody asked for them
-    timeouts: list[str] = field(default_factory=list)
-    problems: list[dict] = field(default_factory=list)
+    asked: dict[str, str] = field(default_factory=dict)  # what the environment asked for
+    no_network: list[str] = field(default_factory=list)  # lines on networks that could not be used
+    warnings: list[dict] = field(default_factory=list)
+    timeouts: list[str] = field(default_factory=list)  # collectives
+    means: list[str] = field(default_factory=list)  # what some lines mean, with a source
 
     @property
     def decided(self) -> bool:
@@ -192,87 +140,134 @@ class Reader:
 
     def __init__(self) -> None:
         self.seen = {name: Counter() for name in EVIDENCE}  # groups of a match -> how often
-        self.lines: dict = {}  # the first line of each problem, and of each (name, *groups)
+        self.lines: dict = {}  # (name of evidence, *groups) -> the first line
+        self.warnings: dict = defaultdict(dict)  # (host, process, GPU) -> {message: time}
+        self.ranks: dict = {}  # the same -> rank
+        self.quoted = False  # torch quotes NCCL's last error on the next line
 
     def read(self, line: str) -> None:
         """One line; without its end it may be cut there."""
+        if self.quoted and line.strip():
+            self.warnings["", "", ""].setdefault(line.strip()[:QUOTE_LIMIT], "")
+        self.quoted = "Last error:" in line
         if WORDS.search(line):
+            before = ""
             for text in BEGINNING.split(COLOURS.sub("", line)):
-                self.read_message(text)
+                stamp = TIME.search(before)
+                self.read_message(text, stamp[1] if stamp else "")
+                before = text
 
-    def read_message(self, text: str) -> None:
-        quote = text.strip()[:QUOTE_LIMIT]
+    def read_message(self, text: str, time: str) -> None:
+        quote = message(text)[:QUOTE_LIMIT]
+        process = found.groups() if (found := PROCESS.match(text)) else ("", "", "")
+        if found := RANK.search(text):
+            self.ranks[process] = int(found[1])
         for name, pattern in EVIDENCE.items():
             for match in re.finditer(pattern, text):
                 self.seen[name][match.groups()] += 1
                 self.lines.setdefault((name, *match.groups()), quote)
-        for name, pattern in SIGNS.items():
-            if name not in self.lines and re.search(pattern, text):
-                self.lines[name] = quote
+        if re.search(EVIDENCE["warning"], text):
+            self.warnings[process].setdefault(quote, time)
 
     def add(self, other: Reader) -> None:
         """What another text of the same run says."""
         for name, seen in other.seen.items():
             self.seen[name] += seen
         self.lines = other.lines | self.lines
+        for process, lines in other.warnings.items():
+            self.warnings[process] |= lines
+        self.ranks |= other.ranks
 
     def texts(self, name: str) -> list[str]:
         """What this evidence names, in the order in which it came, each once."""
         return list(dict.fromkeys(groups[0] for groups in self.seen[name]))
 
-    def line_of(self, name: str) -> str | None:
-        """The first line with this evidence."""
-        return next((line for key, line in self.lines.items() if key[0] == name), None)
+    def quotes(self, name: str) -> list[str]:
+        """The lines with this evidence."""
+        return list(dict.fromkeys(line for key, line in self.lines.items() if key[0] == name))
 
     def finding(self) -> Finding:
-        adapters = [found for text in self.texts("adapters") for found in ADAPTER.findall(text)]
-        interfaces = [name for text in self.texts("sockets") for name in INTERFACE.findall(text)]
         found = Finding(
             version=next(iter(self.texts("version")), None),
-            devices=list(dict.fromkeys(f"{name}:{port}" for _, name, port, _ in adapters)),
             channels=self.channels(),
             nodes=max(map(int, self.texts("nodes")), default=None),
+            asked=dict(self.seen["asked"].keys()),
+            no_network=self.quotes("no_network"),
+            warnings=self.all_warnings(),
             timeouts=self.timeouts(),
         )
-        if len({kind for *_, kind in adapters}) > 1:
-            named = (f"{name}:{port}/{kind}" for _, name, port, kind in adapters)
-            found.kinds = list(dict.fromkeys(named))
-        adapter_kind = self.adapter_kind(adapters)
+        listed = [
+            (number, *adapter)
+            for text in self.texts("adapters")
+            for number, several, one in LISTED.findall(text)
+            for adapter in ADAPTER.findall(several or one)
+        ]
+        connected = {number for _, number, _ in self.seen["network_channel"]}
+        used = [adapter for adapter in listed if adapter[0] in connected]
+        found.devices = names_of(used)
+        found.unused = [name for name in names_of(listed) if name not in found.devices]
+        of_one_kind = {"IB": "infiniband", "RoCE": "roce"}
+        kinds = {kind for *_, kind in used or listed}
+        adapter_kind = of_one_kind[kinds.pop()] if len(kinds) == 1 else "unknown"
         names = self.texts("network_channel") or self.texts("using_network")
         used = {name: transport_of(name, adapter_kind, self.texts("provider")) for name in names}
         found.networks = sorted(used, key=lambda name: SLOWEST.index(used[name]))
         found.network = next(iter(found.networks), None)
+        interfaces = [name for text in self.texts("sockets") for name in INTERFACE.findall(text)]
         # A rank amid its node has none but local channels, though others leave the node.
         amid_node = (found.nodes or 1) > 1 and "mnnvl" not in found.channels
         if found.channels and not self.seen["network_channel"] and not amid_node:
             found.transport = "local"
         elif used:
             found.transport = used[found.network]
-        elif adapters:
+        elif listed:
             found.transport = adapter_kind
         elif interfaces:
             found.transport = "sockets"
         if "network" in found.channels:
             channels = self.seen["network_channel"].items()
             found.gpudirect = sum(count for (*_, direct), count in channels if direct)
+            if found.gpudirect < found.channels["network"] and found.transport != "sockets":
+                lines = self.quotes("no_gpudirect")
+                lines.sort(key=lambda line: "distance" not in line)  # it says most
+                found.no_gpudirect = next(iter(lines), "")
         if found.transport == "sockets":
             found.interfaces = list(dict.fromkeys(interfaces))
-            found.reason = self.reason()
-        lines = self.problem_lines(found)
-        found.problems = [
-            {"id": name, "line": lines[name], "advice": PROBLEMS[name][1]}
-            for name in PROBLEMS
-            if name in lines
-        ]
+            found.devices, found.unused = [], found.devices + found.unused
+        found.means = self.meanings(found)
         return found
 
-    def adapter_kind(self, adapters: list[tuple]) -> str:
-        """That of the adapters which connections name, else of all."""
-        connected = {number for _, number, _ in self.seen["network_channel"]}
-        kinds = {kind for number, *_, kind in adapters if number in connected}
-        kinds = kinds or {kind for *_, kind in adapters}
-        of_one_kind = {"IB": "infiniband", "RoCE": "roce"}
-        return of_one_kind[kinds.pop()] if len(kinds) == 1 else "unknown"
+    def all_warnings(self) -> list[dict]:
+        """By time, where NCCL has written it everywhere, else by rank."""
+        said = []
+        for process, lines in self.warnings.items():
+            each, rank = list(lines), self.ranks.get(process)
+            host, _, gpu = process
+            who = f"GPU {gpu} of {host}" if host else "a rank"
+            who = who if rank is None else f"rank {rank} on {host or 'a node'}"
+            said.append(
+                {
+                    "who": who,
+                    "time": lines[each[0]],
+                    "lines": each[:1] + each[1:][-LAST:],
+                    "count": len(each),
+                }
+            )
+        timed = all(one["time"] for one in said)
+        return sorted(said, key=lambda one: one["time"] if timed else one["who"])
+
+    def meanings(self, found: Finding) -> list[str]:
+        lines = found.no_network + [line for one in found.warnings for line in one["lines"]]
+        means = [
+            f"{text} ({source})"
+            for pattern, text, source in TRANSLATIONS
+            if any(re.search(pattern, line) for line in lines)
+        ]
+        # The first collective has timed out, and all connections are direct ones.
+        first = any(int(number) <= 1 for _, number, *_ in self.seen["collective"])
+        if first and found.channels.keys() == {"p2p"}:
+            means.append("{} ({})".format(*P2P))
+        return means
 
     def timeouts(self) -> list[str]:
         """Each collective that PyTorch's watchdog gave up, and the ranks that waited for it."""
@@ -292,37 +287,9 @@ class Reader:
             counts["network"] += count * (direct is not None)
         return dict(+counts)
 
-    def reason(self) -> str | None:
-        """Who asked for sockets."""
-        disabled = dict(self.seen["wish"].keys()).get("NCCL_IB_DISABLE", "0")
-        off = f"NCCL_IB_DISABLE={disabled} turned InfiniBand and RoCE off"
-        return off if disabled != "0" else None
 
-    def problem_lines(self, found: Finding) -> dict[str, str]:
-        """Each problem's id, and the line that told it."""
-        lines = {name: line for name, line in self.lines.items() if name in PROBLEMS}
-        names = {"4": "local_protection", "5": "flushed", "12": "peer_unreachable"}
-        for (status,) in self.seen["completion"]:
-            name = names.get(status, "completion_failed")
-            lines.setdefault(name, self.lines["completion", status])
-        if len(self.seen["completion"]) > 1:
-            lines.pop("flushed", None)
-        if found.network not in (None, "IB", "Socket"):  # on the slowest rank a plugin works
-            lines.pop("plugin_failed", None)
-        asked = self.line_of("wish") or lines.get("plugin_failed")
-        if found.transport == "sockets" and not found.reason and asked:
-            lines["fell_back_to_sockets"] = asked
-        # The first collective has timed out, and all connections are direct ones.
-        first = any(int(number) <= 1 for _, number, *_ in self.seen["collective"])
-        if first and found.channels.keys() == {"p2p"}:
-            lines["direct_path"] = self.line_of("local_channel")
-        rdma = found.transport in (*ADAPTERS, "unknown")
-        if rdma and found.gpudirect == 0:  # counted, and on no connection
-            lines.setdefault("gpudirect_off", self.line_of("network_channel"))
-        everywhere = found.gpudirect and found.gpudirect == found.channels["network"]
-        if everywhere or found.transport in ("sockets", "local"):
-            lines.pop("gpudirect_off", None)
-        return lines
+def names_of(adapters: list[tuple]) -> list[str]:
+    return list(dict.fromkeys(f"{name}:{port}" for _, name, port, _ in adapters))
 
 
 def transport_of(network: str, adapter_kind: str, providers: list[str]) -> str:
@@ -334,57 +301,69 @@ def transport_of(network: str, adapter_kind: str, providers: list[str]) -> str:
     return "efa" if network.endswith("Libfabric") and providers == ["efa"] else "plugin"
 
 
-# --- For people ----------------------------------------------------------------------------------
-
-
-def describe(found: Finding) -> list[str]:
-    """Sentences: what was used, then why nothing faster, then what to do."""
-    sentences = [f"{used(found)}."]
-    if found.channels:  # each rank writes its own end of a connection
-        over = found.channels.get("network", 0)
-        rdma = over and found.transport != "sockets"
-        direct = f" ({found.gpudirect} with GPUDirect RDMA)" if rdma else ""
-        local = sum(found.channels.values()) - over
-        sentences.append(f"Connections seen: {over} over the network{direct}, {local} without.")
-    if len(found.networks) > 1:
-        names = ", ".join(found.networks)
-        sentences.append(f"Ranks differ ({names}); the slowest sets the pace.")
-    if found.transport == "sockets":
-        lines = {problem["id"]: problem["line"] for problem in found.problems}
-        said = [f'NCCL says "{message(lines[name])}"' for name in REASONS if name in lines]
-        # NOTE: with NCCL_NET=Socket NCCL says nothing of other networks, nor of the variable.
-        unknown = "unknown. NCCL does not print NCCL_NET=Socket. "
-        unknown += f"To see another reason, {HOW_TO_ASK}"
-        why = [found.reason] if found.reason else [*said, unknown]
-        sentences.append(f"Why not another network: {why[0]}.")
-    sentences += [f"Timed out: {work}." for work in found.timeouts]
-    return sentences + ["{id}: {line}\n    -> {advice}".format(**p) for p in found.problems]
-
-
-def used(found: Finding) -> str:
-    if not found.decided:
-        return "NCCL's text names no network"
-    version = f"NCCL {found.version}" if found.version else "NCCL"
-    what = TITLES.get(found.transport, "InfiniBand or RoCE adapters")
-    if found.transport == "local":
-        what = "no network, only NVLink, PCIe or memory"
-    elif found.network:
-        what += f" (network {found.network})"
-    over = found.interfaces if found.transport == "sockets" else found.kinds or found.devices
-    if over and found.transport in ("sockets", "infiniband", "roce", "unknown"):
-        what += f" over {', '.join(over)}"
-    nodes = f", {found.nodes} node{'s' * (found.nodes > 1)}" if found.nodes else ""
-    return f"{version} used {what}{nodes}"
-
-
 def message(line: str) -> str:
     """What stands behind NCCL's prefix."""
     return re.split(r"NCCL (?:INFO|WARN) ", line)[-1].strip()
 
 
-def in_one_line(found: Finding) -> str:
-    """What was used and, if it was sockets, why; problems stand in the record."""
-    return " ".join(text for text in describe(found) if "\n" not in text)
+# --- For people ----------------------------------------------------------------------------------
+
+
+def describe(found: Finding, failed: bool = True) -> list[str]:
+    """Lines: what was used, what was asked for, what NCCL warned of."""
+    lines = [used(found)]
+    if found.channels:  # each rank writes its own end of a connection
+        over = found.channels.get("network", 0)
+        local = sum(found.channels.values()) - over
+        lines.append(f"Connections: {over} over the network, {local} inside a node")
+        if over and found.transport != "sockets":
+            lines.append(f"GPUDirect RDMA: on {found.gpudirect} of {over} over the network")
+            lines[-1] += f'; "{found.no_gpudirect}"' if found.no_gpudirect else ""
+    if found.unused:
+        seen = found.channels or found.transport == "sockets"
+        what = "Found, not used" if seen else "Found, no connection seen"
+        lines.append(f"{what}: {', '.join(found.unused)}")
+    if len(found.networks) > 1:
+        lines.append(f"Ranks differ ({', '.join(found.networks)}): the slowest sets the pace")
+    if found.asked:
+        asked = ", ".join(f"{name}={value}" for name, value in sorted(found.asked.items()))
+        lines.append(f"The environment asked for: {asked}")
+    lines += [f'NCCL on networks: "{line}"' for line in found.no_network[:MOST_QUOTES]]
+    lines += [f"Timed out: {work}" for work in found.timeouts]
+    lines += quotes(found.to_dict(), failed)
+    return lines + [f"Meaning: {text}" for text in found.means]
+
+
+def used(found: Finding) -> str:
+    if not found.decided:
+        return "NCCL's text names no network"
+    what = TITLES.get(found.transport, "InfiniBand or RoCE adapters")
+    if found.transport == "local":
+        what = "no network, only NVLink, PCIe or memory"
+    elif found.network:
+        what += f" (network {found.network})"
+    over = found.interfaces if found.transport == "sockets" else found.devices
+    what += f" over {', '.join(over)}" if over else ""
+    nodes = f", {found.nodes} node{'s' * (found.nodes > 1)}" if found.nodes else ""
+    return f"NCCL {found.version or ''}".strip() + f" used {what}{nodes}"
+
+
+def quotes(finding: dict, failed: bool) -> list[str]:
+    """Each rank's first warning and, if the run failed, its last three: equal ones together."""
+    said: dict[str, list[str]] = {}
+    for one in finding.get("warnings", []):
+        for number, line in enumerate(one["lines"] if failed else one["lines"][:1]):
+            first = f", first of {one['count']}" if one["count"] > 1 and not number else ""
+            when = f" at {one['time']}" if one["time"] and not number else ""
+            said.setdefault(line, []).append(one["who"] + first + when)
+    lines = []
+    for line, who in said.items():
+        more = f" and {len(who) - 1} more" if len(who) > 1 else ""
+        lines.append(f'NCCL warns, {who[0]}{more}: "{line}"')
+    if len(lines) > MOST_QUOTES:
+        more = f"... {len(lines) - MOST_QUOTES} more, see nccl_log.py"
+        lines = [*lines[: MOST_QUOTES - LAST], more, *lines[-LAST:]]
+    return lines
 
 
 # --- Files ---------------------------------------------------------------------------------------
@@ -402,22 +381,49 @@ def files_in(paths: list[str]) -> list[Path]:
 
 
 def is_text(path: Path) -> bool:
-    """Whether it is no checkpoint, nor a trace of --profile."""
-    return not path.name.endswith(".json.gz") and "\0" not in next(lines_of(path), "")
+    """Whether it is no checkpoint."""
+    return "\0" not in next(lines_of(path), "")
 
 
-def find_in_files(paths: list[str]) -> Finding:
-    """What the text of one job says, of any of its ranks and nodes."""
+def of_newest_start(files: Iterable[Path]) -> list[Path]:
+    """Without what an earlier start has left: of each GPU of a node the newest process's file.
+
+    A file that does not begin with NCCL's prefix, such as a job's log, is not left out.
+    """
+    newest: dict = {}
+    for file in sorted(files, key=lambda file: (os.path.getmtime(file), file.name)):
+        begin = next((line for line in lines_of(file) if line.strip()), "")
+        process = PROCESS.search(begin)
+        of_one = process and process[2] in file.name
+        key = (file.parent, file.name.replace(process[2], ""), process[3]) if of_one else file
+        newest[key] = file
+    return list(newest.values())
+
+
+def read_files(files: Iterable[Path]) -> Reader:
     reader = Reader()
+    for file in files:
+        for line in lines_of(file):
+            reader.read(line)
+    return reader
+
+
+def find_in_files(paths: list[str], every: bool = False) -> Finding:
+    """What the text of one start says, of all of its ranks and nodes; `every`: of all starts."""
     try:
-        for path in files_in(paths):
-            for line in lines_of(path):
-                reader.read(line)
+        files = files_in(paths)
+        reader = read_files(files if every else of_newest_start(files))
     except OSError as error:
         raise UserError(f"cannot read {error.filename or paths}: {error.strerror}") from None
-    if not reader.lines:
+    if not reader.lines and not reader.warnings:
         raise UserError(f"no text of NCCL on networks in {', '.join(paths)}: {HOW_TO_ASK}")
     return reader.finding()
+
+
+def beside(log: Path) -> Reader:
+    """What NCCL has written beside a node's log at the newest start: nccl.node0.HOST.PID.log."""
+    node = log.name.partition(".")[0]
+    return read_files(of_newest_start(log.parent.glob(f"nccl.{node}.*")))
 
 
 def of_last_run(path: Path) -> Reader:
@@ -443,5 +449,5 @@ def of_processes(pattern: str, host: str, pids: Iterable[int]) -> Finding | None
     pattern = pattern.replace("%h", host.partition(".")[0])
     paths = {pattern.replace("%p", str(pid)) for pid in pids}
     with contextlib.suppress(UserError):
-        return find_in_files(sorted(filter(os.path.isfile, paths)))
+        return find_in_files(sorted(filter(os.path.isfile, paths)), every=True)
     return None

@@ -45,27 +45,25 @@ class Network:
     def with_gpudirect(self):
         return get(self.finding, "gpudirect", int) or 0
 
-    def problem(self, name):
-        """The line of NCCL's text that shows this problem; empty where none does."""
-        lines = {str(p.get("id")): get(p, "line", str) for p in objects(self.finding, "problems")}
-        return lines.get(name, "")
+    @property
+    def listed(self):
+        return ", ".join(self.names[:4] + ["..."][: len(self.names[4:])])
 
     @property
     def shown(self):
         """eth0 (ethernet); None where no interface is known to have carried it."""
-        more = ["..."] if len(self.names) > 4 else []
-        names = ", ".join(self.names[:4] + more)
+        names = self.listed
         kind = " of ".join(filter(None, [self.kind, " + ".join(self.members)]))
         kind += f" over {self.adapter}" if self.adapter else ""
         return f"{names} ({kind})" if kind else names or None
 
     @property
     def way(self):
-        """TCP on eth0 (ethernet); RoCE on mlx5_0:1."""
+        """TCP over eth0; TCP over ib0 (ipoib over mlx5_0:1); RoCE over mlx5_0:1."""
         unnamed = "InfiniBand and RoCE" if self.names else "a network that NCCL does not name"
         title = TITLES.get(self.transport, unnamed)
-        where = ", ".join(self.names) if self.transport in ADAPTERS else self.shown
-        return f"{title} on {where}" if where else title
+        where = self.shown if self.adapter or self.members else self.listed
+        return f"{title} over {where}" if where else title
 
 
 def read_network(node, several, moved_gbps):
@@ -90,9 +88,6 @@ def read_network(node, several, moved_gbps):
         names = [str(name) for name in get(finding, said, list)]
     network = Network(get(node, "host", str), transport, basis, finding, names, kind)
     if rails:
-        named = named_by(finding)  # perhaps a bridge, whose bytes another interface carried
-        if named and not any(name in named for name in names):
-            network.basis = BY_BYTES
         speeds = [get(rail, "speed_Gbps") for rail in rails]
         network.gbps = sum(map(wire_gbps, rails))
         stated = sum(speeds) if all(speeds) else None

@@ -9,8 +9,6 @@ the backward pass.
 Over a slower link the backward pass may hide more than it did: there the step is an upper bound.
 """
 
-import math
-
 from analysis.logs import UserError
 
 RATES_GBPS = (1, 10, 25, 56, 100, 200, 400)
@@ -23,13 +21,6 @@ TCP_SHARE = (1500 - 20 - 20 - 12) / (1500 + 14 + 4 + 8 + 12)
 def can_model(run):
     """Whether the parts of a step, and the bytes that each node sends in it, are known."""
     return bool(run.has_split and run.wire_bytes and run.processes and (run.nodes or 0) > 1)
-
-
-def same_job(*runs):
-    """Whether these runs do the same work, whatever their network is."""
-    names = ("world_size", "nodes", "global_batch_size", "precision", "grad_compression")
-    facts = [[run.record("Run").get(name) for name in names] for run in runs]
-    return all(each == facts[0] for each in facts)
 
 
 def ring_bytes(run):
@@ -80,19 +71,12 @@ def link_bytes(run):
     return way, ring_bytes(run) / TCP_SHARE
 
 
-def epoch_steps(run):
-    """None where the log does not state the images or the batch."""
-    return math.ceil(run.images / run.global_batch) if run.images and run.global_batch else None
-
-
 def project(run):
-    """Expected step and epoch at RATES_GBPS: dicts of gbps, alone_s, step_s, bound, epoch_s."""
+    """Expected step at RATES_GBPS: dicts of gbps, alone_s, step_s, bound."""
     rows, here_s = [], run.probe_s
     for gbps in RATES_GBPS:
         there_s = link_bytes(run)[1] * 8e-9 / gbps
-        step_s, steps = step_over(run, there_s), epoch_steps(run)
-        epoch_s = step_s * steps if steps else None
         bound = not here_s or there_s > here_s
-        row = {"gbps": gbps, "alone_s": there_s, "step_s": step_s}
-        rows.append(row | {"bound": bound, "epoch_s": epoch_s})
+        step_s = step_over(run, there_s)
+        rows.append({"gbps": gbps, "alone_s": there_s, "step_s": step_s, "bound": bound})
     return rows

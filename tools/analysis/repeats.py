@@ -19,7 +19,7 @@ from analysis.words import duration, ms, with_range
 ENOUGH = 4  # runs of each network
 LEAST = 1.02  # the ratio of two medians
 FIGURES = ["wall_s", "rest_s", "step_s", "data_s", "compute_s", "exposed_s", "img_per_s"]
-FIGURES += ["probe_s", "latency_s"]
+FIGURES += ["probe_s", "latency_s", "link_s", "cpu_s"]
 UNCOUNTED = 3  # steps of a run that no mean has
 
 # --- Where they lie ------------------------------------------------------------------------------
@@ -33,6 +33,8 @@ def find_repeats(name, paths):
     """
     if len(paths) == 1:
         rounds = [path for path in Path(paths[0]).glob("r*") if re.fullmatch(r"r\d+", path.name)]
+        # Of a series that was interrupted, the last folder may be empty.
+        rounds = [path for path in rounds if any(path.glob("node*.log"))]
         rounds.sort(key=lambda path: int(path.name[1:]))
         return {f"{name}/{path.name}": [path] for path in rounds} or {name: paths}
     whole = [path for path in paths if has_run(path)]
@@ -85,6 +87,10 @@ def notes_on(found, chosen, runs):
     if len(whole) > 1:
         text = f"medians of {len(whole)} runs; counters, losses and step lines are {chosen.name}'s"
         notes.insert(0, text)
+    for run in whole:
+        for host, facts in run.facts.items() if run is not chosen else ():
+            rows = [row for row in facts["rows"] if row["marks"]]
+            notes += [f"{run.name}: {row['port']} of {host}: {row['counted']}" for row in rows]
     for run in whole or [chosen]:
         for note in run.notes:
             of_all = all(note in other.notes for other in whole)

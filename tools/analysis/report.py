@@ -1,15 +1,16 @@
-"""The report: a table with sentences, its figures as JSON, and the step lines as CSV."""
+"""The report: tables with sentences, and its figures as JSON."""
 
 import contextlib
-import csv
 import json
-import math
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from urllib.parse import quote
 
-from analysis.projection import can_model, epoch_steps, link_bytes, same_job, step_over
+from analysis.logs import get
+from analysis.network import ADAPTERS
+from analysis.projection import link_bytes, project
 from analysis.repeats import FIGURES, shown, values
 from analysis.scaling import PARTS
 from analysis.verdict import own_bytes
@@ -54,6 +55,7 @@ def column(run, result):
     for title, name in parts.items():
         text = shown(run, name, ms)
         cells[f"- {title}"] = text and f"{text}, {part(getattr(run, name), run.step_s)}"
+    cells["- - of it the link, at least"] = run.link_by_step and shown(run, "link_s", ms)
     if result["scaling"]:
         cells |= scaling_cells(run, result["scaling"].runs.get(run.name))
     wall = shown(run, "wall_s", duration)
@@ -101,6 +103,10 @@ def main_table(result):
     return table(["", *(run.name for run in runs)], [r for r in rows if set(r[1:]) != {"-"}])
 
 
+NEVER_RUN = (
+    "This tool never met an adapter: what it says of InfiniBand, RoCE, EFA and GPUDirect rests on "
+)
+NEVER_RUN += "what the kernel and NCCL state."
 PART = "(part): a part of the run only (restarted or resumed); compare the step times."
 
 
@@ -113,7 +119,6 @@ def report(result, picture=None):
     lines += [*main_table(result), ""]
     if any(run.partial for run in runs):
         lines += [PART, ""]
-    lines += [*result["says"], ""] if result["says"] else []
     shown = "Speed-up, and parts of a step" if scaled else "Parts of a step, throughput and loss"
     lines += [f"![{shown}]({picture})", ""] if picture else []
     if scaled:
@@ -121,11 +126,16 @@ def report(result, picture=None):
         for name, one in scaled.runs.items():
             lines += [f"{name}: {one.says}", ""] if one.says else []
     lines += heading("Verdict")
-    lines += [text for run in runs if run.log.failed for text in verdict_lines(run, verdicts)]
+    lines += [*result["says"], ""] if result["says"] else []
+    of_nodes, marked = node_lines(runs)
+    for run in sorted(runs, key=lambda run: not run.log.failed):
+        lines += verdict_lines(run, verdicts[run.name], marked)
     lines += [line for text in result["same_wire"] for line in (text, "")]
-    lines += [text for run in runs if not run.log.failed for text in verdict_lines(run, verdicts)]
+    if any(run.network and run.network.transport in (*ADAPTERS, "plugin") for run in runs):
+        lines += [NEVER_RUN, ""]
+    lines += of_nodes
     if chosen := result["projected"]:
-        lines += projection_lines(chosen, result["projections"][chosen.name], runs)
+        lines += projection_lines(chosen)
     return "\n".join(lines).rstrip()
 
 
@@ -133,60 +143,76 @@ def heading(text):
     return [text, "-" * len(text), ""]
 
 
-def verdict_lines(run, verdicts):
-    lines = [f"{run.name}: " + " ".join(verdicts[run.name].says), ""]
-    for note in run.notes:
-        lines += [f"Note: {note}.", ""]
-    return lines + advice_lines(run, verdicts[run.name].advice)
+def verdict_lines(run, verdict, marked):
+    first, *others = verdict.says
+    lines = [f"{run.name}: {first}", *(f"- {text}" for text in others)]
+    marks = [f"{port} of {host}: {mark}" for name, host, port, mark in marked if name == run.name]
+    if marks:
+        more = f"; {len(marks) - MOST_MARKS} more" if len(marks) > MOST_MARKS else ""
+        lines.append(f"- marked under Nodes: {'; '.join(marks[:MOST_MARKS])}{more}")
+    lines += [f"- note: {note}" for note in run.notes]
+    return [*lines, *(f"{i}. {text}" for i, text in enumerate(verdict.advice, 1)), ""]
 
 
-def advice_lines(run, advice):
-    """One numbered list, in groups if it is on several parts of a step."""
-    lines, number = [], 0
-    for one in advice:
-        title = "Then" if number else "Check or change next"
-        if one.part:  # work can be made faster; only waiting can be saved
-            most = "" if one.part == "compute" else "at most "
-            title += f" ({one.part}: {most}{ms(one.costs_s)} of a step's {ms(run.step_s)}"
-            if one.alone_s:
-                title += f"; an all-reduce alone takes {run.about}{ms(one.alone_s)}"
-            title += ")"
-        lines += [f"{title}:" if number else f"{title}, most likely first:", ""]
-        lines += [*(f"{i}. {text}" for i, text in enumerate(one.checks, number + 1)), ""]
-        number += len(one.checks)
-    waits = [one.costs_s for one in advice if one.part not in ("", "compute")]
-    if len(waits) > 1:
-        saved_s = min(sum(waits), run.step_s)
-        lines += [f"Savings together: at most {ms(saved_s)} of {ms(run.step_s)}.", ""]
-    return lines
+MOST_MARKS = 4
+FACTS = ("port", "kind", "state", "states", "driver", "MTU", "PCIe", "numa", "counted")
 
 
-def projection_lines(run, rows, runs):
+def node_lines(runs):
+    """(lines on the ports that carried bytes and on each node, what is marked: run, host, port,
+    mark); empty for older logs.
+    """
+    rows = [
+        (run.name, host, row)
+        for run in runs
+        for host, facts in run.facts.items()
+        for row in facts["rows"]
+        if facts["node"] or row["counted"]
+    ]
+    if not rows:
+        return [], []
+    shared = {}  # a PCI device of a node -> its ports
+    for _, host, row in rows:
+        if row["device"]:
+            shared.setdefault((host, row["device"]), {})[row["port"]] = row["kind"]
+    cells, marked = [], []
+    for name, host, row in rows:
+        others = [port for port in shared.get((host, row["device"]), ()) if port != row["port"]]
+        marks = row["marks"] + [f"one device with {port}" for port in others]
+        marked += [(name, host, row["port"], mark) for mark in marks]
+        cells.append([name, host, *(row[key] for key in FACTS), "; ".join(marks)])
+    head = ["run", "node", *FACTS, "look at"]
+    filled = [n for n in range(len(head)) if any(row[n] for row in cells)]
+    lines = table([head[n] for n in filled], [[row[n] or "-" for n in filled] for row in cells])
+    nodes = {host: facts["node"] for run in runs for host, facts in run.facts.items()}
+    lines += ["", *(f"- {host}: {say_node(node)}" for host, node in nodes.items() if node), ""]
+    return [*heading("Nodes"), *lines], marked
+
+
+def say_node(node):
+    gpus = Counter(map(str, get(node, "gpus", list))).items()
+    locked = get(node, "locked", int)
+    parts = [", ".join(f"{count} x {name}" for name, count in gpus) or "no NVIDIA GPU"]
+    if gpus:
+        parts.append(
+            f"module for GPUDirect: {get(node, 'module', str) or 'none (DMA-BUF needs none)'}"
+        )
+    parts.append(f"memory that may be locked: {megabytes(locked) if locked else 'all'}")
+    return "; ".join(parts)
+
+
+def projection_lines(run):
+    rows = project(run)
     source, nbytes = link_bytes(run)
     text = f"From {run.name}, by the model (not measured): {megabytes(nbytes)} a step on a node's "
-    text += f"link, {source}, beside {ms(run.data_s + run.compute_s)} of data wait and compute"
-    waited_s = max(0, run.exposed_s - (run.probe_s or math.inf))
-    text += f", and {ms(waited_s)} beyond an all-reduce alone." if waited_s > 0.0005 else "."
+    text += f"link, {source}."
     cells = []
     for row in rows:
         most = "at most " if row["bound"] else ""
-        epoch = row["epoch_s"] and most + duration(row["epoch_s"])
-        step = most + ms(row["step_s"])
-        cells.append([rate(row["gbps"]), ms(row["alone_s"]), step, epoch or "-"])
-    epoch = f"epoch of {steps:,} steps" if (steps := epoch_steps(run)) else "epoch"
-    lines = table(["link, at full rate", "all-reduce alone", "step", epoch], cells)
+        cells.append([rate(row["gbps"]), ms(row["alone_s"]), most + ms(row["step_s"])])
+    lines = table(["link, at full rate", "all-reduce alone", "step"], cells)
     if any(row["bound"] for row in rows):
         lines += ["", "At most: more of the all-reduce may hide than did in this run."]
-    checks = []
-    for other in runs:
-        known = other.probe_s and can_model(other) and not own_bytes(other)[0]
-        if known and other is not run and same_job(other, run):
-            most = "at most " if other.probe_s > (run.probe_s or 0) else ""
-            step = f"{most}{ms(step_over(run, other.probe_s))} for {other.name}"
-            alone = f"whose all-reduce alone takes {ms(other.probe_s)}"
-            checks.append(f"{step}, {alone} ({ms(other.step_s)} were measured)")
-    if checks:
-        lines += ["", f"For the other runs the model says: {'; '.join(checks)}."]
     return [*heading("Projection"), text, "", *lines, ""]
 
 
@@ -217,7 +243,7 @@ def as_json(result):
         figures |= {"interface": run.network and run.network.shown, "attempts": run.log.attempts}
         figures |= {"top1": run.log.top1, "baseline": run.log.baseline}
         runs.append(figures | {"verdict": result["verdicts"][run.name]})
-    keys = ("differences", "says", "scaling", "same_wire", "projections")
+    keys = ("differences", "says", "scaling", "same_wire")
     every = {"base": result["base"].name, "runs": runs} | {key: result[key] for key in keys}
     # JSON has no word for nan and infinity: null.
     return json.loads(json.dumps(every, default=vars), parse_constant=lambda name: None)
@@ -235,26 +261,3 @@ def write_report(result, file, picture=None):
     # What other programs have said may look like HTML, which a viewer of Markdown would hide.
     text = report(result, address).replace("<", "&lt;")
     Path(file).write_text(text + "\n", encoding="utf-8")
-
-
-SCALED = ("speed_up", "efficiency")  # of a run, which each of its rows repeats
-
-
-def write_csv(result, file):
-    """The step lines of all runs in the order of time; what a line does not say stays empty."""
-    with open(file, "w", newline="", encoding="utf-8") as target:
-        writer = csv.writer(target, lineterminator="\n")
-        head = ["run", "rank", "epoch", "step", "loss", "img_per_s", "data_ms", "step_ms"]
-        scaled = result["scaling"]
-        writer.writerow(head + (["processes", *SCALED] if scaled else []))
-        for run in result["runs"]:
-            of_run = []
-            if scaled:
-                one = scaled.runs.get(run.name)
-                of_run = [run.processes, *(one and getattr(one, name) for name in SCALED)]
-            for each in run.repeats or [run]:
-                steps = each.log.steps.items()
-                in_time = sorted(steps, key=lambda item: (*item[0][1:], item[0][0]))
-                for (rank, epoch, step), line in in_time:
-                    measured = line.loss, line.img_per_s, line.data_ms, line.step_ms
-                    writer.writerow([each.name, rank, epoch, step, *measured, *of_run])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from analysis.kernel import difference
 from analysis.logs import Log, get, objects
 from analysis.network import read_network
+from analysis.node import joined, merged, rows_of
 
 STRAGGLER = 1.2  # a rank this many times as busy as usual keeps the others waiting
 MOST_RANKS = 100_000  # a larger number is damage
@@ -47,10 +48,13 @@ class Run:
     data_s: float | None = None
     compute_s: float | None = None
     exposed_s: float | None = None
+    link_s: float | None = None  # of it the link's part: a lower bound, see link_by_step
+    link_by_step: bool = False  # else the least of the ranks' means
+    cpu_s: float | None = None  # CPU time of a process
     ranks: dict = field(default_factory=dict)  # rank -> its data_s, compute_s, exposed_s
     img_per_s: float | None = None  # whole job: images of the counted steps / their seconds
     straggler: int | None = None
-    losses: dict = field(default_factory=dict)  # epoch -> mean over ranks
+    losses: dict = field(default_factory=dict)  # epoch -> mean over the ranks in the log
     wire_bytes: float | None = None  # per step and rank, after compression
     link_gbps: float | None = None  # of all interfaces of a node that carried it: as they state
     rate_is: str = "stated"  # or given, by the user
@@ -58,6 +62,7 @@ class Run:
     latency_s: float | None = None  # of an all-reduce of up to 4 KB
     networks: list = field(default_factory=list)  # a Network for each probed node
     traffic: list = field(default_factory=list)  # of each node in the run: host, interfaces, tcp
+    facts: dict = field(default_factory=dict)  # host -> its facts, and rows of its ports
     efficiency: float | None = None  # beside fewer processes, see scaling.py
 
     @property
@@ -94,6 +99,11 @@ class Run:
         return self.network and self.network.gbps
 
     @property
+    def share(self):
+        """Of the link's rate, what the probe reached; None: one of them is not known."""
+        return self.wire_gbps / self.link_gbps if self.wire_gbps and self.link_gbps else None
+
+    @property
     def about(self):
         """Before probe_s where it was not measured with as many bytes."""
         size = get(self.record("Probe"), "all_reduce_bytes")
@@ -128,9 +138,13 @@ def make_run(name, log, link_gbps=None):
     run.wire_bytes = get(summary, "wire_bytes_per_step")
     if not run.wire_bytes and run.parameters:
         run.wire_bytes = 4 * run.parameters  # fp32 gradients
+    for epoch in sorted({epoch for _, epoch in log.epochs}):
+        each = [loss for (_, at), loss in log.epochs.items() if at == epoch]
+        run.losses[epoch] = sum(each) / len(each)
     add_probe(run, run.record("Probe"))
     add_own_text(run)
     add_traffic(run)
+    add_facts(run)
     add_notes(run)
     return run
 
@@ -145,7 +159,7 @@ def add_times(run, summary):
         run.rest_s = max(0.0, run.wall_s - train_s)
     if get(summary, "step_ms") == 0:  # resumed at its very end, it has made no step
         return
-    for name in ("step", "data", "compute", "exposed"):
+    for name in ("step", "data", "compute", "exposed", "link", "cpu"):
         if (milliseconds := get(summary, f"{name}_ms")) is not None:
             setattr(run, f"{name}_s", milliseconds / 1000)
     if run.processes == 1 and None not in (run.step_s, run.data_s):  # nothing to communicate
@@ -160,6 +174,10 @@ def add_times(run, summary):
         parts = [get(entry, f"{name}_ms") for name in ("data", "compute", "exposed")]
         if None not in (rank, *parts):
             run.ranks[rank] = [part / 1000 for part in parts]
+    if run.exposed_s is not None:
+        run.link_by_step = run.link_s is not None
+        least = min((exposed for *_, exposed in run.ranks.values()), default=run.exposed_s)
+        run.link_s = min(run.exposed_s, run.link_s if run.link_by_step else least)
     run.straggler = find_straggler(run.ranks)
 
 
@@ -184,7 +202,7 @@ def find_problems(run):
     """Every reason why this log is not that of a whole run."""
     log, problems = run.log, []
     if log.failed:
-        return [f"failed; the first error in these logs: {log.failed}"]
+        return [f"it failed: {log.failed}"]
     if not log.ranks:
         return ["no line of a rank in it"]
     if log.ours and not run.record("Run"):
@@ -306,5 +324,20 @@ def add_traffic(run):
         try:
             if len(records) > 1:
                 run.traffic.append({"host": host, **difference(*records)})
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            run.log.torn += 1  # a damaged record
+
+
+def add_facts(run):
+    """What each node is, and what its ports have counted in probe and training."""
+    probed = {get(node, "host", str): node for node in objects(run.record("Probe"), "nodes")}
+    counted = {node["host"]: node for node in run.traffic}
+    for host in dict.fromkeys([*probed, *counted]):
+        seen = [node for node in (probed.get(host), counted.get(host)) if node]
+        readings = [one.get("node") for one in (*seen, *run.log.counters.get(host, []))]
+        try:
+            node = merged([reading for reading in readings if reading])
+            links = joined([node["interfaces"] for node in seen])
+            run.facts[host] = {"node": node, "rows": rows_of(node, links)}
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             run.log.torn += 1  # a damaged record

@@ -19,7 +19,12 @@ from dataclasses import dataclass, field
 from analysis.repeats import values
 from analysis.words import digits, ms, with_range
 
-PARTS = {"compute": "compute_s", "data wait": "data_s", "exposed communication": "exposed_s"}
+PARTS = {  # of a step, in seconds
+    "compute": lambda run: run.compute_s,
+    "data wait": lambda run: run.data_s,
+    "communication": lambda run: run.link_s,
+    "waiting for ranks": lambda run: run.exposed_s - run.link_s,
+}
 NETWORK_VARIABLES = ("NCCL_NET", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 NAMED = 0.1  # a part with a smaller share of what is lost or saved is not named
 
@@ -121,8 +126,8 @@ def beside(base, run):
     if base.has_split and run.has_split:
         found.lost_s = {
             # Without a minus before a zero.
-            part: round(getattr(run, name) - share * getattr(base, name), 7) + 0.0
-            for part, name in PARTS.items()
+            part: round(seconds(run) - share * seconds(base), 7) + 0.0
+            for part, seconds in PARTS.items()
         }
     return found
 
@@ -165,79 +170,40 @@ def say_run(kind, base, run, scaled):
     if run is base:
         return ""
     if run.processes == base.processes:
-        text = f"as many processes as {base.name}, with {scaled.shown_speed_up} times its images/s"
-        return f"{text}."
+        return f"as many processes as {base.name}, {scaled.shown_speed_up} times its images/s"
     slower = ", slower than its base" if max(scaled.between) < 0.995 else ""
     times = f"{digits(run.processes / base.processes)} times the processes"
     text = f"{scaled.shown_speed_up} times the images/s of {base.name} with {times}{slower}: "
-    text += f"an efficiency of {scaled.efficiency:.0%}. "
+    text += f"an efficiency of {scaled.efficiency:.0%}"
     if f"{scaled.efficiency:.0%}" == "100%":
-        return f"{text}A step takes as long as is ideal."
+        return text
     if not scaled.lost_s:
-        return f"{text}The logs do not split a step: what eats the rest cannot be told."
-    longer = {part: seconds for part, seconds in scaled.lost_s.items() if seconds > 0}
-    shorter = {part: -seconds for part, seconds in scaled.lost_s.items() if seconds < 0}
+        return f"{text}; what eats the rest its log cannot tell"
+    off_s = run.step_s - scaled.ideal_s
+    longer, shorter = [], []
+    for part, seconds in sorted(scaled.lost_s.items(), key=lambda item: -abs(item[1])):
+        if abs(seconds) >= NAMED * abs(off_s):
+            (longer if seconds > 0 else shorter).append(f"{ms(abs(seconds))} {part}")
     if not (shorter if scaled.efficiency > 1 else longer):  # a record is damaged
-        return f"{text}Its images/s and its step times contradict each other."
-    off_by = f"{ms(abs(run.step_s - scaled.ideal_s))} {{}} than the ideal {ms(scaled.ideal_s)}"
+        return f"{text}; its images/s and its step times contradict each other"
+    how = "shorter" if off_s < 0 else "longer"
+    text += f"; a step is {ms(abs(off_s))} {how} than the ideal {ms(scaled.ideal_s)}"
+    text += f", by {', '.join(longer)}" if longer else ""
+    text += f"; shorter by {', '.join(shorter)}" if shorter else ""
     if scaled.efficiency > 1:
-        against = but("longer", longer, shorter)
-        text += f"A step is {off_by.format('shorter')}. What is saved: "
-        text += f"{shares(shorter, not against)}{against}"
-        text += ". An efficiency above 100% usually means that something held up "
-        return f"{text}{base.name}, here its {max(shorter, key=shorter.get)}."
-    words = names_of_loss(kind, base, run)
-    against = but("shorter", shorter, longer)
-    text += f"A step is {off_by.format('longer')}. What eats the rest: "
-    text += shares({words[part]: seconds for part, seconds in longer.items()}, not against)
-    return f"{text}{against}.{say_accumulation(base, run)}"
+        return f"{text}. Above 100%: something held up {base.name}"
+    return text + say_causes(kind, base, run)
 
 
-def names_of_loss(kind, base, run):
-    """What each part is called where it takes longer than ideal."""
-    threads = [each.setting("threads", int) for each in (base, run)]
-    if run.on_cpu and None not in threads and threads[0] != threads[1]:
-        compute = f"compute, with {threads[1]} in place of {threads[0]} threads per process"
-    elif kind == "strong":
-        cores = ", or cores that other processes use" if run.on_cpu else ""
-        compute = "compute that does not shrink with the batch (a step's fixed work, small "
-        compute += f"batches{cores}, for example)"
-    else:
-        cores = " (processes share cores and memory, for example)" if run.on_cpu else ""
-        compute = f"compute, which takes longer for the same images{cores}"
-    exposed = run.exposed_name
-    if kind == "strong" and abs(run.exposed_s - base.exposed_s) <= NAMED * base.exposed_s:
-        exposed += " that does not shrink with the batch"
+def say_causes(kind, base, run):
+    """What else differs between the two runs, or is known of its parts."""
+    causes = []
+    for name in ("threads", "accumulate_steps"):
+        one, two = (each.setting(name, int) for each in (base, run))
+        if None not in (one, two) and one != two and (name != "threads" or run.on_cpu):
+            causes.append(f"{name} is {one} in {base.name} and {two} here")
     if run.straggler is not None:
-        exposed += f", a part of it waiting for rank {run.straggler}"
-    return {"compute": compute, "data wait": "data wait", "exposed communication": exposed}
-
-
-def say_accumulation(base, run):
-    """With fewer batches a step, more of its backward passes send gradients."""
-    steps = [each.setting("accumulate_steps", int) for each in (base, run)]
-    if None in steps or steps[0] == steps[1]:
-        return ""
-    return f" (accumulate_steps is {steps[0]} in {base.name} and {steps[1]} here.)"
-
-
-def shares(seconds, as_shares):
-    """80% (16.0 ms) is exposed communication, 20% (4.0 ms) is data wait; without small parts.
-
-    Without shares where other parts go against the sum: 16.0 ms is exposed communication.
-    """
-    total = sum(seconds.values())
-    found = []
-    for part in sorted(seconds, key=seconds.get, reverse=True):
-        share = seconds[part] / total
-        size = f"{share:.0%} ({ms(seconds[part])})" if as_shares else ms(seconds[part])
-        if share >= NAMED:
-            found.append(f"{size} is {part}")
-    return ", ".join(found)
-
-
-def but(how, seconds, beside):
-    """What goes against the sum, where it counts."""
-    least = NAMED * sum(beside.values())
-    large = [part for part in seconds if seconds[part] >= least]
-    return "".join(f"; {part} is {ms(seconds[part])} {how} than ideal" for part in large)
+        causes.append(f"rank {run.straggler} is slow")
+    if kind == "strong":
+        causes.append("small batches compute less efficiently")
+    return f" ({'; '.join(causes)})" if causes else ""

@@ -1,37 +1,27 @@
-"""The verdict on a run: what bounds it, and which share of its stated rate the link delivered.
+"""The verdict on a run, in three lines: what its step is made of and what limits it; its network,
+and which share of the stated rate that delivered; whether the training's bytes went there.
 
-A verdict says what it rests on: measured (the split of a step, the probe, counters of bytes and
-errors) or NCCL's debug text.
+All is measured (the split of a step, the probe, counters of bytes), or quoted from NCCL.
 """
 
-import math
+import re
 from dataclasses import dataclass, field, replace
 
-from analysis.advice import (
-    DELIVERS,
-    IN_PART,
-    WORTH,
-    Advice,
-    nccl_advice,
-    next_checks,
-    only_sockets,
-    tunnel_of,
-)
+from analysis.advice import network_words, next_steps
 from analysis.logs import get, objects
-from analysis.nccl import REASONS, message
-from analysis.network import ADAPTERS, AS_NCCL, BY_BYTES, carriers, named_by
+from analysis.nccl import quotes
+from analysis.network import ADAPTERS, carriers
 from analysis.projection import can_model, ring_bytes
 from analysis.runs import usual_times
 from analysis.words import megabytes, ms, part, rate
 
-# TCP that sends this share of its segments again is slowed by it: its rate falls with the root of
-# the loss (Mathis et al., Computer Communication Review 27(3), 1997).
-LOSSY = 0.01
-# Of RDMA's packets: lost, or in another order, which adaptive routing makes on sound links.
-LOST_OF_RDMA = ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err")
-ALIKE = 0.01  # ranks that wait for each other for less of a step show the same figures
-HEALTHY = 0.5  # a link below this share of its stated speed is not the link that was meant
+WORTH = 0.05  # below this share of a step, a part of it is not told
+IN_PART = 0.2  # above this share of a step, communication limits it in part
+USUAL = 0.8  # of the stated rate, from here on headers and start-up account for the rest
+POOR = 0.5  # below this share "only"
 TOO_FAST = 1.05  # above this share what it states is wrong
+LOSSY = 0.01  # TCP that sends this share of its segments again is told
+OWN_CORE = 0.8  # a process that computes has at least this much CPU time, if the core is its own
 # The training's own bytes may be so much less or more than those of its gradients: headers and a
 # node's small traffic are counted, too.
 LEAST_SENT, MOST_SENT = 0.97, 1.10
@@ -40,275 +30,251 @@ LEAST_SENT, MOST_SENT = 0.97, 1.10
 @dataclass
 class Verdict:
     """`bound`: link, overlap (communication, most of it beyond an all-reduce alone), compression
-    (PowerSGD's, and communication), input, compute, slow rank, unknown.
+    (PowerSGD's, and communication), wait (for other ranks), input, compute, slow rank, unknown.
     """
 
     bound: str = "unknown"
-    says: list = field(default_factory=list)  # what bounds it, then its network, then the rest
-    advice: list = field(default_factory=list)  # Advice on parts of a step, the costliest first
+    says: list = field(default_factory=list)  # the step, network, training, NCCL's warnings
+    advice: list = field(default_factory=list)  # what to do next, three things at most
 
 
 def judge(run):
     """The Verdict on a run."""
+    warned = quotes(run.log.nccl, failed=not run.complete)
     if not run.complete:
         start = "" if run.log.failed else "incomplete, not scored: "
-        says = [f"{start}{'; '.join(run.problems)}."]
-        says += [f"Timed out: {work}." for work in get(run.log.nccl, "timeouts", list)]
-        checks = nccl_advice(run)
-        return Verdict(says=says, advice=[Advice("", None, checks)] if checks else [])
+        says = [start + "; ".join(run.problems)]
+        says += [f"timed out: {work}" for work in run.log.nccl.get("timeouts", [])]
+        says += warned + [f"meaning: {text}" for text in run.log.nccl.get("means", [])]
+        return Verdict(says=says, advice=next_steps(run, {"failed"} if warned else set()))
     elsewhere, own = own_bytes(run)
     if elsewhere:  # the probe's link is not the training's
         run = replace(run, networks=[], link_gbps=None, probe_s=None)
-    trouble, harmless = say_trouble(run)
+    says = [*say_network(run, own), *own, *warned[:1]]
     if not run.has_split:
-        text = "The log does not split a step: what bounds it cannot be told."
+        text = "its log does not split a step: what limits it cannot be told"
         if run.step_s is None:
-            text = "The log states no step time: only losses and wall times can be compared."
+            text = "its log states no step time: only losses and wall times can be compared"
         if run.steps and run.steps <= run.start_step:
-            text = "It was resumed at its end, and made no step."
-        return Verdict(says=[text, *say_network(run), *trouble, *harmless])
+            text = "it was resumed at its end, and made no step"
+        return Verdict(says=[text, *says])
     parts = parts_of_step(run)
-    says = [say_split(run, parts), *say_network(run), *own, *trouble, *harmless]
-    if run.straggler is not None:
-        says.append(say_slow_rank(run, parts["slow rank"]))
-    gbps = run.wire_gbps or 0.0
-    slow = 0 < gbps < HEALTHY * (run.link_gbps or 0) and not size_limits(run)
-    advice = next_checks(run, parts, gbps if slow else None, bool(trouble))
-    return Verdict(max(parts, key=parts.get), says, advice)
+    bound = max(parts, key=parts.get)
+    return Verdict(bound, [say_step(run, parts, bound), *says], steps_to_take(run, parts, bound))
 
 
-# --- What bounds it ------------------------------------------------------------------------------
+# --- What limits it ------------------------------------------------------------------------------
 
 
 def parts_of_step(run):
-    """{part: seconds}: together a step at most. The parts of a slow rank are those that a usual
-    rank has too, and its excess.
-
-    They are those of the slowest rank: its exposed time, the least, is the link's. What a rank has
-    above it is the wait for the slowest.
+    """{part: seconds}, together a step: means over the ranks. With a slow rank they are those that
+    a usual rank has, and its excess, which the others wait for.
     """
-    mean = run.data_s, run.compute_s, run.exposed_s
-    data, compute, exposed = min(run.ranks.values(), key=lambda times: times[2], default=mean)
-    # Exposed time far above the all-reduce's own is not the wire's: on a CPU compute and network
-    # share the cores, and ranks wait for each other.
-    kind = "overlap" if run.probe_s and run.probe_s < exposed / 2 else "link"
+    # Far above the all-reduce's own time it is not the wire's: on a CPU compute and network share
+    # the cores.
+    kind = "overlap" if run.probe_s and run.probe_s < run.link_s / 2 else "link"
     if run.setting("grad_compression") == "powersgd":
         kind = "compression"
     if run.straggler is None:
-        return {kind: exposed, "input": data, "compute": compute}
+        wait = run.exposed_s - run.link_s
+        return {kind: run.link_s, "wait": wait, "input": run.data_s, "compute": run.compute_s}
     own = run.ranks[run.straggler][:2]
     data, compute = map(min, own, usual_times(run.ranks))
     excess = sum(own) - data - compute
-    return {"slow rank": excess, kind: exposed, "input": data, "compute": compute}
+    return {"slow rank": excess, kind: run.link_s, "input": data, "compute": compute}
 
 
-def say_split(run, parts):
-    """What bounds it: the largest part of a step."""
-    kind = next(key for key in ("link", "overlap", "compression") if key in parts)
-    titles = {
-        "input": "its input (waiting for images)",
-        "compute": "compute",
-        "slow rank": f"one slow rank, {run.straggler}, for which the others wait",
-        "link": name_link(run),
-        "overlap": "communication, most of it beyond what an all-reduce alone takes "
-        f"({run.about}{ms(run.probe_s or 0)} by the probe)",
-        "compression": "PowerSGD's compression and communication, of which no log tells how much "
-        "is which",
-    }
-    bound = max(parts, key=parts.get)
-    title = titles[bound]
-    if bound in ("compute", "input") and parts[kind] > IN_PART * run.step_s:
-        title += f", in part by {titles[kind]}"
-    shown_s = run.compute_s, run.data_s, run.exposed_s
-    wait_s = run.exposed_s - parts[kind]
-    more_s = parts[kind] - (run.probe_s or math.inf)
-    wait, more = (f"{ms(seconds)} ({part(seconds, run.step_s)})" for seconds in (wait_s, more_s))
-    waits = wait_s > WORTH * run.step_s
-    alike = wait_s < ALIKE * run.step_s
-    waited, where = "", ""
-    if run.straggler is not None:
-        where = ", mean over the ranks"
-        waited = f", {wait} of it the wait for the slowest rank" if waits else ""
-    elif not alike:
-        shown_s = parts["compute"], parts["input"], parts[kind]
-        where = " on the slowest rank"
-        where += f"; the others wait for it, {wait} in the mean over all ranks" if waits else ""
-    if kind == "link" and more_s > WORTH * run.step_s:
-        waited += f", {more} of it beyond an all-reduce alone, which the probe does not explain"
-    compute, data, exposed = (
-        f"{ms(seconds)} ({part(seconds, run.step_s)})" for seconds in shown_s
+def communication(parts):
+    return next(name for name in ("link", "overlap", "compression") if name in parts)
+
+
+def say_step(run, parts, bound):
+    places = 0 if run.step_s >= 0.1 else 1
+    step, compute, data, exposed, wait, beyond = (
+        f"{1000 * seconds:,.{places}f}"
+        for seconds in (
+            run.step_s,
+            run.compute_s,
+            run.data_s,
+            run.exposed_s,
+            run.exposed_s - run.link_s,
+            run.link_s - (run.probe_s or run.link_s),
+        )
     )
-    return (
-        f"Bound by {title}: of a step of {ms(run.step_s)}, compute is {compute}, data wait "
-        f"{data}, {run.exposed_name} {exposed}{waited}, as measured{where}."
-    )
+    name = "compressing and communicating" if "compression" in parts else "communicating"
+    text = f"a step of {step} ms: {compute} computing, {data} waiting for images, {exposed} {name}"
+    text += f" ({part(run.exposed_s, run.step_s)}"
+    if run.exposed_s - run.link_s > WORTH * run.step_s:
+        text += f", {wait} of it waiting for other ranks"
+    if is_beyond(run):
+        text += f", {beyond} of it beyond an all-reduce alone"
+    limit = {
+        "link": f"{name_link(run)} limits it",
+        "overlap": "communication limits it, most of it not explained by an all-reduce alone",
+        "compression": "PowerSGD limits it, whose computing and communicating are one call",
+        "wait": "its ranks wait for each other",
+        "input": "waiting for images limits it",
+        "compute": "computing limits it",
+        "slow rank": f"rank {run.straggler} limits it, whose own work takes "
+        f"{ms(parts.get('slow rank', 0))} longer than the others'",
+    }[bound]
+    if bound in ("compute", "input") and parts[communication(parts)] > IN_PART * run.step_s:
+        limit += ", communication in part"
+    if bound == "compute":
+        limit += say_crowd(run)
+    return f"{text}): {limit}"
 
 
-def say_slow_rank(run, costs_s):
-    data, compute, _ = run.ranks[run.straggler]
-    return (
-        f"Rank {run.straggler} itself takes {ms(data + compute)} of a step (data wait {ms(data)}, "
-        f"compute {ms(compute)}), the others {ms(sum(usual_times(run.ranks)))}: it costs "
-        f"{ms(costs_s)}, {part(costs_s, run.step_s)} of the step."
-    )
+def is_beyond(run):
+    return bool(run.probe_s) and run.link_s - run.probe_s > WORTH * run.step_s
 
 
 def name_link(run):
     if run.nodes == 1:
         return "communication inside its node"
-    if not (run.wire_gbps and run.probe_s):  # nothing shows that the link is what is slow
-        return "communication between its nodes"
-    if run.network.kind == "ipoib":
-        return f"TCP over {run.network.names[0]} (IP over InfiniBand)"
-    if tunnel := tunnel_of(run):
-        return f"communication through {tunnel}"
-    trouble, _ = say_trouble(run)
-    if run.link_gbps and any("packets are lost" in text for text in trouble):
-        return "its network, which loses or delays packets"
-    if run.network.transport == "roce" and any(name in " ".join(trouble) for name in LOST_OF_RDMA):
-        return "its network, which loses or reorders packets"
-    if through_host_memory(run):
-        return "communication between its nodes, which passes through host memory"
-    return "its link"
+    # Only a link that delivers what it states is known to be what limits.
+    if run.probe_s and run.share and USUAL <= run.share <= TOO_FAST:
+        return "its link"
+    return "communication between its nodes"
+
+
+def say_crowd(run):
+    """That a CPU's cores were not the processes' own; empty where nothing shows it."""
+    threads, cores = run.setting("threads", int) or 0, run.setting("node_cores", int) or 0
+    each = (run.processes or 0) // (run.nodes or 1)
+    if not run.on_cpu:
+        return ""
+    if 0 < cores < each * threads:
+        return f", {each} processes with {threads} threads each on {cores} cores"
+    if run.cpu_s is not None and run.cpu_s < OWN_CORE * run.compute_s:
+        return f", on cores that others use: {ms(run.cpu_s)} of CPU time a step"
+    return ""
+
+
+def steps_to_take(run, parts, bound):
+    kind = communication(parts)
+    words = {bound.replace(" ", "-"), "cpu" if run.on_cpu else "gpu"}
+    words.add(f"sends-{run.setting('grad_compression')}")
+    words.add(run.setting("precision"))
+    words |= {"compiled"} if run.record("Run").get("compile") else set()
+    words |= {"crowded"} if bound == "compute" and say_crowd(run) else set()
+    if run.setting("backend") == "gloo":
+        words.add("gloo")
+    if run.straggler is not None:
+        data, compute, _ = run.ranks[run.straggler]
+        usual_data, usual_compute = usual_times(run.ranks)
+        words |= {"images"} if data - usual_data > compute - usual_compute else set()
+    if bound == kind or parts[kind] > IN_PART * run.step_s:
+        words |= {"communication"} | ({"beyond"} if is_beyond(run) else set())
+        if run.nodes == 1:
+            words.add("inside")
+        elif bound != "compression":
+            words |= {"between"} | network_words(run)
+            if run.share:
+                slow = "small" if size_limits(run) and run.share < USUAL else "low"
+                words.add("full" if run.share >= USUAL else slow)
+    return next_steps(run, words)
 
 
 # --- The network that carried it -----------------------------------------------------------------
 
 
-def say_network(run):
+def say_network(run, own):
     """Which network carried the all-reduces, and what it delivered of what it states."""
     network = run.network
     if not network:
-        if not run.log.ours or run.nodes == 1 or own_bytes(run)[1]:
+        if not run.log.ours or run.nodes == 1 or (own and run.traffic):
             return []
-        text = "Which network carried it is not known"
         if run.probe_s:
-            text += ": no interface that the probe could read moved its all-reduce"
-            return [f"{text}{of_probe(run)}."]
-        text += " (no probe of this run)."
-        if run.traffic:
-            return [text]
-        text += " On node 0 `python tools/counters.py 2>&1 | tee -a LOG` before and after it tells"
-        if run.setting("backend") == "nccl":
-            text += ", as does `export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,ENV` before it"
-        return [f"{text}."]
-    basis = network.basis
-    if run.nodes == 1 and network.gbps:
-        return [f"Inside one node, over {network.shown}, {basis}: {rate(network.gbps)}."]
+            return ["network: not known, as no interface that the probe can read moved its bytes"]
+        return ["network: not known, as the log has no probe"]
     if run.nodes == 1 or network.transport == "local":
-        where = "Inside one node" if run.nodes == 1 else "Between nodes"
-        if network.transport == "local":
-            return [f"{where}, {way_inside(network)}, {basis}: no network is judged."]
-        return [f"{where}: no network is judged."]
-    says = say_fallback(network)
-    if network.transport != "sockets" and network.connections:
-        direct = f"{network.with_gpudirect} of {network.connections} connections"
-        basis += f" (GPUDirect on {direct})"
+        return [f"network: none, {way_inside(network)}"]
+    text = f"network: {network.way}"
     if network.over:
-        named = any(name in named_by(network.finding) for name in network.over)
-        how = f", {AS_NCCL}" if named else f", {BY_BYTES}" if basis != BY_BYTES else ""
-        basis += f"; through {', '.join(network.over)} too{how}"
-    if kept := only_sockets(run):
-        basis += f", as {kept} keeps NCCL from InfiniBand and RoCE"
-    if network.gbps is None:
-        return [*says, f"Over {network.way}, {basis}; the log has no counter of its bytes."]
-    return [*says, f"Over {network.way}, {basis}: {delivered(run)}"]
+        text += f", through {', '.join(network.over)} too"
+    if network.gbps:
+        size = get(run.record("Probe"), "all_reduce_bytes")
+        text += f", {rate(network.gbps)} in the probe's all-reduce of {megabytes(size or 0)}"
+        text += say_share(run)
+    else:
+        text += ", no counter shows at what rate"
+    if network.transport in ADAPTERS and network.connections:
+        text += f"; GPUDirect on {network.with_gpudirect} of {network.connections} connections"
+        if why := get(network.finding, "no_gpudirect", str):
+            text += f' ("{why}")'
+    unused = get(network.finding, "unused", list)
+    if unused and get(network.finding, "devices", list):
+        text += f"; {len(unused)} more adapters that NCCL found are not used"
+    return [text + say_asked(run) + say_again(run)]
 
 
-def own_bytes(run):
-    """(whether others than the probe's carried the training itself, a sentence on its bytes), by
-    the counters before and after it.
-
-    Each step sends the gradients, in the script a blank pass before them, too: on two nodes once
-    in a tree, as ring_bytes says in a ring; on more nodes up to twice in a tree. Rank 0 also sends
-    its model.
-    """
-    steps, hosts = run.steps or 0, run.setting("hosts", list)
-    inside = run.network and run.network.transport == "local"
-    unknown = run.partial or run.setting("grad_compression") == "powersgd"
-    if not can_model(run) or steps < 1 or inside or unknown:
-        return False, []
-    most = ring_bytes(run) if run.nodes == 2 else 2 * run.wire_bytes
-    model, says = 4 * (run.parameters or 0), []
-    for node in run.traffic:
-        host = node["host"]
-        links = [link for link in node["interfaces"] if link["kind"] != "loopback"]
-        of_node = [network for network in run.networks if network.host in ("", host)]
-        names = [name for network in of_node for name in network.names]
-        names = names or [link["name"] for link in carriers(links, {}, sent)]
-        total = sum(sent(link) for link in links if link["name"] in names)
-        low = LEAST_SENT * (steps * run.wire_bytes + (model if hosts[:1] == [host] else 0))
-        high = MOST_SENT * ((steps + 1) * most + model)
-        text = f"{megabytes(total / steps)} a step over {', '.join(names) or 'any interface'}"
-        expected = f"{megabytes(low / steps)} to {megabytes(high / steps)}"
-        if total < low:
-            others = [link for link in links if link["name"] not in names]
-            rest = [
-                f"{link['name']} sent {megabytes(sent(link) / steps)}"
-                for link in others
-                if 2 * sent(link) > low - total
-            ]
-            unseen = "no counter here shows the rest"
-            if run.setting("backend") == "nccl":
-                unseen += " (NCCL's shared memory, if both are containers of one machine?)"
-            text += f", less than the {expected} expected: {', '.join(rest) or unseen}"
-            text += "; the probe's rate is not the training's" if run.probe_s else ""
-            says.append((0, f"During the training {host} sent {text}."))
-        elif total > high:
-            text += f", more than the {expected} expected: other traffic (`ss -tnp` lists its "
-            text += "connections), or more all-reduces than one a step"
-            says.append((1, f"During the training {host} sent {text}."))
-        else:
-            text += f", as expected: {expected} with headers, on {host}"
-            says.append((2, f"The training itself sent {text}."))
-    return 0 in dict(says), [text for _, text in sorted(says)[:1]]
+def say_share(run):
+    """The share of the stated rate."""
+    network = run.network
+    if not run.link_gbps:
+        why = "a virtual interface states any rate" if network.virtual else "none is stated"
+        return f" ({why}: --link_gbps gives the link's)"
+    stated = f"{run.rate_is} {rate(run.link_gbps)}"
+    if run.rate_is == "stated" and run.link_gbps < max(n.stated or 0 for n in run.networks):
+        stated += f" of {network.host}"
+    share = f"{run.share:.0%} of the {stated}"
+    if run.share > TOO_FAST:
+        return f": {share}: that rate is wrong"
+    if run.share >= USUAL:
+        return f": {share}"
+    if size_limits(run):
+        return f": {share}, but so few bytes say little of so fast a link"
+    if run.share >= POOR:
+        return f": {share}, less than such a link usually delivers"
+    return f": only {share}"
 
 
-def sent(link):
-    return get(link, "tx_bytes") or 0
+def say_asked(run):
+    """That an adapter was asked for, by a variable or by the run's name, and sockets were used."""
+    network = run.network
+    names = ("NCCL_IB_DISABLE", "NCCL_NET", "NCCL_IB_HCA")
+    asked = {name: run.env(name) for name in names} | get(network.finding, "asked", dict)
+    wish = [f"{key}={asked[key]}" for key in ("NCCL_NET", "NCCL_IB_HCA") if asked.get(key)]
+    wish = [text for text in wish if text != "NCCL_NET=Socket"]
+    named = re.search(r"(?i)infiniband|roce|\befa|\bib\b", run.name)
+    if network.transport != "sockets" or asked.get("NCCL_IB_DISABLE") not in (None, "", "0"):
+        wish = []
+    if not wish and not (named and network.transport == "sockets"):
+        return ""
+    what = f"{wish[0]} was set" if wish else f"the run is called {run.name}"
+    said = [text for text in get(network.finding, "no_network", list) if isinstance(text, str)]
+    why = f', which says "{said[0]}"' if said else ""
+    by = "NCCL" if network.finding else "the run"
+    return f"; {what}, but sockets were used by {by}{why}"
+
+
+def say_again(run):
+    """What TCP sent again, in the probe or in the run."""
+    for when, nodes in (
+        ("in the probe", objects(run.record("Probe"), "nodes")),
+        ("in the training", run.traffic),
+    ):
+        tcp = [get(node, "tcp", dict) for node in nodes]
+        sent = sum(get(one, "segments") or 0 for one in tcp)
+        again = sum(get(one, "retransmits") or 0 for one in tcp)
+        if again > LOSSY * sent > 0 and run.network.transport == "sockets":
+            return f"; TCP sent {again / sent:.1%} of its segments again {when}"
+    return ""
 
 
 def way_inside(network):
     """Between the GPUs of a node, or of nodes that NVLink joins, as NCCL's text shows it."""
+    if network.transport != "local":
+        return "one node" + (f", over {network.shown}" if network.gbps else "")
     kinds = set(get(network.finding, "channels", dict))
     if "mnnvl" in kinds:
-        return "through NVLink"
+        return "NVLink between the nodes"
     if kinds == {"p2p"}:
         return "from GPU to GPU over NVLink or PCIe"
     if kinds == {"shm"}:
         return "through the host's memory (NCCL's SHM), not from GPU to GPU"
-    return "through NVLink, PCIe or memory"
-
-
-def say_fallback(network):
-    """That a faster network was asked for and sockets were used, and why; empty if not so."""
-    asked = network.problem("fell_back_to_sockets")
-    if not asked:
-        return []
-    what = "InfiniBand" if "IB" in asked else "A faster network"
-    where = ", ".join(network.names) or "an interface that it does not name"
-    cause = next(filter(None, map(network.problem, REASONS)), "")
-    why = f'because NCCL says "{message(cause)}"' if cause else "and its text does not say why"
-    return [f"{what} was asked for; NCCL used sockets over {where}, {why}."]
-
-
-def through_host_memory(run):
-    """Whether an adapter fell short that no connection used from GPU memory (GPUDirect)."""
-    network = run.network
-    return (
-        network
-        and network.transport in ADAPTERS
-        and network.connections
-        and not network.with_gpudirect
-        and (network.gbps or math.inf) < DELIVERS * (run.link_gbps or 0)
-    )
-
-
-def of_probe(run):
-    """Bytes and time of the probe's all-reduce: " of 44.9 MB in 376 ms"."""
-    size = get(run.record("Probe"), "all_reduce_bytes")
-    took = size and run.probe_s and ms(run.probe_s * size / run.wire_bytes)
-    return f" of {megabytes(size)} in {took}" if took else ""
+    return "NVLink, PCIe or memory"
 
 
 def size_limits(run):
@@ -323,61 +289,55 @@ def size_limits(run):
     if small >= large or quick >= slow:
         return False
     times = (large - small) / large * slow / (slow - quick)
-    return times * (run.wire_gbps or 0) > HEALTHY * (run.link_gbps or 0)
+    return times * (run.wire_gbps or 0) > POOR * (run.link_gbps or 0)
 
 
-def delivered(run):
-    """What the probe's all-reduce reached of the stated speed, and what that shows."""
-    text = f"the probe's all-reduce{of_probe(run)} ran at {rate(run.wire_gbps)} on the wire"
-    if not run.link_gbps:
-        virtual = run.network.virtual
-        why = f"{virtual}, is not judged" if virtual else "its stated speed is not known"
-        return f"{text}; {why} (--link_gbps, here or of series.py, gives the link's)."
-    reached, stated = run.wire_gbps / run.link_gbps, rate(run.link_gbps)
-    text += f", {reached:.0%} of the {run.rate_is} {stated}"
-    lowest = run.link_gbps == run.network.stated and run.rate_is == "stated"
-    if lowest and run.link_gbps < max(each.stated or 0 for each in run.networks):
-        text += f" of {run.network.host}"
-    if reached > TOO_FAST:
-        return f"{text}, more than {run.rate_is}: the {run.rate_is} rate is wrong."
-    if reached < HEALTHY and size_limits(run):
-        return f"{text}: the probe's size may limit the answer; nccl-tests with 1 GiB tells."
-    if reached < HEALTHY:
-        text += f": this is not a {stated} result"
-    elif reached >= DELIVERS:
-        text += ": the link delivers"
-    if through_host_memory(run):
-        text += ". GPUDirect was not used: all bytes passed through host memory, which may be "
-        text += "what limits them; the link itself is not shown to be at fault"
-    return f"{text}."
+def own_bytes(run):
+    """(whether others than the probe's carried the training itself, a line on its bytes), by the
+    counters before and after it.
+
+    Each step sends the gradients, in the script a blank pass before them, too: on two nodes once
+    in a tree, as ring_bytes says in a ring; on more nodes up to twice in a tree. Rank 0 also sends
+    its model.
+    """
+    steps, hosts = run.steps or 0, run.setting("hosts", list)
+    inside = run.network and run.network.transport == "local"
+    unknown = run.partial or run.setting("grad_compression") == "powersgd"
+    if not can_model(run) or steps < 1 or inside or unknown:
+        return False, []
+    if not run.traffic:
+        return False, ["training: its bytes were not counted"]
+    most = ring_bytes(run) if run.nodes == 2 else 2 * run.wire_bytes
+    model, says = 4 * (run.parameters or 0), []
+    for node in run.traffic:
+        host = node["host"]
+        links = [link for link in node["interfaces"] if link["kind"] != "loopback"]
+        of_node = [network for network in run.networks if network.host in ("", host)]
+        names = list(dict.fromkeys(name for network in of_node for name in network.names))
+        names = names or [link["name"] for link in carriers(links, {}, sent)]
+        total = sum(sent(link) for link in links if link["name"] in names)
+        low = LEAST_SENT * (steps * run.wire_bytes + (model if hosts[:1] == [host] else 0))
+        high = MOST_SENT * ((steps + 1) * most + model)
+        text = f"training: {megabytes(total / steps)} a step over {', '.join(names) or 'nothing'}"
+        expected = f"the {megabytes(low / steps)} to {megabytes(high / steps)} expected, on {host}"
+        if total < low:
+            rest = [
+                f"{link['name']} sent {megabytes(sent(link) / steps)}"
+                for link in links
+                if link["name"] not in names and 2 * sent(link) > low - total
+            ]
+            text += f", less than {expected}: {', '.join(rest) or 'no counter shows the rest'}"
+            says.append((0, text))
+        elif total > high:
+            says.append((1, f"{text}, more than {expected}: other traffic, or more all-reduces"))
+        else:
+            says.append((2, f"{text}, as expected"))
+    worst, text = min(says)
+    unseen = (run.nodes or 0) - len(run.traffic)
+    if unseen > 0:
+        text += f"; the counters of {unseen} other node{'s' * (unseen > 1)} were not seen"
+    return worst == 0, [text]
 
 
-def say_trouble(run):
-    """Sentences by the kernel's counters: (what went wrong on the link, what did no harm)."""
-    wrong, harmless = [], []
-    used = [name for network in run.networks for name in network.names]
-    probed = objects(run.record("Probe"), "nodes")
-    over_tcp = run.network is None or run.network.transport == "sockets"
-    healthy = run.wire_gbps and run.link_gbps and run.wire_gbps >= HEALTHY * run.link_gbps
-    for when, nodes in (("during the probe", probed), ("during the run", run.traffic)):
-        tcp = [get(node, "tcp", dict) for node in nodes]
-        sent = sum(get(one, "segments") or 0 for one in tcp)
-        again = sum(get(one, "retransmits") or 0 for one in tcp)
-        if sent and again > LOSSY * sent and over_tcp and not healthy:
-            unknown = "" if run.link_gbps else "; what that costs is not known"
-            wrong.append(
-                f"TCP sent {again / sent:.2%} of its segments again {when} ({again:,.0f} of "
-                f"{sent:,.0f}, counted): packets are lost, or come late{unknown}."
-            )
-        errors, counted = [], []
-        for node in nodes:
-            for link in objects(node, "interfaces"):
-                for key in get(link, "errors", dict) if link.get("name") in used else ():
-                    if count := get(link["errors"], key):
-                        of = f"{key} {count:,.0f} on {link['name']} of {get(node, 'host', str)}"
-                        (counted if healthy and key in LOST_OF_RDMA else errors).append(of)
-        if errors:
-            wrong.append(f"Errors counted {when}: {', '.join(errors)}.")
-        if counted:
-            harmless.append(f"Counted {when}, without harm to its rate: {', '.join(counted)}.")
-    return wrong, harmless
+def sent(link):
+    return get(link, "tx_bytes") or 0
