@@ -303,7 +303,8 @@ dist.destroy_process_group()
 @LONG
 def test_sizes_for_nccl_tests_are_those_of_the_probe_and_of_the_buckets():
     (text,) = [text for text in PAGE.commands if "all_reduce_perf" in text]
-    assert "mpirun -n 4 --host node0:2,node1:2 all_reduce_perf" in text
+    assert 'mpirun -n 4 --host node0:2,node1:2 "${network[@]}" all_reduce_perf' in text
+    assert "-b 1G -e 1G" in text
     low, high, factor = re.search(r"-b (\d+)K -e (\d+)M -f (\d+)", text).groups()
     size, most = 2**10 * int(low), 2**20 * int(high)
     while size <= most:

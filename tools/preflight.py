@@ -101,22 +101,20 @@ def address_of(interface: str) -> str:
 
 def check_interface(name: str, named: bool) -> None:
     address, wrong = address_of(name), ""
-    carrier, mtu, speed = (text_of(SYS / "net" / name / x) for x in ("carrier", "mtu", "speed"))
     if name not in INTERFACES:
         wrong = f"there is no {name} on this node: set IFNAME to some of {INTERFACES + ADAPTERS}"
-    elif carrier != "1":
+    elif text_of(SYS / "net" / name / "carrier") != "1":
         wrong = f"{name} is down: see its cable; ip link set {name} up"
     elif not address:
         wrong = f"{name} is up but has no address: ip address add ADDRESS/LENGTH dev {name}"
-    stated = f"{speed} Mb/s" if speed.isdecimal() else "no speed stated"
-    report(wrong, f"{name} is up: {address}, {stated}, MTU {mtu}", named=named)
+    report(wrong, f"{name} is up: {address}", named=named)
 
 
 def check_adapter(name: str, named: bool) -> None:
     """As for NCCL, mlx5_0 stands for all of its ports and mlx5_0:1 for one."""
     adapter, _, number = name.partition(":")
     ports = sorted(SYS.glob(f"infiniband/{adapter}/ports/{number or '*'}"))
-    states = [f"{text_of(port / 'state')}, {text_of(port / 'rate')}" for port in ports]
+    states = [text_of(port / "state") for port in ports]
     wrong = f"no port of {name} is ACTIVE {states}: see ibstat, the cable and the switch"
     fine = f"InfiniBand adapter {name}: {states}"
     report("" if "ACTIVE" in str(states) else wrong, fine, named=named)

@@ -138,7 +138,7 @@ def test_adapters_that_cannot_be_used_are_found_and_a_fault_if_named(nodes, tmp_
     fine = {"nodes": nodes, "LD_LIBRARY_PATH": loads, "SYSFS_ROOT": one}
     run = check_alone(*device, **fine, IFNAME="mlx5_0,mlx5_0:1,mlx5_0:2,mlx5_1")
     first, second = wrong(run)
-    assert first.startswith("no port of mlx5_0:1 is ACTIVE ['1: DOWN, 100 Gb/sec']")
+    assert first.startswith("no port of mlx5_0:1 is ACTIVE ['1: DOWN']")
     assert second.startswith("no port of mlx5_1 is ACTIVE")
     for line in ("libibverbs loads", "/dev/infiniband has ['uverbs0']"):
         assert f"ok: {line}\n" in run.out
@@ -210,7 +210,7 @@ def test_healthy_nodes_have_no_finding(nodes):
     nodes.usual_hosts()
     for node, run in enumerate(check_both(nodes, IFNAME="eth0")):
         assert not wrong(run) and HEALTHY in run.out
-        assert f"ok: eth0 is up: {nodes.addresses[node]}, 10000 Mb/s, MTU 9000" in run.out
+        assert f"ok: eth0 is up: {nodes.addresses[node]}\n" in run.out
         assert "torch, torchvision, pycocotools and pillow" in run.out
         assert "note: this node has no NVIDIA GPU" in run.out
 

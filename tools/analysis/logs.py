@@ -38,16 +38,6 @@ class UserError(Exception):
     """Something that the user can fix: one line, exit code 2."""
 
 
-@dataclass(slots=True)
-class Step:
-    """One step line: loss, this rank's images/s, data wait and step in ms (None: not said)."""
-
-    loss: float
-    img_per_s: float | None
-    data_ms: float | None
-    step_ms: float | None
-
-
 @dataclass
 class Log:
     """What the files of one run say. Of lines that say the same, the last one counts."""
@@ -57,7 +47,7 @@ class Log:
     counters: dict = field(default_factory=dict)  # host -> its last two Counters records
     attempts: int = 0  # of the last run
     earlier: int = 0  # runs before it
-    steps: dict = field(default_factory=dict)  # (rank, epoch, step) -> Step
+    steps: dict = field(default_factory=dict)  # (rank, epoch, step) -> its time in ms, or None
     last_step: dict = field(default_factory=dict)  # rank -> number of its last step line
     epochs: dict = field(default_factory=dict)  # (rank, epoch) -> mean loss
     ended: dict = field(default_factory=dict)  # rank -> wall time in s
@@ -168,8 +158,7 @@ def add_step(log, rank, found):
     step = int(found[2])
     log.ours = log.ours or found[4] is not None
     if len(log.steps) < MOST_STEPS:
-        numbers = (None if n is None else float(n) for n in found.group(3, 4, 5, 6))
-        log.steps[rank, int(found[1]), step] = Step(*numbers)
+        log.steps[rank, int(found[1]), step] = found[6] and float(found[6])
     log.last_step[rank] = step
     log.ended.pop(rank, None)
 

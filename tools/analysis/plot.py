@@ -1,16 +1,14 @@
 """The pictures of tools/compare_logs.py.
 
-They show where the time of each run went, throughput and loss (or the speed-up, for runs that
-differ in their number of processes), and the bus bandwidth of the probe's sizes. Whiskers are the
-range of repeats.
+They show where the time of each run went, the speed-up of runs that differ in their number of
+processes, and the bus bandwidth of the probe's sizes. Whiskers are the range of repeats.
 
 Drawn with matplotlib, which only a picture needs. Hatching, line style and mark tell the runs
 apart without colour.
 """
 
-import math
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import matplotlib
 from matplotlib.figure import Figure  # without pyplot, which may look for a display
@@ -24,7 +22,6 @@ LINES = ("-", "--", ":", "-.", "-")
 COLOURS = ("#111111", "#1f5fa8", "#c1440e", "#4d8f3a", "#7a3f98")
 LOOK = {"axes.spines.top": False, "axes.spines.right": False}
 LOOK["text.parse_math"] = False  # a name may have a $ in it
-RUNNING = 5  # log lines in a mean of losses
 PARTS = {  # of a step: colour, hatching
     "compute": ("#555555", ""),
     "data wait": ("#cccccc", ".."),
@@ -37,15 +34,12 @@ def draw(result, file):
     runs, scaled = result["runs"], result["scaling"]
     curves = {run.name: curve for run in runs if (curve := bandwidth_of(run))}
     with matplotlib.rc_context(LOOK):
-        count = (2 if scaled else 3) + bool(curves)
-        rows, columns = (2, 2) if count == 4 else (1, count)
-        figure = Figure(figsize=(3 + 3 * columns, 4.2 * rows), layout="constrained")
-        split, *others = figure.subplots(rows, columns).flat
+        count = 1 + bool(scaled) + bool(curves)
+        figure = Figure(figsize=(3 + 3 * count, 4.2), layout="constrained")
+        split, *others = figure.subplots(1, count, squeeze=False).flat
         draw_split(split, runs, scaled.runs if scaled else {})
         if scaled:
             draw_speed_up(others[0], runs, scaled)
-        else:
-            draw_throughput_and_loss(*others[:2], runs)
         if curves:
             draw_bandwidth(others[-1], curves)
         figure.savefig(file, dpi=160, format=None if Path(file).suffix else "png")
@@ -87,18 +81,6 @@ def draw_bandwidth(axis, curves):
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("")
     finish(axis, "")
-
-
-def draw_throughput_and_loss(throughput, loss, runs):
-    for i, run in enumerate(runs):
-        draw_line(throughput, i, run, "img_per_s", run.processes or 1)
-        draw_line(loss, i, run, "loss", 1, RUNNING)
-    throughput.set_ylim(0, max(throughput.get_ylim()[1], 1e-9) * 1.2)
-    throughput.set(xlabel="step", ylabel="images/s, whole job", title="Throughput")
-    title = f"Loss, and its mean over {RUNNING} lines"
-    loss.set(xlabel="step", ylabel="cross entropy, mean over ranks", title=title)
-    finish(throughput, "no throughput in these logs")
-    finish(loss, "no step lines in these logs")
 
 
 def draw_speed_up(axis, runs, scaled):
@@ -161,29 +143,6 @@ def draw_split(axis, runs, scaled):
     axis.set_ylim(0, max(bottom, default=1) * 1.45)  # room for the legend above the bars
     axis.set(ylabel="time per step (ms)", title="Where a step's time goes")
     finish(axis, "no step times in these logs")
-
-
-def draw_line(axis, i, run, name, factor, running=1):
-    """Run i's mean over ranks of that figure, times factor, for steps that every rank has.
-
-    `running`: the line is the mean of so many last points, beside which each is a faint dot.
-    """
-    by_step = {}
-    for (_, epoch, step), line in sorted(run.log.steps.items()):
-        value = getattr(line, name)
-        if value is not None and math.isfinite(value):
-            by_step.setdefault((epoch, step), []).append(value)
-    most = max(map(len, by_step.values()), default=0)
-    points = [(step, sum(v) / most) for (_, step), v in by_step.items() if len(v) == most]
-    if points:
-        label = run.name if run.complete else f"{run.name} (incomplete)"
-        # The mark stands at the end, so that a short run is seen too.
-        look = {"label": label, "linewidth": 2, "markevery": [-1]} | look_of(i)
-        steps, values = [step for step, _ in points], [factor * mean for _, mean in points]
-        if running > 1:
-            axis.plot(steps, values, ".", color=look["color"], alpha=0.3)
-            values = [fmean(values[max(0, n - running) : n]) for n in range(1, len(values) + 1)]
-        axis.plot(steps, values, **look)
 
 
 def finish(axis, otherwise):

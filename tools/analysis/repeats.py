@@ -172,7 +172,7 @@ WALL = ("wall_s", duration, "by wall time, start and end included, a run took")
 def spread(run):
     """Seconds of a step: the 10th and the 90th percentile of this run's log lines."""
     first = run.start_step + UNCOUNTED
-    lines = [line.step_ms for (_, _, n), line in run.log.steps.items() if n > first]
+    lines = [time for (_, _, n), time in run.log.steps.items() if n > first]
     each = [value / 1000 for value in lines if value is not None]
     tenths = quantiles(each, n=10, method="inclusive") if len(each) > 1 else [run.step_s]
     return tenths[0], tenths[-1]

@@ -119,7 +119,7 @@ def report(result, picture=None):
     lines += [*main_table(result), ""]
     if any(run.partial for run in runs):
         lines += [PART, ""]
-    shown = "Speed-up, and parts of a step" if scaled else "Parts of a step, throughput and loss"
+    shown = "Parts of a step, and speed-up" if scaled else "Parts of a step, and bandwidth"
     lines += [f"![{shown}]({picture})", ""] if picture else []
     if scaled:
         lines += [*heading("Scaling"), " ".join(scaled.says), ""]

@@ -75,7 +75,7 @@ def scale(runs):
         scaled = beside(base, run)
         scaled.says = say_run(found.kind, base, run, scaled)
         found.runs[run.name] = scaled
-    found.says = [*say_threads(able), say_kind(found.kind, able[0]), say_base(first[0], found)]
+    found.says = [say_kind(found.kind, able[0]), say_base(first[0], found)]
     if not any(run.repeats for run in able):
         found.says.append("One run each: how much such runs differ is not known.")
     left_out = [f"{run.name} ({run.status})" for run in runs if run not in able]
@@ -135,24 +135,12 @@ def beside(base, run):
 # --- Sentences -----------------------------------------------------------------------------------
 
 
-def say_threads(runs):
-    """On CPUs first: other threads per process change the speed by themselves."""
-    threads = {run.name: run.setting("threads", int) for run in runs if run.on_cpu}
-    if len({count for count in threads.values() if count}) < 2:
-        return []
-    text = ", ".join(f"{count or '?'} in {name}" for name, count in threads.items())
-    text = f"Threads per process differ: {text}. So a part of the differences comes from the "
-    return [f"{text}threads, not from the number of processes. OMP_NUM_THREADS sets them."]
-
-
 def say_kind(kind, run):
     if kind == "strong":
-        text = f"Strong scaling: a step has {run.global_batch:,} images in every run, so each "
-        return text + "process gets fewer of them."
+        return f"Strong scaling: a step has {run.global_batch:,} images in every run."
     if kind == "weak":
-        text = f"Weak scaling: each process has {digits(run.global_batch / run.processes)} images "
-        text += "in a step in every run. The global batch grows, so the models train differently; "
-        return text + "only the speed is compared."
+        each = digits(run.global_batch / run.processes)
+        return f"Weak scaling: each process has {each} images in a step in every run."
     return "Neither strong nor weak scaling: only images/s are compared."
 
 

@@ -120,9 +120,7 @@ def say_step(run, parts, bound):
     }[bound]
     if bound in ("compute", "input") and parts[communication(parts)] > IN_PART * run.step_s:
         limit += ", communication in part"
-    if bound == "compute":
-        limit += say_crowd(run)
-    return f"{text}): {limit}"
+    return f"{text}): {limit}{say_crowd(run)}"
 
 
 def is_beyond(run):
@@ -142,12 +140,12 @@ def say_crowd(run):
     """That a CPU's cores were not the processes' own; empty where nothing shows it."""
     threads, cores = run.setting("threads", int) or 0, run.setting("node_cores", int) or 0
     each = (run.processes or 0) // (run.nodes or 1)
-    if not run.on_cpu:
+    if not run.on_cpu or run.compute_s < IN_PART * run.step_s:
         return ""
     if 0 < cores < each * threads:
-        return f", {each} processes with {threads} threads each on {cores} cores"
+        return f"; {each} processes with {threads} threads each on {cores} cores"
     if run.cpu_s is not None and run.cpu_s < OWN_CORE * run.compute_s:
-        return f", on cores that others use: {ms(run.cpu_s)} of CPU time a step"
+        return f"; others used its cores: it got {ms(run.cpu_s)} of CPU time a step"
     return ""
 
 
@@ -157,7 +155,7 @@ def steps_to_take(run, parts, bound):
     words.add(f"sends-{run.setting('grad_compression')}")
     words.add(run.setting("precision"))
     words |= {"compiled"} if run.record("Run").get("compile") else set()
-    words |= {"crowded"} if bound == "compute" and say_crowd(run) else set()
+    words |= {"crowded"} if say_crowd(run) else set()
     if run.setting("backend") == "gloo":
         words.add("gloo")
     if run.straggler is not None:
