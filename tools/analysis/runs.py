@@ -280,10 +280,10 @@ def add_notes(run):
     if run.complete and run.nodes and len(log.ranks) < (run.processes or 0):
         nodes = node_of_rank(run, min(run.processes, MOST_RANKS))
         seen = len({nodes[rank] for rank in log.ranks if rank < len(nodes)})
-        text = f"of {run.nodes} nodes only the logs of {seen} are here"
         if seen < run.nodes:
-            text += ": the losses and the step lines are of their ranks"
-            text += ", the parts of a step of all" if len(run.ranks) == run.processes else ""
+            text = (
+                f"of {run.nodes} nodes only the logs of {seen} are here: losses are of their ranks"
+            )
             run.notes.append(text)
 
 
