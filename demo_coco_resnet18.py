@@ -55,7 +55,8 @@ such calls begins "All ranks:".
 #             cross_entropy(ddp(images.cuda()), labels.cuda()).backward()  # 5/6
 #             optimizer.step()
 #             optimizer.zero_grad()
-#     dist.all_reduce(correct)  # 6/6: the sum over all ranks, which rank 0 prints
+#     dist.all_reduce(correct)  # 6/6: right answers, summed over all ranks; rank 0 prints them
+#     dist.destroy_process_group()
 #
 # Two lines of a log, of rank 0 and of rank 1. Each has the loss and the img/s of its own images:
 #
@@ -156,7 +157,7 @@ def main(process):
         save_checkpoint(training, is_last=training.step == args.max_steps)
         if val_loader is not None:
             evaluate(training, val_loader, epoch)  # 6/6
-    # The proof: rank 0 logs whether the replicas are still equal.
+    # The proof that the replicas are still equal: the run fails if they are not.
     log_summary(training, digests_of_replicas(model))
     # Then the caller, run_and_exit at the end of this file, calls leave_process_group.
 
@@ -180,6 +181,10 @@ class ProcessInfo:
     @property
     def gpu(self):
         return self.device.type == "cuda"  # NVIDIA or AMD
+
+    @property
+    def one_node(self):
+        return self.world_size == self.local_world_size
 
     @property
     def memory_format(self):
@@ -301,8 +306,9 @@ def make_val_loader(args, process, val_set):
     dataset = CocoFirstCategory(args, process, args.val_image_path, val_set, center_crop)
     sampler = EpochSampler(dataset, process.world_size, process.rank, shuffle=False)
     # Padding would count some images twice. DistributedSampler puts it at the end of some shares:
-    # these end one image earlier here. Shares of different lengths do no harm: the ranks exchange
-    # no gradients, and meet only after batches that all of them have, and at the end (6/6).
+    # these end one image earlier here: of 10 images 4 ranks get 3, 3, 2 and 2. That does no harm:
+    # the ranks exchange no gradients, and meet only after batches that all of them have, and at
+    # the end (6/6).
     sampler.end = len(dataset) // process.world_size
     if process.rank < len(dataset) % process.world_size:
         sampler.end += 1
@@ -323,8 +329,7 @@ class CocoFirstCategory(Dataset):
     def __init__(self, args, process, folder, image_set, crop):
         self.size, self.seed, self.process = args.image_size, args.seed, process
         self.folder, self.names, self.labels = folder, image_set.names, image_set.labels
-        is_packed = folder and os.path.isfile(folder)
-        self.packed = PackedImages(folder, self.names) if is_packed else None
+        self.packed = PackedImages(folder, self.names) if os.path.isfile(folder) else None
         self.crop = crop  # a function of an image, (3, height, width), and the size
 
     def __len__(self):
@@ -364,7 +369,8 @@ def make_loader(args, process, dataset, sampler, workers):
         num_workers=workers,
         # NOTE: by default Python 3.14 starts workers through a server process. A stop signal to
         # all processes would end that one, and with it the workers. (DDP's docstring warns of
-        # forks with NCCL. These happen before the first backward pass: start_workers.)
+        # forks with NCCL. These workers use neither NCCL nor CUDA, and begin before the first
+        # backward pass: start_workers. Tested with NCCL over sockets, not over InfiniBand.)
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         worker_init_fn=ignore_stop_signals,
         persistent_workers=workers > 0,
@@ -517,9 +523,9 @@ def share_statistics(training):
 
 
 def forward(training, model, images):
-    """Logits, float32 (n, classes), of images, uint8 (n, size, size, 3).
+    """All ranks, in training: logits, float32 (n, classes), of images, uint8 (n, size, size, 3).
 
-    In training all ranks call it together: with --sync_bn it has collective calls.
+    With --sync_bn the ranks exchange the statistics of their images in it.
     """
     process, precision = training.process, training.args.precision
     images = images.to(process.device, non_blocking=process.gpu).permute(0, 3, 1, 2)
@@ -571,7 +577,7 @@ def save_checkpoint(training, is_last):
                 if is_last:
                     raise
                 log(process, f"WARNING: {error}: the run goes on")
-    training.may_take_long = is_last
+    training.may_take_long = False
 
 
 def digests_of_replicas(model):
@@ -655,7 +661,8 @@ def leave_process_group():
 #     which errors are one line, exit codes        ADVICE, UserError, run_and_exit
 #
 # Another model: build_model. Another data set: CocoFirstCategory, read_image_list, check_images.
-# Another optimizer or scheduler: main, lr_factor in train_one_epoch.
+# Another optimizer or scheduler: main, lr_factor in train_one_epoch; if it has a state,
+# write_checkpoint and load_checkpoint; for its options SAME_ON_RESUME.
 
 # ---- Arguments: their defaults and limits, and what follows from them
 
@@ -678,7 +685,7 @@ def make_parser():
     add("--val_image_path", help="folder of the validation images, or their packed file")
     add("--val_annotation_path", help="their COCO instances file")
     add("--image_size", type=at_least(int, 33), default=IMAGE_SIZE, help="pixels a side")
-    text = f"loader processes per rank; unset: 1 on a CPU, else cores - 2, at most {MOST_WORKERS}"
+    text = f"loader processes per rank; unset: 1 on a CPU, else by cores, at most {MOST_WORKERS}"
     add("--workers", type=NATURAL, help=text)
     add = parser.add_argument_group("training").add_argument
     text = f"passes over the images; unset: {NUM_EPOCHS}, with --dummy {DUMMY_STEPS} steps"
@@ -794,12 +801,11 @@ def check_start(args, process, train_set, val_set):
     log_from_rank_0(process, f"Looking for {counted(count, 'image')}")
     with errors_end_all_ranks():
         sizes, sizes_digest = check_images(args.coco_image_path, train_set.names)
-        if val_set:
-            check_images(args.val_image_path, val_set.names)
+        _, val_digest = check_images(args.val_image_path, val_set.names) if val_set else ([], "")
     if max(map(min, sizes)) < args.image_size:
         text = "the images are smaller than --image_size: prepared for a smaller one?"
         log_from_rank_0(process, f"WARNING: {text}")
-    check_same({"sizes of the images": sizes_digest})
+    check_same({"sizes of the images": sizes_digest, "those for validation": val_digest})
     return sizes_digest
 
 
@@ -854,13 +860,13 @@ def fill_in_arguments(args, process, image_count, checkpoint=None):
 TORCHRUN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
 OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 # SLURM_NTASKS is the number of tasks of the job. srun starts those of a job step.
-SRUN = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
+SRUN = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_GTIDS"]
 # What init_process_group needs of a process that meets nobody, with a port that is free (0).
 ALONE = dict(zip(TORCHRUN, "0101", strict=True)) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 ALONE["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # if a shell inside of a torchrun has it
 # On a Mac's GPU, mps, one process trains without DDP and without channels_last.
 DEVICES_WITH_DDP = ["cpu", "cuda"]
-PRECISIONS = ["fp32", "fp16", "bf16"]  # hardware that is fast in one is fast in those before it
+PRECISIONS = ["fp32", "fp16", "bf16"]  # a GPU that is fast in one is fast in those before it
 
 
 def find_launcher():
@@ -908,7 +914,7 @@ def launcher_and_variables(env):
 def read_job_step(env):
     """The number of SLURM's job step; sets what srun does not set. Raises UserError."""
     try:
-        env["LOCAL_WORLD_SIZE"] = tasks_of_this_node(env)
+        env["LOCAL_WORLD_SIZE"] = str(len(env["SLURM_GTIDS"].split(",")))  # this node's ranks
         if not env.get("MASTER_ADDR"):
             env["MASTER_ADDR"] = first_node(env["SLURM_STEP_NODELIST"])
         return int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"])
@@ -924,15 +930,6 @@ def first_node(nodes):
         text = f"export MASTER_ADDR, with the first node of {nodes} (scontrol show hostnames)"
         raise UserError(text)
     return found[1] + (found[3] or "")
-
-
-def tasks_of_this_node(env):
-    """How many tasks srun has started here. SLURM lists them as 2(x3),1: three nodes with 2."""
-    tasks = []
-    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        number, _, times = part.rstrip(")").partition("(x")
-        tasks += [number] * int(times or 1)
-    return tasks[int(env.get("SLURM_NODEID", 0))]
 
 
 def choose_backend(args, process):
@@ -956,8 +953,8 @@ def prepare_hardware(args, process):
         log(process, "One process on a Mac's GPU, without DDP, which has no backend for it")
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32, also in convolutions
     torch.backends.cudnn.benchmark = True  # tries out which convolutions are the fastest
-    # NOTE: by its source, the new process group of NCCL in PyTorch 2.15 makes backward wait for
-    # each all-reduce. 0 selects the former one, in which they overlap.
+    # NOTE: by its source (not measured), the new process group of NCCL in PyTorch 2.15 makes
+    # backward wait for each all-reduce. 0 selects the former one, in which they overlap.
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
 
 
@@ -1039,7 +1036,7 @@ def read_restarts(process):
 
 def set_meeting_point(process):
     """Sets MASTER_ADDR and MASTER_PORT where torchrun has not. Raises UserError."""
-    if process.world_size == process.local_world_size:
+    if process.one_node:
         # On one node they meet at its own address. torchrun would give its name, which does not
         # resolve on every machine.
         os.environ["MASTER_ADDR"] = "127.0.0.1"
@@ -1048,7 +1045,7 @@ def set_meeting_point(process):
     port = os.environ.setdefault("MASTER_PORT", "29500")
     if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise UserError(f"MASTER_PORT is {port!r}: give a free port of rank 0's node, 1 to 65535")
-    if process.restarts and process.world_size == process.local_world_size:
+    if process.restarts and process.one_node:
         # NOTE: torchrun --max-restarts keeps its store, with the addresses of the start before.
         # So rank 0 opens another one. (On several nodes torchrun itself must not share its store:
         # --rdzv_backend=c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node.)
@@ -1068,9 +1065,8 @@ def connecting_ranks(args, process):
     meeting = f"rendezvous at {place}: did all nodes start, with rank 0's address and port?"
     interface = f"{process.backend.upper()}_SOCKET_IFNAME"
     connection = f"{process.backend} on the {process.device.type} of {socket.gethostname()}"
-    one_node = process.world_size == process.local_world_size
     late = f"ERROR: no connection to all ranks in {args.timeout:g} s. "
-    if process.backend == "nccl" and one_node:
+    if process.backend == "nccl" and process.one_node:
         late += "Does the direct path between the GPUs fail (NCCL_P2P_DISABLE=1 proves it; then "
         late += "see IOMMU and ACS)? Has a rank ended?"
     else:
@@ -1095,7 +1091,7 @@ def connecting_ranks(args, process):
             advice = advice_on(cause) if process.backend == "nccl" else []  # Gloo's fits any cause
             if advice:
                 text += f": {advice[0]}"
-            elif interface in os.environ or not one_node:
+            elif interface in os.environ or not process.one_node:
                 now = os.environ.get(interface, "not set")
                 text += f" | Is {interface} ({now}) the interface between the nodes? A firewall?"
         raise StartError(text) from error
@@ -1774,6 +1770,7 @@ def agree_to_continue(training, seconds):
         raise UserError(f"{text}, see the warnings: copy them again")
     if stop:
         save_checkpoint(training, is_last=True)
+        training.may_take_long = True  # they have agreed: nothing is left to answer
         raise Stopped(training, int(stop))
     limit = min(2 * training.interval, MOST_STEPS_WITHOUT_AGREEMENT)
     training.interval = max(1, min(limit, int(1 / max(slowest, 1e-9))))
@@ -1893,8 +1890,9 @@ def load_checkpoint(training, state):
     With the same number of processes, options and hardware a resumed run equals an uninterrupted
     one, bit for bit. The order of the images and their crops depend on seed, epoch and index alone
     (EpochSampler, CocoFirstCategory), DDP adds up in the same order (rebuild_buckets), and the
-    rest is in the file. There are two exceptions: PowerSGD, and a GPU on which cuDNN changes an
-    order of sums. A model with dropout would also need the state of torch's random generators.
+    rest is in the file. Exceptions are PowerSGD, GPUs, where cuDNN chooses algorithms by their
+    speed (prepare_hardware), and perhaps --compile. A model with dropout would also need the state
+    of torch's random generators.
     """
     path = training.args.checkpoint
     with errors_end_all_ranks(), as_user_error(f"checkpoint {path} is not one of this demo"):
@@ -2089,6 +2087,8 @@ def log_summary(training, digests):
     words += "{damaged_images} of the images were damaged; " if damaged else ""
     words += "replicas identical: {replicas_identical}"
     log_record(process, "Summary", summary, words)
+    if not summary["replicas_identical"]:  # all ranks have all digests
+        raise UserError("the replicas differ, which must not happen: do not use this checkpoint")
 
 
 def log_end(process, began):
@@ -2116,6 +2116,7 @@ ADVICE = [
     ("invalid device ordinal", "NCCL needs to see all GPUs of a node: is it --gpus-per-task?"),
     ("Too many open files", "raise the limit (ulimit -n), or use --workers 0"),
     ("getpwuid", "the user has no name on this machine: export USER, with any name"),
+    ("BF16 all reduce", "this PyTorch has no CUDA: give fp16, or powersgd with --precision fp32"),
     ("C++ compiler found", "install g++ (or set CXX), or leave --compile out"),
     ("find C compiler", "install gcc (or set CC), or leave --compile out"),  # Triton, on GPUs
     ("unhandled system error", "NCCL_DEBUG=INFO says more"),
@@ -2145,14 +2146,13 @@ class Stopped(Exception):
         super().__init__(text)
 
 
-class Ended(Exception):
-    """How this rank ended, for torchrun's error file (its --log-dir keeps it)."""
-
-
 def record_end(word, text):
-    """word: own (this rank's error), shared (all ranks'), peer (a lost connection), stopped."""
+    """Tells torchrun, whose --log-dir keeps it, how this rank ended.
+
+    word: own (this rank's error), shared (all ranks'), peer (a lost connection), stopped.
+    """
     with suppress(OSError):  # a full disk
-        get_error_handler().record_exception(Ended(f"{word}: {text}"))
+        get_error_handler().record_exception(RuntimeError(f"{word}: {text}"))
 
 
 @contextmanager
@@ -2179,7 +2179,7 @@ def one_line(error):
 
 
 def run_and_exit(main, log_wall_time=True):
-    """Runs main(process) and ends the process with its exit code. Also for probe_link.py."""
+    """All ranks: run main(process), and end with its exit code. Also for probe_link.py."""
     process, code, began = ProcessInfo(), 0, perf_counter()
     try:
         try:

@@ -82,7 +82,8 @@ def test_validation_gives_each_image_once(demo, count):
     found = []
     for rank in range(4):
         process = demo.ProcessInfo(rank=rank, world_size=4)
-        loader = demo.make_val_loader(arguments(demo), process, image_list(demo, count))
+        val = "--val_image_path", "any", "--val_annotation_path", "any"
+        loader = demo.make_val_loader(arguments(demo, *val), process, image_list(demo, count))
         found += [index for _, index in loader.sampler]
     assert sorted(found) == list(range(count))
 
@@ -410,12 +411,6 @@ def test_windows_is_refused_in_one_line():
     assert "WSL2" in line
 
 
-@pytest.mark.parametrize(("node", "expected"), [*enumerate("2213")])
-def test_tasks_of_a_node_in_slurms_list(demo, node, expected):
-    env = {"SLURM_STEP_TASKS_PER_NODE": "2(x2),1,3", "SLURM_NODEID": str(node)}
-    assert demo.tasks_of_this_node(env) == expected
-
-
 @LONG
 def test_a_cpu_without_bf16_instructions_trains_in_fp32(tmp_path):
     """Here they are hidden from PyTorch's libraries."""
@@ -700,6 +695,19 @@ def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
     assert summary["img_per_s"] == pytest.approx(4 / 3)
     assert ("; at most 3.00 GiB of a GPU's memory; replicas" in text) == (kind == "cuda")
     assert text.endswith("replicas identical: True")
+
+
+@pytest.mark.guards("replicas-differ")
+def test_replicas_that_differ_end_all_ranks_with_an_error(demo, monkeypatch, capfd):
+    monkeypatch.setattr(demo, "all_gather", lambda own: [own])
+    training = SimpleNamespace(args=arguments(demo), model=torch.nn.Linear(1, 1), step=1)
+    training.process, training.powersgd = demo.ProcessInfo(), None
+    training.timer = SimpleNamespace(step_times=[demo.StepTime(1, 1, 3, 4)])
+    training.args.steps_per_epoch = 1
+    training.damage, training.val_damage = demo.Damage(), demo.Damage()
+    with pytest.raises(demo.UserError, match="the replicas differ"):
+        demo.log_summary(training, ["0f", "1e"])
+    assert "replicas identical: False" in capfd.readouterr().out
 
 
 @pytest.mark.guards("powersgd-other-rank")

@@ -113,7 +113,7 @@ def test_each_end_is_recorded_with_one_word_that_says_whose_it_is(training, tmp_
     def recorded(ranks):
         files = [tmp_path / f"{rank}.json" for rank in range(ranks)]
         texts = [json.loads(file.read_text())["message"]["message"] for file in files]
-        return [re.search(r"Ended: (\w+): (.*)", text).groups() for text in texts]
+        return [re.search(r"\w+: (\w+): (.*)", text).groups() for text in texts]
 
     run_forked([(1, ["--nothing"], variables)], program, expect=2)
     ((word, text),) = recorded(1)

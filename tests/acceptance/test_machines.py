@@ -28,7 +28,7 @@ from support.processes import LONG, ROOT, SCRIPT, Run, demo_command, require, st
 guards = pytest.mark.guards
 # As inside a job step of SLURM, in which MPICH's mpiexec starts processes of its own.
 STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-STEP |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+STEP |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_GTIDS": "0"}
 STEP |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
 
 
@@ -161,7 +161,7 @@ def test_mpich_is_refused(training):
 PLACE = ("5", "8", "1", "2")
 IN_STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "node[01-04]"}
 IN_STEP |= {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
-IN_STEP |= {"SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x4)"}
+IN_STEP |= {"SLURM_GTIDS": "4,5"}
 NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 BY_OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": n for name, n in zip(NAMES, PLACE, strict=True)}
 BY_OPEN_MPI["PMIX_NAMESPACE"] = "prterun-a@1"
@@ -203,9 +203,9 @@ def test_the_first_of_slurms_nodes_is_read_or_asked_for():
 UNCLEAR = guarded(
     ("unknown-launcher", {"PMI_RANK": "1", "PMI_SIZE": "2"}, "by another launcher"),
     ("mpich-before-srun", IN_STEP | BY_MPICH, "use torchrun, srun or Open MPI, or set RANK"),
-    ("", STEP | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "srun should set RANK"),
+    ("", STEP | {"SLURM_LOCALID": "x"}, "srun should set RANK"),
     ("", {"MPI_LOCALRANKID": "0"}, "by another launcher"),
-    ("", STEP | {"SLURM_NODEID": "3"}, "start with srun"),
+    ("", STEP | {"SLURM_STEP_ID": "x"}, "start with srun"),
     ("rank-below-world-size", BY_HAND | {"RANK": "2"}, "RANK 2 is not below WORLD_SIZE 2"),
     ("", BY_HAND | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
     ("", BY_HAND | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc'"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support.datasets import Payload, instances, make_set, numbered, truncate
+from support.datasets import Payload, instances, make_set, numbered, truncate, write_images
 from support.forks import QUICK, run_forked
 from support.launchers import FAST
 from support.processes import LONG, SCRIPT
@@ -28,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("refusals")
     make_set(folder / "set", 8)
     make_set(folder / "other", 4)
+    write_images(folder / "larger", numbered(8), size=(60, 50))
     good = instances(numbered(8))
     contents = {
         "missing_image.json": instances([*numbered(7), "gone.jpg"]),
@@ -176,14 +177,22 @@ def test_dummy_on_one_rank_alone_is_named(folder, swap):
     assert the_error(run.output).endswith(f"{line} (rank 1)")
 
 
+OTHER_VAL = [  # the folder of rank 1, and what the one line names
+    ([], "--val_image_path given is False here, but True on rank 0: start all ranks alike"),
+    pytest.param(["larger"], "those for validation is", marks=pytest.mark.guards("val-sizes")),
+]
+
+
 @LONG
-def test_validation_images_that_rank_0_alone_was_given_are_named(folder):
+@pytest.mark.parametrize(("other", "line"), OTHER_VAL)
+def test_validation_images_that_one_rank_lacks_or_has_in_another_size_are_named(
+    folder, other, line
+):
     words = [*GOOD, *FAST]
-    val = ["--val_image_path", GOOD[1], "--val_annotation_path", GOOD[3]]
-    (run,) = run_forked([(2, [[*words, *val], words])], QUICK, expect=2, cwd=folder)
-    line = "--val_image_path given is False here, but True on rank 0: start all ranks alike"
-    assert line in run.output
-    assert "Traceback" not in run.output
+    val = ["--val_annotation_path", GOOD[3], "--val_image_path"]
+    of_1 = [*words, *val, *other] if other else words
+    (run,) = run_forked([(2, [[*words, *val, GOOD[1]], of_1])], QUICK, expect=2, cwd=folder)
+    assert line in the_error(run.output)
 
 
 @LONG

@@ -314,6 +314,16 @@ def test_without_a_compiler_compile_ends_in_one_line_that_says_what_to_do(small)
 
 
 @LONG
+@pytest.mark.guards("bf16-without-cuda")
+def test_a_pytorch_for_cpus_says_that_it_has_no_compression_by_bf16(small, tmp_path):
+    program = changed(tmp_path / "cpu.py", "torch.version.cuda = torch.version.hip = None")
+    words = [*small, "--max_steps", 1, "--grad_compression", "bf16"]
+    (run,) = run_forked([(1, words)], program=program, expect=1)
+    assert "Traceback" not in run.out
+    assert "this PyTorch has no CUDA: give fp16" in run.lines(0)[-1]
+
+
+@LONG
 def test_real_coco_images_train(tiny_coco):
     options = ["--image_size", 64, "--batch_size", 10, "--num_epochs", 1]
     (run,) = run_forked([(0, [*data_args(tiny_coco, val=True), *FAST, *options])])
