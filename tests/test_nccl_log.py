@@ -373,13 +373,16 @@ def test_files_and_folders_are_read_as_one_text_and_told_as_one_json_object(tmp_
 @pytest.mark.guards("newest-start")
 def test_of_a_folder_the_newest_start_is_told_and_with_all_every_one(tmp_path, call):
     """The probe's two processes over InfiniBand, then the training's over sockets."""
-    for age, (pid, device, name) in enumerate(
+    for age, (pid, rank, name) in enumerate(
         [(11, 0, "IB"), (12, 1, "IB"), (9, 0, "Socket"), (10, 1, "Socket")]
     ):
         file = tmp_path / f"nccl.node0.n0.{pid}.log"
-        write(file, f"n0:{pid}:{pid} [{device}] NCCL INFO Using network {name}")
+        prefix = f"n0:{pid}:{pid} [0] NCCL INFO "  # each process sees its own GPU alone
+        comm = f"comm 0x5 rank {rank} nRanks 2 nNodes 1 localRanks 2 localRank 0"
+        write(file, f"{prefix}Using network {name}", prefix + comm)
         os.utime(file, (age, age))
-    assert call(tmp_path)[1] == "NCCL used TCP (network Socket)\n"
+    assert call(tmp_path)[1] == "NCCL used TCP (network Socket), 1 node\n"
+    assert len(nccl.of_newest_start(tmp_path.glob("nccl.*"))) == 2
     assert "Ranks differ (Socket, IB)" in call("--all", tmp_path)[1]
 
 

@@ -11,6 +11,7 @@ A name that does not end its line, because that was cut, counts as not written.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections import Counter, defaultdict
@@ -386,16 +387,18 @@ def is_text(path: Path) -> bool:
 
 
 def of_newest_start(files: Iterable[Path]) -> list[Path]:
-    """Without what an earlier start has left: of each GPU of a node the newest process's file.
+    """Without what an earlier start has left: of each rank, or GPU of a node, the newest file.
 
     A file that does not begin with NCCL's prefix, such as a job's log, is not left out.
     """
     newest: dict = {}
     for file in sorted(files, key=lambda file: (os.path.getmtime(file), file.name)):
-        begin = next((line for line in lines_of(file) if line.strip()), "")
-        process = PROCESS.search(begin)
-        of_one = process and process[2] in file.name
-        key = (file.parent, file.name.replace(process[2], ""), process[3]) if of_one else file
+        head = list(itertools.islice(filter(str.strip, lines_of(file)), 500))
+        process = PROCESS.search(head[0]) if head else None
+        key: object = file
+        if process and process[2] in file.name:
+            ranks = (found[1] for line in head if (found := RANK.search(line)))
+            key = file.parent, file.name.replace(process[2], ""), next(ranks, f"GPU {process[3]}")
         newest[key] = file
     return list(newest.values())
 
