@@ -212,6 +212,11 @@ def test_hidden_part_shrinks_with_the_all_reduce():
     assert projection.step_over(run, 0.052) == approx(0.141 + 0.052 - 0.0382, abs=1e-4)
 
 
+@pytest.mark.guards("short-step")
+def test_an_older_log_with_a_short_last_step_in_each_epoch_has_no_images_per_second():
+    assert make_run("old", read_log([REPORTS / "repeats/old.log"])).img_per_s is None
+
+
 @pytest.mark.guards("folder-of-runs", "interrupted-series")
 def test_of_a_folder_all_runs_in_it_are_compared_also_of_an_interrupted_series(tmp_path):
     for name in ("p2", "p1"):
