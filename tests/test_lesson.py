@@ -389,6 +389,7 @@ def test_pictures_of_a_step_and_of_a_pipeline_show_what_the_pages_say():
 # --- PyTorch in one page -----------------------------------------------------------------------
 
 
+@LONG
 @pytest.mark.guards("fit-gradient", "page-fit")
 def test_numpy_and_pytorch_print_the_same_and_the_page_has_their_lines(tmp_path):
     (shown,) = PYTORCH.printed

@@ -86,6 +86,7 @@ def test_each_rank_keeps_the_bytes_of_the_arithmetic_and_all_train_alike(numbers
     assert first > second > third
 
 
+@LONG
 @pytest.mark.guards("halves-cable")
 def test_two_halves_train_as_one_model_and_each_waits_for_the_other(tmp_path):
     """On a busy machine, too: what a device computes is measured beside the whole."""
@@ -106,6 +107,7 @@ def test_two_halves_train_as_one_model_and_each_waits_for_the_other(tmp_path):
     assert len(shares) == 2 and sum(shares) <= 101 and min(shares) > 20, out
 
 
+@LONG
 @pytest.mark.guards("page-spawn")
 def test_spawn_starts_the_two_ranks_of_ddp(tmp_path):
     (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.text, re.M | re.S)
@@ -117,6 +119,7 @@ def test_spawn_starts_the_two_ranks_of_ddp(tmp_path):
     assert "[rank 1] epoch 2: " in out and "replicas identical: True" in out
 
 
+@LONG
 @pytest.mark.guards("ring-pieces", "ring-cable", "tree-down", "page-ring")
 def test_ring_and_tree_take_the_time_of_the_model_and_cross(tmp_path):
     """The programs check their sums. A busy machine adds time, and never takes any away."""

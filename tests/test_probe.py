@@ -11,7 +11,7 @@ import pytest
 import compare_logs
 from support.forks import run_forked
 from support.nodes import NamespacePair
-from support.processes import ROOT
+from support.processes import LONG, ROOT
 
 GRADIENT_BYTES = 44_870_208  # 4 * 11,217,552 parameters
 # What each forked rank runs: the probe, with NODES in a namespace, as support/nodes.py starts
@@ -63,6 +63,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@LONG
 @pytest.mark.guards("probe-bytes", "probe-wire")
 def test_record_and_words_of_a_link_of_a_known_rate(program, tmp_path, capsys):
     """It takes the training's arguments, and compare_logs.py reads what it writes."""

@@ -387,6 +387,7 @@ def test_ranks_that_have_the_same_cores_share_them(demo, monkeypatch, ranks, exp
     assert demo.set_threads(place) == 1
 
 
+@LONG
 @pytest.mark.guards("signal-at-exit")
 def test_a_stop_signal_at_the_very_end_leaves_the_exit_code_as_it_is():
     """When the variables of the main module go, Python has taken its handlers away."""

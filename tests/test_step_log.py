@@ -14,8 +14,10 @@ from pytest import approx
 import compare_logs
 from analysis.logs import read_log
 from analysis.runs import make_run
-from support.processes import FACTOR, ROOT, base_env, new_test_id
+from support.processes import FACTOR, LONG, ROOT, base_env, new_test_id
 from test_readme import PAGES
+
+pytestmark = LONG
 
 (LOOP,) = re.findall(r"```python\n(from step_log .*?)```", PAGES["docs/networks.md"].text, re.S)
 # A frozen layer, and batch norm, whose statistics differ between ranks.

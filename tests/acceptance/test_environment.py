@@ -227,6 +227,7 @@ def test_python_that_is_too_old_for_the_environment_is_refused(checkout):
     assert "Python 3.10 or newer" in checkout.refusal()
 
 
+@LONG
 @guards("unfinished-venv")
 def test_venv_of_an_install_that_was_cut_short_is_not_taken(checkout):
     """Here it cannot be made again, for want of a network."""

@@ -124,6 +124,7 @@ def test_with_an_old_driver_the_cpu_trains_if_it_is_asked_for(with_old_driver, c
 # --- A container's CPU quota -------------------------------------------------------------------
 
 
+@LONG
 @guards("script-quota")
 def test_training_in_a_real_quota_of_one_core_has_one_thread_and_says_so(training):
     with real_quota(100000, 100000) as command:

@@ -248,6 +248,7 @@ def test_a_network_in_ifname_that_does_not_join_the_nodes_is_found(nodes):
     nodes.ip(0, "link del own")
 
 
+@LONG
 @pytest.mark.guards("preflight-large", "preflight-large-on-ifname")
 def test_a_switch_that_loses_large_packets_is_found_on_the_network_that_the_job_will_use(nodes):
     nodes.ip(0, f"link add own mtu 9000 up type veth peer name own netns {nodes.names[1]}")
