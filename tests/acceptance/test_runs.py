@@ -355,10 +355,11 @@ plain, demo.digests_of_replicas = demo.digests_of_replicas, drifted
 """
 
 
-@pytest.mark.guards("replicas")
-def test_ranks_that_end_with_different_weights_are_reported(tmp_path):
+@pytest.mark.guards("replicas", "replicas-differ")
+def test_ranks_that_end_with_different_weights_fail(tmp_path):
     words = [*make_set(tmp_path, 16), *FAST, "--max_steps", 1]
-    (run,) = run_forked([(2, words)], program=changed(tmp_path / "drift.py", DRIFT))
+    (run,) = run_forked([(2, words)], program=changed(tmp_path / "drift.py", DRIFT), expect=2)
+    assert run.output.count("ERROR: the replicas differ") == 1
     assert run.json_line("Summary")["replicas_identical"] is False
     assert "replicas identical: False" in run.out
 
