@@ -212,6 +212,19 @@ def test_hidden_part_shrinks_with_the_all_reduce():
     assert projection.step_over(run, 0.052) == approx(0.141 + 0.052 - 0.0382, abs=1e-4)
 
 
+@pytest.mark.guards("probe-only", "json-nan")
+def test_the_probes_figures_are_marked_where_the_trainings_bytes_went_elsewhere(tmp_path):
+    """A loss that is no number is null in JSON."""
+    lines = ["= a", "net eth0 ethernet 10 9", "sent eth0 ethernet 2", "sent eth1 ethernet 46"]
+    (run,) = made_runs(lines)
+    file = run.write(tmp_path) / "node0.log"
+    file.write_text(file.read_text() + "[GPU 0] Epoch 1 complete | Avg loss: nan | 1.0 img/s\n")
+    out = run_tool(file, "--json", tmp_path / "all.json")[0]
+    assert re.search(r"^\| wire rate +\| +9 Gb/s, 90% of stated \(probe only\) \|$", out, re.M)
+    text = (tmp_path / "all.json").read_text()
+    assert "NaN" not in text and json.loads(text)["runs"][0]["losses"] == {"1": None}
+
+
 @pytest.mark.guards("short-step")
 def test_an_older_log_with_a_short_last_step_in_each_epoch_has_no_images_per_second():
     assert make_run("old", read_log([REPORTS / "repeats/old.log"])).img_per_s is None

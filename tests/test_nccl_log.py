@@ -132,7 +132,7 @@ def same_as_in_file(path: Path, made: str, request: pytest.FixtureRequest) -> No
     assert made.splitlines() == path.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.guards("slowest-rank", "timeout-named", "warning-unknown", "warnings-by-time")
+@pytest.mark.guards("slowest-rank", "timeout-named", "warning-unknown")
 def test_whole_texts_have_their_answers(tmp_path, request):
     made = REPORTS.read_text(encoding="utf-8").partition("\n== ")[0]
     for name, text in TEXTS.items():
@@ -368,6 +368,17 @@ def test_files_and_folders_are_read_as_one_text_and_told_as_one_json_object(tmp_
     assert found["devices"] == ["mlx5_0:1", "mlx5_1:1"] and found["gpudirect"] == 4
     assert found["channels"] == {"p2p": 2, "network": 4}
     assert found["no_network"] == [nccl.message(NO_DEVICE)]
+
+
+@pytest.mark.guards("warnings-by-time")
+def test_ranks_are_told_by_the_time_of_their_first_warning_if_nccl_wrote_one():
+    late, early = (
+        f"[2026-11-28 10:00:0{second}] n{rank}:1:1 [0] NCCL WARN it was rank {rank}"
+        for rank, second in ((0, 9), (1, 7))
+    )
+    assert ["rank 1" in text for text in nccl.quotes(find(late, early).to_dict(), True)] == [1, 0]
+    bare = [line.partition("] ")[2] for line in (early, late)]  # as NCCL before 2.26 wrote it
+    assert ["rank 0" in text for text in nccl.quotes(find(*bare).to_dict(), True)] == [1, 0]
 
 
 @pytest.mark.guards("newest-start")

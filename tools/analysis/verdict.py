@@ -15,6 +15,7 @@ from analysis.projection import can_model, ring_bytes
 from analysis.runs import usual_times
 from analysis.words import megabytes, ms, part, rate
 
+MOST_WARNINGS = 3  # of a complete run
 WORTH = 0.05  # below this share of a step, a part of it is not told
 IN_PART = 0.2  # above this share of a step, communication limits it in part
 USUAL = 0.8  # of the stated rate, from here on headers and start-up account for the rest
@@ -50,7 +51,7 @@ def judge(run):
     elsewhere, own = own_bytes(run)
     if elsewhere:  # the probe's link is not the training's
         run = replace(run, networks=[], link_gbps=None, probe_s=None)
-    says = [*say_network(run, own), *own, *warned[:1]]
+    says = [*say_network(run, own), *own, *warned[:MOST_WARNINGS]]
     if not run.has_split:
         text = "its log does not split a step: what limits it cannot be told"
         if run.step_s is None:
