@@ -132,7 +132,7 @@ def same_as_in_file(path: Path, made: str, request: pytest.FixtureRequest) -> No
     assert made.splitlines() == path.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.guards("slowest-rank", "timeout-named", "warning-unknown")
+@pytest.mark.guards("slowest-rank", "timeout-named", "warning-unknown", "memlock")
 def test_whole_texts_have_their_answers(tmp_path, request):
     made = REPORTS.read_text(encoding="utf-8").partition("\n== ")[0]
     for name, text in TEXTS.items():
