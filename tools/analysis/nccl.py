@@ -346,7 +346,9 @@ def used(found: Finding) -> str:
     over = found.interfaces if found.transport == "sockets" else found.devices
     what += f" over {', '.join(over)}" if over else ""
     nodes = f", {found.nodes} node{'s' * (found.nodes > 1)}" if found.nodes else ""
-    return f"NCCL {found.version or ''}".strip() + f" used {what}{nodes}"
+    # An adapter that it has found, without a line on any connection, was perhaps never used.
+    seen = over or found.channels or found.transport in ("sockets", "local")
+    return f"NCCL {found.version or ''}".strip() + f" {'used' if seen else 'chose'} {what}{nodes}"
 
 
 def quotes(finding: dict, failed: bool) -> list[str]:
@@ -359,8 +361,8 @@ def quotes(finding: dict, failed: bool) -> list[str]:
             said.setdefault(line, []).append(one["who"] + first + when)
     lines = []
     for line, who in said.items():
-        more = f" and {len(who) - 1} more" if len(who) > 1 else ""
-        lines.append(f'NCCL warns, {who[0]}{more}: "{line}"')
+        more = f"; {len(who) - 2} more" if len(who) > 2 else ""
+        lines.append(f'NCCL warns, {"; ".join(who[:2])}{more}: "{line}"')
     if len(lines) > MOST_QUOTES:
         more = f"... {len(lines) - MOST_QUOTES} more, see nccl_log.py"
         lines = [*lines[: MOST_QUOTES - LAST], more, *lines[-LAST:]]
