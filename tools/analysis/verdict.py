@@ -146,7 +146,7 @@ def say_crowd(run):
     if 0 < cores < each * threads:
         return f"; {each} processes with {threads} threads each on {cores} cores"
     if run.cpu_s is not None and run.cpu_s < OWN_CORE * run.compute_s:
-        return f"; others used its cores: it got {ms(run.cpu_s)} of CPU time a step"
+        return f"; others may have used its cores: it got {ms(run.cpu_s)} of CPU time a step"
     return ""
 
 
