@@ -141,7 +141,8 @@ def test_one_process_alone_has_no_link_to_probe(folder, stub):
     assert DEMO in words
 
 
-@guards("checkpoint-is-there", "node-0-looks", "appending-is-said", "refused-before-log")
+@guards("checkpoint-is-there", "node-0-looks", "appending-is-said", "log-appended")
+@guards("refused-before-log")
 def test_with_restarts_node_0_refuses_a_checkpoint_that_is_there_before_anything_starts(
     folder, stub
 ):
