@@ -8,13 +8,14 @@
 # To train over each of several networks, and to compare them: tools/series.py
 # Other environment variables and their defaults. Only GPUS_PER_NODE and the names of interfaces may differ between nodes:
 #   WORLD_SIZE           another name for NNODES: the number of nodes, not of processes
-#   MASTER_PORT=29500    of the probe, with or without one; the training uses the next port, each restart the one after
+#   MASTER_PORT=29500    the probe's; the training uses the next port (also with PROBE=0), each restart the one after
 #   GPUS_PER_NODE        processes on this node: one per GPU, or 1 if there is no GPU; `all` fails without a GPU
-#   IFNAME, NETWORK      where to keep the traffic: eth0, or mlx5_0, or mlx5_0,ib0; infiniband or ethernet
+#   IFNAME               keeps the traffic on eth0, or on the adapter mlx5_0; mlx5_0,ib0: NCCL starts over ib0
+#   NETWORK              infiniband or ethernet; default: by IFNAME, else NCCL chooses
 #   PROBE=1              1: measure the link before multi-process training; 0: skip that
 #   RESTARTS=0           how many times to restart from the last checkpoint after a failure
 #   CONNECT_TIMEOUT=300  seconds to wait for the other nodes
-#   LOG_DIR=logs         this node's log is LOG_DIR/RUN_NAME/nodeK.log
+#   LOG_DIR=logs         (in the current folder) this node's log is LOG_DIR/RUN_NAME/nodeK.log
 #   RUN_NAME             the same on all nodes; default: on each node its date, time and a number, in SLURM the job's
 #   OMP_NUM_THREADS      threads per process: cores / processes
 # Exit code: 0: finished; 2: an error that you can fix; 75: stopped by a signal after saving;
@@ -30,7 +31,7 @@ fi
 
 # The Python of the active environment, or of .venv, which is made on first use; `here`: for this machine.
 python=$("$root/tools/environment.sh" here)
-# Prints NNODES=2, NODE_RANK=0 and so on, one a line: the six values as set above, or as SLURM says. eval sets them.
+# Prints NNODES=2, NODE_RANK=0 and so on, one a line, as set above or as SLURM says. eval sets them.
 job=$("$python" "$root/tools/run.py" --job) || exit
 eval "$job"
 

@@ -7,7 +7,7 @@
 #   tools/series.py --processes 1,2,4 -- ...        a run with each number, then their comparison
 # Other environment variables and their defaults:
 #   RESTARTS=0         how many times to restart from the last checkpoint after a failure
-#   LOG_DIR=logs       the log is LOG_DIR/RUN_NAME/node0.log
+#   LOG_DIR=logs       (in the current folder) the log is LOG_DIR/RUN_NAME/node0.log
 #   RUN_NAME           default: date, time and a number, as in 20260131-235959-4711
 #   OMP_NUM_THREADS    threads per process: cores / processes
 # Exit code: 0: finished; 2: an error that you can fix; 75: stopped by a signal after saving;
