@@ -35,7 +35,7 @@ torch.manual_seed(0)  # the same first weights in every run
 model = Sequential(
     Conv2d(1, WIDTH, 3),
     ReLU(),
-    AdaptiveAvgPool2d(2),  # of each channel four numbers: the means of its quarters
+    AdaptiveAvgPool2d(2),  # four numbers per channel: the mean of each quarter
     Flatten(),
     Linear(4 * WIDTH, 4),  # one output for each label
 ).to(device)
