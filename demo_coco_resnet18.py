@@ -1668,7 +1668,7 @@ def profile_step(training):
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # USR1: SLURM's, at a time limit
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup makes a process ignore it
     STOP_SIGNALS.append(signal.SIGHUP)
-STOP_SECONDS = 30  # within which all ranks answer a stop signal, or in three steps
+STOP_SECONDS = 30  # within which all ranks answer a stop signal, if their steps are fast
 PARENT_ENDED = 1000  # stands for a signal's number, and is above all of them
 MOST_STEPS_WITHOUT_AGREEMENT = 50
 
@@ -1689,18 +1689,24 @@ def catch_stop_signals(training):
     threading.Thread(target=end_if_unanswered, args=(training, reader), daemon=True).start()
 
 
+def seconds_to_answer(training):
+    """Within which the ranks agree to stop, also where their steps have just become slower."""
+    times = [step.whole for step in training.timer.step_times] or [0]
+    steps_left = training.agree_at_step - training.step
+    return max(STOP_SECONDS, 3 * max(times), steps_left * times[-1])
+
+
 def end_if_unanswered(training, reader):
     """In a thread: ends this rank if the ranks do not agree to stop soon after a stop signal."""
     while (number := os.read(reader, 1)[0]) not in STOP_SIGNALS:
         pass  # another signal
-    slowest = max((step.whole for step in training.timer.step_times), default=0)
-    left = seconds = max(STOP_SECONDS, math.ceil(3 * slowest))
-    while left:
+    waited = 0
+    while waited < seconds_to_answer(training):
         time.sleep(1)
         if training.timer.step_times and not training.may_take_long:  # nor in the first step
-            left -= 1
+            waited += 1
     text = f"ERROR: {signal.Signals(number).name}, but the ranks have not agreed to stop in "
-    text += f"{seconds} s: is one of them stuck or suspended?"
+    text += f"{waited} s: is one of them stuck or suspended?"
     end_process(EXIT_FAILED, training.process, text, "peer")
 
 
