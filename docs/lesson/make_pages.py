@@ -71,6 +71,8 @@ def cells() -> list[tuple[str, str]]:
     made.append(("code", CHANGE))
     pages = [(FOLDER / name).read_text() for name in ("README.md", "homework.md")]
     pages[0] = re.sub(r"## Set-up\n.*?(?=## First run)", "", pages[0], flags=re.DOTALL)
+    terminals = r"In one terminal:(.*?)It waits for node 1. In a second terminal:"
+    pages[1] = re.sub(terminals, r"One cell starts both nodes:\1", pages[1], flags=re.DOTALL)
     nodes, changed = "", set()
     for part in re.split(
         r"^(```\w+\n.*?^```\n)", "\n".join(pages), flags=re.DOTALL | re.MULTILINE
