@@ -1824,9 +1824,8 @@ def may_resume(args, process, runs):
     path = args.checkpoint
     if not path:
         return False
-    for file in (path, f"{path}.new"):  # the second becomes the first when it is complete
-        if os.path.exists(file) and not os.path.isfile(file):
-            raise UserError(f"checkpoint {file} is not a regular file: name another one")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"checkpoint {path} is not a regular file: name another one")
     with as_user_error(f"checkpoint {path} cannot be written"):
         tempfile.TemporaryFile(dir=os.path.dirname(path) or ".").close()
     needed = CHECKPOINT_BYTES * (1 if os.path.exists(path) else 2)  # the new one beside the old
@@ -1856,15 +1855,16 @@ def write_checkpoint(training, path):
     }
     what = f"checkpoint {path} not saved at step {training.step}"
     what += ", an older one is kept" if os.path.exists(path) else ""
+    new = f"{path}.{os.getpid()}.new"  # another run may save to the same path
     try:
-        with as_user_error(what), open(f"{path}.new", "wb") as file:
+        with as_user_error(what), open(new, "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())  # on the disk, before it replaces the old one
-            os.replace(f"{path}.new", path)
+            os.replace(new, path)
     finally:
         with suppress(OSError):
-            Path(f"{path}.new").unlink(missing_ok=True)  # an incomplete one, if the disk is full
+            Path(new).unlink(missing_ok=True)  # an incomplete one, if the disk is full
 
 
 def read_checkpoint(args, process):

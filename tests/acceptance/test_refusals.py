@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(json.dumps(content))
     shutil.copy(folder / "set/images/0000.jpg", folder / "set/outside.jpg")
     (folder / "broken.json").write_text('{"images": [')
-    (folder / "saved.new").mkdir()
+    (folder / "saved").mkdir()
     (folder / "text.pt").write_text("no weights")
     for copy in ("empty", "cut", "linked"):
         shutil.copytree(folder / "set/images", folder / copy)
@@ -90,7 +90,7 @@ BAD_INPUT = [  # fault, options, and what the line names
     ("", "--resume", "--checkpoint"),
     ("", "--annotation_path=", "--annotation_path is empty"),
     ("", "--dummy", "--dummy reads no data: leave --coco_image_path out"),
-    ("", "--checkpoint saved", "checkpoint saved.new is not a regular file"),
+    ("", "--checkpoint saved", "checkpoint saved is not a regular file"),
     ("", "--val_image_path set/images", "--val_annotation_path"),
     ("", "--annotation_path no_file.json", r"no_file\.json"),
     ("", "--annotation_path no_annotations.json", r"no_annotations\.json"),

@@ -21,7 +21,7 @@ from support.processes import LONG, SCRIPT, Run, demo_command, start
 NO_ROOM = """
 write = demo.write_checkpoint
 def write_checkpoint(training, path):
-    blocked = f"{path}.new"
+    blocked = f"{path}.{os.getpid()}.new"
     if training.step == 2:
         os.mkdir(blocked)
     if training.step > LAST_BLOCKED and os.path.isdir(blocked):
@@ -163,6 +163,14 @@ def test_a_last_save_that_fails_ends_all_ranks_soon(words, tmp_path, ranks):
         started.wait_for("ERROR: .*c.pt not saved at step 3", 120)
         run = started.finish(15, expect=1)
     assert len(re.findall(r"^\[CPU \d\] ERROR: ", run.output, re.MULTILINE)) == 1
+
+
+@pytest.mark.guards("two-saves")
+def test_what_another_run_writes_beside_the_checkpoint_is_left_alone(words, tmp_path):
+    other = tmp_path / "c.pt.new"
+    other.write_text("of another run")
+    run_forked([(0, [*words, "--checkpoint", tmp_path / "c.pt", "--max_steps", 1])])
+    assert step_of(tmp_path / "c.pt") == 1 and other.read_text() == "of another run"
 
 
 @pytest.mark.guards("failed-save")
