@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +75,20 @@ def test_srun_of_the_script_with_uneven_tasks(cluster, sample, tmp_path):
     tasks = ["--nodes=2", "--ntasks=3"]
     run = cluster.run("srun", *tasks, *script, timeout=180, clean=10, env=env, cwd=tmp_path)
     assert_trained(run, 2, ["node0", "node0", "node1"])
+
+
+def test_the_lessons_block_compares_srun_with_torchrun(cluster, tmp_path):
+    page = (ROOT / "docs/lesson/parallel.md").read_text()
+    (block,) = re.findall(r"```bash\n(export OMP_NUM_THREADS=1.*?)```", page, re.DOTALL)
+    for size, smaller in (("--max_steps 12", "--max_steps 5"), ("_size 128", "_size 40")):
+        assert size in block
+        block = block.replace(size, smaller)
+    for name in ("demo_coco_resnet18.py", "tools"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    run = cluster.run("bash", "-ec", block, timeout=240, env=env, cwd=tmp_path)
+    assert re.search(r"^srun: a step of ", run.out, re.MULTILINE), run.tail()
+    assert re.search(r"^torchrun: a step of ", run.out, re.MULTILINE), run.tail()
 
 
 def test_launcher_in_a_batch_script_without_srun_is_refused_in_one_line(cluster, tmp_path):
