@@ -195,7 +195,7 @@ DEAF = DEAF.replace("sleep(15)", "sleep(200)")
 
 
 @LONG
-@guards("second-ctrl-c", "stop-not-restarted")
+@guards("second-ctrl-c")
 def test_a_second_ctrl_c_ends_at_once_ranks_that_do_not_answer(folder):
     project = project_with(folder, DEAF)
     with launch(project / SINGLE.name, folder, *NO_SAMPLE, RESTARTS=1) as started:
@@ -207,6 +207,17 @@ def test_a_second_ctrl_c_ends_at_once_ranks_that_do_not_answer(folder):
         wait_until(lambda: not started.running(), 5, "its end")
         assert started.process.returncode == 128 + signal.SIGINT
         assert starts(started.text()) == 1
+
+
+@LONG
+@guards("stop-not-restarted")
+def test_ranks_that_fail_after_a_stop_signal_are_not_started_again(folder):
+    project = project_with(folder, STOPS.replace("TERM, stop", "TERM, lambda *_: os._exit(1)"))
+    with launch(project / SINGLE.name, folder, *NO_SAMPLE, RESTARTS=1) as started:
+        started.wait_for(r"\] trains")
+        started.signal(signal.SIGINT)
+        run = started.finish(60, expect=128 + signal.SIGINT)
+    assert starts(run.out) == 1
 
 
 MANY_LINES = """
