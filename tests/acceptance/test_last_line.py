@@ -146,10 +146,12 @@ def test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its
     )
 
 
-PASSED_ON = guards("signal-passed-on", "tee-survives", "exit-75")
+PASSED_ON = guards("signal-passed-on", "exit-75")
 STOPPING = [
     pytest.param(signal.SIGINT, False, marks=PASSED_ON),
-    pytest.param(signal.SIGUSR1, True, marks=[LONG, guards("torchrun-lives-on-usr1")]),
+    pytest.param(
+        signal.SIGUSR1, True, marks=[LONG, guards("torchrun-lives-on-usr1", "tee-survives")]
+    ),
 ]
 
 
