@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import os
+import random
 import re
 import shlex
 import shutil
@@ -65,16 +66,16 @@ def require(ok: object, reason: str) -> None:
 
 def free_port() -> int:
     """A TCP port that was free a moment ago, in this network namespace."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    return free_ports(1)
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports in a row that are free."""
+    """The first of so many TCP ports in a row that were free a moment ago. They lie below those
+    that the kernel gives to connections: one of these may be a later run's port.
+    """
     while True:
-        port = free_port()
-        with contextlib.suppress(OSError, OverflowError), contextlib.ExitStack() as stack:
+        port = random.SystemRandom().randrange(10000, 32000)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             for n in range(count):
                 stack.enter_context(socket.create_server(("", port + n)))
             return port
