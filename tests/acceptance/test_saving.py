@@ -50,7 +50,7 @@ IN_ORDER = """
 read, forward = demo.CocoFirstCategory.__getitem__, demo.forward
 def say(text, function):
     def called(*args):
-        print(text, flush=True)
+        print(f"{text}\\n", end="", flush=True)  # in one piece
         return function(*args)
     return called
 demo.CocoFirstCategory.__getitem__ = say("READ", read)

@@ -377,7 +377,7 @@ def test_too_many_damaged_validation_images_end_the_run(tmp_path):
 # Says of how many images each forward pass is.
 COUNTED = """
 def forward(training, model, images):
-    print("FORWARD of", len(images), flush=True)
+    demo.log(training.process, f"FORWARD of {len(images)}")  # in one piece
     return plain(training, model, images)
 plain, demo.forward = demo.forward, forward
 """
