@@ -4,10 +4,9 @@
     python tools/check_coco.py coco/annotations/instances_train2017.json coco/train2017 \\
         --val coco/annotations/instances_val2017.json
 
-ANNOTATIONS is the file of the training images. IMAGES, if given, is their folder, or their packed
-file: it must hold every labelled image. --val gives the file of the validation images: the
-training file must have their classes, by name. To look for the validation images, give their file
-and folder alone.
+ANNOTATIONS is the file of the training images. IMAGES, if given, is their folder, which must hold
+every labelled image. --val gives the file of the validation images: the training file must have
+their classes, by name. To look for the validation images, give their file and folder alone.
 
 It ends with the first kind of fault that it finds: a line with the first place and how many more
 there are. Correct them, and call it again. If nothing is wrong, it prints what is there: images,
@@ -25,7 +24,6 @@ import argparse
 import gc
 import json
 import os
-import signal
 import sys
 import textwrap
 from collections import Counter
@@ -48,7 +46,7 @@ def raise_first(texts, advice=""):
 UNUSED = ("segmentation", "bbox", "area", "width", "height")  # training does not need them
 
 
-def read_instances(path, folder=None, any_form=False):
+def read_instances(path, any_form=False):
     """The content of an annotation file, without UNUSED. Raises UserError.
 
     Of each image file_name is set: its name in the folder of images. any_form: whether the file
@@ -60,7 +58,7 @@ def read_instances(path, folder=None, any_form=False):
         check_fields(content)
         check_ids(content)
         names = [image.get("file_name") for image in content["images"]]
-        set_file_names(content, folder)
+        set_file_names(content)
         if not any_form:
             check_form(content, names)
     except UserError as error:
@@ -182,8 +180,8 @@ def first_annotations(content):
     return first
 
 
-def set_file_names(content, folder):
-    """Sets each image's file_name to its name in the folder, which must be inside of it."""
+def set_file_names(content):
+    """Sets each image's file_name to its path in the folder of images."""
     texts = []
     for index, image in enumerate(content["images"]):
         # In LVIS it is the last part of the URL.
@@ -191,8 +189,7 @@ def set_file_names(content, folder):
         if not isinstance(name, str) or not name:
             texts.append(f": images[{index}] {has(image, 'file_name')}: expected text")
             continue
-        if "\\" in name and not (folder and os.path.isfile(os.path.join(folder, name))):
-            name = name.replace("\\", "/")  # an export made on Windows
+        name = name.replace("\\", "/")  # an export made on Windows
         if os.path.isabs(name) or ".." in name.split("/"):
             texts.append(f": {name} leaves the image folder")
         image["file_name"] = name
@@ -215,7 +212,7 @@ def check_form(content, names):
     texts += [
         f": images[{index}] has {shown(name)} as file_name: COCO has a path with /"
         for index, (image, name) in enumerate(zip(content["images"], names, strict=True))
-        if name != image["file_name"] or "\\" in name
+        if name != image["file_name"]
     ]
     raise_first(texts, ". tools/prepare_coco.py takes such a file, and writes one as COCO's")
 
@@ -227,63 +224,26 @@ def check_images(folder, names):
     """Raises UserError unless all images are in the folder."""
     if not os.path.isdir(folder):
         raise UserError(f"there is no folder of images {folder}: check the path")
-    # Listing each folder once is faster than looking for each of 118,287 files.
-    subfolders = {os.path.dirname(name) for name in names}
-    files = {subfolder: list_folder(os.path.join(folder, subfolder)) for subfolder in subfolders}
-    lost = [name for name in names if os.path.basename(name) not in files[os.path.dirname(name)]]
+    lost = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
     if lost:
         text = f"lacks {len(lost)} of {len(names)} listed images, the first is {lost[0]}"
         where = look_around(folder, lost[0])
         raise UserError(f"the folder of images {folder} {text}: {where}")
 
 
-def check_packed(path, names):
-    """Raises UserError unless a packed file of prepare_coco.py is whole and has all images."""
-    try:
-        with open(f"{path}.index", encoding="utf-8") as file:
-            places = {name: place for name, *place in map(json.loads, file)}
-        first, height, width = max(places.values())  # of the last image
-    except (OSError, ValueError) as error:
-        text = f"{path} is no folder, and no packed file: {path}.index cannot be read"
-        raise UserError(f"{text}; tools/prepare_coco.py --packed makes both") from error
-    size, needed = os.path.getsize(path), first + 3 * height * width
-    if size != needed:
-        text = f"{path} has {size} bytes, but {path}.index is of a file with {needed}"
-        raise UserError(f"{text}: make both anew, or copy both")
-    lost = [name for name in names if name not in places]
-    if lost:
-        text = f"lacks {len(lost)} of {len(names)} listed images, the first is {lost[0]}"
-        raise UserError(f"the packed file {path} {text}: make it anew from the images")
-
-
-def list_folder(folder):
-    """Names of its files; links count as what they lead to."""
-    try:
-        with os.scandir(folder) as entries:
-            # Only of a link the file system is asked: entry.is_file() raises for one to itself.
-            return {
-                entry.name
-                for entry in entries
-                if entry.is_file(follow_symlinks=False) or os.path.isfile(entry.path)
-            }
-    except (OSError, ValueError):  # ValueError: a name that no file can have
-        return set()
-
-
 def look_around(folder, name):
     """Where an image is that the folder lacks, or what it is called there; and what to do."""
     here = Path(os.path.abspath(folder))
-    others = list(here.parents[: name.count("/")])
-    for place in (here, here.parent):  # the parent: another split's folder may have been given
-        others += sorted(path for path in place.glob("*") if path.is_dir())
+    others = [*here.parents[: name.count("/")], *sorted(here.glob("*"))]
+    others += sorted(here.parent.glob("*"))  # another split's folder may have been given
     for other in others:
         if os.path.isfile(other / name):
             return f"{name} is in {other}: give that folder if all are there"
     subfolder, base = os.path.split(name)
     for place in (subfolder, ""):
-        for file in sorted(list_folder(here / place)):
-            if file.casefold() == base.casefold():
-                found = os.path.join(place, file)
+        for file in sorted((here / place).glob("*")):
+            if file.name.casefold() == base.casefold() and file.is_file():
+                found = os.path.join(place, file.name)
                 return f"{found} is there: name it in the annotation file as it is there"
     return "check the path, and where links lead; a backslash counts as /"
 
@@ -390,11 +350,8 @@ def check(annotations, folder=None, val=None):
     if folder:
         labelled = first_annotations(content)
         names = [image["file_name"] for image in content["images"] if image["id"] in labelled]
-        if os.path.isfile(folder):
-            check_packed(folder, names)
-        else:
-            check_images(folder, names)
-            check_whole(folder, names)
+        check_images(folder, names)
+        check_whole(folder, names)
         lines.append(f"{folder} has all images that have a label; none is empty or cut off")
     if val:
         val_content = read_instances(val)
@@ -410,7 +367,7 @@ def parse_arguments(argv=None):
     )
     add = parser.add_argument
     add("annotations", metavar="ANNOTATIONS", help="the file of the training images")
-    add("images", metavar="IMAGES", nargs="?", help="their folder, or their packed file")
+    add("images", metavar="IMAGES", nargs="?", help="their folder")
     add("--val", metavar="FILE", help="the file of the validation images")
     return parser.parse_args(argv)
 
@@ -428,6 +385,4 @@ def main():
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGPIPE):  # end on Ctrl-C and in `| head` without words
-        signal.signal(number, signal.SIG_DFL)
     main()
