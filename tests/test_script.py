@@ -284,8 +284,9 @@ def test_file_that_cannot_be_read_is_no_black_image(demo, images):
 def packed(images, tmp_path_factory):
     """The eight images as they are, in a packed file."""
     target = tmp_path_factory.mktemp("packed")
-    job = prepare_coco.Job(images.parent, target, 999, packed=True)
-    prepare_coco.pack(job, images.name, numbered(8)[::-1])  # in an order of its own
+    words = [str(images.parent), str(target), "--packed", "--shorter_side", "999"]
+    args = prepare_coco.parse_arguments(words)
+    prepare_coco.pack(args, images.name, numbered(8)[::-1])  # in an order of its own
     return target / "images.rgb"
 
 
