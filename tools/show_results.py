@@ -26,7 +26,6 @@ import torch
 
 os.environ["MPLBACKEND"] = "Agg"  # matplotlib may lack that of a notebook
 try:
-    import matplotlib
     from matplotlib.figure import Figure  # without pyplot, which may look for a display
 except ImportError:
     sys.exit("show_results.py: error: matplotlib is missing: pip install matplotlib")
@@ -130,7 +129,6 @@ def in_words(results):
 
 def draw(results, file):
     """Images on the left, classes on the right. Raises OSError or ValueError."""
-    matplotlib.rcParams["text.parse_math"] = False  # a class may have a $ in its name
     figure = Figure(figsize=(11, 6.8), layout="constrained")
     figure.suptitle(in_words(results))
     left, right = figure.subfigures(1, 2, width_ratios=[6, 5])
@@ -185,8 +183,6 @@ def main(argv=None):
     text = "the script that trained the model, if it was a changed copy"
     add("--script", metavar="FILE", default=SCRIPT, help=text)
     args = parser.parse_args(argv)
-    if not Path(args.output).absolute().parent.is_dir():
-        parser.error(f"--output {args.output}: its folder is not there")
     demo = load_script(args.script)
     try:
         results = results_of(demo, args)
