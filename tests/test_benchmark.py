@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import demo_coco_resnet18 as demo
 import pytest
 from torch.distributed.run import get_args_parser
 
 import benchmark as tool
+from run import cpu_variables
 from support.processes import LONG, ROOT, SCRIPT
 
 TINY = ["--steps", 2, "--batch_size", 4]
@@ -42,23 +42,21 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, sa
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Puts a function, of a run's words and variables, in place of runs."""
+    """Puts a function of a run's words, and of the script's arguments, in place of runs."""
 
-    def replace(prints: Callable[[list[str], dict], str]) -> None:
-        def run(_args, command, variables=()):
+    def replace(prints: Callable[[list[str], Namespace], str]) -> None:
+        def run(command):
             words = [str(word) for word in command]
+            if words[0] == "git":
+                return ""
             if TORCHRUN in words:
                 parsed = get_args_parser().parse_args(words[3:])
                 changed = [tool.__file__, "child", f"warm-up {3 + 2 * tool.cores()}", str(SCRIPT)]
                 program = changed if "child" in words else [str(SCRIPT)]
                 started = [parsed.training_script, *parsed.training_script_args]
                 assert started[: len(program)] == program
-            given = [n for n, word in enumerate(words) if word.startswith("--num_epochs")]
-            for first in given:
-                options = words[first:]
-                options += ["--dummy"] if "--dummy" in words else []
-                demo.parse_arguments(options)  # fails where the script refuses them
-            return prints(words, dict(variables))
+            first = next(n for n, word in enumerate(words) if word.startswith("--num_epochs"))
+            return prints(words, demo.parse_arguments(words[first:]))
 
         monkeypatch.setattr(tool, "run", run)
 
@@ -73,7 +71,6 @@ def record(kind: str, **content: object) -> str:
     ("words", "line"),
     [
         ("gpu", "PyTorch finds no NVIDIA GPU here: run gpu where nvidia-smi lists one"),
-        ("step --against none", "--against none: no file and no commit that has one"),
         ("step --data none", "[Errno 2] No such file or directory: "),
     ],
 )
@@ -85,50 +82,39 @@ def test_what_cannot_run_ends_in_one_line(benchmark, words, line):
     assert said.startswith(f"benchmark.py: error: {line}")
 
 
-@pytest.mark.guards("benchmark-numbers")
-@pytest.mark.parametrize("option", ["--steps", "--batch_size", "--image_size", "--rounds"])
-def test_a_number_below_1_is_refused(option, capsys):
-    with pytest.raises(SystemExit) as ended:
-        tool.parse_arguments(["input", option, "0"])
-    assert ended.value.code == 2
-    assert f"error: argument {option}: 0 is not at least 1" in capsys.readouterr().err
-
-
-def test_a_run_that_fails_is_told_with_its_last_lines(tmp_path):
-    code = "import sys; print('first'); sys.exit('no\\nmemory')"
-    with pytest.raises(tool.UserError, match=r"^exit code 1: .*: first \| no \| memory$"):
-        tool.run(SimpleNamespace(folder=tmp_path), [sys.executable, "-c", code])
+@pytest.mark.guards("benchmark-variables")
+def test_a_run_has_the_variables_of_the_launchers_and_is_told_with_its_last_lines_if_it_fails(
+    monkeypatch,
+):
+    monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "9")
+    names = "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"
+    code = f"import os, sys; sys.exit(str([os.environ[name] for name in {names}]))"
+    with pytest.raises(tool.UserError, match=r"^exit code 1: .*\n\['0', '9'\]\n$"):
+        tool.run([sys.executable, "-c", code])
 
 
 STEP = """\
-this script: 40.0 img/s, 100.0 ms a step
-{other}: 20.0 img/s, 200.0 ms a step
-img/s, this script / {other}: 2.000 (1.600 to 4.000 in 3 round(s))
+this script: 40.0 img/s
+HEAD: 20.0 img/s
+img/s, this script / HEAD: 2.000 (1.600 to 4.000 in 3 round(s))
 """
 
 
-@pytest.mark.guards("benchmark-ratio", "benchmark-order", "benchmark-median")
-@pytest.mark.guards("benchmark-variables", "benchmark-against")
-def test_another_copy_is_measured_in_turns_and_compared_by_the_medians(
-    benchmark, made_up, tmp_path, monkeypatch
-):
+@pytest.mark.guards("benchmark-ratio", "benchmark-order", "benchmark-median", "benchmark-against")
+def test_a_commits_script_is_measured_in_turns_and_compared_by_the_medians(benchmark, made_up):
     """The ratio is this script's rate to the other one's."""
-    other = tmp_path / "other copy.py"
-    other.touch()
-    step_ms = {str(SCRIPT): [125, 100, 50], str(other): [200, 400, 200]}
+    step_ms = {"this": [125, 100, 50], "that": [200, 400, 200]}
     order = []
 
-    def run(words, variables):
-        assert variables == {"MADE": "up"}
-        order.append(words[1])
-        return record("Summary", step_ms=step_ms[words[1]].pop(0))
+    def run(words, _args):
+        order.append("this" if words[1] == str(SCRIPT) else "that")
+        return record("Summary", step_ms=step_ms[order[-1]].pop(0))
 
     made_up(run)
-    monkeypatch.setattr(tool, "launchers_variables", lambda: {"MADE": "up"})
-    out = benchmark("step", *TINY, "--rounds", 3, "--against", other)
-    this, that = step_ms
-    assert order == [this, that, that, this, this, that]
-    assert out == STEP.format(other=other)
+    out = benchmark("step", *TINY, "--against", "HEAD")
+    assert order == ["this", "that", "that", "this", "this", "that"]
+    assert out == STEP
 
 
 GPU = """\
@@ -148,9 +134,9 @@ GPU = """\
 def test_gpu_prints_a_row_for_each_case(benchmark, made_up, monkeypatch):
     monkeypatch.setattr(tool, "gpu_count", lambda: 2)
 
-    def run(words, _variables):
-        data = 0 if "--dummy" in words else 60
-        step = 100 if "--dummy" in words else 200
+    def run(_words, args):
+        data = 0 if args.dummy else 60
+        step = 100 if args.dummy else 200
         times = {"step_ms": step, "data_ms": data, "compute_ms": step - data, "exposed_ms": 0}
         return record("Summary", **times, peak_gpu_bytes=10**9)
 
@@ -165,8 +151,7 @@ def test_gpu_prints_a_row_for_each_case(benchmark, made_up, monkeypatch):
 def test_job_is_that_of_the_talk_and_stands_beside_its_wall_time(benchmark, made_up, monkeypatch):
     monkeypatch.setattr(tool, "JOB_IMAGES", 6)
 
-    def run(words, _variables):
-        args = demo.parse_arguments(words[words.index("--num_epochs") :])
+    def run(_words, args):
         found.append((args.num_epochs, args.global_batch_size))
         images = json.loads(Path(args.annotation_path).read_bytes())["images"]
         found.append(len(images))
@@ -181,20 +166,6 @@ def test_job_is_that_of_the_talk_and_stands_beside_its_wall_time(benchmark, made
 
 
 @LONG
-@pytest.mark.guards("benchmark-other-folder")
-def test_real_steps_of_the_script_and_of_a_copy_in_the_users_folder(
-    benchmark, tmp_path, monkeypatch
-):
-    shutil.copy(SCRIPT, tmp_path / "my copy.py")
-    monkeypatch.chdir(tmp_path)
-    out = benchmark("step", *ONCE, "--against", "my copy.py")
-    speed = r"[\d.]+ img/s, [\d.]+ ms a step"
-    ratio = r"[\d.]+ \([\d.]+ to [\d.]+ in 1 round\(s\)\)"
-    lines = rf"this script: {speed}\nmy copy\.py: {speed}\n"
-    assert re.fullmatch(rf"{lines}img/s, this script / my copy\.py: {ratio}\n", out), out
-
-
-@LONG
 def test_gpu_really_runs_and_a_resident_batch_costs_no_loading(benchmark, monkeypatch):
     """By torchrun, here on a CPU."""
     monkeypatch.setattr(tool, "gpu_count", lambda: 1)
@@ -206,23 +177,15 @@ def test_gpu_really_runs_and_a_resident_batch_costs_no_loading(benchmark, monkey
 
 
 @LONG
-def test_loaders_of_the_script_and_of_a_commit_are_measured(benchmark):
-    out = benchmark("input", *ONCE, "--against", "HEAD")
+@pytest.mark.parametrize("command", ["step", "input"])
+def test_this_script_and_that_of_a_commit_are_really_measured(benchmark, command):
+    out = benchmark(command, *ONCE, "--against", "HEAD")
     assert re.fullmatch(r"this script: .* img/s\nHEAD: .* img/s\nimg/s, .*\n", out)
     assert all(float(rate) > 0 for rate in re.findall(r": ([\d.]+) img/s$", out, re.M))
 
 
 @pytest.mark.guards("faster-on-cpus")
-def test_runs_get_the_variables_of_the_launchers_which_the_page_names(monkeypatch):
-    for name in ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GOMP_SPINCOUNT"):
-        monkeypatch.delenv(name, raising=False)
-    found = tool.launchers_variables()
-    words = " ".join(f"{name}={value}" for name, value in found.items())
-    assert len(found) == 3
+def test_the_page_names_the_variables_of_the_launchers():
+    words = " ".join(f"{name}={value}" for name, value in cpu_variables({}).items())
     assert f"export {words}\n" in (ROOT / "docs" / "speed.md").read_text()
-    for name in found:
-        monkeypatch.setenv(name, "9")
-        assert name not in tool.launchers_variables()
-    monkeypatch.delenv("GOMP_SPINCOUNT")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert tool.launchers_variables() == {}
+    assert "GOMP_SPINCOUNT" not in cpu_variables({"OMP_WAIT_POLICY": "active"})

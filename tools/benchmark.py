@@ -7,10 +7,10 @@
     python tools/benchmark.py job        the job of the talk, from start to end
 
 --data takes COCO's folder, or a packed file of tools/prepare_coco.py. step and input take several,
-and --against: another copy of the script, as a file or as a commit of this repository. The cases
-run in turns. Every second round has the reverse order, so that a machine
-that becomes warm or busy favours none. A figure is the median of the rounds. A ratio is that of
-two medians; the range behind it is that of the rounds.
+and --against: a commit of this repository, whose script is measured, too. The cases run in turns.
+Every second round has the reverse order, so that a machine that becomes warm or busy favours none.
+A figure is the median of the rounds. A ratio is that of two medians; the range behind it is that
+of the rounds.
 
 Training is the real script in a process of its own. Its times come from its Summary, which leaves
 out the first three steps. The script gets the variables by which the launchers make it faster on a
@@ -21,7 +21,6 @@ Exit codes: 0 done, 2 wrong arguments, 1 a failed run.
 """
 
 import argparse
-import importlib.util
 import itertools
 import json
 import os
@@ -58,7 +57,7 @@ def main(argv=None):
         try:
             if not args.data:
                 args.data = [ROOT / "data" / "sample_coco"]
-                run(args, [sys.executable, ROOT / "tools" / "make_sample_coco.py", *args.data])
+                run([sys.executable, ROOT / "tools" / "make_sample_coco.py", *args.data])
             COMMANDS[args.command](args)
         except (UserError, OSError) as error:
             sys.exit(f"benchmark.py: error: {error}")
@@ -68,27 +67,24 @@ def main(argv=None):
 
 
 def measure_step(args):
-    """a whole training step, fed from image files"""
     cases = {}
     for name, script, source in cases_of(args):
         data = make_data(args, source, needed_images(args, WARM_UP))
-        given = options(args, data, max_steps=WARM_UP + args.steps)
+        given = options(args, data, batch_size=args.batch_size, max_steps=WARM_UP + args.steps)
         cases[name] = partial(training_speed, args, [sys.executable, script, *given])
-    show(args, rounds(args, cases), step_time=True)
+    show(rounds(args, cases))
 
 
 def measure_input(args):
-    """the loader alone, on one core: nothing trains"""
     cases = {}
     for name, script, source in cases_of(args):
         data = make_data(args, source, args.batch_size * (WARM_UP + args.steps))
-        given = [*options(args, data), "--workers", "0"]
-        cases[name] = partial(loader_speed, args, script, given)
-    show(args, rounds(args, cases))
+        given = options(args, data, batch_size=args.batch_size, workers=0)
+        cases[name] = partial(loader_speed, [*child("loader", script), *given])
+    show(rounds(args, cases))
 
 
 def measure_gpu(args):
-    """what only a GPU can show: run this first on a GPU machine"""
     gpus = gpu_count()
     if not gpus:
         raise UserError("PyTorch finds no NVIDIA GPU here: run gpu where nvidia-smi lists one")
@@ -99,7 +95,7 @@ def measure_gpu(args):
             for kind in ("fed", "resident"):
                 name = f"{processes} GPU(s), {precision}, {kind}"
                 cases[name] = partial(gpu_speed, args, name, processes, precision, kind)
-    show(args, rounds(args, cases))
+    show(rounds(args, cases))
 
 
 def gpu_speed(args, name, processes, precision, kind):
@@ -107,13 +103,12 @@ def gpu_speed(args, name, processes, precision, kind):
     # A loader has two batches a worker in stock when the training begins.
     warm_up = WARM_UP + 2 * cores()
     args.precision = precision
-    command = [*torchrun(processes), *child(f"warm-up {warm_up}")[1:]]
+    command = [*torchrun(processes), *child(f"warm-up {warm_up}", SCRIPT)[1:]]
+    data = None
     if kind == "fed":
         data = make_data(args, args.data[0], processes * needed_images(args, warm_up))
-        command += options(args, data, max_steps=warm_up + args.steps)
-    else:
-        command += ["--dummy", *options(args, None, max_steps=warm_up + args.steps)]
-    summary = record(run(args, command), "Summary")
+    given = options(args, data, batch_size=args.batch_size, max_steps=warm_up + args.steps)
+    summary = record(run([*command, *given]), "Summary")
     times = [summary[f"{part}_ms"] for part in ("step", "data", "compute", "exposed")]
     rate = 1e3 * processes * args.batch_size / times[0]
     row = " ".join(f"{ms:8.2f}" for ms in times)
@@ -123,13 +118,13 @@ def gpu_speed(args, name, processes, precision, kind):
 
 
 def measure_job(args):
-    """the talk's job, from start to end: 2 epochs of 117,266 images, a global batch of 256"""
+    """The job is 2 epochs of 117,266 images, with a global batch of 256."""
     talk = (ROOT / "docs" / "talk" / "infiniband.log").read_text()
     talk_seconds = max(map(float, re.findall(r"Total wall time: .*\((.*)s\)", talk)))
     data = make_data(args, args.data[0], JOB_IMAGES)
     given = options(args, data, num_epochs=JOB_EPOCHS, global_batch_size=JOB_BATCH)
     began = time.monotonic()
-    text = run(args, [*torchrun(max(1, gpu_count())), SCRIPT, *given])
+    text = run([*torchrun(max(1, gpu_count())), SCRIPT, *given])
     seconds = time.monotonic() - began
     summary = record(text, "Summary")
     print(f"{summary['steps']} steps, {summary['img_per_s']:.0f} img/s in them")
@@ -158,71 +153,36 @@ def parse_arguments(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, measure in COMMANDS.items():
-        text = measure.__doc__.splitlines()[0]
-        sub = commands.add_parser(name, help=text, description=text)
-        add_options(sub.add_argument, name)
-    return parser.parse_args(argv)
-
-
-def add_options(add, command):
-    many = command in ("step", "input")
+    add = parser.add_argument
+    add("command", choices=COMMANDS, help="what to measure: see above")
     text = "COCO's folder or a packed file; unset: the sample set"
-    add("--data", type=full_path, nargs="+" if many else 1, metavar="PATH", help=text)
-    add("--image_size", type=positive, default=224, metavar="N", help="pixels a side (224)")
+    add("--data", type=Path, nargs="+", metavar="PATH", help=text)
+    add("--against", metavar="COMMIT", help="step, input: measure also this commit's script")
+    add("--rounds", type=int, default=3, metavar="N", help="how often all run (3)")
+    add("--image_size", type=int, default=224, metavar="N", help="pixels a side (224)")
     kinds = ["auto", "fp32", "fp16", "bf16"]
     text = "of the training (auto; gpu: bf16, then fp32)"
     add("--precision", choices=kinds, default="auto", help=text)
-    if command == "job":
-        return
     steps, batch_size = (10 * cores(), 256) if gpu_count() else (12, 32)
     text = f"measured steps of a run, after a warm-up ({steps})"
-    add("--steps", type=positive, default=steps, metavar="N", help=text)
+    add("--steps", type=int, default=steps, metavar="N", help=text)
     text = f"images per process ({batch_size})"
-    add("--batch_size", type=positive, default=batch_size, metavar="N", help=text)
-    count = 3 if command == "gpu" else 5
-    text = f"how often all run ({count})"
-    add("--rounds", type=positive, default=count, metavar="N", help=text)
-    if many:
-        text = "another copy of the script, or a commit that has one"
-        add("--against", metavar="FILE_OR_COMMIT", help=text)
-
-
-def positive(text):
-    """A type for add_argument: a whole number, 1 or more."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return int(text)
-
-
-def full_path(text):
-    return Path(text).resolve()
+    add("--batch_size", type=int, default=batch_size, metavar="N", help=text)
+    return parser.parse_args(argv)
 
 
 def cases_of(args):
     """(name, script, data) of each case to measure. Raises UserError."""
+    scripts = {"this script": SCRIPT}
+    if args.against:
+        scripts[args.against] = args.folder / SCRIPT.name
+        command = ["git", "-C", ROOT, "show", f"{args.against}:{SCRIPT.name}"]
+        scripts[args.against].write_text(run(command))
     found = []
-    for script, path in scripts(args).items():
+    for script, path in scripts.items():
         for source in args.data:
             name = f"{script}, {source}" if len(args.data) > 1 else script
             found.append((name, path, source))
-    return found
-
-
-def scripts(args):
-    """{name: path} of the scripts to measure. Raises UserError."""
-    found = {"this script": SCRIPT}
-    if args.against:
-        path = full_path(args.against)
-        if not path.is_file():
-            command = ["git", "-C", str(ROOT), "show", f"{args.against}:{SCRIPT.name}"]
-            done = subprocess.run(command, capture_output=True, timeout=60)
-            if done.returncode:
-                raise UserError(f"--against {args.against}: no file and no commit that has one")
-            path = args.folder / SCRIPT.name
-            path.write_bytes(done.stdout)
-        found[args.against] = path
     return found
 
 
@@ -257,64 +217,50 @@ def needed_images(args, warm_up):
 # ---- Runs
 
 
-def run(args, command, variables=()):
+def run(command, **variables):
     """What a command prints. Raises UserError if it fails.
 
     variables: of the environment, where the user has not set them.
     """
     command = [str(word) for word in command]
-    env = {**dict(variables), **os.environ, "PYTHONUNBUFFERED": "1"}
+    variables = run_py.cpu_variables(os.environ) | variables | os.environ
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, cwd=args.folder, env=env, **pipes, text=True, errors="replace")
+    done = subprocess.run(command, env=variables, **pipes, text=True, errors="replace")
     if done.returncode:
-        last = " | ".join([line.strip() for line in done.stdout.splitlines() if line.strip()][-3:])
-        failed = f"exit code {done.returncode}: {shlex.join(command)[:300]}"
-        raise UserError(f"{failed}: {last[-600:]}")
+        failed = f"exit code {done.returncode}: {shlex.join(command)}"
+        raise UserError(f"{failed}\n{done.stdout[-2000:]}")
     return done.stdout
 
 
 def options(args, data, **more):
     """The script's options for one epoch of the data; without data, for --dummy."""
-    given = {"image_size": args.image_size, "precision": args.precision}
+    given = {"num_epochs": 1, "image_size": args.image_size, "precision": args.precision} | more
     if data:
         given |= {"coco_image_path": data.images, "annotation_path": data.file, "weights": "none"}
-    if "batch_size" in args:
-        given |= {"batch_size": args.batch_size}
-    pairs = ({"num_epochs": 1} | given | more).items()
-    return [str(word) for name, value in pairs for word in (f"--{name}", value)]
+    words = [f"--{name}={value}" for name, value in given.items()]
+    return words if data else [*words, "--dummy"]
 
 
 def record(text, kind):
-    """A record of rank 0: Run, Summary or Loader. Raises UserError."""
+    """A record of rank 0: Summary or Loader."""
     found = re.findall(rf"^\[\w+ 0\] {kind} (\{{.*\}})$", text, re.MULTILINE)
-    if not found:
-        raise UserError(f"a run has printed no {kind} record: is it a copy of the demo's script?")
     return json.loads(found[-1])
-
-
-def launchers_variables():
-    """{name: value} of what the launchers set for CPUs, except what the user has set."""
-    wanted = run_py.cpu_variables(os.environ)
-    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def training_speed(args, command):
     """Images/s of a run, without its first steps."""
-    text = run(args, command, launchers_variables())
-    return 1e3 * args.batch_size / record(text, "Summary")["step_ms"]
+    return 1e3 * args.batch_size / record(run(command), "Summary")["step_ms"]
 
 
-def loader_speed(args, script, given):
+def loader_speed(command):
     """Images/s of the loader of a script."""
-    variables = launchers_variables() | {"OMP_NUM_THREADS": "1"}
-    text = run(args, [*child("loader", script), *given], variables)
-    return record(text, "Loader")["img_per_s"]
+    return record(run(command, OMP_NUM_THREADS="1"), "Loader")["img_per_s"]
 
 
 # ---- In a process that is measured
 
 
-def child(kind, script=SCRIPT):
+def child(kind, script):
     """The command of such a process. The script's options follow."""
     return [sys.executable, __file__, "child", kind, script]
 
@@ -324,10 +270,9 @@ def run_child(kind, script, options):
 
     loader: it only loads. warm-up N: its Summary leaves out the first N steps.
     """
-    sys.path.insert(0, str(Path(script).parent))  # loader workers may import it again
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, script)
-    demo = sys.modules[SCRIPT.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(demo)
+    sys.path.insert(0, str(Path(script).parent))  # its loader workers may import it, too
+    import demo_coco_resnet18 as demo
+
     sys.argv = [script, *options]
     if kind == "loader":
         time_loader(demo, demo.parse_arguments(options))
@@ -366,12 +311,11 @@ def rounds(args, cases):
     return found
 
 
-def show(args, found, step_time=False):
+def show(found):
     """Prints the medians, and the ratio of each case to those after it."""
     medians = {name: statistics.median(rates) for name, rates in found.items()}
     for name, rate in medians.items():
-        step = f", {1e3 * args.batch_size / rate:.1f} ms a step" if step_time else ""
-        print(f"{name}: {rate:.1f} img/s{step}")
+        print(f"{name}: {rate:.1f} img/s")
     for name, other in itertools.combinations(found, 2):
         ratios = [a / b for a, b in zip(found[name], found[other], strict=True)]
         spread = f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} round(s)"
@@ -384,7 +328,7 @@ def cores():
 
 
 def gpu_count():
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.cuda.device_count()
 
 
 def machine():
