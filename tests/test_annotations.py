@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from support.annotation_cases import GOOD, cases, changed, marked, plain_id
+import check_coco
+from support.annotation_cases import GOOD, cases, changed, is_said, plain_id, write_case
 from support.datasets import make_set, write_images
 from support.forks import load, run_forked
 from support.launchers import FAST
@@ -56,22 +57,32 @@ def test_label_is_the_category_of_the_first_annotation(demo, folder):
     assert found.categories == {5: "apple", 7: "bird", 9: "clock"}
 
 
-@pytest.mark.parametrize("case", marked(cases()), ids=lambda case: plain_id([case.name]))
-def test_file_trains_rightly_or_one_line_says_what_is_wrong(demo, folder, tmp_path, case):
-    """For the whole words, which say where, see test_check_coco.py."""
-    path, line = tmp_path / "file.json", ""
-    case.write(path)
+@pytest.mark.guards("duplicate-ids", "path-escape", "unknown-label", "true-as-id")
+@pytest.mark.guards("validation-by-name", "same-class-names", "check-other-kinds", "check-form")
+@pytest.mark.parametrize(("name", "line"), cases(), ids=[plain_id(name) for name, _ in cases()])
+def test_file_trains_rightly_or_one_line_says_what_is_wrong(demo, folder, tmp_path, name, line):
+    """The script says so in words of its own."""
+    path = tmp_path / "file.json"
+    changes = name.removeprefix("validation: ")
+    train_path = folder / "good.json" if name != changes else None
+    write_case(changes, path)
     good = demo.read_image_list(folder / "good.json")
+    said = words = ""
     try:
-        found = demo.read_image_list(path, good if case.validation else None)
+        found = demo.read_image_list(path, good if train_path else None)
         demo.check_images(folder, found.names)
         assert [Path(name).name for name in found.names] == good.names
         assert (found.labels, found.unlabelled) == (good.labels, good.unlabelled)
     except demo.UserError as error:
-        line = str(error)
-        assert line.startswith(f"annotation file {path}")
-    assert bool(line) == bool(case.line), line
-    assert not re.search(PYTHON_NAME, line) and "\n" not in line
+        said = str(error)
+        assert said.startswith(f"annotation file {path}")
+    assert bool(said) == bool(line), said
+    assert not re.search(PYTHON_NAME, said) and "\n" not in said
+    try:
+        check_coco.check(*([train_path, None, path] if train_path else [path]))
+    except check_coco.UserError as error:
+        words = re.sub(r" \(and \d+ more\)", "", str(error))
+    assert is_said(line, words, path), words
 
 
 @pytest.mark.guards("missing-image")

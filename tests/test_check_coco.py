@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from check_coco import HEAD, TAIL, UserError, check, check_images
-from support.annotation_cases import Case, cases, changed, marked, plain_id, rows
+from support.annotation_cases import changed
 from support.processes import ROOT
 
 
@@ -43,50 +43,14 @@ def lost(folder: Path, *names: str) -> str:
     return ""
 
 
-# --- The tables in tests/data ------------------------------------------------------------------
-
-
-@pytest.mark.guards("check-other-kinds", "check-form", "large-floats")
-@pytest.mark.parametrize(
-    "case", [case for case, _ in cases()], ids=lambda case: plain_id([case.name])
-)
-def test_each_file_of_the_table_is_fine_or_its_fault_is_named(tmp_path: Path, case: Case):
-    path, good = tmp_path / "file.json", write(tmp_path / "good.json")
-    case.write(path)
-    line = fault(good, val=path) if case.validation else fault(path)
-    line = re.sub(r" \(and \d+ more\)", "", line)
-    assert case.fits(line, path) if case.line else line == "", line
-
-
-@pytest.mark.parametrize("row", marked(rows("missing_images.txt")), ids=plain_id)
-def test_where_a_lost_image_is(tmp_path: Path, row: list[str]):
-    files, folder, name, words = (json.loads(f'"{part}"') for part in row)
-    for file in files.split("; "):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).touch()
-    place = tmp_path / folder
-    begin = f"the folder of images {place} lacks 1 of 1 listed images, the first is {name}: "
-    assert lost(place, name) == begin + words.replace("ROOT", str(tmp_path))
-
-
-# --- Several entries, several files -----------------------------------------------------------
+# --- Entries, and several files ----------------------------------------------------------------
 
 
 @pytest.mark.guards("check-count")
 def test_the_first_fault_of_a_kind_and_the_number_of_the_others(tmp_path: Path):
     path = write(tmp_path / "file.json", "annotations[*].id is gone; images[1].file_name is gone")
-    words = "annotations[0] has no id: expected a number, as ids of annotations are (and 5 more)"
-    assert fault(path) == f"annotation file {path}: {words}"
-
-
-def test_a_panoptic_file_is_the_wrong_one_of_cocos(tmp_path: Path):
-    """Its annotations have neither an id nor a category."""
-    changes = "annotations[*].category_id is gone; annotations[*].id is gone"
-    line = fault(write(tmp_path / "file.json", changes))
-    assert "annotations[0] has no category_id" in line
-    assert line.endswith(
-        "(and 5 more). Of COCO's files give the instances file, such as instances_train2017.json"
-    )
+    words = "annotations[0] has no id: expected a whole number (and 5 more). tools/prepare_coco.py"
+    assert fault(path).startswith(f"annotation file {path}: {words}")
 
 
 @pytest.mark.guards("check-classes")
@@ -96,16 +60,43 @@ def test_classes_that_validation_cannot_find_by_name(tmp_path: Path):
     other = write(
         tmp_path / "other.json", 'categories[1].name = "cow"; categories[2].name = "hen"'
     )
-    twice = "2 categories that have images are called 'bird': rename all but one"
-    lacks = "it has images of the class 'cow', which the training classes lack: give both files"
+    twice = "two categories with images are called 'bird': rename one"
     assert fault(same, val=good).startswith(f"annotation file {same}: {twice}")
-    line = fault(good, val=other)
-    assert line.startswith(f"annotation file {other}: {lacks}")
-    assert line.endswith("the same names (and 1 more)")
+    lacks = "it has images of the class 'cow', which the training classes lack: give both files"
+    line = f"annotation file {other}: {lacks} the same names (and 1 more)"
+    assert fault(good, val=other) == line
     assert fault(same) == ""  # alone it trains
 
 
 # --- Images ------------------------------------------------------------------------------------
+
+
+PLACES = [  # the files that are there, the folder that is given, the listed name, what is said
+    (
+        "set/train/1.jpg",
+        "set/train",
+        "train/1.jpg",
+        "train/1.jpg is in ROOT/set: give that folder",
+    ),
+    ("set/train/1.jpg", "set", "1.jpg", "1.jpg is in ROOT/set/train: give that folder"),
+    ("set/train/1.jpg", "set/val", "1.jpg", "1.jpg is in ROOT/set/train: give that folder"),
+    ("set/1.jpg", "set", "part/1.jpg", "1.jpg is there: name it in the annotation file"),
+    ("set/part/1.JPG", "set", "part/1.jpg", "part/1.JPG is there: name it in the annotation file"),
+    ("set/1.jpg", "set", "2.jpg", "check the path, and where links lead"),
+    ("set/1.jpg", "set", "a\0b/2.jpg", "check the path, and where links lead"),
+]
+
+
+@pytest.mark.guards("hint-folder", "hint-split", "hint-case")
+def test_where_a_lost_image_is(tmp_path: Path):
+    for number, (file, folder, name, words) in enumerate(PLACES):
+        root = tmp_path / str(number)
+        for path in (root / file, root / folder / "2.png"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        begin = f"the folder of images {root / folder} lacks 1 of 1 listed images, the first is "
+        line = lost(root / folder, name)
+        assert line.startswith(f"{begin}{name}: {words.replace('ROOT', str(root))}"), line
 
 
 def make_files(folder: Path, *names: str) -> Path:
@@ -217,7 +208,7 @@ def test_the_command_says_what_is_there(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ("annotations[*].id is gone", "has no id: expected a number, as ids of annotations are"),
+        ("annotations[*].id is gone", "has no id: expected a whole number (and 5 more)"),
         ('images[0].file_name = "\\ud800"', "lacks 4 of 4 listed images, the first is ?: "),
         (None, "No such file or directory"),
     ],

@@ -394,8 +394,10 @@ def test_a_prepared_set_trains(prepared):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "is not JSON, or not all of it is there (1 bytes): "),
-        ('{"images": []}', "has no images: expected a list"),
+        (
+            json.dumps(changed("annotations[*].category_id as text")),
+            'annotations[0] has "7" as category_id: expected a number, as ids of categories are',
+        ),
         (json.dumps(instances(["part/../../a.jpg"])), "part/../../a.jpg leaves"),
         (
             json.dumps(instances(["gone.jpg"])),

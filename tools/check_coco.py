@@ -55,12 +55,9 @@ def read_instances(path, any_form=False):
     try:
         content = read_json(path)
         check_lists(content)
-        check_fields(content)
+        check_fields(content, any_form)
         check_ids(content)
-        names = [image.get("file_name") for image in content["images"]]
-        set_file_names(content)
-        if not any_form:
-            check_form(content, names)
+        set_file_names(content, any_form)
     except UserError as error:
         raise UserError(f"annotation file {path}{error}") from error
     return content
@@ -96,6 +93,7 @@ IDS = [
     ("annotations", "id", "annotations"),
 ]
 INSTANCES = "Of COCO's files give the instances file, such as instances_train2017.json"
+OTHER_FORMS = "tools/prepare_coco.py takes ids as text, LVIS and paths of Windows"
 
 
 def check_lists(content):
@@ -115,36 +113,40 @@ def check_lists(content):
         raise_first(texts)
 
 
-def check_fields(content):
-    """Ids must be numbers, or text where the first one of their list is text."""
+def check_fields(content, any_form):
+    """Ids must be whole numbers, and a category's name text.
+
+    any_form: ids may be other numbers, or text where the first one of their list is text.
+    """
     for name, key, of in IDS:
-        is_text = isinstance(content[of][0].get("id"), str)
-        expected = f"{'text' if is_text else 'a number'}, as ids of {of} are"
+        kinds, expected = [int], "a whole number"
+        if any_form and isinstance(content[of][0].get("id"), str):
+            kinds, expected = [str], f"text, as ids of {of} are"
+        elif any_form:
+            kinds, expected = [int, float], f"a number, as ids of {of} are"
         texts = [
             f": {name}[{index}] {has(entry, key)}: expected {expected}"
             for index, entry in enumerate(content[name])
-            if not is_id(entry.get(key)) or isinstance(entry[key], str) != is_text
+            if type(entry.get(key)) not in kinds
         ]
         is_panoptic = key == "category_id" and key not in content[name][0]
-        raise_first(texts, f". {INSTANCES}" if is_panoptic else "")
-
-
-def is_id(value):
-    """Whether it stands for one thing: from 2**53 on a float may stand for its neighbours."""
-    return type(value) in (int, str) or (isinstance(value, float) and abs(value) < 2**53)
+        advice = INSTANCES if is_panoptic else OTHER_FORMS
+        raise_first(texts, "" if any_form else f". {advice}")
+    texts = [
+        f": categories[{index}] {has(category, 'name')}: expected text"
+        for index, category in enumerate(content["categories"])
+        if not isinstance(category.get("name"), str) or not category["name"]
+    ]
+    raise_first([] if any_form else texts)
 
 
 def has(entry, key):
     """'has no id', 'has null as id'."""
-    missing = key not in entry or entry[key] == []
-    return f"has no {key}" if missing else f"has {shown(entry[key])} as {key}"
+    return f"has {shown(entry[key])} as {key}" if key in entry else f"has no {key}"
 
 
 def shown(value):
-    if isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "an object"
-    text = json.dumps(value)[:60]
-    return f"the text {text}" if isinstance(value, str) else text
+    return json.dumps(value)[:60]
 
 
 def check_ids(content):
@@ -180,8 +182,8 @@ def first_annotations(content):
     return first
 
 
-def set_file_names(content):
-    """Sets each image's file_name to its path in the folder of images."""
+def set_file_names(content, any_form):
+    """Sets each image's file_name to its path in the folder of images. COCO has this path."""
     texts = []
     for index, image in enumerate(content["images"]):
         # In LVIS it is the last part of the URL.
@@ -191,30 +193,11 @@ def set_file_names(content):
             continue
         name = name.replace("\\", "/")  # an export made on Windows
         if os.path.isabs(name) or ".." in name.split("/"):
-            texts.append(f": {name} leaves the image folder")
+            raise UserError(f": {name} leaves the image folder")
+        if not any_form and image.get("file_name") != name:
+            texts.append(f": images[{index}] {has(image, 'file_name')}: expected a path with /")
         image["file_name"] = name
-    raise_first(texts)
-
-
-def check_form(content, names):
-    """Raises UserError where a file with these names of images is not in COCO's own form."""
-    texts = [
-        f": {name}[{index}] {has(entry, key)}: COCO has a whole number"
-        for name, key, _ in IDS
-        for index, entry in enumerate(content[name])
-        if type(entry[key]) is not int
-    ]
-    texts += [
-        f": categories[{index}] {has(category, 'name')}: COCO has text"
-        for index, category in enumerate(content["categories"])
-        if not isinstance(category.get("name"), str) or not category["name"]
-    ]
-    texts += [
-        f": images[{index}] has {shown(name)} as file_name: COCO has a path with /"
-        for index, (image, name) in enumerate(zip(content["images"], names, strict=True))
-        if name != image["file_name"]
-    ]
-    raise_first(texts, ". tools/prepare_coco.py takes such a file, and writes one as COCO's")
+    raise_first(texts, "" if any_form else f". {OTHER_FORMS}")
 
 
 # ---- Images that are not in the folder
@@ -306,14 +289,11 @@ def check_classes(train, val):
     Raises UserError.
     """
     for path, content in (train, val):
-        used = Counter(name for name, count in images_of_classes(content) if count)
-        texts = [
-            f"annotation file {path}: {count} categories that have images are called {name!r}: "
-            "rename all but one, names tell them apart"
-            for name, count in used.items()
-            if count > 1
-        ]
-        raise_first(texts)
+        used = [name for name, count in images_of_classes(content) if count]
+        twice = [name for name, count in Counter(used).items() if count > 1]
+        if twice:
+            text = f"annotation file {path}: two categories with images are called {twice[0]!r}"
+            raise UserError(f"{text}: rename one, because names tell them apart")
     known = {class_name(category) for category in train[1]["categories"]}
     texts = [
         f"annotation file {path}: it has images of the class {name!r}, which the training "
@@ -345,7 +325,7 @@ def describe(path, content):
 
 def check(annotations, folder=None, val=None):
     """Lines that say what is there. Raises UserError."""
-    content = read_instances(annotations, folder)
+    content = read_instances(annotations)
     lines = describe(annotations, content)
     if folder:
         labelled = first_annotations(content)
