@@ -31,7 +31,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import namedtuple
 from functools import partial
 from pathlib import Path
 
@@ -44,8 +43,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "demo_coco_resnet18.py"
 WARM_UP = 3  # steps that the script's Summary leaves out
 JOB_IMAGES, JOB_EPOCHS, JOB_BATCH = 117_266, 2, 256  # the talk's: labelled images of train2017
-
-Data = namedtuple("Data", "images file")  # the folder of images, and their instances file
 
 
 def main(argv=None):
@@ -104,7 +101,7 @@ def gpu_speed(args, name, processes, precision, kind):
     warm_up = WARM_UP + 2 * cores()
     args.precision = precision
     command = [*torchrun(processes), *child(f"warm-up {warm_up}", SCRIPT)[1:]]
-    data = None
+    data = ["--dummy"]
     if kind == "fed":
         data = make_data(args, args.data[0], processes * needed_images(args, warm_up))
     given = options(args, data, batch_size=args.batch_size, max_steps=warm_up + args.steps)
@@ -190,9 +187,9 @@ def cases_of(args):
 
 
 def make_data(args, source, count):
-    """Data of exactly so many labelled images, repeated if there are fewer. Raises OSError.
+    """The script's options for exactly so many labelled images, repeated if there are fewer.
 
-    source: COCO's folder, or a packed file in it.
+    source: COCO's folder, or a packed file in it. Raises OSError.
     """
     packed = source.suffix == ".rgb"
     images = source if packed else source / "train2017"
@@ -206,7 +203,7 @@ def make_data(args, source, count):
         annotations.append({"id": n, "image_id": n, "category_id": labels[image["id"]]})
     file = args.folder / f"{len(os.listdir(args.folder))}.json"
     file.write_text(json.dumps(content | {"images": listed, "annotations": annotations}))
-    return Data(images, file)
+    return ["--coco_image_path", images, "--annotation_path", file, "--weights", "none"]
 
 
 def needed_images(args, warm_up):
@@ -233,12 +230,9 @@ def run(command, **variables):
 
 
 def options(args, data, **more):
-    """The script's options for one epoch of the data; without data, for --dummy."""
+    """The script's options for one epoch; `data` are those for its data."""
     given = {"num_epochs": 1, "image_size": args.image_size, "precision": args.precision} | more
-    if data:
-        given |= {"coco_image_path": data.images, "annotation_path": data.file, "weights": "none"}
-    words = [f"--{name}={value}" for name, value in given.items()]
-    return words if data else [*words, "--dummy"]
+    return [*(f"--{name}={value}" for name, value in given.items()), *data]
 
 
 def record(text, kind):

@@ -132,12 +132,14 @@ def check_fields(content, any_form):
         is_panoptic = key == "category_id" and key not in content[name][0]
         advice = INSTANCES if is_panoptic else OTHER_FORMS
         raise_first(texts, "" if any_form else f". {advice}")
+    if any_form:
+        return
     texts = [
         f": categories[{index}] {has(category, 'name')}: expected text"
         for index, category in enumerate(content["categories"])
         if not isinstance(category.get("name"), str) or not category["name"]
     ]
-    raise_first([] if any_form else texts)
+    raise_first(texts)
 
 
 def has(entry, key):
@@ -271,16 +273,10 @@ def fault_of(path):
 # ---- Classes, and what is there
 
 
-def class_name(category):
-    """A class without a name is called by its id."""
-    name = category.get("name")
-    return str(category["id"] if name in (None, "") else name)
-
-
 def images_of_classes(content):
     """For each category, in the order of the file: its name, and how many images have it."""
     counts = Counter(label for _, label in first_annotations(content).values())
-    return [(class_name(category), counts[category["id"]]) for category in content["categories"]]
+    return [(category["name"], counts[category["id"]]) for category in content["categories"]]
 
 
 def check_classes(train, val):
@@ -294,7 +290,7 @@ def check_classes(train, val):
         if twice:
             text = f"annotation file {path}: two categories with images are called {twice[0]!r}"
             raise UserError(f"{text}: rename one, because names tell them apart")
-    known = {class_name(category) for category in train[1]["categories"]}
+    known = {category["name"] for category in train[1]["categories"]}
     texts = [
         f"annotation file {path}: it has images of the class {name!r}, which the training "
         "classes lack: give both files the same names"

@@ -51,7 +51,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from check_coco import UserError, check_images, class_name, first_annotations, read_instances
+from check_coco import UserError, check_images, first_annotations, read_instances
 
 PROGRESS_S = 5  # seconds from one line of progress to the next
 MOST_AHEAD = 256  # images that may wait to be written
@@ -242,9 +242,12 @@ def write_instances(path, content):
 
 
 def in_coco_form(content):
-    """Ids become whole numbers in the order of the old ones, and a class's name is text."""
+    """Ids become whole numbers in the order of the old ones, and a class's name is text.
+
+    A class without a name is called by its id.
+    """
     for category in content["categories"]:
-        category["name"] = class_name(category)
+        category["name"] = str(category.get("name") or category["id"])
     for name, of_others in (
         ("images", "image_id"),
         ("categories", "category_id"),
