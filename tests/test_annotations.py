@@ -94,40 +94,6 @@ def test_images_that_the_folder_lacks_are_counted_and_the_first_is_named(demo, t
     assert str(error.value) == f"{words} (tools/check_coco.py says more)"
 
 
-# What the README beside the real files says of each, where the line is not the whole of it.
-OF_THE_PROJECT = {
-    "01": "annotations have no id that is a whole number",
-    "02": "images have no file_name that is text",
-    "03": "is no path in the image folder, with / between its parts",
-    "04": "annotations have no category_id that is a whole number",
-    "05": "it has no list of categories: give an instances file",
-    "06": "annotations have no id that is a whole number: give an instances file",
-    "08": "is not JSON, or not complete",
-    "09": "it has no list of images: give an instances file",
-    "11": "annotations have no category_id that is a whole number",
-    **dict.fromkeys(["10", "12"], "lacks 6 of 6 listed images, the first is "),
-}
-
-
-def test_files_that_come_with_the_real_images_train_or_are_named(demo, tiny_coco):
-    """Each as a training file with the folder of its images, and as a validation file."""
-    paths = sorted(tiny_coco.parent.glob("annotation_cases/*.json"))
-    assert len(paths) == 15
-    good = demo.read_image_list(paths[0])
-    for path in paths:
-        expected = OF_THE_PROJECT.get(path.name[:2], "trains")
-        said = "trains"
-        try:
-            found = demo.read_image_list(path, good)
-            assert found.labels == good.labels
-            if path.name[:2] == "10":
-                demo.check_images(tiny_coco, found.names)
-            demo.check_images(tiny_coco / "train2017", found.names)
-        except demo.UserError as error:
-            said = str(error)
-        assert expected in said, path
-
-
 # --- Classes by name ---------------------------------------------------------------------------
 
 TWO_BIRDS = 'categories[2].name = "bird"; annotations[*].category_id = '
