@@ -134,15 +134,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.guards("weights-other-classes")
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         ("", ""),
-        pytest.param(
-            'categories[0].name = "cow"',
-            "of 3 other classes, is left out: 3 classes",
-            marks=pytest.mark.guards("weights-other-classes"),
-        ),
+        ('categories[0].name = "cow"', "of 3 other classes, is left out: 3 classes"),
         ('categories[3] = {"id": 1, "name": "cow"}', "of 3 other classes, is left out: 4 classes"),
     ],
 )
