@@ -116,10 +116,6 @@ def test_labelled_images_that_the_folder_lacks_are_counted(tmp_path: Path):
     for name in ("gone.jpg", "0002.jpg"):
         (folder / name).symlink_to("0000.jpg")
     assert fault(path, folder) == ""
-
-
-def test_a_folder_of_images_that_is_not_there_is_said(tmp_path: Path):
-    path = write(tmp_path / "file.json")
     gone = tmp_path / "gone"
     assert fault(path, gone) == f"there is no folder of images {gone}: check the path"
 
@@ -220,8 +216,3 @@ def test_the_command_ends_with_2_after_a_fault(tmp_path: Path, changes: str | No
     code, out, err = command(path, make_files(tmp_path / "images"))
     assert (code, err, out.count("\n")) == (2, "", 1) and words in out
     assert not re.search(r"Error|Errno|Exception|Traceback", out)
-
-
-def test_wrong_arguments_are_on_stderr():
-    code, out, err = command()
-    assert (code, out) == (2, "") and "required: ANNOTATIONS" in err

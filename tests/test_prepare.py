@@ -340,7 +340,7 @@ def test_an_image_of_32_bits_is_scaled_in_its_copy(tmp_path, mode):
     [
         (
             json.dumps(changed("annotations[*].category_id as text")),
-            'annotations[0] has "7" as category_id: expected a number, as ids of categories are',
+            'annotations[0] has "7" as category_id: expected the id of a category',
         ),
         (json.dumps(instances(["part/../../a.jpg"])), "part/../../a.jpg leaves"),
         (

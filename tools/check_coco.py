@@ -84,13 +84,13 @@ def without_unused(found):
 
 # ---- Faults of a file: what UserError says goes on after the file's name
 
-# The ids that training needs: a list, a field of its entries, and the list whose ids these are.
+# The ids that training needs: a list, and a field of its entries.
 IDS = [
-    ("images", "id", "images"),
-    ("categories", "id", "categories"),
-    ("annotations", "category_id", "categories"),
-    ("annotations", "image_id", "images"),
-    ("annotations", "id", "annotations"),
+    ("images", "id"),
+    ("categories", "id"),
+    ("annotations", "category_id"),
+    ("annotations", "image_id"),
+    ("annotations", "id"),
 ]
 INSTANCES = "Of COCO's files give the instances file, such as instances_train2017.json"
 OTHER_FORMS = "tools/prepare_coco.py takes ids as text, LVIS and paths of Windows"
@@ -114,16 +114,11 @@ def check_lists(content):
 
 
 def check_fields(content, any_form):
-    """Ids must be whole numbers, and a category's name text.
-
-    any_form: ids may be other numbers, or text where the first one of their list is text.
-    """
-    for name, key, of in IDS:
-        kinds, expected = [int], "a whole number"
-        if any_form and isinstance(content[of][0].get("id"), str):
-            kinds, expected = [str], f"text, as ids of {of} are"
-        elif any_form:
-            kinds, expected = [int, float], f"a number, as ids of {of} are"
+    """Ids must be whole numbers, and names of categories text; any_form: ids of any kind."""
+    kinds, expected = [int], "a whole number"
+    if any_form:
+        kinds, expected = [int, float, str], "a number or text"
+    for name, key in IDS:
         texts = [
             f": {name}[{index}] {has(entry, key)}: expected {expected}"
             for index, entry in enumerate(content[name])
@@ -167,7 +162,7 @@ def check_ids(content):
         raise UserError(": no image has an annotation: no image_id is the id of an image")
     categories = {category["id"] for category in content["categories"]}
     texts = [
-        f": annotations[{index}] has {label} as category_id: expected the id of a category"
+        f": annotations[{index}] has {shown(label)} as category_id: expected the id of a category"
         for index, label in labels
         if label not in categories
     ]
