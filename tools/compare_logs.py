@@ -120,9 +120,6 @@ def compare_runs(runs, force=False, project_from=None):
     alike = not scaled or scaling.same_training(runs)
     for run in runs if not alike else ():
         run.losses.clear()
-    for run in runs:
-        one = scaled and scaled.runs.get(run.name)
-        run.efficiency = one and one.efficiency
     return {
         "runs": runs,
         "base": base,

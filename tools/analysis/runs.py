@@ -63,7 +63,6 @@ class Run:
     networks: list = field(default_factory=list)  # a Network for each probed node
     traffic: list = field(default_factory=list)  # of each node in the run: host, interfaces, tcp
     facts: dict = field(default_factory=dict)  # host -> its facts, and rows of its ports
-    efficiency: float | None = None  # beside fewer processes, see scaling.py
 
     @property
     def complete(self):
