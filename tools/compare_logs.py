@@ -27,6 +27,7 @@ import argparse
 import functools
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -59,15 +60,12 @@ def run_command(args):
             each.append(make_run(own, read_files(files), stated.get(name)))
     runs = [gather(name, each) for name, each in every.items()]
     result = compare_runs(runs, args.force, args.project)
-    error = print_text(report(result))
-    failed = [f"the report cannot be printed: {error}"] if error else []
+    print_text(report(result))
     for option, (file, write) in outputs.items():
         try:
             write(result, file)
-        except (OSError, ValueError) as error:  # no reason to lose the others
-            failed.append(f"--{option} {file}: cannot be written: {error}")
-    if failed:
-        raise UserError("; ".join(failed))
+        except (OSError, ValueError) as error:
+            raise UserError(f"--{option} {file}: cannot be written: {error}") from None
     return 0 if all(run.complete for each in every.values() for run in each) else 1
 
 
@@ -213,4 +211,5 @@ def stated_rates(items, names):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has seen enough is no error
     sys.exit(main())

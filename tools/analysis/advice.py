@@ -33,12 +33,8 @@ ROWS = [
     ("between unmoved", "the interface that is used: `ip route get PEER` on each node"),
     ("between small", "nccl-tests with 1 GiB, which is enough for a fast link: {page}nccl-tests"),
     ("between fallen", "the port, which states only {stated}: `ethtool {name}`"),
-    ("between low tunnel", "the route, as {over} moved as many bytes: `ip route get PEER`"),
-    ("between low bond", "the bond: `cat /proc/net/bonding/{name}`, {page}tcp"),
     ("between low sockets", "the link alone: `iperf3 -c PEER`, then with -P 8: {page}tcp"),
-    ("between low ipoib", "the link alone: `iperf3 -c PEER`, then with -P 8: {page}tcp"),
     ("between ipoib !gloo", "the adapter without IP: --network LABEL={adapter}"),
-    ("between low indirect", "how near adapters are to GPUs: `nvidia-smi topo -m`"),
     (
         "between low infiniband",
         "the link alone: `ib_write_bw -d {device} --report_gbits`, {page}infiniband",
@@ -74,7 +70,6 @@ def next_steps(run, words):
         "device": name.partition(":")[0],
         "link": name.replace(":", "/"),
         "adapter": (network and network.adapter.partition(":")[0]) or "ADAPTER",
-        "over": network and ", ".join(network.over),
         "stated": rate(run.link_gbps or 0),
         "rank": rank,
         "host": hosts[rank] if rank is not None and rank < len(hosts) else "its node",
@@ -95,11 +90,7 @@ def network_words(run):
     if not network or not run.probe_s:
         return {"unmoved" if run.record("Probe") else "unseen"}
     kind = network.transport if network.transport in (*ADAPTERS, "plugin") else "sockets"
-    kind = "ipoib" if network.kind == "ipoib" and kind == "sockets" else kind
-    words = {kind, "rated" if run.link_gbps else "unrated"}
-    words |= {"tunnel"} if network.over else set()
-    words |= {"bond"} if network.members else set()
+    words = {kind, network.kind}
+    words |= set() if run.link_gbps else {"unrated"}
     stated = (run.link_gbps or 0) / max(1, len(network.names))
-    words |= {"fallen"} if kind == "sockets" and 0 < stated <= FALLEN_GBPS else set()
-    indirect = kind in ADAPTERS and network.with_gpudirect < network.connections
-    return words | ({"indirect"} if indirect else set())
+    return words | ({"fallen"} if kind == "sockets" and 0 < stated <= FALLEN_GBPS else set())

@@ -220,17 +220,10 @@ def projection_lines(run):
 
 
 def print_text(text):
-    """Print it. Returns the OSError if that fails; a reader that has seen enough is no error."""
-    with contextlib.suppress(AttributeError):  # a terminal may lack a log's characters
+    """Print it, also where the terminal lacks a log's characters."""
+    with contextlib.suppress(AttributeError):  # stdout is closed, or a test's
         sys.stdout.reconfigure(errors="replace")
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # what is left in the buffer would fail again at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            return error
-    return None
+    print(text)
 
 
 def as_json(result):
@@ -256,7 +249,7 @@ def write_json(result, file):
 def write_report(result, file, picture=None):
     """The report in a file, which names the picture from where it lies."""
     address = None
-    if picture and os.path.exists(picture):  # otherwise it could not be drawn
+    if picture:
         address = quote(os.path.relpath(picture, Path(file).absolute().parent))
     # What other programs have said may look like HTML, which a viewer of Markdown would hide.
     text = report(result, address).replace("<", "&lt;")

@@ -188,8 +188,6 @@ def say_network(run, own):
     if run.nodes == 1 or network.transport == "local":
         return [f"network: none, {way_inside(network)}"]
     text = f"network: {network.way}"
-    if network.over:
-        text += f", through {', '.join(network.over)} too"
     if network.gbps:
         size = get(run.record("Probe"), "all_reduce_bytes")
         text += f", {rate(network.gbps)} in the probe's all-reduce of {megabytes(size or 0)}"
