@@ -45,23 +45,16 @@ def report(wrong: str, fine: str = "", *, kind: str = "WRONG") -> None:
 # --- This node ---------------------------------------------------------------------------------
 
 
-def chosen_python() -> str:
-    """That of the launchers. Raises ValueError if they refuse."""
+def check_python() -> None:
+    """The one that the launchers would take."""
     code = 'source "$1"; choose_python; echo "$PYTHON"'
     words = ["bash", "-c", code, "preflight.py", ROOT / "tools/environment.sh"]
     done = subprocess.run(words, capture_output=True, text=True)
+    python, wrong = done.stdout.strip(), ""
     if done.returncode:
-        raise ValueError(done.stderr.strip().rpartition("error: ")[2])
-    return done.stdout.strip()
-
-
-def check_python() -> None:
-    try:
-        python = chosen_python()
-    except ValueError as error:
-        report(str(error) or "no Python here has PyTorch: run tools/environment.sh")
-        return
-    report("", f"{python} has torch, torchvision, pycocotools and pillow")
+        wrong = done.stderr.strip().rpartition("error: ")[2]
+        wrong = wrong or "no Python here has PyTorch: run tools/environment.sh"
+    report(wrong, f"{python} has torch, torchvision, pycocotools and pillow")
 
 
 def address_of(interface: str) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from analysis.logs import COLOURS, PREFIX, UserError, lines_of
+from analysis.logs import COLOURS, UserError, lines_of
 from analysis.network import TITLES
 
 HOW_TO_ASK = "start the job with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET,ENV"
@@ -254,7 +254,7 @@ def message(line: str) -> str:
 # --- For people ----------------------------------------------------------------------------------
 
 
-def describe(found: Finding, failed: bool = True) -> list[str]:
+def describe(found: Finding) -> list[str]:
     """Lines: what was used, what was asked for, what NCCL warned of."""
     lines = [used(found)]
     if found.channels:  # each rank writes its own end of a connection
@@ -274,7 +274,7 @@ def describe(found: Finding, failed: bool = True) -> list[str]:
         asked = ", ".join(f"{name}={value}" for name, value in sorted(found.asked.items()))
         lines.append(f"The environment asked for: {asked}")
     lines += [f'NCCL on networks: "{line}"' for line in found.no_network[:MOST_QUOTES]]
-    return lines + quotes(found.to_dict(), failed)
+    return lines + quotes(found.to_dict(), failed=True)
 
 
 def used(found: Finding) -> str:
@@ -321,13 +321,9 @@ def files_in(paths: list[str]) -> list[Path]:
         if not path.exists():
             raise UserError(f"no such file or folder: {path}")
         inside = filter(Path.is_file, sorted(path.rglob("*")))
-        found += [file for file in inside if is_text(file)] if path.is_dir() else [path]
+        texts = [file for file in inside if "\0" not in next(lines_of(file), "")]
+        found += texts if path.is_dir() else [path]
     return found
-
-
-def is_text(path: Path) -> bool:
-    """Whether it is no checkpoint."""
-    return "\0" not in next(lines_of(path), "")
 
 
 def of_newest_start(files: Iterable[Path]) -> list[Path]:
@@ -374,14 +370,13 @@ def beside(log: Path) -> Reader:
 
 
 def of_last_run(path: Path) -> Reader:
-    """What NCCL's text in a log says of its last run: since a rank went on after its last line."""
-    reader, later, ended = Reader(), Reader(), set()
+    """What NCCL's text in a log says of its last run: from the end of the run before it."""
+    reader, later, ended = Reader(), Reader(), False
     for line in lines_of(path):
-        mark = PREFIX.search(line)
-        if mark and "] Cleanup complete" in line:
-            ended.add(mark[2])
-        elif mark and mark[2] in ended:
-            reader, later, ended = later, Reader(), set()
+        if "] Cleanup complete" in line:
+            ended = True
+        elif "] Run {" in line and ended:
+            reader, later, ended = later, Reader(), False
         if " | Step " not in line:
             (later if ended else reader).read(line)
     reader.add(later)
