@@ -53,21 +53,20 @@ def check_both(nodes: NamespacePair, expect: int | None = 0, **variables: object
     return [one.finish(40, expect) for one in started]
 
 
-def check_alone(*before: object, nodes: NamespacePair | None = None, **variables: object) -> Run:
-    """On this machine or on node 0, neither told of another one; `before` starts the command."""
+def check_alone(nodes: NamespacePair | None = None, **variables: object) -> Run:
+    """On this machine or on node 0, neither told of another one."""
     env = {name: value and str(value) for name, value in variables.items()}
-    command = [*before, *PREFLIGHT]
-    with nodes.popen(0, command, env=env) if nodes else start(command, env=env) as started:
+    with nodes.popen(0, PREFLIGHT, env=env) if nodes else start(PREFLIGHT, env=env) as started:
         run = started.finish(40, expect=None)
     assert run.returncode == bool(wrong(run))
     return run
 
 
-def wrong(run: Run, kind: str = "WRONG: ") -> list[str]:
-    """Its findings, or its notes. Each line has to be of one of its three kinds."""
+def wrong(run: Run) -> list[str]:
+    """Its findings. Each line has to be of one of its three kinds."""
     lines = run.out.splitlines()
     assert all(line.startswith(("ok: ", "note: ", "WRONG: ")) for line in lines), run.tail()
-    return [line.removeprefix(kind) for line in lines if line.startswith(kind)]
+    return [line.removeprefix("WRONG: ") for line in lines if line.startswith("WRONG: ")]
 
 
 def firewall(nodes: NamespacePair, node: int, *rules: str) -> None:
@@ -86,38 +85,33 @@ def firewall(nodes: NamespacePair, node: int, *rules: str) -> None:
 # --- This node ---------------------------------------------------------------------------------
 
 
-def sysfs(folder: Path, *files: str) -> Path:
-    """A folder in place of /sys, with files such as net/eth0/speed=100."""
-    for file in files:
-        name, _, text = file.partition("=")
-        path = folder / "class" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-    return folder
-
-
 def test_interfaces_that_cannot_be_used_are_found_and_a_fault_if_named(nodes):
     for name in ("one", "two"):
         nodes.ip(0, f"link add {name} up type veth peer name end{name}")
     nodes.ip(0, "link set endtwo up")
-    run = check_alone(nodes=nodes, IFNAME="eth0,eth7,one,two")
+    run = check_alone(nodes, IFNAME="eth0,eth7,one,two")
     first, second, third = wrong(run)
     assert first.startswith("there is no eth7 ") and second.startswith("one is down")
     assert third.startswith("two is up but has no address")
-    run = check_alone(nodes=nodes)
+    run = check_alone(nodes)
     assert not wrong(run) and "ok: eth0 is up" in run.out and "note: one is down" in run.out
 
 
 @pytest.mark.guards("port-not-active")
 def test_adapters_that_cannot_be_used_are_found_and_a_fault_if_named(nodes, tmp_path):
-    files = ("0/ports/1/state=1: DOWN", "0/ports/1/rate=100 Gb/sec", "1/ports/1/state=1: DOWN")
-    down = [f"infiniband/mlx5_{file}" for file in files]
-    one = sysfs(tmp_path / "one", *down, "infiniband/mlx5_0/ports/2/state=4: ACTIVE")
-    run = check_alone(nodes=nodes, SYSFS_ROOT=one, IFNAME="mlx5_0,mlx5_0:1,mlx5_0:2,mlx5_1")
+    for port, state in (
+        ("0/ports/1", "1: DOWN"),
+        ("0/ports/2", "4: ACTIVE"),
+        ("1/ports/1", "1: DOWN"),
+    ):
+        folder = tmp_path / f"class/infiniband/mlx5_{port}"
+        folder.mkdir(parents=True)
+        (folder / "state").write_text(f"{state}\n")
+    run = check_alone(nodes, SYSFS_ROOT=tmp_path, IFNAME="mlx5_0,mlx5_0:1,mlx5_0:2,mlx5_1")
     first, second = wrong(run)
     assert first.startswith("no port of mlx5_0:1 is ACTIVE ['1: DOWN']")
     assert second.startswith("no port of mlx5_1 is ACTIVE")
-    run = check_alone(nodes=nodes, SYSFS_ROOT=one)
+    run = check_alone(nodes, SYSFS_ROOT=tmp_path)
     assert not wrong(run) and "ok: InfiniBand adapter mlx5_0" in run.out
     assert "note: no port of mlx5_1 is ACTIVE" in run.out
 
