@@ -9,7 +9,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
