@@ -73,8 +73,9 @@ def read_files(files):
     """The Log of a run's files, with what NCCL's text in them says."""
     log, reader = read_log(files), Reader()
     for file in (file for path in files for file in log_files(Path(path))):
-        reader.add(of_last_run(file))
-        reader.add(beside(file))
+        for line in of_last_run(file):
+            reader.read(line)
+        reader.read_files(beside(file))
     if reader.lines or reader.warnings:
         log.nccl = reader.finding().to_dict()
     return log
