@@ -332,6 +332,7 @@ port mlx5_0:1 {"rate": "50 Gb/sec (1X HDR)", "device": "3b", "pcie": [16, 8], "p
 node {"gpus": ["NVIDIA H100"], "locked": 8388608}
 = eth
 net eth0 ethernet 10 0.9
+nccl NCCL_IB_HCA set by environment to =mlx5_0
 nccl NET/IB : No device found.
 nccl Using network Socket
 sent eth0 ethernet 50

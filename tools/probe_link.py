@@ -183,6 +183,8 @@ def of_all_nodes(process: demo.ProcessInfo, carried: dict) -> list[dict]:
         node = {"host": host, **carried}
         pattern = os.environ.get("NCCL_DEBUG_FILE", "") if process.backend == "nccl" else ""
         found = nccl.of_processes(pattern, host, [pid for name, pid in places if name == host])
+        if found and "NCCL_NET" in os.environ:  # NCCL does not print it
+            found.asked["NCCL_NET"] = os.environ["NCCL_NET"]
         node["nccl"] = found and found.to_dict()
     return [node for node in demo.all_gather(node) if node]
 

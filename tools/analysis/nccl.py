@@ -39,6 +39,7 @@ EVIDENCE = {
     "adapters": r"NET/IB : Using((?: ?\[\d+\](?:=\{[^}]*\}?|[^\s;]+))+)",
     "sockets": r"NET/Socket : Using((?: \[\d+\]\S+<\d+>)+)",
     "provider": r"NET/OFI Selected [Pp]rovider is (\w+)[\s,*]",
+    "asked": r"(NCCL_\w+) set (?:by environment )?to ([^\s.]\S*?)\.?(?=\s)",
     # Why a faster network or GPUDirect was not used; a healthy machine may print these, too.
     "no_network": r"(NET/IB : No device found|Failed to open libibverbs\.so\[\.1\]"
     # The plain name is tried first and alone proves nothing.
@@ -50,7 +51,7 @@ EVIDENCE = {
 }
 # One of these words is in every message above: most lines of a log need no more than this search.
 WORDS = re.compile(
-    r"NET/|NET plugin|CCL version|nNodes| via |Using |libibverbs|network plugin|WARN "
+    r"NET/|NET plugin|NCCL_|CCL version|nNodes| via |Using |libibverbs|network plugin|WARN "
     "|Last error|GPU Direct"
 )
 # Where a message begins: another process may have broken off the one before it.
@@ -91,6 +92,7 @@ class Finding:
     gpudirect: int | None = None
     no_gpudirect: str = ""  # NCCL's line that says why not
     nodes: int | None = None
+    asked: dict[str, str] = field(default_factory=dict)  # what the environment asked for
     no_network: list[str] = field(default_factory=list)  # lines on networks that could not be used
     warnings: list[dict] = field(default_factory=list)
 
@@ -154,6 +156,7 @@ class Reader:
             version=next(iter(self.texts("version")), None),
             channels=self.channels(),
             nodes=max(map(int, self.texts("nodes")), default=None),
+            asked=dict(self.seen["asked"].keys()),
             no_network=self.quotes("no_network"),
             warnings=self.all_warnings(),
         )
@@ -248,7 +251,7 @@ def message(line: str) -> str:
 
 
 def describe(found: Finding) -> list[str]:
-    """Lines: what was used, what was not, what NCCL warned of."""
+    """Lines: what was used, what was asked for, what NCCL warned of."""
     lines = [used(found)]
     if found.channels:  # each rank writes its own end of a connection
         over = found.channels.get("network", 0)
@@ -263,6 +266,9 @@ def describe(found: Finding) -> list[str]:
         lines.append(f"{what}: {', '.join(found.unused)}")
     if len(found.networks) > 1:
         lines.append(f"Ranks differ ({', '.join(found.networks)}): the slowest sets the pace")
+    if found.asked:
+        asked = ", ".join(f"{name}={value}" for name, value in sorted(found.asked.items()))
+        lines.append(f"The environment asked for: {asked}")
     lines += [f'NCCL on networks: "{line}"' for line in found.no_network[:MOST_QUOTES]]
     return lines + quotes(found.to_dict(), failed=True)
 

@@ -228,12 +228,14 @@ def say_share(run):
 def say_asked(run):
     """That an adapter was asked for, by a variable or by the run's name, and sockets were used."""
     network = run.network
-    names = ("NCCL_NET", "NCCL_IB_HCA")
-    wish = [f"{name}={run.env(name)}" for name in names if run.env(name) not in ("", "Socket")]
+    names = ("NCCL_IB_DISABLE", "NCCL_NET", "NCCL_IB_HCA")
+    asked = {name: run.env(name) for name in names} | get(network.finding, "asked", dict)
+    wish = [f"{key}={asked[key]}" for key in ("NCCL_NET", "NCCL_IB_HCA") if asked.get(key)]
+    wish = [text for text in wish if text != "NCCL_NET=Socket"]
     named = re.search(r"(?i)infiniband|roce|\befa|\bib\b", run.name)
-    if run.env("NCCL_IB_DISABLE") not in ("", "0"):
+    if network.transport != "sockets" or asked.get("NCCL_IB_DISABLE") not in (None, "", "0"):
         wish = []
-    if network.transport != "sockets" or not (wish or named):
+    if not wish and not (named and network.transport == "sockets"):
         return ""
     what = f"{wish[0]} was set" if wish else f"the run is called {run.name}"
     said = [text for text in get(network.finding, "no_network", list) if isinstance(text, str)]
