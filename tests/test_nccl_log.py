@@ -132,7 +132,7 @@ def same_as_in_file(path: Path, made: str, request: pytest.FixtureRequest) -> No
     assert made.splitlines() == path.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.guards("slowest-rank", "warning-unknown")
+@pytest.mark.guards("slowest-rank", "timeout-named", "warning-unknown", "memlock")
 def test_whole_texts_have_their_answers(tmp_path, request):
     made = REPORTS.read_text(encoding="utf-8").partition("\n== ")[0]
     for name, text in TEXTS.items():
@@ -150,16 +150,18 @@ def answer_of_row(row: str, words: dict[str, str]) -> str:
     lines = [INFO + words.get(word, word) for word in said.split(" & ")]
     found, turned = find(*lines), find(*reversed(lines))
     assert (turned.transport, turned.network) == (found.transport, found.network), row
+    assert sorted(turned.means) == sorted(found.means), row
     over = found.interfaces + found.devices + [f"({name})" for name in found.unused]
     bare = [nccl.message(line) for line in lines]
     quoted = [f"no_network {bare.index(line) + 1}" for line in found.no_network]
     quoted += [f"no_gpudirect {bare.index(found.no_gpudirect) + 1}"] if found.no_gpudirect else []
+    quoted += [re.split("[:,]", text)[0] for text in found.means]
     columns = [found.transport, found.network, " ".join(over), "; ".join(quoted), said]
     return " | ".join(column or "-" for column in columns)
 
 
 @pytest.mark.guards("local-channels", "rank-amid-node", "roce-as-infiniband", "adapters-once")
-@pytest.mark.guards("gpudirect-of-sockets")
+@pytest.mark.guards("direct-path", "first-collective", "gpudirect-of-sockets")
 def test_several_lines_have_their_answers_in_either_order(request):
     rows = RULES.read_text().splitlines()
     words = dict(row.split(" = ", 1) for row in rows if " = " in row)
@@ -170,19 +172,23 @@ def test_several_lines_have_their_answers_in_either_order(request):
 # --- Each message of the table -------------------------------------------------------------------
 
 
+@pytest.mark.guards("completion-status")
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_each_format_filled_in_is_found_by_its_pattern(form):
     line = INFO + filled(form)
     reader = nccl.Reader()
     reader.read(line + "\n")
-    assert reader.seen[form.name], line
+    if form.name == "completion":
+        assert re.search(nccl.STATUS + r"12\b", line), line
+    else:
+        assert reader.seen[form.name], line
     if form.name == "network_channel":
         assert (reader.finding().networks, reader.finding().gpudirect) == (["IB"], 1)
 
 
 def test_each_pattern_has_its_formats():
     names = {form.name for form in FORMATS}
-    assert names ^ {*nccl.EVIDENCE} == {"warning"}  # any WARN
+    assert names ^ {*nccl.EVIDENCE} == {"completion", "warning"}  # a status; any WARN
 
 
 @pytest.mark.guards("bootstrap-as-data", "wished-as-used")
@@ -340,7 +346,8 @@ def test_the_command_prints_the_answer_without_packages_and_to_an_old_terminal(t
 
 @pytest.mark.guards("undecided-exit-code")
 def test_a_text_that_decides_nothing_is_told_with_exit_code_1(tmp_path, call):
-    expected = answer("a firewall", TEXTS["a firewall"], tmp_path)
+    name = next(name for name in TEXTS if "watchdog" in name)
+    expected = answer(name, TEXTS[name], tmp_path)
     code, out, err = call(tmp_path)
     assert code == 1 and err.startswith("nccl_log.py: nothing decided: start the job with ")
     assert out.splitlines() == "\n".join(expected).splitlines()

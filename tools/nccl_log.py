@@ -6,7 +6,8 @@
     python tools/nccl_log.py --json node0.log    # one JSON object
 
 The text is what NCCL writes with NCCL_DEBUG=INFO, to NCCL_DEBUG_FILE or into a job's log, of any
-program, NCCL 2.18 to 2.31. Lines may carry any prefix and be interleaved.
+program, NCCL 2.18 to 2.31. Lines may carry any prefix and be interleaved. Of a log without it, the
+messages of PyTorch's watchdog are read: which collective timed out, on which ranks.
 
 Exit code: 0: decided; 1: NCCL's text decides nothing; 2: no such file, or nothing of NCCL's on
 networks in it.

@@ -40,6 +40,8 @@ EVIDENCE = {
     "sockets": r"NET/Socket : Using((?: \[\d+\]\S+<\d+>)+)",
     "provider": r"NET/OFI Selected [Pp]rovider is (\w+)[\s,*]",
     "asked": r"(NCCL_\w+) set (?:by environment )?to ([^\s.]\S*?)\.?(?=\s)",
+    "collective": r"Rank (\d+)\] Watchdog caught collective operation timeout: WorkNCCL\("
+    r"SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+), NumelOut=\d+, Timeout\(ms\)=(\d+)\)",
     # Why a faster network or GPUDirect was not used; a healthy machine may print these, too.
     "no_network": r"(NET/IB : No device found|Failed to open libibverbs\.so\[\.1\]"
     # The plain name is tried first and alone proves nothing.
@@ -52,7 +54,7 @@ EVIDENCE = {
 # One of these words is in every message above: most lines of a log need no more than this search.
 WORDS = re.compile(
     r"NET/|NET plugin|NCCL_|CCL version|nNodes| via |Using |libibverbs|network plugin|WARN "
-    "|Last error|GPU Direct"
+    "|Last error|GPU Direct|Watchdog"
 )
 # Where a message begins: another process may have broken off the one before it.
 BEGINNING = re.compile(r"(?<![\w.-])(?=[\w.-]{1,253}:\d+:\d+ \[)")
@@ -68,6 +70,34 @@ SLOWEST = ("sockets", "plugin", "unknown", "efa", "roce", "infiniband")
 QUOTE_LIMIT = 300  # characters of a line that is quoted
 LAST = 3  # warnings of a failed run's rank that are quoted, beside the first one
 MOST_QUOTES = 6
+
+# What a line means, where nobody could look it up.
+VERBS = "https://www.rdmamojo.com/2013/02/15/ibv_poll_cq/"
+NVIDIA = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html"
+STATUS = r"Got completion .*(?:error |status=)(?:\w+\(|\(\w+\))?"
+TRANSLATIONS = [
+    (STATUS + r"4\b", "status 4: this node's adapter may not access the memory", VERBS),
+    (STATUS + r"5\b", "status 5: flushed after an error before it", VERBS),
+    (STATUS + r"(?:9|10|11)\b", "status 9, 10, 11: the other end refused the request", VERBS),
+    (STATUS + r"12\b", "status 12: the other end did not answer, after all retries", VERBS),
+    (STATUS + r"13\b", "status 13: the other end was not ready to receive", VERBS),
+    (
+        r"NET/IB : No device found",
+        "no adapter that a process may use: in a container /dev/infiniband may be missing, or a "
+        "library",
+        NVIDIA,
+    ),
+    (
+        r"Call to ibv_\w+ failed with error Cannot allocate memory",
+        "RDMA locks memory: the limit is that of the job (ulimit -l), not of a login shell",
+        NVIDIA,
+    ),
+]
+P2P = (
+    "the first collective timed out, and all connections are from GPU to GPU: NCCL_P2P_DISABLE=1 "
+    "shows whether that path works",
+    NVIDIA,
+)
 
 # --- The finding ---------------------------------------------------------------------------------
 
@@ -95,6 +125,8 @@ class Finding:
     asked: dict[str, str] = field(default_factory=dict)  # what the environment asked for
     no_network: list[str] = field(default_factory=list)  # lines on networks that could not be used
     warnings: list[dict] = field(default_factory=list)
+    timeouts: list[str] = field(default_factory=list)  # collectives
+    means: list[str] = field(default_factory=list)  # what some lines mean, with a source
 
     @property
     def decided(self) -> bool:
@@ -159,6 +191,7 @@ class Reader:
             asked=dict(self.seen["asked"].keys()),
             no_network=self.quotes("no_network"),
             warnings=self.all_warnings(),
+            timeouts=self.timeouts(),
         )
         listed = [
             (number, *adapter)
@@ -198,6 +231,7 @@ class Reader:
         if found.transport == "sockets":
             found.interfaces = list(dict.fromkeys(interfaces))
             found.devices, found.unused = [], found.devices + found.unused
+        found.means = self.meanings(found)
         return found
 
     def all_warnings(self) -> list[dict]:
@@ -218,6 +252,28 @@ class Reader:
             )
         timed = all(one["time"] for one in said)
         return sorted(said, key=lambda one: one["time"] if timed else one["who"])
+
+    def meanings(self, found: Finding) -> list[str]:
+        lines = found.no_network + [line for one in found.warnings for line in one["lines"]]
+        means = [
+            f"{text} ({source})"
+            for pattern, text, source in TRANSLATIONS
+            if any(re.search(pattern, line) for line in lines)
+        ]
+        # The first collective has timed out, and all connections are direct ones.
+        first = any(int(number) <= 1 for _, number, *_ in self.seen["collective"])
+        if first and found.channels.keys() == {"p2p"}:
+            means.append("{} ({})".format(*P2P))
+        return means
+
+    def timeouts(self) -> list[str]:
+        """Each collective that PyTorch's watchdog gave up, and the ranks that waited for it."""
+        ranks = defaultdict(set)
+        for rank, number, kind, elements, limit in self.seen["collective"]:
+            size, seconds = f"{int(elements):,} elements", f"{int(limit) / 1000:,g} s"
+            ranks[f"{kind} number {number} ({size}), after {seconds}"].add(int(rank))
+        names = {work: ", ".join(map(str, sorted(ranks[work]))) for work in ranks}
+        return [f"{work}, on rank {name}" for work, name in names.items()]
 
     def channels(self) -> dict[str, int]:
         """{network, p2p, mnnvl, shm: how many connections}, without those that have none."""
@@ -270,7 +326,9 @@ def describe(found: Finding) -> list[str]:
         asked = ", ".join(f"{name}={value}" for name, value in sorted(found.asked.items()))
         lines.append(f"The environment asked for: {asked}")
     lines += [f'NCCL on networks: "{line}"' for line in found.no_network[:MOST_QUOTES]]
-    return lines + quotes(found.to_dict(), failed=True)
+    lines += [f"Timed out: {work}" for work in found.timeouts]
+    lines += quotes(found.to_dict(), failed=True)
+    return lines + [f"Meaning: {text}" for text in found.means]
 
 
 def used(found: Finding) -> str:

@@ -44,7 +44,9 @@ def judge(run):
     warned = quotes(run.log.nccl, failed=not run.complete)
     if not run.complete:
         start = "" if run.log.failed else "incomplete, not scored: "
-        says = [start + "; ".join(run.problems), *warned]
+        says = [start + "; ".join(run.problems)]
+        says += [f"timed out: {work}" for work in run.log.nccl.get("timeouts", [])]
+        says += warned + [f"meaning: {text}" for text in run.log.nccl.get("means", [])]
         return Verdict(says=says, advice=next_steps(run, {"failed"} if warned else set()))
     elsewhere, own = own_bytes(run)
     if elsewhere:  # the probe's link is not the training's
