@@ -13,6 +13,7 @@ Linux and IPv4 only. Exit code: 1 if a line begins with WRONG.
 
 import argparse
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -23,38 +24,72 @@ import time
 from pathlib import Path
 
 from analysis.kernel import SYSFS, text_of
+from analysis.node import most_locked
 from run import UserError, job
 
 SYS, ROOT = SYSFS / "class", Path(__file__).resolve().parents[1]
 INTERFACES = [name for _, name in socket.if_nameindex() if name != "lo"]
 ADAPTERS = [path.name for path in SYS.glob("infiniband/*")]
 IFNAME = [name for name in os.environ.get("IFNAME", "").split(",") if name]
-OF_A_PORT = "WRONG" if IFNAME else "note"  # what is wrong with one that nobody named is a note
 LARGE = b"large packets" * 2000
 SECONDS = 3  # to reach a port: TCP sends a lost packet again after 1 s
 findings = []
 
 
-def report(wrong: str, fine: str = "", *, kind: str = "WRONG") -> None:
+def note(text: str) -> None:
+    print(f"note: {text}", flush=True)
+
+
+def report(wrong: str, fine: str = "", *, named: bool = True) -> None:
     """One line: what is wrong and what to do, or what is fine."""
-    if wrong and kind == "WRONG":
-        findings.append(wrong)
-    print(f"{kind}: {wrong}" if wrong else f"ok: {fine}", flush=True)
+    if wrong and not named:
+        note(wrong)
+    else:
+        findings.extend([wrong] if wrong else [])
+        print(f"WRONG: {wrong}" if wrong else f"ok: {fine}", flush=True)
 
 
 # --- This node ---------------------------------------------------------------------------------
 
 
-def check_python() -> None:
-    """The one that the launchers would take."""
+def chosen_python() -> str:
+    """That of the launchers. Raises ValueError if they refuse."""
     code = 'source "$1"; choose_python; echo "$PYTHON"'
     words = ["bash", "-c", code, "preflight.py", ROOT / "tools/environment.sh"]
     done = subprocess.run(words, capture_output=True, text=True)
-    python, wrong = done.stdout.strip(), ""
     if done.returncode:
-        wrong = done.stderr.strip().rpartition("error: ")[2]
-        wrong = wrong or "no Python here has PyTorch: run tools/environment.sh"
-    report(wrong, f"{python} has torch, torchvision, pycocotools and pillow")
+        raise ValueError(done.stderr.strip().rpartition("error: ")[2])
+    return done.stdout.strip()
+
+
+def check_python() -> None:
+    try:
+        python = chosen_python()
+    except ValueError as error:
+        report(str(error) or "no Python here has PyTorch: run tools/environment.sh")
+        return
+    report("", f"{python} has torch, torchvision, pycocotools and pillow")
+    check_gpus(python)
+
+
+# For that Python: how many GPUs the script can use, or why none.
+GPUS = """
+import types, demo_coco_resnet18 as demo
+try:
+    print(demo.usable_gpus(types.SimpleNamespace(device="cuda")))
+except demo.UserError as error:
+    print(error)
+"""
+
+
+def check_gpus(python: str) -> None:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if hidden or not subprocess.getoutput("nvidia-smi -L").startswith("GPU "):
+        note("this node has no NVIDIA GPU, or they are hidden: training uses the CPU")
+        return
+    done = subprocess.run([python, "-c", GPUS], cwd=ROOT, capture_output=True, text=True)
+    says = (done.stdout or done.stderr).strip().rpartition("\n")[2]
+    report("" if says.isdecimal() else f"{python}: {says}", f"PyTorch can use {says} GPU(s)")
 
 
 def address_of(interface: str) -> str:
@@ -64,7 +99,7 @@ def address_of(interface: str) -> str:
     return ""
 
 
-def check_interface(name: str) -> None:
+def check_interface(name: str, named: bool) -> None:
     address, wrong = address_of(name), ""
     if name not in INTERFACES:
         wrong = f"there is no {name} on this node: set IFNAME to some of {INTERFACES + ADAPTERS}"
@@ -72,26 +107,42 @@ def check_interface(name: str) -> None:
         wrong = f"{name} is down: see its cable; ip link set {name} up"
     elif not address:
         wrong = f"{name} is up but has no address: ip address add ADDRESS/LENGTH dev {name}"
-    report(wrong, f"{name} is up: {address}", kind=OF_A_PORT)
+    report(wrong, f"{name} is up: {address}", named=named)
 
 
-def check_adapter(name: str) -> None:
+def check_adapter(name: str, named: bool) -> None:
     """As for NCCL, mlx5_0 stands for all of its ports and mlx5_0:1 for one."""
     adapter, _, number = name.partition(":")
     ports = sorted(SYS.glob(f"infiniband/{adapter}/ports/{number or '*'}"))
     states = [text_of(port / "state") for port in ports]
     wrong = f"no port of {name} is ACTIVE {states}: see ibstat, the cable and the switch"
     fine = f"InfiniBand adapter {name}: {states}"
-    report("" if "ACTIVE" in str(states) else wrong, fine, kind=OF_A_PORT)
+    report("" if "ACTIVE" in str(states) else wrong, fine, named=named)
+
+
+def check_verbs(named: bool) -> None:
+    """What a process needs to use an adapter. Without it NCCL may take sockets, silently."""
+    wrong = "libibverbs.so.1 does not load: install libibverbs1 and ibverbs-providers (rdma-core)"
+    with contextlib.suppress(OSError):
+        wrong = "" if ctypes.CDLL("libibverbs.so.1") else wrong
+    report(wrong, "libibverbs loads", named=named)
+    wrong = "there is no /dev/infiniband/uverbs*: modprobe ib_uverbs, or give it to the container"
+    devices = [path.name for path in Path("/dev/infiniband").glob("uverbs*")]
+    report("" if devices else wrong, f"/dev/infiniband has {devices}", named=named)
+    if (limit := most_locked()) is not None and limit < 1 << 30:
+        wrong = f"only {limit >> 10} KiB may be locked, InfiniBand needs more: ulimit -l unlimited"
+        wrong += ", in a container --cap-add=IPC_LOCK"
+        report(wrong, named=named)
 
 
 def check_node() -> None:
     check_python()
-    for name in IFNAME or INTERFACES + ADAPTERS:
-        if name.partition(":")[0] in ADAPTERS:
-            check_adapter(name)
-        else:
-            check_interface(name)
+    names = IFNAME or INTERFACES + ADAPTERS
+    adapters = [name for name in names if name.partition(":")[0] in ADAPTERS]
+    for name in names:
+        (check_adapter if name in adapters else check_interface)(name, named=bool(IFNAME))
+    if adapters:
+        check_verbs(named=bool(IFNAME))
 
 
 # --- Between the nodes -------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import preflight
 from support.launchers import guarded
 from support.nodes import NamespacePair
 from support.processes import FACTOR, LONG, ROOT, Run, Started, require, start
@@ -53,20 +54,21 @@ def check_both(nodes: NamespacePair, expect: int | None = 0, **variables: object
     return [one.finish(40, expect) for one in started]
 
 
-def check_alone(nodes: NamespacePair | None = None, **variables: object) -> Run:
-    """On this machine or on node 0, neither told of another one."""
+def check_alone(*before: object, nodes: NamespacePair | None = None, **variables: object) -> Run:
+    """On this machine or on node 0, neither told of another one; `before` starts the command."""
     env = {name: value and str(value) for name, value in variables.items()}
-    with nodes.popen(0, PREFLIGHT, env=env) if nodes else start(PREFLIGHT, env=env) as started:
+    command = [*before, *PREFLIGHT]
+    with nodes.popen(0, command, env=env) if nodes else start(command, env=env) as started:
         run = started.finish(40, expect=None)
     assert run.returncode == bool(wrong(run))
     return run
 
 
-def wrong(run: Run) -> list[str]:
-    """Its findings. Each line has to be of one of its three kinds."""
+def wrong(run: Run, kind: str = "WRONG: ") -> list[str]:
+    """Its findings, or its notes. Each line has to be of one of its three kinds."""
     lines = run.out.splitlines()
     assert all(line.startswith(("ok: ", "note: ", "WRONG: ")) for line in lines), run.tail()
-    return [line.removeprefix("WRONG: ") for line in lines if line.startswith("WRONG: ")]
+    return [line.removeprefix(kind) for line in lines if line.startswith(kind)]
 
 
 def firewall(nodes: NamespacePair, node: int, *rules: str) -> None:
@@ -85,35 +87,108 @@ def firewall(nodes: NamespacePair, node: int, *rules: str) -> None:
 # --- This node ---------------------------------------------------------------------------------
 
 
+def sysfs(folder: Path, *files: str) -> Path:
+    """A folder in place of /sys, with files such as net/eth0/speed=100."""
+    for file in files:
+        name, _, text = file.partition("=")
+        path = folder / "class" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return folder
+
+
 def test_interfaces_that_cannot_be_used_are_found_and_a_fault_if_named(nodes):
     for name in ("one", "two"):
         nodes.ip(0, f"link add {name} up type veth peer name end{name}")
     nodes.ip(0, "link set endtwo up")
-    run = check_alone(nodes, IFNAME="eth0,eth7,one,two")
+    run = check_alone(nodes=nodes, IFNAME="eth0,eth7,one,two")
     first, second, third = wrong(run)
     assert first.startswith("there is no eth7 ") and second.startswith("one is down")
     assert third.startswith("two is up but has no address")
-    run = check_alone(nodes)
+    run = check_alone(nodes=nodes)
     assert not wrong(run) and "ok: eth0 is up" in run.out and "note: one is down" in run.out
+
+
+def libibverbs(folder: Path, empty: bool = False) -> str:
+    """A folder with a library of that name, or with an empty file, which does not load."""
+    folder.mkdir()
+    (library,) = {*re.findall(r"\S+/libm[-.]\S+", Path("/proc/self/maps").read_text())}
+    shutil.copy("/dev/null" if empty else library, folder / "libibverbs.so.1")
+    return str(folder)
+
+
+# For one process on a node that has an adapter's device, and for one that has none.
+DEVICE = """
+mount -t tmpfs none /dev
+mknod /dev/null c 1 3
+mkdir /dev/infiniband
+[ -z "$1" ] || touch "/dev/infiniband/$1"
+shift
+exec "$@"
+"""
 
 
 @pytest.mark.guards("port-not-active")
 def test_adapters_that_cannot_be_used_are_found_and_a_fault_if_named(nodes, tmp_path):
-    for port, state in (
-        ("0/ports/1", "1: DOWN"),
-        ("0/ports/2", "4: ACTIVE"),
-        ("1/ports/1", "1: DOWN"),
-    ):
-        folder = tmp_path / f"class/infiniband/mlx5_{port}"
-        folder.mkdir(parents=True)
-        (folder / "state").write_text(f"{state}\n")
-    run = check_alone(nodes, SYSFS_ROOT=tmp_path, IFNAME="mlx5_0,mlx5_0:1,mlx5_0:2,mlx5_1")
+    device, without = (["sh", "-ec", DEVICE, "sh", name] for name in ("uverbs0", ""))
+    files = ("0/ports/1/state=1: DOWN", "0/ports/1/rate=100 Gb/sec", "1/ports/1/state=1: DOWN")
+    down = [f"infiniband/mlx5_{file}" for file in files]
+    one = sysfs(tmp_path / "one", *down, "infiniband/mlx5_0/ports/2/state=4: ACTIVE")
+    loads = libibverbs(tmp_path / "loads")
+    fine = {"nodes": nodes, "LD_LIBRARY_PATH": loads, "SYSFS_ROOT": one}
+    run = check_alone(*device, **fine, IFNAME="mlx5_0,mlx5_0:1,mlx5_0:2,mlx5_1")
     first, second = wrong(run)
     assert first.startswith("no port of mlx5_0:1 is ACTIVE ['1: DOWN']")
     assert second.startswith("no port of mlx5_1 is ACTIVE")
-    run = check_alone(nodes, SYSFS_ROOT=tmp_path)
+    for line in ("libibverbs loads", "/dev/infiniband has ['uverbs0']"):
+        assert f"ok: {line}\n" in run.out
+    run = check_alone(*device, **fine)
     assert not wrong(run) and "ok: InfiniBand adapter mlx5_0" in run.out
     assert "note: no port of mlx5_1 is ACTIVE" in run.out
+    missing = fine | {"LD_LIBRARY_PATH": libibverbs(tmp_path / "empty", empty=True)}
+    words = ("libibverbs.so.1 does not load: install", "there is no /dev/infiniband/uverbs*")
+    # A job over another network does not need them.
+    for names, kind, count in (("mlx5_0", "WRONG: ", 1), ("", "note: ", 1), ("eth0", "", 0)):
+        run = check_alone(*without, **missing, IFNAME=names)
+        assert [run.out.count(f"{kind}{start}") for start in words] == [count] * 2, run.tail()
+
+
+@pytest.mark.guards("preflight-memlock")
+def test_too_little_memory_that_may_be_locked_is_found(monkeypatch, capsys):
+    """8 MiB, which many systems give, is too little. None: all may be locked."""
+    said = []
+    for limit in (8 << 20, 4 << 30, None):
+        monkeypatch.setattr(preflight, "most_locked", lambda limit=limit: limit)
+        preflight.check_verbs(named=True)
+        said.append("WRONG: only 8192 KiB may be locked" in capsys.readouterr().out)
+    assert said == [True, False, False]
+
+
+# What the script may say; it is not asked here.
+REFUSED = "print('PyTorch 2.15.0 cannot use this node')"
+NO_MODULE = "raise ImportError('no libcudart')"
+SAID = (
+    guarded(  # fault, whether there is a GPU, CUDA_VISIBLE_DEVICES, what the script says, the line
+        ("", True, "0,1", "print(2)", r"ok: PyTorch can use 2 GPU\(s\)"),
+        ("preflight-gpus", True, "7", REFUSED, "WRONG: .*cannot use this node"),
+        ("", True, "7", NO_MODULE, "WRONG: .*no libcudart"),
+        ("", True, "", REFUSED, "note: .*uses the CPU"),
+        ("", False, "0", REFUSED, "note: .*uses the CPU"),
+    )
+)
+
+
+@pytest.mark.parametrize(("gpu", "visible", "code", "line"), SAID)
+def test_gpus_that_the_script_cannot_use_are_found(
+    monkeypatch, tmp_path, capsys, gpu, visible, code, line
+):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho {'GPU 0: A100' * gpu}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(preflight, "GPUS", code)
+    preflight.check_gpus(sys.executable)
+    assert re.match(line, capsys.readouterr().out)
 
 
 @pytest.mark.guards("preflight-exit-code", "preflight-python")
@@ -137,6 +212,7 @@ def test_healthy_nodes_have_no_finding(nodes):
         assert not wrong(run) and HEALTHY in run.out
         assert f"ok: eth0 is up: {nodes.addresses[node]}\n" in run.out
         assert "torch, torchvision, pycocotools and pillow" in run.out
+        assert "note: this node has no NVIDIA GPU" in run.out
 
 
 FIREWALLS = guarded(("preflight-firewall", 0, "drop"), ("preflight-firewall-of-1", 1, "reject"))
