@@ -37,7 +37,7 @@ from analysis.report import as_json, report
 from analysis.runs import Run, find_straggler, make_run
 from support.datasets import make_set
 from support.forks import run_forked
-from support.made_logs import REPORTS, log_of, made_runs
+from support.made_logs import REPORTS, MadeRun, log_of, made_runs
 from support.processes import FACTOR, ROOT
 
 TOOL = ROOT / "tools" / "compare_logs.py"
@@ -490,3 +490,17 @@ def test_each_line_of_script_and_counters_is_known(tmp_path):
     assert run.complete and run.has_split, run.problems
     assert run.step_s == approx(run.data_s + run.compute_s + run.exposed_s, rel=0.05)
     assert run.wire_bytes == 4 * run.parameters
+
+
+@pytest.mark.guards("link-differs")
+def test_the_links_part_is_told_where_steps_do_not_differ(tmp_path):
+    """On cores that others use: computing varies by more than the networks differ."""
+    for label, exposed in (("slow", 90), ("fast", 10)):
+        (tmp_path / label).mkdir()
+        for n in range(1, 5):
+            made = MadeRun(f"r{n}")
+            made.change(f"ms 1 {300 + 50 * n} {exposed + n}")
+            made.write(tmp_path / label)
+    out, _, _ = run_tool(tmp_path / "slow", tmp_path / "fast")
+    line = r"No difference shown by 4 runs each: .*\. The link's part of it differs: "
+    assert re.search(rf"{line}92\.5 ms \(.*\) in slow, 12\.5 ms \(.*\) in fast\.", out), out

@@ -29,6 +29,10 @@ ROWS = [
     ("input", "a network or a GPU alone, without images: --dummy"),
     ("crowded", "fewer processes and threads, or a machine without other load: `top`"),
     ("wait", "which rank comes late, and after what: --profile FOLDER"),
+    ("between pcie", "the adapter's slot: `lspci -vv` (LnkSta beside LnkCap)"),
+    ("between lanes", "the cable, whose lanes are not all up: `mlxlink -d {device} -c -m`"),
+    ("between errors infiniband", "the cable whose errors are counted: `ibqueryerrors`"),
+    ("between errors sockets", "the port whose errors are counted: `ethtool -S {name}`"),
     ("between unseen", "a probe before the run: PROBE=1 of launch_multinode.sh"),
     ("between unmoved", "the interface that is used: `ip route get PEER` on each node"),
     ("between small", "nccl-tests with 1 GiB, which is enough for a fast link: {page}nccl-tests"),
@@ -54,7 +58,7 @@ ROWS = [
     ("between full", "what a faster link would bring: --project"),
     ("compute fp32", "a lower precision: --precision bf16, where the hardware has it"),
     ("compute gpu", "a larger --batch_size, if the GPU's memory is not full"),
-    ("compute !compiled", "fused operations: --compile"),
+    ("compute !compiled !crowded", "fused operations: --compile"),
 ]
 
 
@@ -82,6 +86,14 @@ def next_steps(run, words):
         ):
             texts.append(text.format(**values))
     return texts[:MOST]
+
+
+def marked_words(run):
+    """What is marked in the table of nodes."""
+    rows = [row for facts in run.facts.values() for row in facts["rows"]]
+    marks = " ".join(mark for row in rows for mark in row["marks"])
+    parts = {"pcie": "PCIe", "lanes": "X, not", "errors": "errors counted"}
+    return {word for word, part in parts.items() if part in marks}
 
 
 def network_words(run):

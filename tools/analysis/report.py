@@ -192,7 +192,7 @@ def node_lines(runs):
 def say_node(node):
     gpus = Counter(map(str, get(node, "gpus", list))).items()
     locked = get(node, "locked", int)
-    parts = [", ".join(f"{count} x {name}" for name, count in gpus) or "no NVIDIA GPU"]
+    parts = [", ".join(f"{count} x {name}" for name, count in gpus) or "no NVIDIA GPU seen"]
     if gpus:
         parts.append(
             f"module for GPUDirect: {get(node, 'module', str) or 'none (DMA-BUF needs none)'}"

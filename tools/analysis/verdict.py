@@ -7,7 +7,7 @@ All is measured (the split of a step, the probe, counters of bytes), or quoted f
 import re
 from dataclasses import dataclass, field, replace
 
-from analysis.advice import network_words, next_steps
+from analysis.advice import marked_words, network_words, next_steps
 from analysis.logs import get, objects
 from analysis.nccl import quotes
 from analysis.network import ADAPTERS, carriers
@@ -168,7 +168,7 @@ def steps_to_take(run, parts, bound):
         if run.nodes == 1:
             words.add("inside")
         elif bound != "compression":
-            words |= {"between"} | network_words(run)
+            words |= {"between"} | network_words(run) | marked_words(run)
             if run.share:
                 slow = "small" if size_limits(run) and run.share < USUAL else "low"
                 words.add("full" if run.share >= USUAL else slow)
