@@ -29,9 +29,8 @@ from support.pages import HOMEWORK, LESSON, PAGES, PARALLEL, PYTORCH, README, RU
 from support.processes import LONG, ROOT, SCRIPT, base_env, new_test_id, start
 
 COMMANDS = "\n".join(text for page in PAGES.values() for text in page.commands)
-# Files that the reader makes, and one of pytorch/examples.
+# Files that the reader makes.
 MADE = ["make_coco.py", "demo_resnet50.py", "mine.py", "calls.py", "spawn.py"]
-MADE += ["examples/imagenet/main.py"]
 PARTS, SUFFIXES = ("docs", "tests", "tools"), {".md", ".py", ".sh", ".sbatch", ".ipynb"}
 LESSONS = ["ddp.py", "shard.py", "all_reduce.py"]  # what torchrun starts in docs/lesson
 STARTED = [SCRIPT.name, "tools/probe_link.py", *MADE, *LESSONS]
@@ -40,7 +39,7 @@ STARTED = [SCRIPT.name, "tools/probe_link.py", *MADE, *LESSONS]
 PROGRAMS = """
 python python3 ./launch_single.sh ./launch_multinode.sh tests/run.sh tests/mutants.py source
 tools/environment.sh tools/series.py
-curl unzip apt-get torchrun sudo srun sbatch salloc mpirun pip module apptainer docker sed grep
+curl unzip apt-get torchrun sudo srun sbatch salloc mpirun pip apptainer docker sed grep
 git cp diff
 """
 NOTING = "\n".join(
@@ -209,9 +208,8 @@ def test_options_that_the_text_names_exist():
     known = {*re.findall(option, files)}
     known |= {*demo.make_parser()._option_string_actions}
     known |= {*get_args_parser()._option_string_actions}
-    known |= {"--cpus-per-task", "--nv", "--gpus", "--shm-size", "--network", "--install"}
-    known |= {"--system-site-packages", "--index-url", "--version"}  # of venv, pip, Python
-    known |= {"--use_cuda"}  # of perftest
+    known |= {"--cpus-per-task", "--nv", "--install"}  # of SLURM, Apptainer, WSL
+    known |= {"--index-url", "--version", "--use_cuda"}  # of pip, Python, perftest
     for page in PAGES.values():
         assert {*re.findall(option, page.prose)} - known == set(), page.name
 
@@ -241,8 +239,7 @@ def test_variables_that_a_network_sets():
         assert name in {entry.partition("=")[0] for entry in table}, f"{name} is not explained"
 
 
-def test_tables_of_steps_name_the_marked_functions():
-    """README's, and that of the lesson's homework, which has more words in a cell."""
+def test_table_of_changes_names_the_marked_functions():
     functions, marked = [], {}
     for name, number in re.findall(r"^ *def (\w+)|# DDP (\d)/6", SCRIPT.read_text(), re.MULTILINE):
         functions += [name] * bool(name)
