@@ -145,6 +145,12 @@ def test_a_log_kept_by_hand_has_errors_and_leaves_the_exit_code():
         assert not kept or "pipefail" in text.partition("| tee ")[0]
 
 
+def test_no_code_in_a_sentence_is_broken_over_a_line_end():
+    for page in PAGES.values():
+        broken = [line for line in page.prose.splitlines() if line.count("`") % 2]
+        assert not broken, page.name
+
+
 def test_files_that_commands_name_exist(calls):
     for call in calls:
         for part in call:
