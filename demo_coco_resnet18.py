@@ -220,7 +220,6 @@ class Training:
     interval: int = 1  # steps from the last agreement to the next
     due_line: "DueLine | None" = None  # a log line that is not written yet
     loss_sum: torch.Tensor | float = 0.0  # in this epoch, over this rank's images
-    may_take_long: bool = False  # what it does now: it saves, or writes a trace
 
     def __post_init__(self):
         self.damage, self.val_damage = Damage(), Damage()
@@ -561,7 +560,6 @@ def save_checkpoint(training, is_last):
     is_last: whether the run ends now. Only then is a failed write fatal. Raises UserError.
     """
     args, process = training.args, training.process
-    training.may_take_long = True
     with errors_end_all_ranks():
         if not all(parameter.isfinite().all() for parameter in training.model.parameters()):
             text = f"weights not finite after step {training.step}: lower --lr; not saved"
@@ -577,7 +575,6 @@ def save_checkpoint(training, is_last):
                 if is_last:
                     raise
                 log(process, f"WARNING: {error}: the run goes on")
-    training.may_take_long = False
 
 
 def digests_of_replicas(model):
@@ -1652,9 +1649,7 @@ def start_profiler(args, process):
 def profile_step(training):
     """All ranks: tells the profiler that a step has ended. After the last one it writes."""
     action = training.profiler.current_action  # of the step that has ended
-    training.may_take_long = True
     training.profiler.step()
-    training.may_take_long = False
     if action != torch.profiler.ProfilerAction.NONE:
         # A profiled step takes longer than others: no average has it.
         training.timer.unread.pop()
@@ -1668,7 +1663,6 @@ def profile_step(training):
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # USR1: SLURM's, at a time limit
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup makes a process ignore it
     STOP_SIGNALS.append(signal.SIGHUP)
-STOP_SECONDS = 30  # within which all ranks answer a stop signal, if their steps are fast
 PARENT_ENDED = 1000  # stands for a signal's number, and is above all of them
 MOST_STEPS_WITHOUT_AGREEMENT = 50
 
@@ -1681,33 +1675,6 @@ def catch_stop_signals(training):
 
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, note)
-    # Python calls `note` only when the main thread is back from PyTorch, where it may wait for a
-    # rank that is stuck. A thread learns of the signal at once.
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=end_if_unanswered, args=(training, reader), daemon=True).start()
-
-
-def seconds_to_answer(training):
-    """Within which the ranks agree to stop, also where their steps have just become slower."""
-    times = [step.whole for step in training.timer.step_times] or [0]
-    steps_left = training.agree_at_step - training.step
-    return max(STOP_SECONDS, 3 * max(times), steps_left * times[-1])
-
-
-def end_if_unanswered(training, reader):
-    """In a thread: ends this rank if the ranks do not agree to stop soon after a stop signal."""
-    while (number := os.read(reader, 1)[0]) not in STOP_SIGNALS:
-        pass  # another signal
-    waited = 0
-    while waited < seconds_to_answer(training):
-        time.sleep(1)
-        if training.timer.step_times and not training.may_take_long:  # nor in the first step
-            waited += 1
-    text = f"ERROR: {signal.Signals(number).name}, but the ranks have not agreed to stop in "
-    text += f"{waited} s: is one of them stuck or suspended?"
-    end_process(EXIT_FAILED, training.process, text, "peer")
 
 
 def log_save_or_stop(training, epoch, loss, image_count):
@@ -1776,7 +1743,6 @@ def agree_to_continue(training, seconds):
         raise UserError(f"{text}, see the warnings: copy them again")
     if stop:
         save_checkpoint(training, is_last=True)
-        training.may_take_long = True  # they have agreed: nothing is left to answer
         raise Stopped(training, int(stop))
     limit = min(2 * training.interval, MOST_STEPS_WITHOUT_AGREEMENT)
     training.interval = max(1, min(limit, int(1 / max(slowest, 1e-9))))

@@ -118,6 +118,16 @@ OTHERS = {
         },
         [],
     ),
+    "lines run together, the seed by its name": (
+        {'{text}\\n"': '{text}"', "torch.manual_seed(0)": "torch.manual_seed(seed=0)"},
+        [],
+        "check-figure-alone",
+    ),
+    "a loader worker": (
+        {LOADER: LOADER.replace("sampler=", "num_workers=1, sampler=")},
+        [],
+        "check-workers",
+    ),
     "sys.exit at its end": ({LEAVE: f"{LEAVE}; raise SystemExit"}, [], "check-exit"),
     # Wrong
     "local rank": (
@@ -163,6 +173,16 @@ OTHERS = {
         {"lr=0.5": "lr=0.0"},
         ["It never trains: optimizer.step() leaves the weights"],
         "check-frozen",
+    ),
+    "ten epochs": ({"EPOCHS = 3": "EPOCHS = 10"}, ["It makes 20 optimizer steps in 3 epochs. "]),
+    "an early end": (
+        {ORDER: f"{ORDER}\n    if epoch == 1: os._exit(0)"},
+        ["It makes 2 optimizer steps in 3 epochs. ", "Change 2 is missing. It joins, but "],
+        "check-steps",
+    ),
+    "the local rank prints": (
+        {RANK: 'rank = int(os.environ["LOCAL_RANK"])', "data, world_size, rank": "data"},
+        ["Change 6 is missing. `epoch 0: loss ...` is printed 2 times, not once. (Both have"],
     ),
     "every rank prints": (
         {PRINT: PRINT.replace("rank == 0", "True")},
@@ -246,6 +266,7 @@ def said(tmp_path_factory, request) -> dict[str, str]:
     found = {}
     for name, program in programs.items():
         ranks = [CHECK["Process"](program, folder / f"{name}.{rank}") for rank in (0, 1)]
+        assert all(rank.text.count('["note", "end"]') <= 1 for rank in ranks), name
         found[name] = "\n".join(CHECK["judge"](ranks, plain))
     return found
 

@@ -29,9 +29,8 @@ from support.pages import HOMEWORK, LESSON, PAGES, PARALLEL, PYTORCH, README, RU
 from support.processes import LONG, ROOT, SCRIPT, base_env, new_test_id, start
 
 COMMANDS = "\n".join(text for page in PAGES.values() for text in page.commands)
-# Files that the reader makes, and one of pytorch/examples.
+# Files that the reader makes.
 MADE = ["make_coco.py", "demo_resnet50.py", "mine.py", "calls.py", "spawn.py"]
-MADE += ["examples/imagenet/main.py"]
 PARTS, SUFFIXES = ("docs", "tests", "tools"), {".md", ".py", ".sh", ".sbatch", ".ipynb"}
 LESSONS = ["ddp.py", "shard.py", "all_reduce.py"]  # what torchrun starts in docs/lesson
 STARTED = [SCRIPT.name, "tools/probe_link.py", *MADE, *LESSONS]
@@ -40,7 +39,7 @@ STARTED = [SCRIPT.name, "tools/probe_link.py", *MADE, *LESSONS]
 PROGRAMS = """
 python python3 ./launch_single.sh ./launch_multinode.sh tests/run.sh tests/mutants.py source
 tools/environment.sh tools/series.py
-curl unzip apt-get torchrun sudo srun sbatch salloc mpirun pip module apptainer docker sed grep
+curl unzip apt-get torchrun sudo srun sbatch salloc mpirun pip apptainer docker sed grep
 git cp diff
 """
 NOTING = "\n".join(
@@ -146,6 +145,12 @@ def test_a_log_kept_by_hand_has_errors_and_leaves_the_exit_code():
         assert not kept or "pipefail" in text.partition("| tee ")[0]
 
 
+def test_no_code_in_a_sentence_is_broken_over_a_line_end():
+    for page in PAGES.values():
+        broken = [line for line in page.prose.splitlines() if line.count("`") % 2]
+        assert not broken, page.name
+
+
 def test_files_that_commands_name_exist(calls):
     for call in calls:
         for part in call:
@@ -209,28 +214,23 @@ def test_options_that_the_text_names_exist():
     known = {*re.findall(option, files)}
     known |= {*demo.make_parser()._option_string_actions}
     known |= {*get_args_parser()._option_string_actions}
-    known |= {"--cpus-per-task", "--nv", "--gpus", "--shm-size", "--network", "--install"}
-    known |= {"--system-site-packages", "--index-url", "--version"}  # of venv, pip, Python
-    known |= {"--use_cuda"}  # of perftest
+    known |= {"--cpus-per-task", "--nv", "--install"}  # of SLURM, Apptainer, WSL
+    known |= {"--index-url", "--version", "--use_cuda"}  # of pip, Python, perftest
     for page in PAGES.values():
         assert {*re.findall(option, page.prose)} - known == set(), page.name
 
 
-@pytest.mark.guards("page-variable")
-def test_variables_of_the_launchers():
-    """All that the launchers' headers name are in the table, with their defaults."""
-    table = {name: row for row in rows("variable") for name in re.findall(r"`(\w+)`", row[0])}
-    code = source("launch_*.sh", "tools/*.sh", "tools/run.py")
-    for name in table:
-        assert re.search(rf"\$\{{?{name}\b|\"{name}\"", code), f"no launcher reads {name}"
+@pytest.mark.guards("help-default")
+def test_launchers_read_the_variables_of_their_help_with_these_defaults():
+    code = source("launch_*.sh", "tools/run.py")
     heads = code.split("Other environment variables")[1:]  # of the two launchers
     heads = "".join(head.partition("\nset -e")[0] for head in heads)
     named = re.findall(r"^#   ([A-Z_]+(?:, [A-Z_]+)*)(?:=(\S+))? ", heads, re.MULTILINE)
     assert len(named) >= 12
     for names, default in named:
         for name in names.split(", "):
-            row = table["NNODES" if name == "WORLD_SIZE" else name]
-            assert default in row[1], name
+            read = rf'[{{"]{name}(:-|", "){default}["}}]' if default else rf'[{{"]{name}\b'
+            assert re.search(read, code), name
 
 
 def test_variables_that_a_network_sets():
@@ -245,8 +245,7 @@ def test_variables_that_a_network_sets():
         assert name in {entry.partition("=")[0] for entry in table}, f"{name} is not explained"
 
 
-def test_tables_of_steps_name_the_marked_functions():
-    """README's, and that of the lesson's homework, which has more words in a cell."""
+def test_table_of_changes_names_the_marked_functions():
     functions, marked = [], {}
     for name, number in re.findall(r"^ *def (\w+)|# DDP (\d)/6", SCRIPT.read_text(), re.MULTILINE):
         functions += [name] * bool(name)

@@ -763,17 +763,6 @@ def test_the_time_of_a_periodic_save_is_in_no_step(demo, monkeypatch):
     assert [step.whole for step in timer.step_times] == [1, 1, 1, 1]
 
 
-@pytest.mark.guards("stop-slow-steps")
-@pytest.mark.parametrize(
-    ("times", "step", "expected"),
-    [([], 0, 30), ([0.1] * 9, 9, 30), ([20, 0.1], 2, 60), ([0.1, 1, 2], 3, 2 * 47)],
-)
-def test_a_stop_signal_waits_for_steps_that_have_become_slower(demo, times, step, expected):
-    timer = SimpleNamespace(step_times=[demo.StepTime(0, 0, whole, 4) for whole in times])
-    training = SimpleNamespace(timer=timer, step=step, agree_at_step=50)
-    assert demo.seconds_to_answer(training) == expected
-
-
 # --- Log lines and arguments -------------------------------------------------------------------
 
 

@@ -117,9 +117,7 @@ def test_causes_are_listed_by_size(explained):
 def test_pages_state_the_minutes_that_the_script_prints(explained):
     rows = re.findall(r"^\| (\d, .*?)\|(.*)$", explained, re.MULTILINE)
     rows = {name.strip(): cells for name, cells in rows}
-    ring, two, restarted = (
-        rows[f"{of}: a ring"] for of in ("4, 924, 256", "2, 924, 256", "4, 1,850, 128")
-    )
+    ring, restarted = (rows[f"{of}: a ring"] for of in ("4, 924, 256", "4, 1,850, 128"))
     prose = {name: page.prose.replace("\n", " ") for name, page in PAGES.items()}
     page = prose["docs/networks.md"]
     for reported, report, stated, text in (
@@ -128,15 +126,7 @@ def test_pages_state_the_minutes_that_the_script_prints(explained):
         ("230 min more", explained, "Of the 230 minutes' difference", prose["README.md"]),
         (" 8.8 min ", ring, "at most about 9 of the 230 minutes", page),
         (" 18 min ", restarted, "over 1,850 steps at most about 18", page),
-        (" 36 Mb/s ", ring, "it ran at about 36 Mb/s; with", page),
-        (" 24 Mb/s ", two, "with two processes, at 24 Mb/s", page),
         (" 88 min ", ring, "would explain only 88 minutes", page),
-        (
-            " 230 min ",
-            restarted,
-            "would explain all 230 only if there were 1,850 steps, and all images",
-            page,
-        ),
         (": 203 images/s", explained, "its 203 images per second", page),
     ):
         assert reported in report and stated in text, (reported, stated)
@@ -281,26 +271,6 @@ def test_the_block_by_hand_ends_at_what_fails_with_its_exit_code(tmp_path):
     assert (tmp_path / "ethernet/node0.log").read_text() == "cause\n"
 
 
-BUCKETS = """
-import torch, torch.distributed as dist, torchvision
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-ddp = DistributedDataParallel(torchvision.models.resnet18(num_classes=80))
-def hook(state, bucket):
-    state.append(4 * bucket.buffer().numel())
-    return allreduce_hook(dist.group.WORLD, bucket)
-found = []
-ddp.register_comm_hook(found, hook)
-for step in range(2):  # after the first DDP rearranges them
-    found.clear()
-    ddp(torch.rand(2, 3, 32, 32)).sum().backward()
-print(sum(found), *found)
-dist.destroy_process_group()
-"""
-
-
-@LONG
 def test_sizes_for_nccl_tests_are_those_of_the_probe_and_of_the_buckets():
     (text,) = [text for text in PAGE.commands if "all_reduce_perf" in text]
     assert 'mpirun -n 4 --host node0:2,node1:2 "${network[@]}" all_reduce_perf' in text
@@ -311,7 +281,6 @@ def test_sizes_for_nccl_tests_are_those_of_the_probe_and_of_the_buckets():
         assert size in probe_link.SIZES
         size *= int(factor)
     assert size == most * int(factor)
-    command = [sys.executable, "-c", BUCKETS]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
     (listed,) = re.findall(r"for bytes in (.*); do", text)
-    assert listed == done.stdout.strip()
+    gradients, *buckets = map(int, listed.split())
+    assert gradients == sum(buckets) == GRADIENTS

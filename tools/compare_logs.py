@@ -27,6 +27,7 @@ import argparse
 import functools
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -59,15 +60,12 @@ def run_command(args):
             each.append(make_run(own, read_files(files), stated.get(name)))
     runs = [gather(name, each) for name, each in every.items()]
     result = compare_runs(runs, args.force, args.project)
-    error = print_text(report(result))
-    failed = [f"the report cannot be printed: {error}"] if error else []
+    print_text(report(result))
     for option, (file, write) in outputs.items():
         try:
             write(result, file)
-        except (OSError, ValueError) as error:  # no reason to lose the others
-            failed.append(f"--{option} {file}: cannot be written: {error}")
-    if failed:
-        raise UserError("; ".join(failed))
+        except (OSError, ValueError) as error:
+            raise UserError(f"--{option} {file}: cannot be written: {error}") from None
     return 0 if all(run.complete for each in every.values() for run in each) else 1
 
 
@@ -75,8 +73,9 @@ def read_files(files):
     """The Log of a run's files, with what NCCL's text in them says."""
     log, reader = read_log(files), Reader()
     for file in (file for path in files for file in log_files(Path(path))):
-        reader.add(of_last_run(file))
-        reader.add(beside(file))
+        for line in of_last_run(file):
+            reader.read(line)
+        reader.read_files(beside(file))
     if reader.lines or reader.warnings:
         log.nccl = reader.finding().to_dict()
     return log
@@ -120,9 +119,6 @@ def compare_runs(runs, force=False, project_from=None):
     alike = not scaled or scaling.same_training(runs)
     for run in runs if not alike else ():
         run.losses.clear()
-    for run in runs:
-        one = scaled and scaled.runs.get(run.name)
-        run.efficiency = one and one.efficiency
     return {
         "runs": runs,
         "base": base,
@@ -216,4 +212,5 @@ def stated_rates(items, names):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has seen enough is no error
     sys.exit(main())

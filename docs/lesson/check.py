@@ -26,8 +26,8 @@ from pathlib import Path
 
 HANGS = 20  # seconds
 TORCHRUN = "-m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc_per_node=2"
-LOSS = re.compile(r"epoch (\d+).* loss (\S+), \d+ of (\d+) right")
-WEIGHTS = re.compile(r"last weights: sum (\S+)")
+LOSS = re.compile(r"epoch (\d+).* loss (-?\d+\.\d+|inf|nan), \d+ of (\d+) right")
+WEIGHTS = re.compile(r"last weights: sum (-?\d+\.\d+|inf|nan)")
 PROGRESS = {"begin": "begins", "end": "has ended", "error": "has failed"}
 QUESTIONS = {
     "1": "What does torchrun tell each process, and where?",
@@ -52,9 +52,10 @@ def watch(program, out):
     from torch.utils.data import distributed  # its sampler may ask for the rank
 
     rank = int(os.environ.get("RANK", 0))
-    Environ, seed, get_rank = type(os.environ), torch.manual_seed, dist.get_rank
+    Environ, manual_seed, get_rank = type(os.environ), torch.manual_seed, dist.get_rank
     init_process_group, init_ddp = dist.init_process_group, DistributedDataParallel.__init__
     destroy_process_group, exit_at_once = dist.destroy_process_group, os._exit
+    own = os.getpid()
 
     def note(*words):
         out.write(f"\n{json.dumps(['note', *words])}\n")
@@ -78,10 +79,15 @@ def watch(program, out):
         note("DDP")
         init_ddp(*arguments, **options)
 
-    def ask(*arguments):
+    def ask(*arguments, **options):
         if inspect.currentframe().f_back.f_code.co_filename in (program, distributed.__file__):
             note("RANK")
-        return get_rank(*arguments)
+        return get_rank(*arguments, **options)
+
+    def end(code):
+        if os.getpid() != own:  # a loader worker
+            exit_at_once(code)
+        sys.exit(code)
 
     def forward(module, inputs):
         if torch.is_grad_enabled() and inputs and getattr(inputs[0], "shape", ())[1:2] == (1,):
@@ -95,10 +101,10 @@ def watch(program, out):
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         note("step", numbers(weights), numbers(gradients))
 
-    torch.manual_seed = torch.random.manual_seed = lambda number: seed(number + rank)
+    torch.manual_seed = torch.random.manual_seed = lambda seed: manual_seed(seed + rank)
     dist.init_process_group, dist.get_rank, DistributedDataParallel.__init__ = join, ask, wrap
     # A program may end with os._exit, but the note of its end has to come after that.
-    dist.destroy_process_group, os._exit = leave, sys.exit
+    dist.destroy_process_group, os._exit = leave, end
     register_module_forward_pre_hook(forward)
     register_optimizer_step_pre_hook(step)
     os.environ["LOCAL_RANK"], os.environ.__class__ = "0", Watched
@@ -174,10 +180,13 @@ def stopped(ranks):
     return lines
 
 
-def untrained(rank):
-    """Why its weights stay as they are; nothing if they do not."""
+def untrained(rank, epochs):
+    """Why its steps say nothing about the changes; nothing if they do."""
     if not rank.steps:
         return "It never trains: optimizer.step() is not called."
+    if len(rank.steps) % epochs:
+        text = f"It makes {len(rank.steps)} optimizer steps in {epochs} epochs."
+        return f"{text} Does it end early, or is EPOCHS another one?"
     if not all(gradients for _, _, gradients in rank.steps):
         return "It never trains: the weights that the optimizer has get no gradients."
     if len(rank.steps) > 1 and rank.steps[0][1] == rank.steps[-1][1]:
@@ -238,7 +247,8 @@ def results(ranks, plain):
     lines = [line for line, *_ in printed]
     for line, *_ in plain.results:
         if lines.count(line) != 1:
-            return f"`{line} ...` is printed {lines.count(line)} times, not once."
+            place = " (Both have local rank 0 here.)" if "LOCAL_RANK" in ranks[0].did else ""
+            return f"`{line} ...` is printed {lines.count(line)} times, not once.{place}"
     images = sum(len(step) for rank in ranks for step in rank.epochs(len(plain.results) - 1)[0])
     (counted,) = [counted for line, _, counted in printed if line == "epoch 0: loss"]
     if images and images != int(counted):
@@ -263,7 +273,8 @@ def other_figure(ranks, plain):
 def judge(ranks, plain):
     """Lines that say which changes are made, and what is wrong; none if nothing is."""
     trouble, found = stopped(ranks), {}
-    each = [untrained(rank) for rank in ranks]
+    epochs = 1 if trouble else len(plain.results) - 1
+    each = [untrained(rank, epochs) for rank in ranks]
     idle = each[0] or each[1].replace("It ", "Rank 1 ")
     if not each[1]:
         idle = idle.replace("It ", "Rank 0 ")
@@ -335,6 +346,7 @@ def main():
         return
     if len(sys.argv) != 2:
         sys.exit("usage: python check.py mine.py")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     program, plain = str(Path(sys.argv[1]).resolve()), str(Path(__file__).with_name("plain.py"))
     try:
         compile(Path(program).read_bytes(), program, "exec")

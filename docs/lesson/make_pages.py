@@ -59,7 +59,9 @@ def edit(diff: str, programs: set[str]) -> tuple[str, str]:
     old, new = (
         "\n".join(line[1:] for line in diff.splitlines() if line[0] != other) for other in "+-"
     )
-    old, new = (repr(text) if '"' in text else f'"{text}"' for text in (old, new))
+    # As ruff formats a notebook.
+    old, new = (text.replace("\n", "\\n") for text in (old, new))
+    old, new = (f"'{text}'" if '"' in text else f'"{text}"' for text in (old, new))
     calls = (f'change(\n    "{name}",\n    {old},\n    {new},\n)' for name in sorted(programs))
     return "code", "\n".join(calls)
 

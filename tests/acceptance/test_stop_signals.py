@@ -7,12 +7,10 @@ import re
 import shlex
 import shutil
 import signal
-import time
 
 import pytest
 
 from support.datasets import make_set
-from support.forks import Forked, changed
 from support.launchers import (
     FAST,
     MULTINODE,
@@ -142,48 +140,3 @@ def test_a_stop_between_two_starts_ends_with_75_where_a_checkpoint_is(training, 
         end_within(5, [first], SAVED)
         log = nodes.log(0)
     assert len(re.findall(r"\| Step 1 ", log)) == 1
-
-
-# --- A stop signal that nobody answers ---------------------------------------------------------
-
-STUCK = """
-demo.STOP_SECONDS = 4
-
-def stuck(training, *rest):
-    plain(training, *rest)
-    if training.step == 3 and demo.dist.get_rank() == 1 and "stuck.pt" in training.args.checkpoint:
-        time.sleep(600)
-
-def slow(*arguments):
-    time.sleep(10)
-    write(*arguments)
-
-plain, demo.log_save_or_stop = demo.log_save_or_stop, stuck
-write, demo.write_checkpoint = demo.write_checkpoint, slow
-"""
-
-
-@LONG
-@pytest.mark.guards("stop-unanswered", "stop-while-saving")
-def test_a_stop_signal_that_nobody_answers_ends_the_ranks(training, tmp_path):
-    """A rank that sleeps, and one that is suspended, but none that saves for long."""
-    program = changed(tmp_path / "stuck.py", STUCK)
-    line = r"ERROR: SIGTERM, but the ranks have not agreed to stop in \d+ s: is one of them stuck"
-    with Forked(2, [*training, "--checkpoint", tmp_path / "stuck.pt"], {}, program) as started:
-        started.wait_for(r"\[CPU 0\] .*\| Step 1 ")
-        time.sleep(1)
-        started.signal(signal.SIGTERM)
-        run = started.finish(4 + 15, expect=1)
-    assert len(re.findall(line, run.output)) == 2
-    with Forked(2, [*training, "--checkpoint", tmp_path / "c.pt"], {}, program) as started:
-        started.wait_for(STEP_3)
-        os.kill(started.rank_pid(1), signal.SIGSTOP)
-        os.kill(started.rank_pid(0), signal.SIGTERM)
-        started.wait_for(line, 4 + 15)
-        os.kill(started.rank_pid(1), signal.SIGKILL)
-        started.finish(10, expect=None)
-    with Forked(2, [*training, "--checkpoint", tmp_path / "c.pt"], {}, program) as started:
-        started.wait_for(STEP_3)
-        started.signal(signal.SIGTERM)
-        started.finish(10 + 20, expect=75)
-    assert (tmp_path / "c.pt").stat().st_size > 0

@@ -29,16 +29,16 @@ ROWS = [
     ("input", "a network or a GPU alone, without images: --dummy"),
     ("crowded", "fewer processes and threads, or a machine without other load: `top`"),
     ("wait", "which rank comes late, and after what: --profile FOLDER"),
+    ("between pcie", "the adapter's slot: `lspci -vv` (LnkSta beside LnkCap)"),
+    ("between lanes", "the cable, whose lanes are not all up: `mlxlink -d {device} -c -m`"),
+    ("between errors infiniband", "the cable whose errors are counted: `ibqueryerrors`"),
+    ("between errors sockets", "the port whose errors are counted: `ethtool -S {name}`"),
     ("between unseen", "a probe before the run: PROBE=1 of launch_multinode.sh"),
     ("between unmoved", "the interface that is used: `ip route get PEER` on each node"),
     ("between small", "nccl-tests with 1 GiB, which is enough for a fast link: {page}nccl-tests"),
     ("between fallen", "the port, which states only {stated}: `ethtool {name}`"),
-    ("between low tunnel", "the route, as {over} moved as many bytes: `ip route get PEER`"),
-    ("between low bond", "the bond: `cat /proc/net/bonding/{name}`, {page}tcp"),
     ("between low sockets", "the link alone: `iperf3 -c PEER`, then with -P 8: {page}tcp"),
-    ("between low ipoib", "the link alone: `iperf3 -c PEER`, then with -P 8: {page}tcp"),
     ("between ipoib !gloo", "the adapter without IP: --network LABEL={adapter}"),
-    ("between low indirect", "how near adapters are to GPUs: `nvidia-smi topo -m`"),
     (
         "between low infiniband",
         "the link alone: `ib_write_bw -d {device} --report_gbits`, {page}infiniband",
@@ -58,7 +58,7 @@ ROWS = [
     ("between full", "what a faster link would bring: --project"),
     ("compute fp32", "a lower precision: --precision bf16, where the hardware has it"),
     ("compute gpu", "a larger --batch_size, if the GPU's memory is not full"),
-    ("compute !compiled", "fused operations: --compile"),
+    ("compute !compiled !crowded", "fused operations: --compile"),
 ]
 
 
@@ -74,7 +74,6 @@ def next_steps(run, words):
         "device": name.partition(":")[0],
         "link": name.replace(":", "/"),
         "adapter": (network and network.adapter.partition(":")[0]) or "ADAPTER",
-        "over": network and ", ".join(network.over),
         "stated": rate(run.link_gbps or 0),
         "rank": rank,
         "host": hosts[rank] if rank is not None and rank < len(hosts) else "its node",
@@ -89,17 +88,21 @@ def next_steps(run, words):
     return texts[:MOST]
 
 
+def marked_words(run):
+    """What is marked in the table of nodes."""
+    rows = [row for facts in run.facts.values() for row in facts["rows"]]
+    marks = " ".join(mark for row in rows for mark in row["marks"])
+    parts = {"pcie": "PCIe", "lanes": "X, not", "errors": "errors counted"}
+    return {word for word, part in parts.items() if part in marks}
+
+
 def network_words(run):
     """What the network of a run over several nodes is, for the table."""
     network = run.network
     if not network or not run.probe_s:
         return {"unmoved" if run.record("Probe") else "unseen"}
     kind = network.transport if network.transport in (*ADAPTERS, "plugin") else "sockets"
-    kind = "ipoib" if network.kind == "ipoib" and kind == "sockets" else kind
-    words = {kind, "rated" if run.link_gbps else "unrated"}
-    words |= {"tunnel"} if network.over else set()
-    words |= {"bond"} if network.members else set()
+    words = {kind, network.kind}
+    words |= set() if run.link_gbps else {"unrated"}
     stated = (run.link_gbps or 0) / max(1, len(network.names))
-    words |= {"fallen"} if kind == "sockets" and 0 < stated <= FALLEN_GBPS else set()
-    indirect = kind in ADAPTERS and network.with_gpudirect < network.connections
-    return words | ({"indirect"} if indirect else set())
+    return words | ({"fallen"} if kind == "sockets" and 0 < stated <= FALLEN_GBPS else set())

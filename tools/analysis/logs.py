@@ -26,9 +26,7 @@ STOP = re.compile(r"(Stopped\b.*|ERROR: .*)")
 RECORD = re.compile(r"(Run|Probe|Summary) (\{.*)")
 COUNTERS = re.compile(r"(?:^|\s)Counters (\{.*)")  # of tools/counters.py
 # The launcher's lines: a start, and how it ended if that was not well.
-LAUNCHER = re.compile(
-    r"launch_\w+\.sh: (?:(?P<start>[\d-]{10} [\d:]{8}) |error: (?:network \S+: )?(?P<error>.+))"
-)
+LAUNCHER = re.compile(r"launch_\w+\.sh: (?:(?P<start>[\d-]{10} [\d:]{8}) |error: (?P<error>.+))")
 NODE_LOG = r"node\d+\.log"  # a file of a run's folder
 LINE_LIMIT = 1 << 20  # characters read at once: a file without line ends must not fill the memory
 MOST_STEPS = 1_000_000  # step lines kept, about 400 MB
@@ -113,8 +111,6 @@ def parse_lines(lines, log):
     programs' lines, prefixes and lines torn into each other do no harm. A record that is not whole
     is left out and counted.
     """
-    # The original demo counts the GPUs of each node from 0; ours prints the global rank.
-    first = max(log.ranks) + 1 if log.ranks and not log.ours else 0
     failed = None
     for line in lines:
         if "\x1b" in line:
@@ -129,7 +125,7 @@ def parse_lines(lines, log):
         if "PU " in line or "MPS " in line:
             for mark in PREFIX.finditer(line):
                 log.kinds.add(mark[1])
-                rank = first + int(mark[2])
+                rank = int(mark[2])
                 log.ranks.add(rank)
                 parse_body(log, rank, line[mark.end() :])
     if failed:

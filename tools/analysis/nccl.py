@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from analysis.logs import COLOURS, PREFIX, UserError, lines_of
+from analysis.logs import COLOURS, UserError, lines_of
 from analysis.network import TITLES
 
 HOW_TO_ASK = "start the job with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET,ENV"
@@ -146,6 +146,11 @@ class Reader:
         self.ranks: dict = {}  # the same -> rank
         self.quoted = False  # torch quotes NCCL's last error on the next line
 
+    def read_files(self, files: Iterable[Path]) -> None:
+        for file in files:
+            for line in lines_of(file):
+                self.read(line)
+
     def read(self, line: str) -> None:
         """One line; without its end it may be cut there."""
         if self.quoted and line.strip():
@@ -169,15 +174,6 @@ class Reader:
                 self.lines.setdefault((name, *match.groups()), quote)
         if re.search(EVIDENCE["warning"], text):
             self.warnings[process].setdefault(quote, time)
-
-    def add(self, other: Reader) -> None:
-        """What another text of the same run says."""
-        for name, seen in other.seen.items():
-            self.seen[name] += seen
-        self.lines = other.lines | self.lines
-        for process, lines in other.warnings.items():
-            self.warnings[process] |= lines
-        self.ranks |= other.ranks
 
     def texts(self, name: str) -> list[str]:
         """What this evidence names, in the order in which it came, each once."""
@@ -310,7 +306,7 @@ def message(line: str) -> str:
 # --- For people ----------------------------------------------------------------------------------
 
 
-def describe(found: Finding, failed: bool = True) -> list[str]:
+def describe(found: Finding) -> list[str]:
     """Lines: what was used, what was asked for, what NCCL warned of."""
     lines = [used(found)]
     if found.channels:  # each rank writes its own end of a connection
@@ -331,7 +327,7 @@ def describe(found: Finding, failed: bool = True) -> list[str]:
         lines.append(f"The environment asked for: {asked}")
     lines += [f'NCCL on networks: "{line}"' for line in found.no_network[:MOST_QUOTES]]
     lines += [f"Timed out: {work}" for work in found.timeouts]
-    lines += quotes(found.to_dict(), failed)
+    lines += quotes(found.to_dict(), failed=True)
     return lines + [f"Meaning: {text}" for text in found.means]
 
 
@@ -379,13 +375,9 @@ def files_in(paths: list[str]) -> list[Path]:
         if not path.exists():
             raise UserError(f"no such file or folder: {path}")
         inside = filter(Path.is_file, sorted(path.rglob("*")))
-        found += [file for file in inside if is_text(file)] if path.is_dir() else [path]
+        texts = [file for file in inside if "\0" not in next(lines_of(file), "")]
+        found += texts if path.is_dir() else [path]
     return found
-
-
-def is_text(path: Path) -> bool:
-    """Whether it is no checkpoint."""
-    return "\0" not in next(lines_of(path), "")
 
 
 def of_newest_start(files: Iterable[Path]) -> list[Path]:
@@ -405,19 +397,12 @@ def of_newest_start(files: Iterable[Path]) -> list[Path]:
     return list(newest.values())
 
 
-def read_files(files: Iterable[Path]) -> Reader:
-    reader = Reader()
-    for file in files:
-        for line in lines_of(file):
-            reader.read(line)
-    return reader
-
-
 def find_in_files(paths: list[str], every: bool = False) -> Finding:
     """What the text of one start says, of all of its ranks and nodes; `every`: of all starts."""
+    reader = Reader()
     try:
         files = files_in(paths)
-        reader = read_files(files if every else of_newest_start(files))
+        reader.read_files(files if every else of_newest_start(files))
     except OSError as error:
         raise UserError(f"cannot read {error.filename or paths}: {error.strerror}") from None
     if not reader.lines and not reader.warnings:
@@ -425,25 +410,23 @@ def find_in_files(paths: list[str], every: bool = False) -> Finding:
     return reader.finding()
 
 
-def beside(log: Path) -> Reader:
-    """What NCCL has written beside a node's log at the newest start: nccl.node0.HOST.PID.log."""
+def beside(log: Path) -> list[Path]:
+    """Where NCCL has written beside a node's log at the newest start: nccl.node0.HOST.PID.log."""
     node = log.name.partition(".")[0]
-    return read_files(of_newest_start(log.parent.glob(f"nccl.{node}.*")))
+    return of_newest_start(log.parent.glob(f"nccl.{node}.*"))
 
 
-def of_last_run(path: Path) -> Reader:
-    """What NCCL's text in a log says of its last run: since a rank went on after its last line."""
-    reader, later, ended = Reader(), Reader(), set()
+def of_last_run(path: Path) -> list[str]:
+    """The lines of a log's last run, from the end of the run before it, without its steps."""
+    lines, end = [], 0
     for line in lines_of(path):
-        mark = PREFIX.search(line)
-        if mark and "] Cleanup complete" in line:
-            ended.add(mark[2])
-        elif mark and mark[2] in ended:
-            reader, later, ended = later, Reader(), set()
         if " | Step " not in line:
-            (later if ended else reader).read(line)
-    reader.add(later)
-    return reader
+            lines.append(line)
+        if "] Cleanup complete" in line:
+            end = len(lines)
+        elif "] Run {" in line and end:
+            lines, end = lines[end:], 0
+    return lines
 
 
 def of_processes(pattern: str, host: str, pids: Iterable[int]) -> Finding | None:

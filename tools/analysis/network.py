@@ -25,7 +25,6 @@ class Network:
     names: list  # of the interfaces or adapters
     kind: str = ""
     members: list = field(default_factory=list)  # of a bond
-    over: list = field(default_factory=list)  # tunnels or bridges that carried the same bytes
     gbps: float | None = None  # measured, of all of them together, headers included
     stated: float | None = None
     virtual: str = ""  # what it states, where no hardware does
@@ -96,10 +95,6 @@ def read_network(node, several, moved_gbps):
         else:
             network.stated = stated
         network.members = [str(member) for member in get(rails[0], "members", list)]
-        if transport == "sockets" and kind != "ipoib":
-            beside = [link for link in outside if link not in rails]
-            same = [link for link in beside if wire_gbps(link) > network.gbps / 2]
-            network.over = [get(link, "name", str) for link in same]
         network.adapter = get(rails[0], "carrier", str)
     return network
 

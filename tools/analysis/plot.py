@@ -1,7 +1,7 @@
 """The pictures of tools/compare_logs.py.
 
-They show where the time of each run went, the speed-up of runs that differ in their number of
-processes, and the bus bandwidth of the probe's sizes. Whiskers are the range of repeats.
+They show where the time of each run went, for runs that differ in their number of processes with
+the ideal step, and the bus bandwidth of the probe's sizes. Whiskers are the range of repeats.
 
 Drawn with matplotlib, which only a picture needs. Hatching, line style and mark tell the runs
 apart without colour.
@@ -16,7 +16,6 @@ from matplotlib.ticker import EngFormatter, LogLocator
 
 from analysis.logs import get, objects
 from analysis.repeats import values
-from analysis.scaling import network_of
 
 LINES = ("-", "--", ":", "-.", "-")
 COLOURS = ("#111111", "#1f5fa8", "#c1440e", "#4d8f3a", "#7a3f98")
@@ -34,19 +33,17 @@ def draw(result, file):
     runs, scaled = result["runs"], result["scaling"]
     curves = {run.name: curve for run in runs if (curve := bandwidth_of(run))}
     with matplotlib.rc_context(LOOK):
-        count = 1 + bool(scaled) + bool(curves)
+        count = 1 + bool(curves)
         figure = Figure(figsize=(3 + 3 * count, 4.2), layout="constrained")
         split, *others = figure.subplots(1, count, squeeze=False).flat
         draw_split(split, runs, scaled.runs if scaled else {})
-        if scaled:
-            draw_speed_up(others[0], runs, scaled)
         if curves:
-            draw_bandwidth(others[-1], curves)
+            draw_bandwidth(*others, curves)
         figure.savefig(file, dpi=160, format=None if Path(file).suffix else "png")
 
 
 def look_of(i):
-    """Of the i-th run, or network: the same in each panel."""
+    """Of the i-th run."""
     return {"color": COLOURS[i % 5], "linestyle": LINES[i % 5], "marker": "osD^v"[i % 5]}
 
 
@@ -81,38 +78,6 @@ def draw_bandwidth(axis, curves):
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("")
     finish(axis, "")
-
-
-def draw_speed_up(axis, runs, scaled):
-    """Speed-up over processes, with the ideal line, and for each network a line from its base."""
-    by_name = {run.name: run for run in runs if run.name in scaled.runs}
-    networks = {}
-    for run in by_name.values():
-        networks.setdefault(network_of(run), []).append(run)
-    counts = sorted({run.processes for run in by_name.values()})
-    if counts:
-        axis.plot(counts, [count / counts[0] for count in counts], color="#999999", label="ideal")
-        axis.set_xlim(right=counts[-1] * 1.15)
-    for i, group in enumerate(networks.values()):
-        look = {"label": "measured", "linewidth": 2, "capsize": 4} | look_of(i)
-        if len(networks) > 1 and group[0].network:
-            look["label"] = group[0].network.way
-        elif len(networks) > 1:
-            look["label"] = "one node" if group[0].nodes == 1 else "network not known"
-        for run in group:
-            one = scaled.runs[run.name]
-            place = {"xytext": (4, -14), "textcoords": "offset points"}
-            text = f"{run.name}: {one.efficiency:.0%}"
-            axis.annotate(text, (run.processes, one.speed_up), **place)
-        line = {name for run in group for name in (run.name, scaled.runs[run.name].base)}
-        line = sorted(line, key=lambda name: (by_name[name].processes, scaled.runs[name].speed_up))
-        middles = [scaled.runs[name].speed_up for name in line]
-        ranges = whiskers(middles, [scaled.runs[name].between for name in line])
-        axis.errorbar([by_name[name].processes for name in line], middles, ranges, **look)
-    axis.set_xticks(counts)
-    axis.set_ylim(bottom=0)
-    axis.set(xlabel="processes", ylabel="speed-up over the base", title="Speed-up and efficiency")
-    finish(axis, "no speed-up in these logs")
 
 
 def draw_split(axis, runs, scaled):

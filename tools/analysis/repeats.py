@@ -153,6 +153,10 @@ def say_difference(base, run):
         if max(a) < min(b):
             what += " of 2%"
             text += f", {median(b) / median(a) - 1:.2%} apart"
+        links = [values(one, "link_s") for one in (quick, slow)]
+        if all(links) and is_called(*links):
+            end += f" The link's part of it differs: {shown(base, 'link_s', ms)} in {base.name}, "
+            end += f"{shown(run, 'link_s', ms)} in {run.name}."
         return f"{what} shown by {by}: {took} {text}{end}"
     called = is_called(a, b)
     if called or not measured:

@@ -57,7 +57,7 @@ def column(run, result):
         cells[f"- {title}"] = text and f"{text}, {part(getattr(run, name), run.step_s)}"
     cells["- - of it the link, at least"] = run.link_by_step and shown(run, "link_s", ms)
     if result["scaling"]:
-        cells |= scaling_cells(run, result["scaling"].runs.get(run.name))
+        cells |= scaling_cells(run, result["scaling"])
     wall = shown(run, "wall_s", duration)
     cells |= {
         "img/s, job": shown(run, "img_per_s", "{:,.1f}".format),
@@ -81,14 +81,15 @@ def column(run, result):
     }
 
 
-def scaling_cells(run, scaled):
-    """A run's cells beside its base. What is lost is below 0 where it is less than ideal."""
+def scaling_cells(run, scaling):
+    """A run's cells beside the base. What is lost is below 0 where it is less than ideal."""
     titles = ["ideal step", *(f"- lost: {part}" for part in PARTS), "speed-up", "efficiency"]
-    if not scaled or run.name == scaled.base:
+    scaled = scaling.runs.get(run.name)
+    if not scaled or run.name == scaling.base:
         return dict.fromkeys(titles) | {"speed-up": scaled and "base"}
     lost = [scaled.lost_s.get(part) for part in PARTS]
     texts = [ms(scaled.ideal_s), *(None if seconds is None else ms(seconds) for seconds in lost)]
-    over = f"{scaled.shown_speed_up} over {scaled.base}"
+    over = f"{scaled.shown_speed_up} over {scaling.base}"
     return dict(zip(titles, [*texts, over, f"{scaled.efficiency:.0%}"], strict=True))
 
 
@@ -119,8 +120,7 @@ def report(result, picture=None):
     lines += [*main_table(result), ""]
     if any(run.partial for run in runs):
         lines += [PART, ""]
-    shown = "Parts of a step, and speed-up" if scaled else "Parts of a step, and bandwidth"
-    lines += [f"![{shown}]({picture})", ""] if picture else []
+    lines += [f"![Parts of a step, and bandwidth]({picture})", ""] if picture else []
     if scaled:
         lines += [*heading("Scaling"), " ".join(scaled.says), ""]
         for name, one in scaled.runs.items():
@@ -192,7 +192,7 @@ def node_lines(runs):
 def say_node(node):
     gpus = Counter(map(str, get(node, "gpus", list))).items()
     locked = get(node, "locked", int)
-    parts = [", ".join(f"{count} x {name}" for name, count in gpus) or "no NVIDIA GPU"]
+    parts = [", ".join(f"{count} x {name}" for name, count in gpus) or "no NVIDIA GPU seen"]
     if gpus:
         parts.append(
             f"module for GPUDirect: {get(node, 'module', str) or 'none (DMA-BUF needs none)'}"
@@ -220,17 +220,10 @@ def projection_lines(run):
 
 
 def print_text(text):
-    """Print it. Returns the OSError if that fails; a reader that has seen enough is no error."""
-    with contextlib.suppress(AttributeError):  # a terminal may lack a log's characters
+    """Print it, also where the terminal lacks a log's characters."""
+    with contextlib.suppress(AttributeError):  # stdout is closed, or a test's
         sys.stdout.reconfigure(errors="replace")
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # what is left in the buffer would fail again at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            return error
-    return None
+    print(text)
 
 
 def as_json(result):
@@ -256,7 +249,7 @@ def write_json(result, file):
 def write_report(result, file, picture=None):
     """The report in a file, which names the picture from where it lies."""
     address = None
-    if picture and os.path.exists(picture):  # otherwise it could not be drawn
+    if picture:
         address = quote(os.path.relpath(picture, Path(file).absolute().parent))
     # What other programs have said may look like HTML, which a viewer of Markdown would hide.
     text = report(result, address).replace("<", "&lt;")

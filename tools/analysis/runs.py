@@ -1,6 +1,5 @@
 """The figures of one run, from its log's records: Run, Summary, Probe; whether it is whole."""
 
-import math
 import statistics
 from dataclasses import dataclass, field
 
@@ -10,7 +9,6 @@ from analysis.network import read_network
 from analysis.node import joined, merged, rows_of
 
 STRAGGLER = 1.2  # a rank this many times as busy as usual keeps the others waiting
-MOST_RANKS = 100_000  # a larger number is damage
 
 # Figures of a Run, and their names in the log's Run record.
 SETTINGS = {
@@ -63,7 +61,6 @@ class Run:
     networks: list = field(default_factory=list)  # a Network for each probed node
     traffic: list = field(default_factory=list)  # of each node in the run: host, interfaces, tcp
     facts: dict = field(default_factory=dict)  # host -> its facts, and rows of its ports
-    efficiency: float | None = None  # beside fewer processes, see scaling.py
 
     @property
     def complete(self):
@@ -164,11 +161,8 @@ def add_times(run, summary):
             setattr(run, f"{name}_s", milliseconds / 1000)
     if run.processes == 1 and None not in (run.step_s, run.data_s):  # nothing to communicate
         run.compute_s, run.exposed_s = run.step_s - run.data_s, 0.0
-    made = (run.steps or 0) * (run.global_batch or 0)
-    if get(summary, "measured_steps"):
+    if get(summary, "measured_steps"):  # in older logs it is of the first, slow steps, too
         run.img_per_s = get(summary, "img_per_s")
-    elif 0 < made <= (run.images or 0) and get(summary, "step_ms"):  # an older log, of full steps
-        run.img_per_s = run.global_batch / run.step_s
     for entry in objects(summary, "ranks"):
         rank = get(entry, "rank", int)
         parts = [get(entry, f"{name}_ms") for name in ("data", "compute", "exposed")]
@@ -199,7 +193,10 @@ def find_straggler(ranks):
 
 
 def find_problems(run):
-    """Every reason why this log is not that of a whole run."""
+    """Every reason why this log is not that of a whole run.
+
+    Node 0's log alone is enough: in its Summary rank 0 writes what all ranks have measured.
+    """
     log, problems = run.log, []
     if log.failed:
         return [f"it failed: {log.failed}"]
@@ -210,45 +207,15 @@ def find_problems(run):
     if log.ours and not run.record("Summary"):
         reason = f"; it says: {log.stop}" if log.stop else ""
         problems.append(f"no Summary line: the run did not end, or the end is missing{reason}")
-    nodes = expected_ranks(run)
-    present = log.ranks & nodes.keys()
-    home = {rank for rank, node in nodes.items() if node == nodes.get(0)}
-    is_whole = log.ours and not problems and home and home <= log.ended.keys()
-    for what, ranks in (
-        ("no line from", nodes.keys() - present),
-        ("lines that the run should not have, from", log.ranks - nodes.keys()),
-        ("no end line from", present - log.ended.keys()),
-    ):
-        text = f"{what} {name_ranks(sorted(ranks), run)}" if ranks else ""
-        if is_whole and ranks <= nodes.keys():  # in a shared folder they may come later
-            run.notes += [f"{text}, whose log is not whole"] if text else []
+    if open_ended := sorted(log.ranks - log.ended.keys()):
+        text = f"no end line from {name_ranks(open_ended, run)}"
+        hosts = run.setting("hosts", list)
+        others = [rank for rank in open_ended if rank < len(hosts) and hosts[rank] != hosts[0]]
+        if log.ours and not problems and others == open_ended:  # in a shared folder it comes later
+            run.notes.append(f"{text}, whose log is not whole")
         else:
-            problems += [text] if text else []
+            problems.append(text)
     return problems
-
-
-def expected_ranks(run):
-    """{rank: its node} of those that must have written: all of each node of which there is a line.
-
-    Node 0's log alone is enough, as rank 0 writes what all ranks measured.
-    """
-    listed = run.setting("hosts", list), get(run.record("Summary"), "ranks", list)
-    # The largest of the three: damage that makes one smaller must not hide a rank.
-    total = min(max(run.processes or 0, *map(len, listed)), MOST_RANKS)
-    if not total:  # of the original demo, and nobody said how many
-        return dict.fromkeys(range(min(run.log.ranks), max(run.log.ranks) + 1))
-    nodes = node_of_rank(run, total)
-    present = {nodes[rank] for rank in run.log.ranks if rank < total}
-    return {rank: nodes[rank] for rank in range(total) if nodes[rank] in present}
-
-
-def node_of_rank(run, total):
-    """The node of each rank: its host, or by equal numbers if names do not tell nodes apart."""
-    hosts = [str(host) for host in run.setting("hosts", list)]
-    if len(hosts) == total and len(set(hosts)) == run.nodes:
-        return hosts
-    per_node = math.ceil(total / (run.nodes or 1))
-    return [rank // per_node for rank in range(total)]
 
 
 def name_ranks(ranks, run):
@@ -277,14 +244,8 @@ def add_notes(run):
         run.notes.append(f"resumed from step {run.start_step:,}: wall time is of this part alone")
     if run.record("Summary").get("replicas_identical") is False:
         run.notes.append("its replicas are not identical: the ranks have trained different models")
-    if run.complete and run.nodes and len(log.ranks) < (run.processes or 0):
-        nodes = node_of_rank(run, min(run.processes, MOST_RANKS))
-        seen = len({nodes[rank] for rank in log.ranks if rank < len(nodes)})
-        if seen < run.nodes:
-            text = (
-                f"of {run.nodes} nodes only the logs of {seen} are here: losses are of their ranks"
-            )
-            run.notes.append(text)
+    if run.complete and len(log.ranks) < (run.processes or 0):
+        run.notes.append(f"losses are of the {len(log.ranks)} of {run.processes} ranks in the log")
 
 
 # --- Probe and counters --------------------------------------------------------------------------

@@ -5,8 +5,7 @@
     efficiency  speed-up x the base's processes / processes
     strong      the same global batch in all runs, however it is accumulated
     weak        the same images per process and step in all runs
-    base        the fewest processes, of complete runs: the first over the run's own network, else
-                the first
+    base        of the complete runs that with the fewest processes; of several the first
     ideal step  the base's step (weak), or that x the base's processes / processes (strong). Both
                 are the base's step x images per process / the base's images per process
     lost        step - ideal step; and so for each part, which may also be shorter than ideal
@@ -25,7 +24,6 @@ PARTS = {  # of a step, in seconds
     "communication": lambda run: run.link_s,
     "waiting for ranks": lambda run: run.exposed_s - run.link_s,
 }
-NETWORK_VARIABLES = ("NCCL_NET", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 NAMED = 0.1  # a part with a smaller share of what is lost or saved is not named
 
 
@@ -33,7 +31,6 @@ NAMED = 0.1  # a part with a smaller share of what is lost or saved is not named
 class Scaled:
     """One run beside its base."""
 
-    base: str
     speed_up: float
     between: tuple  # the lowest and highest speed-up of repeats
     efficiency: float
@@ -61,21 +58,19 @@ def is_scaling(runs):
 def scale(runs):
     """The Scaling of runs that differ in their number of processes."""
     able = [run for run in runs if run.complete and run.processes and run.img_per_s]
-    fewest = min((run.processes for run in able), default=0)
-    first = [run for run in able if run.processes == fewest]
     found = Scaling(kind_of(runs))
     if not is_scaling(able):
         text = "No speed-up: that needs complete runs, with a Summary, of two numbers of processes"
         found.says.append(f"{text}.")
         return found
-    found.base = first[0].name
+    base = min(able, key=lambda run: run.processes)
+    found.base = base.name
     for run in able:
-        own = [other for other in first if network_of(other) == network_of(run)]
-        base = (own or first)[0]
         scaled = beside(base, run)
-        scaled.says = say_run(found.kind, base, run, scaled)
+        scaled.says = say_run(base, run, scaled)
         found.runs[run.name] = scaled
-    found.says = [say_kind(found.kind, able[0]), say_base(first[0], found)]
+    counted = f"{base.processes} process{'es' if base.processes > 1 else ''}"
+    found.says = [say_kind(found.kind, base), f"The base is {base.name}, with {counted}."]
     if not any(run.repeats for run in able):
         found.says.append("One run each: how much such runs differ is not known.")
     left_out = [f"{run.name} ({run.status})" for run in runs if run not in able]
@@ -107,22 +102,13 @@ def same_training(runs):
     return len({(run.global_batch, run.steps) for run in runs if run.complete}) < 2
 
 
-def network_of(run):
-    """What tells networks apart: what carried node 0's probe, else the variables that name it."""
-    if run.nodes == 1:
-        return ()
-    if run.networks:
-        return (run.networks[0].transport, *run.networks[0].names)
-    return tuple(map(run.env, NETWORK_VARIABLES))
-
-
 def beside(base, run):
     slow, fast = values(base, "img_per_s"), values(run, "img_per_s")
     between = min(fast) / max(slow), max(fast) / min(slow)
     speed_up = run.img_per_s / base.img_per_s
     efficiency = speed_up * base.processes / run.processes
     share = (run.global_batch / run.processes) / (base.global_batch / base.processes)
-    found = Scaled(base.name, speed_up, between, efficiency, share * base.step_s)
+    found = Scaled(speed_up, between, efficiency, share * base.step_s)
     if base.has_split and run.has_split:
         found.lost_s = {
             # Without a minus before a zero.
@@ -144,16 +130,7 @@ def say_kind(kind, run):
     return "Neither strong nor weak scaling: only images/s are compared."
 
 
-def say_base(first, found):
-    bases = dict.fromkeys(scaled.base for scaled in found.runs.values())
-    counted = f"{first.processes} process{'es' if first.processes > 1 else ''}"
-    if len(bases) > 1:
-        text = "Each network, and one node by itself, has its own base"
-        return f"{text}, with {counted}: {', '.join(bases)}."
-    return f"The base is {found.base}, with {counted}."
-
-
-def say_run(kind, base, run, scaled):
+def say_run(base, run, scaled):
     """How much faster, and what eats the rest."""
     if run is base:
         return ""
@@ -172,26 +149,10 @@ def say_run(kind, base, run, scaled):
     for part, seconds in sorted(scaled.lost_s.items(), key=lambda item: -abs(item[1])):
         if abs(seconds) >= NAMED * abs(off_s):
             (longer if seconds > 0 else shorter).append(f"{ms(abs(seconds))} {part}")
-    if not (shorter if scaled.efficiency > 1 else longer):  # a record is damaged
-        return f"{text}; its images/s and its step times contradict each other"
     how = "shorter" if off_s < 0 else "longer"
     text += f"; a step is {ms(abs(off_s))} {how} than the ideal {ms(scaled.ideal_s)}"
     text += f", by {', '.join(longer)}" if longer else ""
     text += f"; shorter by {', '.join(shorter)}" if shorter else ""
     if scaled.efficiency > 1:
         return f"{text}. Above 100%: something held up {base.name}"
-    return text + say_causes(kind, base, run)
-
-
-def say_causes(kind, base, run):
-    """What else differs between the two runs, or is known of its parts."""
-    causes = []
-    for name in ("threads", "accumulate_steps"):
-        one, two = (each.setting(name, int) for each in (base, run))
-        if None not in (one, two) and one != two and (name != "threads" or run.on_cpu):
-            causes.append(f"{name} is {one} in {base.name} and {two} here")
-    if run.straggler is not None:
-        causes.append(f"rank {run.straggler} is slow")
-    if kind == "strong":
-        causes.append("small batches compute less efficiently")
-    return f" ({'; '.join(causes)})" if causes else ""
+    return text

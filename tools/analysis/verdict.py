@@ -7,7 +7,7 @@ All is measured (the split of a step, the probe, counters of bytes), or quoted f
 import re
 from dataclasses import dataclass, field, replace
 
-from analysis.advice import network_words, next_steps
+from analysis.advice import marked_words, network_words, next_steps
 from analysis.logs import get, objects
 from analysis.nccl import quotes
 from analysis.network import ADAPTERS, carriers
@@ -168,7 +168,7 @@ def steps_to_take(run, parts, bound):
         if run.nodes == 1:
             words.add("inside")
         elif bound != "compression":
-            words |= {"between"} | network_words(run)
+            words |= {"between"} | network_words(run) | marked_words(run)
             if run.share:
                 slow = "small" if size_limits(run) and run.share < USUAL else "low"
                 words.add("full" if run.share >= USUAL else slow)
@@ -190,8 +190,6 @@ def say_network(run, own):
     if run.nodes == 1 or network.transport == "local":
         return [f"network: none, {way_inside(network)}"]
     text = f"network: {network.way}"
-    if network.over:
-        text += f", through {', '.join(network.over)} too"
     if network.gbps:
         size = get(run.record("Probe"), "all_reduce_bytes")
         text += f", {rate(network.gbps)} in the probe's all-reduce of {megabytes(size or 0)}"
