@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -229,14 +230,27 @@ def test_packed_images_are_the_resized_ones_or_the_images_themselves(source, tmp
     assert len(content(tmp_path / "packed")["images"]) == 5
 
 
-@pytest.mark.guards("pack-index-last")
-def test_packing_that_was_killed_can_be_started_again_and_makes_the_same_bytes(source, tmp_path):
+@pytest.mark.guards("pack-goes-on", "pack-cut-off")
+def test_packing_that_was_killed_goes_on_and_makes_the_same_bytes(source, tmp_path):
+    """Killed while it writes an image, and while it writes a line of the index. The first image
+    is not written again.
+    """
     pack(tmp_path)
     expected = digests(tmp_path / "packed")
-    (tmp_path / "packed/train2017.rgb.index").unlink()
-    (tmp_path / "packed/train2017.rgb").write_bytes(bytes(999))
-    pack(tmp_path)
-    assert digests(tmp_path / "packed") == expected
+    rows, index = tmp_path / "packed/train2017.rgb", tmp_path / "packed/train2017.rgb.index"
+    lines, pixels = index.read_bytes().splitlines(keepends=True), rows.read_bytes()
+    image = len(pixels) // 5
+    for whole_lines, cut_line, size in (
+        (2, b"", 2 * image + 100),
+        (2, lines[2][:9], 3 * image),
+        (4, b"", 3 * image),  # as a power failure may leave it
+    ):
+        index.write_bytes(b"".join(lines[:whole_lines]) + cut_line)
+        rows.write_bytes(b"\1" * image + pixels[image:size])
+        pack(tmp_path)
+        assert rows.read_bytes() == b"\1" * image + pixels[image:]
+        rows.write_bytes(pixels)
+        assert digests(tmp_path / "packed") == expected
 
 
 @pytest.mark.guards("pack-damaged", "pack-skips")
@@ -252,28 +266,51 @@ def test_damaged_images_are_listed_and_left_out_on_demand(source, tmp_path):
         assert not [*tmp_path.glob("packed/annotations/*")]
     path.write_bytes(whole)
     pack(tmp_path)
-    assert [*packed_images(tmp_path)] == [f"000{n}.jpg" for n in range(5)]
+    assert [*packed_images(tmp_path)] == [f"000{n}.jpg" for n in (0, 2, 3, 4, 1)]
     truncate(path)
     (tmp_path / "packed").rename(tmp_path / "repaired")
     for _ in range(2):
         pack(tmp_path, "--skip_damaged")
         assert [*packed_images(tmp_path)] == [f"000{n}.jpg" for n in (0, 2, 3, 4)]
         assert len(content(tmp_path / "packed")["images"]) == 4
-    (tmp_path / "packed").rename(tmp_path / "with four")
+
+
+@pytest.mark.guards("pack-adds")
+def test_a_later_run_adds_what_a_packed_file_lacks(source, tmp_path):
+    """Pixels that were cut off, and images that are new in the source."""
+    pack(tmp_path)
+    expected = digests(tmp_path / "packed")
+    os.truncate(tmp_path / "packed/train2017.rgb", 1000)
+    pack(tmp_path)
+    assert digests(tmp_path / "packed") == expected
+    write_images(source / "train2017", numbered(7)[5:], size=(200, 150))
+    write_content(source, instances(numbered(7)))
+    pack(tmp_path)
+    assert [*packed_images(tmp_path)] == numbered(7)
+    assert len(content(tmp_path / "packed")["images"]) == 7
     for path in (source / "train2017").iterdir():
         truncate(path)
-    assert "5 damaged, named above" in pack(tmp_path, "--skip_damaged", expect=2)
+    (tmp_path / "packed").rename(tmp_path / "before")
+    assert "7 damaged, named above" in pack(tmp_path, "--skip_damaged", expect=2)
 
 
 @pytest.mark.guards("pack-room")
-def test_packing_asks_the_disk_for_room(source, tmp_path, monkeypatch):
+def test_packing_asks_the_disk_for_room_and_says_which_file_it_cannot_write(
+    source, tmp_path, monkeypatch
+):
     args = arguments(tmp_path, "--packed", target="packed")
     usage = SimpleNamespace(free=5 * 3 * 64 * 85 - 100)
-    monkeypatch.setattr(prepare_coco.shutil, "disk_usage", lambda _: usage)
-    text = "train2017 needs about 0.0 GB, and 0.0 GB are free"
-    with pytest.raises(prepare_coco.UserError, match=text):
-        prepare_coco.prepare(args)
-    assert (tmp_path / "packed/train2017.rgb").stat().st_size == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_coco.shutil, "disk_usage", lambda _: usage)
+        text = "train2017 needs about 0.0 GB, and 0.0 GB are free"
+        with pytest.raises(prepare_coco.UserError, match=text):
+            prepare_coco.prepare(args)
+    rows = tmp_path / "packed/train2017.rgb"
+    assert rows.stat().st_size == 0
+    with rows.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(prepare_coco.UserError, match="another run is writing it"):
+            prepare_coco.prepare(args)
 
 
 @pytest.mark.guards("prepare-long-names")

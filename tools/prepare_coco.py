@@ -16,8 +16,9 @@ and outlines, which would be those of the large images. It is in COCO's form, al
 SOURCE has ids that are text or fractions, LVIS's coco_url in place of a file name, names with
 backslashes, or classes without a name.
 
-Grey images of 16 or 32 bits become JPEGs of 8 bits, as the demo needs them. 0 to 65,535 becomes 0
-to 255; of 32 bits the least value of the image becomes 0, the greatest one 255.
+Grey images of 16 or 32 bits, also small ones, become JPEGs of 8 bits, as the demo needs them: in
+RGB Pillow would show them white or black. 0 to 65,535 becomes 0 to 255; of 32 bits the least value
+of the image becomes 0, the greatest one 255.
 
 With --packed TARGET gets no JPEGs: the pixels of all images of a split are in one file, such as
 train2017.rgb, which has an index, train2017.rgb.index. Training then has nothing to decode, and
@@ -25,14 +26,15 @@ reads several times as many images a second. The file of train2017 has some 33 G
 demo in place of a folder: --coco_image_path coco256/train2017.rgb. A --shorter_side beyond that of
 the images keeps their size.
 
-A run that was stopped or killed can be started again. A file that is in TARGET is not made again,
-also if its source has changed; a packed file that is not complete is. What a killed run has left,
-*.unfinished, may be removed.
+A run that was stopped or killed goes on when it is started again. An image that is in TARGET is
+not made again, also if its source has changed. What a killed run has left, *.unfinished, may be
+removed.
 
 Exit code: 0: TARGET is complete; 2: an error, which is one line, or wrong arguments.
 """
 
 import argparse
+import fcntl
 import gc
 import json
 import os
@@ -148,29 +150,57 @@ def for_all(names, work):
 
 
 def pack(args, split, names):
-    """Writes SPLIT.rgb, and its index if there is none. Returns the names in it. Raises UserError.
+    """Writes SPLIT.rgb and its index. Returns the names of its images. Raises UserError.
 
-    The index is the last file to be written: it shows that all pixels are there.
+    The index has a line for each image whose pixels are whole in the file: a run that goes on
+    begins after them.
     """
     rows, index = args.target / f"{split}.rgb", args.target / f"{split}.rgb.index"
-    if not index.exists():
-        lines, end = [], 0
-        with rows.open("wb") as pixels:
-            check_room(args, split, names)
-            work = partial(pixels_of, args.source / split, args.shorter_side)
-            for name, image in zip(names, for_all(names, work), strict=True):
-                if image is None:
-                    continue
-                height, width, content = image
-                pixels.write(content)
-                lines.append(json.dumps([name, end, height, width]) + "\n")
-                end += len(content)
-        damaged = len(names) - len(lines)
-        if not lines or (damaged and not args.skip_damaged):
-            text = f"{damaged} damaged, named above: repair them, or leave them out"
-            raise UserError(f"{args.source / split}: {text} by --skip_damaged; then start again")
-        write_whole(index, "".join(lines).encode())
-    return {json.loads(line)[0] for line in index.read_text().splitlines()}
+    damaged = 0
+    with rows.open("ab") as pixels, index.open("a+b") as lines:
+        try:
+            fcntl.flock(pixels, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{rows}: another run is writing it") from error
+        packed, end = read_lines(lines, pixels.tell())
+        pixels.truncate(end)
+        left = [name for name in names if name not in packed]
+        check_room(args, split, left)
+        work = partial(pixels_of, args.source / split, args.shorter_side)
+        for name, image in zip(left, for_all(left, work), strict=True):
+            if image is None:
+                damaged += 1
+                continue
+            height, width, content = image
+            pixels.write(content)
+            pixels.flush()  # before its line
+            lines.write(json.dumps([name, end, height, width]).encode() + b"\n")
+            end += len(content)
+            packed.add(name)
+    if not packed or (damaged and not args.skip_damaged):
+        text = f"{damaged} damaged, named above: repair them, or leave them out by --skip_damaged"
+        raise UserError(f"{args.source / split}: {text}; then start again")
+    return packed
+
+
+def read_lines(lines, size):
+    """The names in an index whose pixels are whole in a file of this size, and where they end.
+
+    What follows in the index is cut off.
+    """
+    lines.seek(0)
+    packed, end, length = set(), 0, 0
+    for line in lines:
+        try:
+            name, first, height, width = json.loads(line)
+        except ValueError:  # of a run that was killed, or after a power failure
+            break
+        if not line.endswith(b"\n") or first + 3 * height * width > size:
+            break
+        packed.add(name)
+        end, length = first + 3 * height * width, length + len(line)
+    lines.truncate(length)
+    return packed, end
 
 
 def check_room(args, split, names):
