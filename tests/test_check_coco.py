@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+import prepare_coco
 from check_coco import HEAD, TAIL, UserError, check, check_images
 from support.annotation_cases import changed
+from support.datasets import numbered, write_images
 from support.processes import ROOT
 
 
@@ -118,6 +120,28 @@ def test_labelled_images_that_the_folder_lacks_are_counted(tmp_path: Path):
     assert fault(path, folder) == ""
     gone = tmp_path / "gone"
     assert fault(path, gone) == f"there is no folder of images {gone}: check the path"
+
+
+@pytest.mark.guards("check-packed-size", "check-packed-lacks")
+def test_a_packed_file_is_whole_and_has_all_images(tmp_path: Path):
+    path = write(tmp_path / "file.json")
+    images = tmp_path / "coco/images"
+    write_images(images, numbered(5))
+    words = [str(images.parent), str(tmp_path), "--shorter_side=64", "--packed"]
+    args = prepare_coco.parse_arguments(words)
+    prepare_coco.pack(args, "images", numbered(5))
+    packed = tmp_path / "images.rgb"
+    assert fault(path, packed) == ""
+    size = packed.stat().st_size
+    with packed.open("ab") as file:
+        file.write(b"more")
+    line = f"{packed} has {size + 4} bytes, but {packed}.index is of a file with {size}"
+    assert fault(path, packed).startswith(line)
+    args.target = tmp_path / "coco"
+    prepare_coco.pack(args, "images", numbered(3))
+    packed = tmp_path / "coco/images.rgb"
+    line = f"the packed file {packed} lacks 1 of 4 listed images, the first is 0003.jpg"
+    assert fault(path, packed).startswith(line)
 
 
 def encoded(kind: str, **options: object) -> bytes:

@@ -323,6 +323,27 @@ def test_the_longest_names_are_copied(source, tmp_path):
     assert os.listdir(tmp_path / "small/train2017") == [name]
 
 
+@pytest.mark.guards("prepare-reader-gone")
+def test_a_reader_that_has_gone_ends_it_without_words(source, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [*COMMAND, source, tmp_path / "small"]
+    run = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, timeout=60 * FACTOR)
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (-signal.SIGPIPE, b"")
+
+
+def test_two_runs_make_one_target_at_once(source, tmp_path):
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    words = [*COMMAND, source, tmp_path / "small", "--shorter_side", "64"]
+    runs = [subprocess.Popen(words, **pipes) for _ in range(3)]
+    for run in runs:
+        out = run.communicate(timeout=120 * FACTOR)[0]
+        assert run.returncode == 0 and " 5 images in " in out, out
+    prepare(tmp_path, target="alone")
+    assert digests(tmp_path / "small") == digests(tmp_path / "alone")
+
+
 def picture() -> Image.Image:
     """A smooth one, in grey."""
     coarse = Image.frombytes("L", (3, 2), bytes(range(20, 260, 40)))
@@ -398,6 +419,19 @@ def test_folder_that_is_not_cocos_is_one_line(tmp_path):
     words = f"{tmp_path} has no annotations/instances_train2017.json with train2017/"
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == f"prepare_coco.py: error: {words}\n"
+
+
+@pytest.mark.guards("prepare-leftover")
+def test_what_a_killed_run_leaves_is_no_foreign_file_and_a_damaged_record_is_one_line(
+    source, tmp_path
+):
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small/1234.unfinished").touch()
+    assert prepare(tmp_path) == 5
+    for damage in (b"", b'{"shorter_side": 6', b"\xff"):
+        (tmp_path / "small/prepare_coco.json").write_bytes(damage)
+        with pytest.raises(prepare_coco.UserError, match="give another TARGET"):
+            prepare(tmp_path)
 
 
 @pytest.mark.guards("prepare-in-place", "prepare-other-size")

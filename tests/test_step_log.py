@@ -125,6 +125,11 @@ def test_a_loop_that_makes_other_steps_than_max_steps_is_incomplete(logs, capsys
     assert "Cleanup complete" not in (logs / f"{name}.log").read_text()
 
 
+def test_a_loop_that_lacks_a_line_is_told_which(logs):
+    said = "RuntimeError: StepLog cannot measure step 1: call averaged() after the backward pass"
+    assert said in (logs / "lacking.log").read_text()
+
+
 @pytest.mark.guards("step-log-end")
 @pytest.mark.parametrize("name", ["lacking", "failed"])
 def test_a_loop_that_fails_has_no_end(logs, name):

@@ -4,9 +4,10 @@
     python tools/check_coco.py coco/annotations/instances_train2017.json coco/train2017 \\
         --val coco/annotations/instances_val2017.json
 
-ANNOTATIONS is the file of the training images. IMAGES, if given, is their folder, which must hold
-every labelled image. --val gives the file of the validation images: the training file must have
-their classes, by name. To look for the validation images, give their file and folder alone.
+ANNOTATIONS is the file of the training images. IMAGES, if given, is their folder, or their packed
+file: it must hold every labelled image. --val gives the file of the validation images: the
+training file must have their classes, by name. To look for the validation images, give their file
+and folder alone.
 
 It ends with the first kind of fault that it finds: a line with the first place and how many more
 there are. Correct them, and call it again. If nothing is wrong, it prints what is there: images,
@@ -24,6 +25,7 @@ import argparse
 import gc
 import json
 import os
+import signal
 import sys
 import textwrap
 from collections import Counter
@@ -211,6 +213,25 @@ def check_images(folder, names):
         raise UserError(f"the folder of images {folder} {text}: {where}")
 
 
+def check_packed(path, names):
+    """Raises UserError unless a packed file of prepare_coco.py is whole and has all images."""
+    try:
+        with open(f"{path}.index", encoding="utf-8") as file:
+            places = {name: place for name, *place in map(json.loads, file)}
+        first, height, width = max(places.values())  # of the last image
+    except (OSError, ValueError) as error:
+        text = f"{path} is no folder, and no packed file: {path}.index cannot be read"
+        raise UserError(f"{text}; tools/prepare_coco.py --packed makes both") from error
+    size, needed = os.path.getsize(path), first + 3 * height * width
+    if size != needed:
+        text = f"{path} has {size} bytes, but {path}.index is of a file with {needed}"
+        raise UserError(f"{text}: make both anew, or copy both")
+    lost = [name for name in names if name not in places]
+    if lost:
+        text = f"lacks {len(lost)} of {len(names)} listed images, the first is {lost[0]}"
+        raise UserError(f"the packed file {path} {text}: make it anew from the images")
+
+
 def look_around(folder, name):
     """Where an image is that the folder lacks, or what it is called there; and what to do."""
     here = Path(os.path.abspath(folder))
@@ -321,8 +342,11 @@ def check(annotations, folder=None, val=None):
     if folder:
         labelled = first_annotations(content)
         names = [image["file_name"] for image in content["images"] if image["id"] in labelled]
-        check_images(folder, names)
-        check_whole(folder, names)
+        if os.path.isfile(folder):
+            check_packed(folder, names)
+        else:
+            check_images(folder, names)
+            check_whole(folder, names)
         lines.append(f"{folder} has all images that have a label; none is empty or cut off")
     if val:
         val_content = read_instances(val)
@@ -338,7 +362,7 @@ def parse_arguments(argv=None):
     )
     add = parser.add_argument
     add("annotations", metavar="ANNOTATIONS", help="the file of the training images")
-    add("images", metavar="IMAGES", nargs="?", help="their folder")
+    add("images", metavar="IMAGES", nargs="?", help="their folder, or their packed file")
     add("--val", metavar="FILE", help="the file of the validation images")
     return parser.parse_args(argv)
 
@@ -356,4 +380,6 @@ def main():
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGPIPE):  # end on Ctrl-C and in `| head` without words
+        signal.signal(number, signal.SIG_DFL)
     main()

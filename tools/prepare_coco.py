@@ -282,12 +282,14 @@ def claim(args):
     record = args.target / "prepare_coco.json"
     settings = {"shorter_side": args.shorter_side} | ({"packed": True} if args.packed else {})
     args.target.mkdir(parents=True, exist_ok=True)
-    if not any(args.target.iterdir()):
+    # The record is the first file to be complete, also where two runs begin at once.
+    others = [path for path in args.target.iterdir() if path.suffix != ".unfinished"]
+    if not others:
         write_whole(record, json.dumps(settings).encode())
     elif not record.exists():
         raise UserError(f"{args.target} is not empty, and not made by this program")
-    elif record.read_text() != json.dumps(settings):
-        raise UserError(f"{args.target} was made with {record.read_text()}: give another TARGET")
+    elif (made_with := record.read_text(errors="replace")) != json.dumps(settings):
+        raise UserError(f"{args.target} was made with {made_with}: give another TARGET")
 
 
 def prepare(args):
@@ -339,8 +341,9 @@ def parse_arguments(argv=None):
 def main():
     args = parse_arguments()
     gc.disable()  # it would look through millions of objects again and again
-    # Files appear when they are complete, so Ctrl-C may end the program at any moment.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Files appear when they are complete, so the program may be ended at any moment.
+    for number in (signal.SIGINT, signal.SIGPIPE):  # end on Ctrl-C and in `| head` without words
+        signal.signal(number, signal.SIG_DFL)
     began = time.monotonic()
     try:
         count = prepare(args)

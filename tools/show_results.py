@@ -26,6 +26,7 @@ import torch
 
 os.environ["MPLBACKEND"] = "Agg"  # matplotlib may lack that of a notebook
 try:
+    import matplotlib
     from matplotlib.figure import Figure  # without pyplot, which may look for a display
 except ImportError:
     sys.exit("show_results.py: error: matplotlib is missing: pip install matplotlib")
@@ -129,6 +130,7 @@ def in_words(results):
 
 def draw(results, file):
     """Images on the left, classes on the right. Raises OSError or ValueError."""
+    matplotlib.rcParams["text.parse_math"] = False  # a class may have a $ in its name
     figure = Figure(figsize=(11, 6.8), layout="constrained")
     figure.suptitle(in_words(results))
     left, right = figure.subfigures(1, 2, width_ratios=[6, 5])

@@ -80,7 +80,17 @@ class StepLog:
         self.timer.mark("gradients averaged")
 
     def end_step(self, loss, samples):
-        """To be called after the optimizer. loss, a tensor, and samples are of this rank."""
+        """To be called after the optimizer. loss, a tensor, and samples are of this rank.
+
+        Raises RuntimeError if a mark of this step is missing.
+        """
+        for mark, missing in (
+            ("data arrived", "take the batches from batches()"),
+            ("own gradients", "the first parameter got no gradient in this backward pass"),
+            ("gradients averaged", "call averaged() after the backward pass"),
+        ):
+            if mark not in self.timer.moments:
+                raise RuntimeError(f"StepLog cannot measure step {self.step + 1}: {missing}")
         self.step += 1
         log_due = (self.step - 1) % self.args.log_every == 0 or self.step == self.args.max_steps
         self.timer.end_step(samples)
