@@ -96,24 +96,6 @@ def test_each_reading_says_how_many_minutes_a_link_explains(explained, reading, 
     ]
 
 
-def test_causes_are_listed_by_size(explained):
-    link_s, epoch_s = 8 * 924 * 1.5 * GRADIENTS / TCP_BITS, 4 * IMAGES / TCP_BITS
-    assert epoch_s < 180
-    found = re.findall(r"^- .*$", explained, re.MULTILINE)
-    for text, said in zip(
-        found,
-        [
-            f"over 1 Gb/s: at most {minutes(link_s)}",
-            f"{minutes(epoch_s)} for the 19 GB of an epoch, {minutes(link_s + 2 * epoch_s)} in",
-            f"negotiated 100 Mb/s: {minutes(10 * link_s)}",
-            f"it delivered {924 * 256 / 14_939.786:.1f} images/s",
-            "another job on the machines: everything",
-        ],
-        strict=True,
-    ):
-        assert said in text
-
-
 def test_pages_state_the_minutes_that_the_script_prints(explained):
     rows = re.findall(r"^\| (\d, .*?)\|(.*)$", explained, re.MULTILINE)
     rows = {name.strip(): cells for name, cells in rows}
