@@ -104,10 +104,8 @@ def main_table(result):
     return table(["", *(run.name for run in runs)], [r for r in rows if set(r[1:]) != {"-"}])
 
 
-NEVER_RUN = (
-    "This tool never met an adapter: what it says of InfiniBand, RoCE, EFA and GPUDirect rests on "
-)
-NEVER_RUN += "what the kernel and NCCL state."
+NEVER_RUN = "This tool never met an adapter: what it says of InfiniBand, RoCE, EFA and GPUDirect "
+NEVER_RUN += "rests on what the kernel and NCCL state."
 PART = "(part): a part of the run only (restarted or resumed); compare the step times."
 
 

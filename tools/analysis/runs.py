@@ -140,8 +140,11 @@ def make_run(name, log, link_gbps=None):
         run.losses[epoch] = sum(each) / len(each)
     add_probe(run, run.record("Probe"))
     add_own_text(run)
-    add_traffic(run)
-    add_facts(run)
+    for add in (add_traffic, add_facts):
+        try:
+            add(run)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            log.torn += 1  # a damaged record
     add_notes(run)
     return run
 
@@ -282,11 +285,8 @@ def add_own_text(run):
 def add_traffic(run):
     """What each node's interfaces carried between the last two Counters records."""
     for host, records in run.log.counters.items():
-        try:
-            if len(records) > 1:
-                run.traffic.append({"host": host, **difference(*records)})
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            run.log.torn += 1  # a damaged record
+        if len(records) > 1:
+            run.traffic.append({"host": host, **difference(*records)})
 
 
 def add_facts(run):
@@ -296,9 +296,6 @@ def add_facts(run):
     for host in dict.fromkeys([*probed, *counted]):
         seen = [node for node in (probed.get(host), counted.get(host)) if node]
         readings = [one.get("node") for one in (*seen, *run.log.counters.get(host, []))]
-        try:
-            node = merged([reading for reading in readings if reading])
-            links = joined([node["interfaces"] for node in seen])
-            run.facts[host] = {"node": node, "rows": rows_of(node, links)}
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            run.log.torn += 1  # a damaged record
+        node = merged([reading for reading in readings if reading])
+        links = joined([node["interfaces"] for node in seen])
+        run.facts[host] = {"node": node, "rows": rows_of(node, links)}
