@@ -116,14 +116,14 @@ def compare_runs(runs, force=False, project_from=None):
     for run in others:
         if settings := likeness.other_settings(base, run):
             run.notes.append(f"other settings than {base.name}: {', '.join(settings)}")
-    alike = not scaled or scaling.same_training(runs)
-    for run in runs if not alike else ():
-        run.losses.clear()
+    if scaled and not scaling.same_training(runs):
+        for run in runs:
+            run.losses.clear()
+            run.log.top1 = run.log.baseline = None
     return {
         "runs": runs,
         "base": base,
         "scaling": scaled,
-        "same_training": alike,
         "says": [] if scaled else [*filter(None, (say_difference(base, run) for run in others))],
         "differences": unlike,
         "same_wire": likeness.same_wire([run for run in runs if not own_bytes(run)[0]]),

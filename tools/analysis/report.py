@@ -41,8 +41,6 @@ def column(run, result):
     of = f", {gbps / run.link_gbps:.0%} of {run.rate_is}" if gbps and run.link_gbps else ""
     wire = shown(run, "wire_gbps", rate)
     transport = run.network and run.network.transport
-    if transport == "unknown":  # if NCCL names adapters, of both kinds
-        transport = run.network.names and "infiniband and roce"
     only = " (probe only)" if run.probe_s and own_bytes(run)[0] else ""
     per_process = run.img_per_s and run.processes and run.img_per_s / run.processes
     cells = {
@@ -66,7 +64,7 @@ def column(run, result):
         "wall time": wall and wall + (" (part)" if run.partial else ""),
         "- start, validation, saving, end": shown(run, "rest_s", duration),
     }
-    top1, baseline = (run.log.top1, run.log.baseline) if result["same_training"] else (None, None)
+    top1, baseline = run.log.top1, run.log.baseline
     return cells | {
         "all-reduce alone": run.probe_s and run.about + shown(run, "probe_s", ms) + only,
         "- of up to 4 KB": shown(run, "latency_s", lambda s: f"{digits(s * 1000)} ms"),
