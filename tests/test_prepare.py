@@ -128,7 +128,7 @@ IDS = ["images[*].id", "categories[*].id", "annotations[*].id"]
 IDS += ["annotations[*].image_id", "annotations[*].category_id"]
 
 
-@pytest.mark.guards("form-ids", "form-names", "lvis-url")
+@pytest.mark.guards("form-ids", "form-mixed-ids", "form-names", "lvis-url")
 @pytest.mark.parametrize("form", ["text", "floats"])
 def test_other_forms_of_annotation_files_become_cocos(source, tmp_path, form):
     """The labels are those of the file in COCO's form: here ids as text have the same order."""
@@ -137,6 +137,8 @@ def test_other_forms_of_annotation_files_become_cocos(source, tmp_path, form):
     write_content(source, changed(""))
     good = demo.read_image_list(path)
     changes = [f"{key} as {form}" for key in IDS] + ['categories[1].name = ""']
+    if form == "text":
+        changes.append("annotations[5].id = 99")  # text and numbers
     changes += ["images[0].file_name is gone", 'images[0].coco_url = "http://a.example/0000.jpg"']
     write_content(source, changed("; ".join(changes)))
     with pytest.raises(demo.UserError, match="that is a whole number"):

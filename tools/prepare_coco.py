@@ -253,7 +253,8 @@ def in_coco_form(content):
         ("categories", "category_id"),
         ("annotations", ""),
     ):
-        ids = sorted({entry["id"] for entry in content[name]})
+        ids = {entry["id"] for entry in content[name]}
+        ids = sorted(ids, key=lambda old: (str(type(old)), old))  # text and numbers may be mixed
         if all(type(each) is int for each in ids):
             continue
         new = {old: number for number, old in enumerate(ids, 1)}

@@ -159,9 +159,14 @@ class Series:
         most = 65536 - ports * len(order)
         port = whole("MASTER_PORT", env.get("MASTER_PORT", "29500"), 1, most)
         ended, failed, complete, code = set(), set(), 0, 0  # labels, labels, runs
+        began = time.monotonic()
         for n, (label, number) in enumerate(order):
             place = f"{label}/r{number}" if self.args.repeats > 1 else label
-            say(f"run {n + 1} of {len(order)}: {label}, round {number}")
+            left = ""
+            if n:
+                minutes = (time.monotonic() - began) / n * (len(order) - n) / 60
+                left = f", about {minutes:.0f} min left"
+            say(f"run {n + 1} of {len(order)}: {label}, round {number}{left}")
             # A node may come late by as much as another one's run takes to fail.
             later = run.wait_later(wait, self.arguments) if n else wait
             variables = {

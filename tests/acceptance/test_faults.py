@@ -182,6 +182,7 @@ def test_a_run_that_fails_on_node_1_alone_costs_no_other_run(training, tmp_path)
     said(runs[0], r"^\|.*\| +one +\| +two +\|$")  # they are compared
 
 
+@pytest.mark.guards("series-time-left")
 def test_of_two_networks_one_that_a_node_does_not_have_starts_nothing(training, tmp_path):
     """The other node waits for it over both."""
     with two_nodes(tmp_path) as nodes:
@@ -189,7 +190,7 @@ def test_of_two_networks_one_that_a_node_does_not_have_starts_nothing(training, 
         nodes.pair.ip(0, spare, "link set spare up", "link set eth1 up")
         started = nodes.start_both(*training, runs=BOTH, CONNECT_TIMEOUT=CONNECT)
         (refused,) = end_within(MARGIN, started[1:], 2)
-        started[0].wait_for("run 2 of 2", CONNECT + MARGIN + BUSY)
+        started[0].wait_for(r"run 2 of 2: .* about \d+ min left", CONNECT + MARGIN + BUSY)
         started[0].signal(signal.SIGTERM)
         (run,) = end_within(MARGIN, started[:1])
     said(refused, "^.*error: .*eth1")
