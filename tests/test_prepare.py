@@ -138,7 +138,7 @@ def test_other_forms_of_annotation_files_become_cocos(source, tmp_path, form):
     good = demo.read_image_list(path)
     changes = [f"{key} as {form}" for key in IDS] + ['categories[1].name = ""']
     if form == "text":
-        changes.append("annotations[5].id = 99")  # text and numbers
+        changes.append("annotations[0].id = 99")  # text and numbers
     changes += ["images[0].file_name is gone", 'images[0].coco_url = "http://a.example/0000.jpg"']
     write_content(source, changed("; ".join(changes)))
     with pytest.raises(demo.UserError, match="that is a whole number"):
