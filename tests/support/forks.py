@@ -96,6 +96,9 @@ class Forked(Started):
         )
         return Leader(connection)
 
+    def rank_pid(self, rank: int) -> int:
+        return self.process.ranks[rank]
+
     def finish(
         self, timeout: float = 120, expect: int | None = 0, clean: float | None = 5.0
     ) -> Run:
