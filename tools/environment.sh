@@ -48,9 +48,10 @@ choose_python() {
             say "$active $unfit: it stays as it is, .venv is used"
     fi
     PYTHON=$venv/bin/python3
+    [ ! -e "$venv/begun" ] || return 1 # before a look: another start may end making it meanwhile
     is_whole && return
     # One that was made by hand, or lacks what a newer version asks for, is the user's to change.
-    if [ ! -e "$venv/begun" ] && [ "$unfit" != "does not work" ]; then
+    if [ "$unfit" != "does not work" ]; then
         [ -n "$unfit" ] || unfit="lacks $lacks: $PYTHON -m pip install $lacks"
         die "$PYTHON $unfit. Or remove $venv: it is then made again"
     fi
@@ -107,7 +108,7 @@ make_venv() {
     echo "host $(uname -n), process $$" >"$venv.lock"
     if is_whole; then return; fi
     say "making $venv: once, some minutes, up to 5.5 GB on disk"
-    rm -rf "$venv"
+    rm -rf "$venv/bin" "$venv" # first its Python: another start may look after begun is gone
     mkdir "$venv"
     touch "$venv/begun"
     "$base" -m venv "$venv" ||
