@@ -14,6 +14,7 @@ PAGE = "docs/networks.md#"
 # (words of a run's situation that must be there, or with ! must not; what to do): the first ones
 # that fit are told. The words are those of `situation`.
 ROWS = [
+    ("failed roce", "whether the ends reach each other: `show_gids`, {page}roce"),
     (
         "failed",
         "all that NCCL wrote: tools/nccl_log.py FOLDER, {page}which-network-nccl-used",
@@ -29,6 +30,11 @@ ROWS = [
     ("input", "a network or a GPU alone, without images: --dummy"),
     ("crowded", "fewer processes and threads, or a machine without other load: `top`"),
     ("wait", "which rank comes late, and after what: --profile FOLDER"),
+    (
+        "between asked !ipoib",
+        "why no adapter was used: `ls /sys/class/infiniband /dev/infiniband` on each node",
+    ),
+    ("between unequal sockets", "the port that states less: `ethtool {name}` on {slowest}"),
     ("between pcie", "the adapter's slot: `lspci -vv` (LnkSta beside LnkCap)"),
     ("between lanes", "the cable, whose lanes are not all up: `mlxlink -d {device} -c -m`"),
     ("between errors infiniband", "the cable whose errors are counted: `ibqueryerrors`"),
@@ -75,6 +81,7 @@ def next_steps(run, words):
         "link": name.replace(":", "/"),
         "adapter": (network and network.adapter.partition(":")[0]) or "ADAPTER",
         "stated": rate(run.link_gbps or 0),
+        "slowest": min(stated_rates(run))[1] if stated_rates(run) else "",
         "rank": rank,
         "host": hosts[rank] if rank is not None and rank < len(hosts) else "its node",
         "workers": run.setting("workers", int) or 0,
@@ -86,6 +93,11 @@ def next_steps(run, words):
         ):
             texts.append(text.format(**values))
     return texts[:MOST]
+
+
+def stated_rates(run):
+    """(Gb/s, node) of each network that states a rate."""
+    return [(one.stated, one.host) for one in run.networks if one.stated]
 
 
 def marked_words(run):
@@ -103,6 +115,8 @@ def network_words(run):
         return {"unmoved" if run.record("Probe") else "unseen"}
     kind = network.transport if network.transport in (*ADAPTERS, "plugin") else "sockets"
     words = {kind, network.kind}
+    if len({gbps for gbps, _ in stated_rates(run)}) > 1:
+        words.add("unequal")
     words |= set() if run.link_gbps else {"unrated"}
     stated = (run.link_gbps or 0) / max(1, len(network.names))
     return words | ({"fallen"} if kind == "sockets" and 0 < stated <= FALLEN_GBPS else set())

@@ -47,7 +47,8 @@ def judge(run):
         says = [start + "; ".join(run.problems)]
         says += [f"timed out: {work}" for work in run.log.nccl.get("timeouts", [])]
         says += warned + [f"meaning: {text}" for text in run.log.nccl.get("means", [])]
-        return Verdict(says=says, advice=next_steps(run, {"failed"} if warned else set()))
+        words = {"failed", run.network.transport if run.network else ""} if warned else set()
+        return Verdict(says=says, advice=next_steps(run, words))
     elsewhere, own = own_bytes(run)
     if elsewhere:  # the probe's link is not the training's
         run = replace(run, networks=[], link_gbps=None, probe_s=None)
@@ -169,6 +170,7 @@ def steps_to_take(run, parts, bound):
             words.add("inside")
         elif bound != "compression":
             words |= {"between"} | network_words(run) | marked_words(run)
+            words |= {"asked"} if run.network and say_asked(run) else set()
             if run.share:
                 slow = "small" if size_limits(run) and run.share < USUAL else "low"
                 words.add("full" if run.share >= USUAL else slow)
