@@ -32,6 +32,7 @@ from analysis.logs import Log, read_log
 from analysis.repeats import find_repeats, gather, is_called
 from analysis.report import as_json, report
 from analysis.runs import Run, find_straggler, make_run
+from run import tell
 from support.datasets import make_set
 from support.forks import run_forked
 from support.made_logs import REPORTS, MadeRun, log_of, made_runs
@@ -495,3 +496,15 @@ def test_the_links_part_is_told_where_steps_do_not_differ(tmp_path):
     out, _, _ = run_tool(tmp_path / "slow", tmp_path / "fast")
     line = r"No difference shown by 4 runs each: .*\. The link's part of it differs: "
     assert re.search(rf"{line}92\.5 ms \(.*\) in slow, 12\.5 ms \(.*\) in fast\.", out), out
+
+
+@pytest.mark.guards("failed-by-launcher")
+def test_what_the_launcher_says_at_its_end_is_why_a_run_has_failed(capfd):
+    """As run.py writes it, and as an older launcher did; a later start takes it back."""
+    start, error = (tell("run.py", text) for text in ("2026-11-28 06:43:46 torchrun", "error: x"))
+    capfd.readouterr()
+    old = b"launch_single.sh: error: x\n"
+    for line in (error, old):
+        assert log_of((start + line).decode()).failed == "x"
+        assert log_of((line + start).decode()).failed is None
+    assert log_of(start.decode()).ours

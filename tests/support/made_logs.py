@@ -122,7 +122,7 @@ class MadeRun:
         lines += [self.counters(host, 0) for host in counting]
         lines.append(f"{kind} 0] Run {json.dumps({'hosts': hosts} | run)}\n")
         if self.failed:
-            return "".join(lines) + f"launch_multinode.sh: error: {self.failed}\n"
+            return "".join(lines) + f"run.py: error: {self.failed}\n"
         each = self.ms or [[1, 60, 30]]
         ranks = [each[min(rank, len(each) - 1)] for rank in range(count)]
         names = ("data_ms", "compute_ms", "exposed_ms")

@@ -25,8 +25,10 @@ END = re.compile(r"Cleanup complete\. Total wall time: [\dhms. ]*\((\d{1,12}\.\d
 STOP = re.compile(r"(Stopped\b.*|ERROR: .*)")
 RECORD = re.compile(r"(Run|Probe|Summary) (\{.*)")
 COUNTERS = re.compile(r"(?:^|\s)Counters (\{.*)")  # of tools/counters.py
-# The launcher's lines: a start, and how it ended if that was not well.
-LAUNCHER = re.compile(r"launch_\w+\.sh: (?:(?P<start>[\d-]{10} [\d:]{8}) |error: (?P<error>.+))")
+# Lines of run.py, and of older launchers: a start, and how it ended if that was not well.
+LAUNCHER = re.compile(
+    r"(?:run\.py|launch_\w+\.sh): (?:(?P<start>[\d-]{10} [\d:]{8}) |error: (?P<error>.+))"
+)
 NODE_LOG = r"node\d+\.log"  # a file of a run's folder
 LINE_LIMIT = 1 << 20  # characters read at once: a file without line ends must not fill the memory
 MOST_STEPS = 1_000_000  # step lines kept, about 400 MB
@@ -119,7 +121,7 @@ def parse_lines(lines, log):
             if record := whole(log, found[1]):
                 records = log.counters.setdefault(get(record, "host", str), [])
                 records[:] = [*records[-1:], record]
-        elif ".sh: " in line and (found := LAUNCHER.search(line)):
+        elif (".py: " in line or ".sh: " in line) and (found := LAUNCHER.search(line)):
             log.ours |= bool(found["start"])
             failed = found["error"]  # a new start takes back how the one before it ended
         if "PU " in line or "MPS " in line:
