@@ -154,10 +154,12 @@ class Series:
         name, log_dir = env.get("RUN_NAME", ""), env.get("LOG_DIR", "logs")
         folder = run.folder_of(log_dir, name)
         order = in_order([*runs], self.args.repeats)
-        wait = whole("CONNECT_TIMEOUT", env.get("CONNECT_TIMEOUT", "300"), 1, 1_000_000)
-        ports = 2 + whole("RESTARTS", env.get("RESTARTS", "0"), 0, 1000)
-        most = 65536 - ports * len(order)
-        port = whole("MASTER_PORT", env.get("MASTER_PORT", "29500"), 1, most)
+        default = run.OPTIONS  # the launchers'
+        wait = env.get("CONNECT_TIMEOUT") or default["wait"]
+        wait = whole("CONNECT_TIMEOUT", wait, 1, 1_000_000)
+        ports = 2 + whole("RESTARTS", env.get("RESTARTS") or default["restarts"], 0, 1000)
+        port = env.get("MASTER_PORT") or default["port"]
+        port = whole("MASTER_PORT", port, 1, 65536 - ports * len(order))
         ended, failed, complete, code = set(), set(), 0, 0  # labels, labels, runs
         began = time.monotonic()
         for n, (label, number) in enumerate(order):

@@ -12,7 +12,7 @@ FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its 
 PAGE = "docs/networks.md#"
 
 # (words of a run's situation that must be there, or with ! must not; what to do): the first ones
-# that fit are told. The words are those of `situation`.
+# that fit are told. The words come from steps_to_take in verdict.py, and from below.
 ROWS = [
     ("failed roce", "whether the ends reach each other: `show_gids`, {page}roce"),
     (
