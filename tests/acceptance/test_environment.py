@@ -22,13 +22,14 @@ from pathlib import Path
 import pytest
 
 from support.launchers import guarded
+from support.pages import PAGES
 from support.processes import LONG, ROOT, Run, Started, free_port, require, start, wait_until
 
 guards = pytest.mark.guards
 ENVIRONMENT = "tools/environment.sh"
 MODULES = {"torch": "torch", "torchvision": "torchvision", "pycocotools": "pycocotools"}
-MODULES |= {"pillow": "PIL", "matplotlib": "matplotlib"}
-NEEDED = [name for name in MODULES if name != "matplotlib"]
+MODULES |= {"pillow": "PIL", "matplotlib": "matplotlib", "numpy": "numpy"}
+NEEDED = [name for name in MODULES if name not in ("matplotlib", "numpy")]
 WHEEL = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 BASE = f"{sys.base_prefix}/bin/python3"
 # What the machine has set for pip, uv or an environment must not disturb a test.
@@ -302,6 +303,21 @@ def index(tmp_path_factory) -> Iterator[str]:
 
 
 @LONG
+@guards("lesson-set-up")
+def test_the_lessons_set_up_makes_an_environment(index, tmp_path):
+    """With packages of this machine in place of PyTorch's."""
+    (block,) = (text for text in PAGES["docs/lesson/README.md"].commands if "lesson-env" in text)
+    block, count = re.subn(r"(--index-url) \S+", rf"\1 {index}", block)
+    code = "import sys, torch, numpy; print(sys.prefix, torch.__version__)"
+    command = ["bash", "-ec", f"{block}\npython -c '{code}'"]
+    own = {name: None for name in os.environ if FOREIGN.fullmatch(name)}
+    own |= {"PYTHONWARNINGS": None, "PIP_CONFIG_FILE": os.devnull}
+    with start(command, cwd=tmp_path, env=own) as started:
+        run = started.finish(120)
+    assert count == 1 and run.lines()[-1] == f"{tmp_path}/lesson-env 99"
+
+
+@LONG
 @guards("venv-lock", "venv-made-once")
 def test_venv_that_was_cut_short_is_made_again_once_while_another_start_waits(checkout, index):
     """By a signal, and by a kill. Later starts take it as it is, also without a network."""
@@ -364,7 +380,7 @@ def test_uv_takes_pips_index_and_the_default_build_where_pytorchs_index_does_not
             shutil.rmtree(checkout.venv, ignore_errors=True)
             before = asked
             run = checkout.start(None, command, **variables).finish(90, expect=None)
-            for name in MODULES:
+            for name in [*NEEDED, "matplotlib"]:
                 pattern = f"lib/*/site-packages/{name}-99.dist-info/INSTALLER"
                 (installer,) = checkout.venv.glob(pattern)
                 assert installer.read_text().strip() == "uv"
