@@ -108,7 +108,7 @@ make_venv() {
     echo "host $(uname -n), process $$" >"$venv.lock"
     if is_whole; then return; fi
     say "making $venv: once, some minutes, up to 5.5 GB on disk"
-    rm -rf "$venv/bin" "$venv" # first its Python: another start may look after begun is gone
+    rm -rf "${venv:?}/bin" "$venv" # first its Python: another start may look after begun is gone
     mkdir "$venv"
     touch "$venv/begun"
     "$base" -m venv "$venv" ||
