@@ -252,7 +252,7 @@ def slip(question: int, folder: Path) -> None:
         (new,) = re.findall(rf"^\*Question {question}: [^`]*`([^`]+)`", STUDENTS, re.M)
         put(path, SLIPS[question], new)
     else:
-        change(path, blocks("Other slips", "diff")[question - 14])
+        change(path, blocks("Other mistakes", "diff")[question - 14])
 
 
 # In calls.py: rank 1 makes no call while rank 0 waits.
@@ -292,7 +292,7 @@ def test_answers_are_what_the_changed_programs_show(original, changed):
     (quoted,) = re.findall(r'"(.*?)"', ANSWERS[15])
     assert changed["15/ddp.py"].returncode and quoted in output and "20000ms" in quoted
 
-    told = re.findall(rf"(?<!=){DECIMAL}", FENCED.sub("", SECTIONS["Other slips"]))
+    told = re.findall(rf"(?<!=){DECIMAL}", FENCED.sub("", SECTIONS["Other mistakes"]))
     runs = [changed["16/ddp.py"].out, original[2], changed["rate/ddp.py"].out]
     assert [*map(last_loss, runs)] == pytest.approx([*map(float, told)], abs=0.02)
 
