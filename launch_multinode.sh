@@ -19,7 +19,7 @@
 #   RUN_NAME             the same on all nodes; default: on each node its date, time and a number, in SLURM the job's
 #   OMP_NUM_THREADS      threads per process: cores / processes
 # Exit code: 0: finished; 2: an error that you can fix; 75: stopped by a signal after saving;
-# 128 + N: signal N came before training; else failed.
+# 128 + N: stopped by signal N, not saved; else failed.
 set -euo pipefail
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 

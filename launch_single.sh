@@ -11,7 +11,7 @@
 #   RUN_NAME           default: date, time and a number, as in 20260131-235959-4711
 #   OMP_NUM_THREADS    threads per process: cores / processes
 # Exit code: 0: finished; 2: an error that you can fix; 75: stopped by a signal after saving;
-# 128 + N: signal N came before training; else failed.
+# 128 + N: stopped by signal N, not saved; else failed.
 set -euo pipefail
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 

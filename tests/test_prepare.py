@@ -150,6 +150,17 @@ def test_other_forms_of_annotation_files_become_cocos(source, tmp_path, form):
     assert [*found.categories.values()] == names
 
 
+@pytest.mark.guards("large-floats")
+@pytest.mark.parametrize("value", [2.0**53, -(2.0**60)])
+def test_ids_that_a_table_has_rounded_are_refused(source, tmp_path, value):
+    """Here the fourth image's, in both places where it stands."""
+    old = changed("")
+    old["images"][3]["id"] = old["annotations"][3]["image_id"] = value
+    write_content(source, old)
+    with pytest.raises(prepare_coco.UserError, match=r"images\[3\] has .* as id: expected"):
+        prepare(tmp_path)
+
+
 @pytest.mark.guards("prepare-small-copied", "prepare-modes", "prepare-damaged", "prepare-side")
 def test_images_look_as_before_and_small_and_damaged_ones_are_copied(source, tmp_path, capfd):
     images = [source / "train2017" / name for name in numbered(5)]

@@ -124,7 +124,7 @@ def check_fields(content, any_form):
         texts = [
             f": {name}[{index}] {has(entry, key)}: expected {expected}"
             for index, entry in enumerate(content[name])
-            if type(entry.get(key)) not in kinds
+            if type(entry.get(key)) not in kinds or is_rounded(entry[key])
         ]
         is_panoptic = key == "category_id" and key not in content[name][0]
         advice = INSTANCES if is_panoptic else OTHER_FORMS
@@ -137,6 +137,11 @@ def check_fields(content, any_form):
         if not isinstance(category.get("name"), str) or not category["name"]
     ]
     raise_first(texts)
+
+
+def is_rounded(value):
+    """Whether a float is so large that it may stand for another number: labels would be wrong."""
+    return isinstance(value, float) and abs(value) >= 2**53
 
 
 def has(entry, key):

@@ -154,7 +154,8 @@ def say_difference(base, run):
             what += " of 2%"
             text += f", {median(b) / median(a) - 1:.2%} apart"
         links = [values(one, "link_s") for one in (quick, slow)]
-        if all(links) and is_called(*links):
+        by_step = quick.link_by_step and slow.link_by_step  # not of PowerSGD
+        if by_step and all(links) and is_called(*links):
             end += f" The link's part of it differs: {shown(base, 'link_s', ms)} in {base.name}, "
             end += f"{shown(run, 'link_s', ms)} in {run.name}."
         return f"{what} shown by {by}: {took} {text}{end}"
