@@ -27,7 +27,7 @@ import pytest
 from pytest import approx
 
 import compare_logs
-from analysis import logs, projection, scaling
+from analysis import logs, scaling
 from analysis.logs import Log, read_log
 from analysis.repeats import find_repeats, gather, is_called
 from analysis.report import as_json, report
@@ -196,14 +196,6 @@ def test_range_of_a_speed_up_is_that_of_all_pairs_of_repeats():
     assert (found.speed_up, found.between) == (200 / 110, (180 / 125, 220 / 100))
 
 
-@pytest.mark.guards("hidden-part")
-def test_hidden_part_shrinks_with_the_all_reduce():
-    """376 ms alone, 100 exposed: 276 hidden; of 52 ms 52 * 276/376 = 38.2 hide."""
-    run = make_run("a", Log())
-    run.data_s, run.compute_s, run.exposed_s, run.probe_s = 0.001, 0.14, 0.1, 0.376
-    assert projection.step_over(run, 0.052) == approx(0.141 + 0.052 - 0.0382, abs=1e-4)
-
-
 @pytest.mark.guards("probe-only", "json-nan")
 def test_the_probes_figures_are_marked_where_the_trainings_bytes_went_elsewhere(tmp_path):
     """A loss that is no number is null in JSON."""
@@ -345,7 +337,7 @@ def places_in(value: object) -> list[tuple]:
 
 @pytest.mark.guards("damaged-job")
 def test_each_value_of_a_record_may_be_a_list():
-    """Beside the same run with whole records, and with what is projected from it."""
+    """Beside the same run with whole records."""
     for lines in LOGS:
         whole = make_run("whole", log_of("".join(lines)))
         for at, line in enumerate(lines):
@@ -357,7 +349,7 @@ def test_each_value_of_a_record_may_be_a_list():
                 holder[key] = [[]]
                 text = "".join([*lines[:at], f"{begin}{json.dumps(record)}\n", *lines[at + 1 :]])
                 runs = [make_run("damaged", log_of(text)), whole]
-                result = compare_logs.compare_runs(runs, force=True, project_from="whole")
+                result = compare_logs.compare_runs(runs, force=True)
                 json.dumps(as_json(result), allow_nan=False)
                 assert "Verdict" in report(result)
 

@@ -2,7 +2,6 @@
 """Compares runs by their logs: what limits each, which network carried it, what to check next.
 
     python tools/compare_logs.py ethernet=logs/eth infiniband=logs/ib --plot compare.png
-    python tools/compare_logs.py ethernet=logs/eth infiniband=logs/ib --project
     python tools/compare_logs.py slow=a.log fast=b.log --link_gbps slow=1 --link_gbps fast=56
     python tools/compare_logs.py logs/both --plot both.png
 
@@ -31,7 +30,7 @@ import signal
 import sys
 from pathlib import Path
 
-from analysis import likeness, projection, scaling
+from analysis import likeness, scaling
 from analysis.logs import NODE_LOG, UserError, log_files, read_log
 from analysis.nccl import Reader, beside, of_last_run
 from analysis.repeats import find_repeats, gather, say_difference
@@ -59,7 +58,7 @@ def run_command(args):
         for own, files in find_repeats(name, paths[name]).items():
             each.append(make_run(own, read_files(files), stated.get(name)))
     runs = [gather(name, each) for name, each in every.items()]
-    result = compare_runs(runs, args.force, args.project)
+    result = compare_runs(runs, args.force)
     print_text(report(result))
     for option, (file, write) in outputs.items():
         try:
@@ -100,7 +99,7 @@ def asked_outputs(args):
     return {option: (file, writers[option]) for option, file in files.items()}
 
 
-def compare_runs(runs, force=False, project_from=None):
+def compare_runs(runs, force=False):
     """Everything the report holds. Raises UserError if the runs are not alike."""
     base = next((run for run in runs if not run.log.failed), runs[0])
     scaled = scaling.scale(runs) if scaling.is_scaling(runs) else None
@@ -128,7 +127,6 @@ def compare_runs(runs, force=False, project_from=None):
         "differences": unlike,
         "same_wire": likeness.same_wire([run for run in runs if not own_bytes(run)[0]]),
         "verdicts": {run.name: judge(run) for run in runs},
-        "projected": projection.projected(runs, project_from),
     }
 
 
@@ -147,8 +145,6 @@ def parse_arguments(argv):
     add("--report", metavar="FILE", help=text)
     add("--json", metavar="FILE", help="write all figures as JSON")
     add("--force", action="store_true", help="compare unlike runs, and mark it")
-    text = "what to expect at other rates, from this run (default: the one known best)"
-    add("--project", metavar="NAME", nargs="?", const="", help=text)
     text = "rate of a node's link, Gb/s; replaces what the log says that it states"
     rate = {"default": [], "action": "append", "metavar": "[NAME=]N"}
     add("--link_gbps", "--link-gbps", **rate, help=text)

@@ -61,7 +61,6 @@ ROWS = [
     ("communication sends-none", "half the bytes: --grad_compression bf16"),
     ("communication !sends-powersgd", "a small part of the bytes: --grad_compression powersgd"),
     ("communication", "fewer all-reduces: a larger --batch_size, or --accumulate_steps"),
-    ("between full", "what a faster link would bring: --project"),
     ("compute fp32", "a lower precision: --precision bf16, where the hardware has it"),
     ("compute gpu", "a larger --batch_size, if the GPU's memory is not full"),
     ("compute !compiled !crowded", "fused operations: --compile"),

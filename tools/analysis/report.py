@@ -10,7 +10,6 @@ from urllib.parse import quote
 
 from analysis.logs import get
 from analysis.network import ADAPTERS
-from analysis.projection import link_bytes, project
 from analysis.repeats import FIGURES, shown, values
 from analysis.scaling import PARTS
 from analysis.verdict import own_bytes
@@ -130,8 +129,6 @@ def report(result, picture=None):
     if any(run.network and run.network.transport in (*ADAPTERS, "plugin") for run in runs):
         lines += [NEVER_RUN, ""]
     lines += of_nodes
-    if chosen := result["projected"]:
-        lines += projection_lines(chosen)
     return "\n".join(lines).rstrip()
 
 
@@ -195,21 +192,6 @@ def say_node(node):
         )
     parts.append(f"memory that may be locked: {megabytes(locked) if locked else 'all'}")
     return "; ".join(parts)
-
-
-def projection_lines(run):
-    rows = project(run)
-    source, nbytes = link_bytes(run)
-    text = f"From {run.name}, by the model (not measured): {megabytes(nbytes)} a step on a node's "
-    text += f"link, {source}."
-    cells = []
-    for row in rows:
-        most = "at most " if row["bound"] else ""
-        cells.append([rate(row["gbps"]), ms(row["alone_s"]), most + ms(row["step_s"])])
-    lines = table(["link, at full rate", "all-reduce alone", "step"], cells)
-    if any(row["bound"] for row in rows):
-        lines += ["", "At most: more of the all-reduce may hide than did in this run."]
-    return [*heading("Projection"), text, "", *lines, ""]
 
 
 # --- Output --------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from analysis.advice import marked_words, network_words, next_steps
 from analysis.logs import get, objects
 from analysis.nccl import quotes
 from analysis.network import ADAPTERS, carriers
-from analysis.projection import can_model, ring_bytes
 from analysis.runs import usual_times
 from analysis.words import megabytes, ms, part, rate
 
@@ -302,7 +301,8 @@ def own_bytes(run):
     steps, hosts = run.steps or 0, run.setting("hosts", list)
     inside = run.network and run.network.transport == "local"
     unknown = run.partial or run.setting("grad_compression") == "powersgd"
-    if not can_model(run) or steps < 1 or inside or unknown:
+    known = run.wire_bytes and run.processes and (run.nodes or 0) > 1
+    if not known or steps < 1 or inside or unknown:
         return False, []
     if not run.traffic:
         return False, ["training: its bytes were not counted"]
@@ -336,6 +336,15 @@ def own_bytes(run):
     if unseen > 0:
         text += f"; the counters of {unseen} other node{'s' * (unseen > 1)} were not seen"
     return worst == 0, [text]
+
+
+def ring_bytes(run):
+    """Bytes that a node sends in each direction in an all-reduce of a step's gradients: a ring's.
+
+    Source: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69(2), 2009. NCCL may take a tree
+    instead, which on two nodes sends wire_bytes.
+    """
+    return 2 * (run.processes - 1) / run.processes * run.wire_bytes
 
 
 def sent(link):
