@@ -34,7 +34,7 @@ from analysis import likeness, scaling
 from analysis.logs import NODE_LOG, UserError, log_files, read_log
 from analysis.nccl import Reader, beside, of_last_run
 from analysis.repeats import find_repeats, gather, say_difference
-from analysis.report import print_text, report, write_json, write_report
+from analysis.report import print_text, report, write_report
 from analysis.runs import make_run
 from analysis.verdict import judge, own_bytes
 
@@ -48,7 +48,7 @@ def main(argv=None):
 
 
 def run_command(args):
-    outputs = asked_outputs(args)
+    outputs = outputs_of(args)
     if not args.runs:
         raise UserError("give at least one run: NAME=PATH, or PATH")
     paths = named_paths(runs_in(args.runs))
@@ -60,11 +60,11 @@ def run_command(args):
     runs = [gather(name, each) for name, each in every.items()]
     result = compare_runs(runs, args.force)
     print_text(report(result))
-    for option, (file, write) in outputs.items():
+    for file, write in outputs:
         try:
             write(result, file)
         except (OSError, ValueError) as error:
-            raise UserError(f"--{option} {file}: cannot be written: {error}") from None
+            raise UserError(f"{file}: cannot be written: {error}") from None
     return 0 if all(run.complete for each in every.values() for run in each) else 1
 
 
@@ -80,14 +80,9 @@ def read_files(files):
     return log
 
 
-def asked_outputs(args):
-    """{option: (file, what writes it)}; refused before anything is done, so that none is half."""
-    files = {option: getattr(args, option) for option in ("json", "plot", "report")}
-    files = {option: file for option, file in files.items() if file}
-    for option, file in files.items():
-        if not Path(file).absolute().parent.is_dir():
-            raise UserError(f"--{option} {file}: no such folder")
-    writers = {"json": write_json, "report": functools.partial(write_report, picture=args.plot)}
+def outputs_of(args):
+    """[(file, what writes it)]; refused before anything is done, so that none is half."""
+    outputs = []
     if args.plot:
         os.environ["MPLBACKEND"] = "Agg"  # matplotlib may lack that of a notebook
         try:
@@ -95,8 +90,13 @@ def asked_outputs(args):
         except ImportError as error:
             text = f"--plot needs matplotlib: pip install matplotlib ({error})"
             raise UserError(text) from None
-        writers["plot"] = draw
-    return {option: (file, writers[option]) for option, file in files.items()}
+        outputs.append((args.plot, draw))
+    if args.report:
+        outputs.append((args.report, functools.partial(write_report, picture=args.plot)))
+    for file, _ in outputs:
+        if not Path(file).absolute().parent.is_dir():
+            raise UserError(f"{file}: no such folder")
+    return outputs
 
 
 def compare_runs(runs, force=False):
@@ -115,10 +115,6 @@ def compare_runs(runs, force=False):
     for run in others:
         if settings := likeness.other_settings(base, run):
             run.notes.append(f"other settings than {base.name}: {', '.join(settings)}")
-    if scaled and not scaling.same_training(runs):
-        for run in runs:
-            run.losses.clear()
-            run.log.top1 = run.log.baseline = None
     return {
         "runs": runs,
         "base": base,
@@ -143,7 +139,6 @@ def parse_arguments(argv):
     add("--plot", metavar="FILE", help="write a picture (PNG, or by the suffix)")
     text = "write the report as Markdown, with the picture of --plot"
     add("--report", metavar="FILE", help=text)
-    add("--json", metavar="FILE", help="write all figures as JSON")
     add("--force", action="store_true", help="compare unlike runs, and mark it")
     text = "rate of a node's link, Gb/s; replaces what the log says that it states"
     rate = {"default": [], "action": "append", "metavar": "[NAME=]N"}

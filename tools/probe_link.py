@@ -197,11 +197,9 @@ def in_words(record: dict) -> list[str]:
     moved, several = 8 * record["algbw_GBps"], len(record["nodes"]) > 1
     networks = [read_network(node, several, moved) for node in record["nodes"]]
     slowest = min(networks, key=lambda network: network.order)
-    where = "no interface whose bytes are counted" if several else "no interface, in the node"
-    if slowest.gbps:
-        where = slowest.shown
+    way = slowest.way if slowest.gbps else "no interface counts its bytes"
     size, took = megabytes(record["all_reduce_bytes"]), digits(record["all_reduce_ms"])
-    lines = [f"Probe: all-reduce of {size} in {took} ms: {rate(slowest.gbps or moved)} on {where}"]
+    lines = [f"Probe: all-reduce of {size} in {took} ms: {rate(slowest.gbps or moved)}, {way}"]
     lines.append(f"Link: latency {digits(record['latency_ms'])} ms (up to 4 KB)")
     found = [(node["host"], node["nccl"]) for node in record["nodes"] if node["nccl"]]
     return lines + [f"{host}: {nccl.used(nccl.Finding(**text))}" for host, text in found]

@@ -1,24 +1,68 @@
 """What to do next: rows of one table, chosen by what limits a run and by the kind of its network.
 
 A row holds a command, an option, or a link into docs/networks.md. None names a cause that nothing
-has measured, and none is against a setting that the launcher makes.
+has measured, and none is against a setting that the launcher makes. FIRST stands for the address
+of the node on which the other command runs.
 """
 
 from analysis.network import ADAPTERS
-from analysis.words import rate
 
 MOST = 3  # things to do
 FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its cable are bad
 PAGE = "docs/networks.md#"
 
 # (words of a run's situation that must be there, or with ! must not; what to do): the first ones
-# that fit are told. The words come from steps_to_take in verdict.py, and from below.
+# that fit are told. The words come from verdict.py, and from network_words below.
 ROWS = [
-    ("failed roce", "whether the ends reach each other: `show_gids`, {page}roce"),
+    ("failed roce", "whether the ends reach each other: `show_gids` on both nodes, {page}roce"),
     (
         "failed",
         "all that NCCL wrote: tools/nccl_log.py FOLDER, {page}which-network-nccl-used",
     ),
+    ("wrong-rate", "what the port states: `ethtool {name}`; --link_gbps replaces it"),
+    # What is unusual, in the order of find_unusual in verdict.py
+    ("asked ipoib !gloo", "the adapter without IP: --network LABEL={adapter}"),
+    (
+        "asked !ipoib",
+        "why no adapter was used: `ls /sys/class/infiniband /dev/infiniband` on each node",
+    ),
+    ("unmoved", "the interface that is used: `ip route get ADDRESS`, with the other node's"),
+    ("pcie", "the adapter's slot: `lspci -vv` on {node} (LnkSta beside LnkCap)"),
+    ("lanes", "the cable, whose lanes are not all up: `mlxlink -d {device} -c -m` on {node}"),
+    ("errors-infiniband", "the cable whose errors are counted: `ibqueryerrors`"),
+    (
+        "errors-roce",
+        "packets lost or reordered: `rdma statistic show link {link}` on both nodes",
+    ),
+    ("errors-ethernet", "the port whose errors are counted: `ethtool -S {port}` on {node}"),
+    (
+        "far-gpu",
+        "GPU and adapter, too far apart for NCCL: `nvidia-smi topo -m`; to compare, a run with "
+        "NCCL_NET_GDR_LEVEL=SYS",
+    ),
+    (
+        "no-gpudirect !efa",
+        "the link from GPU memory: `ib_write_bw -d {device} --use_cuda=0` on one node, "
+        "`ib_write_bw -d {device} --use_cuda=0 --report_gbits FIRST` on the other",
+    ),
+    ("slow-port", "the port that states less: `ethtool {name}` on {slowest}"),
+    (
+        "low sockets",
+        "the link alone: `iperf3 -s` on one node, `iperf3 -c FIRST -P 8` on the other, {page}tcp",
+    ),
+    (
+        "low !sockets !efa !plugin",
+        "the link alone: `ib_write_bw -d {device}` on one node, `ib_write_bw -d {device} "
+        "--report_gbits FIRST` on the other, {page}{kind}",
+    ),
+    (
+        "low efa",
+        "the link alone: fabtests' `fi_rma_bw -p efa -E` on one node, `fi_rma_bw -p efa -E FIRST` "
+        "on the other, {page}efa",
+    ),
+    ("low plugin", "the same bytes by nccl-tests: {page}nccl-tests"),
+    ("again", "where packets are lost: `ethtool -S {name}` on both nodes, {page}tcp"),
+    # What limits it
     ("slow-rank images", "rank {rank}, which waits for images: `iostat -x 5`, `top` on {host}"),
     ("slow-rank cpu", "what else runs on rank {rank}'s cores: `top` on {host}"),
     (
@@ -30,33 +74,16 @@ ROWS = [
     ("input", "a network or a GPU alone, without images: --dummy"),
     ("crowded", "fewer processes and threads, or a machine without other load: `top`"),
     ("wait", "which rank comes late, and after what: --profile FOLDER"),
+    ("unseen", "a probe before the run: PROBE=1 of launch_multinode.sh"),
+    ("small", "nccl-tests with 1 GiB, which is enough for a fast link: {page}nccl-tests"),
+    ("ipoib !gloo !asked", "the adapter without IP: --network LABEL={adapter}"),
     (
-        "between asked !ipoib",
-        "why no adapter was used: `ls /sys/class/infiniband /dev/infiniband` on each node",
+        "unrated sockets",
+        "what this link can do: `iperf3 -s` on one node, `iperf3 -c FIRST -P 8` on the other",
     ),
-    ("between unequal sockets", "the port that states less: `ethtool {name}` on {slowest}"),
-    ("between pcie", "the adapter's slot: `lspci -vv` (LnkSta beside LnkCap)"),
-    ("between lanes", "the cable, whose lanes are not all up: `mlxlink -d {device} -c -m`"),
-    ("between errors infiniband", "the cable whose errors are counted: `ibqueryerrors`"),
-    ("between errors sockets", "the port whose errors are counted: `ethtool -S {name}`"),
-    ("between unseen", "a probe before the run: PROBE=1 of launch_multinode.sh"),
-    ("between unmoved", "the interface that is used: `ip route get PEER` on each node"),
-    ("between small", "nccl-tests with 1 GiB, which is enough for a fast link: {page}nccl-tests"),
-    ("between fallen", "the port, which states only {stated}: `ethtool {name}`"),
-    ("between low sockets", "the link alone: `iperf3 -c PEER`, then with -P 8: {page}tcp"),
-    ("between ipoib !gloo", "the adapter without IP: --network LABEL={adapter}"),
-    (
-        "between low infiniband",
-        "the link alone: `ib_write_bw -d {device} --report_gbits`, {page}infiniband",
-    ),
-    ("between low roce", "packets lost or reordered: `rdma statistic show link {link}`"),
-    ("between low roce", "the link alone: `ib_write_bw -d {device} --report_gbits`, {page}roce"),
-    ("between low efa", "the link alone: fabtests' `fi_rma_bw -p efa -E PEER`, {page}efa"),
-    ("between low plugin", "the same bytes by nccl-tests: {page}nccl-tests"),
-    ("between unrated sockets", "what this link can do: `iperf3 -P 8 -c PEER`"),
     ("inside gpu", "the way between the GPUs: `nvidia-smi topo -m`, {page}inside-a-node"),
     ("inside cpu", "fewer processes: they share the cores of one machine"),
-    ("overlap cpu", "fewer threads (OMP_NUM_THREADS): network and computing may share cores"),
+    ("beyond cpu", "fewer threads (OMP_NUM_THREADS): network and computing may share cores"),
     ("beyond", "what ran when, beside the all-reduce: --profile FOLDER"),
     ("communication sends-none", "half the bytes: --grad_compression bf16"),
     ("communication !sends-powersgd", "a small part of the bytes: --grad_compression powersgd"),
@@ -67,44 +94,35 @@ ROWS = [
 ]
 
 
-def next_steps(run, words):
-    """The texts that fit, at most MOST."""
-    network = run.network
+def next_steps(run, words, port="", node=""):
+    """The texts that fit, at most MOST; `port` of `node`: the one with a mark."""
+    network, rank = run.network, run.straggler
     name = network.names[0] if network and network.names else "IFNAME"
     hosts = run.setting("hosts", list)
-    rank = run.straggler
     values = {
         "page": PAGE,
         "name": name,
-        "device": name.partition(":")[0],
-        "link": name.replace(":", "/"),
+        "port": port or name,
+        "node": node,
+        "device": (port or name).partition(":")[0],
+        "link": (port or name).replace(":", "/"),
+        "kind": network and network.transport,
         "adapter": (network and network.adapter.partition(":")[0]) or "ADAPTER",
-        "stated": rate(run.link_gbps or 0),
-        "slowest": min(stated_rates(run))[1] if stated_rates(run) else "",
+        "slowest": network and network.host,
         "rank": rank,
         "host": hosts[rank] if rank is not None and rank < len(hosts) else "its node",
         "workers": run.setting("workers", int) or 0,
     }
-    texts = []
-    for row, text in ROWS:
-        if all(
-            (word[1:] not in words) if word[0] == "!" else word in words for word in row.split()
-        ):
-            texts.append(text.format(**values))
-    return texts[:MOST]
+    return [text.format(**values) for row, text in ROWS if fits(row, words)][:MOST]
+
+
+def fits(row, words):
+    return all(word[1:] not in words if word[0] == "!" else word in words for word in row.split())
 
 
 def stated_rates(run):
     """(Gb/s, node) of each network that states a rate."""
     return [(one.stated, one.host) for one in run.networks if one.stated]
-
-
-def marked_words(run):
-    """What is marked in the table of nodes."""
-    rows = [row for facts in run.facts.values() for row in facts["rows"]]
-    marks = " ".join(mark for row in rows for mark in row["marks"])
-    parts = {"pcie": "PCIe", "lanes": "X, not", "errors": "errors counted"}
-    return {word for word, part in parts.items() if part in marks}
 
 
 def network_words(run):
@@ -113,9 +131,4 @@ def network_words(run):
     if not network or not run.probe_s:
         return {"unmoved" if run.record("Probe") else "unseen"}
     kind = network.transport if network.transport in (*ADAPTERS, "plugin") else "sockets"
-    words = {kind, network.kind}
-    if len({gbps for gbps, _ in stated_rates(run)}) > 1:
-        words.add("unequal")
-    words |= set() if run.link_gbps else {"unrated"}
-    stated = (run.link_gbps or 0) / max(1, len(network.names))
-    return words | ({"fallen"} if kind == "sockets" and 0 < stated <= FALLEN_GBPS else set())
+    return {kind, network.kind} | (set() if run.link_gbps else {"unrated"})

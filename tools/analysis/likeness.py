@@ -63,12 +63,12 @@ def same_wire(runs):
     able = [run for run in runs if run.complete and run.nodes != 1 and run.wire_gbps]
     for a, b in itertools.combinations(able, 2):
         used = [[(i.host, i.transport, i.names, i.stated) for i in run.networks] for run in (a, b)]
-        slow, fast = sorted([a.wire_gbps, b.wire_gbps])
+        rates = [a.wire_gbps, b.wire_gbps]
         alike = a.processes == b.processes and used[0] == used[1]
-        if alike and fast < SAME_RATE * slow:
-            basis = " and ".join(dict.fromkeys([a.network.basis, b.network.basis]))
+        if alike and max(rates) < SAME_RATE * min(rates):
+            measured = " and ".join(map(rate, rates))
             found.append(
-                f"{a.name} and {b.name} seem to have used the same network: "
-                f"{a.network.way}, {basis}, {rate(a.wire_gbps)} and {rate(b.wire_gbps)} measured."
+                f"{a.name} and {b.name} seem to have used the same network: {a.network.way}, "
+                f"{measured} in the probe."
             )
     return found

@@ -17,10 +17,7 @@ STEP = re.compile(
 )
 # Not of a run that was resumed in the epoch: its mean is over the rest of the epoch alone.
 EPOCH = re.compile(r"Epoch (\d{1,9}) (?:complete|ends at step \d+ of \d+) \| Avg loss: " + LOSS)
-VALIDATION = re.compile(
-    r"Epoch \d{1,9} validation \| Top-1: (\d{1,3}\.\d\d)%"
-    r"(?: .*\| baseline (\d{1,3}\.\d\d)%)?"
-)
+VALIDATION = re.compile(r"Epoch \d{1,9} validation \| Top-1: (\d{1,3}\.\d\d)%")
 END = re.compile(r"Cleanup complete\. Total wall time: [\dhms. ]*\((\d{1,12}\.\d{3})s\)")
 STOP = re.compile(r"(Stopped\b.*|ERROR: .*)")
 RECORD = re.compile(r"(Run|Probe|Summary) (\{.*)")
@@ -52,7 +49,6 @@ class Log:
     epochs: dict = field(default_factory=dict)  # (rank, epoch) -> mean loss
     ended: dict = field(default_factory=dict)  # rank -> wall time in s
     top1: float | None = None  # percent, of the last validation
-    baseline: float | None = None  # percent: always guessing the most frequent class
     ranks: set = field(default_factory=set)
     kinds: set = field(default_factory=set)  # GPU, CPU, MPS
     ours: bool = False  # False: the format of the talk's original demo
@@ -143,7 +139,7 @@ def parse_body(log, rank, body):
     elif found := EPOCH.match(body):
         log.epochs[rank, int(found[1])] = float(found[2])
     elif found := VALIDATION.match(body):
-        log.top1, log.baseline = (None if n is None else float(n) for n in found.groups())
+        log.top1 = float(found[1])
     elif found := END.match(body):
         log.ended[rank] = float(found[1])
     elif found := STOP.match(body):

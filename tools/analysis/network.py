@@ -4,13 +4,11 @@ import math
 from dataclasses import dataclass, field
 
 from analysis.logs import get, objects
-from analysis.words import rate
 
 # An interface with less than this share of what the all-reduces moved was not the link: it carried
 # other traffic of the node, or the few messages by which the ranks find each other.
 STRAY = 0.01
 ADAPTERS = {"infiniband": "InfiniBand", "roce": "RoCE", "efa": "EFA"}
-AS_NCCL, BY_BYTES = "as NCCL says", "by byte counters"
 TITLES = ADAPTERS | {"sockets": "TCP", "plugin": "a plugin's network"}
 
 
@@ -18,16 +16,15 @@ TITLES = ADAPTERS | {"sockets": "TCP", "plugin": "a plugin's network"}
 class Network:
     """What carried the probe's all-reduces on one node; rates in Gb/s, None: not known."""
 
-    host: str
+    host: str  # empty: of the training, by NCCL's text in its own log
     transport: str  # infiniband, roce, efa, plugin, sockets, local (no network), or unknown
-    basis: str  # AS_NCCL or BY_BYTES
     finding: dict  # what nccl.py reads in NCCL's text
     names: list  # of the interfaces or adapters
     kind: str = ""
     members: list = field(default_factory=list)  # of a bond
     gbps: float | None = None  # measured, of all of them together, headers included
     stated: float | None = None
-    virtual: str = ""  # what it states, where no hardware does
+    virtual: bool = False  # no hardware states its rate
     adapter: str = ""  # under IP over InfiniBand
 
     @property
@@ -36,33 +33,17 @@ class Network:
         return self.transport in ADAPTERS, self.stated or math.inf, self.gbps or math.inf
 
     @property
-    def connections(self):
-        """How many NCCL's text shows that leave the node."""
-        return get(get(self.finding, "channels", dict), "network", int) or 0
-
-    @property
-    def with_gpudirect(self):
-        return get(self.finding, "gpudirect", int) or 0
-
-    @property
     def listed(self):
         return ", ".join(self.names[:4] + ["..."][: len(self.names[4:])])
 
     @property
-    def shown(self):
-        """eth0 (ethernet); None where no interface is known to have carried it."""
-        names = self.listed
-        kind = " of ".join(filter(None, [self.kind, " + ".join(self.members)]))
-        kind += f" over {self.adapter}" if self.adapter else ""
-        return f"{names} ({kind})" if kind else names or None
-
-    @property
     def way(self):
-        """TCP over eth0; TCP over ib0 (ipoib over mlx5_0:1); RoCE over mlx5_0:1."""
+        """TCP over eth0; TCP over bond0 (eth0 + eth1); TCP over ib0 (on mlx5_0:1)."""
         unnamed = "InfiniBand and RoCE" if self.names else "a network that NCCL does not name"
         title = TITLES.get(self.transport, unnamed)
-        where = self.shown if self.adapter or self.members else self.listed
-        return f"{title} over {where}" if where else title
+        below = " + ".join(self.members) or (self.adapter and f"on {self.adapter}")
+        where = f" over {self.listed}" if self.names else ""
+        return title + where + (f" ({below})" if below else "")
 
 
 def read_network(node, several, moved_gbps):
@@ -71,7 +52,7 @@ def read_network(node, several, moved_gbps):
     `several`: whether there is more than one node; `moved_gbps`: size over time of an all-reduce.
     """
     finding = get(node, "nccl", dict)
-    transport, basis = get(finding, "transport", str), AS_NCCL
+    transport = get(finding, "transport", str)
     seen = [link for link in objects(node, "interfaces") if wire_gbps(link) > STRAY * moved_gbps]
     # Within a node bytes cross no interface except loopback; nodes on one host use it too.
     inside = [link for link in seen if link.get("kind") == "loopback"]
@@ -80,20 +61,16 @@ def read_network(node, several, moved_gbps):
     kind = get(rails[0], "kind", str) if rails else ""
     if transport not in (*TITLES, "local"):
         transport = kind if kind in ADAPTERS else "sockets" if rails else "unknown"
-        basis = BY_BYTES if rails or not finding else basis
     names = [get(rail, "name", str) for rail in rails]
     if not rails:
         said = "interfaces" if transport == "sockets" else "devices"
         names = [str(name) for name in get(finding, said, list)]
-    network = Network(get(node, "host", str), transport, basis, finding, names, kind)
+    network = Network(get(node, "host", str), transport, finding, names, kind)
     if rails:
         speeds = [get(rail, "speed_Gbps") for rail in rails]
         network.gbps = sum(map(wire_gbps, rails))
-        stated = sum(speeds) if all(speeds) else None
-        if stated and any(rail.get("virtual") for rail in rails):
-            network.virtual = f"{rate(stated)}, a virtual interface's"
-        else:
-            network.stated = stated
+        network.virtual = any(rail.get("virtual") for rail in rails)
+        network.stated = sum(speeds) if all(speeds) and not network.virtual else None
         network.members = [str(member) for member in get(rails[0], "members", list)]
         network.adapter = get(rails[0], "carrier", str)
     return network

@@ -111,7 +111,8 @@ def shown(link: list) -> str:
 
 
 def rows_of(node: dict, links: list[dict]) -> list[dict]:
-    """The rows of a table, one for each port of a node that carried its bytes.
+    """The rows of a table, one for each port of a node that carried its bytes. marks: {word of
+    advice.py: what is to be looked at}.
 
     links: what was carried, as kernel.difference() says it.
     """
@@ -127,11 +128,14 @@ def rows_of(node: dict, links: list[dict]) -> list[dict]:
             counted = link.get("errors", {}) if name == link["name"] else {}
             lanes = get(facts, "rate", str).partition("(")[2].partition(" ")[0]
             few = link["kind"] == "infiniband" and lanes and lanes != FULL_WIDTH
-            marks = [
-                below and "PCIe link below its maximum",
-                few and f"{lanes}, not {FULL_WIDTH}",
-                any(error not in CONGESTION for error in counted) and "errors counted",
-            ]
+            marks = {}
+            if below:
+                what = "has {1:g} of {3:g} PCIe lanes" if pcie[1] < most[1] else ""
+                marks["pcie"] = (what or "has PCIe at {0:g} of {2:g} GT/s").format(*pcie, *most)
+            if few:
+                marks["lanes"] = f"has {lanes} of {FULL_WIDTH} lanes"
+            if any(error not in CONGESTION for error in counted):
+                marks[f"errors-{link['kind']}"] = "has counted errors"
             states = get(facts, "rate", str)
             if link["speed_Gbps"] and not states:
                 states = f"{link['speed_Gbps']:g} Gb/s"
@@ -141,5 +145,5 @@ def rows_of(node: dict, links: list[dict]) -> list[dict]:
             row["MTU"] = str(get(facts, "mtu", int) or "")
             row["PCIe"] = f"{shown(pcie)} of {shown(most)}" if below else shown(pcie)
             row["counted"] = ", ".join(f"{key} {count:,}" for key, count in counted.items())
-            rows.append(row | {"marks": list(filter(None, marks))})
+            rows.append(row | {"marks": marks})
     return rows

@@ -18,7 +18,7 @@ from analysis.words import duration, ms, with_range
 
 ENOUGH = 4  # runs of each network
 LEAST = 1.02  # the ratio of two medians
-FIGURES = ["wall_s", "rest_s", "step_s", "data_s", "compute_s", "exposed_s", "img_per_s"]
+FIGURES = ["wall_s", "step_s", "data_s", "compute_s", "exposed_s", "img_per_s"]
 FIGURES += ["probe_s", "latency_s", "link_s", "cpu_s"]
 UNCOUNTED = 3  # steps of a run that no mean has
 

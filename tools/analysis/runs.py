@@ -41,7 +41,6 @@ class Run:
     repeats: list = field(default_factory=list)  # complete Runs, of which it has the medians
     tried: int = 1  # complete or not
     wall_s: float | None = None
-    rest_s: float | None = None  # of it outside steps: start, validation, saving, end
     step_s: float | None = None
     data_s: float | None = None
     compute_s: float | None = None
@@ -135,9 +134,10 @@ def make_run(name, log, link_gbps=None):
     run.wire_bytes = get(summary, "wire_bytes_per_step")
     if not run.wire_bytes and run.parameters:
         run.wire_bytes = 4 * run.parameters  # fp32 gradients
-    for epoch in sorted({epoch for _, epoch in log.epochs}):
-        each = [loss for (_, at), loss in log.epochs.items() if at == epoch]
-        run.losses[epoch] = sum(each) / len(each)
+    if last := max((epoch for _, epoch in log.epochs), default=None):
+        run.losses[last] = statistics.mean(
+            n for (_, epoch), n in log.epochs.items() if epoch == last
+        )
     add_probe(run, run.record("Probe"))
     add_own_text(run)
     for add in (add_traffic, add_facts):
@@ -155,8 +155,6 @@ def make_run(name, log, link_gbps=None):
 def add_times(run, summary):
     """Wall time and the split of a step, means over the ranks."""
     run.wall_s = max(run.log.ended.values())
-    if (train_s := get(summary, "train_s")) is not None:
-        run.rest_s = max(0.0, run.wall_s - train_s)
     if get(summary, "step_ms") == 0:  # resumed at its very end, it has made no step
         return
     for name in ("step", "data", "compute", "exposed", "link", "cpu"):

@@ -16,7 +16,7 @@ No law is fitted.
 from dataclasses import dataclass, field
 
 from analysis.repeats import values
-from analysis.words import digits, ms, with_range
+from analysis.words import digits, with_range
 
 PARTS = {  # of a step, in seconds
     "compute": lambda run: run.compute_s,
@@ -24,7 +24,6 @@ PARTS = {  # of a step, in seconds
     "communication": lambda run: run.link_s,
     "waiting for ranks": lambda run: run.exposed_s - run.link_s,
 }
-NAMED = 0.1  # a part with a smaller share of what is lost or saved is not named
 
 
 @dataclass
@@ -36,7 +35,6 @@ class Scaled:
     efficiency: float
     ideal_s: float  # seconds of a step
     lost_s: dict = field(default_factory=dict)  # part of a step -> seconds; empty: not split
-    says: str = ""
 
     @property
     def shown_speed_up(self):
@@ -66,9 +64,8 @@ def scale(runs):
     base = min(able, key=lambda run: run.processes)
     found.base = base.name
     for run in able:
-        scaled = beside(base, run)
-        scaled.says = say_run(base, run, scaled)
-        found.runs[run.name] = scaled
+        if run is not base:
+            found.runs[run.name] = beside(base, run)
     counted = f"{base.processes} process{'es' if base.processes > 1 else ''}"
     found.says = [say_kind(found.kind, base), f"The base is {base.name}, with {counted}."]
     if not any(run.repeats for run in able):
@@ -97,11 +94,6 @@ def differences(runs):
     return [f"global batch differs: {batches}, and so do images per process and step: {each}"]
 
 
-def same_training(runs):
-    """Whether all complete runs train as many images with the same global batch."""
-    return len({(run.global_batch, run.steps) for run in runs if run.complete}) < 2
-
-
 def beside(base, run):
     slow, fast = values(base, "img_per_s"), values(run, "img_per_s")
     between = min(fast) / max(slow), max(fast) / min(slow)
@@ -118,9 +110,6 @@ def beside(base, run):
     return found
 
 
-# --- Sentences -----------------------------------------------------------------------------------
-
-
 def say_kind(kind, run):
     if kind == "strong":
         return f"Strong scaling: a step has {run.global_batch:,} images in every run."
@@ -128,31 +117,3 @@ def say_kind(kind, run):
         each = digits(run.global_batch / run.processes)
         return f"Weak scaling: each process has {each} images in a step in every run."
     return "Neither strong nor weak scaling: only images/s are compared."
-
-
-def say_run(base, run, scaled):
-    """How much faster, and what eats the rest."""
-    if run is base:
-        return ""
-    if run.processes == base.processes:
-        return f"as many processes as {base.name}, {scaled.shown_speed_up} times its images/s"
-    slower = ", slower than its base" if max(scaled.between) < 0.995 else ""
-    times = f"{digits(run.processes / base.processes)} times the processes"
-    text = f"{scaled.shown_speed_up} times the images/s of {base.name} with {times}{slower}: "
-    text += f"an efficiency of {scaled.efficiency:.0%}"
-    if f"{scaled.efficiency:.0%}" == "100%":
-        return text
-    if not scaled.lost_s:
-        return f"{text}; what eats the rest its log cannot tell"
-    off_s = run.step_s - scaled.ideal_s
-    longer, shorter = [], []
-    for part, seconds in sorted(scaled.lost_s.items(), key=lambda item: -abs(item[1])):
-        if abs(seconds) >= NAMED * abs(off_s):
-            (longer if seconds > 0 else shorter).append(f"{ms(abs(seconds))} {part}")
-    how = "shorter" if off_s < 0 else "longer"
-    text += f"; a step is {ms(abs(off_s))} {how} than the ideal {ms(scaled.ideal_s)}"
-    text += f", by {', '.join(longer)}" if longer else ""
-    text += f"; shorter by {', '.join(shorter)}" if shorter else ""
-    if scaled.efficiency > 1:
-        return f"{text}. Above 100%: something held up {base.name}"
-    return text

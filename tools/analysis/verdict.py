@@ -1,5 +1,6 @@
-"""The verdict on a run, in three lines: what its step is made of and what limits it; its network,
-and which share of the stated rate that delivered; whether the training's bytes went there.
+"""The verdict on a run, in three lines: what its step is made of, what limits it, and what is
+unusual; the probe's network, and which share of the stated rate that delivered; whether the
+training's bytes went there.
 
 All is measured (the split of a step, the probe, counters of bytes), or quoted from NCCL.
 """
@@ -7,9 +8,9 @@ All is measured (the split of a step, the probe, counters of bytes), or quoted f
 import re
 from dataclasses import dataclass, field, replace
 
-from analysis.advice import marked_words, network_words, next_steps
+from analysis.advice import FALLEN_GBPS, network_words, next_steps, stated_rates
 from analysis.logs import get, objects
-from analysis.nccl import quotes
+from analysis.nccl import quotes, reason
 from analysis.network import ADAPTERS, carriers
 from analysis.runs import usual_times
 from analysis.words import megabytes, ms, part, rate
@@ -20,6 +21,7 @@ IN_PART = 0.2  # above this share of a step, communication limits it in part
 USUAL = 0.8  # of the stated rate, from here on headers and start-up account for the rest
 POOR = 0.5  # below this share "only"
 TOO_FAST = 1.05  # above this share what it states is wrong
+ROUNDED = 0.01  # of a step: its parts add up to it but for this
 LOSSY = 0.01  # TCP that sends this share of its segments again is told
 OWN_CORE = 0.8  # a process that computes has at least this much CPU time, if the core is its own
 # The training's own bytes may be so much less or more than those of its gradients: headers and a
@@ -29,39 +31,46 @@ LEAST_SENT, MOST_SENT = 0.97, 1.10
 
 @dataclass
 class Verdict:
-    """`bound`: link, overlap (communication, most of it beyond an all-reduce alone), compression
-    (PowerSGD's, and communication), wait (for other ranks), input, compute, slow rank, unknown.
-    """
-
-    bound: str = "unknown"
     says: list = field(default_factory=list)  # the step, network, training, NCCL's warnings
     advice: list = field(default_factory=list)  # what to do next, three things at most
 
 
 def judge(run):
     """The Verdict on a run."""
-    warned = quotes(run.log.nccl, failed=not run.complete)
+    finding = run.log.nccl
+    warned = quotes(finding, failed=not run.complete)
     if not run.complete:
         start = "" if run.log.failed else "incomplete, not scored: "
-        says = [start + "; ".join(run.problems)]
-        says += [f"timed out: {work}" for work in run.log.nccl.get("timeouts", [])]
-        says += warned + [f"meaning: {text}" for text in run.log.nccl.get("means", [])]
+        quoted = f'; NCCL: "{reason(finding)}"' if reason(finding) else ""
+        says = [start + "; ".join(run.problems) + quoted]
+        says += [f"timed out: {work}" for work in finding.get("timeouts", [])]
+        says += warned + [f"meaning: {text}" for text in finding.get("means", [])]
         words = {"failed", run.network.transport if run.network else ""} if warned else set()
-        return Verdict(says=says, advice=next_steps(run, words))
+        return Verdict(says, next_steps(run, words))
     elsewhere, own = own_bytes(run)
+    says = [*say_network(run, own, elsewhere), *own, *warned[:MOST_WARNINGS]]
     if elsewhere:  # the probe's link is not the training's
         run = replace(run, networks=[], link_gbps=None, probe_s=None)
-    says = [*say_network(run, own), *own, *warned[:MOST_WARNINGS]]
     if not run.has_split:
         text = "its log does not split a step: what limits it cannot be told"
         if run.step_s is None:
             text = "its log states no step time: only losses and wall times can be compared"
         if run.steps and run.steps <= run.start_step:
             text = "it was resumed at its end, and made no step"
-        return Verdict(says=[text, *says])
+        return Verdict([text, *says])
+    if wrong := contradiction(run):
+        first = f"{say_parts(run)}: its figures contradict each other: {wrong}"
+        return Verdict([first, *says], next_steps(run, {"wrong-rate"} if run.link_gbps else set()))
     parts = parts_of_step(run)
     bound = max(parts, key=parts.get)
-    return Verdict(bound, [say_step(run, parts, bound), *says], steps_to_take(run, parts, bound))
+    in_part = "compression" not in parts and (
+        bound == "link" or parts.get("link", 0) > IN_PART * run.step_s
+    )
+    unusual = find_unusual(run, elsewhere, in_part)
+    first = f"{say_parts(run)}: {say_limit(run, parts, bound, unusual)}"
+    words = words_of_step(run, parts, bound) | {word for word, *_ in unusual}
+    marked = next((place for *_, place in unusual if place), ())
+    return Verdict([first, *says], next_steps(run, words, *marked))
 
 
 # --- What limits it ------------------------------------------------------------------------------
@@ -71,25 +80,35 @@ def parts_of_step(run):
     """{part: seconds}, together a step: means over the ranks. With a slow rank they are those that
     a usual rank has, and its excess, which the others wait for.
     """
-    # Far above the all-reduce's own time it is not the wire's: on a CPU compute and network share
-    # the cores.
-    kind = "overlap" if run.probe_s and run.probe_s < run.link_s / 2 else "link"
-    if run.setting("grad_compression") == "powersgd":
-        kind = "compression"
+    kind = "compression" if run.setting("grad_compression") == "powersgd" else "link"
     if run.straggler is None:
         wait = run.exposed_s - run.link_s
         return {kind: run.link_s, "wait": wait, "input": run.data_s, "compute": run.compute_s}
     own = run.ranks[run.straggler][:2]
     data, compute = map(min, own, usual_times(run.ranks))
     excess = sum(own) - data - compute
-    return {"slow rank": excess, kind: run.link_s, "input": data, "compute": compute}
+    return {"slow-rank": excess, kind: run.link_s, "input": data, "compute": compute}
 
 
-def communication(parts):
-    return next(name for name in ("link", "overlap", "compression") if name in parts)
+def contradiction(run):
+    """Which figures of a run cannot all be right; empty: none is known."""
+    for one in run.repeats or [run]:
+        total_s = one.data_s + one.compute_s + one.exposed_s if one.has_split else 0
+        if total_s and abs(total_s - one.step_s) > ROUNDED * one.step_s:
+            return f"the parts add up to {ms(total_s)}"
+    if not run.link_gbps or run.nodes == 1:
+        return ""
+    link = f"a link whose {run.rate_is} rate is {rate(run.link_gbps)}"
+    if run.share and run.share > TOO_FAST:
+        return f"the probe moved {rate(run.wire_gbps)} over {link}"
+    sent_gbps = 8e-9 * (run.wire_bytes or 0) / run.step_s
+    if run.network.transport != "local" and sent_gbps > TOO_FAST * run.link_gbps:
+        size = megabytes(run.wire_bytes)
+        return f"to send {size} in such a step takes {rate(sent_gbps)}, over {link}"
+    return ""
 
 
-def say_step(run, parts, bound):
+def say_parts(run):
     places = 0 if run.step_s >= 0.1 else 1
     step, compute, data, exposed, wait, beyond = (
         f"{1000 * seconds:,.{places}f}"
@@ -102,26 +121,31 @@ def say_step(run, parts, bound):
             run.link_s - (run.probe_s or run.link_s),
         )
     )
-    name = "compressing and communicating" if "compression" in parts else "communicating"
-    text = f"a step of {step} ms: {compute} computing, {data} waiting for images, {exposed} {name}"
-    text += f" ({part(run.exposed_s, run.step_s)}"
+    text = f"a step of {step} ms: {compute} computing, {data} waiting for images, {exposed} "
+    text += f"{run.exposed_name} ({part(run.exposed_s, run.step_s)}"
     if run.exposed_s - run.link_s > WORTH * run.step_s:
         text += f", {wait} of it waiting for other ranks"
     if is_beyond(run):
         text += f", {beyond} of it beyond an all-reduce alone"
-    limit = {
+    return text + ")"
+
+
+def say_limit(run, parts, bound, unusual):
+    text = {
         "link": f"{name_link(run)} limits it",
-        "overlap": "communication limits it, most of it not explained by an all-reduce alone",
         "compression": "PowerSGD limits it, whose computing and communicating are one call",
         "wait": "its ranks wait for each other",
         "input": "waiting for images limits it",
         "compute": "computing limits it",
-        "slow rank": f"rank {run.straggler} limits it, whose own work takes "
-        f"{ms(parts.get('slow rank', 0))} longer than the others'",
+        "slow-rank": f"rank {run.straggler} limits it, whose own work takes "
+        f"{ms(parts.get('slow-rank', 0))} longer than the others'",
     }[bound]
-    if bound in ("compute", "input") and parts[communication(parts)] > IN_PART * run.step_s:
-        limit += ", communication in part"
-    return f"{text}): {limit}{say_crowd(run)}"
+    communicating_s = parts.get("link") or parts.get("compression") or 0
+    if bound in ("compute", "input") and communicating_s > IN_PART * run.step_s:
+        text += ", communication in part"
+    for _, what, _ in unusual[:1]:
+        text += f": {what}"
+    return text + say_crowd(run)
 
 
 def is_beyond(run):
@@ -131,8 +155,9 @@ def is_beyond(run):
 def name_link(run):
     if run.nodes == 1:
         return "communication inside its node"
-    # Only a link that delivers what it states is known to be what limits.
-    if run.probe_s and run.share and USUAL <= run.share <= TOO_FAST:
+    # Far above the all-reduce's own time it is not the wire's: on a CPU computing and network
+    # share the cores. Only a link that delivers what it states is known to be what limits.
+    if run.probe_s and run.probe_s >= run.link_s / 2 and run.share and run.share >= USUAL:
         return "its link"
     return "communication between its nodes"
 
@@ -150,36 +175,66 @@ def say_crowd(run):
     return ""
 
 
-def steps_to_take(run, parts, bound):
-    kind = communication(parts)
-    words = {bound.replace(" ", "-"), "cpu" if run.on_cpu else "gpu"}
-    words.add(f"sends-{run.setting('grad_compression')}")
-    words.add(run.setting("precision"))
+def words_of_step(run, parts, bound):
+    words = {bound, "cpu" if run.on_cpu else "gpu", run.setting("precision")}
+    words |= {f"sends-{run.setting('grad_compression')}", run.setting("backend")}
     words |= {"compiled"} if run.record("Run").get("compile") else set()
     words |= {"crowded"} if say_crowd(run) else set()
-    if run.setting("backend") == "gloo":
-        words.add("gloo")
     if run.straggler is not None:
         data, compute, _ = run.ranks[run.straggler]
         usual_data, usual_compute = usual_times(run.ranks)
         words |= {"images"} if data - usual_data > compute - usual_compute else set()
+    kind = "compression" if "compression" in parts else "link"
     if bound == kind or parts[kind] > IN_PART * run.step_s:
         words |= {"communication"} | ({"beyond"} if is_beyond(run) else set())
         if run.nodes == 1:
             words.add("inside")
         elif bound != "compression":
-            words |= {"between"} | network_words(run) | marked_words(run)
-            words |= {"asked"} if run.network and say_asked(run) else set()
-            if run.share:
-                slow = "small" if size_limits(run) and run.share < USUAL else "low"
-                words.add("full" if run.share >= USUAL else slow)
-    return next_steps(run, words)
+            words |= network_words(run)
+            words |= {"small"} if size_limits(run) else set()
+    return words
+
+
+def find_unusual(run, elsewhere, in_part):
+    """What was measured that is unusual: (word of advice.py, a few words, (port, node) or ()).
+
+    Without `in_part`, where the network hardly matters, only what is wrong in any case.
+    """
+    network, found = run.network, []
+    if asked := was_asked(run):
+        found.append(("asked", f"sockets, though {asked}", ()))
+    if elsewhere:
+        found.append(("unmoved", elsewhere, ()))
+    for host, facts in run.facts.items():
+        for row in facts["rows"]:
+            place = row["port"], host
+            found += [
+                (word, f"{row['port']} of {host} {mark}", place)
+                for word, mark in row["marks"].items()
+            ]
+    if not network or not in_part or run.nodes == 1:
+        return found
+    made, direct, why = gpudirect(network)
+    if direct < made:
+        far = "far-gpu" if "distance" in why else "no-gpudirect"
+        found.append((far, f"GPUDirect on {direct} of {made} connections", ()))
+    rates = {gbps for gbps, _ in stated_rates(run)}
+    fallen = network.stated and network.stated <= FALLEN_GBPS * len(network.names)
+    if len(rates) > 1 or (fallen and network.transport == "sockets"):
+        text = f"{network.listed} of {network.host} states only {rate(min(rates))}"
+        found.append(("slow-port", text, ()))
+    if run.share and run.share < USUAL and not size_limits(run):
+        whose = "given" if run.rate_is == "given" else "port's"
+        found.append(("low", f"{run.share:.0%} of the {whose} {rate(run.link_gbps)}", ()))
+    if again := sent_again(run):
+        found.append(("again", again, ()))
+    return found
 
 
 # --- The network that carried it -----------------------------------------------------------------
 
 
-def say_network(run, own):
+def say_network(run, own, elsewhere):
     """Which network carried the all-reduces, and what it delivered of what it states."""
     network = run.network
     if not network:
@@ -190,21 +245,27 @@ def say_network(run, own):
         return ["network: not known, as the log has no probe"]
     if run.nodes == 1 or network.transport == "local":
         return [f"network: none, {way_inside(network)}"]
-    text = f"network: {network.way}"
+    if elsewhere:
+        return [f"network: not the probe's, which was {network.way}"]
+    text, whose = f"network: {network.way}", "probe" if network.host else "training"
     if network.gbps:
         size = get(run.record("Probe"), "all_reduce_bytes")
         text += f", {rate(network.gbps)} in the probe's all-reduce of {megabytes(size or 0)}"
         text += say_share(run)
     else:
-        text += ", no counter shows at what rate"
-    if network.transport in ADAPTERS and network.connections:
-        text += f"; GPUDirect on {network.with_gpudirect} of {network.connections} connections"
-        if why := get(network.finding, "no_gpudirect", str):
-            text += f' ("{why}")'
+        text += f" in the {whose}, no counter shows at what rate"
+    made, direct, why = gpudirect(network)
+    if made:
+        text += f"; GPUDirect on {direct} of the {whose}'s {made} connections"
+        text += f' ("{why}")' if why else ""
     unused = get(network.finding, "unused", list)
     if unused and get(network.finding, "devices", list):
         text += f"; {len(unused)} more adapters that NCCL found are not used"
-    return [text + say_asked(run) + say_again(run)]
+    said = get(network.finding, "no_network", list)
+    if was_asked(run) and said:
+        text += f'; NCCL says "{said[0]}"'
+    again = sent_again(run)
+    return [text + (f"; {again}" if again else "")]
 
 
 def say_share(run):
@@ -217,8 +278,6 @@ def say_share(run):
     if run.rate_is == "stated" and run.link_gbps < max(n.stated or 0 for n in run.networks):
         stated += f" of {network.host}"
     share = f"{run.share:.0%} of the {stated}"
-    if run.share > TOO_FAST:
-        return f": {share}: that rate is wrong"
     if run.share >= USUAL:
         return f": {share}"
     if size_limits(run):
@@ -228,51 +287,54 @@ def say_share(run):
     return f": only {share}"
 
 
-def say_asked(run):
-    """That an adapter was asked for, by a variable or by the run's name, and sockets were used."""
-    network = run.network
-    names = ("NCCL_IB_DISABLE", "NCCL_NET", "NCCL_IB_HCA")
-    asked = {name: run.env(name) for name in names} | get(network.finding, "asked", dict)
-    wish = [f"{key}={asked[key]}" for key in ("NCCL_NET", "NCCL_IB_HCA") if asked.get(key)]
-    wish = [text for text in wish if text != "NCCL_NET=Socket"]
-    named = re.search(r"(?i)infiniband|roce|\befa|\bib\b", run.name)
-    if network.transport != "sockets" or asked.get("NCCL_IB_DISABLE") not in (None, "", "0"):
-        wish = []
-    if not wish and not (named and network.transport == "sockets"):
+def gpudirect(network):
+    """(connections that leave the node, those with GPUDirect, NCCL's line that says why not)"""
+    if network.transport not in ADAPTERS:
+        return 0, 0, ""
+    made = get(get(network.finding, "channels", dict), "network", int) or 0
+    direct = get(network.finding, "gpudirect", int) or 0
+    return made, direct, get(network.finding, "no_gpudirect", str)
+
+
+def was_asked(run):
+    """Who asked for an adapter, a variable or the run's name, where sockets were used."""
+    if not run.network or run.network.transport != "sockets" or run.nodes == 1:
         return ""
-    what = f"{wish[0]} was set" if wish else f"the run is called {run.name}"
-    said = [text for text in get(network.finding, "no_network", list) if isinstance(text, str)]
-    why = f', which says "{said[0]}"' if said else ""
-    by = "NCCL" if network.finding else "the run"
-    return f"; {what}, but sockets were used by {by}{why}"
+    names = ("NCCL_IB_DISABLE", "NCCL_NET", "NCCL_IB_HCA")
+    asked = {name: run.env(name) for name in names} | get(run.network.finding, "asked", dict)
+    if asked["NCCL_IB_DISABLE"] in ("", "0"):
+        for name in ("NCCL_NET", "NCCL_IB_HCA"):
+            if asked[name] not in ("", "Socket"):
+                return f"{name}={asked[name]} was set"
+    named = re.search(r"(?i)infiniband|roce|\befa|\bib\b", run.name)
+    return f"the run is called {run.name}" if named else ""
 
 
-def say_again(run):
-    """What TCP sent again, in the probe or in the run."""
-    for when, nodes in (
-        ("in the probe", objects(run.record("Probe"), "nodes")),
-        ("in the training", run.traffic),
-    ):
+def sent_again(run):
+    """What TCP sent again, in the probe or in the training."""
+    probed = objects(run.record("Probe"), "nodes")
+    for when, nodes in (("probe", probed), ("training", run.traffic)):
         tcp = [get(node, "tcp", dict) for node in nodes]
         sent = sum(get(one, "segments") or 0 for one in tcp)
         again = sum(get(one, "retransmits") or 0 for one in tcp)
         if again > LOSSY * sent > 0 and run.network.transport == "sockets":
-            return f"; TCP sent {again / sent:.1%} of its segments again {when}"
+            return f"TCP sent {again / sent:.1%} of its segments again in the {when}"
     return ""
+
+
+WAYS = {
+    "mnnvl": "NVLink between the nodes",
+    "p2p": "from GPU to GPU over NVLink or PCIe",
+    "shm": "through the host's memory (NCCL's SHM), not from GPU to GPU",
+}
 
 
 def way_inside(network):
     """Between the GPUs of a node, or of nodes that NVLink joins, as NCCL's text shows it."""
     if network.transport != "local":
-        return "one node" + (f", over {network.shown}" if network.gbps else "")
-    kinds = set(get(network.finding, "channels", dict))
-    if "mnnvl" in kinds:
-        return "NVLink between the nodes"
-    if kinds == {"p2p"}:
-        return "from GPU to GPU over NVLink or PCIe"
-    if kinds == {"shm"}:
-        return "through the host's memory (NCCL's SHM), not from GPU to GPU"
-    return "NVLink, PCIe or memory"
+        return "one node" + (f", over {network.listed}" if network.gbps else "")
+    kinds = get(network.finding, "channels", dict)
+    return ", ".join(way for kind, way in WAYS.items() if kind in kinds)
 
 
 def size_limits(run):
@@ -281,18 +343,21 @@ def size_limits(run):
     """
     sizes = objects(run.record("Probe"), "sizes")[-2:]
     points = [(get(size, "bytes"), get(size, "ms")) for size in sizes]
-    if len(points) < 2 or None in (*points[0], *points[1]):
+    if not run.share or run.share >= USUAL or len(points) < 2 or None in (*points[0], *points[1]):
         return False
     (small, quick), (large, slow) = points
     if small >= large or quick >= slow:
         return False
     times = (large - small) / large * slow / (slow - quick)
-    return times * (run.wire_gbps or 0) > POOR * (run.link_gbps or 0)
+    return times * run.share > POOR
+
+
+# --- The training's own bytes --------------------------------------------------------------------
 
 
 def own_bytes(run):
-    """(whether others than the probe's carried the training itself, a line on its bytes), by the
-    counters before and after it.
+    """(which others than the probe's carried the training itself, if they did; a line on its
+    bytes), by the counters before and after it.
 
     Each step sends the gradients, in the script a blank pass before them, too: on two nodes once
     in a tree, as ring_bytes says in a ring; on more nodes up to twice in a tree. Rank 0 also sends
@@ -300,12 +365,14 @@ def own_bytes(run):
     """
     steps, hosts = run.steps or 0, run.setting("hosts", list)
     inside = run.network and run.network.transport == "local"
-    unknown = run.partial or run.setting("grad_compression") == "powersgd"
-    known = run.wire_bytes and run.processes and (run.nodes or 0) > 1
-    if not known or steps < 1 or inside or unknown:
-        return False, []
+    known = run.has_split and run.wire_bytes and run.processes and (run.nodes or 0) > 1
+    compresses = run.setting("grad_compression") == "powersgd"
+    if not known or steps < 1 or inside or run.partial or compresses:
+        return "", []
     if not run.traffic:
-        return False, ["training: its bytes were not counted"]
+        by_nccl = run.network and not run.network.host
+        so = "" if by_nccl else ", so its network is not known"
+        return "", [f"training: its bytes were not counted{so}"]
     most = ring_bytes(run) if run.nodes == 2 else 2 * run.wire_bytes
     model, says = 4 * (run.parameters or 0), []
     for node in run.traffic:
@@ -325,17 +392,20 @@ def own_bytes(run):
                 for link in links
                 if link["name"] not in names and 2 * sent(link) > low - total
             ]
-            text += f", less than {expected}: {', '.join(rest) or 'no counter shows the rest'}"
-            says.append((0, text))
+            rest = ", ".join(rest)
+            seen = f"{rest} a step on {host}" if rest else f"no counter on {host} shows its bytes"
+            rest = rest or "no counter shows the rest"
+            says.append((0, f"{text}, less than {expected}: {rest}", seen))
         elif total > high:
-            says.append((1, f"{text}, more than {expected}: other traffic, or more all-reduces"))
+            more = f"{text}, more than {expected}: other traffic, or more all-reduces"
+            says.append((1, more, ""))
         else:
-            says.append((2, f"{text}, as expected"))
-    worst, text = min(says)
+            says.append((2, f"{text}, as expected", ""))
+    _, text, elsewhere = min(says)
     unseen = (run.nodes or 0) - len(run.traffic)
     if unseen > 0:
         text += f"; the counters of {unseen} other node{'s' * (unseen > 1)} were not seen"
-    return worst == 0, [text]
+    return elsewhere, [text]
 
 
 def ring_bytes(run):
