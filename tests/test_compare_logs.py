@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import json
 import os
 import random
 import re
@@ -30,7 +29,6 @@ import compare_logs
 from analysis import logs, scaling
 from analysis.logs import Log, read_log
 from analysis.repeats import find_repeats, gather, is_called
-from analysis.report import report
 from analysis.runs import Run, find_straggler, make_run
 from run import tell
 from support.datasets import make_set
@@ -293,53 +291,14 @@ def test_a_long_log_is_read_to_its_end_without_all_its_steps(monkeypatch):
     assert len(log.steps) == 1 and log.last_step == {0: 20, 1: 20} and len(log.ended) == 2
 
 
-MADE = made_runs(
-    """
-= ib
-probe 29
-net mlx5_0:1 infiniband 200 110 {"errors": {"symbol_error": 7}}
-nccl NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
-nccl Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0
-sent mlx5_0:1 infiniband 50 {"errors": {"link_downed": 1}}
-port mlx5_0:1 {"rate": "50 Gb/sec (1X HDR)", "device": "3b", "pcie": [16, 8], "pcie_most": [16, 9]}
-node {"gpus": ["NVIDIA H100"], "locked": 8388608}
-= eth
-net eth0 ethernet 10 0.9
-nccl NCCL_IB_HCA set by environment to =mlx5_0
-nccl NET/IB : No device found.
-nccl Using network Socket
-sent eth0 ethernet 50
-ms 1 60 30
-ms 1 100 5
-run {"backend": "gloo", "threads": 1, "node_cores": 8}
-""".splitlines()
-)
-LOGS = [run.text().splitlines(keepends=True) for run in MADE]
-
-
-def places_in(value: object) -> list[tuple]:
-    """(dict or list, key or index) of all that a record holds."""
-    items = enumerate(value) if isinstance(value, list) else ()
-    items = value.items() if isinstance(value, dict) else items
-    return [place for key, item in items for place in [(value, key), *places_in(item)]]
-
-
-@pytest.mark.guards("damaged-job")
-def test_each_value_of_a_record_may_be_a_list():
-    """Beside the same run with whole records."""
-    for lines in LOGS:
-        whole = make_run("whole", log_of("".join(lines)))
-        for at, line in enumerate(lines):
-            begin, brace, rest = line.partition("{")
-            places = places_in(json.loads(brace + rest)) if brace else []
-            for number in range(len(places)):
-                record = json.loads(brace + rest)
-                holder, key = places_in(record)[number]
-                holder[key] = [[]]
-                text = "".join([*lines[:at], f"{begin}{json.dumps(record)}\n", *lines[at + 1 :]])
-                runs = [make_run("damaged", log_of(text)), whole]
-                result = compare_logs.compare_runs(runs, force=True)
-                assert "Verdict" in report(result)
+@pytest.mark.guards("damaged-record")
+def test_a_record_with_a_list_in_the_place_of_a_word_ends_in_one_line(tmp_path):
+    (run,) = made_runs(["= a", "net eth0 ethernet 10 9"])
+    file = run.write(tmp_path) / "node0.log"
+    file.write_text(file.read_text().replace('"name": "eth0"', '"name": [[]]'))
+    out, err, code = run_tool(file)
+    assert out == "" and code == 2 and err.count("\n") == 1
+    assert err.startswith("compare_logs.py: error: a record in these logs is damaged, ")
 
 
 # --- Pictures and files --------------------------------------------------------------------------

@@ -15,9 +15,8 @@ import pytest
 from analysis import node
 from analysis.kernel import difference, read_counters, read_tcp, settled_counters
 from analysis.node import merged, read_node
-from analysis.runs import make_run
 from counters import describe_traffic
-from support.made_logs import carried, log_of
+from support.made_logs import carried
 from support.processes import FACTOR, ROOT
 
 TOOL = ROOT / "tools" / "counters.py"
@@ -382,14 +381,3 @@ def test_command_prints_a_record_and_what_was_carried_since_this_nodes_last_one(
             "tcp",
             "node",
         ]
-
-
-# --- In the comparison -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("more", ["}", ', "interfaces": {"mlx5_0:1": 5}, "tcp": 5}', ', "tim'])
-def test_damaged_line_is_survived(more):
-    link = '{"kind": "infiniband", "tx_bytes": 1, "rx_bytes": 1, "below": [], "errors": {}}'
-    whole = f'{{"host": "n0", "time": 1, "interfaces": {{"mlx5_0:1": {link}}}, "tcp": null}}'
-    run = make_run("a", log_of(f'Counters {whole}\nCounters {{"host": "n0"{more}\n'))
-    assert run.traffic == [] and run.log.torn == 1

@@ -43,8 +43,11 @@ def main(argv=None):
     try:
         return run_command(parse_arguments(argv))
     except UserError as error:
-        print(f"compare_logs.py: error: {error}", file=sys.stderr)
-        return 2
+        text = str(error)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        text = f"a record in these logs is damaged, or this is a bug: {error!r}"
+    print(f"compare_logs.py: error: {text}", file=sys.stderr)
+    return 2
 
 
 def run_command(args):

@@ -98,7 +98,7 @@ def next_steps(run, words, port="", node=""):
     """The texts that fit, at most MOST; `port` of `node`: the one with a mark."""
     network, rank = run.network, run.straggler
     name = network.names[0] if network and network.names else "IFNAME"
-    hosts = run.setting("hosts", list)
+    hosts = run.setting("hosts", [])
     values = {
         "page": PAGE,
         "name": name,
@@ -111,7 +111,7 @@ def next_steps(run, words, port="", node=""):
         "slowest": network and network.host,
         "rank": rank,
         "host": hosts[rank] if rank is not None and rank < len(hosts) else "its node",
-        "workers": run.setting("workers", int) or 0,
+        "workers": run.setting("workers", 0),
     }
     return [text.format(**values) for row, text in ROWS if fits(row, words)][:MOST]
 

@@ -2,7 +2,6 @@
 
 import itertools
 
-from analysis.logs import get
 from analysis.words import rate
 
 SAME_RATE = 1.2  # rates within this factor can be those of one wire
@@ -48,11 +47,11 @@ def other_settings(base, run):
     one, two = base.record("Run"), run.record("Run")
     found = [key for key in OTHER_SETTINGS if key in one and key in two and one[key] != two[key]]
     if base.processes != run.processes and "devices" in found:  # a list of them: of each rank
-        kinds = [{str(device) for device in each.setting("devices", list)} for each in (base, run)]
+        kinds = [{str(device) for device in each.setting("devices", [])} for each in (base, run)]
         if kinds[0] == kinds[1]:
             found.remove("devices")
     if "env" in one and "env" in two:
-        names = sorted({*get(one, "env", dict), *get(two, "env", dict)})
+        names = sorted({*one.get("env", {}), *two.get("env", {})})
         found += [n for n in names if n.startswith(OF_CPUS) and base.env(n) != run.env(n)]
     return found
 

@@ -115,7 +115,7 @@ def parse_lines(lines, log):
             line = COLOURS.sub("", line)
         if "Counters {" in line and (found := COUNTERS.search(line)):
             if record := whole(log, found[1]):
-                records = log.counters.setdefault(get(record, "host", str), [])
+                records = log.counters.setdefault(record["host"], [])
                 records[:] = [*records[-1:], record]
         elif (".py: " in line or ".sh: " in line) and (found := LAUNCHER.search(line)):
             log.ours |= bool(found["start"])
@@ -191,20 +191,3 @@ def whole(log, text):
         found = {}
     log.torn += not found
     return found if isinstance(found, dict) else {}
-
-
-def get(record, key, kind=float):
-    """record[key] if it is of this kind; a number must also be finite and not below 0.
-
-    Otherwise None for a number, an empty value of any other kind: damage can leave anything.
-    """
-    value = record.get(key)
-    if kind not in (int, float):
-        return value if isinstance(value, kind) else kind()
-    good = type(value) in (int, float) and 0 <= value < 1e18
-    return kind(value) if good and kind(value) == value else None
-
-
-def objects(record, key):
-    """The objects in the list record[key]."""
-    return [item for item in get(record, key, list) if isinstance(item, dict)]

@@ -3,8 +3,6 @@
 import math
 from dataclasses import dataclass, field
 
-from analysis.logs import get, objects
-
 # An interface with less than this share of what the all-reduces moved was not the link: it carried
 # other traffic of the node, or the few messages by which the ranks find each other.
 STRAY = 0.01
@@ -51,37 +49,37 @@ def read_network(node, several, moved_gbps):
 
     `several`: whether there is more than one node; `moved_gbps`: size over time of an all-reduce.
     """
-    finding = get(node, "nccl", dict)
-    transport = get(finding, "transport", str)
-    seen = [link for link in objects(node, "interfaces") if wire_gbps(link) > STRAY * moved_gbps]
+    finding = node.get("nccl") or {}
+    transport = finding.get("transport", "")
+    seen = [link for link in node.get("interfaces", []) if wire_gbps(link) > STRAY * moved_gbps]
     # Within a node bytes cross no interface except loopback; nodes on one host use it too.
     inside = [link for link in seen if link.get("kind") == "loopback"]
     outside = [link for link in seen if link not in inside] if several else []
     rails = carriers(outside or inside, finding)
-    kind = get(rails[0], "kind", str) if rails else ""
+    kind = rails[0]["kind"] if rails else ""
     if transport not in (*TITLES, "local"):
         transport = kind if kind in ADAPTERS else "sockets" if rails else "unknown"
-    names = [get(rail, "name", str) for rail in rails]
+    names = [rail["name"] for rail in rails]
     if not rails:
         said = "interfaces" if transport == "sockets" else "devices"
-        names = [str(name) for name in get(finding, said, list)]
-    network = Network(get(node, "host", str), transport, finding, names, kind)
+        names = finding.get(said, [])
+    network = Network(node.get("host", ""), transport, finding, names, kind)
     if rails:
-        speeds = [get(rail, "speed_Gbps") for rail in rails]
+        speeds = [rail.get("speed_Gbps") for rail in rails]
         network.gbps = sum(map(wire_gbps, rails))
         network.virtual = any(rail.get("virtual") for rail in rails)
         network.stated = sum(speeds) if all(speeds) and not network.virtual else None
-        network.members = [str(member) for member in get(rails[0], "members", list)]
-        network.adapter = get(rails[0], "carrier", str)
+        network.members = rails[0].get("members", [])
+        network.adapter = rails[0].get("carrier", "")
     return network
 
 
 def wire_gbps(link):
-    return get(link, "wire_Gbps") or 0.0
+    return link.get("wire_Gbps") or 0.0
 
 
 def named_by(finding):
-    return get(finding, "interfaces", list) + get(finding, "devices", list)
+    return finding.get("interfaces", []) + finding.get("devices", [])
 
 
 def carriers(seen, finding, size=wire_gbps):
@@ -89,7 +87,7 @@ def carriers(seen, finding, size=wire_gbps):
     transport = finding.get("transport")
     if transport == "local":
         return []
-    adapters = [link for link in seen if get(link, "kind", str) in ADAPTERS]
+    adapters = [link for link in seen if link.get("kind", "") in ADAPTERS]
     others = [link for link in seen if link not in adapters]
     if transport == "sockets":
         seen = others

@@ -11,7 +11,6 @@ import resource
 from pathlib import Path
 
 from analysis.kernel import CONGESTION, SYSFS, number, text_of, traffic
-from analysis.logs import get
 
 GPUDIRECT_MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")
 CAP_IPC_LOCK = 14  # linux/capability.h
@@ -126,7 +125,7 @@ def rows_of(node: dict, links: list[dict]) -> list[dict]:
             pcie, most = facts.get("pcie", [0, 0]), facts.get("pcie_most", [0, 0])
             below = 0 < bandwidth(pcie) < bandwidth(most)
             counted = link.get("errors", {}) if name == link["name"] else {}
-            lanes = get(facts, "rate", str).partition("(")[2].partition(" ")[0]
+            lanes = facts.get("rate", "").partition("(")[2].partition(" ")[0]
             few = link["kind"] == "infiniband" and lanes and lanes != FULL_WIDTH
             marks = {}
             if below:
@@ -136,13 +135,13 @@ def rows_of(node: dict, links: list[dict]) -> list[dict]:
                 marks["lanes"] = f"has {lanes} of {FULL_WIDTH} lanes"
             if any(error not in CONGESTION for error in counted):
                 marks[f"errors-{link['kind']}"] = "has counted errors"
-            states = get(facts, "rate", str)
+            states = facts.get("rate", "")
             if link["speed_Gbps"] and not states:
                 states = f"{link['speed_Gbps']:g} Gb/s"
                 states += ", made up" if link.get("virtual") else ""
-            row = {key: get(facts, key, str) for key in ("state", "driver", "numa", "device")}
-            row |= {"port": str(name), "kind": str(link["kind"]), "states": states}
-            row["MTU"] = str(get(facts, "mtu", int) or "")
+            row = {key: facts.get(key, "") for key in ("state", "driver", "numa", "device")}
+            row |= {"port": name, "kind": link["kind"], "states": states}
+            row["MTU"] = str(facts.get("mtu") or "")
             row["PCIe"] = f"{shown(pcie)} of {shown(most)}" if below else shown(pcie)
             row["counted"] = ", ".join(f"{key} {count:,}" for key, count in counted.items())
             rows.append(row | {"marks": marks})

@@ -14,7 +14,6 @@ import matplotlib
 from matplotlib.figure import Figure  # without pyplot, which may look for a display
 from matplotlib.ticker import EngFormatter, LogLocator
 
-from analysis.logs import get, objects
 from analysis.repeats import values
 
 LINES = ("-", "--", ":", "-.", "-")
@@ -58,8 +57,8 @@ def bandwidth_of(run):
     """{bytes of an all-reduce: its bus bandwidth in GB/s, of each repeat}, from the probe."""
     found = {}
     for one in run.repeats or [run]:
-        for size in objects(one.record("Probe"), "sizes"):
-            count, busbw = get(size, "bytes"), get(size, "busbw_GBps")
+        for size in one.record("Probe").get("sizes", []):
+            count, busbw = size.get("bytes"), size.get("busbw_GBps")
             if count and busbw:
                 found.setdefault(count, []).append(busbw)
     return dict(sorted(found.items()))

@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 from urllib.parse import quote
 
-from analysis.logs import get
 from analysis.network import ADAPTERS
 from analysis.repeats import shown
 from analysis.scaling import PARTS
@@ -147,13 +146,12 @@ def node_lines(runs):
 
 
 def say_node(node):
-    gpus = Counter(map(str, get(node, "gpus", list))).items()
-    locked = get(node, "locked", int)
+    gpus = Counter(node.get("gpus", [])).items()
+    locked = node.get("locked")
     parts = [", ".join(f"{count} x {name}" for name, count in gpus) or "no NVIDIA GPU seen"]
     if gpus:
-        parts.append(
-            f"module for GPUDirect: {get(node, 'module', str) or 'none (DMA-BUF needs none)'}"
-        )
+        module = node.get("module") or "none (DMA-BUF needs none)"
+        parts.append(f"module for GPUDirect: {module}")
     parts.append(f"memory that may be locked: {megabytes(locked) if locked else 'all'}")
     return "; ".join(parts)
 

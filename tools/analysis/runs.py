@@ -4,7 +4,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from analysis.kernel import difference
-from analysis.logs import Log, get, objects
+from analysis.logs import Log
 from analysis.network import read_network
 from analysis.node import joined, merged, rows_of
 
@@ -102,7 +102,7 @@ class Run:
     @property
     def about(self):
         """Before probe_s where it was not measured with as many bytes."""
-        size = get(self.record("Probe"), "all_reduce_bytes")
+        size = self.record("Probe").get("all_reduce_bytes")
         return "" if size == self.wire_bytes else "about "
 
     @property
@@ -111,27 +111,27 @@ class Run:
 
     def record(self, name):
         """The Run, Probe or Summary of the log; empty where there is none."""
-        return get(self.log.records, name, dict)
+        return self.log.records.get(name, {})
 
-    def setting(self, name, kind=str):
-        return get(self.record("Run"), name, kind)
+    def setting(self, name, default=""):
+        return self.record("Run").get(name, default)
 
     def env(self, name):
         """A variable of rank 0's environment."""
-        return get(self.setting("env", dict), name, str)
+        return self.setting("env", {}).get(name, "")
 
 
 def make_run(name, log, link_gbps=None):
     """A run's figures from its log. link_gbps: the rate of a node's link, if the user gives it."""
     run = Run(name, log, link_gbps=link_gbps, rate_is="given" if link_gbps else "stated")
-    run.start_step = run.setting("start_step", int) or 0
+    run.start_step = run.setting("start_step", 0)
     for figure, key in SETTINGS.items():
-        setattr(run, figure, run.setting(key, int) or None)
+        setattr(run, figure, run.setting(key, None) or None)
     run.problems = find_problems(run)
     summary = run.record("Summary")
     if run.complete:
         add_times(run, summary)
-    run.wire_bytes = get(summary, "wire_bytes_per_step")
+    run.wire_bytes = summary.get("wire_bytes_per_step")
     if not run.wire_bytes and run.parameters:
         run.wire_bytes = 4 * run.parameters  # fp32 gradients
     if last := max((epoch for _, epoch in log.epochs), default=None):
@@ -140,11 +140,10 @@ def make_run(name, log, link_gbps=None):
         )
     add_probe(run, run.record("Probe"))
     add_own_text(run)
-    for add in (add_traffic, add_facts):
-        try:
-            add(run)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            log.torn += 1  # a damaged record
+    for host, records in log.counters.items():
+        if len(records) > 1:
+            run.traffic.append({"host": host, **difference(*records)})
+    add_facts(run)
     add_notes(run)
     return run
 
@@ -155,20 +154,19 @@ def make_run(name, log, link_gbps=None):
 def add_times(run, summary):
     """Wall time and the split of a step, means over the ranks."""
     run.wall_s = max(run.log.ended.values())
-    if get(summary, "step_ms") == 0:  # resumed at its very end, it has made no step
+    if summary.get("step_ms") == 0:  # resumed at its very end, it has made no step
         return
     for name in ("step", "data", "compute", "exposed", "link", "cpu"):
-        if (milliseconds := get(summary, f"{name}_ms")) is not None:
+        if (milliseconds := summary.get(f"{name}_ms")) is not None:
             setattr(run, f"{name}_s", milliseconds / 1000)
     if run.processes == 1 and None not in (run.step_s, run.data_s):  # nothing to communicate
         run.compute_s, run.exposed_s = run.step_s - run.data_s, 0.0
-    if get(summary, "measured_steps"):  # in older logs it is of the first, slow steps, too
-        run.img_per_s = get(summary, "img_per_s")
-    for entry in objects(summary, "ranks"):
-        rank = get(entry, "rank", int)
-        parts = [get(entry, f"{name}_ms") for name in ("data", "compute", "exposed")]
-        if None not in (rank, *parts):
-            run.ranks[rank] = [part / 1000 for part in parts]
+    if summary.get("measured_steps"):  # in older logs it is of the first, slow steps, too
+        run.img_per_s = summary.get("img_per_s")
+    for entry in summary.get("ranks", []):
+        parts = [entry.get(f"{name}_ms") for name in ("data", "compute", "exposed")]
+        if None not in parts:
+            run.ranks[entry["rank"]] = [part / 1000 for part in parts]
     if run.exposed_s is not None:
         run.link_by_step = run.link_s is not None
         least = min((exposed for *_, exposed in run.ranks.values()), default=run.exposed_s)
@@ -210,7 +208,7 @@ def find_problems(run):
         problems.append(f"no Summary line: the run did not end, or the end is missing{reason}")
     if open_ended := sorted(log.ranks - log.ended.keys()):
         text = f"no end line from {name_ranks(open_ended, run)}"
-        hosts = run.setting("hosts", list)
+        hosts = run.setting("hosts", [])
         others = [rank for rank in open_ended if rank < len(hosts) and hosts[rank] != hosts[0]]
         if log.ours and not problems and others == open_ended:  # in a shared folder it comes later
             run.notes.append(f"{text}, whose log is not whole")
@@ -221,7 +219,7 @@ def find_problems(run):
 
 def name_ranks(ranks, run):
     """rank 1 (n1) (last step 18 of 20)"""
-    hosts = run.setting("hosts", list)
+    hosts = run.setting("hosts", [])
     shown = [f"{r} ({hosts[r]})" if r < len(hosts) else str(r) for r in ranks[:8]]
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     text = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(shown) + more
@@ -254,23 +252,23 @@ def add_notes(run):
 
 def add_probe(run, probe):
     """What the probe measured; nothing, and a note, if it is of another number of processes."""
-    count = get(probe, "world_size", int)
+    count = probe.get("world_size")
     if count and run.processes and count != run.processes:
         run.notes.append(f"its probe is not used: {count} processes, the run has {run.processes}")
         del run.log.records["Probe"]
         return
-    milliseconds, size = get(probe, "all_reduce_ms"), get(probe, "all_reduce_bytes")
+    milliseconds, size = probe.get("all_reduce_ms"), probe.get("all_reduce_bytes")
     moved_gbps = 8e-6 * size / milliseconds if milliseconds and size else 0.0
     if moved_gbps and run.wire_bytes:
         run.probe_s = milliseconds / 1000 * run.wire_bytes / size
-    nodes = objects(probe, "nodes")
+    nodes = probe.get("nodes", [])
     several = (run.nodes or len(nodes)) > 1
     for node in nodes:
         network = read_network(node, several, moved_gbps)
         if network.names or network.finding or not several:
             run.networks.append(network)
     run.link_gbps = run.link_gbps or (run.network and run.network.stated)
-    run.latency_s = (get(probe, "latency_ms") or 0) / 1000 or None
+    run.latency_s = (probe.get("latency_ms") or 0) / 1000 or None
 
 
 def add_own_text(run):
@@ -280,16 +278,9 @@ def add_own_text(run):
         run.networks.append(read_network(node, run.nodes != 1, 0.0))
 
 
-def add_traffic(run):
-    """What each node's interfaces carried between the last two Counters records."""
-    for host, records in run.log.counters.items():
-        if len(records) > 1:
-            run.traffic.append({"host": host, **difference(*records)})
-
-
 def add_facts(run):
     """What each node is, and what its ports have counted in probe and training."""
-    probed = {get(node, "host", str): node for node in objects(run.record("Probe"), "nodes")}
+    probed = {node.get("host", ""): node for node in run.record("Probe").get("nodes", [])}
     counted = {node["host"]: node for node in run.traffic}
     for host in dict.fromkeys([*probed, *counted]):
         seen = [node for node in (probed.get(host), counted.get(host)) if node]

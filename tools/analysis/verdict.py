@@ -9,7 +9,6 @@ import re
 from dataclasses import dataclass, field, replace
 
 from analysis.advice import FALLEN_GBPS, network_words, next_steps, stated_rates
-from analysis.logs import get, objects
 from analysis.nccl import quotes, reason
 from analysis.network import ADAPTERS, carriers
 from analysis.runs import usual_times
@@ -164,7 +163,7 @@ def name_link(run):
 
 def say_crowd(run):
     """That a CPU's cores were not the processes' own; empty where nothing shows it."""
-    threads, cores = run.setting("threads", int) or 0, run.setting("node_cores", int) or 0
+    threads, cores = run.setting("threads", 0), run.setting("node_cores", 0)
     each = (run.processes or 0) // (run.nodes or 1)
     if not run.on_cpu or run.compute_s < IN_PART * run.step_s:
         return ""
@@ -249,7 +248,7 @@ def say_network(run, own, elsewhere):
         return [f"network: not the probe's, which was {network.way}"]
     text, whose = f"network: {network.way}", "probe" if network.host else "training"
     if network.gbps:
-        size = get(run.record("Probe"), "all_reduce_bytes")
+        size = run.record("Probe").get("all_reduce_bytes")
         text += f", {rate(network.gbps)} in the probe's all-reduce of {megabytes(size or 0)}"
         text += say_share(run)
     else:
@@ -258,10 +257,10 @@ def say_network(run, own, elsewhere):
     if made:
         text += f"; GPUDirect on {direct} of the {whose}'s {made} connections"
         text += f' ("{why}")' if why else ""
-    unused = get(network.finding, "unused", list)
-    if unused and get(network.finding, "devices", list):
+    unused = network.finding.get("unused", [])
+    if unused and network.finding.get("devices", []):
         text += f"; {len(unused)} more adapters that NCCL found are not used"
-    said = get(network.finding, "no_network", list)
+    said = network.finding.get("no_network", [])
     if was_asked(run) and said:
         text += f'; NCCL says "{said[0]}"'
     again = sent_again(run)
@@ -291,9 +290,9 @@ def gpudirect(network):
     """(connections that leave the node, those with GPUDirect, NCCL's line that says why not)"""
     if network.transport not in ADAPTERS:
         return 0, 0, ""
-    made = get(get(network.finding, "channels", dict), "network", int) or 0
-    direct = get(network.finding, "gpudirect", int) or 0
-    return made, direct, get(network.finding, "no_gpudirect", str)
+    made = network.finding.get("channels", {}).get("network", 0)
+    direct = network.finding.get("gpudirect") or 0
+    return made, direct, network.finding.get("no_gpudirect", "")
 
 
 def was_asked(run):
@@ -301,7 +300,7 @@ def was_asked(run):
     if not run.network or run.network.transport != "sockets" or run.nodes == 1:
         return ""
     names = ("NCCL_IB_DISABLE", "NCCL_NET", "NCCL_IB_HCA")
-    asked = {name: run.env(name) for name in names} | get(run.network.finding, "asked", dict)
+    asked = {name: run.env(name) for name in names} | run.network.finding.get("asked", {})
     if asked["NCCL_IB_DISABLE"] in ("", "0"):
         for name in ("NCCL_NET", "NCCL_IB_HCA"):
             if asked[name] not in ("", "Socket"):
@@ -312,11 +311,11 @@ def was_asked(run):
 
 def sent_again(run):
     """What TCP sent again, in the probe or in the training."""
-    probed = objects(run.record("Probe"), "nodes")
+    probed = run.record("Probe").get("nodes", [])
     for when, nodes in (("probe", probed), ("training", run.traffic)):
-        tcp = [get(node, "tcp", dict) for node in nodes]
-        sent = sum(get(one, "segments") or 0 for one in tcp)
-        again = sum(get(one, "retransmits") or 0 for one in tcp)
+        tcp = [node.get("tcp") or {} for node in nodes]
+        sent = sum(one.get("segments", 0) for one in tcp)
+        again = sum(one.get("retransmits", 0) for one in tcp)
         if again > LOSSY * sent > 0 and run.network.transport == "sockets":
             return f"TCP sent {again / sent:.1%} of its segments again in the {when}"
     return ""
@@ -333,7 +332,7 @@ def way_inside(network):
     """Between the GPUs of a node, or of nodes that NVLink joins, as NCCL's text shows it."""
     if network.transport != "local":
         return "one node" + (f", over {network.listed}" if network.gbps else "")
-    kinds = get(network.finding, "channels", dict)
+    kinds = network.finding.get("channels", {})
     return ", ".join(way for kind, way in WAYS.items() if kind in kinds)
 
 
@@ -341,9 +340,9 @@ def size_limits(run):
     """Whether the probe's all-reduce is too small to show what the link delivers: what its largest
     size has more than the one before it went at half of the stated rate.
     """
-    sizes = objects(run.record("Probe"), "sizes")[-2:]
-    points = [(get(size, "bytes"), get(size, "ms")) for size in sizes]
-    if not run.share or run.share >= USUAL or len(points) < 2 or None in (*points[0], *points[1]):
+    sizes = run.record("Probe").get("sizes", [])[-2:]
+    points = [(size["bytes"], size["ms"]) for size in sizes]
+    if not run.share or run.share >= USUAL or len(points) < 2:
         return False
     (small, quick), (large, slow) = points
     if small >= large or quick >= slow:
@@ -363,7 +362,7 @@ def own_bytes(run):
     in a tree, as ring_bytes says in a ring; on more nodes up to twice in a tree. Rank 0 also sends
     its model.
     """
-    steps, hosts = run.steps or 0, run.setting("hosts", list)
+    steps, hosts = run.steps or 0, run.setting("hosts", [])
     inside = run.network and run.network.transport == "local"
     known = run.has_split and run.wire_bytes and run.processes and (run.nodes or 0) > 1
     compresses = run.setting("grad_compression") == "powersgd"
@@ -418,4 +417,4 @@ def ring_bytes(run):
 
 
 def sent(link):
-    return get(link, "tx_bytes") or 0
+    return link["tx_bytes"]
