@@ -26,7 +26,7 @@ import pytest
 from pytest import approx
 
 import compare_logs
-from analysis import logs, scaling
+from analysis import scaling
 from analysis.logs import Log, read_log
 from analysis.repeats import find_repeats, gather, is_called
 from analysis.runs import Run, find_straggler, make_run
@@ -284,13 +284,6 @@ def test_a_line_torn_at_any_place_gives_its_loss_or_none():
                 assert not losses or losses == {(0, 1): 12.0805}
 
 
-@pytest.mark.guards("steps-kept")
-def test_a_long_log_is_read_to_its_end_without_all_its_steps(monkeypatch):
-    monkeypatch.setattr(logs, "MOST_STEPS", 1)
-    log = log_of(TEXT)
-    assert len(log.steps) == 1 and log.last_step == {0: 20, 1: 20} and len(log.ended) == 2
-
-
 @pytest.mark.guards("damaged-record")
 def test_a_record_with_a_list_in_the_place_of_a_word_ends_in_one_line(tmp_path):
     (run,) = made_runs(["= a", "net eth0 ethernet 10 9"])
@@ -346,7 +339,7 @@ def test_sizes_within_a_decade_have_no_formula_at_their_axis():
 
 def repeats_of(name: str) -> Run:
     paths = find_repeats(name, [str(REPORTS / "repeats" / name)])
-    return gather(name, [make_run(one, read_log(files), {}) for one, files in paths.items()])
+    return gather(name, [make_run(one, read_log(path), {}) for one, path in paths.items()])
 
 
 @pytest.mark.guards("whiskers")
@@ -412,11 +405,10 @@ def test_each_line_of_script_and_counters_is_known(tmp_path):
     counted = subprocess.run([sys.executable, ROOT / "tools/counters.py"], **how).stdout
     (tmp_path / "run.log").write_text(counted + run.out + counted)
     assert "run: a step of " in run_tool(tmp_path / "run.log")[0]
-    log = read_log([tmp_path / "run.log"])
+    log = read_log(tmp_path / "run.log")
     assert log.torn == 0 and log.ours and log.attempts == 1
     assert log.records.keys() == {"Run", "Summary"} and len(*log.counters.values()) == 2
-    assert log.steps.keys() == {(0, 1, 1), (0, 1, 2), (0, 1, 3)}
-    assert None not in log.steps.values()
+    assert log.last_step == {0: 3}
     run = make_run("real", log)
     assert run.complete and run.has_split, run.problems
     assert run.step_s == approx(run.data_s + run.compute_s + run.exposed_s, rel=0.05)

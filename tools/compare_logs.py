@@ -7,9 +7,8 @@
 
 A run is NAME=PATH: a log file, or a run's folder with node0.log, node1.log, ... Node 0's log is
 enough. Without NAME= it is called after its folder or file. A folder with r1, r2, ... in it holds
-repeats of one run, and so does a name that is given again with a whole run; otherwise that adds a
-file to the run, such as the probe's (`slow=probe.log slow=train.log`). Of a folder that holds
-runs, such as one of series.py, all are taken. What NCCL has written beside a log is read, too.
+repeats of one run; a name that is given again adds one. Of a folder that holds runs, such as one
+of series.py, all are taken. What NCCL has written beside a log is read, too.
 Figures of repeats are medians, with their range. Runs are compared with the first that has not
 failed. The logs are those of demo_coco_resnet18.py, of step_log.py, or of the talk's original
 demo, which have losses and wall times alone. `--link_gbps 10` (or `slow=10`, for one run)
@@ -36,7 +35,7 @@ from analysis.nccl import Reader, beside, of_last_run
 from analysis.repeats import find_repeats, gather, say_difference
 from analysis.report import print_text, report, write_report
 from analysis.runs import make_run
-from analysis.verdict import judge, own_bytes
+from analysis.verdict import judge
 
 
 def main(argv=None):
@@ -58,8 +57,8 @@ def run_command(args):
     stated = stated_rates(args.link_gbps, paths)
     every = {name: [] for name in paths}
     for name, each in every.items():
-        for own, files in find_repeats(name, paths[name]).items():
-            each.append(make_run(own, read_files(files), stated.get(name)))
+        for own, path in find_repeats(name, paths[name]).items():
+            each.append(make_run(own, read_files(path), stated.get(name)))
     runs = [gather(name, each) for name, each in every.items()]
     result = compare_runs(runs, args.force)
     print_text(report(result))
@@ -71,10 +70,10 @@ def run_command(args):
     return 0 if all(run.complete for each in every.values() for run in each) else 1
 
 
-def read_files(files):
-    """The Log of a run's files, with what NCCL's text in them says."""
-    log, reader = read_log(files), Reader()
-    for file in (file for path in files for file in log_files(Path(path))):
+def read_files(path):
+    """The Log of a run, with what NCCL's text in and beside its files says."""
+    log, reader = read_log(path), Reader()
+    for file in log_files(Path(path)):
         for line in of_last_run(file):
             reader.read(line)
         reader.read_files(beside(file))
@@ -124,7 +123,6 @@ def compare_runs(runs, force=False):
         "scaling": scaled,
         "says": [] if scaled else [*filter(None, (say_difference(base, run) for run in others))],
         "differences": unlike,
-        "same_wire": likeness.same_wire([run for run in runs if not own_bytes(run)[0]]),
         "verdicts": {run.name: judge(run) for run in runs},
     }
 

@@ -55,7 +55,7 @@ READINGS = [
 
 def main():
     ethernet, infiniband = (
-        make_run(name, read_log([HERE / f"{name}.log"])) for name in ("ethernet", "infiniband")
+        make_run(name, read_log(HERE / f"{name}.log")) for name in ("ethernet", "infiniband")
     )
     excess_s = ethernet.wall_s - infiniband.wall_s
     times = duration(ethernet.wall_s), duration(infiniband.wall_s)

@@ -1,10 +1,4 @@
-"""Whether runs may be compared, and whether they went over one wire."""
-
-import itertools
-
-from analysis.words import rate
-
-SAME_RATE = 1.2  # rates within this factor can be those of one wire
+"""Whether runs may be compared."""
 
 # Settings of the Run record that must be the same,
 MUST_MATCH = {
@@ -53,21 +47,4 @@ def other_settings(base, run):
     if "env" in one and "env" in two:
         names = sorted({*one.get("env", {}), *two.get("env", {})})
         found += [n for n in names if n.startswith(OF_CPUS) and base.env(n) != run.env(n)]
-    return found
-
-
-def same_wire(runs):
-    """For each two runs that used the same interfaces at the same rate, a sentence."""
-    found = []
-    able = [run for run in runs if run.complete and run.nodes != 1 and run.wire_gbps]
-    for a, b in itertools.combinations(able, 2):
-        used = [[(i.host, i.transport, i.names, i.stated) for i in run.networks] for run in (a, b)]
-        rates = [a.wire_gbps, b.wire_gbps]
-        alike = a.processes == b.processes and used[0] == used[1]
-        if alike and max(rates) < SAME_RATE * min(rates):
-            measured = " and ".join(map(rate, rates))
-            found.append(
-                f"{a.name} and {b.name} seem to have used the same network: {a.network.way}, "
-                f"{measured} in the probe."
-            )
     return found

@@ -28,7 +28,6 @@ LAUNCHER = re.compile(
 )
 NODE_LOG = r"node\d+\.log"  # a file of a run's folder
 LINE_LIMIT = 1 << 20  # characters read at once: a file without line ends must not fill the memory
-MOST_STEPS = 1_000_000  # step lines kept, about 400 MB
 
 
 class UserError(Exception):
@@ -44,7 +43,6 @@ class Log:
     counters: dict = field(default_factory=dict)  # host -> its last two Counters records
     attempts: int = 0  # of the last run
     earlier: int = 0  # runs before it
-    steps: dict = field(default_factory=dict)  # (rank, epoch, step) -> its time in ms, or None
     last_step: dict = field(default_factory=dict)  # rank -> number of its last step line
     epochs: dict = field(default_factory=dict)  # (rank, epoch) -> mean loss
     ended: dict = field(default_factory=dict)  # rank -> wall time in s
@@ -61,21 +59,16 @@ class Log:
 # --- Files ---------------------------------------------------------------------------------------
 
 
-def read_log(paths):
-    """Parse a run's files into one Log. Raises UserError for a bad path or a foreign file."""
-    files = [file for path in paths for file in log_files(Path(path))]
+def read_log(path):
+    """Parse a run's file, or folder, into one Log. Raises UserError for a bad or foreign one."""
     log = Log()
     try:
-        if len(files) > 1:  # a Run line opens an attempt: what other files say comes after it
-            files.sort(key=lambda file: not any("] Run {" in line for line in lines_of(file)))
-        for file in files:
+        for file in log_files(Path(path)):
             parse_lines(lines_of(file), log)
     except OSError as error:
-        name = error.filename or paths[0]
-        raise UserError(f"{name}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
     if not (log.ranks or log.ours or log.failed):
-        names = ", ".join(map(str, paths))
-        raise UserError(f"{names}: no line of the demo in it; give a run's log or folder")
+        raise UserError(f"{path}: no line of the demo in it; give a run's log or folder")
     return log
 
 
@@ -149,11 +142,8 @@ def parse_body(log, rank, body):
 
 
 def add_step(log, rank, found):
-    step = int(found[2])
     log.ours = log.ours or found[4] is not None
-    if len(log.steps) < MOST_STEPS:
-        log.steps[rank, int(found[1]), step] = found[6] and float(found[6])
-    log.last_step[rank] = step
+    log.last_step[rank] = int(found[2])
     log.ended.pop(rank, None)
 
 
@@ -166,7 +156,7 @@ def add_record(log, word, text):
         if log.attempts and found.get("resume") is False and not found.get("start_step"):
             log.earlier += 1
             log.attempts, log.top1 = 0, None
-            for gone in (log.steps, log.last_step, log.epochs):
+            for gone in (log.last_step, log.epochs):
                 gone.clear()
             for records in log.counters.values():
                 del records[:-1]

@@ -10,9 +10,8 @@ import re
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
-from analysis.logs import UserError, lines_of, log_files
 from analysis.runs import find_straggler
 from analysis.words import duration, ms, with_range
 
@@ -20,33 +19,22 @@ ENOUGH = 4  # runs of each network
 LEAST = 1.02  # the ratio of two medians
 FIGURES = ["wall_s", "step_s", "data_s", "compute_s", "exposed_s", "img_per_s"]
 FIGURES += ["probe_s", "latency_s", "link_s", "cpu_s"]
-UNCOUNTED = 3  # steps of a run that no mean has
 
 # --- Where they lie ------------------------------------------------------------------------------
 
 
 def find_repeats(name, paths):
-    """{name of a run: its paths}, of all repeats that `paths` hold; else of the one run.
+    """{name of a run: its path}, of all repeats that `paths` hold; else of the one run.
 
-    Repeats are the folders r1, r2, ... of one path, or several paths with a Run line. Raises
-    UserError.
+    Repeats are the folders r1, r2, ... of one path, or several paths.
     """
-    if len(paths) == 1:
-        rounds = [path for path in Path(paths[0]).glob("r*") if re.fullmatch(r"r\d+", path.name)]
-        # Of a series that was interrupted, the last folder may be empty.
-        rounds = [path for path in rounds if any(path.glob("node*.log"))]
-        rounds.sort(key=lambda path: int(path.name[1:]))
-        return {f"{name}/{path.name}": [path] for path in rounds} or {name: paths}
-    whole = [path for path in paths if has_run(path)]
-    if len(whole) < 2:
-        return {name: paths}
-    if rest := [path for path in paths if path not in whole]:
-        raise UserError(f"{rest[0]}: no Run line in it; of the runs of {name} give the folders")
-    return {str(path): [path] for path in whole}
-
-
-def has_run(path):
-    return any("] Run {" in line for file in log_files(Path(path)) for line in lines_of(file))
+    if len(paths) > 1:
+        return {str(path): path for path in paths}
+    rounds = [path for path in Path(paths[0]).glob("r*") if re.fullmatch(r"r\d+", path.name)]
+    # Of a series that was interrupted, the last folder may be empty.
+    rounds = [path for path in rounds if any(path.glob("node*.log"))]
+    rounds.sort(key=lambda path: int(path.name[1:]))
+    return {f"{name}/{path.name}": path for path in rounds} or {name: paths[0]}
 
 
 # --- Medians and ranges --------------------------------------------------------------------------
@@ -143,10 +131,6 @@ def say_difference(base, run):
     if counts[0] == counts[1]:
         by = f"{counts[0]} runs each" if counts[0] > 1 else "one run each"
     texts = [shown(one, figure, show) for one in (base, run)]
-    if counts == [1, 1] and measured:
-        texts = [with_range(ms, one.step_s, spread(one)) for one in (base, run)]
-        if "(" in "".join(texts):
-            end = ". In parentheses: the 10th to 90th percentile of its log lines."
     text = f"{texts[0]} in {base.name} and {texts[1]} in {run.name}"
     if not differ(a, b):
         what = "No difference"
@@ -172,12 +156,3 @@ def say_difference(base, run):
 
 
 WALL = ("wall_s", duration, "by wall time, start and end included, a run took")
-
-
-def spread(run):
-    """Seconds of a step: the 10th and the 90th percentile of this run's log lines."""
-    first = run.start_step + UNCOUNTED
-    lines = [time for (_, _, n), time in run.log.steps.items() if n > first]
-    each = [value / 1000 for value in lines if value is not None]
-    tenths = quantiles(each, n=10, method="inclusive") if len(each) > 1 else [run.step_s]
-    return tenths[0], tenths[-1]

@@ -42,7 +42,6 @@ def report(result, picture=None):
     of_nodes, marked = node_lines(runs)
     for run in sorted(runs, key=lambda run: not run.log.failed):
         lines += verdict_lines(run, result["verdicts"][run.name], marked.get(run.name, []))
-    lines += [line for text in result["same_wire"] for line in (text, "")]
     if any(run.network and run.network.transport in (*ADAPTERS, "plugin") for run in runs):
         lines += [NEVER_RUN, ""]
     lines += heading("Figures")
@@ -84,9 +83,9 @@ def column(run):
         "img/s": shown(run, "img_per_s", "{:,.1f}".format),
         "steps": run.steps and f"{run.steps:,}",
         "wall time": shown(run, "wall_s", duration),
-        "probe: all-reduce alone": run.probe_s and run.about + shown(run, "probe_s", ms),
+        "probe: all-reduce alone": shown(run, "probe_s", ms),
         "- of up to 4 KB": shown(run, "latency_s", lambda s: f"{digits(s * 1000)} ms"),
-        "- wire rate": run.wire_gbps and shown(run, "wire_gbps", rate),
+        "- wire rate": shown(run, "wire_gbps", rate),
         **{f"loss, epoch {epoch}": f"{loss:.4f}" for epoch, loss in run.losses.items()},
         "top-1 at the end": run.log.top1 is not None and f"{run.log.top1:.2f} %",
     }

@@ -100,12 +100,6 @@ class Run:
         return self.wire_gbps / self.link_gbps if self.wire_gbps and self.link_gbps else None
 
     @property
-    def about(self):
-        """Before probe_s where it was not measured with as many bytes."""
-        size = self.record("Probe").get("all_reduce_bytes")
-        return "" if size == self.wire_bytes else "about "
-
-    @property
     def on_cpu(self):
         return self.log.kinds == {"CPU"}
 
