@@ -119,7 +119,6 @@ def compare_runs(runs, force=False):
             run.notes.append(f"other settings than {base.name}: {', '.join(settings)}")
     return {
         "runs": runs,
-        "base": base,
         "scaling": scaled,
         "says": [] if scaled else [*filter(None, (say_difference(base, run) for run in others))],
         "differences": unlike,
@@ -179,11 +178,9 @@ def is_run(folder):
 
 def own_name(path):
     """What a run without a name is called: its folder, or its file."""
-    path = Path(path).absolute()
-    if path.is_dir() or re.fullmatch(NODE_LOG, path.name):
-        folder = path if path.is_dir() else path.parent
-        return folder.resolve().name or "run"
-    return path.stem
+    path = Path(path).resolve()
+    folder = path.parent if re.fullmatch(NODE_LOG, path.name) else path
+    return folder.name or "run" if folder.is_dir() else path.stem
 
 
 def stated_rates(items, names):

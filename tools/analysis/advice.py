@@ -8,7 +8,6 @@ of the node on which the other command runs.
 from analysis.network import ADAPTERS
 
 MOST = 3  # things to do
-FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its cable are bad
 PAGE = "docs/networks.md#"
 
 # (words of a run's situation that must be there, or with ! must not; what to do): the first ones
@@ -60,14 +59,12 @@ ROWS = [
         "the link alone: fabtests' `fi_rma_bw -p efa -E` on one node, `fi_rma_bw -p efa -E FIRST` "
         "on the other, {page}efa",
     ),
-    ("low plugin", "the same bytes by nccl-tests: {page}nccl-tests"),
     ("again", "where packets are lost: `ethtool -S {name}` on both nodes, {page}tcp"),
     # What limits it
     ("slow-rank images", "rank {rank}, which waits for images: `iostat -x 5`, `top` on {host}"),
-    ("slow-rank cpu", "what else runs on rank {rank}'s cores: `top` on {host}"),
     (
-        "slow-rank gpu",
-        "rank {rank}'s GPU: `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,CLOCK` on {host}",
+        "slow-rank",
+        "rank {rank}'s node: `top`, `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,CLOCK` on {host}",
     ),
     ("input", "images in one file of raw pixels: tools/prepare_coco.py --packed"),
     ("input", "more loader processes: --workers (now {workers})"),
@@ -76,13 +73,11 @@ ROWS = [
     ("wait", "which rank comes late, and after what: --profile FOLDER"),
     ("unseen", "a probe before the run: PROBE=1 of launch_multinode.sh"),
     ("small", "nccl-tests with 1 GiB, which is enough for a fast link: {page}nccl-tests"),
-    ("ipoib !gloo !asked", "the adapter without IP: --network LABEL={adapter}"),
     (
         "unrated sockets",
         "what this link can do: `iperf3 -s` on one node, `iperf3 -c FIRST -P 8` on the other",
     ),
     ("inside gpu", "the way between the GPUs: `nvidia-smi topo -m`, {page}inside-a-node"),
-    ("inside cpu", "fewer processes: they share the cores of one machine"),
     ("beyond cpu", "fewer threads (OMP_NUM_THREADS): network and computing may share cores"),
     ("beyond", "what ran when, beside the all-reduce: --profile FOLDER"),
     ("communication sends-none", "half the bytes: --grad_compression bf16"),
@@ -113,16 +108,12 @@ def next_steps(run, words, port="", node=""):
         "host": hosts[rank] if rank is not None and rank < len(hosts) else "its node",
         "workers": run.setting("workers", 0),
     }
-    return [text.format(**values) for row, text in ROWS if fits(row, words)][:MOST]
-
-
-def fits(row, words):
-    return all(word[1:] not in words if word[0] == "!" else word in words for word in row.split())
-
-
-def stated_rates(run):
-    """(Gb/s, node) of each network that states a rate."""
-    return [(one.stated, one.host) for one in run.networks if one.stated]
+    texts = []
+    for row, text in ROWS:
+        needed = {word for word in row.split() if word[0] != "!"}
+        if needed <= words and not words & {word[1:] for word in row.split() if word[0] == "!"}:
+            texts.append(text.format(**values))
+    return texts[:MOST]
 
 
 def network_words(run):

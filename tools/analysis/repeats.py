@@ -47,7 +47,7 @@ def gather(name, runs):
     whole = [run for run in runs if run.complete]
     by_step = sorted(whole, key=lambda run: run.step_s or 0) or runs[:1]
     chosen = by_step[(len(by_step) - 1) // 2]
-    found = replace(chosen, name=name, repeats=whole, tried=len(runs), notes=[])
+    found = replace(chosen, name=name, repeats=whole, notes=[])
     for figure in FIGURES:
         each = values(found, figure)
         setattr(found, figure, median(each) if each else None)

@@ -39,7 +39,6 @@ class Run:
     global_batch: int | None = None
     parameters: int | None = None
     repeats: list = field(default_factory=list)  # complete Runs, of which it has the medians
-    tried: int = 1  # complete or not
     wall_s: float | None = None
     step_s: float | None = None
     data_s: float | None = None
@@ -64,10 +63,6 @@ class Run:
     @property
     def complete(self):
         return not self.problems
-
-    @property
-    def status(self):
-        return "complete" if self.complete else "failed" if self.log.failed else "INCOMPLETE"
 
     @property
     def partial(self):
@@ -153,8 +148,6 @@ def add_times(run, summary):
     for name in ("step", "data", "compute", "exposed", "link", "cpu"):
         if (milliseconds := summary.get(f"{name}_ms")) is not None:
             setattr(run, f"{name}_s", milliseconds / 1000)
-    if run.processes == 1 and None not in (run.step_s, run.data_s):  # nothing to communicate
-        run.compute_s, run.exposed_s = run.step_s - run.data_s, 0.0
     if summary.get("measured_steps"):  # in older logs it is of the first, slow steps, too
         run.img_per_s = summary.get("img_per_s")
     for entry in summary.get("ranks", []):

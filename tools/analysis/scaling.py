@@ -70,9 +70,6 @@ def scale(runs):
     found.says = [say_kind(found.kind, base), f"The base is {base.name}, with {counted}."]
     if not any(run.repeats for run in able):
         found.says.append("One run each: how much such runs differ is not known.")
-    left_out = [f"{run.name} ({run.status})" for run in runs if run not in able]
-    if left_out:
-        found.says.append(f"Without a speed-up: {', '.join(left_out)}.")
     return found
 
 

@@ -8,11 +8,11 @@ All is measured (the split of a step, the probe, counters of bytes), or quoted f
 import re
 from dataclasses import dataclass, field, replace
 
-from analysis.advice import FALLEN_GBPS, network_words, next_steps, stated_rates
+from analysis.advice import network_words, next_steps
 from analysis.nccl import quotes, reason
 from analysis.network import ADAPTERS, carriers
 from analysis.runs import usual_times
-from analysis.words import megabytes, ms, part, rate
+from analysis.words import megabytes, ms, rate
 
 MOST_WARNINGS = 3  # of a complete run
 WORTH = 0.05  # below this share of a step, a part of it is not told
@@ -22,6 +22,7 @@ POOR = 0.5  # below this share "only"
 TOO_FAST = 1.05  # above this share what it states is wrong
 ROUNDED = 0.01  # of a step: its parts add up to it but for this
 LOSSY = 0.01  # TCP that sends this share of its segments again is told
+FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its cable are bad
 OWN_CORE = 0.8  # a process that computes has at least this much CPU time, if the core is its own
 # The training's own bytes may be so much less or more than those of its gradients: headers and a
 # node's small traffic are counted, too.
@@ -51,23 +52,18 @@ def judge(run):
     if elsewhere:  # the probe's link is not the training's
         run = replace(run, networks=[], link_gbps=None, probe_s=None)
     if not run.has_split:
-        text = "its log does not split a step: what limits it cannot be told"
-        if run.step_s is None:
-            text = "its log states no step time: only losses and wall times can be compared"
-        if run.steps and run.steps <= run.start_step:
-            text = "it was resumed at its end, and made no step"
-        return Verdict([text, *says])
+        return Verdict(["its log does not split a step: what limits it cannot be told", *says])
     if wrong := contradiction(run):
         first = f"{say_parts(run)}: its figures contradict each other: {wrong}"
         return Verdict([first, *says], next_steps(run, {"wrong-rate"} if run.link_gbps else set()))
     parts = parts_of_step(run)
     bound = max(parts, key=parts.get)
-    in_part = "compression" not in parts and (
-        bound == "link" or parts.get("link", 0) > IN_PART * run.step_s
-    )
-    unusual = find_unusual(run, elsewhere, in_part)
-    first = f"{say_parts(run)}: {say_limit(run, parts, bound, unusual)}"
-    words = words_of_step(run, parts, bound) | {word for word, *_ in unusual}
+    kind = "compression" if "compression" in parts else "link"
+    in_part = bound == kind or parts[kind] > IN_PART * run.step_s
+    unusual = find_unusual(run, elsewhere, in_part and kind == "link")
+    first = f"{say_parts(run)}: {say_limit(run, parts, bound, in_part)}"
+    first += "".join(f": {what}" for _, what, _ in unusual[:1]) + say_crowd(run)
+    words = words_of_step(run, bound, in_part) | {word for word, *_ in unusual}
     marked = next((place for *_, place in unusual if place), ())
     return Verdict([first, *says], next_steps(run, words, *marked))
 
@@ -108,28 +104,21 @@ def contradiction(run):
 
 
 def say_parts(run):
-    places = 0 if run.step_s >= 0.1 else 1
-    step, compute, data, exposed, wait, beyond = (
-        f"{1000 * seconds:,.{places}f}"
-        for seconds in (
-            run.step_s,
-            run.compute_s,
-            run.data_s,
-            run.exposed_s,
-            run.exposed_s - run.link_s,
-            run.link_s - (run.probe_s or run.link_s),
-        )
-    )
-    text = f"a step of {step} ms: {compute} computing, {data} waiting for images, {exposed} "
-    text += f"{run.exposed_name} ({part(run.exposed_s, run.step_s)}"
-    if run.exposed_s - run.link_s > WORTH * run.step_s:
-        text += f", {wait} of it waiting for other ranks"
+    def show(seconds):
+        return f"{1000 * seconds:,.{0 if run.step_s >= 0.1 else 1}f}"
+
+    wait_s = run.exposed_s - run.link_s
+    text = f"a step of {show(run.step_s)} ms: {show(run.compute_s)} computing, "
+    text += f"{show(run.data_s)} waiting for images, {show(run.exposed_s)} {run.exposed_name} "
+    text += f"({run.exposed_s / run.step_s:.0%}"
+    if wait_s > WORTH * run.step_s:
+        text += f", {show(wait_s)} of it waiting for other ranks"
     if is_beyond(run):
-        text += f", {beyond} of it beyond an all-reduce alone"
+        text += f", {show(run.link_s - run.probe_s)} of it beyond an all-reduce alone"
     return text + ")"
 
 
-def say_limit(run, parts, bound, unusual):
+def say_limit(run, parts, bound, in_part):
     text = {
         "link": f"{name_link(run)} limits it",
         "compression": "PowerSGD limits it, whose computing and communicating are one call",
@@ -139,12 +128,7 @@ def say_limit(run, parts, bound, unusual):
         "slow-rank": f"rank {run.straggler} limits it, whose own work takes "
         f"{ms(parts.get('slow-rank', 0))} longer than the others'",
     }[bound]
-    communicating_s = parts.get("link") or parts.get("compression") or 0
-    if bound in ("compute", "input") and communicating_s > IN_PART * run.step_s:
-        text += ", communication in part"
-    for _, what, _ in unusual[:1]:
-        text += f": {what}"
-    return text + say_crowd(run)
+    return text + (", communication in part" if in_part and bound in ("compute", "input") else "")
 
 
 def is_beyond(run):
@@ -174,7 +158,7 @@ def say_crowd(run):
     return ""
 
 
-def words_of_step(run, parts, bound):
+def words_of_step(run, bound, in_part):
     words = {bound, "cpu" if run.on_cpu else "gpu", run.setting("precision")}
     words |= {f"sends-{run.setting('grad_compression')}", run.setting("backend")}
     words |= {"compiled"} if run.record("Run").get("compile") else set()
@@ -183,14 +167,12 @@ def words_of_step(run, parts, bound):
         data, compute, _ = run.ranks[run.straggler]
         usual_data, usual_compute = usual_times(run.ranks)
         words |= {"images"} if data - usual_data > compute - usual_compute else set()
-    kind = "compression" if "compression" in parts else "link"
-    if bound == kind or parts[kind] > IN_PART * run.step_s:
+    if in_part:
         words |= {"communication"} | ({"beyond"} if is_beyond(run) else set())
         if run.nodes == 1:
             words.add("inside")
-        elif bound != "compression":
-            words |= network_words(run)
-            words |= {"small"} if size_limits(run) else set()
+        elif run.setting("grad_compression") != "powersgd":
+            words |= network_words(run) | ({"small"} if size_limits(run) else set())
     return words
 
 
@@ -206,18 +188,15 @@ def find_unusual(run, elsewhere, in_part):
         found.append(("unmoved", elsewhere, ()))
     for host, facts in run.facts.items():
         for row in facts["rows"]:
-            place = row["port"], host
-            found += [
-                (word, f"{row['port']} of {host} {mark}", place)
-                for word, mark in row["marks"].items()
-            ]
+            for word, mark in row["marks"].items():
+                found.append((word, f"{row['port']} of {host} {mark}", (row["port"], host)))
     if not network or not in_part or run.nodes == 1:
         return found
     made, direct, why = gpudirect(network)
     if direct < made:
         far = "far-gpu" if "distance" in why else "no-gpudirect"
         found.append((far, f"GPUDirect on {direct} of {made} connections", ()))
-    rates = {gbps for gbps, _ in stated_rates(run)}
+    rates = {one.stated for one in run.networks if one.stated}
     fallen = network.stated and network.stated <= FALLEN_GBPS * len(network.names)
     if len(rates) > 1 or (fallen and network.transport == "sockets"):
         text = f"{network.listed} of {network.host} states only {rate(min(rates))}"
