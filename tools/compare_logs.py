@@ -77,7 +77,7 @@ def read_files(path):
         for line in of_last_run(file):
             reader.read(line)
         reader.read_files(beside(file))
-    if reader.lines or reader.warnings:
+    if reader.has_text:
         log.nccl = reader.finding().to_dict()
     return log
 
@@ -105,8 +105,7 @@ def compare_runs(runs, force=False):
     """Everything the report holds. Raises UserError if the runs are not alike."""
     base = next((run for run in runs if not run.log.failed), runs[0])
     scaled = scaling.scale(runs) if scaling.is_scaling(runs) else None
-    if scaled and scaled.base:
-        base = next(run for run in runs if run.name == scaled.base)
+    base = (scaled and scaled[0]) or base
     others = [run for run in runs if run is not base]
     unlike = [text for run in others for text in likeness.differences(base, run, bool(scaled))]
     unlike += scaling.differences(runs) if scaled else []

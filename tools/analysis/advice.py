@@ -64,7 +64,7 @@ ROWS = [
     ("slow-rank images", "rank {rank}, which waits for images: `iostat -x 5`, `top` on {host}"),
     (
         "slow-rank",
-        "rank {rank}'s node: `top`, `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,CLOCK` on {host}",
+        "rank {rank}'s node: `top` on {host}, and `nvidia-smi -q -d PERFORMANCE,TEMPERATURE`",
     ),
     ("input", "images in one file of raw pixels: tools/prepare_coco.py --packed"),
     ("input", "more loader processes: --workers (now {workers})"),

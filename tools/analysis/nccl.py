@@ -10,7 +10,6 @@ A name that does not end its line, because that was cut, counts as not written.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
@@ -177,6 +176,10 @@ class Reader:
         if re.search(EVIDENCE["warning"], text):
             self.warnings[process].setdefault(quote, time)
 
+    @property
+    def has_text(self) -> bool:
+        return bool(self.lines or self.warnings)
+
     def texts(self, name: str) -> list[str]:
         """What this evidence names, in the order in which it came, each once."""
         return list(dict.fromkeys(groups[0] for groups in self.seen[name]))
@@ -244,14 +247,8 @@ class Reader:
             host, _, gpu = process
             who = f"GPU {gpu} of {host}" if host else "a rank"
             who = who if rank is None else f"rank {rank} on {host or 'a node'}"
-            said.append(
-                {
-                    "who": who,
-                    "time": lines[each[0]],
-                    "lines": each[:1] + each[1:][-LAST:],
-                    "count": len(each),
-                }
-            )
+            kept = each[:1] + each[1:][-LAST:]
+            said.append({"who": who, "time": lines[each[0]], "lines": kept, "count": len(each)})
         timed = all(one["time"] for one in said)
         return sorted(said, key=lambda one: one["time"] if timed else one["who"])
 
@@ -272,10 +269,9 @@ class Reader:
         """Each collective that PyTorch's watchdog gave up, and the ranks that waited for it."""
         ranks = defaultdict(set)
         for rank, number, kind, elements, limit in self.seen["collective"]:
-            size, seconds = f"{int(elements):,} elements", f"{int(limit) / 1000:,g} s"
-            ranks[f"{kind} number {number} ({size}), after {seconds}"].add(int(rank))
-        names = {work: ", ".join(map(str, sorted(ranks[work]))) for work in ranks}
-        return [f"{work}, on rank {name}" for work, name in names.items()]
+            work = f"{kind} number {number} ({int(elements):,} elements)"
+            ranks[f"{work}, after {int(limit) / 1000:,g} s"].add(int(rank))
+        return [f"{work}, on rank {str(sorted(each))[1:-1]}" for work, each in ranks.items()]
 
     def channels(self) -> dict[str, int]:
         """{network, p2p, mnnvl, shm: how many connections}, without those that have none."""
@@ -417,7 +413,7 @@ def find_in_files(paths: list[str], every: bool = False) -> Finding:
         reader.read_files(files if every else of_newest_start(files))
     except OSError as error:
         raise UserError(f"cannot read {error.filename or paths}: {error.strerror}") from None
-    if not reader.lines and not reader.warnings:
+    if not reader.has_text:
         raise UserError(f"no text of NCCL on networks in {', '.join(paths)}: {HOW_TO_ASK}")
     return reader.finding()
 
@@ -448,6 +444,6 @@ def of_processes(pattern: str, host: str, pids: Iterable[int]) -> Finding | None
     """
     pattern = pattern.replace("%h", host.partition(".")[0])
     paths = {pattern.replace("%p", str(pid)) for pid in pids}
-    with contextlib.suppress(UserError):
-        return find_in_files(sorted(filter(os.path.isfile, paths)), every=True)
-    return None
+    reader = Reader()
+    reader.read_files(filter(Path.is_file, map(Path, sorted(paths))))
+    return reader.finding() if reader.has_text else None

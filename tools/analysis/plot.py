@@ -1,7 +1,7 @@
 """The pictures of tools/compare_logs.py.
 
-They show where the time of each run went, for runs that differ in their number of processes with
-the ideal step, and the bus bandwidth of the probe's sizes. Whiskers are the range of repeats.
+They show where the time of each run went, and the bus bandwidth of the probe's sizes. Whiskers
+are the range of repeats.
 
 Drawn with matplotlib, which only a picture needs. Hatching, line style and mark tell the runs
 apart without colour.
@@ -29,13 +29,13 @@ PARTS = {  # of a step: colour, hatching
 
 def draw(result, file):
     """`result` is what compare_logs.compare_runs returns. Raises OSError or ValueError."""
-    runs, scaled = result["runs"], result["scaling"]
+    runs = result["runs"]
     curves = {run.name: curve for run in runs if (curve := bandwidth_of(run))}
     with matplotlib.rc_context(LOOK):
         count = 1 + bool(curves)
         figure = Figure(figsize=(3 + 3 * count, 4.2), layout="constrained")
         split, *others = figure.subplots(1, count, squeeze=False).flat
-        draw_split(split, runs, scaled.runs if scaled else {})
+        draw_split(split, runs)
         if curves:
             draw_bandwidth(*others, curves)
         figure.savefig(file, dpi=160, format=None if Path(file).suffix else "png")
@@ -79,8 +79,8 @@ def draw_bandwidth(axis, curves):
     finish(axis, "")
 
 
-def draw_split(axis, runs, scaled):
-    """A stacked bar for each run; in `scaled` runs with a mark at the ideal step."""
+def draw_split(axis, runs):
+    """A stacked bar for each run."""
     bars = {r.name: (r.compute_s, r.data_s, r.exposed_s) for r in runs if r.has_split}
     bottom = [0.0] * len(bars)
     for i, (name, (colour, hatch)) in enumerate(PARTS.items()):
@@ -97,12 +97,6 @@ def draw_split(axis, runs, scaled):
     for i, (middle, top) in enumerate(zip(middles, bottom, strict=True)):
         place = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
         axis.annotate(f"{middle:,.0f} ms", (i, max(top, *steps[i])), **place)
-    ideal = [(i, scaled[name].ideal_s) for i, name in enumerate(bars) if name in scaled]
-    if ideal:
-        look = {"color": "#c1440e", "linestyle": "--", "label": "ideal step"}
-        at, seconds = zip(*ideal, strict=True)
-        edges = [i - 0.4 for i in at], [i + 0.4 for i in at]
-        axis.hlines([1000 * each for each in seconds], *edges, **look)
     axis.set_xticks(range(len(bars)), list(bars))
     axis.set_ylim(0, max(bottom, default=1) * 1.45)  # room for the legend above the bars
     axis.set(ylabel="time per step (ms)", title="Where a step's time goes")

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from analysis.network import ADAPTERS
 from analysis.repeats import shown
-from analysis.scaling import PARTS
+from analysis.scaling import HEAD
 from analysis.words import digits, duration, megabytes, ms, part, rate
 
 
@@ -47,7 +47,9 @@ def report(result, picture=None):
     lines += heading("Figures")
     lines += [f"![Parts of a step, and bandwidth]({picture})", ""] if picture else []
     lines += [*main_table(runs), ""]
-    lines += scaling_lines(runs, result["scaling"]) if result["scaling"] else []
+    if result["scaling"]:
+        _, text, rows = result["scaling"]
+        lines += [*heading("Scaling"), text, "", *(table(HEAD, rows) if rows else []), ""]
     return "\n".join([*lines, *of_nodes]).rstrip()
 
 
@@ -97,20 +99,6 @@ def main_table(runs):
     titles = dict.fromkeys(title for cells in columns for title in cells)
     rows = [[title, *(cells.get(title) or "-" for cells in columns)] for title in titles]
     return table(["", *(run.name for run in runs)], [r for r in rows if set(r[1:]) != {"-"}])
-
-
-def scaling_lines(runs, scaling):
-    """Each run beside the base. What is lost is below 0 where a step is shorter than ideal."""
-    lines = [*heading("Scaling"), " ".join(scaling.says), ""]
-    rows = []
-    for run in runs:
-        if scaled := scaling.runs.get(run.name):
-            lost = [scaled.lost_s.get(part) for part in PARTS]
-            times = [scaled.ideal_s, run.step_s - scaled.ideal_s, *lost]
-            cells = ["-" if seconds is None else ms(seconds) for seconds in times]
-            rows.append([run.name, scaled.shown_speed_up, f"{scaled.efficiency:.0%}", *cells])
-    head = ["run", "speed-up", "efficiency", "ideal step", "lost", *PARTS]
-    return [*lines, *table(head, rows), ""] if rows else lines
 
 
 def node_lines(runs):

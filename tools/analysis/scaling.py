@@ -13,10 +13,8 @@
 No law is fitted.
 """
 
-from dataclasses import dataclass, field
-
 from analysis.repeats import values
-from analysis.words import digits, with_range
+from analysis.words import digits, ms, with_range
 
 PARTS = {  # of a step, in seconds
     "compute": lambda run: run.compute_s,
@@ -24,29 +22,7 @@ PARTS = {  # of a step, in seconds
     "communication": lambda run: run.link_s,
     "waiting for ranks": lambda run: run.exposed_s - run.link_s,
 }
-
-
-@dataclass
-class Scaled:
-    """One run beside its base."""
-
-    speed_up: float
-    between: tuple  # the lowest and highest speed-up of repeats
-    efficiency: float
-    ideal_s: float  # seconds of a step
-    lost_s: dict = field(default_factory=dict)  # part of a step -> seconds; empty: not split
-
-    @property
-    def shown_speed_up(self):
-        return with_range("{:.2f}".format, self.speed_up, self.between)
-
-
-@dataclass
-class Scaling:
-    kind: str  # strong, weak, or empty: neither
-    base: str = ""
-    says: list = field(default_factory=list)  # about all runs
-    runs: dict = field(default_factory=dict)  # name -> Scaled
+HEAD = ["run", "speed-up", "efficiency", "ideal step", "lost", *PARTS]
 
 
 def is_scaling(runs):
@@ -54,23 +30,24 @@ def is_scaling(runs):
 
 
 def scale(runs):
-    """The Scaling of runs that differ in their number of processes."""
+    """(the base, or None; what is said of all runs; the rows of a table) of runs that differ in
+    their number of processes.
+    """
     able = [run for run in runs if run.complete and run.processes and run.img_per_s]
-    found = Scaling(kind_of(runs))
     if not is_scaling(able):
-        text = "No speed-up: that needs complete runs, with a Summary, of two numbers of processes"
-        found.says.append(f"{text}.")
-        return found
+        return None, "No speed-up: that needs complete runs of two numbers of processes.", []
     base = min(able, key=lambda run: run.processes)
-    found.base = base.name
-    for run in able:
-        if run is not base:
-            found.runs[run.name] = beside(base, run)
+    text = {
+        "strong": f"Strong scaling: a step has {base.global_batch:,} images in every run.",
+        "weak": f"Weak scaling: each process has {digits(base.global_batch / base.processes)} "
+        "images in a step in every run.",
+        "": "Neither strong nor weak scaling: only images/s are compared.",
+    }[kind_of(runs)]
     counted = f"{base.processes} process{'es' if base.processes > 1 else ''}"
-    found.says = [say_kind(found.kind, base), f"The base is {base.name}, with {counted}."]
+    text += f" The base is {base.name}, with {counted}."
     if not any(run.repeats for run in able):
-        found.says.append("One run each: how much such runs differ is not known.")
-    return found
+        text += " One run each: how much such runs differ is not known."
+    return base, text, [beside(base, run) for run in able if run is not base]
 
 
 def kind_of(runs):
@@ -87,30 +64,20 @@ def differences(runs):
     if kind_of(runs) or not known:
         return []
     batches = ", ".join(f"{run.global_batch:,} in {run.name}" for run in known)
-    each = ", ".join(f"{digits(run.global_batch / run.processes)} in {run.name}" for run in known)
-    return [f"global batch differs: {batches}, and so do images per process and step: {each}"]
+    return [f"neither strong nor weak scaling: the global batch is {batches}"]
 
 
 def beside(base, run):
+    """A run's row of the table."""
     slow, fast = values(base, "img_per_s"), values(run, "img_per_s")
     between = min(fast) / max(slow), max(fast) / min(slow)
     speed_up = run.img_per_s / base.img_per_s
     efficiency = speed_up * base.processes / run.processes
     share = (run.global_batch / run.processes) / (base.global_batch / base.processes)
-    found = Scaled(speed_up, between, efficiency, share * base.step_s)
+    times = [share * base.step_s, run.step_s - share * base.step_s]
     if base.has_split and run.has_split:
-        found.lost_s = {
-            # Without a minus before a zero.
-            part: round(seconds(run) - share * seconds(base), 7) + 0.0
-            for part, seconds in PARTS.items()
-        }
-    return found
-
-
-def say_kind(kind, run):
-    if kind == "strong":
-        return f"Strong scaling: a step has {run.global_batch:,} images in every run."
-    if kind == "weak":
-        each = digits(run.global_batch / run.processes)
-        return f"Weak scaling: each process has {each} images in a step in every run."
-    return "Neither strong nor weak scaling: only images/s are compared."
+        # Without a minus before a zero.
+        times += [round(of(run) - share * of(base), 7) + 0.0 for of in PARTS.values()]
+    cells = [ms(seconds) for seconds in times] + ["-"] * len(PARTS)
+    shown = with_range("{:.2f}".format, speed_up, between)
+    return [run.name, shown, f"{efficiency:.0%}", *cells][: len(HEAD)]
