@@ -23,13 +23,11 @@ import sys
 import time
 from pathlib import Path
 
-from analysis.kernel import SYSFS, text_of
-from analysis.node import most_locked
+from analysis.node import most_locked, read_node
 from run import UserError, job
 
-SYS, ROOT = SYSFS / "class", Path(__file__).resolve().parents[1]
-INTERFACES = [name for _, name in socket.if_nameindex() if name != "lo"]
-ADAPTERS = [path.name for path in SYS.glob("infiniband/*")]
+ROOT = Path(__file__).resolve().parents[1]
+PORTS = {name: facts for name, facts in read_node()["ports"].items() if name != "lo"}
 IFNAME = [name for name in os.environ.get("IFNAME", "").split(",") if name]
 LARGE = b"large packets" * 2000
 SECONDS = 3  # to reach a port: TCP sends a lost packet again after 1 s
@@ -99,25 +97,21 @@ def address_of(interface: str) -> str:
     return ""
 
 
-def check_interface(name: str, named: bool) -> None:
+def check_port(name: str, named: bool) -> None:
+    """An interface or adapter; mlx5_0 stands for all of its ports, as for NCCL."""
+    states = [facts["state"] for port, facts in PORTS.items() if f"{port}:".startswith(f"{name}:")]
     address, wrong = address_of(name), ""
-    if name not in INTERFACES:
-        wrong = f"there is no {name} on this node: set IFNAME to some of {INTERFACES + ADAPTERS}"
-    elif text_of(SYS / "net" / name / "carrier") != "1":
-        wrong = f"{name} is down: see its cable; ip link set {name} up"
-    elif not address:
+    if not states:
+        wrong = f"there is no {name} on this node: set IFNAME to some of {[*PORTS]}"
+    elif not {"ACTIVE", "up", "unknown"} & {*states}:
+        wrong = f"{name} is down {states}: see its cable, ibstat; ip link set {name} up"
+    elif not address and not is_adapter(name):
         wrong = f"{name} is up but has no address: ip address add ADDRESS/LENGTH dev {name}"
-    report(wrong, f"{name} is up: {address}", named=named)
+    report(wrong, f"{name} is up: {address or states}", named=named)
 
 
-def check_adapter(name: str, named: bool) -> None:
-    """As for NCCL, mlx5_0 stands for all of its ports and mlx5_0:1 for one."""
-    adapter, _, number = name.partition(":")
-    ports = sorted(SYS.glob(f"infiniband/{adapter}/ports/{number or '*'}"))
-    states = [text_of(port / "state") for port in ports]
-    wrong = f"no port of {name} is ACTIVE {states}: see ibstat, the cable and the switch"
-    fine = f"InfiniBand adapter {name}: {states}"
-    report("" if "ACTIVE" in str(states) else wrong, fine, named=named)
+def is_adapter(name: str) -> bool:
+    return any(port.startswith(name.partition(":")[0] + ":") for port in PORTS)
 
 
 def check_verbs(named: bool) -> None:
@@ -137,11 +131,9 @@ def check_verbs(named: bool) -> None:
 
 def check_node() -> None:
     check_python()
-    names = IFNAME or INTERFACES + ADAPTERS
-    adapters = [name for name in names if name.partition(":")[0] in ADAPTERS]
-    for name in names:
-        (check_adapter if name in adapters else check_interface)(name, named=bool(IFNAME))
-    if adapters:
+    for name in IFNAME or PORTS:
+        check_port(name, named=bool(IFNAME))
+    if any(map(is_adapter, IFNAME or PORTS)):
         check_verbs(named=bool(IFNAME))
 
 
