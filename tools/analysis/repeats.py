@@ -73,8 +73,7 @@ def notes_on(found, chosen, runs):
     lost = [run for run in runs if not run.complete and run is not chosen]
     notes = [f"{run.name} is left out: {'; '.join(run.problems)}" for run in lost]
     if len(whole) > 1:
-        text = f"medians of {len(whole)} runs; counters, losses and step lines are {chosen.name}'s"
-        notes.insert(0, text)
+        notes.insert(0, f"medians of {len(whole)} runs; counters and losses are {chosen.name}'s")
     for run in whole:
         for host, facts in run.facts.items() if run is not chosen else ():
             rows = [row for row in facts["rows"] if row["marks"]]

@@ -88,7 +88,7 @@ def column(run):
         "probe: all-reduce alone": shown(run, "probe_s", ms),
         "- of up to 4 KB": shown(run, "latency_s", lambda s: f"{digits(s * 1000)} ms"),
         "- wire rate": shown(run, "wire_gbps", rate),
-        **{f"loss, epoch {epoch}": f"{loss:.4f}" for epoch, loss in run.losses.items()},
+        **{f"loss, epoch {n}, ranks in the log": f"{loss:.4f}" for n, loss in run.losses.items()},
         "top-1 at the end": run.log.top1 is not None and f"{run.log.top1:.2f} %",
     }
 

@@ -230,8 +230,6 @@ def add_notes(run):
         run.notes.append(f"resumed from step {run.start_step:,}: wall time is of this part alone")
     if run.record("Summary").get("replicas_identical") is False:
         run.notes.append("its replicas are not identical: the ranks have trained different models")
-    if run.complete and len(log.ranks) < (run.processes or 0):
-        run.notes.append(f"losses are of the {len(log.ranks)} of {run.processes} ranks in the log")
 
 
 # --- Probe and counters --------------------------------------------------------------------------
