@@ -58,13 +58,13 @@ def heading(text):
 
 
 def verdict_lines(run, verdict, marks):
-    first, *others = verdict.says
+    (first, *others), advice = verdict
     lines = [f"{run.name}: {first}", *(f"- {text}" for text in others)]
     if marks:
         more = f"; {len(marks) - MOST_MARKS} more" if len(marks) > MOST_MARKS else ""
         lines.append(f"- marked under Nodes: {'; '.join(marks[:MOST_MARKS])}{more}")
     lines += [f"- note: {note}" for note in run.notes]
-    return [*lines, *(f"{i}. {text}" for i, text in enumerate(verdict.advice, 1)), ""]
+    return [*lines, *(f"{i}. {text}" for i, text in enumerate(advice, 1)), ""]
 
 
 # --- Tables --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ All is measured (the split of a step, the probe, counters of bytes), or quoted f
 """
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from analysis.advice import network_words, next_steps
 from analysis.nccl import quotes, reason
@@ -29,14 +29,10 @@ OWN_CORE = 0.8  # a process that computes has at least this much CPU time, if th
 LEAST_SENT, MOST_SENT = 0.97, 1.10
 
 
-@dataclass
-class Verdict:
-    says: list = field(default_factory=list)  # the step, network, training, NCCL's warnings
-    advice: list = field(default_factory=list)  # what to do next, three things at most
-
-
 def judge(run):
-    """The Verdict on a run."""
+    """(what is said of a run, line by line; what to do next) with the step first, then network,
+    training and NCCL's warnings.
+    """
     finding = run.log.nccl
     warned = quotes(finding, failed=not run.complete)
     if not run.complete:
@@ -46,16 +42,17 @@ def judge(run):
         says += [f"timed out: {work}" for work in finding.get("timeouts", [])]
         says += warned + [f"meaning: {text}" for text in finding.get("means", [])]
         words = {"failed", run.network.transport if run.network else ""} if warned else set()
-        return Verdict(says, next_steps(run, words))
+        return says, next_steps(run, words)
     elsewhere, own = own_bytes(run)
     says = [*say_network(run, own, elsewhere), *own, *warned[:MOST_WARNINGS]]
     if elsewhere:  # the probe's link is not the training's
         run = replace(run, networks=[], link_gbps=None, probe_s=None)
     if not run.has_split:
-        return Verdict(["its log does not split a step: what limits it cannot be told", *says])
-    if wrong := contradiction(run):
+        return ["its log does not split a step: what limits it cannot be told", *says], []
+    wrong, words = contradiction(run)
+    if wrong:
         first = f"{say_parts(run)}: its figures contradict each other: {wrong}"
-        return Verdict([first, *says], next_steps(run, {"wrong-rate"} if run.link_gbps else set()))
+        return [first, *says], next_steps(run, words)
     parts = parts_of_step(run)
     bound = max(parts, key=parts.get)
     kind = "compression" if "compression" in parts else "link"
@@ -65,7 +62,7 @@ def judge(run):
     first += "".join(f": {what}" for _, what, _ in unusual[:1]) + say_crowd(run)
     words = words_of_step(run, bound, in_part) | {word for word, *_ in unusual}
     marked = next((place for *_, place in unusual if place), ())
-    return Verdict([first, *says], next_steps(run, words, *marked))
+    return [first, *says], next_steps(run, words, *marked)
 
 
 # --- What limits it ------------------------------------------------------------------------------
@@ -86,21 +83,21 @@ def parts_of_step(run):
 
 
 def contradiction(run):
-    """Which figures of a run cannot all be right; empty: none is known."""
+    """(which figures of a run cannot all be right, or nothing; words of advice.py)"""
     for one in run.repeats or [run]:
         total_s = one.data_s + one.compute_s + one.exposed_s if one.has_split else 0
         if total_s and abs(total_s - one.step_s) > ROUNDED * one.step_s:
-            return f"the parts add up to {ms(total_s)}"
+            return f"the parts add up to {ms(total_s)}", set()
     if not run.link_gbps or run.nodes == 1:
-        return ""
+        return "", set()
     link = f"a link whose {run.rate_is} rate is {rate(run.link_gbps)}"
     if run.share and run.share > TOO_FAST:
-        return f"the probe moved {rate(run.wire_gbps)} over {link}"
+        return f"the probe moved {rate(run.wire_gbps)} over {link}", {"wrong-rate"}
     sent_gbps = 8e-9 * (run.wire_bytes or 0) / run.step_s
     if run.network.transport != "local" and sent_gbps > TOO_FAST * run.link_gbps:
-        size = megabytes(run.wire_bytes)
-        return f"to send {size} in such a step takes {rate(sent_gbps)}, over {link}"
-    return ""
+        text = f"to send {megabytes(run.wire_bytes)} in such a step takes {rate(sent_gbps)}"
+        return f"{text}, over {link}", {"wrong-rate"}
+    return "", set()
 
 
 def say_parts(run):
@@ -186,10 +183,12 @@ def find_unusual(run, elsewhere, in_part):
         found.append(("asked", f"sockets, though {asked}", ()))
     if elsewhere:
         found.append(("unmoved", elsewhere, ()))
-    for host, facts in run.facts.items():
+    delivers = run.share and run.share >= USUAL
+    for host, facts in run.facts.items() if run.nodes != 1 else ():
         for row in facts["rows"]:
             for word, mark in row["marks"].items():
-                found.append((word, f"{row['port']} of {host} {mark}", (row["port"], host)))
+                if word != "pcie" or not delivers:
+                    found.append((word, f"{row['port']} of {host} {mark}", (row["port"], host)))
     if not network or not in_part or run.nodes == 1:
         return found
     made, direct, why = gpudirect(network)
@@ -201,7 +200,7 @@ def find_unusual(run, elsewhere, in_part):
     if len(rates) > 1 or (fallen and network.transport == "sockets"):
         text = f"{network.listed} of {network.host} states only {rate(min(rates))}"
         found.append(("slow-port", text, ()))
-    if run.share and run.share < USUAL and not size_limits(run):
+    if run.share and not delivers and not size_limits(run):
         whose = "given" if run.rate_is == "given" else "port's"
         found.append(("low", f"{run.share:.0%} of the {whose} {rate(run.link_gbps)}", ()))
     if again := sent_again(run):
