@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from analysis.runs import find_straggler
-from analysis.words import duration, ms, with_range
+from analysis.words import ms, with_range
 
 ENOUGH = 4  # runs of each network
 LEAST = 1.02  # the ratio of two medians
@@ -78,15 +78,12 @@ def notes_on(found, chosen, runs):
         for host, facts in run.facts.items() if run is not chosen else ():
             rows = [row for row in facts["rows"] if row["marks"]]
             notes += [f"{run.name}: {row['port']} of {host}: {row['counted']}" for row in rows]
-    for run in whole or [chosen]:
-        for note in run.notes:
-            of_all = all(note in other.notes for other in whole)
-            notes.append(note if of_all else f"{run.name}: {note}")
+    notes += [f"{run.name}: {note}" for run in whole or [chosen] for note in run.notes]
     ways = {run.network.way: run.name for run in whole if run.network}
     if len(ways) > 1:
         where = ", ".join(f"{way} ({name})" for way, name in ways.items())
         notes.append(f"its runs went over different networks: {where}")
-    return list(dict.fromkeys(notes))
+    return notes
 
 
 def values(run, figure):
@@ -116,42 +113,36 @@ def is_called(a, b):
 
 
 def say_difference(base, run):
-    """A sentence on how long a step takes in two runs; where no log measures it, on wall times.
-    Empty where there is nothing to compare.
-    """
-    measured = all(one.record("Summary").get("step_ms") for one in (base, run))
-    figure, show, took = ("step_s", ms, "a step took") if measured else WALL
-    quick, slow = sorted([base, run], key=lambda one: getattr(one, figure) or 0)
-    if not getattr(quick, figure) or (not measured and (base.partial or run.partial)):
+    """A sentence on how long a step takes in two runs; empty where a log does not measure it."""
+    quick, slow = sorted([base, run], key=lambda one: one.step_s or 0)
+    if not quick.step_s:
         return ""
-    a, b = values(quick, figure), values(slow, figure)
-    counts = [len(values(one, figure)) for one in (base, run)]
-    by, end = "{} and {} runs".format(*counts), "."
+    a, b = values(quick, "step_s"), values(slow, "step_s")
+    counts = [len(values(one, "step_s")) for one in (base, run)]
+    by = "{} and {} runs".format(*counts)
     if counts[0] == counts[1]:
         by = f"{counts[0]} runs each" if counts[0] > 1 else "one run each"
-    texts = [shown(one, figure, show) for one in (base, run)]
-    text = f"{texts[0]} in {base.name} and {texts[1]} in {run.name}"
+    texts = [f"{shown(one, 'step_s', ms)} in {one.name}" for one in (base, run)]
+    text = " and ".join(texts)
     if not differ(a, b):
-        what = "No difference"
+        what, end = "No difference", ""
         if max(a) < min(b):
             what += " of 2%"
             text += f", {median(b) / median(a) - 1:.2%} apart"
         links = [values(one, "link_s") for one in (quick, slow)]
         by_step = quick.link_by_step and slow.link_by_step  # not of PowerSGD
         if by_step and all(links) and is_called(*links):
-            end += f" The link's part of it differs: {shown(base, 'link_s', ms)} in {base.name}, "
-            end += f"{shown(run, 'link_s', ms)} in {run.name}."
-        return f"{what} shown by {by}: {took} {text}{end}"
-    called = is_called(a, b)
-    if called or not measured:
-        between = f" ({min(b) / max(a):.2f} to {max(b) / min(a):.2f})" if called else ""
-        ratio = f"{getattr(slow, figure) / getattr(quick, figure):.2f} times as long"
-        text = f"{ratio} in {slow.name} as in {quick.name}{between}: {text}"
-    if not called and counts != [1, 1]:
-        chance = Fraction(2, math.comb(sum(counts), counts[0]))
-        end = ". With so few, the ranges of equal networks lie apart by chance in "
-        end += f"{chance.numerator} of {chance.denominator} pairs."
-    return f"{took.capitalize()} {text}, {by}{end}"
-
-
-WALL = ("wall_s", duration, "by wall time, start and end included, a run took")
+            parts = [f"{shown(one, 'link_s', ms)} in {one.name}" for one in (base, run)]
+            end = f" The link's part of it differs: {', '.join(parts)}."
+        return f"{what} shown by {by}: a step took {text}.{end}"
+    if is_called(a, b):
+        between = f"{min(b) / max(a):.2f} to {max(b) / min(a):.2f}"
+        ratio = f"{slow.step_s / quick.step_s:.2f} times as long in {slow.name} as in {quick.name}"
+        return f"A step took {ratio} ({between}): {text}, {by}."
+    if counts == [1, 1]:
+        return f"A step took {text}, one run each."
+    chance = Fraction(2, math.comb(sum(counts), counts[0]))
+    return (
+        f"A step took {text}, {by}. With so few, the ranges of equal networks lie apart by chance "
+        f"in {chance.numerator} of {chance.denominator} pairs."
+    )
