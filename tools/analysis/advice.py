@@ -25,7 +25,7 @@ ROWS = [
         "asked !ipoib",
         "why no adapter was used: `ls /sys/class/infiniband /dev/infiniband` on each node",
     ),
-    ("unmoved", "the interface that is used: `ip route get ADDRESS`, with the other node's"),
+    ("unmoved", "the interface that is used: `ip route get FIRST` on the other node"),
     ("pcie", "the adapter's slot: `lspci -vv` on {node} (LnkSta beside LnkCap)"),
     ("lanes", "the cable, whose lanes are not all up: `mlxlink -d {device} -c -m` on {node}"),
     ("errors-infiniband", "the cable whose errors are counted: `ibqueryerrors`"),
@@ -36,8 +36,8 @@ ROWS = [
     ("errors-ethernet", "the port whose errors are counted: `ethtool -S {port}` on {node}"),
     (
         "far-gpu",
-        "GPU and adapter, too far apart for NCCL: `nvidia-smi topo -m`; to compare, a run with "
-        "NCCL_NET_GDR_LEVEL=SYS",
+        "the way from GPU to adapter, too long for NCCL: `nvidia-smi topo -m`. Compare a run with "
+        "NCCL_NET_GDR_LEVEL=SYS, which allows any",
     ),
     (
         "no-gpudirect !efa",
