@@ -189,13 +189,9 @@ def stated_rates(items, names):
         name, equals, text = item.rpartition("=")
         if equals and name not in names:
             raise UserError(f"--link_gbps {item}: no run is named {name}: {', '.join(names)}")
-        try:
-            value = float(text)
-        except ValueError:
-            value = 0
-        if not 0 < value < 1e15:
+        if not re.fullmatch(r"\d*\.?\d+", text) or not float(text):
             raise UserError(f"--link_gbps {item}: not a number above 0")
-        stated |= dict.fromkeys([name] if equals else names, value)
+        stated |= dict.fromkeys([name] if equals else names, float(text))
     return stated
 
 

@@ -82,9 +82,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     devices = ("auto", "cpu", "cuda", "mps")
     parser.add_argument("--device", choices=devices, default="auto")
     positive = demo.at_least(float, 0.1)
-    parser.add_argument(
-        "--timeout", type=positive, default=demo.TIMEOUT, help="%(default)s seconds"
-    )
+    parser.add_argument("--timeout", type=positive, default=demo.TIMEOUT, help="seconds")
 
     def refuse(text: str) -> None:
         raise demo.UserError(f"{parser.prog}: {text}; see --help")

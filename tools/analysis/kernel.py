@@ -32,8 +32,7 @@ ERRORS = [  # files of an interface or of an adapter's port that stand still on 
     "hw_counters/out_of_sequence",
 ]
 # These also move on a healthy link: waits for credit, RoCE's notifications of congestion.
-CONGESTION = {"port_xmit_wait": "counters", "np_cnp_sent": "hw_counters"}
-CONGESTION["rp_cnp_handled"] = "hw_counters"
+CONGESTION = ["counters/port_xmit_wait", "hw_counters/np_cnp_sent", "hw_counters/rp_cnp_handled"]
 
 
 # --- Reading -------------------------------------------------------------------------------------
@@ -128,8 +127,7 @@ def read_port(port: Path) -> dict:
 
 def read_errors(folder: Path) -> dict[str, int]:
     """Those that were ever counted."""
-    paths = [*ERRORS, *(f"{place}/{name}" for name, place in CONGESTION.items())]
-    counts = {path.split("/")[-1]: int(number(folder / path)) for path in paths}
+    counts = {path.split("/")[-1]: int(number(folder / path)) for path in ERRORS + CONGESTION}
     return {name: count for name, count in counts.items() if count}
 
 

@@ -126,7 +126,9 @@ def parse_lines(lines, log):
 def parse_body(log, rank, body):
     """Add what stands at the start of `body`, the text after one prefix."""
     if found := STEP.match(body):
-        add_step(log, rank, found)
+        log.ours = log.ours or found[4] is not None
+        log.last_step[rank] = int(found[2])
+        log.ended.pop(rank, None)
     elif found := RECORD.match(body):
         add_record(log, found[1], found[2])
     elif found := EPOCH.match(body):
@@ -139,12 +141,6 @@ def parse_body(log, rank, body):
         log.stop = found[1].strip()[:200]
     elif body.startswith(("Epoch ", "Cleanup ")):
         log.torn += 1
-
-
-def add_step(log, rank, found):
-    log.ours = log.ours or found[4] is not None
-    log.last_step[rank] = int(found[2])
-    log.ended.pop(rank, None)
 
 
 def add_record(log, word, text):

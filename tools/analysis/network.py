@@ -78,10 +78,6 @@ def wire_gbps(link):
     return link.get("wire_Gbps") or 0.0
 
 
-def named_by(finding):
-    return finding.get("interfaces", []) + finding.get("devices", [])
-
-
 def carriers(seen, finding, size=wire_gbps):
     """Of the interfaces with traffic, those that carried the gradients, none of them twice."""
     transport = finding.get("transport")
@@ -101,7 +97,8 @@ def carriers(seen, finding, size=wire_gbps):
     large = [link for link in seen if 2 * size(link) > largest]
     # A bridge, a tunnel or a port of Open vSwitch carries the same bytes as the hardware under it.
     real = [link for link in large if not link.get("virtual")]
-    own = [link for link in seen if link.get("name") in named_by(finding)]
+    named = finding.get("interfaces", []) + finding.get("devices", [])
+    own = [link for link in seen if link["name"] in named]
     if own and not (real and all(link.get("virtual") for link in own)):
         return own
     top = max(real or large, key=size, default={})

@@ -133,7 +133,7 @@ def rows_of(node: dict, links: list[dict]) -> list[dict]:
                 marks["pcie"] = (what or "has PCIe at {0:g} of {2:g} GT/s").format(*pcie, *most)
             if few:
                 marks["lanes"] = f"has {lanes} of {FULL_WIDTH} lanes"
-            if any(error not in CONGESTION for error in counted):
+            if counted.keys() - {path.split("/")[-1] for path in CONGESTION}:
                 marks[f"errors-{link['kind']}"] = "has counted errors"
             states = facts.get("rate", "")
             if link["speed_Gbps"] and not states:
