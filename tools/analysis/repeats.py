@@ -76,8 +76,9 @@ def notes_on(found, chosen, runs):
         notes.insert(0, f"medians of {len(whole)} runs; counters and losses are {chosen.name}'s")
     for run in whole:
         for host, facts in run.facts.items() if run is not chosen else ():
-            rows = [row for row in facts["rows"] if row["marks"]]
-            notes += [f"{run.name}: {row['port']} of {host}: {row['counted']}" for row in rows]
+            for row in facts["rows"]:
+                marks = row["marks"].values()
+                notes += [f"{run.name}: {row['port']} of {host} {mark}" for mark in marks]
     notes += [f"{run.name}: {note}" for run in whole or [chosen] for note in run.notes]
     ways = {run.network.way: run.name for run in whole if run.network}
     if len(ways) > 1:

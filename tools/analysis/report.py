@@ -114,14 +114,12 @@ def node_lines(runs):
     ]
     if not rows:
         return [], {}
-    shared = {}  # a PCI device of a node -> its ports
-    for _, host, row in rows:
-        shared.setdefault((host, row["device"]), {})[row["port"]] = row["device"]
+    places = {(host, row["device"], row["port"]) for _, host, row in rows if row["device"]}
     cells, marked = [], {}
     for name, host, row in rows:
-        others = [port for port, device in shared[host, row["device"]].items() if device]
-        marks = list(row["marks"].values())
-        marks += [f"is one device with {port}" for port in others if port != row["port"]]
+        own = host, row["device"], row["port"]
+        others = sorted(port for *at, port in places - {own} if (*at, row["port"]) == own)
+        marks = [*row["marks"].values(), *(f"is one device with {port}" for port in others)]
         marked.setdefault(name, []).extend(f"{row['port']} of {host} {mark}" for mark in marks)
         cells.append([name, host, *(row[key] for key in FACTS), "; ".join(marks)])
     head = ["run", "node", *FACTS, "look at"]
