@@ -117,8 +117,8 @@ def node_lines(runs):
     places = {(host, row["device"], row["port"]) for _, host, row in rows if row["device"]}
     cells, marked = [], {}
     for name, host, row in rows:
-        own = host, row["device"], row["port"]
-        others = sorted(port for *at, port in places - {own} if (*at, row["port"]) == own)
+        here = {port for at, device, port in places if (at, device) == (host, row["device"])}
+        others = sorted(here - {row["port"]})
         marks = [*row["marks"].values(), *(f"is one device with {port}" for port in others)]
         marked.setdefault(name, []).extend(f"{row['port']} of {host} {mark}" for mark in marks)
         cells.append([name, host, *(row[key] for key in FACTS), "; ".join(marks)])
