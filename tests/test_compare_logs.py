@@ -52,14 +52,15 @@ def run_tool(*words: object) -> tuple[str, str, object]:
 # --- Recorded reports ----------------------------------------------------------------------------
 
 
-def guarded_cases() -> list:
-    """The folders, each marked with the faults that its report names."""
-    cases = []
-    for file in sorted(REPORTS.glob("*/report.txt")):
-        found = re.findall(r"^# Guards against: (.*)$", file.read_text(), re.MULTILINE)
-        marks = [pytest.mark.guards(*names.split(", ")) for names in found]
-        cases.append(pytest.param(file.parent, marks=marks, id=file.parent.name))
-    return cases
+def case_of(value: object, text: str, name: str) -> object:
+    """A parameter, marked with the faults that its text names."""
+    found = re.findall(r"^# Guards: (.*)$", text, re.MULTILINE)
+    marks = [pytest.mark.guards(*names.split(", ")) for names in found]
+    return pytest.param(value, marks=marks, id=name)
+
+
+FILES = sorted(REPORTS.glob("*/report.txt"))
+FOLDERS = [case_of(file.parent, file.read_text(), file.parent.name) for file in FILES]
 
 
 def answer(command: str, sections: list[str]) -> str:
@@ -78,7 +79,7 @@ def answer(command: str, sections: list[str]) -> str:
     return text
 
 
-@pytest.mark.parametrize("case", guarded_cases())
+@pytest.mark.parametrize("case", FOLDERS)
 def test_report_is_as_recorded(case, tmp_path, monkeypatch, pytestconfig):
     folder = tmp_path / case.name  # the name of a run that has none
     folder.mkdir()
@@ -98,28 +99,20 @@ def test_report_is_as_recorded(case, tmp_path, monkeypatch, pytestconfig):
 # --- Verdicts ------------------------------------------------------------------------------------
 
 VERDICTS = ROOT / "tests/data/verdicts.txt"
+PARTS = VERDICTS.read_text().split("\n== ")[1:]
+MADE = [part.partition("\n--\n")[0] for part in PARTS]
 
 
-def verdict_cases() -> list:
-    """(title and lines) of each case, marked with the faults that it names."""
-    cases = []
-    for part in VERDICTS.read_text().split("\n== ")[1:]:
-        made = part.partition("\n--\n")[0]
-        names = re.findall(r"^# Guards: (.*)$", made, re.MULTILINE)
-        marks = [pytest.mark.guards(*text.split(", ")) for text in names]
-        cases.append(pytest.param(made, marks=marks, id=made.partition("\n")[0].partition(":")[0]))
-    return cases
-
-
-@pytest.mark.parametrize("made", verdict_cases())
+@pytest.mark.parametrize(
+    "made", [case_of(made, made, re.split("[:\n]", made)[0]) for made in MADE]
+)
 def test_verdict_is_as_recorded(made, tmp_path, pytestconfig):
     runs = made_runs(made.splitlines()[1:])
     for age, run in enumerate(runs):
         folder = run.write(tmp_path)
         for file in sorted(folder.glob("nccl.*")):
-            os.utime(
-                file, (age, age + int(file.suffixes[-2][1:]))
-            )  # by the process, an older start's
+            start = age + int(file.suffixes[-2][1:])  # by the process, an older one's
+            os.utime(file, (age, start))
     out, err, _ = run_tool("--force", *(tmp_path / run.name for run in runs))
     assert err == ""
     verdicts, _, tables = out.partition("Figures\n-------\n\n")
