@@ -88,13 +88,13 @@ def contradiction(run):
         total_s = one.data_s + one.compute_s + one.exposed_s if one.has_split else 0
         if total_s and abs(total_s - one.step_s) > ROUNDED * one.step_s:
             return f"the parts add up to {ms(total_s)}", set()
-    if not run.link_gbps or run.nodes == 1:
+    if not run.link_gbps or run.nodes == 1 or (run.network and run.network.transport == "local"):
         return "", set()
     link = f"a link whose {run.rate_is} rate is {rate(run.link_gbps)}"
     if run.share and run.share > TOO_FAST:
         return f"the probe moved {rate(run.wire_gbps)} over {link}", {"wrong-rate"}
     sent_gbps = 8e-9 * (run.wire_bytes or 0) / run.step_s
-    if run.network.transport != "local" and sent_gbps > TOO_FAST * run.link_gbps:
+    if sent_gbps > TOO_FAST * run.link_gbps:
         text = f"to send {megabytes(run.wire_bytes)} in such a step takes {rate(sent_gbps)}"
         return f"{text}, over {link}", {"wrong-rate"}
     return "", set()
