@@ -23,6 +23,7 @@ import sys
 import time
 from pathlib import Path
 
+from analysis.kernel import SYSFS, text_of
 from analysis.node import most_locked, read_node
 from run import UserError, job
 
@@ -103,7 +104,7 @@ def check_port(name: str, named: bool) -> None:
     address, wrong = address_of(name), ""
     if not states:
         wrong = f"there is no {name} on this node: set IFNAME to some of {[*PORTS]}"
-    elif not {"ACTIVE", "up", "unknown"} & {*states}:
+    elif "ACTIVE" not in states and text_of(SYSFS / f"class/net/{name}/carrier") != "1":
         wrong = f"{name} is down {states}: see its cable, ibstat; ip link set {name} up"
     elif not address and not is_adapter(name):
         wrong = f"{name} is up but has no address: ip address add ADDRESS/LENGTH dev {name}"
