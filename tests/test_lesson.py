@@ -277,7 +277,8 @@ def changed(tmp_path_factory) -> dict[str, Run]:
     runs = {f"{name}/ddp.py": (2,) for name in ("5", "15", "16", "rate", "saving", "clock")}
     (clock,) = blocks("Timing on a GPU", "diff")
     change(copy_programs(folder / "clock") / "ddp.py", clock)
-    runs |= {"21/ddp.py": (4, 2), "saving/plain.py": (0,), "calls.py": (2,)}
+    shutil.copy(PROGRAMS[1], folder / "mine.py")
+    runs |= {"21/ddp.py": (4, 2), "saving/plain.py": (0,), "calls.py": (2,), "mine.py": (0,)}
     return run_programs(folder, runs, expect=None)
 
 
@@ -303,6 +304,7 @@ def test_answers_are_what_the_changed_programs_show(original, changed):
 
     assert_printed(shown("Saving")[1], changed["saving/plain.py"].out)
     assert changed["calls.py"].returncode and "3000ms" in changed["calls.py"].output
+    assert "KeyError: 'RANK'" in changed["mine.py"].output  # without torchrun
 
 
 @LONG
@@ -417,19 +419,74 @@ def test_times_to_feedback_follow_from_the_speeds():
 
 # --- What students get -------------------------------------------------------------------------
 
+NAMES = r"python3?|pip|torchrun|git|srun|salloc|sbatch|sudo|apt|wsl|unzip|cd|cp|ip"
+COMMAND = re.compile(rf"({NAMES}|export|nvidia-smi|curl|docker|\S+\.(sh|py));? .")
+# What the notebook does not have: the test that runs it, and a word of each block or sentence.
+TESTS = {
+    "test_the_lessons_set_up_makes_an_environment": ["lesson-env"],
+    "test_set_up_ends_with_two_processes_that_meet": ["=lo0", "=2 all_reduce.py"],
+    "test_archive_has_what_students_need": ["git archive", "zipfile", "cp plain.py mine.py"],
+    "test_answers_are_what_the_changed_programs_show": ["python mine.py"],
+    "test_numpy_and_pytorch_print_the_same_and_the_page_has_their_lines": ["fit_numpy.py"],
+    "test_spawn_starts_the_two_ranks_of_ddp": ["spawn.py"],
+    "test_each_rank_keeps_the_bytes_of_the_arithmetic_and_all_train_alike": ["shard.py"],
+    "test_two_halves_train_as_one_model_and_each_waits_for_the_other": ["halves.py"],
+    "test_ring_and_tree_take_the_time_of_the_model_and_cross": ["=8 all_reduce.py"],
+    "test_commands_that_compare_nccls_algorithms": ["NCCL_ALGO"],
+    "test_the_lessons_block_compares_srun_with_torchrun": ["salloc"],
+}
+
+
+@pytest.mark.guards("lesson-command")
+def test_each_command_of_the_pages_is_run_by_a_test():
+    """By that of the notebook, which has most of them, or by one of TESTS."""
+    cells = json.loads((LESSON / "lesson.ipynb").read_text())["cells"]
+    code = "".join(line.lstrip("!") for cell in cells for line in [*cell["source"], "\n"])
+    ran = {line.removesuffix(" &") for line in code.replace("changed_", "").splitlines()}
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for page in (PAGE, HOMEWORK, PARALLEL, PYTORCH, TEACHER):
+        spans = re.findall(r"`([^`\n]+)`", page.prose)
+        for text in [*page.commands, *filter(COMMAND.match, spans)]:
+            if not {*text.splitlines()} <= ran:
+                names = [name for name, words in TESTS.items() if any(w in text for w in words)]
+                assert len(names) == 1 and f"def {names[0]}(" in tests, text
+
+
+@LONG
+@pytest.mark.guards("lesson-macos")
+def test_set_up_ends_with_two_processes_that_meet(tmp_path):
+    """Where nobody knows the machine's name, and with macOS's name for the loopback interface."""
+    shutil.copy(LESSON / "all_reduce.py", tmp_path)
+    (export,) = re.findall(r"`(export GLOO_SOCKET_IFNAME=.*?)`", PAGE.text)
+    renamed = ["ip link set lo down", "ip link set lo name lo0", "ip link set lo0 up"]
+    lines = [*renamed, export, blocks("Set-up", "bash")[1]]
+    run = nameless(tmp_path, "bash", "-ec", "\n".join(lines))
+    assert run.out.count(" ms, by hand ") == 6
+
 
 @pytest.mark.guards("lesson-folder")
 def test_archive_has_what_students_need(tmp_path):
-    """All files but the teacher's own, and with them all that the pages link to."""
+    """All files but the teacher's own, and with them all that the pages link to. It is unpacked as
+    on Windows, and the exercise begun; to hide the answer, the command takes two arguments more.
+    """
     require(shutil.which("git"), "the archive is made by git")
     shutil.copytree(LESSON, tmp_path / "docs/lesson")
     (command,) = (text for text in TEACHER.commands if text.startswith("git archive"))
     commit = "git -c user.name=any -c user.email=any commit --quiet --message=any"
-    lines = ["git init --quiet", "git add docs", commit, command]
-    with start(["bash", "-ec", "\n".join(lines)], cwd=tmp_path) as started:
-        started.finish()
-    names = ZipFile(tmp_path / "lesson.zip").namelist()
-    packed = {name[7:] for name in names if name.startswith("lesson/")}
+    (hide,) = re.findall(r"To hide the answer, add `(.*?)`", TEACHER.text)
+    (unpack,) = re.findall(r"`(cd; python3 -m zipfile .*?)`", PAGE.text)
+    unpack = unpack.replace("/mnt/c/Users/NAME/Downloads", str(tmp_path))
+    lines = ["git init --quiet", "git add docs", commit, command.strip()]
+    lines += [f"{command.strip()} {hide}".replace("lesson.zip", "hidden.zip"), unpack]
+    lines += [blocks("The exercise", "bash")[0].splitlines()[0], "pwd", "ls mine.py"]
+    home = {"HOME": str(tmp_path)}
+    with start(["bash", "-ec", "\n".join(lines)], env=home, cwd=tmp_path) as started:
+        assert started.finish().lines()[-2:] == [f"{tmp_path}/lesson", "mine.py"]
+    archives = [ZipFile(tmp_path / name).namelist() for name in ("lesson.zip", "hidden.zip")]
+    packed, hidden = (
+        {name[7:] for name in names if name.startswith("lesson/")} for names in archives
+    )
+    assert packed - hidden == {"ddp.py", "lesson.ipynb"}
     assert packed > {"README.md", "plain.py", "ddp.py", "check.py", "lesson.ipynb"}
     assert not packed & {"teacher.md", "make_pages.py"}
     for page in (PAGE, HOMEWORK, PARALLEL, PYTORCH):
