@@ -7,15 +7,14 @@
     python tools/benchmark.py job        the job of the talk, from start to end
 
 --data takes COCO's folder, or a packed file of tools/prepare_coco.py. step and input take several,
-and --against: a commit of this repository, whose script is measured, too. The cases run in turns.
-Every second round has the reverse order, so that a machine that becomes warm or busy favours none.
-A figure is the median of the rounds. A ratio is that of two medians; the range behind it is that
-of the rounds.
+and --against: a commit of this repository, whose script is measured, too. The cases run in turns,
+in every second round in the reverse order: a machine that becomes warm or busy favours none. A
+figure is the median of the rounds, a ratio that of two medians; the range behind it is that of the
+rounds.
 
-Training is the real script in a process of its own. Its times come from its Summary, which leaves
-out the first three steps. The script gets the variables by which the launchers make it faster on a
-CPU. Where there are fewer images than a run needs, they are repeated. Use a machine that does
-nothing else.
+Training is the real script in a process of its own, with the variables that the launchers set.
+Its figures are those of its Summary, which leaves out the first three steps. Where there are fewer
+images than a run needs, they are repeated. Use a machine that does nothing else.
 
 Exit codes: 0 done, 2 wrong arguments, 1 a failed run.
 """
@@ -31,7 +30,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,12 +41,16 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "demo_coco_resnet18.py"
 WARM_UP = 3  # steps that the script's Summary leaves out
 JOB_IMAGES, JOB_EPOCHS, JOB_BATCH = 117_266, 2, 256  # the talk's: labelled images of train2017
+PRECISIONS = ["bf16", "fp32"]  # that gpu measures
+SHOWN = ["step_ms", "data_ms", "compute_ms", "exposed_ms", "peak_gpu_bytes"]  # of each run
 
 
 def main(argv=None):
     args = parse_arguments(argv)
-    size = "" if args.command == "job" else f", batch of {args.batch_size}, {args.steps} steps"
-    print(f"{args.command}: {machine()}{size}")
+    where = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
+    where += [f"{cores()} cores", f"torch {torch.__version__}"]
+    where += [f"batch of {args.batch_size}, {args.steps} steps"] if args.command != "job" else []
+    print(f"{args.command}: {', '.join(where)}")
     with tempfile.TemporaryDirectory(prefix="demo-benchmark-") as folder:
         args.folder = Path(folder)
         try:
@@ -63,55 +65,45 @@ def main(argv=None):
 # ---- The commands
 
 
-def measure_step(args):
+def measure_scripts(args):
+    """step and input: of each script, with each kind of data."""
+    scripts = {"this script": SCRIPT}
+    if args.against:
+        scripts[args.against] = args.folder / SCRIPT.name
+        command = ["git", "-C", ROOT, "show", f"{args.against}:{SCRIPT.name}"]
+        scripts[args.against].write_text(run(command))
     cases = {}
-    for name, script, source in cases_of(args):
-        data = make_data(args, source, needed_images(args, WARM_UP))
-        given = options(args, data, batch_size=args.batch_size, max_steps=WARM_UP + args.steps)
-        cases[name] = partial(training_speed, args, [sys.executable, script, *given])
-    show(rounds(args, cases))
-
-
-def measure_input(args):
-    cases = {}
-    for name, script, source in cases_of(args):
-        data = make_data(args, source, args.batch_size * (WARM_UP + args.steps))
-        given = options(args, data, batch_size=args.batch_size, workers=0)
-        cases[name] = partial(loader_speed, [*child("loader", script), *given])
-    show(rounds(args, cases))
+    for name, script in scripts.items():
+        for source in args.data:
+            if args.command == "input":
+                count = args.batch_size * (WARM_UP + args.steps)
+                command, more = child("loader", script), {"workers": 0}
+            else:
+                count = needed_images(args, WARM_UP)
+                command, more = [sys.executable, script], {"max_steps": WARM_UP + args.steps}
+            data = make_data(args, source, count)
+            given = options(data, batch_size=args.batch_size, **more)
+            cases[f"{name}, {source}" if len(args.data) > 1 else name] = [*command, *given]
+    measure(args, cases)
 
 
 def measure_gpu(args):
-    gpus = gpu_count()
+    """Times are by the clock of the GPU."""
+    gpus = torch.cuda.device_count()
     if not gpus:
         raise UserError("PyTorch finds no NVIDIA GPU here: run gpu where nvidia-smi lists one")
-    print(f"{'':24} {'img/s':>9} {'step':>8} {'data':>8} {'compute':>8} {'exposed':>8} ms   peak")
-    cases = {}
-    for processes in sorted({1, gpus}):
-        for precision in [args.precision] if args.precision != "auto" else ["bf16", "fp32"]:
-            for kind in ("fed", "resident"):
-                name = f"{processes} GPU(s), {precision}, {kind}"
-                cases[name] = partial(gpu_speed, args, name, processes, precision, kind)
-    show(rounds(args, cases))
-
-
-def gpu_speed(args, name, processes, precision, kind):
-    """Images/s of one run; prints its row. Times are by the clock of the GPU."""
     # A loader has two batches a worker in stock when the training begins.
     warm_up = WARM_UP + 2 * cores()
-    args.precision = precision
-    command = [*torchrun(processes), *child(f"warm-up {warm_up}", SCRIPT)[1:]]
-    data = ["--dummy"]
-    if kind == "fed":
-        data = make_data(args, args.data[0], processes * needed_images(args, warm_up))
-    given = options(args, data, batch_size=args.batch_size, max_steps=warm_up + args.steps)
-    summary = record(run([*command, *given]), "Summary")
-    times = [summary[f"{part}_ms"] for part in ("step", "data", "compute", "exposed")]
-    rate = 1e3 * processes * args.batch_size / times[0]
-    row = " ".join(f"{ms:8.2f}" for ms in times)
-    peak = (summary["peak_gpu_bytes"] or 0) / 1e9
-    print(f"{name:24} {rate:9.1f} {row} ms {peak:6.2f} GB", flush=True)
-    return rate
+    more = {"batch_size": args.batch_size, "max_steps": warm_up + args.steps}
+    cases = {}
+    for processes in sorted({1, gpus}):
+        command = [*torchrun(processes), *child(f"warm-up {warm_up}", SCRIPT)[1:]]
+        fed = make_data(args, args.data[0], processes * needed_images(args, warm_up))
+        for precision in PRECISIONS:
+            for kind, data in (("fed", fed), ("resident", ["--dummy"])):
+                given = options(data, precision=precision, **more)
+                cases[f"{processes} GPU(s), {precision}, {kind}"] = [*command, *given]
+    measure(args, cases)
 
 
 def measure_job(args):
@@ -119,12 +111,11 @@ def measure_job(args):
     talk = (ROOT / "docs" / "talk" / "infiniband.log").read_text()
     talk_seconds = max(map(float, re.findall(r"Total wall time: .*\((.*)s\)", talk)))
     data = make_data(args, args.data[0], JOB_IMAGES)
-    given = options(args, data, num_epochs=JOB_EPOCHS, global_batch_size=JOB_BATCH)
+    given = options(data, num_epochs=JOB_EPOCHS, global_batch_size=JOB_BATCH)
     began = time.monotonic()
-    text = run([*torchrun(max(1, gpu_count())), SCRIPT, *given])
+    found = summary(run([*torchrun(max(1, torch.cuda.device_count())), SCRIPT, *given]))
     seconds = time.monotonic() - began
-    summary = record(text, "Summary")
-    print(f"{summary['steps']} steps, {summary['img_per_s']:.0f} img/s in them")
+    print(f"{found['steps']} steps, {found['img_per_s']:.0f} img/s in them")
     print(f"from start to end {seconds:.1f} s; the talk's four GPUs over InfiniBand took", end=" ")
     print(f"{talk_seconds:.1f} s: {talk_seconds / seconds:.1f} times as long")
 
@@ -136,8 +127,8 @@ def torchrun(processes):
 
 
 COMMANDS = {
-    "step": measure_step,
-    "input": measure_input,
+    "step": measure_scripts,
+    "input": measure_scripts,
     "gpu": measure_gpu,
     "job": measure_job,
 }
@@ -156,31 +147,12 @@ def parse_arguments(argv):
     add("--data", type=Path, nargs="+", metavar="PATH", help=text)
     add("--against", metavar="COMMIT", help="step, input: measure also this commit's script")
     add("--rounds", type=int, default=3, metavar="N", help="how often all run (3)")
-    add("--image_size", type=int, default=224, metavar="N", help="pixels a side (224)")
-    kinds = ["auto", "fp32", "fp16", "bf16"]
-    text = "of the training (auto; gpu: bf16, then fp32)"
-    add("--precision", choices=kinds, default="auto", help=text)
-    steps, batch_size = (10 * cores(), 256) if gpu_count() else (12, 32)
+    steps, batch_size = (10 * cores(), 256) if torch.cuda.device_count() else (12, 32)
     text = f"measured steps of a run, after a warm-up ({steps})"
     add("--steps", type=int, default=steps, metavar="N", help=text)
     text = f"images per process ({batch_size})"
     add("--batch_size", type=int, default=batch_size, metavar="N", help=text)
     return parser.parse_args(argv)
-
-
-def cases_of(args):
-    """(name, script, data) of each case to measure. Raises UserError."""
-    scripts = {"this script": SCRIPT}
-    if args.against:
-        scripts[args.against] = args.folder / SCRIPT.name
-        command = ["git", "-C", ROOT, "show", f"{args.against}:{SCRIPT.name}"]
-        scripts[args.against].write_text(run(command))
-    found = []
-    for script, path in scripts.items():
-        for source in args.data:
-            name = f"{script}, {source}" if len(args.data) > 1 else script
-            found.append((name, path, source))
-    return found
 
 
 # ---- Data
@@ -214,41 +186,26 @@ def needed_images(args, warm_up):
 # ---- Runs
 
 
-def run(command, **variables):
-    """What a command prints. Raises UserError if it fails.
-
-    variables: of the environment, where the user has not set them.
-    """
+def run(command):
+    """What a command prints. Raises UserError if it fails."""
     command = [str(word) for word in command]
-    variables = run_py.cpu_variables(os.environ) | variables | os.environ
+    env = run_py.cpu_variables(os.environ) | os.environ  # where the user has not set them
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, env=variables, **pipes, text=True, errors="replace")
+    done = subprocess.run(command, env=env, **pipes, text=True, errors="replace")
     if done.returncode:
         failed = f"exit code {done.returncode}: {shlex.join(command)}"
         raise UserError(f"{failed}\n{done.stdout[-2000:]}")
     return done.stdout
 
 
-def options(args, data, **more):
+def options(data, **more):
     """The script's options for one epoch; `data` are those for its data."""
-    given = {"num_epochs": 1, "image_size": args.image_size, "precision": args.precision} | more
-    return [*(f"--{name}={value}" for name, value in given.items()), *data]
+    return [*(f"--{name}={value}" for name, value in ({"num_epochs": 1} | more).items()), *data]
 
 
-def record(text, kind):
-    """A record of rank 0: Summary or Loader."""
-    found = re.findall(rf"^\[\w+ 0\] {kind} (\{{.*\}})$", text, re.MULTILINE)
-    return json.loads(found[-1])
-
-
-def training_speed(args, command):
-    """Images/s of a run, without its first steps."""
-    return 1e3 * args.batch_size / record(run(command), "Summary")["step_ms"]
-
-
-def loader_speed(command):
-    """Images/s of the loader of a script."""
-    return record(run(command, OMP_NUM_THREADS="1"), "Loader")["img_per_s"]
+def summary(text):
+    """The last record of rank 0 in a log."""
+    return json.loads(re.findall(r"^\[\w+ 0\] Summary (\{.*\})$", text, re.MULTILINE)[-1])
 
 
 # ---- In a process that is measured
@@ -277,6 +234,7 @@ def run_child(kind, script, options):
 
 def time_loader(demo, args):
     """Logs images/s of the training loader in this process, without its first batches."""
+    torch.set_num_threads(1)
     images = demo.read_image_list(args.annotation_path)
     process = demo.ProcessInfo()
     loader = demo.make_train_loader(args, process, images)
@@ -287,26 +245,24 @@ def time_loader(demo, args):
     began = time.perf_counter()
     loaded = sum(len(labels) for _, labels, *_ in batches)
     rate = loaded / (time.perf_counter() - began)
-    demo.log(process, "Loader " + json.dumps({"img_per_s": rate}))
+    demo.log(process, "Summary " + json.dumps({"img_per_s": rate}))
 
 
 # ---- Figures
 
 
-def rounds(args, cases):
-    """{name: [images/s of each round]} of {name: function}. The cases take turns."""
+def measure(args, cases):
+    """Runs {name: command} in turns. Prints the medians, and the ratio of each case to those
+    after it.
+    """
     found = {name: [] for name in cases}
     for number in range(args.rounds):
         for name in list(cases)[:: -1 if number % 2 else 1]:
-            rate = cases[name]()
-            found[name].append(rate)
-            text = f"round {number + 1} of {args.rounds}: {name}: {rate:.1f} img/s"
-            print(text, file=sys.stderr, flush=True)
-    return found
-
-
-def show(found):
-    """Prints the medians, and the ratio of each case to those after it."""
+            figures = summary(run(cases[name]))
+            found[name].append(figures["img_per_s"])
+            parts = [f", {part} {figures[part]:,.1f}" for part in SHOWN if figures.get(part)]
+            text = f"round {number + 1} of {args.rounds}: {name}: {found[name][-1]:.1f} img/s"
+            print(text + "".join(parts), flush=True)
     medians = {name: statistics.median(rates) for name, rates in found.items()}
     for name, rate in medians.items():
         print(f"{name}: {rate:.1f} img/s")
@@ -319,15 +275,6 @@ def show(found):
 def cores():
     """How many cores this process may use; not every system can tell them from the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def gpu_count():
-    return torch.cuda.device_count()
-
-
-def machine():
-    names = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
-    return ", ".join([*names, f"{cores()} cores", f"torch {torch.__version__}"])
 
 
 if __name__ == "__main__":

@@ -6,17 +6,13 @@
 
 ANNOTATIONS is the file of the training images. IMAGES, if given, is their folder, or their packed
 file: it must hold every labelled image. --val gives the file of the validation images: the
-training file must have their classes, by name. To look for the validation images, give their file
-and folder alone.
+training file must have their classes, by name.
 
-It ends with the first kind of fault that it finds: a line with the first place and how many more
-there are. Correct them, and call it again. If nothing is wrong, it prints what is there: images,
-those without a label, and how many images each class has. An image's class, its label, is the
-category of its first annotation. Of an image only the size is looked at, and whether a JPEG or PNG
-has its end: none is decoded.
+It ends with the first kind of fault that it finds: one line. If nothing is wrong, it prints how
+many images each class has. An image's class is the category of its first annotation. No image is
+decoded, but whether a JPEG or PNG has its end is looked at.
 
-The result, also a fault, is printed on stdout; only wrong arguments are reported on stderr. Exit
-code: 0: no fault; 2: faults, a file that cannot be read, or wrong arguments.
+Exit code: 0: no fault; 2: a fault, or wrong arguments.
 
 It needs nothing but Python. prepare_coco.py reads its files with the functions of this one.
 """
@@ -29,6 +25,7 @@ import signal
 import sys
 import textwrap
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -43,23 +40,30 @@ def raise_first(texts, advice=""):
         raise UserError(f"{texts[0]}{more}{advice}")
 
 
-# ---- Reading a file
+# ---- A file: what UserError says of it goes on after the file's name
 
 UNUSED = ("segmentation", "bbox", "area", "width", "height")  # training does not need them
+FIELDS = {
+    "images": ["id", "file_name"],
+    "categories": ["id", "name"],
+    "annotations": ["category_id", "image_id", "id"],
+}
+FORM = "Give an instances file of COCO's form, such as instances_train2017.json; "
+FORM += "tools/prepare_coco.py makes one of LVIS's, of paths of Windows and of ids as text"
 
 
-def read_instances(path, any_form=False):
+def read_instances(path, convert=None):
     """The content of an annotation file, without UNUSED. Raises UserError.
 
-    Of each image file_name is set: its name in the folder of images. any_form: whether the file
-    may have another form than COCO's, as prepare_coco.py takes it.
+    convert(content) may make one of another form COCO's, before its entries are checked.
     """
     try:
         content = read_json(path)
         check_lists(content)
-        check_fields(content, any_form)
+        if convert:
+            convert(content)
+        check_fields(content)
         check_ids(content)
-        set_file_names(content, any_form)
     except UserError as error:
         raise UserError(f"annotation file {path}{error}") from error
     return content
@@ -84,64 +88,36 @@ def without_unused(found):
     return found
 
 
-# ---- Faults of a file: what UserError says goes on after the file's name
-
-# The ids that training needs: a list, and a field of its entries.
-IDS = [
-    ("images", "id"),
-    ("categories", "id"),
-    ("annotations", "category_id"),
-    ("annotations", "image_id"),
-    ("annotations", "id"),
-]
-INSTANCES = "Of COCO's files give the instances file, such as instances_train2017.json"
-OTHER_FORMS = "tools/prepare_coco.py takes ids as text, LVIS and paths of Windows"
-
-
 def check_lists(content):
     """There must be three lists of objects."""
-    if not isinstance(content, dict):
-        text = "expected an object with images, annotations and categories"
-        raise UserError(f" is {shown(content)}: {text}. {INSTANCES}")
-    for name in ("images", "categories", "annotations"):
-        entries = content.get(name)
-        if not entries or not isinstance(entries, list):
-            raise UserError(f" {has(content, name)}: expected a list of them. {INSTANCES}")
-        texts = [
-            f": {name}[{index}] is {shown(entry)}: expected an object"
-            for index, entry in enumerate(entries)
-            if not isinstance(entry, dict)
-        ]
-        raise_first(texts)
+    for name in FIELDS:
+        entries = content.get(name) if isinstance(content, dict) else None
+        is_list = isinstance(entries, list) and all(isinstance(each, dict) for each in entries)
+        if not entries or not is_list:
+            raise UserError(f" has no {name}: expected a list of objects. {FORM}")
 
 
-def check_fields(content, any_form):
-    """Ids must be whole numbers, and names of categories text; any_form: ids of any kind."""
-    kinds, expected = [int], "a whole number"
-    if any_form:
-        kinds, expected = [int, float, str], "a number or text"
-    for name, key in IDS:
+def check_fields(content):
+    """Each entry must have what FIELDS says."""
+    for name, key in ((name, key) for name, keys in FIELDS.items() for key in keys):
         texts = [
             f": {name}[{index}] {has(entry, key)}: expected {expected}"
             for index, entry in enumerate(content[name])
-            if type(entry.get(key)) not in kinds or is_rounded(entry[key])
+            if (expected := what_lacks(key, entry.get(key)))
         ]
-        is_panoptic = key == "category_id" and key not in content[name][0]
-        advice = INSTANCES if is_panoptic else OTHER_FORMS
-        raise_first(texts, "" if any_form else f". {advice}")
-    if any_form:
-        return
-    texts = [
-        f": categories[{index}] {has(category, 'name')}: expected text"
-        for index, category in enumerate(content["categories"])
-        if not isinstance(category.get("name"), str) or not category["name"]
-    ]
-    raise_first(texts)
+        raise_first(texts, f". {FORM}")
 
 
-def is_rounded(value):
-    """Whether a float is so large that it may stand for another number: labels would be wrong."""
-    return isinstance(value, float) and abs(value) >= 2**53
+def what_lacks(key, value):
+    """What is expected in place of this value of a field; "" if it is right."""
+    if key == "name":
+        return "" if isinstance(value, str) and value else "text"
+    if key == "file_name":
+        is_path = isinstance(value, str) and value and "\\" not in value
+        if is_path and not os.path.isabs(value) and ".." not in value.split("/"):
+            return ""
+        return "a path in the folder of images, with /"
+    return "" if type(value) is int else "a whole number"
 
 
 def has(entry, key):
@@ -156,12 +132,11 @@ def shown(value):
 def check_ids(content):
     """Ids must be unique, a label the id of a category, and some image must have a label."""
     for name in ("images", "categories"):
-        first = {}
+        counts = Counter(entry["id"] for entry in content[name])
         texts = [
-            f": {name}[{index}] has the id {entry['id']}, as {name}[{first[entry['id']]}] has: "
-            "expected another one"
-            for index, entry in enumerate(content[name])
-            if first.setdefault(entry["id"], index) != index
+            f": {count} of its {name} have the id {shown(number)}: each needs one of its own"
+            for number, count in counts.items()
+            if count > 1
         ]
         raise_first(texts)
     labels = first_annotations(content).values()
@@ -186,25 +161,7 @@ def first_annotations(content):
     return first
 
 
-def set_file_names(content, any_form):
-    """Sets each image's file_name to its path in the folder of images. COCO has this path."""
-    texts = []
-    for index, image in enumerate(content["images"]):
-        # In LVIS it is the last part of the URL.
-        name = image.get("file_name") or str(image.get("coco_url") or "").rpartition("/")[2]
-        if not isinstance(name, str) or not name:
-            texts.append(f": images[{index}] {has(image, 'file_name')}: expected text")
-            continue
-        name = name.replace("\\", "/")  # an export made on Windows
-        if os.path.isabs(name) or ".." in name.split("/"):
-            raise UserError(f": {name} leaves the image folder")
-        if not any_form and image.get("file_name") != name:
-            texts.append(f": images[{index}] {has(image, 'file_name')}: expected a path with /")
-        image["file_name"] = name
-    raise_first(texts, "" if any_form else f". {OTHER_FORMS}")
-
-
-# ---- Images that are not in the folder
+# ---- Images that are not there
 
 
 def check_images(folder, names):
@@ -213,28 +170,45 @@ def check_images(folder, names):
         raise UserError(f"there is no folder of images {folder}: check the path")
     lost = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
     if lost:
-        text = f"lacks {len(lost)} of {len(names)} listed images, the first is {lost[0]}"
         where = look_around(folder, lost[0])
-        raise UserError(f"the folder of images {folder} {text}: {where}")
+        refuse_lost(f"folder of images {folder}", names, lost, where)
 
 
 def check_packed(path, names):
     """Raises UserError unless a packed file of prepare_coco.py is whole and has all images."""
+    size = os.path.getsize(path)
     try:
-        with open(f"{path}.index", encoding="utf-8") as file:
-            places = {name: place for name, *place in map(json.loads, file)}
-        first, height, width = max(places.values())  # of the last image
-    except (OSError, ValueError) as error:
+        with open(f"{path}.index", "rb") as lines:
+            packed, end, _ = read_index(lines, size)
+    except OSError as error:
         text = f"{path} is no folder, and no packed file: {path}.index cannot be read"
         raise UserError(f"{text}; tools/prepare_coco.py --packed makes both") from error
-    size, needed = os.path.getsize(path), first + 3 * height * width
-    if size != needed:
-        text = f"{path} has {size} bytes, but {path}.index is of a file with {needed}"
-        raise UserError(f"{text}: make both anew, or copy both")
-    lost = [name for name in names if name not in places]
+    if end != size:
+        raise UserError(f"{path} and {path}.index do not belong together: make or copy both anew")
+    lost = [name for name in names if name not in packed]
     if lost:
-        text = f"lacks {len(lost)} of {len(names)} listed images, the first is {lost[0]}"
-        raise UserError(f"the packed file {path} {text}: make it anew from the images")
+        refuse_lost(f"packed file {path}", names, lost, "make it anew from the images")
+
+
+def read_index(lines, size):
+    """What an index tells of the images that are whole in the first `size` bytes of its file.
+
+    Their names, where the last of them ends, and bytes of their lines.
+    """
+    packed, end, length = set(), 0, 0
+    with suppress(ValueError):  # a line may be cut off, or damaged
+        for line in lines:
+            name, first, height, width = json.loads(line)
+            if not line.endswith(b"\n") or first + 3 * height * width > size:
+                break
+            packed.add(name)
+            end, length = first + 3 * height * width, length + len(line)
+    return packed, end, length
+
+
+def refuse_lost(where, names, lost, advice):
+    text = f"lacks {len(lost)} of {len(names)} listed images, the first is {lost[0]}"
+    raise UserError(f"the {where} {text}: {advice}")
 
 
 def look_around(folder, name):
@@ -246,12 +220,10 @@ def look_around(folder, name):
         if os.path.isfile(other / name):
             return f"{name} is in {other}: give that folder if all are there"
     subfolder, base = os.path.split(name)
-    for place in (subfolder, ""):
-        for file in sorted((here / place).glob("*")):
-            if file.name.casefold() == base.casefold() and file.is_file():
-                found = os.path.join(place, file.name)
-                return f"{found} is there: name it in the annotation file as it is there"
-    return "check the path, and where links lead; a backslash counts as /"
+    for file in [*sorted((here / subfolder).glob("*")), *sorted(here.glob("*"))]:
+        if file.name.casefold() == base.casefold() and file.is_file():
+            return f"{file.relative_to(here)} is there: name it so in the annotation file"
+    return "check the path, and where links lead"
 
 
 # ---- Images that are not whole
@@ -262,78 +234,52 @@ TAIL = 1 << 12  # bytes: there the end is looked for
 HEAD = 1 << 16  # bytes at the beginning: there a JPEG may hold a smaller one, with its own end
 
 
-def check_whole(folder, names):
-    """Raises UserError if an image cannot be read, is empty, or has no end."""
-    texts = []
-    for name in names:
-        path = os.path.join(folder, name)
-        try:
-            fault = fault_of(path)
-        except OSError as error:
-            fault = f"cannot be read: {error.strerror}"
-        texts += [f"image {path} {fault}"] if fault else []
-    raise_first(texts, ". Fetch it again, or take it out of the annotation file")
-
-
 def fault_of(path):
-    """Why an image is not whole; "" if nothing shows that. Raises OSError."""
-    with open(path, "rb") as file:
-        head = file.read(8)
-        if not head:
-            return "is empty"
-        for kind, begin, end in ENDS:
-            if head.startswith(begin):
-                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-                if end in file.read():
-                    return ""
-                file.seek(HEAD)  # a phone's images may have a film behind their end
-                return "" if end in file.read() else f"is cut off: it lacks the end of a {kind}"
+    """Why an image is not whole; "" if nothing shows that."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(8)
+            if not head:
+                return "is empty"
+            for kind, begin, end in ENDS:
+                if head.startswith(begin):
+                    file.seek(max(0, os.path.getsize(path) - TAIL))
+                    if end in file.read():
+                        return ""
+                    file.seek(HEAD)  # a phone's images may have a film behind their end
+                    return "" if end in file.read() else f"is cut off: no end of a {kind}"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
     return ""
 
 
 # ---- Classes, and what is there
 
 
-def images_of_classes(content):
-    """For each category, in the order of the file: its name, and how many images have it."""
-    counts = Counter(label for _, label in first_annotations(content).values())
-    return [(category["name"], counts[category["id"]]) for category in content["categories"]]
-
-
-def check_classes(train, val):
-    """Of two (path, content): validation finds its classes in the training file by their names.
-
-    Raises UserError.
-    """
-    for path, content in (train, val):
-        used = [name for name, count in images_of_classes(content) if count]
-        twice = [name for name, count in Counter(used).items() if count > 1]
-        if twice:
-            text = f"annotation file {path}: two categories with images are called {twice[0]!r}"
-            raise UserError(f"{text}: rename one, because names tell them apart")
-    known = {category["name"] for category in train[1]["categories"]}
+def count_classes(path, content):
+    """{name of a class: how many images it has}, of those that have any. Raises UserError."""
+    labels = Counter(label for _, label in first_annotations(content).values())
+    used = [category for category in content["categories"] if category["id"] in labels]
     texts = [
-        f"annotation file {path}: it has images of the class {name!r}, which the training "
-        "classes lack: give both files the same names"
-        for name in used  # in the validation file
-        if name not in known
+        f"annotation file {path}: two categories with images are called {name!r}: rename one, "
+        "because names tell them apart"
+        for name, count in Counter(category["name"] for category in used).items()
+        if count > 1
     ]
     raise_first(texts)
+    return Counter({category["name"]: labels[category["id"]] for category in used})
 
 
 def describe(path, content):
-    """Lines: how many images a file has, and of which classes."""
-    images = {image["id"] for image in content["images"]}
-    lost = sum(annotation["image_id"] not in images for annotation in content["annotations"])
-    classes = images_of_classes(content)
-    used = sorted([row for row in classes if row[1]], key=lambda row: -row[1])
-    unlabelled = len(images) - sum(count for _, count in used)
+    """Lines: how many images a file has, and of which classes. Raises UserError."""
+    used = count_classes(path, content)
+    images, classes = len(content["images"]), len(content["categories"])
+    unlabelled = images - sum(used.values())
     return [
         f"annotation file {path}",
-        f"images: {len(images)}, without a label: {unlabelled} (training leaves them out)",
-        f"annotations: {len(content['annotations'])}, of no image of this file: {lost}",
-        f"classes: {len(classes)}, without an image: {len(classes) - len(used)}",
-        *textwrap.wrap(", ".join(f"{name} {count}" for name, count in used), 100),
+        f"images: {images}, without a label: {unlabelled} (training leaves them out)",
+        f"classes: {classes}, without an image: {classes - len(used)}",
+        *textwrap.wrap(", ".join(f"{name} {count}" for name, count in used.most_common()), 100),
     ]
 
 
@@ -351,12 +297,21 @@ def check(annotations, folder=None, val=None):
             check_packed(folder, names)
         else:
             check_images(folder, names)
-            check_whole(folder, names)
+            faults = ((path, fault_of(path)) for path in (f"{folder}/{name}" for name in names))
+            texts = [f"image {path} {fault}" for path, fault in faults if fault]
+            raise_first(texts, ". Fetch it again, or take it out of the annotation file")
         lines.append(f"{folder} has all images that have a label; none is empty or cut off")
     if val:
         val_content = read_instances(val)
-        check_classes((annotations, content), (val, val_content))
         lines += describe(val, val_content)
+        known = {category["name"] for category in content["categories"]}
+        texts = [
+            f"annotation file {val}: it has images of the class {name!r}, which the training "
+            "classes lack: give both files the same names"
+            for name in count_classes(val, val_content)
+            if name not in known
+        ]
+        raise_first(texts)
         lines.append("The training file has all classes of the validation images")
     return lines
 

@@ -22,30 +22,18 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
 # COCO's 80 categories in the order of their ids, 1 to 90. Where a name is empty, COCO has none.
-NAMES = {
-    "person": "person",
-    "vehicle": "bicycle,car,motorcycle,airplane,bus,train,truck,boat",
-    "outdoor": "traffic light,fire hydrant,,stop sign,parking meter,bench",
-    "animal": "bird,cat,dog,horse,sheep,cow,elephant,bear,zebra,giraffe",
-    "accessory": ",backpack,umbrella,,,handbag,tie,suitcase",
-    "sports": "frisbee,skis,snowboard,sports ball,kite,baseball bat,baseball glove,skateboard,"
-    "surfboard,tennis racket",
-    "kitchen": "bottle,,wine glass,cup,fork,knife,spoon,bowl",
-    "food": "banana,apple,sandwich,orange,broccoli,carrot,hot dog,pizza,donut,cake",
-    "furniture": "chair,couch,potted plant,bed,,dining table,,,toilet",
-    "electronic": ",tv,laptop,mouse,remote,keyboard,cell phone",
-    "appliance": "microwave,oven,toaster,sink,refrigerator",
-    "indoor": ",book,clock,vase,scissors,teddy bear,hair drier,toothbrush",
-}
-NAMED = [(group, name) for group, names in NAMES.items() for name in names.split(",")]
-CATEGORIES = [
-    {"supercategory": group, "id": number, "name": name}
-    for number, (group, name) in enumerate(NAMED, 1)
-    if name
-]
-IDS = {category["name"]: category["id"] for category in CATEGORIES}
+NAMES = (
+    "person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,,"
+    "stop sign,parking meter,bench,bird,cat,dog,horse,sheep,cow,elephant,bear,zebra,giraffe,,"
+    "backpack,umbrella,,,handbag,tie,suitcase,frisbee,skis,snowboard,sports ball,kite,"
+    "baseball bat,baseball glove,skateboard,surfboard,tennis racket,bottle,,wine glass,cup,fork,"
+    "knife,spoon,bowl,banana,apple,sandwich,orange,broccoli,carrot,hot dog,pizza,donut,cake,"
+    "chair,couch,potted plant,bed,,dining table,,,toilet,,tv,laptop,mouse,remote,keyboard,"
+    "cell phone,microwave,oven,toaster,sink,refrigerator,,book,clock,vase,scissors,teddy bear,"
+    "hair drier,toothbrush"
+)
+IDS = {name: number for number, name in enumerate(NAMES.split(","), 1) if name}
 SIZES = [(640, 480), (640, 427), (480, 640), (427, 640), (500, 375), (612, 612)]  # as in COCO
-VERSION = 4  # raise this when the same arguments draw other images than before
 
 
 # ---- Icons, on a square of SIDE pixels. Each function has the name of its category.
@@ -178,7 +166,8 @@ def draw_split(folder, split, numbers):
         images.append({"id": number, "file_name": name, "width": width, "height": height})
         for annotation in found:
             annotations.append({"id": len(annotations) + 1, "image_id": number} | annotation)
-    content = {"images": images, "annotations": annotations, "categories": CATEGORIES}
+    categories = [{"id": number, "name": name} for name, number in IDS.items()]
+    content = {"images": images, "annotations": annotations, "categories": categories}
     path = folder / "annotations" / f"instances_{split}.json"
     path.write_text(json.dumps(content) + "\n")
 
@@ -186,27 +175,23 @@ def draw_split(folder, split, numbers):
 # ---- The set
 
 
-def has_set(folder, record):
-    """Whether the folder has the set that was made with these arguments."""
-    path = folder / "sample.json"
-    return path.is_file() and path.read_text() == record
+def is_set(folder):
+    return (folder / "annotations").is_dir()
 
 
-def make_set(args, record):
+def make_set(folder, images, val_images):
     """Draws the set in a folder beside its own, which it becomes when it is complete."""
-    parent = args.folder.resolve().parent
+    parent = folder.resolve().parent
     parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(".unfinished", f"{args.folder.name}.", parent) as unfinished:
-        folder = Path(unfinished) / "set"
-        (folder / "annotations").mkdir(parents=True)
-        numbers = range(1, 1 + args.images + args.val_images)
-        draw_split(folder, "train2017", numbers[: args.images])
-        draw_split(folder, "val2017", numbers[args.images :])
-        (folder / "sample.json").write_text(record)
+    with tempfile.TemporaryDirectory(".unfinished", f"{folder.name}.", parent) as unfinished:
+        made = Path(unfinished) / "set"
+        (made / "annotations").mkdir(parents=True)
+        draw_split(made, "train2017", range(1, 1 + images))
+        draw_split(made, "val2017", range(1 + images, 1 + images + val_images))
         try:
-            folder.rename(args.folder)
+            made.rename(folder)
         except OSError:
-            if not has_set(args.folder, record):  # another process may have made it meanwhile
+            if not is_set(folder):  # another process may have made it meanwhile
                 raise
 
 
@@ -215,21 +200,19 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("folder", metavar="FOLDER", type=Path, help="to make; left alone if it has this set")
+    add("folder", metavar="FOLDER", type=Path, help="to make; left as it is if it has a set")
     add("--images", type=int, default=512, metavar="N", help="for training (%(default)s)")
     add("--val_images", type=int, default=64, metavar="N", help="and validation (%(default)s)")
     args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):  # so that the unfinished folder is removed
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    settings = {"version": VERSION, "images": args.images, "val_images": args.val_images}
-    record = json.dumps(settings) + "\n"
     try:
-        if has_set(args.folder, record):
-            print(f"{args.folder} has this set already")
+        if is_set(args.folder):
+            print(f"{args.folder} is there, and left as it is")
             return
         if args.folder.exists() and any(args.folder.iterdir()):
             sys.exit(f"make_sample_coco.py: error: {args.folder}: holds something else: remove it")
-        make_set(args, record)
+        make_set(args.folder, args.images, args.val_images)
     except OSError as error:
         sys.exit(f"make_sample_coco.py: error: {args.folder}: {error.strerror}")
     print(f"{args.folder}: {args.images} + {args.val_images} images")

@@ -8,27 +8,20 @@ SOURCE (here coco) is COCO's folder, as much of it as is there; it is only read:
     coco/train2017/000000000009.jpg ...    coco/annotations/instances_train2017.json
     coco/val2017/...                       coco/annotations/instances_val2017.json
 
-TARGET gets the same layout, file names and ids. Images are resized to a shorter side of 256 pixels
-and written as JPEG, in RGB or grey (whatever their names end with: Pillow goes by the content).
-Smaller images are copied. So are damaged images, which are named. An instances file has only what
-the demo needs of it, and is read faster: the first annotation of each image, without sizes, boxes
-and outlines, which would be those of the large images. It is in COCO's form, also where that of
-SOURCE has ids that are text or fractions, LVIS's coco_url in place of a file name, names with
-backslashes, or classes without a name.
+TARGET gets the same layout and file names. Images are resized to a shorter side of 256 pixels and
+written as JPEG, whatever their names end with, in RGB or in grey of 8 bits (of 16 bits, 0 to
+65,535 becomes 0 to 255; of 32 bits, the image's own range does). Smaller images are copied. So are
+damaged ones, which are named. An instances file has the first annotation of each image alone,
+without boxes and outlines. It has COCO's form, also where that of SOURCE has ids that are text or
+fractions, LVIS's coco_url in place of a file name, backslashes, or classes without a name.
 
-Grey images of 16 or 32 bits, also small ones, become JPEGs of 8 bits, as the demo needs them: in
-RGB Pillow would show them white or black. 0 to 65,535 becomes 0 to 255; of 32 bits the least value
-of the image becomes 0, the greatest one 255.
-
-With --packed TARGET gets no JPEGs: the pixels of all images of a split are in one file, such as
-train2017.rgb, which has an index, train2017.rgb.index. Training then has nothing to decode, and
-reads several times as many images a second. The file of train2017 has some 33 GB. Give it to the
-demo in place of a folder: --coco_image_path coco256/train2017.rgb. A --shorter_side beyond that of
-the images keeps their size.
+With --packed TARGET gets the pixels of all images of a split in one file, such as train2017.rgb,
+and train2017.rgb.index: nothing has to be decoded in training. The file of train2017 has some
+33 GB. Give it to the demo in place of a folder: --coco_image_path coco256/train2017.rgb. A
+--shorter_side beyond that of the images keeps their size.
 
 A run that was stopped or killed goes on when it is started again. An image that is in TARGET is
-not made again, also if its source has changed. What a killed run has left, *.unfinished, may be
-removed.
+not made again. What a killed run has left, *.unfinished, may be removed.
 
 Exit code: 0: TARGET is complete; 2: an error, which is one line, or wrong arguments.
 """
@@ -51,7 +44,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from check_coco import UserError, check_images, first_annotations, read_instances
+from check_coco import UserError, check_images, first_annotations, read_index, read_instances
 
 PROGRESS_S = 5  # seconds from one line of progress to the next
 MOST_AHEAD = 256  # images that may wait to be written
@@ -73,19 +66,28 @@ def write_whole(path, data):
 # ---- Images
 
 
-def smaller_jpeg(data, side):
-    """The file of a smaller image, of 8 bits. The same data if it is small.
+def copy_of(args, split, name):
+    """The file of a smaller image; with --packed its height, width and rows of RGB bytes.
 
-    Raises an error of any type if the image is damaged.
+    None, with a warning, if the image is damaged. Raises OSError.
     """
-    with Image.open(BytesIO(data)) as image:
-        if min(image.size) <= side and not has_more_bits(image):
-            image.load()  # shows whether it is damaged
-            return data
-        # NOTE: into a file on a full disk Pillow may write a part of it, and raise no error.
-        made = BytesIO()
-        resize(image, side).save(made, "JPEG", quality=90, subsampling="4:2:0")
-    return made.getvalue()
+    source = args.source / split / name
+    data = source.read_bytes()
+    try:
+        with Image.open(BytesIO(data)) as image:
+            if args.packed:
+                image = resize(image, args.shorter_side).convert("RGB")
+                return image.height, image.width, image.tobytes()
+            if min(image.size) <= args.shorter_side and not has_more_bits(image):
+                image.load()  # shows whether it is damaged
+                return data
+            # NOTE: into a file on a full disk Pillow may write a part of it, and raise no error.
+            made = BytesIO()
+            resize(image, args.shorter_side).save(made, "JPEG", quality=90, subsampling="4:2:0")
+            return made.getvalue()
+    except Exception as error:  # damaged data raises anything
+        print(f"WARNING: image {source} is damaged: {error}", file=sys.stderr, flush=True)
+    return None
 
 
 def resize(image, side):
@@ -117,33 +119,28 @@ def to_8_bits(image):
     return image.point(lambda value: value * scale + (0.5 - low * scale)).convert("L")
 
 
-def make_image(args, name):
-    """Writes an image to TARGET unless it is there."""
-    source, target = args.source / name, args.target / name
-    if target.exists():
-        return
-    data = source.read_bytes()
-    try:
-        data = smaller_jpeg(data, args.shorter_side)
-    except Exception as error:  # damaged data raises anything
-        text = f"WARNING: image {source} is damaged, and copied as it is: {error}"
-        print(text, file=sys.stderr, flush=True)
-    write_whole(target, data)
-
-
-def for_all(names, work):
-    """What work(name) returns, in the order of the names, with a line of progress now and then."""
+def copies(args, split, names):
+    """Yields each name and the copy of its image, with a line of progress now and then."""
     began = shown = time.monotonic()
     # Threads are enough to use all cores: Pillow lets others run while it decodes and resizes.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for first in range(0, len(names), MOST_AHEAD):
             some = names[first : first + MOST_AHEAD]
-            yield from pool.map(work, some)
+            yield from zip(some, pool.map(partial(copy_of, args, split), some), strict=True)
             done, now = first + len(some), time.monotonic()
             if now > shown + PROGRESS_S:
                 shown = now
                 left = (len(names) - done) * (now - began) / done
                 print(f"{done} of {len(names)} images, {left:.0f} s left", flush=True)
+
+
+def write_images(args, split, names):
+    """Writes the images that TARGET lacks; damaged ones as they are."""
+    folder = args.target / split
+    left = [name for name in names if not (folder / name).exists()]
+    for name, data in copies(args, split, left):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / name, data or (args.source / split / name).read_bytes())
 
 
 # ---- Packed images
@@ -162,12 +159,13 @@ def pack(args, split, names):
             fcntl.flock(pixels, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(f"{rows}: another run is writing it") from error
-        packed, end = read_lines(lines, pixels.tell())
+        lines.seek(0)
+        packed, end, length = read_index(lines, pixels.tell())
         pixels.truncate(end)
+        lines.truncate(length)
         left = [name for name in names if name not in packed]
         check_room(args, split, left)
-        work = partial(pixels_of, args.source / split, args.shorter_side)
-        for name, image in zip(left, for_all(left, work), strict=True):
+        for name, image in copies(args, split, left):
             if image is None:
                 damaged += 1
                 continue
@@ -181,26 +179,6 @@ def pack(args, split, names):
         text = f"{damaged} damaged, named above: repair them, or leave them out by --skip_damaged"
         raise UserError(f"{args.source / split}: {text}; then start again")
     return packed
-
-
-def read_lines(lines, size):
-    """The names in an index whose pixels are whole in a file of this size, and where they end.
-
-    What follows in the index is cut off.
-    """
-    lines.seek(0)
-    packed, end, length = set(), 0, 0
-    for line in lines:
-        try:
-            name, first, height, width = json.loads(line)
-        except ValueError:  # of a run that was killed, or after a power failure
-            break
-        if not line.endswith(b"\n") or first + 3 * height * width > size:
-            break
-        packed.add(name)
-        end, length = first + 3 * height * width, length + len(line)
-    lines.truncate(length)
-    return packed, end
 
 
 def check_room(args, split, names):
@@ -217,52 +195,38 @@ def check_room(args, split, names):
         raise UserError(f"{args.target}: {text}")
 
 
-def pixels_of(folder, side, name):
-    """Height, width and rows of RGB bytes of an image; None if it is damaged."""
-    source = folder / name
-    data = source.read_bytes()
-    try:
-        with Image.open(BytesIO(data)) as image:
-            image = resize(image, side).convert("RGB")
-            return image.height, image.width, image.tobytes()
-    except Exception as error:  # damaged data raises anything
-        print(f"WARNING: image {source} is damaged: {error}", file=sys.stderr, flush=True)
-    return None
-
-
 # ---- Annotations
 
 
-def write_instances(path, content):
-    """Writes an instances file of the first annotations."""
-    firsts = [content["annotations"][index] for index, _ in first_annotations(content).values()]
-    content = in_coco_form(content | {"annotations": firsts})
-    text = json.dumps(content, separators=(",", ":"))
-    write_whole(path, text.encode())
-
-
 def in_coco_form(content):
-    """Ids become whole numbers in the order of the old ones, and a class's name is text.
+    """Makes a file of another form COCO's.
 
-    A class without a name is called by its id.
+    Ids become whole numbers in the order of the old ones; 0 is that of nothing. In LVIS a file's
+    name is the end of a URL, in an export made on Windows it has backslashes. A class without a
+    name is called by its id.
     """
+    for image in content["images"]:
+        name = image.get("file_name") or str(image.get("coco_url") or "").rpartition("/")[2]
+        image["file_name"] = str(name).replace("\\", "/")
     for category in content["categories"]:
-        category["name"] = str(category.get("name") or category["id"])
-    for name, of_others in (
-        ("images", "image_id"),
-        ("categories", "category_id"),
-        ("annotations", ""),
-    ):
-        ids = {entry["id"] for entry in content[name]}
-        ids = sorted(ids, key=lambda old: (str(type(old)), old))  # text and numbers may be mixed
-        if all(type(each) is int for each in ids):
+        category["name"] = str(category.get("name") or category.get("id"))
+    annotations = content["annotations"]
+    for name, key in (("images", "image_id"), ("categories", "category_id"), ("annotations", "")):
+        places = [(entry, "id") for entry in content[name]]
+        places += [(annotation, key) for annotation in annotations if key]
+        if all(type(entry.get(field)) is int for entry, field in places):
             continue
-        new = {old: number for number, old in enumerate(ids, 1)}
-        for entry in content[name]:
-            entry["id"] = new[entry["id"]]
-        for annotation in content["annotations"] if of_others else []:
-            annotation[of_others] = new[annotation[of_others]]
-    return content
+        ids = {entry["id"] for entry in content[name] if is_id(entry.get("id"))}
+        order = sorted(ids, key=lambda old: (isinstance(old, str), old))  # both may be there
+        new = {old: number for number, old in enumerate(order, 1)}
+        for entry, field in places:
+            if is_id(entry.get(field)):
+                entry[field] = new.get(entry[field], 0)
+
+
+def is_id(value):
+    """Whether it stands for one number or text. A larger float may be another number, rounded."""
+    return type(value) in (int, str) or (type(value) is float and abs(value) < 2**53)
 
 
 # ---- The run
@@ -298,7 +262,7 @@ def prepare(args):
     contents = {}
     for split in find_splits(args.source):
         path = args.source / f"annotations/instances_{split}.json"
-        contents[split] = read_instances(path, any_form=True)
+        contents[split] = read_instances(path, in_coco_form)
         names = [image["file_name"] for image in contents[split]["images"]]
         check_images(args.source / split, names)
     claim(args)
@@ -310,12 +274,11 @@ def prepare(args):
             packed = pack(args, split, names)
             content["images"] = [i for i in content["images"] if i["file_name"] in packed]
         else:
-            paths = [f"{split}/{name}" for name in names]
-            for folder in set(map(os.path.dirname, paths)):
-                (args.target / folder).mkdir(parents=True, exist_ok=True)
-            for _ in for_all(paths, partial(make_image, args)):
-                pass
-        write_instances(args.target / f"annotations/instances_{split}.json", content)
+            write_images(args, split, names)
+        firsts = first_annotations(content).values()
+        content["annotations"] = [content["annotations"][index] for index, _ in firsts]
+        path = args.target / f"annotations/instances_{split}.json"
+        write_whole(path, json.dumps(content, separators=(",", ":")).encode())
         count += len(content["images"])
     return count
 

@@ -3,15 +3,13 @@
 
     python tools/show_results.py run.pt --coco_image_path DIR --annotation_path FILE
 
-CHECKPOINT is what --checkpoint of demo_coco_resnet18.py has written. The images are cropped, and
-the model computes, as in the script's own validation.
+CHECKPOINT is what --checkpoint of demo_coco_resnet18.py has written. The model computes as in the
+script's own validation, on a folder of images or a packed file.
 
 The picture shows 16 images, as far as possible 8 right answers (solid frame) and 8 wrong ones
 (dashed frame), each from the surest to the least sure. Beside them stand the classes: how many of
-their images are right, and what the wrong ones were taken for most.
-
-Printed is Top-1, the accuracy, and the baseline: what always guessing the most frequent class
-would reach.
+their images are right, and what the wrong ones were taken for most. Printed is Top-1, the
+accuracy, and what always guessing the most frequent class would reach: the baseline.
 """
 
 import argparse
@@ -51,7 +49,7 @@ def load_script(path):
 def results_of(demo, args):
     """What the checkpoint's model answers on the images. Raises demo.UserError.
 
-    names: of the classes. labels, guesses, confidence: a tensor each, (n,). dataset: the images.
+    names: of the classes. labels, guesses, confidence: tensors (n,). dataset: the images.
     """
     with demo.as_user_error(f"{args.checkpoint} is no checkpoint of the demo"):
         state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
@@ -61,9 +59,10 @@ def results_of(demo, args):
     classes = demo.ImageSet([], range(len(names)), dict(enumerate(names)), 0)
     image_list = demo.read_image_list(file, classes)
     demo.check_images(images, image_list.names)
-    argv = [f"--coco_image_path={images}", f"--annotation_path={file}", "--weights=none"]
-    argv += [f"--val_image_path={images}", f"--val_annotation_path={file}", "--workers=0"]
-    argv += [f"--image_size={image_size}", f"--precision={precision}"]
+    argv = [f"--{part}image_path={images}" for part in ("coco_", "val_")]
+    argv += [f"--{part}annotation_path={file}" for part in ("", "val_")]
+    argv += [f"--image_size={image_size}", f"--precision={precision}", "--weights=none"]
+    argv += ["--workers=0"]
     settings, process = demo.parse_arguments(argv), demo.ProcessInfo()
     os.environ.update(demo.ALONE)  # whatever has started this program
     demo.join_process_group(settings, process)  # chooses the device

@@ -84,13 +84,10 @@ class StepLog:
 
         Raises RuntimeError if a mark of this step is missing.
         """
-        for mark, missing in (
-            ("data arrived", "take the batches from batches()"),
-            ("own gradients", "the first parameter got no gradient in this backward pass"),
-            ("gradients averaged", "call averaged() after the backward pass"),
-        ):
+        for mark in ("data arrived", "own gradients", "gradients averaged"):
             if mark not in self.timer.moments:
-                raise RuntimeError(f"StepLog cannot measure step {self.step + 1}: {missing}")
+                text = f"StepLog: step {self.step + 1} has no mark of {mark!r}"
+                raise RuntimeError(f"{text}: docs/networks.md has the lines of a loop")
         self.step += 1
         log_due = (self.step - 1) % self.args.log_every == 0 or self.step == self.args.max_steps
         self.timer.end_step(samples)
