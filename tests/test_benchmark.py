@@ -21,7 +21,7 @@ from run import cpu_variables
 from support.processes import LONG, ROOT, SCRIPT
 
 TINY = ["--steps", 2, "--batch_size", 4]
-ONCE = [*TINY, "--image_size", 40, "--rounds", 1, "--precision", "fp32"]
+ONCE = [*TINY, "--rounds", 1]
 TORCHRUN = "torch.distributed.run"
 
 
@@ -63,8 +63,8 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable:
     return replace
 
 
-def record(kind: str, **content: object) -> str:
-    return f"[CPU 0] {kind} {json.dumps(content)}\n"
+def summary(**content: object) -> str:
+    return f"[CPU 0] Summary {json.dumps(content)}\n"
 
 
 @pytest.mark.parametrize(
@@ -104,44 +104,42 @@ img/s, this script / HEAD: 2.000 (1.600 to 4.000 in 3 round(s))
 @pytest.mark.guards("benchmark-ratio", "benchmark-order", "benchmark-median", "benchmark-against")
 def test_a_commits_script_is_measured_in_turns_and_compared_by_the_medians(benchmark, made_up):
     """The ratio is this script's rate to the other one's."""
-    step_ms = {"this": [125, 100, 50], "that": [200, 400, 200]}
+    rates = {"this": [32, 40, 80], "that": [20, 10, 20]}
     order = []
 
     def run(words, _args):
         order.append("this" if words[1] == str(SCRIPT) else "that")
-        return record("Summary", step_ms=step_ms[order[-1]].pop(0))
+        return summary(img_per_s=rates[order[-1]].pop(0))
 
     made_up(run)
     out = benchmark("step", *TINY, "--against", "HEAD")
     assert order == ["this", "that", "that", "this", "this", "that"]
-    assert out == STEP
+    assert out.startswith("round 1 of 3: this script: 32.0 img/s\nround 1 of 3: HEAD: 20.0 ")
+    assert out.endswith(STEP)
 
 
 GPU = """\
-                             img/s     step     data  compute  exposed ms   peak
-1 GPU(s), bf16, fed           20.0   200.00    60.00   140.00     0.00 ms   1.00 GB
-1 GPU(s), bf16, resident      40.0   100.00     0.00   100.00     0.00 ms   1.00 GB
-2 GPU(s), bf16, fed           40.0   200.00    60.00   140.00     0.00 ms   1.00 GB
-2 GPU(s), bf16, resident      80.0   100.00     0.00   100.00     0.00 ms   1.00 GB
+round 1 of 1: 1 GPU(s), bf16, fed: 20.0 img/s, step_ms 200.0, data_ms 60.0, peak_gpu_bytes 9,000.0
+round 1 of 1: 1 GPU(s), bf16, resident: 40.0 img/s, step_ms 100.0, peak_gpu_bytes 9,000.0
+round 1 of 1: 2 GPU(s), bf16, fed: 20.0 img/s, step_ms 200.0, data_ms 60.0, peak_gpu_bytes 9,000.0
+round 1 of 1: 2 GPU(s), bf16, resident: 40.0 img/s, step_ms 100.0, peak_gpu_bytes 9,000.0
 1 GPU(s), bf16, fed: 20.0 img/s
-1 GPU(s), bf16, resident: 40.0 img/s
-2 GPU(s), bf16, fed: 40.0 img/s
-2 GPU(s), bf16, resident: 80.0 img/s
 """
 
 
 @pytest.mark.guards("benchmark-torchrun", "benchmark-resident")
-def test_gpu_prints_a_row_for_each_case(benchmark, made_up, monkeypatch):
-    monkeypatch.setattr(tool, "gpu_count", lambda: 2)
+def test_gpu_prints_a_line_for_each_case(benchmark, made_up, monkeypatch):
+    monkeypatch.setattr(tool.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(tool, "PRECISIONS", ["bf16"])
 
     def run(_words, args):
         data = 0 if args.dummy else 60
         step = 100 if args.dummy else 200
-        times = {"step_ms": step, "data_ms": data, "compute_ms": step - data, "exposed_ms": 0}
-        return record("Summary", **times, peak_gpu_bytes=10**9)
+        times = {"step_ms": step, "data_ms": data, "peak_gpu_bytes": 9_000}
+        return summary(img_per_s=4e3 / step, **times)
 
     made_up(run)
-    out = benchmark("gpu", *TINY, "--precision", "bf16", "--rounds", 1)
+    out = benchmark("gpu", *ONCE)
     assert out.startswith(GPU)
     ratio = "0.500 (0.500 to 0.500 in 1 round(s))"
     assert f"img/s, 1 GPU(s), bf16, fed / 1 GPU(s), bf16, resident: {ratio}\n" in out
@@ -155,7 +153,7 @@ def test_job_is_that_of_the_talk_and_stands_beside_its_wall_time(benchmark, made
         found.append((args.num_epochs, args.global_batch_size))
         images = json.loads(Path(args.annotation_path).read_bytes())["images"]
         found.append(len(images))
-        return record("Summary", steps=924, img_per_s=10_000)
+        return summary(steps=924, img_per_s=10_000)
 
     found = []
     made_up(run)
@@ -166,22 +164,19 @@ def test_job_is_that_of_the_talk_and_stands_beside_its_wall_time(benchmark, made
 
 
 @LONG
-def test_gpu_really_runs_and_a_resident_batch_costs_no_loading(benchmark, monkeypatch):
-    """By torchrun, here on a CPU."""
-    monkeypatch.setattr(tool, "gpu_count", lambda: 1)
-    out = benchmark("gpu", *ONCE)
-    rows = re.findall(r"^1 GPU\(s\), fp32, (\w+) +[\d.]+ +([\d.]+) +([\d.]+) ", out, re.M)
-    assert [kind for kind, *_ in rows] == ["fed", "resident"]
-    step, data = map(float, rows[1][1:])
-    assert data < step / 50, out  # a little on a busy machine
-
-
-@LONG
-@pytest.mark.parametrize("command", ["step", "input"])
-def test_this_script_and_that_of_a_commit_are_really_measured(benchmark, command):
+@pytest.mark.parametrize("command", ["step", "input", "gpu"])
+def test_this_script_and_that_of_a_commit_are_really_measured(benchmark, monkeypatch, command):
+    """gpu by torchrun, here on a CPU, where a batch that is resident costs no loading."""
+    if command == "gpu":
+        monkeypatch.setattr(tool.torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(tool, "PRECISIONS", ["fp32"])
     out = benchmark(command, *ONCE, "--against", "HEAD")
-    assert re.fullmatch(r"this script: .* img/s\nHEAD: .* img/s\nimg/s, .*\n", out)
+    first, second = re.findall(r"^round 1 of 1: (?:1 GPU\(s\), )?(.*): [\d.]+ img/s", out, re.M)
+    assert (first, second) == ("this script", "HEAD") or command == "gpu"
     assert all(float(rate) > 0 for rate in re.findall(r": ([\d.]+) img/s$", out, re.M))
+    if command == "gpu":
+        step, data = re.findall(r"resident: .* step_ms ([\d.]+)(?:, data_ms ([\d.]+))?", out)[0]
+        assert float(data or 0) < float(step) / 50, out  # a little on a busy machine
 
 
 @pytest.mark.guards("faster-on-cpus")

@@ -126,7 +126,7 @@ def test_a_loop_that_makes_other_steps_than_max_steps_is_incomplete(logs, capsys
 
 
 def test_a_loop_that_lacks_a_line_is_told_which(logs):
-    said = "RuntimeError: StepLog cannot measure step 1: call averaged() after the backward pass"
+    said = "RuntimeError: StepLog: step 1 has no mark of 'gradients averaged': docs/networks.md"
     assert said in (logs / "lacking.log").read_text()
 
 

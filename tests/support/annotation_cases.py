@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from check_coco import INSTANCES, OTHER_FORMS
+from check_coco import FORM
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 GOOD = (DATA / "good_annotations.json").read_text()
@@ -42,8 +42,7 @@ def write_case(name: str, path: Path) -> None:
 
 def is_said(line: str, said: str, path: Path) -> bool:
     """Whether this is the line of the table, in which "..." are words of Python."""
-    line = line.replace("FORM", OTHER_FORMS).replace("INSTANCES", INSTANCES)
-    line = line.replace("FILE", f"annotation file {path}")
+    line = line.replace("FORM", FORM).replace("FILE", f"annotation file {path}")
     return re.fullmatch(".*".join(map(re.escape, line.split("..."))), said) is not None
 
 
