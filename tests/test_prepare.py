@@ -107,15 +107,17 @@ def test_images_are_smaller_and_have_the_same_names_and_labels(sample, prepared)
     assert new["categories"] == old["categories"]
 
 
-@pytest.mark.guards("prepare-boxes", "later-annotations")
+@pytest.mark.guards("prepare-boxes", "later-annotations", "prepare-long-names")
 def test_an_instances_file_has_the_first_annotation_of_each_image_without_sizes(source, tmp_path):
     old = changed("info = []; annotations[4].category_id = 8; annotations[3].bbox is gone")
     old["annotations"][0]["segmentation"] = {"a": 1}
+    name = old["images"][3]["file_name"] = "a" * 251 + ".jpg"  # the longest that a file may have
+    (source / "train2017/0003.jpg").rename(source / "train2017" / name)
     write_content(source, old)
     assert prepare(tmp_path) == 5
     made = content(tmp_path / "small")
     assert made["info"] == [] and made["categories"] == old["categories"]
-    assert made["images"][3] == {"id": 103, "file_name": "0003.jpg"}
+    assert made["images"][3] == {"id": 103, "file_name": name}
     kept = ("id", "image_id", "category_id", "iscrowd")
     firsts = [{key: annotation[key] for key in kept} for annotation in old["annotations"][:4]]
     assert made["annotations"] == firsts
@@ -303,16 +305,6 @@ def test_packing_asks_the_disk_for_room_and_says_which_file_it_cannot_write(
         assert refusal(tmp_path, "--packed") == f"{rows}: another run is writing it"
 
 
-@pytest.mark.guards("prepare-long-names")
-def test_the_longest_names_are_copied(source, tmp_path):
-    """Of 255 characters, which is what a file's name may have."""
-    name = "a" * 251 + ".jpg"
-    (source / "train2017/0000.jpg").rename(source / "train2017" / name)
-    write_content(source, instances([name]))
-    assert prepare(tmp_path) == 1
-    assert os.listdir(tmp_path / "small/train2017") == [name]
-
-
 @pytest.mark.guards("prepare-reader-gone")
 def test_a_reader_that_has_gone_ends_it_without_words(source, tmp_path):
     reader, writer = os.pipe()
@@ -401,26 +393,19 @@ def test_folder_that_is_not_cocos_is_one_line(tmp_path):
     assert run.stderr == f"prepare_coco.py: error: {words}\n"
 
 
-@pytest.mark.guards("prepare-leftover")
-def test_what_a_killed_run_leaves_is_no_foreign_file_and_a_damaged_record_is_one_line(
-    source, tmp_path
-):
-    (tmp_path / "small").mkdir()
-    (tmp_path / "small/1234.unfinished").touch()
-    assert prepare(tmp_path) == 5
-    for damage in (b"", b'{"shorter_side": 6', b"\xff"):
-        (tmp_path / "small/prepare_coco.json").write_bytes(damage)
-        assert "give another TARGET" in refusal(tmp_path)
-
-
-@pytest.mark.guards("prepare-in-place", "prepare-other-size")
+@pytest.mark.guards("prepare-in-place", "prepare-other-size", "prepare-leftover")
 def test_target_that_must_not_be_written(source, tmp_path):
+    """What a killed run leaves is no foreign file; a damaged record is none of another size."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small/1234.unfinished").touch()
     prepare(tmp_path, side=65)
-    before = digests(tmp_path)
     foreign = "is not empty, and not made by this program"
-    made = 'was made with {"shorter_side": 65}: give another TARGET'
-    for target, words in {"coco": foreign, "mine": foreign, "small": made}.items():
-        assert refusal(tmp_path, target=target) == f"{tmp_path / target} {words}"
-        assert digests(tmp_path) == before
+    for record in ('{"shorter_side": 65}', '{"shorter_side": 6', ""):
+        (tmp_path / "small/prepare_coco.json").write_text(record)
+        before = digests(tmp_path)
+        made = f"was made with {record}: give another TARGET"
+        for target, words in {"coco": foreign, "mine": foreign, "small": made}.items():
+            assert refusal(tmp_path, target=target) == f"{tmp_path / target} {words}"
+            assert digests(tmp_path) == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,30 +19,20 @@ from PIL import Image
 import show_results as tool
 from support.datasets import Payload, instances, numbered, truncate, write_images
 from support.forks import run_forked
-from support.processes import SCRIPT
+from support.launchers import NOTEBOOK
+from support.processes import LONG, ROOT, SCRIPT, start
 
 CLASSES = [4, 6, 7, 9]
 FAST = shlex.split("--weights none --image_size 40 --workers 0 --precision fp32 --batch_size 8")
 LABELS = np.random.default_rng(0).choice(CLASSES, 40).tolist()
 
 
-def write_set(folder: Path, part: str, labels: list, classes: list) -> list[str]:
-    """Images and their instances file; returns the script's options for them."""
+def write_set(folder: Path, part: str, labels: list) -> list[str]:
+    """Folder of images, and their instances file."""
     names = numbered(len(labels))
     write_images(folder / part, names)
-    (folder / f"{part}.json").write_text(json.dumps(instances(names, labels, classes)))
+    (folder / f"{part}.json").write_text(json.dumps(instances(names, labels, CLASSES)))
     return [str(folder / part), str(folder / f"{part}.json")]
-
-
-def turn(path: Path) -> None:
-    """Gives the categories other ids, in another order, and adds one that no image needs."""
-    content = json.loads(path.read_text())
-    for category in content["categories"]:
-        category["id"] = 90 - category["id"]
-    for annotation in content["annotations"]:
-        annotation["category_id"] = 90 - annotation["category_id"]
-    content["categories"].append({"id": 1, "name": "unused"})
-    path.write_text(json.dumps(content))
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +41,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     arguments for the same 40 images, one of which is damaged. For the run they have other ids.
     """
     folder = tmp_path_factory.mktemp("trained")
-    images, notes = write_set(folder, "train", CLASSES * 4, CLASSES)
-    val_images, val_notes = write_set(folder, "val", LABELS, CLASSES)
-    shutil.copy(val_notes, folder / "turned.json")
-    turn(folder / "turned.json")
+    images, notes = write_set(folder, "train", CLASSES * 4)
+    val_images, val_notes = write_set(folder, "val", LABELS)
+    turned = [90 - label for label in LABELS], [1, *(90 - label for label in CLASSES)]
+    content = instances(numbered(len(LABELS)), *turned)
+    for category in content["categories"][1:]:  # the first one no image needs
+        category["name"] = f"category {90 - category['id']}"
+    (folder / "turned.json").write_text(json.dumps(content))
     truncate(folder / "val" / "0007.jpg")
     options = ["--coco_image_path", images, "--annotation_path", notes]
     options += ["--val_image_path", val_images, "--val_annotation_path", folder / "turned.json"]
@@ -157,6 +150,20 @@ def test_frames_signs_and_words_tell_right_from_wrong(tmp_path, monkeypatch, cla
         assert {spine.get_linestyle() == "solid" for spine in axis.spines.values()} == {right}
         label = found.names[labels[position]]
         assert axis.get_xlabel() == ("" if right else f"is {label}")
+
+
+@LONG
+@pytest.mark.guards("notebook-backend", "notebook-results")
+def test_pictures_are_drawn_also_where_a_notebook_names_another_backend(trained, tmp_path):
+    logs = [ROOT / "docs/emulated" / name for name in ("slow", "fast")]
+    compare = ["compare_logs.py", *logs, "--plot", tmp_path / "1.png"]
+    for name, *words in (
+        compare,
+        ["show_results.py", *trained.argv, "--output", tmp_path / "2.png"],
+    ):
+        with start([sys.executable, ROOT / "tools" / name, *words], env=NOTEBOOK) as started:
+            started.finish()
+    assert min(path.stat().st_size for path in tmp_path.glob("[12].png")) > 10_000
 
 
 # What is given in place of what is right, {} being the folder of the checkpoint, and what the
