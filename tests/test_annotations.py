@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import check_coco
-from support.annotation_cases import GOOD, cases, changed, is_said, plain_id, write_case
+from support.annotation_cases import GOOD, cases, is_said, plain_id, write, write_case
 from support.datasets import make_set, write_images
 from support.forks import load, run_forked
 from support.launchers import FAST
@@ -26,12 +26,6 @@ LABELS = [1, 0, 2, 1]  # of the good file
 def demo() -> ModuleType:
     """The script as a module."""
     return load(str(SCRIPT))
-
-
-def write(path: Path, changes: str = "") -> str:
-    """The good file with these changes."""
-    path.write_text(json.dumps(changed(changes)))
-    return str(path)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import demo_coco_resnet18 as demo
 import pytest
-from torch.distributed.run import get_args_parser
 
 import benchmark as tool
 from run import cpu_variables
@@ -22,7 +21,6 @@ from support.processes import LONG, ROOT, SCRIPT
 
 TINY = ["--steps", 2, "--batch_size", 4]
 ONCE = [*TINY, "--rounds", 1]
-TORCHRUN = "torch.distributed.run"
 
 
 @pytest.fixture
@@ -49,12 +47,6 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable:
             words = [str(word) for word in command]
             if words[0] == "git":
                 return ""
-            if TORCHRUN in words:
-                parsed = get_args_parser().parse_args(words[3:])
-                changed = [tool.__file__, "child", f"warm-up {3 + 2 * tool.cores()}", str(SCRIPT)]
-                program = changed if "child" in words else [str(SCRIPT)]
-                started = [parsed.training_script, *parsed.training_script_args]
-                assert started[: len(program)] == program
             first = next(n for n, word in enumerate(words) if word.startswith("--num_epochs"))
             return prints(words, demo.parse_arguments(words[first:]))
 
@@ -127,7 +119,7 @@ round 1 of 1: 2 GPU(s), bf16, resident: 40.0 img/s, step_ms 100.0, peak_gpu_byte
 """
 
 
-@pytest.mark.guards("benchmark-torchrun", "benchmark-resident")
+@pytest.mark.guards("benchmark-resident")
 def test_gpu_prints_a_line_for_each_case(benchmark, made_up, monkeypatch):
     monkeypatch.setattr(tool.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(tool, "PRECISIONS", ["bf16"])
@@ -164,6 +156,7 @@ def test_job_is_that_of_the_talk_and_stands_beside_its_wall_time(benchmark, made
 
 
 @LONG
+@pytest.mark.guards("benchmark-torchrun")
 @pytest.mark.parametrize("command", ["step", "input", "gpu"])
 def test_this_script_and_that_of_a_commit_are_really_measured(benchmark, monkeypatch, command):
     """gpu by torchrun, here on a CPU, where a batch that is resident costs no loading."""

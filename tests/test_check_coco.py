@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import random
 import re
@@ -16,15 +15,9 @@ from PIL import Image
 
 import prepare_coco
 from check_coco import HEAD, TAIL, UserError, check, check_images, fault_of
-from support.annotation_cases import changed
+from support.annotation_cases import write
 from support.datasets import numbered, write_images
 from support.processes import ROOT
-
-
-def write(path: Path, changes: str = "") -> str:
-    """The good annotation file with changes, as tests/data/annotation_cases.txt has them."""
-    path.write_text(json.dumps(changed(changes)))
-    return str(path)
 
 
 def fault(*arguments: object, val: object = None) -> str:

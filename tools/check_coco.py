@@ -99,13 +99,14 @@ def check_lists(content):
 
 def check_fields(content):
     """Each entry must have what FIELDS says."""
-    for name, key in ((name, key) for name, keys in FIELDS.items() for key in keys):
-        texts = [
-            f": {name}[{index}] {has(entry, key)}: expected {expected}"
-            for index, entry in enumerate(content[name])
-            if (expected := what_lacks(key, entry.get(key)))
-        ]
-        raise_first(texts, f". {FORM}")
+    for name, keys in FIELDS.items():
+        for key in keys:
+            texts = [
+                f": {name}[{index}] {has(entry, key)}: expected {expected}"
+                for index, entry in enumerate(content[name])
+                if (expected := what_lacks(key, entry.get(key)))
+            ]
+            raise_first(texts, f". {FORM}")
 
 
 def what_lacks(key, value):

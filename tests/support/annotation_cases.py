@@ -30,14 +30,20 @@ def cases() -> list[tuple[str, str]]:
     return [(name, "" if line == "trains" else line) for name, line in rows]
 
 
+def write(path: Path, changes: str = "") -> str:
+    """Writes the good file with these changes."""
+    path.write_text(json.dumps(changed(changes)))
+    return str(path)
+
+
 def write_case(name: str, path: Path) -> None:
     """Writes the file, unless there shall be none, or a folder."""
     if name == "file folder":
         path.mkdir()
-    elif name.startswith("file ") and name != "file not there":
-        path.write_bytes(FILES[name.removeprefix("file ")])
+    elif not name.startswith("file "):
+        write(path, name)
     elif name != "file not there":
-        path.write_text(json.dumps(changed(name)))
+        path.write_bytes(FILES[name.removeprefix("file ")])
 
 
 def is_said(line: str, said: str, path: Path) -> bool:
