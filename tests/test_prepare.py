@@ -372,7 +372,7 @@ ROUNDED = "images[3].id = ID; annotations[3].image_id = ID"
         ),
         (
             instances(["part/../../a.jpg"]),
-            'images[0] has "part/../../a.jpg" as file_name: expected a path in the folder',
+            "part/../../a.jpg is no path in the folder of images",
         ),
         (instances(["gone.jpg"]), "train2017 lacks 1 of 1 listed images, the first is gone.jpg"),
         # Ids that a table has rounded, in both places where they stand.

@@ -44,10 +44,11 @@ def raise_first(texts, advice=""):
 
 UNUSED = ("segmentation", "bbox", "area", "width", "height")  # training does not need them
 FIELDS = {
-    "images": ["id", "file_name"],
-    "categories": ["id", "name"],
-    "annotations": ["category_id", "image_id", "id"],
+    "images": {"id": int, "file_name": str},
+    "categories": {"id": int, "name": str},
+    "annotations": {"category_id": int, "image_id": int, "id": int},
 }
+WORDS = {int: "a whole number", str: "text"}
 FORM = "Give an instances file of COCO's form, such as instances_train2017.json; "
 FORM += "tools/prepare_coco.py makes one of LVIS's, of paths of Windows and of ids as text"
 
@@ -98,27 +99,22 @@ def check_lists(content):
 
 
 def check_fields(content):
-    """Each entry must have what FIELDS says."""
-    for name, keys in FIELDS.items():
-        for key in keys:
+    """Each entry must have what FIELDS says, and each image be in the folder of images."""
+    for name, fields in FIELDS.items():
+        for key, kind in fields.items():
             texts = [
-                f": {name}[{index}] {has(entry, key)}: expected {expected}"
+                f": {name}[{index}] {has(entry, key)}: expected {WORDS[kind]}"
                 for index, entry in enumerate(content[name])
-                if (expected := what_lacks(key, entry.get(key)))
+                if type(entry.get(key)) is not kind or entry[key] == ""
             ]
             raise_first(texts, f". {FORM}")
-
-
-def what_lacks(key, value):
-    """What is expected in place of this value of a field; "" if it is right."""
-    if key == "name":
-        return "" if isinstance(value, str) and value else "text"
-    if key == "file_name":
-        is_path = isinstance(value, str) and value and "\\" not in value
-        if is_path and not os.path.isabs(value) and ".." not in value.split("/"):
-            return ""
-        return "a path in the folder of images, with /"
-    return "" if type(value) is int else "a whole number"
+    names = [image["file_name"] for image in content["images"]]
+    texts = [
+        f": {name} is no path in the folder of images, with / between its parts"
+        for name in names
+        if os.path.isabs(name) or ".." in name.split("/") or "\\" in name
+    ]
+    raise_first(texts, f". {FORM}")
 
 
 def has(entry, key):
