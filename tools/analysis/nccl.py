@@ -69,7 +69,6 @@ SLOWEST = ("sockets", "plugin", "unknown", "efa", "roce", "infiniband")
 QUOTE_LIMIT = 300  # characters of a line that is quoted
 LAST = 3  # warnings of a failed run's rank that are quoted, beside the first one
 MOST_QUOTES = 6
-TROUBLE = re.compile(r"(?i)fail|error|timed out|timeout|refused|unable|no device")
 OF_PEER = re.compile(r"(?i)remote peer|closed by|reset by peer|broken pipe")
 
 # What a line means, where nobody could look it up.
@@ -364,13 +363,11 @@ def quotes(finding: dict, failed: bool) -> list[str]:
 
 
 def reason(finding: dict) -> str:
-    """The first line that tells of a rank's own trouble, not of a peer that is gone; else the last
-    warning; empty: NCCL wrote none.
-    """
+    """The last warning that does not tell of a lost peer; empty: NCCL wrote none."""
     warned = [line for one in finding.get("warnings", []) for line in one["lines"]]
-    lines = warned + finding.get("no_network", [])
-    own = [line for line in lines if TROUBLE.search(line) and not OF_PEER.search(line)]
-    return next(iter(own + warned[-1:]), "")
+    lines = finding.get("no_network", []) + warned
+    own = [line for line in lines if not OF_PEER.search(line)]
+    return next(reversed(own or lines), "")
 
 
 # --- Files ---------------------------------------------------------------------------------------

@@ -58,6 +58,9 @@ def judge(run):
     kind = "compression" if "compression" in parts else "link"
     in_part = bound == kind or parts[kind] > IN_PART * run.step_s
     unusual = find_unusual(run, elsewhere, in_part and kind == "link")
+    if "slow-rank" in parts and bound != "slow-rank":
+        longer = f"takes {ms(parts['slow-rank'])} longer than the others'"
+        unusual.append(("slow-rank", f"rank {run.straggler}'s own work {longer}", ()))
     first = f"{say_parts(run)}: {say_limit(run, parts, bound, in_part)}"
     first += "".join(f": {what}" for _, what, _ in unusual[:1]) + say_crowd(run)
     words = words_of_step(run, bound, in_part) | {word for word, *_ in unusual}
