@@ -60,7 +60,7 @@ PLACES = [  # the file that is there, the folder that is given, the listed name,
     ("set/train/1.jpg", "set/val", "1.jpg", "1.jpg is in ROOT/set/train: give that folder"),
     ("set/1.jpg", "set", "part/1.jpg", "1.jpg is there: name it so in the annotation file"),
     ("set/part/1.JPG", "set", "part/1.jpg", "part/1.JPG is there: name it so in the annotation"),
-    ("set/1.jpg", "set", "a\0b/2.jpg", "check the path, and where links lead"),
+    ("set/1.jpg", "set", "a\0b/2.jpg", "no file can have this name"),
 ]
 
 

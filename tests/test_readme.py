@@ -215,7 +215,7 @@ def test_options_that_the_text_names_exist():
     known |= {*demo.make_parser()._option_string_actions}
     known |= {*get_args_parser()._option_string_actions}
     known |= {"--cpus-per-task", "--nv", "--install"}  # of SLURM, Apptainer, WSL
-    known |= {"--index-url", "--version", "--use_cuda"}  # of pip, Python, perftest
+    known |= {"--index-url", "--use_cuda"}  # of pip, Python, perftest
     for page in PAGES.values():
         assert {*re.findall(option, page.prose)} - known == set(), page.name
 

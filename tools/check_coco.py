@@ -210,6 +210,8 @@ def refuse_lost(where, names, lost, advice):
 
 def look_around(folder, name):
     """Where an image is that the folder lacks, or what it is called there; and what to do."""
+    if "\0" in name:
+        return "no file can have this name"
     here = Path(os.path.abspath(folder))
     others = [*here.parents[: name.count("/")], *sorted(here.glob("*"))]
     others += sorted(here.parent.glob("*"))  # another split's folder may have been given
@@ -253,30 +255,23 @@ def fault_of(path):
 # ---- Classes, and what is there
 
 
-def count_classes(path, content):
-    """{name of a class: how many images it has}, of those that have any. Raises UserError."""
+def count_classes(content):
+    """(name of a class, number of images that have it), of those that have any."""
     labels = Counter(label for _, label in first_annotations(content).values())
     used = [category for category in content["categories"] if category["id"] in labels]
-    texts = [
-        f"annotation file {path}: two categories with images are called {name!r}: rename one, "
-        "because names tell them apart"
-        for name, count in Counter(category["name"] for category in used).items()
-        if count > 1
-    ]
-    raise_first(texts)
-    return Counter({category["name"]: labels[category["id"]] for category in used})
+    return [(category["name"], labels[category["id"]]) for category in used]
 
 
 def describe(path, content):
-    """Lines: how many images a file has, and of which classes. Raises UserError."""
-    used = count_classes(path, content)
+    """Lines: how many images a file has, and of which classes."""
+    used = sorted(count_classes(content), key=lambda row: -row[1])
     images, classes = len(content["images"]), len(content["categories"])
-    unlabelled = images - sum(used.values())
+    unlabelled = images - sum(count for _, count in used)
     return [
         f"annotation file {path}",
         f"images: {images}, without a label: {unlabelled} (training leaves them out)",
         f"classes: {classes}, without an image: {classes - len(used)}",
-        *textwrap.wrap(", ".join(f"{name} {count}" for name, count in used.most_common()), 100),
+        *textwrap.wrap(", ".join(f"{name} {count}" for name, count in used), 100),
     ]
 
 
@@ -301,11 +296,20 @@ def check(annotations, folder=None, val=None):
     if val:
         val_content = read_instances(val)
         lines += describe(val, val_content)
+        for path, of_file in ((annotations, content), (val, val_content)):
+            used = Counter(name for name, _ in count_classes(of_file))
+            texts = [
+                f"annotation file {path}: two categories with images are called {name!r}: "
+                "rename one, because names tell them apart"
+                for name, count in used.items()
+                if count > 1
+            ]
+            raise_first(texts)
         known = {category["name"] for category in content["categories"]}
         texts = [
             f"annotation file {val}: it has images of the class {name!r}, which the training "
             "classes lack: give both files the same names"
-            for name in count_classes(val, val_content)
+            for name in used  # in the validation file
             if name not in known
         ]
         raise_first(texts)
