@@ -1,8 +1,7 @@
 """What to do next: rows of one table, chosen by what limits a run and by the kind of its network.
 
 A row holds a command, an option, or a link into docs/networks.md. None names a cause that nothing
-has measured, and none is against a setting that the launcher makes. FIRST stands for the address
-of the node on which the other command runs.
+has measured, and none is against a setting that the launcher makes.
 """
 
 from analysis.network import ADAPTERS
@@ -13,7 +12,11 @@ PAGE = "docs/networks.md#"
 # (words of a run's situation that must be there, or with ! must not; what to do): the first ones
 # that fit are told. The words come from verdict.py, and from network_words below.
 ROWS = [
-    ("failed roce", "whether the ends reach each other: `show_gids` on both nodes, {page}roce"),
+    (
+        "failed roce",
+        "whether the ends reach each other: `ping ADDRESS` over the adapter's interface, both "
+        "ways, {page}roce",
+    ),
     (
         "failed",
         "all that NCCL wrote: tools/nccl_log.py FOLDER, {page}which-network-nccl-used",
@@ -25,7 +28,11 @@ ROWS = [
         "asked !ipoib",
         "why no adapter was used: `ls /sys/class/infiniband /dev/infiniband` on each node",
     ),
-    ("unmoved", "the interface that is used: `ip route get FIRST` on the other node"),
+    (
+        "unmoved",
+        "the interface that is used: `ip route get ADDRESS` on {other} (ADDRESS: of "
+        "{first}, on the network that was meant)",
+    ),
     ("pcie", "the adapter's slot: `lspci -vv` on {node} (LnkSta beside LnkCap)"),
     ("lanes", "the cable, whose lanes are not all up: `mlxlink -d {device} -c -m` on {node}"),
     ("errors-infiniband", "the cable whose errors are counted: `ibqueryerrors`"),
@@ -41,23 +48,24 @@ ROWS = [
     ),
     (
         "no-gpudirect !efa",
-        "the link from GPU memory: `ib_write_bw -d {device} --use_cuda=0` on one node, "
-        "`ib_write_bw -d {device} --use_cuda=0 --report_gbits FIRST` on the other",
+        "the link from GPU memory: `ib_write_bw -d {device} --use_cuda=0` on {first}, "
+        "`ib_write_bw -d {device} --use_cuda=0 --report_gbits {first}` on {other}",
     ),
     ("slow-port", "the port that states less: `ethtool {name}` on {slowest}"),
     (
         "low sockets",
-        "the link alone: `iperf3 -s` on one node, `iperf3 -c FIRST -P 8` on the other, {page}tcp",
+        "the link alone: `iperf3 -s` on {first}, `iperf3 -c ADDRESS -P 8` on {other} ({address}), "
+        "{page}tcp",
     ),
     (
         "low !sockets !efa !plugin",
-        "the link alone: `ib_write_bw -d {device}` on one node, `ib_write_bw -d {device} "
-        "--report_gbits FIRST` on the other, {page}{kind}",
+        "the link alone: `ib_write_bw -d {device}` on {first}, `ib_write_bw -d {device} "
+        "--report_gbits {first}` on {other}, {page}{kind}",
     ),
     (
         "low efa",
-        "the link alone: fabtests' `fi_rma_bw -p efa -E` on one node, `fi_rma_bw -p efa -E FIRST` "
-        "on the other, {page}efa",
+        "the link alone: fabtests' `fi_rma_bw -p efa -E` on {first}, `fi_rma_bw -p efa -E "
+        "{first}` on {other}, {page}efa",
     ),
     ("again", "where packets are lost: `ethtool -S {name}` on both nodes, {page}tcp"),
     # What limits it
@@ -75,17 +83,21 @@ ROWS = [
     ("small", "nccl-tests with 1 GiB, which is enough for a fast link: {page}nccl-tests"),
     (
         "unrated sockets",
-        "what this link can do: `iperf3 -s` on one node, `iperf3 -c FIRST -P 8` on the other",
+        "what this link can do: `iperf3 -s` on {first}, `iperf3 -c ADDRESS -P 8` on {other} "
+        "({address})",
     ),
     ("inside gpu", "the way between the GPUs: `nvidia-smi topo -m`, {page}inside-a-node"),
     ("beyond cpu", "fewer threads (OMP_NUM_THREADS): network and computing may share cores"),
     ("beyond", "what ran when, beside the all-reduce: --profile FOLDER"),
     ("communication sends-none", "half the bytes: --grad_compression bf16"),
-    ("communication !sends-powersgd", "a small part of the bytes: --grad_compression powersgd"),
+    (
+        "communication !sends-powersgd",
+        "a small part of the bytes, inexactly: --grad_compression powersgd",
+    ),
     ("communication", "fewer all-reduces: a larger --batch_size, or --accumulate_steps"),
-    ("compute fp32", "a lower precision: --precision bf16, where the hardware has it"),
-    ("compute gpu", "a larger --batch_size, if the GPU's memory is not full"),
-    ("compute !compiled !crowded", "fused operations: --compile"),
+    ("compute fp32 !slow-rank", "a lower precision: --precision bf16, where the hardware has it"),
+    ("compute gpu !slow-rank", "a larger --batch_size, if the GPU's memory is not full"),
+    ("compute !compiled !crowded !slow-rank", "fused operations: --compile"),
 ]
 
 
@@ -94,8 +106,12 @@ def next_steps(run, words, port="", node=""):
     network, rank = run.network, run.straggler
     name = network.names[0] if network and network.names else "IFNAME"
     hosts = run.setting("hosts", [])
+    first, other, *_ = [*dict.fromkeys(hosts), "FIRST", "OTHER"]
     values = {
         "page": PAGE,
+        "first": first,
+        "other": other,
+        "address": f"{first}'s on {name}",
         "name": name,
         "port": port or name,
         "node": node,

@@ -25,8 +25,8 @@ def table(head, rows):
     return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
 
 
-NEVER_RUN = "This tool never met an adapter: what it says of InfiniBand, RoCE, EFA and GPUDirect "
-NEVER_RUN += "rests on what the kernel and NCCL state."
+NEVER_RUN = "These rules were never tried on an adapter: rates are measured, the rest is what the "
+NEVER_RUN += "kernel and NCCL state of InfiniBand, RoCE, EFA and GPUDirect."
 MOST_MARKS = 4
 FACTS = ("port", "kind", "state", "states", "driver", "MTU", "PCIe", "numa", "counted")
 

@@ -39,6 +39,7 @@ def judge(run):
         start = "" if run.log.failed else "incomplete, not scored: "
         quoted = f'; NCCL: "{reason(finding)}"' if reason(finding) else ""
         says = [start + "; ".join(run.problems) + quoted]
+        says += [f"network: {run.network.way}"] if run.network else []
         says += [f"timed out: {work}" for work in finding.get("timeouts", [])]
         says += warned + [f"meaning: {text}" for text in finding.get("means", [])]
         words = {"failed", run.network.transport if run.network else ""} if warned else set()
@@ -62,7 +63,7 @@ def judge(run):
         longer = f"takes {ms(parts['slow-rank'])} longer than the others'"
         unusual.append(("slow-rank", f"rank {run.straggler}'s own work {longer}", ()))
     first = f"{say_parts(run)}: {say_limit(run, parts, bound, in_part)}"
-    first += "".join(f": {what}" for _, what, _ in unusual[:1]) + say_crowd(run)
+    first += "".join(f"; unusual: {what}" for _, what, _ in unusual[:1]) + say_crowd(run)
     words = words_of_step(run, bound, in_part) | {word for word, *_ in unusual}
     marked = next((place for *_, place in unusual if place), ())
     return [first, *says], next_steps(run, words, *marked)
@@ -187,11 +188,15 @@ def find_unusual(run, elsewhere, in_part):
     if elsewhere:
         found.append(("unmoved", elsewhere, ()))
     delivers = run.share and run.share >= USUAL
+    marked = {}  # -> nodes
     for host, facts in run.facts.items() if run.nodes != 1 else ():
         for row in facts["rows"]:
             for word, mark in row["marks"].items():
                 if word != "pcie" or not delivers:
-                    found.append((word, f"{row['port']} of {host} {mark}", (row["port"], host)))
+                    marked.setdefault((word, row["port"], mark), []).append(host)
+    for (word, port, mark), hosts in marked.items():
+        nodes = " and ".join(hosts)
+        found.append((word, f"{port} of {nodes} {mark}", (port, nodes)))
     if not network or not in_part or run.nodes == 1:
         return found
     made, direct, why = gpudirect(network)
@@ -205,8 +210,10 @@ def find_unusual(run, elsewhere, in_part):
         found.append(("slow-port", text, ()))
     if run.share and not delivers and not size_limits(run):
         whose = "given" if run.rate_is == "given" else "port's"
-        found.append(("low", f"{run.share:.0%} of the {whose} {rate(run.link_gbps)}", ()))
-    if again := sent_again(run):
+        found.append(
+            ("low", f"{run.share:.0%} of the {whose} {rate(run.link_gbps)} delivered", ())
+        )
+    if (again := sent_again(run)) and not delivers:
         found.append(("again", again, ()))
     return found
 
@@ -226,7 +233,7 @@ def say_network(run, own, elsewhere):
     if run.nodes == 1 or network.transport == "local":
         return [f"network: none, {way_inside(network)}"]
     if elsewhere:
-        return [f"network: not the probe's, which was {network.way}"]
+        return [f"network: the probe's, {network.way}, did not carry the training"]
     text, whose = f"network: {network.way}", "probe" if network.host else "training"
     if network.gbps:
         size = run.record("Probe").get("all_reduce_bytes")
@@ -237,6 +244,7 @@ def say_network(run, own, elsewhere):
     made, direct, why = gpudirect(network)
     if made:
         text += f"; GPUDirect on {direct} of the {whose}'s {made} connections"
+        text += f" on {network.host}" if network.host else ""
         text += f' ("{why}")' if why else ""
     unused = network.finding.get("unused", [])
     if unused and network.finding.get("devices", []):
@@ -380,7 +388,7 @@ def own_bytes(run):
             more = f"{text}, more than {expected}: other traffic, or more all-reduces"
             says.append((1, more, ""))
         else:
-            says.append((2, f"{text}, as expected", ""))
+            says.append((2, f"{text}, as its gradients need", ""))
     _, text, elsewhere = min(says)
     unseen = (run.nodes or 0) - len(run.traffic)
     if unseen > 0:
