@@ -634,6 +634,10 @@ def leave_process_group():
     # break while others still use them. And after an error torchrun, which kills all processes as
     # soon as one has failed, could kill some before they have said why.
     dist.barrier()
+    if torch.__version__ < (2, 8):
+        # NOTE: there destroy_process_group holds Python's lock while it waits for Gloo's threads,
+        # and one that still frees the last tensors waits for this lock. Now it gets it.
+        time.sleep(0.5)
     # NOTE: this frees DDP. Threads of the group could crash the interpreter at exit.
     gc.collect()
     dist.destroy_process_group()
