@@ -13,7 +13,6 @@ PREFIX = re.compile(r"\[(GPU|CPU|MPS) (\d{1,6})\] ")
 LOSS = r"(-?inf|nan|-?\d{1,12}\.\d{4}(?!\d))"
 STEP = re.compile(
     r"Epoch (\d{1,9}) \| Step (\d{1,9}) \| Loss: " + LOSS + r"(?: \| (\d{1,12}\.\d) img/s)?"
-    r"(?: \| data (\d{1,12}\.\d) ms \| step (\d{1,12}\.\d) ms)?"
 )
 # Not of a run that was resumed in the epoch: its mean is over the rest of the epoch alone.
 EPOCH = re.compile(r"Epoch (\d{1,9}) (?:complete|ends at step \d+ of \d+) \| Avg loss: " + LOSS)
