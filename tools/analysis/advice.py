@@ -14,8 +14,8 @@ PAGE = "docs/networks.md#"
 ROWS = [
     (
         "failed roce",
-        "whether the ends reach each other: `ping ADDRESS` over the adapter's interface, both "
-        "ways, {page}roce",
+        "whether the ends reach each other: `ping ADDRESS` (the other node's, of the adapter's "
+        "interface) on both, {page}roce",
     ),
     (
         "failed",
@@ -33,8 +33,8 @@ ROWS = [
         "the interface that is used: `ip route get ADDRESS` on {other} (ADDRESS: of "
         "{first}, on the network that was meant)",
     ),
-    ("pcie", "the adapter's slot: `lspci -vv` on {node} (LnkSta beside LnkCap)"),
-    ("lanes", "the cable, whose lanes are not all up: `mlxlink -d {device} -c -m` on {node}"),
+    ("pcie", "the adapter's slot: `sudo lspci -vv` on {node} (LnkSta beside LnkCap)"),
+    ("lanes", "why not all lanes are up: `mlxlink -d {device} -c -m` on {node}"),
     ("errors-infiniband", "the cable whose errors are counted: `ibqueryerrors`"),
     (
         "errors-roce",
@@ -89,10 +89,10 @@ ROWS = [
     ("inside gpu", "the way between the GPUs: `nvidia-smi topo -m`, {page}inside-a-node"),
     ("beyond cpu", "fewer threads (OMP_NUM_THREADS): network and computing may share cores"),
     ("beyond", "what ran when, beside the all-reduce: --profile FOLDER"),
-    ("communication sends-none", "half the bytes: --grad_compression bf16"),
+    ("communication sends-none", "half the bytes, rounded: --grad_compression bf16"),
     (
         "communication !sends-powersgd",
-        "a small part of the bytes, inexactly: --grad_compression powersgd",
+        "a small part of the bytes, with larger errors: --grad_compression powersgd",
     ),
     ("communication", "fewer all-reduces: a larger --batch_size, or --accumulate_steps"),
     ("compute fp32 !slow-rank", "a lower precision: --precision bf16, where the hardware has it"),

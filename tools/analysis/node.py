@@ -14,7 +14,7 @@ from analysis.kernel import CONGESTION, SYSFS, number, text_of, traffic
 
 GPUDIRECT_MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")
 CAP_IPC_LOCK = 14  # linux/capability.h
-FULL_WIDTH = "4X"  # the lanes of an InfiniBand cable; a split one has 2X
+LEFT = "1X"  # lanes of an InfiniBand port that lost some of its 4; a split cable has 2X
 BUSY = 0.1  # of the busiest one's bytes: below it a port is not shown
 
 # --- Reading -------------------------------------------------------------------------------------
@@ -126,13 +126,13 @@ def rows_of(node: dict, links: list[dict]) -> list[dict]:
             below = 0 < bandwidth(pcie) < bandwidth(most)
             counted = link.get("errors", {}) if name == link["name"] else {}
             lanes = facts.get("rate", "").partition("(")[2].partition(" ")[0]
-            few = link["kind"] == "infiniband" and lanes and lanes != FULL_WIDTH
+            few = link["kind"] == "infiniband" and lanes == LEFT
             marks = {}
             if below:
                 what = "has {1:g} of {3:g} PCIe lanes" if pcie[1] < most[1] else ""
                 marks["pcie"] = (what or "has PCIe at {0:g} of {2:g} GT/s").format(*pcie, *most)
             if few:
-                marks["lanes"] = f"has {lanes} of {FULL_WIDTH} lanes"
+                marks["lanes"] = "has 1X of 4X lanes"
             if counted.keys() - {path.split("/")[-1] for path in CONGESTION}:
                 marks[f"errors-{link['kind']}"] = "has counted errors"
             states = facts.get("rate", "")

@@ -25,8 +25,10 @@ def table(head, rows):
     return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
 
 
-NEVER_RUN = "These rules were never tried on an adapter: rates are measured, the rest is what the "
-NEVER_RUN += "kernel and NCCL state of InfiniBand, RoCE, EFA and GPUDirect."
+NEVER_RUN = (
+    "These rules were never tried on an adapter: times and bytes are measured, the rest on "
+)
+NEVER_RUN += "InfiniBand, RoCE, EFA and GPUDirect is by what the kernel and NCCL state."
 MOST_MARKS = 4
 FACTS = ("port", "kind", "state", "states", "driver", "MTU", "PCIe", "numa", "counted")
 

@@ -56,6 +56,8 @@ def judge(run):
         return [first, *says], next_steps(run, words)
     parts = parts_of_step(run)
     bound = max(parts, key=parts.get)
+    if bound == "compute" and parts.get("slow-rank", 0) > IN_PART * run.step_s:
+        bound = "slow-rank"  # one rank can be fixed
     kind = "compression" if "compression" in parts else "link"
     in_part = bound == kind or parts[kind] > IN_PART * run.step_s
     unusual = find_unusual(run, elsewhere, in_part and kind == "link")
@@ -174,6 +176,7 @@ def words_of_step(run, bound, in_part):
             words.add("inside")
         elif run.setting("grad_compression") != "powersgd":
             words |= network_words(run) | ({"small"} if size_limits(run) else set())
+            words |= {"again"} if run.network and sent_again(run) else set()
     return words
 
 
