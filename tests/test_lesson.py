@@ -171,9 +171,9 @@ def notebook(tmp_path_factory) -> dict[str, str]:
     command = [sys.executable, "-c", RUN_NOTEBOOK, path, folder]
     if no_namespaces():
         with start(command) as started:
-            started.finish(600)
+            started.finish(1800)
     else:  # a machine whose own name does not resolve, as is usual in a class
-        nameless(path.parent, *command, timeout=600)
+        nameless(path.parent, *command, timeout=1800)
     ended = {}
     for cell in json.loads(path.read_text())["cells"]:
         if cell["cell_type"] == "code":
