@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -335,3 +337,10 @@ def test_networks_need_labels_of_their_own():
     for wrong in (["a"], ["a=x", "a=y"], ["a="], ["a/b=x"]):
         with pytest.raises(UserError, match="LABEL=NAMES"):
             series.networks_of(wrong)
+
+
+@guards("stop-before-child")
+def test_a_stop_that_came_before_a_run_has_a_process_ends_this_run():
+    one = series.Series.__new__(series.Series)
+    one.env, one.child, one.stopped = dict(os.environ), None, signal.SIGTERM
+    assert one.call("sleep", 20) == 128 + signal.SIGTERM

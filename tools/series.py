@@ -124,6 +124,8 @@ class Series:
         """Runs a command, in a group of its own: Ctrl-C reaches it through `stop` alone."""
         env = self.env | variables
         self.child = subprocess.Popen([*map(str, words)], env=env, start_new_session=True)
+        if self.stopped:  # before there was a child
+            self.stop(self.stopped, None)
         code = self.child.wait()
         self.child = None
         return 128 - code if code < 0 else code
@@ -195,6 +197,7 @@ class Series:
                 say(f"error: {place} has failed, see {folder / place}")
                 failed.add(label)
             code = 0
+        self.stopped = 0  # what has ended the runs does not end their comparison
         if not complete:
             return code or run.FAILED
         compared = self.compare(folder, [label for label in runs if label in ended])
