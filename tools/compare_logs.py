@@ -35,7 +35,7 @@ from analysis.nccl import Reader, beside, of_last_run
 from analysis.repeats import find_repeats, gather, say_difference
 from analysis.report import print_text, report, write_report
 from analysis.runs import make_run
-from analysis.verdict import judge
+from analysis.verdict import judge, own_bytes
 
 
 def main(argv=None):
@@ -119,10 +119,20 @@ def compare_runs(runs, force=False):
     return {
         "runs": runs,
         "scaling": scaled,
-        "says": [] if scaled else [*filter(None, (say_difference(base, run) for run in others))],
+        "says": [] if scaled else [text for run in others for text in say_beside(base, run)],
         "differences": unlike,
         "verdicts": {run.name: judge(run) for run in runs},
     }
+
+
+def say_beside(base, run):
+    """Sentences on two runs: how long a step takes, and whether one network is named for both."""
+    said = say_difference(base, run)
+    probed = [one for one in (base, run) if one.network and one.nodes != 1]
+    names = [one.network.way for one in probed if not own_bytes(one)[0]]
+    if said and len(names) == 2 and names[0] == names[1]:
+        said += f" The same network is named for both: {names[0]}."
+    return [said] if said else []
 
 
 def parse_arguments(argv):
