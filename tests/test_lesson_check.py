@@ -54,6 +54,11 @@ SLICES = """numbers, images, labels = (x[rank::2] for x in (numbers, images, lab
 NO_BARRIER = """if rank == 0: time.sleep(2); torch.save(0, "no barrier.pt")
 torch.load("no barrier.pt")
 """
+# Its text takes longer than a program may hang.
+SLOW = """import functools, subprocess
+class Slow(Exception): __str__ = staticmethod(functools.partial(subprocess.getoutput, "sleep 6"))
+raise Slow
+"""
 
 # Each program: what it has in place of lines of the answer, and what check.py says, in parts.
 FIRST = {
@@ -202,6 +207,11 @@ OTHERS = {
         ],
         "check-cause",
     ),
+    "an error that is slow to tell": (
+        {JOIN: SLOW},
+        ["It fails. Slow: ", "Rank 1: line 47, `raise Slow`", "Change 2 is missing. "],
+        "check-unwound",
+    ),
     "a rank is killed": (
         {SUM: f"os.kill(os.getpid(), 9) if rank == 1 else {SUM}"},
         ["It fails. A rank was killed.\n    Rank 1: "],
@@ -248,7 +258,7 @@ def said(tmp_path_factory, request) -> dict[str, str]:
         programs[name] = str(program)
     runs = []
     for name, program in programs.items():
-        seconds = 5 if name == "one step fewer" else 60
+        seconds = 5 if name in ("one step fewer", "an error that is slow to tell") else 60
         words = [LESSON / "check.py", program, folder / name, seconds]
         runs.append((0 if name == "plain" else 2, words))
     run_forked(runs, program=folder / "watch.py", expect=None, cwd=folder)

@@ -123,6 +123,9 @@ def watch(program, out):
             note("end")
             raise
         except Exception as error:
+            # A stack that is written from here on has no line of the program any more.
+            faulthandler.cancel_dump_traceback_later()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             frames = traceback.extract_tb(error.__traceback__)
             line = [frame.lineno for frame in frames if frame.filename == program][-1]
             text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
