@@ -25,69 +25,52 @@ from pathlib import Path
 
 from analysis.kernel import SYSFS, text_of
 from analysis.node import most_locked, read_node
-from run import UserError, job
+from run import UserError, adapter, job, nvidia_smi_lists_a_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 PORTS = {name: facts for name, facts in read_node()["ports"].items() if name != "lo"}
 IFNAME = [name for name in os.environ.get("IFNAME", "").split(",") if name]
 LARGE = b"large packets" * 2000
 SECONDS = 3  # to reach a port: TCP sends a lost packet again after 1 s
-findings = []
-
-
-def note(text: str) -> None:
-    print(f"note: {text}", flush=True)
+said = set()  # WRONG, note, ok
 
 
 def report(wrong: str, fine: str = "", *, named: bool = True) -> None:
     """One line: what is wrong and what to do, or what is fine."""
-    if wrong and not named:
-        note(wrong)
-    else:
-        findings.extend([wrong] if wrong else [])
-        print(f"WRONG: {wrong}" if wrong else f"ok: {fine}", flush=True)
+    word = "ok" if not wrong else "WRONG" if named else "note"
+    said.add(word)
+    print(f"{word}: {wrong or fine}", flush=True)
 
 
 # --- This node ---------------------------------------------------------------------------------
 
 
-def chosen_python() -> str:
-    """That of the launchers. Raises ValueError if they refuse."""
+def check_python() -> None:
+    """That of the launchers, if there is one that they take."""
     code = 'source "$1"; choose_python; echo "$PYTHON"'
     words = ["bash", "-c", code, "preflight.py", ROOT / "tools/environment.sh"]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(done.stderr.strip().rpartition("error: ")[2])
-    return done.stdout.strip()
-
-
-def check_python() -> None:
-    try:
-        python = chosen_python()
-    except ValueError as error:
-        report(str(error) or "no Python here has PyTorch: run tools/environment.sh")
+        why = done.stderr.strip().rpartition("error: ")[2]
+        report(why or "no Python here has PyTorch: run tools/environment.sh")
         return
+    python = done.stdout.strip()
     report("", f"{python} has torch, torchvision, pycocotools and pillow")
     check_gpus(python)
 
 
-# For that Python: how many GPUs the script can use, or why none.
-GPUS = """
-import types, demo_coco_resnet18 as demo
-try:
-    print(demo.usable_gpus(types.SimpleNamespace(device="cuda")))
-except demo.UserError as error:
-    print(error)
-"""
+# For that Python: how many GPUs the script can use. Its error says why none.
+GPUS = "import types, demo_coco_resnet18 as demo\n"
+GPUS += "print(demo.usable_gpus(types.SimpleNamespace(device='cuda')))"
 
 
 def check_gpus(python: str) -> None:
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if hidden or not subprocess.getoutput("nvidia-smi -L").startswith("GPU "):
-        note("this node has no NVIDIA GPU, or they are hidden: training uses the CPU")
+    if not nvidia_smi_lists_a_gpu():
+        text = "this node has no NVIDIA GPU, or they are hidden: training uses the CPU"
+        report(text, named=False)
         return
     done = subprocess.run([python, "-c", GPUS], cwd=ROOT, capture_output=True, text=True)
-    says = (done.stdout or done.stderr).strip().rpartition("\n")[2]
+    says = (done.stdout or done.stderr).strip().rpartition("\n")[2].rpartition("UserError: ")[2]
     report("" if says.isdecimal() else f"{python}: {says}", f"PyTorch can use {says} GPU(s)")
 
 
@@ -106,13 +89,9 @@ def check_port(name: str, named: bool) -> None:
         wrong = f"there is no {name} on this node: set IFNAME to some of {[*PORTS]}"
     elif "ACTIVE" not in states and text_of(SYSFS / f"class/net/{name}/carrier") != "1":
         wrong = f"{name} is down {states}: see its cable, ibstat; ip link set {name} up"
-    elif not address and not is_adapter(name):
+    elif not address and not adapter(name).exists():
         wrong = f"{name} is up but has no address: ip address add ADDRESS/LENGTH dev {name}"
     report(wrong, f"{name} is up: {address or states}", named=named)
-
-
-def is_adapter(name: str) -> bool:
-    return any(port.startswith(name.partition(":")[0] + ":") for port in PORTS)
 
 
 def check_verbs(named: bool) -> None:
@@ -134,7 +113,7 @@ def check_node() -> None:
     check_python()
     for name in IFNAME or PORTS:
         check_port(name, named=bool(IFNAME))
-    if any(map(is_adapter, IFNAME or PORTS)):
+    if any(adapter(name).exists() for name in IFNAME or PORTS):
         check_verbs(named=bool(IFNAME))
 
 
@@ -153,21 +132,11 @@ def reach(mine: dict, theirs: dict) -> list[str]:
     return []
 
 
-def receive(listener: socket.socket) -> bytes:
-    """What the other node sends to this one's port, as far as it comes."""
-    listener.settimeout(2 * SECONDS)
-    with contextlib.suppress(OSError), listener.accept()[0] as connection:
-        connection.settimeout(2 * SECONDS)
-        return connection.makefile("rb").read()
-    return b""
-
-
 def meet(connection: socket.socket, rank: int) -> int:
     """Both nodes do the same: tell of themselves, try the other's port, tell what is wrong."""
     own = connection.getsockname()[0]
-    named = [address for name in IFNAME if (address := address_of(name))]
     mine = {"rank": rank, "name": f"node {rank} ({socket.gethostname()})"}
-    mine["address"] = named[0] if named else own
+    mine["address"] = next(filter(None, map(address_of, IFNAME)), own)
     with socket.create_server(("", 0)) as listener, connection.makefile("rb") as stream:
 
         def swap(value: object) -> object:
@@ -179,8 +148,12 @@ def meet(connection: socket.socket, rank: int) -> int:
         wrong = reach(mine, theirs)
         not_reached = swap(wrong)
         wrong += not_reached
-        if not not_reached and receive(listener) != LARGE:
-            wrong.append(f"large packets from {theirs['name']} get lost: see MTU here and there")
+        if not not_reached:
+            received = b""
+            with contextlib.suppress(OSError), listener.accept()[0] as other:
+                received = other.makefile("rb").read()
+            if received != LARGE:
+                wrong.append(f"large packets from {theirs['name']} get lost: see both MTUs")
     for text in wrong or [""]:
         report(text, f"{both} reach each other in both directions")
     return theirs["rank"]
@@ -191,6 +164,7 @@ def check_between(nnodes: int, rank: int, host: str, port: int, seconds: int) ->
         report(f"MASTER_ADDR {host} is {address} here (/etc/hosts): give an address others reach")
         if rank:
             return
+    socket.setdefaulttimeout(2 * SECONDS)
     listener = None if rank else socket.create_server(("", port))
     missing = {0} if rank else set(range(1, nnodes))
     end, why = time.monotonic() + seconds, ""
@@ -200,9 +174,8 @@ def check_between(nnodes: int, rank: int, host: str, port: int, seconds: int) ->
                 listener.settimeout(1)
                 connection, _ = listener.accept()
             else:
-                connection = socket.create_connection((host, port), SECONDS)
+                connection = socket.create_connection((host, port))
             with connection:
-                connection.settimeout(2 * SECONDS)
                 came = meet(connection, rank)
             if came not in missing:
                 report(f"NODE_RANK={came} came twice, or is not below NNODES: give each its own")
@@ -236,7 +209,7 @@ def main() -> int:
         report(f"{host}:{port}: {error}: see MASTER_ADDR, and MASTER_PORT, which must be free")
     except KeyboardInterrupt:
         return 130
-    return 1 if findings else 0
+    return 1 if "WRONG" in said else 0
 
 
 if __name__ == "__main__":
