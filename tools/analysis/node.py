@@ -8,13 +8,15 @@ under load, and of several readings the fastest counts.
 from __future__ import annotations
 
 import resource
+from collections import Counter
+from math import prod
 from pathlib import Path
 
 from analysis.kernel import CONGESTION, SYSFS, number, text_of, traffic
 
 GPUDIRECT_MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")
 CAP_IPC_LOCK = 14  # linux/capability.h
-LEFT = "1X"  # lanes of an InfiniBand port that lost some of its 4; a split cable has 2X
+LEFT = "(1X "  # lanes of an InfiniBand port that lost some of its 4; a split cable has 2X
 BUSY = 0.1  # of the busiest one's bytes: below it a port is not shown
 
 # --- Reading -------------------------------------------------------------------------------------
@@ -84,7 +86,7 @@ def merged(readings: list[dict]) -> dict:
     for reading in readings:
         for name, facts in reading.get("ports", {}).items():
             links = [ports.get(name, {}).get("pcie", [0, 0]), facts.get("pcie", [0, 0])]
-            ports[name] = facts | {"pcie": max(links, key=bandwidth)}
+            ports[name] = facts | {"pcie": max(links, key=prod)}
     return readings[-1] | {"ports": ports} if readings else {}
 
 
@@ -92,16 +94,12 @@ def joined(readings: list[list[dict]]) -> list[dict]:
     """What was carried and counted in the probe and in the training together, by interface."""
     found: dict[str, dict] = {}
     for link in (link for links in readings for link in links):
-        same = found.setdefault(link["name"], {**link, "tx_bytes": 0, "rx_bytes": 0, "errors": {}})
-        for way in ("tx_bytes", "rx_bytes"):
-            same[way] += link[way]
-        for name, count in link.get("errors", {}).items():
-            same["errors"][name] = same["errors"].get(name, 0) + count
+        none = {"tx_bytes": 0, "rx_bytes": 0, "errors": Counter()}
+        same = found.setdefault(link["name"], link | none)
+        same["tx_bytes"] += link["tx_bytes"]
+        same["rx_bytes"] += link["rx_bytes"]
+        same["errors"].update(link.get("errors", {}))
     return list(found.values())
-
-
-def bandwidth(link: list) -> float:
-    return link[0] * link[1]
 
 
 def shown(link: list) -> str:
@@ -123,22 +121,21 @@ def rows_of(node: dict, links: list[dict]) -> list[dict]:
         for name in [link["name"], *link.get("members", [])]:
             facts = node.get("ports", {}).get(name, {})
             pcie, most = facts.get("pcie", [0, 0]), facts.get("pcie_most", [0, 0])
-            below = 0 < bandwidth(pcie) < bandwidth(most)
+            below = 0 < prod(pcie) < prod(most)
             counted = link.get("errors", {}) if name == link["name"] else {}
-            lanes = facts.get("rate", "").partition("(")[2].partition(" ")[0]
-            few = link["kind"] == "infiniband" and lanes == LEFT
+            states = facts.get("rate", "")
             marks = {}
-            if below:
-                what = "has {1:g} of {3:g} PCIe lanes" if pcie[1] < most[1] else ""
-                marks["pcie"] = (what or "has PCIe at {0:g} of {2:g} GT/s").format(*pcie, *most)
-            if few:
+            if below and pcie[1] < most[1]:
+                marks["pcie"] = f"has {pcie[1]:g} of {most[1]:g} PCIe lanes"
+            elif below:
+                marks["pcie"] = f"has PCIe at {pcie[0]:g} of {most[0]:g} GT/s"
+            if link["kind"] == "infiniband" and LEFT in states:
                 marks["lanes"] = "has 1X of 4X lanes"
             if counted.keys() - {path.split("/")[-1] for path in CONGESTION}:
                 marks[f"errors-{link['kind']}"] = "has counted errors"
-            states = facts.get("rate", "")
             if link["speed_Gbps"] and not states:
-                states = f"{link['speed_Gbps']:g} Gb/s"
-                states += ", made up" if link.get("virtual") else ""
+                made = ", made up" if link.get("virtual") else ""
+                states = f"{link['speed_Gbps']:g} Gb/s{made}"
             row = {key: facts.get(key, "") for key in ("state", "driver", "numa", "device")}
             row |= {"port": name, "kind": link["kind"], "states": states}
             row["MTU"] = str(facts.get("mtu") or "")
