@@ -400,7 +400,7 @@ def test_of_a_folder_the_newest_start_is_told_and_with_all_every_one(tmp_path, c
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["log", "gone"], "no such file or folder: gone"),
+        (["log", "gone"], "cannot read gone: No such file or directory"),
         (["empty"], "no text of NCCL on networks in empty: start the job with NCCL_"),
         (["folder"], "no text of NCCL on networks in folder"),
     ],

@@ -55,14 +55,16 @@ WORDS = re.compile(
     r"NET/|NET plugin|NCCL_|CCL version|nNodes| via |Using |libibverbs|network plugin|WARN "
     "|Last error|GPU Direct|Watchdog"
 )
-# Where a message begins: another process may have broken off the one before it.
-BEGINNING = re.compile(r"(?<![\w.-])(?=[\w.-]{1,253}:\d+:\d+ \[)")
-PROCESS = re.compile(r"([\w.-]{1,253}):(\d+):\d+ \[(\d+)\]")
+# Where a message begins, which may have broken off another process's: time (2.26 on), host,
+# process, GPU.
+BEGINNING = re.compile(
+    r"(?:\[(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)\] ?)?"
+    r"(?<![\w.-])([\w.-]{1,253}):(\d+):\d+ \[(\d+)\]"
+)
 RANK = re.compile(r"\bcomm \S+ rank (\d+) n[Rr]anks")
-TIME = re.compile(r"\[(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)\] ?$")  # before NCCL's line, 2.26 on
 # Of a list: number, and a name with port and kind, or several of them that are used as one.
-LISTED = re.compile(r"\[(\d+)\](?:=\{([^}]*)\}?|([^\s;{]+))")
-ADAPTER = re.compile(r"([^\s:\[\],{}/]+):(\d+)[\d:]*/(IB|RoCE)\b")
+LISTED = re.compile(r"\[(\d+)\](=\{[^}]*\}?|[^\s;{]+)")
+ADAPTER = re.compile(r"([^\s:\[\],{}/]+:\d+)[\d:]*/(IB|RoCE)\b")
 INTERFACE = re.compile(r" \[\d+\]([^\s:\[\]]+):")
 # The slowest first: if ranks differ, it sets the pace.
 SLOWEST = ("sockets", "plugin", "unknown", "efa", "roce", "infiniband")
@@ -75,29 +77,20 @@ OF_PEER = re.compile(r"(?i)remote peer|closed by|reset by peer|broken pipe")
 VERBS = "https://www.rdmamojo.com/2013/02/15/ibv_poll_cq/"
 NVIDIA = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html"
 STATUS = r"Got completion .*(?:error |status=)(?:\w+\(|\(\w+\))?"
-TRANSLATIONS = [
-    (STATUS + r"4\b", "status 4: this node's adapter may not access the memory", VERBS),
-    (STATUS + r"5\b", "status 5: flushed after an error before it", VERBS),
-    (STATUS + r"(?:9|10|11)\b", "status 9, 10, 11: the other end refused the request", VERBS),
-    (STATUS + r"12\b", "status 12: the other end did not answer, after all retries", VERBS),
-    (STATUS + r"13\b", "status 13: the other end was not ready to receive", VERBS),
-    (
-        r"NET/IB : No device found",
-        "no adapter that a process may use: in a container /dev/infiniband may be missing, or a "
-        "library",
-        NVIDIA,
-    ),
-    (
-        r"Call to ibv_\w+ failed with error Cannot allocate memory",
-        "RDMA locks memory: the limit is that of the job (ulimit -l), not of a login shell",
-        NVIDIA,
-    ),
-]
-P2P = (
-    "the first collective timed out, and all connections are from GPU to GPU: NCCL_P2P_DISABLE=1 "
-    "shows whether that path works",
-    NVIDIA,
-)
+TRANSLATIONS = {
+    STATUS + r"4\b": f"status 4: this node's adapter may not access the memory ({VERBS})",
+    STATUS + r"5\b": f"status 5: flushed after an error before it ({VERBS})",
+    STATUS + r"(?:9|10|11)\b": f"status 9, 10, 11: the other end refused the request ({VERBS})",
+    STATUS + r"12\b": f"status 12: the other end did not answer, after all retries ({VERBS})",
+    STATUS + r"13\b": f"status 13: the other end was not ready to receive ({VERBS})",
+    r"NET/IB : No device found": "no adapter that a process may use: in a container "
+    f"/dev/infiniband may be missing, or a library ({NVIDIA})",
+    r"Call to ibv_\w+ failed with error Cannot allocate memory": "RDMA locks memory: the limit is "
+    f"that of the job (ulimit -l), not of a login shell ({NVIDIA})",
+    # Of a timeout, where all connections are direct ones.
+    r"number [01] \(\S+ elements\), after": "the first collective timed out, and all connections "
+    f"are from GPU to GPU: NCCL_P2P_DISABLE=1 shows whether that path works ({NVIDIA})",
+}
 
 # --- The finding ---------------------------------------------------------------------------------
 
@@ -140,8 +133,7 @@ class Reader:
     """Takes the lines of a text, in whatever order, and keeps what they say."""
 
     def __init__(self) -> None:
-        self.seen = {name: Counter() for name in EVIDENCE}  # groups of a match -> how often
-        self.lines: dict = {}  # (name of evidence, *groups) -> the first line
+        self.seen: dict = {name: {} for name in EVIDENCE}  # groups of a match -> lines with them
         self.warnings: dict = defaultdict(dict)  # (host, process, GPU) -> {message: time}
         self.ranks: dict = {}  # the same -> rank
         self.quoted = False  # torch quotes NCCL's last error on the next line
@@ -157,35 +149,33 @@ class Reader:
             self.warnings["", "", ""].setdefault(line.strip()[:QUOTE_LIMIT], "")
         self.quoted = "Last error:" in line
         if WORDS.search(line):
-            before = ""
-            for text in BEGINNING.split(COLOURS.sub("", line)):
-                stamp = TIME.search(before)
-                self.read_message(text, stamp[1] if stamp else "")
-                before = text
+            parts = BEGINNING.split(COLOURS.sub("", line))
+            self.read_message(parts[0], "", ("", "", ""))
+            for n in range(1, len(parts), 5):
+                time, *process, text = parts[n : n + 5]
+                self.read_message(text, time or "", tuple(process))
 
-    def read_message(self, text: str, time: str) -> None:
+    def read_message(self, text: str, time: str, process: tuple) -> None:
         quote = message(text)[:QUOTE_LIMIT]
-        process = found.groups() if (found := PROCESS.match(text)) else ("", "", "")
         if found := RANK.search(text):
             self.ranks[process] = int(found[1])
         for name, pattern in EVIDENCE.items():
             for match in re.finditer(pattern, text):
-                self.seen[name][match.groups()] += 1
-                self.lines.setdefault((name, *match.groups()), quote)
+                self.seen[name].setdefault(match.groups(), []).append(quote)
         if re.search(EVIDENCE["warning"], text):
             self.warnings[process].setdefault(quote, time)
 
     @property
     def has_text(self) -> bool:
-        return bool(self.lines or self.warnings)
+        return any(self.seen.values()) or bool(self.warnings)
 
     def texts(self, name: str) -> list[str]:
-        """What this evidence names, in the order in which it came, each once."""
-        return list(dict.fromkeys(groups[0] for groups in self.seen[name]))
+        """What this evidence names."""
+        return once(groups[0] for groups in self.seen[name])
 
     def quotes(self, name: str) -> list[str]:
-        """The lines with this evidence."""
-        return list(dict.fromkeys(line for key, line in self.lines.items() if key[0] == name))
+        """A line with each text of this evidence."""
+        return once(lines[0] for lines in self.seen[name].values())
 
     def finding(self) -> Finding:
         found = Finding(
@@ -200,13 +190,13 @@ class Reader:
         listed = [
             (number, *adapter)
             for text in self.texts("adapters")
-            for number, several, one in LISTED.findall(text)
-            for adapter in ADAPTER.findall(several or one)
+            for number, adapters in LISTED.findall(text)
+            for adapter in ADAPTER.findall(adapters)
         ]
         connected = {number for _, number, _ in self.seen["network_channel"]}
         used = [adapter for adapter in listed if adapter[0] in connected]
-        found.devices = names_of(used)
-        found.unused = [name for name in names_of(listed) if name not in found.devices]
+        found.devices = once(name for _, name, _ in used)
+        found.unused = once(name for _, name, _ in listed if name not in found.devices)
         of_one_kind = {"IB": "infiniband", "RoCE": "roce"}
         kinds = {kind for *_, kind in used or listed}
         adapter_kind = of_one_kind[kinds.pop()] if len(kinds) == 1 else "unknown"
@@ -227,15 +217,18 @@ class Reader:
             found.transport = "sockets"
         if "network" in found.channels:
             channels = self.seen["network_channel"].items()
-            found.gpudirect = sum(count for (*_, direct), count in channels if direct)
+            found.gpudirect = sum(len(lines) for (*_, direct), lines in channels if direct)
             if found.gpudirect < found.channels["network"] and found.transport != "sockets":
-                lines = self.quotes("no_gpudirect")
-                lines.sort(key=lambda line: "distance" not in line)  # it says most
-                found.no_gpudirect = next(iter(lines), "")
+                lines = self.quotes("no_gpudirect")  # a distance says most
+                found.no_gpudirect = max(lines, key=lambda line: "distance" in line, default="")
         if found.transport == "sockets":
-            found.interfaces = list(dict.fromkeys(interfaces))
+            found.interfaces = once(interfaces)
             found.devices, found.unused = [], found.devices + found.unused
-        found.means = self.meanings(found)
+        lines = found.no_network + [line for one in found.warnings for line in one["lines"]]
+        if found.channels.keys() == {"p2p"}:
+            lines += found.timeouts
+        said = "\n".join(lines)
+        found.means = [text for pattern, text in TRANSLATIONS.items() if re.search(pattern, said)]
         return found
 
     def all_warnings(self) -> list[dict]:
@@ -251,19 +244,6 @@ class Reader:
         timed = all(one["time"] for one in said)
         return sorted(said, key=lambda one: one["time"] if timed else one["who"])
 
-    def meanings(self, found: Finding) -> list[str]:
-        lines = found.no_network + [line for one in found.warnings for line in one["lines"]]
-        means = [
-            f"{text} ({source})"
-            for pattern, text, source in TRANSLATIONS
-            if any(re.search(pattern, line) for line in lines)
-        ]
-        # The first collective has timed out, and all connections are direct ones.
-        first = any(int(number) <= 1 for _, number, *_ in self.seen["collective"])
-        if first and found.channels.keys() == {"p2p"}:
-            means.append("{} ({})".format(*P2P))
-        return means
-
     def timeouts(self) -> list[str]:
         """Each collective that PyTorch's watchdog gave up, and the ranks that waited for it."""
         ranks = defaultdict(set)
@@ -275,15 +255,16 @@ class Reader:
     def channels(self) -> dict[str, int]:
         """{network, p2p, mnnvl, shm: how many connections}, without those that have none."""
         counts: Counter[str] = Counter()
-        for (way,), count in self.seen["local_channel"].items():
-            counts[{"P2P/": "p2p", "P2P/MNNVL": "mnnvl"}.get(way, "shm")] += count
-        for (*_, direct), count in self.seen["network_channel"].items():
-            counts["network"] += count * (direct is not None)
+        for (way,), lines in self.seen["local_channel"].items():
+            counts[{"P2P/": "p2p", "P2P/MNNVL": "mnnvl"}.get(way, "shm")] += len(lines)
+        for (*_, direct), lines in self.seen["network_channel"].items():
+            counts["network"] += len(lines) * (direct is not None)
         return dict(+counts)
 
 
-def names_of(adapters: list[tuple]) -> list[str]:
-    return list(dict.fromkeys(f"{name}:{port}" for _, name, port, _ in adapters))
+def once(names: Iterable[str]) -> list[str]:
+    """In the order in which they came, each once."""
+    return list(dict.fromkeys(names))
 
 
 def transport_of(network: str, adapter_kind: str, providers: list[str]) -> str:
@@ -373,46 +354,40 @@ def reason(finding: dict) -> str:
 # --- Files ---------------------------------------------------------------------------------------
 
 
-def files_in(paths: list[str]) -> list[Path]:
-    """The files named, and of each folder those that may be text: a checkpoint has gigabytes."""
-    found = []
-    for path in map(Path, paths):
-        if not path.exists():
-            raise UserError(f"no such file or folder: {path}")
-        inside = filter(Path.is_file, sorted(path.rglob("*")))
-        texts = [file for file in inside if "\0" not in next(lines_of(file), "")]
-        found += texts if path.is_dir() else [path]
-    return found
-
-
-def of_newest_start(files: Iterable[Path]) -> list[Path]:
-    """Without what an earlier start has left: of each rank, or GPU of a node, the newest file.
-
-    A file that does not begin with NCCL's prefix, such as a job's log, is not left out.
-    """
-    newest: dict = {}
-    for file in sorted(files, key=lambda file: (os.path.getmtime(file), file.name)):
-        head = list(itertools.islice(filter(str.strip, lines_of(file)), 500))
-        process = PROCESS.search(head[0]) if head else None
-        key: object = file
-        if process and process[2] in file.name:
-            ranks = (found[1] for line in head if (found := RANK.search(line)))
-            key = file.parent, file.name.replace(process[2], ""), next(ranks, f"GPU {process[3]}")
-        newest[key] = file
-    return list(newest.values())
-
-
 def find_in_files(paths: list[str], every: bool = False) -> Finding:
-    """What the text of one start says, of all of its ranks and nodes; `every`: of all starts."""
-    reader = Reader()
+    """What the text of one start says, of all of its ranks and nodes; `every`: of all starts.
+
+    Of a folder all files are read that may be text: a checkpoint has gigabytes.
+    """
+    reader, files = Reader(), []
     try:
-        files = files_in(paths)
+        for path in map(Path, paths):
+            inside = filter(Path.is_file, sorted(path.rglob("*")))
+            texts = [file for file in inside if "\0" not in next(lines_of(file), "")]
+            files += texts if path.is_dir() else [path]
         reader.read_files(files if every else of_newest_start(files))
     except OSError as error:
         raise UserError(f"cannot read {error.filename or paths}: {error.strerror}") from None
     if not reader.has_text:
         raise UserError(f"no text of NCCL on networks in {', '.join(paths)}: {HOW_TO_ASK}")
     return reader.finding()
+
+
+def of_newest_start(files: Iterable[Path]) -> list[Path]:
+    """Without what an earlier start has left: of each rank, or GPU of a node, the newest file.
+
+    A file that is not named after a process, such as a job's log, is never left out.
+    """
+    newest: dict = {}
+    for file in sorted(files, key=lambda file: (os.path.getmtime(file), file.name)):
+        head = "".join(itertools.islice(lines_of(file), 500)).lstrip()
+        process, rank = BEGINNING.search(head.partition("\n")[0]), RANK.search(head)
+        key: object = file
+        if process and process[3] in file.name:
+            gpu = f"GPU {process[4]}"
+            key = file.parent, file.name.replace(process[3], ""), rank[1] if rank else gpu
+        newest[key] = file
+    return list(newest.values())
 
 
 def beside(log: Path) -> list[Path]:
