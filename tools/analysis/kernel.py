@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 # Where the kernel shows its devices. Tests give another folder.
@@ -69,13 +70,12 @@ def judge_speed(net: Path, found: dict) -> float:
     driver = (net / "device/driver").resolve().name
     if (net / "device").exists() and driver not in PARAVIRTUAL:
         return own
-    lower = (net.parent / name for name in facts["below"] if name in found)
-    below = sum(judge_speed(each, found) for each in lower)
-    if not below:
-        facts["virtual"] = True
-        return 0.0
-    facts["speed_Gbps"] = min(own or below, below)
-    return facts["speed_Gbps"]
+    below = sum(judge_speed(net.parent / name, found) for name in facts["below"] if name in found)
+    if below:
+        facts["speed_Gbps"] = min(own or below, below)
+        return facts["speed_Gbps"]
+    facts["virtual"] = True
+    return 0.0
 
 
 def read_tcp(snmp: str) -> dict | None:
@@ -171,8 +171,7 @@ def difference(before: dict, after: dict) -> dict:
 def added(then: dict, now: dict) -> dict:
     """An interface's facts with what was added; a counter that was reset has added nothing."""
     more = {way: max(0, now[way] - then[way]) for way in ("tx_bytes", "rx_bytes")}
-    errors = {name: count - then["errors"].get(name, 0) for name, count in now["errors"].items()}
-    return now | more | {"errors": {name: count for name, count in errors.items() if count > 0}}
+    return now | more | {"errors": Counter(now["errors"]) - Counter(then["errors"])}
 
 
 def traffic(link: dict) -> int:
