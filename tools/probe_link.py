@@ -2,7 +2,7 @@
 """Measures what the link between a training's processes delivers, by all-reduces alone.
 
 It stands in the training's own torchrun or srun line in the script's place, with the same
-arguments, of which it takes --backend and --timeout:
+arguments, of which it takes --backend, --device and --timeout:
     torchrun --nnodes=2 --node_rank=0 ... tools/probe_link.py --coco_image_path DIR ...
 
 All processes add up tensors of rising size (all-reduce), as DDP does with the gradients in each
@@ -11,10 +11,10 @@ Rank 0 writes a record for compare_logs.py, `[CPU 0] Probe {...}`:
     world_size        processes
     all_reduce_bytes  of the gradients: 4 for each parameter
     all_reduce_ms     of one: the median of the rounds, of the ranks' mean in each
-    algbw_GBps        all_reduce_bytes over that time, in 10^9 bytes/s; busbw_GBps: what each
-                      rank's link then has to carry. Source: PERFORMANCE.md of nccl-tests
     latency_ms        the median of the sizes up to 4 KB
-    sizes             for each {bytes, ms, algbw_GBps, busbw_GBps}, rising
+    sizes             for each, rising, {bytes, ms, algbw_GBps: bytes over that time, in 10^9
+                      bytes/s, busbw_GBps: what each rank's link then has to carry}. Source:
+                      PERFORMANCE.md of nccl-tests
     nodes             for each {host, interfaces, tcp, node, nccl}, as counters.py and nccl_log.py
                       print them; nccl is null without NCCL or its NCCL_DEBUG_FILE. An
                       interface also has wire_Gbps (of the busier direction)
@@ -76,13 +76,8 @@ def main(process: demo.ProcessInfo) -> None:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """--backend, --device and --timeout; the script's others are ignored. Raises UserError."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.split("\n\n")[0])
-    parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto")
-    devices = ("auto", "cpu", "cuda", "mps")
-    parser.add_argument("--device", choices=devices, default="auto")
-    positive = demo.at_least(float, 0.1)
-    parser.add_argument("--timeout", type=positive, default=demo.TIMEOUT, help="seconds")
+    """The script's; none is required. Raises UserError."""
+    parser = demo.make_parser()
 
     def refuse(text: str) -> None:
         raise demo.UserError(f"{parser.prog}: {text}; see --help")
@@ -115,8 +110,6 @@ def probe(process: demo.ProcessInfo) -> dict:
         "world_size": process.world_size,
         "all_reduce_bytes": gradients,
         "all_reduce_ms": own["ms"],
-        "algbw_GBps": own["algbw_GBps"],
-        "busbw_GBps": own["busbw_GBps"],
         "latency_ms": statistics.median(s["ms"] for s in sizes if s["bytes"] <= SMALL),
         "sizes": sizes,
         "nodes": of_all_nodes(process, carried),
@@ -181,8 +174,6 @@ def of_all_nodes(process: demo.ProcessInfo, carried: dict) -> list[dict]:
         node = {"host": host, **carried}
         pattern = os.environ.get("NCCL_DEBUG_FILE", "") if process.backend == "nccl" else ""
         found = nccl.of_processes(pattern, host, [pid for name, pid in places if name == host])
-        if found and "NCCL_NET" in os.environ:  # NCCL does not print it
-            found.asked["NCCL_NET"] = os.environ["NCCL_NET"]
         node["nccl"] = found and found.to_dict()
     return [node for node in demo.all_gather(node) if node]
 
@@ -192,7 +183,7 @@ def of_all_nodes(process: demo.ProcessInfo, carried: dict) -> list[dict]:
 
 def in_words(record: dict) -> list[str]:
     """The record for people: the slowest node's link, the latency, what NCCL used."""
-    moved, several = 8 * record["algbw_GBps"], len(record["nodes"]) > 1
+    moved, several = 8 * record["sizes"][-1]["algbw_GBps"], len(record["nodes"]) > 1
     networks = [read_network(node, several, moved) for node in record["nodes"]]
     slowest = min(networks, key=lambda network: network.order)
     way = slowest.way if slowest.gbps else "no interface counts its bytes"
