@@ -188,7 +188,7 @@ def test_each_format_filled_in_is_found_by_its_pattern(form):
 
 def test_each_pattern_has_its_formats():
     names = {form.name for form in FORMATS}
-    assert names ^ {*nccl.EVIDENCE} == {"completion", "warning"}  # a status; any WARN
+    assert names ^ {*nccl.EVIDENCE} == {"completion"}  # a status
 
 
 @pytest.mark.guards("bootstrap-as-data", "wished-as-used")

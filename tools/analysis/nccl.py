@@ -48,7 +48,6 @@ EVIDENCE = {
     r"|Failed to initialize NET plugin (?!(?:IB|Socket)\b)\S|NET/OFI .*[Ff]ailed"
     r"|Failed to initialize any NET plugin)",
     "no_gpudirect": r"(?<!NET/Socket : )(GPU Direct RDMA Disabled for [^\n]*)",
-    "warning": r"NCCL WARN ()\S",
 }
 # One of these words is in every message above: most lines of a log need no more than this search.
 WORDS = re.compile(
@@ -162,7 +161,7 @@ class Reader:
         for name, pattern in EVIDENCE.items():
             for match in re.finditer(pattern, text):
                 self.seen[name].setdefault(match.groups(), []).append(quote)
-        if re.search(EVIDENCE["warning"], text):
+        if re.search(r"NCCL WARN \S", text):
             self.warnings[process].setdefault(quote, time)
 
     @property
@@ -398,15 +397,10 @@ def beside(log: Path) -> list[Path]:
 
 def of_last_run(path: Path) -> list[str]:
     """The lines of a log's last run, from the end of the run before it, without its steps."""
-    lines, end = [], 0
-    for line in lines_of(path):
-        if " | Step " not in line:
-            lines.append(line)
-        if "] Cleanup complete" in line:
-            end = len(lines)
-        elif "] Run {" in line and end:
-            lines, end = lines[end:], 0
-    return lines
+    lines = [line for line in lines_of(path) if " | Step " not in line]
+    starts = [n for n, line in enumerate(lines) if "] Run {" in line] or [0]
+    before = enumerate(lines[: starts[-1]], 1)
+    return lines[max((n for n, line in before if "] Cleanup complete" in line), default=0) :]
 
 
 def of_processes(pattern: str, host: str, pids: Iterable[int]) -> Finding | None:
