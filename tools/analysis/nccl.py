@@ -231,7 +231,7 @@ class Reader:
         return found
 
     def all_warnings(self) -> list[dict]:
-        """By time, where NCCL has written it everywhere, else by rank."""
+        """By time, where NCCL has written it, then by rank."""
         said = []
         for process, lines in self.warnings.items():
             each, rank = list(lines), self.ranks.get(process)
@@ -240,8 +240,7 @@ class Reader:
             who = who if rank is None else f"rank {rank} on {host or 'a node'}"
             kept = each[:1] + each[1:][-LAST:]
             said.append({"who": who, "time": lines[each[0]], "lines": kept, "count": len(each)})
-        timed = all(one["time"] for one in said)
-        return sorted(said, key=lambda one: one["time"] if timed else one["who"])
+        return sorted(said, key=lambda one: (one["time"], one["who"]))
 
     def timeouts(self) -> list[str]:
         """Each collective that PyTorch's watchdog gave up, and the ranks that waited for it."""
