@@ -27,9 +27,9 @@ from pytest import approx
 
 import compare_logs
 from analysis import scaling
+from analysis.figures import Run, find_straggler, make_run
 from analysis.logs import Log, read_log
 from analysis.repeats import find_repeats, gather, is_called
-from analysis.runs import Run, find_straggler, make_run
 from run import tell
 from support.datasets import make_set
 from support.forks import run_forked

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from analysis import node
-from analysis.kernel import difference, read_counters, read_tcp, settled_counters
+from analysis.kernel_counters import difference, read_counters, read_tcp, settled_counters
 from analysis.node import merged, read_node
 from counters import describe_traffic
 from support.made_logs import carried

@@ -70,7 +70,7 @@ def test_commands_import_analysis_and_four_of_them_the_script():
     script = {name for name, modules in found.items() if SCRIPT.stem in modules}
     assert script == {"probe_link", "show_results", "step_log", "benchmark"}
     assert found["prepare_coco"] == {"check_coco"} and not found["check_coco"]
-    assert found["run"] == {"analysis.kernel"} and found["series"] == {"run"}
+    assert found["run"] == {"analysis.kernel_counters"} and found["series"] == {"run"}
     modules = {f"analysis.{name}" for name in ANALYSIS} | {SCRIPT.stem, "check_coco", "run"}
     assert set().union(*found.values()) <= modules
     assert [name for name in found if "check_coco" in found[name]] == ["prepare_coco"]

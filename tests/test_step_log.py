@@ -12,8 +12,8 @@ import pytest
 from pytest import approx
 
 import compare_logs
+from analysis.figures import make_run
 from analysis.logs import read_log
-from analysis.runs import make_run
 from support.processes import FACTOR, LONG, ROOT, base_env, new_test_id
 from test_readme import PAGES
 

@@ -30,11 +30,11 @@ import sys
 from pathlib import Path
 
 from analysis import likeness, scaling
+from analysis.figures import make_run
 from analysis.logs import NODE_LOG, UserError, log_files, read_log
 from analysis.nccl import Reader, beside, of_last_run
 from analysis.repeats import find_repeats, gather, say_difference
 from analysis.report import print_text, report, write_report
-from analysis.runs import make_run
 from analysis.verdict import judge, own_bytes
 
 

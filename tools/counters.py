@@ -4,7 +4,8 @@
     python tools/counters.py                    # one line, Counters {...}, for the run's log
     python tools/counters.py --since node0.log  # also what was carried since the log's last one
 
-analysis/kernel.py reads the counters, and says what they count; analysis/node.py what a node is.
+analysis/kernel_counters.py reads the counters, and says what they count; analysis/node.py what a
+node is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import time
 from pathlib import Path
 
-from analysis.kernel import difference, settled_counters, traffic
+from analysis.kernel_counters import difference, settled_counters, traffic
 from analysis.logs import Log, lines_of, parse_lines
 from analysis.node import read_node
 

@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-from analysis.kernel import SYSFS, text_of
+from analysis.kernel_counters import SYSFS, text_of
 from analysis.node import most_locked, read_node
 from run import UserError, adapter, job, nvidia_smi_lists_a_gpu
 

@@ -43,7 +43,7 @@ import torch.distributed as dist
 import torchvision
 
 from analysis import nccl
-from analysis.kernel import difference, settled_counters
+from analysis.kernel_counters import difference, settled_counters
 from analysis.network import read_network
 from analysis.node import read_node
 from analysis.words import digits, megabytes, rate

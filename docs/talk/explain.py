@@ -13,9 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
+from analysis.figures import make_run
 from analysis.logs import read_log
 from analysis.report import table
-from analysis.runs import make_run
 from analysis.verdict import ring_bytes
 from analysis.words import duration, megabytes, part, rate
 

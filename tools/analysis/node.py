@@ -12,7 +12,7 @@ from collections import Counter
 from math import prod
 from pathlib import Path
 
-from analysis.kernel import CONGESTION, SYSFS, number, text_of, traffic
+from analysis.kernel_counters import CONGESTION, SYSFS, number, text_of, traffic
 
 GPUDIRECT_MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")
 CAP_IPC_LOCK = 14  # linux/capability.h

@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from statistics import median
 
-from analysis.runs import find_straggler
+from analysis.figures import find_straggler
 from analysis.words import ms, with_range
 
 ENOUGH = 4  # runs of each network

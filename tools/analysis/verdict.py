@@ -9,9 +9,9 @@ import re
 from dataclasses import replace
 
 from analysis.advice import network_words, next_steps
+from analysis.figures import usual_times
 from analysis.nccl import quotes, reason
 from analysis.network import ADAPTERS, carriers
-from analysis.runs import usual_times
 from analysis.words import megabytes, ms, rate
 
 MOST_WARNINGS = 3  # of a complete run

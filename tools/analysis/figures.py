@@ -3,7 +3,7 @@
 import statistics
 from dataclasses import dataclass, field
 
-from analysis.kernel import difference
+from analysis.kernel_counters import difference
 from analysis.logs import Log
 from analysis.network import read_network
 from analysis.node import joined, merged, rows_of
