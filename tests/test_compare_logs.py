@@ -286,6 +286,24 @@ def test_a_record_with_a_list_in_the_place_of_a_word_ends_in_one_line(tmp_path):
     assert err.startswith("compare_logs.py: error: a record in these logs is damaged, ")
 
 
+@pytest.mark.guards("unreadable-beside", "folder-beside")
+def test_of_what_lies_beside_a_log_only_a_file_that_cannot_be_read_is_an_error(tmp_path):
+    (run,) = made_runs(["= a", "net eth0 ethernet 10 9"])
+    folder = run.write(tmp_path)
+    (folder / "nccl.node0.old").mkdir()
+    (folder / "nccl.node0.gone").symlink_to("gone")
+    assert run_tool(folder)[1:] == ("", 0)
+    unreadable = Path("/proc/self/mem")  # also for root
+    (folder / "nccl.node0.h.1.log").symlink_to(unreadable)
+    error = "compare_logs.py: error: a log: cannot be read: Input/output error\n"
+    assert run_tool(folder) == ("", error, 2)
+
+
+@pytest.mark.guards("foreign-counters")
+def test_counters_of_another_program_are_left_out():
+    assert not log_of('Counters {"steps": 5}\n').counters
+
+
 # --- Pictures and files --------------------------------------------------------------------------
 
 

@@ -133,6 +133,7 @@ def same_as_in_file(path: Path, made: str, request: pytest.FixtureRequest) -> No
 
 
 @pytest.mark.guards("slowest-rank", "timeout-named", "warning-unknown", "memlock")
+@pytest.mark.guards("last-error-torn")
 def test_whole_texts_have_their_answers(tmp_path, request):
     made = REPORTS.read_text(encoding="utf-8").partition("\n== ")[0]
     for name, text in TEXTS.items():
@@ -381,7 +382,7 @@ def test_ranks_are_told_by_the_time_of_their_first_warning_if_nccl_wrote_one():
     assert ["rank 0" in text for text in nccl.quotes(find(*bare).to_dict(), True)] == [1, 0]
 
 
-@pytest.mark.guards("newest-start")
+@pytest.mark.guards("newest-start", "starts-by-number")
 def test_of_a_folder_the_newest_start_is_told_and_with_all_every_one(tmp_path, call):
     """The probe's two processes over InfiniBand, then the training's over sockets."""
     for age, (pid, rank, name) in enumerate(
@@ -394,7 +395,10 @@ def test_of_a_folder_the_newest_start_is_told_and_with_all_every_one(tmp_path, c
         os.utime(file, (age, age))
     assert call(tmp_path)[1] == "NCCL used TCP (network Socket), 1 node\n"
     assert len(nccl.of_newest_start(tmp_path.glob("nccl.*"))) == 2
-    assert "Ranks differ (Socket, IB)" in call("--all", tmp_path)[1]
+    assert "Ranks, or starts, differ (Socket, IB)" in call("--all", tmp_path)[1]
+    for file in tmp_path.iterdir():  # as a copy of the folder may have them
+        os.utime(file, (7, 7))
+    assert call(tmp_path)[1] == "NCCL chose InfiniBand or RoCE adapters (network IB), 1 node\n"
 
 
 @pytest.mark.parametrize(
@@ -403,13 +407,16 @@ def test_of_a_folder_the_newest_start_is_told_and_with_all_every_one(tmp_path, c
         (["log", "gone"], "cannot read gone: No such file or directory"),
         (["empty"], "no text of NCCL on networks in empty: start the job with NCCL_"),
         (["folder"], "no text of NCCL on networks in folder"),
+        (["pipe"], "pipe is a pipe, and is read twice: give a file"),
     ],
 )
+@pytest.mark.guards("text-from-a-pipe")
 def test_wrong_usage_ends_in_one_line(arguments, message, tmp_path, call, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(Path("log"), *JOBS["efa"])
     Path("empty").touch()
     Path("folder").mkdir()
+    os.mkfifo("pipe")
     found, out, err = call(*arguments)
     assert (found, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("nccl_log.py: error: " + message)

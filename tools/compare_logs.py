@@ -43,6 +43,8 @@ def main(argv=None):
         return run_command(parse_arguments(argv))
     except UserError as error:
         text = str(error)
+    except OSError as error:
+        text = f"{error.filename or 'a log'}: cannot be read: {error.strerror}"
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         text = f"a record in these logs is damaged, or this is a bug: {error!r}"
     print(f"compare_logs.py: error: {text}", file=sys.stderr)

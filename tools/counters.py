@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import time
 from pathlib import Path
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--since", metavar="LOG", type=Path, help=text)
     args = parser.parse_args()
     log = Log()
-    if args.since and args.since.is_file():
+    if args.since and args.since.is_file() and os.access(args.since, os.R_OK):
         # NOTE: it is read first, because what is printed here may go into it.
         parse_lines(lines_of(args.since), log)
     now = {"host": socket.gethostname(), "time": round(time.time(), 3), **settled_counters()}

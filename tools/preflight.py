@@ -25,7 +25,7 @@ from pathlib import Path
 
 from analysis.kernel_counters import SYSFS, text_of
 from analysis.node import most_locked, read_node
-from run import UserError, adapter, job, nvidia_smi_lists_a_gpu
+from run import UserError, adapter, job, nvidia_smi_lists_a_gpu, whole
 
 ROOT = Path(__file__).resolve().parents[1]
 PORTS = {name: facts for name, facts in read_node()["ports"].items() if name != "lo"}
@@ -200,9 +200,11 @@ def main() -> int:
             names = "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"
             found = job({**os.environ, "GPUS_PER_NODE": "1"})
             nnodes, rank, host, port = (found[name] for name in names)
-            seconds = int(os.environ.get("CONNECT_TIMEOUT") or 60)
+            port = whole("MASTER_PORT", port, 1, 65535)
+            wait = os.environ.get("CONNECT_TIMEOUT") or "60"
+            seconds = whole("CONNECT_TIMEOUT", wait, 1, 1_000_000)
             if int(nnodes) > 1:
-                check_between(int(nnodes), int(rank), host, int(port), seconds)
+                check_between(int(nnodes), int(rank), host, port, seconds)
     except (UserError, ValueError) as error:
         report(str(error))
     except OSError as error:

@@ -285,6 +285,14 @@ def test_a_port_that_is_taken_is_found(nodes):
     assert second.seconds < 1 + 10 * FACTOR
 
 
+@pytest.mark.guards("preflight-numbers")
+@pytest.mark.parametrize("name", ["MASTER_PORT", "CONNECT_TIMEOUT"])
+def test_a_number_that_is_none_is_named(name):
+    job = {"NNODES": 2, "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", name: "-1"}
+    (text,) = [text for text in wrong(check_alone(**job)) if name in text]
+    assert text.startswith(f"{name} is '-1': give a whole number from 1 to ")
+
+
 @pytest.mark.guards("preflight-node-rank")
 def test_a_node_rank_that_two_nodes_have_is_found(nodes):
     started = [

@@ -21,7 +21,7 @@ ROWS = [
         "failed",
         "all that NCCL wrote: tools/nccl_log.py FOLDER, {page}which-network-nccl-used",
     ),
-    ("wrong-rate", "what the port states: `ethtool {name}`; --link_gbps replaces it"),
+    ("wrong-rate", "what the port states: `{states}`; --link_gbps replaces it"),
     # What is unusual, in the order of find_unusual in verdict.py
     ("asked ipoib !gloo", "the adapter without IP: --network LABEL={adapter}"),
     (
@@ -35,7 +35,10 @@ ROWS = [
     ),
     ("pcie", "the adapter's slot: `sudo lspci -vv` on {node} (LnkSta beside LnkCap)"),
     ("lanes", "why not all lanes are up: `mlxlink -d {device} -c -m` on {node}"),
-    ("errors-infiniband", "the cable whose errors are counted: `ibqueryerrors`"),
+    (
+        "errors-infiniband",
+        "the link whose errors are counted: `ibqueryerrors`, `rdma statistic show link {link}`",
+    ),
     (
         "errors-roce",
         "packets lost or reordered: `rdma statistic show link {link}` on both nodes",
@@ -51,7 +54,7 @@ ROWS = [
         "the link from GPU memory: `ib_write_bw -d {device} --use_cuda=0` on {first}, "
         "`ib_write_bw -d {device} --use_cuda=0 --report_gbits {first}` on {other}",
     ),
-    ("slow-port", "the port that states less: `ethtool {name}` on {slowest}"),
+    ("slow-port", "the port that states less: `{states}` on {slowest}"),
     (
         "low sockets",
         "the link alone: `iperf3 -s` on {first}, `iperf3 -c ADDRESS -P 8` on {other} ({address}), "
@@ -106,13 +109,17 @@ def next_steps(run, words, port="", node=""):
     network, rank = run.network, run.straggler
     name = network.names[0] if network and network.names else "IFNAME"
     hosts = run.setting("hosts", [])
-    first, other, *_ = [*dict.fromkeys(hosts), "FIRST", "OTHER"]
+    first, other, *others = [*dict.fromkeys(hosts), "FIRST", "OTHER"]
+    if network and network.host in others:  # the slowest node
+        other = network.host
+    on_adapter = network and network.transport in ADAPTERS
     values = {
         "page": PAGE,
         "first": first,
         "other": other,
         "address": f"{first}'s on {name}",
         "name": name,
+        "states": f"ibstat {name.partition(':')[0]}" if on_adapter else f"ethtool {name}",
         "port": port or name,
         "node": node,
         "device": (port or name).partition(":")[0],

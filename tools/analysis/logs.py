@@ -106,7 +106,8 @@ def parse_lines(lines, log):
         if "\x1b" in line:
             line = COLOURS.sub("", line)
         if "Counters {" in line and (found := COUNTERS.search(line)):
-            if record := whole(log, found[1]):
+            record = whole(log, found[1])
+            if {"host", "interfaces"} <= record.keys():  # another program may count, too
                 records = log.counters.setdefault(record["host"], [])
                 records[:] = [*records[-1:], record]
         elif (".py: " in line or ".sh: " in line) and (found := LAUNCHER.search(line)):

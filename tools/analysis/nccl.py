@@ -70,7 +70,7 @@ SLOWEST = ("sockets", "plugin", "unknown", "efa", "roce", "infiniband")
 QUOTE_LIMIT = 300  # characters of a line that is quoted
 LAST = 3  # warnings of a failed run's rank that are quoted, beside the first one
 MOST_QUOTES = 6
-OF_PEER = re.compile(r"(?i)remote peer|closed by|reset by peer|broken pipe")
+AFTER = re.compile(r"(?i)remote peer|closed by|reset by peer|broken pipe|FLUSH_ERR|status=5\b")
 
 # What a line means, where nobody could look it up.
 VERBS = "https://www.rdmamojo.com/2013/02/15/ibv_poll_cq/"
@@ -135,7 +135,7 @@ class Reader:
         self.seen: dict = {name: {} for name in EVIDENCE}  # groups of a match -> lines with them
         self.warnings: dict = defaultdict(dict)  # (host, process, GPU) -> {message: time}
         self.ranks: dict = {}  # the same -> rank
-        self.quoted = False  # torch quotes NCCL's last error on the next line
+        self.prefix: str | None = None  # torch quotes NCCL's last error on the next line with it
 
     def read_files(self, files: Iterable[Path]) -> None:
         for file in files:
@@ -144,9 +144,12 @@ class Reader:
 
     def read(self, line: str) -> None:
         """One line; without its end it may be cut there."""
-        if self.quoted and line.strip():
+        prefix, last_error, _ = line.partition("Last error:")
+        if last_error:
+            self.prefix = prefix
+        elif self.prefix is not None and line.startswith(self.prefix) and line.strip():
             self.warnings["", "", ""].setdefault(line.strip()[:QUOTE_LIMIT], "")
-        self.quoted = "Last error:" in line
+            self.prefix = None
         if WORDS.search(line):
             parts = BEGINNING.split(COLOURS.sub("", line))
             self.read_message(parts[0], "", ("", "", ""))
@@ -297,7 +300,8 @@ def describe(found: Finding) -> list[str]:
         what = "Found, not used" if seen else "Found, no connection seen"
         lines.append(f"{what}: {', '.join(found.unused)}")
     if len(found.networks) > 1:
-        lines.append(f"Ranks differ ({', '.join(found.networks)}): the slowest sets the pace")
+        several = ", ".join(found.networks)
+        lines.append(f"Ranks, or starts, differ ({several}): the slowest rank sets the pace")
     if found.asked:
         asked = ", ".join(f"{name}={value}" for name, value in sorted(found.asked.items()))
         lines.append(f"The environment asked for: {asked}")
@@ -341,11 +345,21 @@ def quotes(finding: dict, failed: bool) -> list[str]:
     return lines
 
 
+def asked_for(asked: dict) -> str:
+    """Which variable asked for an adapter, or a plugin; empty: none, or sockets were wanted."""
+    without = asked.get("NCCL_IB_DISABLE", "0") not in ("", "0")
+    if without or asked.get("NCCL_NET", "").lower() == "socket":
+        return ""
+    return next((f"{n}={asked[n]}" for n in ("NCCL_NET", "NCCL_IB_HCA") if asked.get(n)), "")
+
+
 def reason(finding: dict) -> str:
-    """The last warning that does not tell of a lost peer; empty: NCCL wrote none."""
-    warned = [line for one in finding.get("warnings", []) for line in one["lines"]]
-    lines = finding.get("no_network", []) + warned
-    own = [line for line in lines if not OF_PEER.search(line)]
+    """The last warning that is not the effect of an error elsewhere. Without any, where an adapter
+    was asked for, why none was used; empty: NCCL wrote nothing of the kind.
+    """
+    lines = finding.get("no_network", []) if asked_for(finding.get("asked", {})) else []
+    lines = lines + [line for one in finding.get("warnings", []) for line in one["lines"]]
+    own = [line for line in lines if not AFTER.search(line)]
     return next(reversed(own or lines), "")
 
 
@@ -360,6 +374,8 @@ def find_in_files(paths: list[str], every: bool = False) -> Finding:
     reader, files = Reader(), []
     try:
         for path in map(Path, paths):
+            if path.is_fifo():
+                raise UserError(f"{path} is a pipe, and is read twice: give a file")
             inside = filter(Path.is_file, sorted(path.rglob("*")))
             texts = [file for file in inside if "\0" not in next(lines_of(file), "")]
             files += texts if path.is_dir() else [path]
@@ -377,7 +393,7 @@ def of_newest_start(files: Iterable[Path]) -> list[Path]:
     A file that is not named after a process, such as a job's log, is never left out.
     """
     newest: dict = {}
-    for file in sorted(files, key=lambda file: (os.path.getmtime(file), file.name)):
+    for file in sorted(files, key=lambda f: (os.path.getmtime(f), len(f.name), f.name)):
         head = "".join(itertools.islice(lines_of(file), 500)).lstrip()
         process, rank = BEGINNING.search(head.partition("\n")[0]), RANK.search(head)
         key: object = file
@@ -391,7 +407,7 @@ def of_newest_start(files: Iterable[Path]) -> list[Path]:
 def beside(log: Path) -> list[Path]:
     """Where NCCL has written beside a node's log at the newest start: nccl.node0.HOST.PID.log."""
     node = log.name.partition(".")[0]
-    return of_newest_start(log.parent.glob(f"nccl.{node}.*"))
+    return of_newest_start(filter(Path.is_file, log.parent.glob(f"nccl.{node}.*")))
 
 
 def of_last_run(path: Path) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from analysis.advice import network_words, next_steps
 from analysis.figures import usual_times
-from analysis.nccl import quotes, reason
+from analysis.nccl import asked_for, quotes, reason
 from analysis.network import ADAPTERS, carriers
 from analysis.words import megabytes, ms, rate
 
@@ -41,7 +41,9 @@ def judge(run):
         says = [start + "; ".join(run.problems) + quoted]
         says += [f"network: {run.network.way}"] if run.network else []
         says += [f"timed out: {work}" for work in finding.get("timeouts", [])]
-        says += warned + [f"meaning: {text}" for text in finding.get("means", [])]
+        says += warned
+        if quoted or finding.get("timeouts"):
+            says += [f"meaning: {text}" for text in finding.get("means", [])]
         words = {"failed", run.network.transport if run.network else ""} if warned else set()
         return says, next_steps(run, words)
     elsewhere, own = own_bytes(run)
@@ -203,7 +205,7 @@ def find_unusual(run, elsewhere, in_part):
     if not network or not in_part or run.nodes == 1:
         return found
     made, direct, why = gpudirect(network)
-    if direct < made:
+    if made and (why or not direct):  # by default a GPU without NVLink uses it for one direction
         far = "far-gpu" if "distance" in why else "no-gpudirect"
         found.append((far, f"GPUDirect on {direct} of {made} connections", ()))
     rates = {one.stated for one in run.networks if one.stated}
@@ -293,10 +295,8 @@ def was_asked(run):
         return ""
     names = ("NCCL_IB_DISABLE", "NCCL_NET", "NCCL_IB_HCA")
     asked = {name: run.env(name) for name in names} | run.network.finding.get("asked", {})
-    if asked["NCCL_IB_DISABLE"] in ("", "0"):
-        for name in ("NCCL_NET", "NCCL_IB_HCA"):
-            if asked[name] not in ("", "Socket"):
-                return f"{name}={asked[name]} was set"
+    if variable := asked_for(asked):
+        return f"{variable} was set"
     named = re.search(r"(?i)infiniband|roce|\befa|\bib\b", run.name)
     return f"the run is called {run.name}" if named else ""
 
@@ -355,7 +355,8 @@ def own_bytes(run):
     its model.
     """
     steps, hosts = run.steps or 0, run.setting("hosts", [])
-    inside = run.network and run.network.transport == "local"
+    ways = run.network.finding.get("channels", {}) if run.network else {}
+    inside = "mnnvl" in ways or (run.network and run.network.transport == "local")
     known = run.has_split and run.wire_bytes and run.processes and (run.nodes or 0) > 1
     compresses = run.setting("grad_compression") == "powersgd"
     if not known or steps < 1 or inside or run.partial or compresses:
@@ -383,9 +384,8 @@ def own_bytes(run):
                 for link in links
                 if link["name"] not in names and 2 * sent(link) > low - total
             ]
-            rest = ", ".join(rest)
-            seen = f"{rest} a step on {host}" if rest else f"no counter on {host} shows its bytes"
-            rest = rest or "no counter shows the rest"
+            seen = f"{', '.join(rest)} a step on {host}" if rest else ""
+            rest = ", ".join(rest) or "no counter shows the rest"
             says.append((0, f"{text}, less than {expected}: {rest}", seen))
         elif total > high:
             more = f"{text}, more than {expected}: other traffic, or more all-reduces"
