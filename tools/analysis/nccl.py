@@ -147,8 +147,9 @@ class Reader:
         prefix, last_error, _ = line.partition("Last error:")
         if last_error:
             self.prefix = prefix
-        elif self.prefix is not None and line.startswith(self.prefix) and line.strip():
-            self.warnings["", "", ""].setdefault(line.strip()[:QUOTE_LIMIT], "")
+        elif self.prefix is not None and line.startswith(self.prefix):
+            if line.removeprefix(self.prefix).strip():
+                self.warnings["", "", ""].setdefault(line.strip()[:QUOTE_LIMIT], "")
             self.prefix = None
         if WORDS.search(line):
             parts = BEGINNING.split(COLOURS.sub("", line))
