@@ -23,6 +23,7 @@ TOO_FAST = 1.05  # above this share what it states is wrong
 ROUNDED = 0.01  # of a step: its parts add up to it but for this
 LOSSY = 0.01  # TCP that sends this share of its segments again is told
 FALLEN_GBPS = 0.1  # an Ethernet port falls back to this where two pairs of its cable are bad
+UNSEEN = "no counter shows the rest"  # of the training's bytes
 OWN_CORE = 0.8  # a process that computes has at least this much CPU time, if the core is its own
 # The training's own bytes may be so much less or more than those of its gradients: headers and a
 # node's small traffic are counted, too.
@@ -68,7 +69,8 @@ def judge(run):
         unusual.append(("slow-rank", f"rank {run.straggler}'s own work {longer}", ()))
     first = f"{say_parts(run)}: {say_limit(run, parts, bound, in_part)}"
     first += "".join(f"; unusual: {what}" for _, what, _ in unusual[:1]) + say_crowd(run)
-    words = words_of_step(run, bound, in_part) | {word for word, *_ in unusual}
+    words = words_of_step(run, bound, in_part) - ({"unmoved"} if elsewhere == UNSEEN else set())
+    words |= {word for word, *_ in unusual}
     marked = next((place for *_, place in unusual if place), ())
     return [first, *says], next_steps(run, words, *marked)
 
@@ -190,7 +192,7 @@ def find_unusual(run, elsewhere, in_part):
     network, found = run.network, []
     if asked := was_asked(run):
         found.append(("asked", f"sockets, though {asked}", ()))
-    if elsewhere:
+    if elsewhere not in ("", UNSEEN):
         found.append(("unmoved", elsewhere, ()))
     delivers = run.share and run.share >= USUAL
     marked = {}  # -> nodes
@@ -238,6 +240,8 @@ def say_network(run, own, elsewhere):
     if run.nodes == 1 or network.transport == "local":
         return [f"network: none, {way_inside(network)}"]
     if elsewhere:
+        if elsewhere == UNSEEN:
+            return [f"network: in the probe {network.way}, in the training not known"]
         return [f"network: the probe's, {network.way}, did not carry the training"]
     text, whose = f"network: {network.way}", "probe" if network.host else "training"
     if network.gbps:
@@ -347,8 +351,8 @@ def size_limits(run):
 
 
 def own_bytes(run):
-    """(which others than the probe's carried the training itself, if they did; a line on its
-    bytes), by the counters before and after it.
+    """(which others than the probe's carried the training itself, if they did, or UNSEEN; a line
+    on its bytes), by the counters before and after it.
 
     Each step sends the gradients, in the script a blank pass before them, too: on two nodes once
     in a tree, as ring_bytes says in a ring; on more nodes up to twice in a tree. Rank 0 also sends
@@ -384,14 +388,14 @@ def own_bytes(run):
                 for link in links
                 if link["name"] not in names and 2 * sent(link) > low - total
             ]
-            seen = f"{', '.join(rest)} a step on {host}" if rest else ""
-            rest = ", ".join(rest) or "no counter shows the rest"
-            says.append((0, f"{text}, less than {expected}: {rest}", seen))
+            seen = f"{', '.join(rest)} a step on {host}" if rest else UNSEEN
+            text += f", less than {expected}: {', '.join(rest) or UNSEEN}"
+            says.append((0 if rest else 1, text, seen))
         elif total > high:
             more = f"{text}, more than {expected}: other traffic, or more all-reduces"
-            says.append((1, more, ""))
+            says.append((2, more, ""))
         else:
-            says.append((2, f"{text}, as its gradients need", ""))
+            says.append((3, f"{text}, as its gradients need", ""))
     _, text, elsewhere = min(says)
     unseen = (run.nodes or 0) - len(run.traffic)
     if unseen > 0:
