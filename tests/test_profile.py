@@ -105,7 +105,8 @@ def test_profiled_steps_and_the_wait_for_the_slowest_trace_are_in_no_figure(prof
         assert [int(n) for n in re.findall(without, profiled.out, re.M)] == [*LEFT_OUT]
     times = [float(ms) for ms in re.findall(r"\| step ([\d.]+) ms", profiled.out)]
     assert len(times) == 2 * (14 - len(LEFT_OUT))
-    assert max(times) < 1e3 * SLOW + min(times)  # with the wait a step takes at least as long
+    # A step with the wait takes longer than the others by all of it.
+    assert max(times) - min(times) < 1e3 * SLOW * 0.75
     summary = profiled.json_line("Summary")
     assert summary["steps"] == 14 and summary["replicas_identical"] is True
     assert summary["measured_steps"] == 14 - len(LEFT_OUT) - 3
