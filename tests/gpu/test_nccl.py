@@ -139,6 +139,7 @@ def test_nccls_text_names_sockets_and_the_interface_as_the_probe_does(pair, word
     probe = first.json_line("Probe")
     assert probe["world_size"] == 2 and probe["sizes"][-1]["busbw_GBps"] > 0
     show(str({name: probe[name] for name in ("all_reduce_ms", "latency_ms")}))
+    show(f"algbw_GBps {probe['sizes'][-1]['algbw_GBps']}")
     for line in first.lines(0)[-4:]:
         show(line)
     if BACKEND == "gloo":
