@@ -78,6 +78,7 @@ def main(process: demo.ProcessInfo) -> None:
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The script's; none is required. Raises UserError."""
     parser = demo.make_parser()
+    parser.description = __doc__.split("\n\n")[0]
 
     def refuse(text: str) -> None:
         raise demo.UserError(f"{parser.prog}: {text}; see --help")

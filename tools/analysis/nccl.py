@@ -70,12 +70,13 @@ SLOWEST = ("sockets", "plugin", "unknown", "efa", "roce", "infiniband")
 QUOTE_LIMIT = 300  # characters of a line that is quoted
 LAST = 3  # warnings of a failed run's rank that are quoted, beside the first one
 MOST_QUOTES = 6
-AFTER = re.compile(r"(?i)remote peer|closed by|reset by peer|broken pipe|FLUSH_ERR|status=5\b")
 
 # What a line means, where nobody could look it up.
 VERBS = "https://www.rdmamojo.com/2013/02/15/ibv_poll_cq/"
 NVIDIA = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html"
 STATUS = r"Got completion .*(?:error |status=)(?:\w+\(|\(\w+\))?"
+# What tells of an error elsewhere, or before.
+AFTER = re.compile(rf"(?i)remote peer|closed by|reset by peer|broken pipe|{STATUS}5\b")
 TRANSLATIONS = {
     STATUS + r"4\b": f"status 4: this node's adapter may not access the memory ({VERBS})",
     STATUS + r"5\b": f"status 5: flushed after an error before it ({VERBS})",
