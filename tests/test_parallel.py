@@ -120,14 +120,15 @@ def test_spawn_starts_the_two_ranks_of_ddp(tmp_path):
 
 
 @LONG
-@pytest.mark.guards("ring-pieces", "ring-cable", "tree-down", "page-ring")
+@pytest.mark.guards("ring-pieces", "ring-cable", "tree-down", "page-ring", "page-cross")
 def test_ring_and_tree_take_the_time_of_the_model_and_cross(tmp_path):
-    """The programs check their sums. A busy machine adds time, and never takes any away."""
+    """The programs check their sums. A busy machine adds time, and never takes any away: no bound
+    from above, nor an order of two measured times, holds on each.
+    """
     cells = {row[0]: dict(zip((4, 8), (row[1:3], row[3:]), strict=True)) for row in table("bytes")}
     for ranks, out in outputs(tmp_path, "all_reduce.py", [4, 8]).items():
         found = re.findall(r"^ *([\d,]+) bytes, (\w+): +(\d+) ms, by hand +(\d+) ms$", out, re.M)
         assert len(found) == 6
-        measured = {(size, way): int(shown) for size, way, shown, _ in found}
         turns = {"ring": 2 * (ranks - 1), "tree": 2 * (ranks.bit_length() - 1)}
         for size, way, shown, model in found:
             piece = int(size.replace(",", "")) / (ranks if way == "ring" else 1)
@@ -135,6 +136,8 @@ def test_ring_and_tree_take_the_time_of_the_model_and_cross(tmp_path):
             assert int(model) == pytest.approx(wanted, abs=0.51)
             assert int(shown) >= int(model) - 1
             assert cells[size][ranks][way == "tree"].endswith(f" ({model})")
-        assert measured["512,000", "ring"] < measured["512,000", "tree"]
-        if ranks == 8:  # four are too near to each other on a busy machine: 31 and 23 ms
-            assert measured["8,000", "tree"] < measured["8,000", "ring"]
+        # The page's times, measured and by hand, cross as it says.
+        for size, first in (("8,000", "tree"), ("512,000", "ring")):
+            ring, tree = (list(map(int, re.findall(r"\d+", cell))) for cell in cells[size][ranks])
+            fast, slow = (ring, tree) if first == "ring" else (tree, ring)
+            assert fast[0] < slow[0] and fast[1] < slow[1]
