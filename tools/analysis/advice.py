@@ -33,7 +33,7 @@ ROWS = [
         "the interface that is used: `ip route get ADDRESS` on {other} (ADDRESS: of "
         "{first}, on the network that was meant)",
     ),
-    ("pcie", "the adapter's slot: `sudo lspci -vv` on {node} (LnkSta beside LnkCap)"),
+    ("pcie", "the adapter's slot: `sudo lspci -vv -s {slot}` on {node} (LnkSta beside LnkCap)"),
     ("lanes", "why not all lanes are up: `mlxlink -d {device} -c -m` on {node}"),
     (
         "errors-infiniband",
@@ -104,8 +104,8 @@ ROWS = [
 ]
 
 
-def next_steps(run, words, port="", node=""):
-    """The texts that fit, at most MOST; `port` of `node`: the one with a mark."""
+def next_steps(run, words, port="", slot="", node=""):
+    """The texts that fit, at most MOST; `port` in `slot` of `node`: the one with a mark."""
     network, rank = run.network, run.straggler
     name = network.names[0] if network and network.names else "IFNAME"
     hosts = run.setting("hosts", [])
@@ -121,6 +121,7 @@ def next_steps(run, words, port="", node=""):
         "name": name,
         "states": f"ibstat {name.partition(':')[0]}" if on_adapter else f"ethtool {name}",
         "port": port or name,
+        "slot": slot,
         "node": node,
         "device": (port or name).partition(":")[0],
         "link": (port or name).replace(":", "/"),

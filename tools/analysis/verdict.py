@@ -185,7 +185,8 @@ def words_of_step(run, bound, in_part):
 
 
 def find_unusual(run, elsewhere, in_part):
-    """What was measured that is unusual: (word of advice.py, a few words, (port, node) or ()).
+    """What was measured that is unusual: (word of advice.py, a few words, place), with a place of
+    (port, PCI address, nodes), or ().
 
     Without `in_part`, where the network hardly matters, only what is wrong in any case.
     """
@@ -200,10 +201,11 @@ def find_unusual(run, elsewhere, in_part):
         for row in facts["rows"]:
             for word, mark in row["marks"].items():
                 if word != "pcie" or not delivers:
-                    marked.setdefault((word, row["port"], mark), []).append(host)
-    for (word, port, mark), hosts in marked.items():
+                    key = word, row["port"], row["device"], mark
+                    marked.setdefault(key, []).append(host)
+    for (word, port, slot, mark), hosts in marked.items():
         nodes = " and ".join(hosts)
-        found.append((word, f"{port} of {nodes} {mark}", (port, nodes)))
+        found.append((word, f"{port} of {nodes} {mark}", (port, slot, nodes)))
     if not network or not in_part or run.nodes == 1:
         return found
     made, direct, why = gpudirect(network)
@@ -255,6 +257,8 @@ def say_network(run, own, elsewhere):
         text += f"; GPUDirect on {direct} of the {whose}'s {made} connections"
         text += f" on {network.host}" if network.host else ""
         text += f' ("{why}")' if why else ""
+    elif network.transport in ADAPTERS:
+        text += "; GPUDirect: not known"
     unused = network.finding.get("unused", [])
     if unused and network.finding.get("devices", []):
         text += f"; {len(unused)} more adapters that NCCL found are not used"
@@ -396,7 +400,9 @@ def own_bytes(run):
             says.append((2, more, ""))
         else:
             says.append((3, f"{text}, as its gradients need", ""))
-    _, text, elsewhere = min(says)
+    worst, text, elsewhere = min(says)
+    if worst == 3 and len(says) > 1:
+        text += f", on each of {len(says)} nodes"
     unseen = (run.nodes or 0) - len(run.traffic)
     if unseen > 0:
         text += f"; the counters of {unseen} other node{'s' * (unseen > 1)} were not seen"
