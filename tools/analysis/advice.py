@@ -41,13 +41,14 @@ ROWS = [
     ),
     (
         "errors-roce",
-        "packets lost or reordered: `rdma statistic show link {link}` on both nodes",
+        "packets lost or reordered: `rdma statistic show link {link}` on both nodes, then the "
+        "switch's discards, {page}roce",
     ),
     ("errors-ethernet", "the port whose errors are counted: `ethtool -S {port}` on {node}"),
     (
         "far-gpu",
         "the way from GPU to adapter, too long for NCCL: `nvidia-smi topo -m`. Compare a run with "
-        "NCCL_NET_GDR_LEVEL=SYS, which allows any",
+        "NCCL_NET_GDR_LEVEL=SYS, which allows any and may be slower",
     ),
     (
         "no-gpudirect !efa",
@@ -62,15 +63,19 @@ ROWS = [
     ),
     (
         "low !sockets !efa !plugin",
-        "the link alone: `ib_write_bw -d {device}` on {first}, `ib_write_bw -d {device} "
-        "--report_gbits {first}` on {other}, {page}{kind}",
+        "link and slot without NCCL: `ib_write_bw -d {device}` on {first}, `ib_write_bw "
+        "-d {device} --report_gbits {first}` on {other}, {page}{kind}",
     ),
     (
         "low efa",
         "the link alone: fabtests' `fi_rma_bw -p efa -E` on {first}, `fi_rma_bw -p efa -E "
         "{first}` on {other}, {page}efa",
     ),
-    ("again", "where packets are lost: `ethtool -S {name}` on both nodes, {page}tcp"),
+    (
+        "again",
+        "where packets are lost: `ethtool -S {name} | grep -iE 'drop|discard|err'` on both "
+        "nodes, {page}tcp",
+    ),
     # What limits it
     ("slow-rank images", "rank {rank}, which waits for images: `iostat -x 5`, `top` on {host}"),
     (
@@ -92,12 +97,12 @@ ROWS = [
     ("inside gpu", "the way between the GPUs: `nvidia-smi topo -m`, {page}inside-a-node"),
     ("beyond cpu", "fewer threads (OMP_NUM_THREADS): network and computing may share cores"),
     ("beyond", "what ran when, beside the all-reduce: --profile FOLDER"),
-    ("communication sends-none", "half the bytes, rounded: --grad_compression bf16"),
+    ("communication sends-none", "{still}half the bytes, rounded: --grad_compression bf16"),
     (
         "communication !sends-powersgd",
-        "a small part of the bytes, with larger errors: --grad_compression powersgd",
+        "{still}a small part of the bytes, with larger errors: --grad_compression powersgd",
     ),
-    ("communication", "fewer all-reduces: a larger --batch_size, or --accumulate_steps"),
+    ("communication", "{still}fewer all-reduces: a larger --batch_size, or --accumulate_steps"),
     ("compute fp32 !slow-rank", "a lower precision: --precision bf16, where the hardware has it"),
     ("compute gpu !slow-rank", "a larger --batch_size, if the GPU's memory is not full"),
     ("compute !compiled !crowded !slow-rank", "fused operations: --compile"),
@@ -115,6 +120,7 @@ def next_steps(run, words, port="", slot="", node=""):
     on_adapter = network and network.transport in ADAPTERS
     values = {
         "page": PAGE,
+        "still": "if that cannot be mended, " if "unusual" in words else "",
         "first": first,
         "other": other,
         "address": f"{first}'s on {name}",

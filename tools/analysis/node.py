@@ -131,8 +131,9 @@ def rows_of(node: dict, links: list[dict]) -> list[dict]:
                 marks["pcie"] = f"has PCIe at {pcie[0]:g} of {most[0]:g} GT/s"
             if link["kind"] == "infiniband" and LEFT in states:
                 marks["lanes"] = "has 1X of 4X lanes"
-            if counted.keys() - {path.split("/")[-1] for path in CONGESTION}:
-                marks[f"errors-{link['kind']}"] = "has counted errors"
+            errors = counted.keys() - {path.split("/")[-1] for path in CONGESTION}
+            if errors:
+                marks[f"errors-{link['kind']}"] = f"has counted {', '.join(sorted(errors))}"
             if link["speed_Gbps"] and not states:
                 made = ", made up" if link.get("virtual") else ""
                 states = f"{link['speed_Gbps']:g} Gb/s{made}"

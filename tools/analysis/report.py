@@ -25,10 +25,7 @@ def table(head, rows):
     return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
 
 
-NEVER_RUN = (
-    "These rules were never tried on an adapter: times and bytes are measured, the rest on "
-)
-NEVER_RUN += "InfiniBand, RoCE, EFA and GPUDirect is by what the kernel and NCCL state."
+NEVER_RUN = "What is said of InfiniBand, RoCE, EFA and GPUDirect was never tried on an adapter."
 MOST_MARKS = 4
 FACTS = ("port", "kind", "state", "states", "driver", "MTU", "PCIe", "numa", "counted")
 
@@ -85,7 +82,7 @@ def column(run):
     return cells | {
         "- - of it the link, at least": run.link_by_step and shown(run, "link_s", ms),
         "img/s": shown(run, "img_per_s", "{:,.1f}".format),
-        "steps": run.steps and f"{run.steps:,}",
+        "steps": run.complete and run.steps and f"{run.steps:,}",
         "wall time": shown(run, "wall_s", duration),
         "probe: all-reduce alone": shown(run, "probe_s", ms),
         "- of up to 4 KB": shown(run, "latency_s", lambda s: f"{digits(s * 1000)} ms"),

@@ -40,7 +40,9 @@ def judge(run):
         start = "" if run.log.failed else "incomplete, not scored: "
         quoted = f'; NCCL: "{reason(finding)}"' if reason(finding) else ""
         says = [start + "; ".join(run.problems) + quoted]
-        says += [f"network: {run.network.way}"] if run.network else []
+        if run.network:
+            whose = "of the probe" if run.network.host else "that NCCL chose"
+            says.append(f"network {whose}: {run.network.way}")
         says += [f"timed out: {work}" for work in finding.get("timeouts", [])]
         says += warned
         if quoted or finding.get("timeouts"):
@@ -70,7 +72,7 @@ def judge(run):
     first = f"{say_parts(run)}: {say_limit(run, parts, bound, in_part)}"
     first += "".join(f"; unusual: {what}" for _, what, _ in unusual[:1]) + say_crowd(run)
     words = words_of_step(run, bound, in_part) - ({"unmoved"} if elsewhere == UNSEEN else set())
-    words |= {word for word, *_ in unusual}
+    words |= {word for word, *_ in unusual} | ({"unusual"} if unusual else set())
     marked = next((place for *_, place in unusual if place), ())
     return [first, *says], next_steps(run, words, *marked)
 
@@ -208,7 +210,7 @@ def find_unusual(run, elsewhere, in_part):
         found.append((word, f"{port} of {nodes} {mark}", (port, slot, nodes)))
     if not network or not in_part or run.nodes == 1:
         return found
-    made, direct, why = gpudirect(network)
+    made, direct, why = gpudirect(run)
     if made and (why or not direct):  # by default a GPU without NVLink uses it for one direction
         far = "far-gpu" if "distance" in why else "no-gpudirect"
         found.append((far, f"GPUDirect on {direct} of {made} connections", ()))
@@ -252,10 +254,9 @@ def say_network(run, own, elsewhere):
         text += say_share(run)
     else:
         text += f" in the {whose}, no counter shows at what rate"
-    made, direct, why = gpudirect(network)
+    made, direct, why = gpudirect(run)
     if made:
         text += f"; GPUDirect on {direct} of the {whose}'s {made} connections"
-        text += f" on {network.host}" if network.host else ""
         text += f' ("{why}")' if why else ""
     elif network.transport in ADAPTERS:
         text += "; GPUDirect: not known"
@@ -288,13 +289,13 @@ def say_share(run):
     return f": only {share}"
 
 
-def gpudirect(network):
-    """(connections that leave the node, those with GPUDirect, NCCL's line that says why not)"""
-    if network.transport not in ADAPTERS:
-        return 0, 0, ""
-    made = network.finding.get("channels", {}).get("network", 0)
-    direct = network.finding.get("gpudirect") or 0
-    return made, direct, network.finding.get("no_gpudirect", "")
+def gpudirect(run):
+    """(connections that leave a node, those with GPUDirect, NCCL's line that says why not)"""
+    findings = [one.finding for one in run.networks if one.transport in ADAPTERS]
+    made = sum(finding.get("channels", {}).get("network", 0) for finding in findings)
+    direct = sum(finding.get("gpudirect") or 0 for finding in findings)
+    reasons = [finding.get("no_gpudirect", "") for finding in findings]
+    return made, direct, next(filter(None, reasons), "")
 
 
 def was_asked(run):
@@ -401,8 +402,8 @@ def own_bytes(run):
         else:
             says.append((3, f"{text}, as its gradients need", ""))
     worst, text, elsewhere = min(says)
-    if worst == 3 and len(says) > 1:
-        text += f", on each of {len(says)} nodes"
+    alike = [order for order, *_ in says if order == worst]
+    text += f" ({len(alike)} of {len(says)} nodes)" if len(says) > 1 else ""
     unseen = (run.nodes or 0) - len(run.traffic)
     if unseen > 0:
         text += f"; the counters of {unseen} other node{'s' * (unseen > 1)} were not seen"
