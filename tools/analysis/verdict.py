@@ -246,7 +246,7 @@ def say_network(run, own, elsewhere):
     if elsewhere:
         if elsewhere == UNSEEN:
             return [f"network: in the probe {network.way}, in the training not known"]
-        return [f"network: the probe's, {network.way}, did not carry the training"]
+        return [f"network: in the training not the probe's {network.way}: {elsewhere}"]
     text, whose = f"network: {network.way}", "probe" if network.host else "training"
     if network.gbps:
         size = run.record("Probe").get("all_reduce_bytes")
