@@ -26,7 +26,6 @@ def table(head, rows):
 
 
 NEVER_RUN = "What is said of InfiniBand, RoCE, EFA and GPUDirect was never tried on an adapter."
-MOST_MARKS = 4
 FACTS = ("port", "kind", "state", "states", "driver", "MTU", "PCIe", "numa", "counted")
 
 
@@ -38,9 +37,8 @@ def report(result, picture=None):
         lines += [f"FORCED, not like with like: {text}", ""]
     lines += heading("Verdict")
     lines += [*result["says"], ""] if result["says"] else []
-    of_nodes, marked = node_lines(runs)
     for run in sorted(runs, key=lambda run: not run.log.failed):
-        lines += verdict_lines(run, result["verdicts"][run.name], marked.get(run.name, []))
+        lines += verdict_lines(run, result["verdicts"][run.name])
     if any(run.network and run.network.transport in (*ADAPTERS, "plugin") for run in runs):
         lines += [NEVER_RUN, ""]
     lines += heading("Figures")
@@ -49,19 +47,16 @@ def report(result, picture=None):
     if result["scaling"]:
         _, text, rows = result["scaling"]
         lines += [*heading("Scaling"), text, "", *(table(HEAD, rows) if rows else []), ""]
-    return "\n".join([*lines, *of_nodes]).rstrip()
+    return "\n".join([*lines, *node_lines(runs)]).rstrip()
 
 
 def heading(text):
     return [text, "-" * len(text), ""]
 
 
-def verdict_lines(run, verdict, marks):
+def verdict_lines(run, verdict):
     (first, *others), advice = verdict
     lines = [f"{run.name}: {first}", *(f"- {text}" for text in others)]
-    if marks:
-        more = f"; {len(marks) - MOST_MARKS} more" if len(marks) > MOST_MARKS else ""
-        lines.append(f"- marked under Nodes: {'; '.join(marks[:MOST_MARKS])}{more}")
     lines += [f"- note: {note}" for note in run.notes]
     return [*lines, *(f"{i}. {text}" for i, text in enumerate(advice, 1)), ""]
 
@@ -101,9 +96,7 @@ def main_table(runs):
 
 
 def node_lines(runs):
-    """(lines on the ports that carried bytes and on each node, {run: its marks}); empty for older
-    logs.
-    """
+    """Lines on the ports that carried bytes, and on each node; empty for older logs."""
     rows = [
         (run.name, host, row)
         for run in runs
@@ -112,21 +105,20 @@ def node_lines(runs):
         if facts["node"] or row["counted"]
     ]
     if not rows:
-        return [], {}
+        return []
     places = {(host, row["device"], row["port"]) for _, host, row in rows if row["device"]}
-    cells, marked = [], {}
+    cells = []
     for name, host, row in rows:
         here = {port for at, device, port in places if (at, device) == (host, row["device"])}
         others = sorted(here - {row["port"]})
         marks = [*row["marks"].values(), *(f"is one device with {port}" for port in others)]
-        marked.setdefault(name, []).extend(f"{row['port']} of {host} {mark}" for mark in marks)
         cells.append([name, host, *(row[key] for key in FACTS), "; ".join(marks)])
     head = ["run", "node", *FACTS, "look at"]
     filled = [n for n in range(len(head)) if any(row[n] for row in cells)]
     lines = table([head[n] for n in filled], [[row[n] or "-" for n in filled] for row in cells])
     nodes = {host: facts["node"] for run in runs for host, facts in run.facts.items()}
     lines += ["", *(f"- {host}: {say_node(node)}" for host, node in nodes.items() if node), ""]
-    return [*heading("Nodes"), *lines], marked
+    return [*heading("Nodes"), *lines]
 
 
 def say_node(node):
