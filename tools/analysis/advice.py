@@ -14,8 +14,8 @@ PAGE = "docs/networks.md#"
 ROWS = [
     (
         "failed roce",
-        "whether the ends reach each other: `ping ADDRESS` (the other node's, of the adapter's "
-        "interface) on both, {page}roce",
+        "whether the ends reach each other: `ping -I INTERFACE ADDRESS` on both, by the adapters' "
+        "interfaces, {page}roce",
     ),
     (
         "failed",
@@ -73,8 +73,8 @@ ROWS = [
     ),
     (
         "again",
-        "where packets are lost: `ethtool -S {name} | grep -iE 'drop|discard|err'` on both "
-        "nodes, {page}tcp",
+        "packets lost or reordered: `ethtool -S {name} | grep -iE 'drop|discard|err'` on both "
+        "nodes, the switch's discards, {page}tcp",
     ),
     # What limits it
     ("slow-rank images", "rank {rank}, which waits for images: `iostat -x 5`, `top` on {host}"),
@@ -104,7 +104,7 @@ ROWS = [
     ),
     ("communication", "{still}fewer all-reduces: a larger --batch_size, or --accumulate_steps"),
     ("compute fp32 !slow-rank", "a lower precision: --precision bf16, where the hardware has it"),
-    ("compute gpu !slow-rank", "a larger --batch_size, if the GPU's memory is not full"),
+    ("compute gpu !slow-rank", "a larger --batch_size, if `nvidia-smi dmon` shows idle GPUs"),
     ("compute !compiled !crowded !slow-rank", "fused operations: --compile"),
 ]
 

@@ -133,7 +133,8 @@ def rows_of(node: dict, links: list[dict]) -> list[dict]:
                 marks["lanes"] = "has 1X of 4X lanes"
             errors = counted.keys() - {path.split("/")[-1] for path in CONGESTION}
             if errors:
-                marks[f"errors-{link['kind']}"] = f"has counted {', '.join(sorted(errors))}"
+                names = ", ".join(sorted(errors))
+                marks[f"errors-{link['kind']}"] = f"counted {names} in this run"
             if link["speed_Gbps"] and not states:
                 made = ", made up" if link.get("virtual") else ""
                 states = f"{link['speed_Gbps']:g} Gb/s{made}"

@@ -25,7 +25,7 @@ def table(head, rows):
     return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
 
 
-NEVER_RUN = "What is said of InfiniBand, RoCE, EFA and GPUDirect was never tried on an adapter."
+NEVER_RUN = "How InfiniBand, RoCE, EFA and GPUDirect are read here was never tried on an adapter."
 FACTS = ("port", "kind", "state", "states", "driver", "MTU", "PCIe", "numa", "counted")
 
 

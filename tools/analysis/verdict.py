@@ -42,7 +42,9 @@ def judge(run):
         says = [start + "; ".join(run.problems) + quoted]
         if run.network:
             whose = "of the probe" if run.network.host else "that NCCL chose"
-            says.append(f"network {whose}: {run.network.way}")
+            unused = ", ".join(run.network.finding.get("unused", []))
+            found = f"; it found {unused}" if unused else ""
+            says.append(f"network {whose}: {run.network.way}{found}")
         says += [f"timed out: {work}" for work in finding.get("timeouts", [])]
         says += warned
         if quoted or finding.get("timeouts"):
@@ -151,7 +153,7 @@ def name_link(run):
     # share the cores. Only a link that delivers what it states is known to be what limits.
     if run.probe_s and run.probe_s >= run.link_s / 2 and run.share and run.share >= USUAL:
         return "its link"
-    return "communication between its nodes"
+    return "communication"
 
 
 def say_crowd(run):
@@ -400,10 +402,10 @@ def own_bytes(run):
             more = f"{text}, more than {expected}: other traffic, or more all-reduces"
             says.append((2, more, ""))
         else:
-            says.append((3, f"{text}, as its gradients need", ""))
+            says.append((3, f"{text}, as its gradients need, on {host}", ""))
     worst, text, elsewhere = min(says)
-    alike = [order for order, *_ in says if order == worst]
-    text += f" ({len(alike)} of {len(says)} nodes)" if len(says) > 1 else ""
+    alike = sum(order == worst for order, *_ in says)
+    text += f"; alike on {alike} of {len(says)} nodes" if len(says) > 1 else ""
     unseen = (run.nodes or 0) - len(run.traffic)
     if unseen > 0:
         text += f"; the counters of {unseen} other node{'s' * (unseen > 1)} were not seen"
