@@ -19,7 +19,7 @@ ROWS = [
     ),
     (
         "failed",
-        "all that NCCL wrote: tools/nccl_log.py FOLDER, {page}which-network-nccl-used",
+        "what else NCCL wrote: tools/nccl_log.py FOLDER, {page}which-network-nccl-used",
     ),
     ("wrong-rate", "what the port states: `{states}`; --link_gbps replaces it"),
     # What is unusual, in the order of find_unusual in verdict.py
