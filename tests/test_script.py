@@ -347,6 +347,17 @@ def test_a_packed_file_that_lacks_something_is_one_line(demo, packed, tmp_path):
 # --- The machine -------------------------------------------------------------------------------
 
 
+@pytest.mark.guards("precision-resumed")
+def test_a_run_that_is_resumed_keeps_its_precision(demo, monkeypatch):
+    monkeypatch.setattr(demo, "set_threads", lambda _: 1)
+    monkeypatch.setattr(demo, "all_gather", lambda value: [value])
+    monkeypatch.setattr(demo, "fast_precision", lambda *_: "bf16")
+    for checkpoint, expected in ((None, "bf16"), ({"settings": {"--precision": "fp32"}}, "fp32")):
+        args = arguments(demo, "--precision", "auto")
+        demo.fill_in_arguments(args, demo.ProcessInfo(), 10, checkpoint)
+        assert args.precision == expected
+
+
 @pytest.mark.parametrize(
     ("kind", "cores", "given", "expected"),
     [("cpu", 8, [], 1), ("cuda", 4, [], 3), ("cuda", 5, [], 3), ("cuda", 64, [], 16)]
@@ -672,17 +683,23 @@ class Batches(list):
     sampler = Sampler()
 
 
-@pytest.mark.guards("unmeasured-steps", "measured-images")
+@pytest.mark.guards("unmeasured-steps", "measured-images", "link-ms", "wait-ms", "bytes-of-fp16")
 @pytest.mark.parametrize(("kind", "peak"), [("cuda", 3 * 2**30), ("cpu", None)])
 def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
     demo, monkeypatch, kind, peak, capfd
 ):
-    """Of the rank with the most. The other one has 1 GiB."""
+    """Of the rank with the most. The other one has 1 GiB, and waits a second longer."""
+
+    def of_two(own):
+        if peak and own == peak:
+            return [2**30, own]
+        return [own, [each + 1 for each in own]] if isinstance(own, list) else [own]
+
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
-    monkeypatch.setattr(
-        demo, "all_gather", lambda own: [2**30, own] if peak and own == peak else [own]
-    )
-    training = SimpleNamespace(args=arguments(demo), model=torch.nn.Linear(1, 1), step=5)
+    monkeypatch.setattr(demo, "all_gather", of_two)
+    sends = "--grad_compression", "fp16" if peak else "none"
+    args = arguments(demo, *sends)
+    training = SimpleNamespace(args=args, model=torch.nn.Linear(1, 1), step=5)
     training.process = demo.ProcessInfo(device=torch.device(kind))
     times = [demo.StepTime(1, 1, 3, 4)] * 2
     training.timer = SimpleNamespace(step_times=[demo.StepTime(9, 9, 99, 4)] * 3 + times)
@@ -695,6 +712,8 @@ def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
     parts = [summary[f"{name}_ms"] for name in ("data", "compute", "exposed", "step")]
     assert parts == [1000, 1000, 1000, 3000] and summary["measured_steps"] == 2
     assert summary["img_per_s"] == pytest.approx(4 / 3)
+    assert (summary["link_ms"], summary["wait_ms"]) == (1000, 500)
+    assert summary["wire_bytes_per_step"] == 2 * (2 if peak else 4)
     assert ("; at most 3.00 GiB of a GPU's memory; replicas" in text) == (kind == "cuda")
     assert text.endswith("replicas identical: True")
 
@@ -763,6 +782,59 @@ def test_the_time_of_a_periodic_save_is_in_no_step(demo, monkeypatch):
     assert [step.whole for step in timer.step_times] == [1, 1, 1, 1]
 
 
+# --- Between steps -----------------------------------------------------------------------------
+
+
+@pytest.mark.guards("agree-at-most")
+def test_ranks_with_quick_steps_agree_every_50_steps(demo, monkeypatch):
+    monkeypatch.setattr(demo.dist, "all_reduce", lambda *_: None)
+    training = SimpleNamespace(process=demo.ProcessInfo(), due_line=None, loss_sum=0.0, step=9)
+    training.damage, training.val_damage, training.interval = demo.Damage(), demo.Damage(), 1
+    found = [demo.agree_to_continue(training, 1e-4) for _ in range(8)]
+    assert found == [2, 4, 8, 16, 32, 50, 50, 50]
+
+
+@pytest.mark.guards("slow-validation")
+def test_ranks_agree_about_once_a_second_in_a_validation_that_becomes_slow(demo, monkeypatch):
+    """By a made-up clock: batches of 0.1 s, then of 2 s."""
+    now, seconds = [0.0], []
+    monkeypatch.setattr(demo, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(demo, "agree_to_continue", lambda _, s: seconds.append(round(s, 3)) or 1)
+
+    class Loader:
+        dataset = range(8)
+
+        def __iter__(self):
+            for took in (0.1, 0.1, 2, 2):
+                now[0] += took
+                yield took
+
+    training = SimpleNamespace(args=arguments(demo, "--batch_size", 2), process=demo.ProcessInfo())
+    assert len([*demo.batches_until_stop(training, Loader())]) == 4
+    assert seconds[:4] == [0.1, 0.1, 2, 2]
+
+
+@pytest.mark.guards("finite-weights")
+def test_weights_that_are_not_finite_are_not_saved(demo, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "errors_end_all_ranks", contextlib.nullcontext)
+    args = arguments(demo, "--checkpoint", tmp_path / "c.pt")
+    training = SimpleNamespace(args=args, process=demo.ProcessInfo(), step=5)
+    training.model, training.owns_checkpoint = torch.nn.Linear(1, 1), True
+    training.model.bias.data[0] = float("inf")
+    with pytest.raises(demo.UserError, match="weights not finite after step 5"):
+        demo.save_checkpoint(training, is_last=False)
+
+
+@pytest.mark.guards("versions-alike")
+def test_nodes_with_other_versions_of_pytorch_are_refused(demo, monkeypatch):
+    monkeypatch.setattr(demo, "errors_end_all_ranks", contextlib.nullcontext)
+    other = {"PyTorch": "2.6.0"}
+    monkeypatch.setattr(demo, "from_rank_0", lambda read: read() | other)
+    line = f"PyTorch is {torch.__version__} here, but 2.6.0 on rank 0"
+    with pytest.raises(demo.UserError, match=re.escape(line)):
+        demo.check_start(arguments(demo), demo.ProcessInfo(rank=1), None, None)
+
+
 # --- Log lines and arguments -------------------------------------------------------------------
 
 
@@ -801,6 +873,16 @@ def test_only_the_download_of_weights_has_a_limit_in_seconds(demo, monkeypatch):
     )
     demo.download_weights()
     assert limits == [20] and socket.getdefaulttimeout() is None
+
+
+@pytest.mark.guards("dummy-options", "storage-timeout")
+def test_dummy_takes_no_option_of_images_and_a_loader_does_not_wait_for_ever(demo, capsys):
+    for more in (["--workers", "1"], ["--weights", "x.pt"]):
+        with pytest.raises(SystemExit):
+            demo.parse_arguments(["--dummy", *more])
+        assert "--dummy loads no images and no weights" in capsys.readouterr().err
+    args = arguments(demo, "--workers", 1, "--timeout", 3)
+    assert demo.make_train_loader(args, demo.ProcessInfo(), image_list(demo, 8)).timeout == 3
 
 
 def test_dashes_inside_a_name_are_accepted(demo):

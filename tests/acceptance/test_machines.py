@@ -173,6 +173,7 @@ BY_MPI = ("mpirun", None, *PLACE)
 STARTED = guarded(  # fault, its variables, its launcher, rank 0's address and numbers, the port
     ("srun-node-list job-has-own-port", IN_STEP, ("srun", "node01", *PLACE), STEP_PORT),
     ("", IN_STEP | BY_OPEN_MPI, BY_MPI, MPI_PORT),
+    ("own-port", IN_STEP | {"MASTER_PORT": "4000"}, ("srun", "node01", *PLACE), "4000"),
     ("batch-script-is-no-step", IN_BATCH_SCRIPT, ("python", "127.0.0.1", *"0101"), "0"),
 )
 

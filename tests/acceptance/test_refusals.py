@@ -35,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "no_annotations.json": {**good, "annotations": []},
         "no_categories.json": {**good, "categories": []},
         "outside.json": instances([*numbered(7), "../outside.jpg"]),
+        "relabelled.json": instances(numbered(8), [1] * 8),
     }
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content))
@@ -124,6 +125,12 @@ BAD_INPUT = [  # fault, options, and what the line names
         r"linked lacks 1 of 8 listed images, the first is 0003\.jpg",
     ),
     ("", "--checkpoint run.pt --resume --image_size 48", r"run\.pt\b.*--image_size"),
+    (
+        "labels-on-resume",
+        "--checkpoint run.pt --resume --annotation_path relabelled.json",
+        r"run\.pt was saved with data set",
+    ),
+    ("lr-nan", "--lr nan", "--lr: nan is not at least 1e-09"),
 ]
 
 
@@ -155,6 +162,7 @@ IMAGES = "--coco_image_path other/images --annotation_path other/instances.json"
 OTHER = [  # what rank 1 has, and what the one line names
     pytest.param(IMAGES, r"\b0004\.jpg", marks=pytest.mark.guards("errors-alone")),
     pytest.param("--lr 0.5", "--lr", marks=pytest.mark.guards("started-alike", "explains-once")),
+    pytest.param("--profile p", "--profile given", marks=pytest.mark.guards("profile-alike")),
 ]
 
 
@@ -215,8 +223,9 @@ if os.environ["RANK"] == "1":
 
 
 @LONG
+@pytest.mark.guards("own-of-a-node")
 def test_only_rank_0_needs_the_annotations_and_the_weights(folder, tmp_path):
-    """Rank 1 is in a folder that has the images alone."""
+    """Rank 1 is in a folder that has the images alone. A node has paths and workers of its own."""
     import torch
     import torchvision
 
@@ -225,6 +234,7 @@ def test_only_rank_0_needs_the_annotations_and_the_weights(folder, tmp_path):
     shutil.copytree(folder / "set/images", tmp_path / "1/set/images")
     program = tmp_path / "elsewhere.py"
     program.write_text(ELSEWHERE)
-    words = [*GOOD, *FAST, "--weights", "good.pt", "--max_steps", 1]
-    (run,) = run_forked([(2, words)], program, cwd=tmp_path)
+    words = [*GOOD, *FAST, "--weights", "good.pt", "--max_steps", 1, "--checkpoint"]
+    each = [[*words, "a.pt"], [*words, "b.pt", "--workers", 1]]
+    (run,) = run_forked([(2, each)], program, cwd=tmp_path)
     assert run.json_line("Summary")["replicas_identical"] is True

@@ -366,17 +366,19 @@ def test_ranks_that_end_with_different_weights_fail(tmp_path):
 
 NAN = """
 def not_a_number(*inputs, **options):
-    return plain(*inputs, **options) * float("nan" if os.environ["RANK"] == "1" else 1)
+    factor = os.environ["LOSS"] if os.environ["RANK"] == "1" else 1
+    return plain(*inputs, **options) * float(factor)
 
 plain, demo.cross_entropy = demo.cross_entropy, not_a_number
 """
 
 
-@pytest.mark.guards("nan-of-one-rank")
-def test_a_loss_of_one_rank_that_is_not_a_number_ends_the_run(tmp_path):
-    words = [*make_set(tmp_path, 16), *FAST]
-    (run,) = run_forked([(2, words)], program=changed(tmp_path / "nan.py", NAN), expect=2)
-    assert "ERROR: a loss up to step 1 is not finite: lower --lr" in run.out
+@pytest.mark.guards("nan-of-one-rank", "infinite-loss")
+def test_a_loss_of_one_rank_that_is_not_finite_ends_the_run(tmp_path):
+    words, program = [*make_set(tmp_path, 16), *FAST], changed(tmp_path / "nan.py", NAN)
+    runs = [(2, words, {"LOSS": value}) for value in ("nan", "inf")]
+    for run in run_forked(runs, program=program, expect=2):
+        assert "ERROR: a loss up to step 1 is not finite: lower --lr" in run.out
 
 
 # --- Errors ------------------------------------------------------------------------------------

@@ -93,16 +93,17 @@ def test_a_start_without_resume_never_touches_a_file_that_is_there(words, tmp_pa
     assert re.search(r"Epoch 2 ends at step 2 of 4 \| Avg loss", resumed.out)
 
 
-def by_torchrun(run: str, restarts: int) -> dict[str, str]:
+def by_torchrun(run: str, restarts: object) -> dict[str, str]:
     """The variables of a rank in this start of a run."""
     file = f"/tmp/torchelastic_1/{run}/attempt_{restarts}/0/error.json"
     return {"TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCHELASTIC_ERROR_FILE": file}
 
 
 @pytest.mark.guards("restart-of-its-own", "second-start-resumes", "no-folder-of-torchrun")
+@pytest.mark.guards("restart-of-another-node")
 def test_a_restart_by_torchrun_resumes_what_this_run_has_written_and_nothing_else(words, tmp_path):
-    """It repeats the first command. Rank 0 may be on another node then. For real restarts see
-    test_ends.py.
+    """It repeats the first command. Rank 0 may be on another node then, or rank 1's torchrun alone
+    starts again. For real restarts see test_ends.py.
     """
     path = tmp_path / "c.pt"
     words += ["--checkpoint", path, "--global_batch_size", 4, "--max_steps"]
@@ -115,8 +116,11 @@ def test_a_restart_by_torchrun_resumes_what_this_run_has_written_and_nothing_els
     assert digests(tmp_path) == before
     (run,) = run_forked([(2, [*words, 3], by_torchrun("123_a", 1))], program=QUICK)
     assert run.json_line("Run")["start_step"] == 2 and step_of(path) == 3
-    (run,) = run_forked([(0, [*words, 4, "--resume"])], program=QUICK)  # in no torchrun's run
-    (run,) = run_forked([(2, [*words, 5], unknown)], program=QUICK, expect=2)
+    other = by_torchrun("123_a", "{rank}") | {"LOCAL_WORLD_SIZE": "1"}
+    run_forked([(2, [*words, 4], other)], program=QUICK, timeout=30)
+    assert step_of(path) == 4
+    (run,) = run_forked([(0, [*words, 5, "--resume"])], program=QUICK)  # in no torchrun's run
+    (run,) = run_forked([(2, [*words, 6], unknown)], program=QUICK, expect=2)
     refused(run, path)
 
 

@@ -8,11 +8,12 @@ import re
 import shlex
 import sys
 from collections import Counter
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
-from support.datasets import data_args, make_set, truncate
+from support.datasets import data_args, instances, make_set, numbered, truncate
 from support.forks import QUICK, Forked, changed, run_forked
 from support.launchers import FAST
 from support.nodes import NamespacePair
@@ -372,6 +373,59 @@ def test_too_many_damaged_validation_images_end_the_run(tmp_path):
         truncate(path)
     (run,) = run_forked([(0, words)], program=QUICK, damaged=True, expect=2)
     assert "ERROR: over 1 in 10 of the images" in run.output and "| Top-1" not in run.out
+
+
+# By its clock a micro-batch takes a second, a validation an hour.
+MADE_CLOCK = """
+def forward(*arguments):
+    now[0] += 1
+    return plain_forward(*arguments)
+
+def evaluate(training, *arguments):
+    (group,) = training.optimizer.param_groups
+    kind = type(training.optimizer).__name__
+    demo.log(training.process, f"OPTIMIZER {kind} {group['lr']:.4f} {group['weight_decay']}")
+    now[0] += 3600
+    plain_evaluate(training, *arguments)
+
+now = [0]
+time.tzset()
+demo.perf_counter = lambda: now[0]
+plain_forward, demo.forward = demo.forward, forward
+plain_evaluate, demo.evaluate = demo.evaluate, evaluate
+"""
+
+
+@pytest.mark.guards(
+    "short-step-sends", "short-step-batches", "warm-up-goes-on", "val-below-ranks", "adam", "eta"
+)
+@pytest.mark.guards("epoch-rate", "validation-timed", "damaged-val", "padding", "unlabelled")
+@pytest.mark.guards("env-logged", "started-in-utc", "smaller-images")
+def test_a_step_with_fewer_micro_batches_and_a_validation_of_fewer_images_than_ranks(tmp_path):
+    """18 training images, one without a label, and two for validation, one of them damaged; three
+    ranks. In an epoch each rank has a step of 4 images, and one of 2.
+    """
+    words = [*make_set(tmp_path, 18, val=2), *FAST, "--batch_size", 2, "--accumulate_steps", 2]
+    words += ["--num_epochs", 2, "--warmup_steps", 5, "--image_size", 64]
+    content = instances(numbered(18), [*range(1, 12), 13, 14, 15, 16, 17, 18, None])
+    (tmp_path / "instances.json").write_text(json.dumps(content))
+    truncate(tmp_path / "val_images/0001.jpg")
+    program = changed(tmp_path / "clock.py", MADE_CLOCK)
+    variables = {"TZ": "EAST-9", "OMP_NUM_THREADS": "1"}
+    (run,) = run_forked([(3, words, variables)], program=program, damaged=True)
+    check_ranks(run, [0, 1, 2], steps=4)
+    record, summary = run.json_line("Run"), run.json_line("Summary")
+    assert (record["images_without_annotations"], record["padding"]) == (1, 1)
+    assert record["env"]["OMP_NUM_THREADS"] == "1"
+    started = datetime.strptime(record["started"], "%Y-%m-%dT%H:%M:%SZ")
+    assert abs(datetime.now(timezone.utc).replace(tzinfo=None) - started) < timedelta(hours=1)
+    assert summary["replicas_identical"] is True and summary["damaged_images"] == 2
+    assert "WARNING: the images are smaller than --image_size" in run.out
+    found = re.findall(r"CPU 2\] Epoch .* \| step (\S+) ms \| ETA (.*)", run.out)
+    assert found == [("2000.0", "6s"), ("1000.0", "2s"), ("2000.0", "2s"), ("1000.0", "0s")]
+    assert len(re.findall(r"complete \| Avg loss: \S+ \| 2\.0 img/s \| 3\.00s", run.out)) == 6
+    assert re.findall(r"CPU 0\] OPTIMIZER (.*)", run.out) == ["Adam 0.0004 0", "Adam 0.0008 0"]
+    assert len(re.findall(r"Epoch \d validation \| .* \| 2 images \|", run.out)) == 2
 
 
 # Says of how many images each forward pass is.
