@@ -27,8 +27,10 @@ from pytest import approx
 
 import compare_logs
 from analysis import scaling
+from analysis.advice import next_steps
 from analysis.figures import Run, find_straggler, make_run
-from analysis.logs import Log, read_log
+from analysis.logs import Log, log_files, read_log
+from analysis.network import Network
 from analysis.repeats import find_repeats, gather, is_called
 from run import tell
 from support.datasets import make_set
@@ -188,21 +190,46 @@ def test_range_of_a_speed_up_is_that_of_all_pairs_of_repeats():
     assert scaling.beside(*runs)[1] == "1.82 (1.44 to 2.20)"
 
 
+@pytest.mark.guards("repeats-figures", "repeats-elsewhere")
+def test_of_repeats_each_time_is_the_median_and_that_they_took_two_networks_is_told():
+    runs = [make_run(f"r{n}", Log()) for n in (1, 2)]
+    times = [name for name in vars(runs[0]) if name.endswith("_s")]
+    for n, run in enumerate(runs, 1):
+        run.problems, run.networks = [], [Network("n0", "sockets", {}, [f"eth{n}"])]
+        vars(run).update(dict.fromkeys(times, n))
+    found = gather("a", runs)
+    assert {vars(found)[name] for name in times} == {1.5}
+    where = "TCP over eth1 (r1), TCP over eth2 (r2)"
+    assert found.notes[-1] == f"its runs went over different networks: {where}"
+
+
+@pytest.mark.guards("third-node")
+def test_of_three_nodes_the_slowest_is_the_other_end_of_a_measurement():
+    run = make_run("a", Log(records={"Run": {"hosts": ["n0", "n1", "n2"]}}))
+    run.networks = [Network("n2", "sockets", {}, ["eth0"])]
+    assert "`iperf3 -c ADDRESS -P 8` on n2 " in next_steps(run, {"low", "sockets"})[0]
+
+
 @pytest.mark.guards("folder-of-runs", "interrupted-series")
+@pytest.mark.guards("runs-by-number", "repeats-by-number", "nodes-by-number")
 def test_of_a_folder_all_runs_in_it_are_compared_also_of_an_interrupted_series(tmp_path):
-    for name in ("p2", "p1"):
-        (tmp_path / f"both/{name}/r1").mkdir(parents=True)
-        (tmp_path / f"both/{name}/r1/node0.log").write_text(TEXT)
+    for name in ("p16/r10", "p16/r9", "p2/r1", "p1/r1"):
+        (tmp_path / "both" / name).mkdir(parents=True)
+        (tmp_path / "both" / name / "node9.log").write_text(TEXT)
+        (tmp_path / "both" / name / "node10.log").touch()
     (tmp_path / "both/p1/r2").mkdir()  # it was made before its run began
     out, err, code = run_tool(tmp_path / "both")
     assert err == "" and code == 0
-    assert re.findall(r"^(p\d): a step of", out, re.MULTILINE) == ["p1", "p2"]
+    assert re.findall(r"^(p\d+): a step of", out, re.MULTILINE) == ["p1", "p2", "p16"]
+    repeats = find_repeats("p", [tmp_path / "both/p16"])
+    assert [*repeats] == ["p/r9", "p/r10"]
+    assert [file.name for file in log_files(repeats["p/r9"])] == ["node9.log", "node10.log"]
 
 
 # --- Which lines belong to a run, and whether it is whole ----------------------------------------
 
 
-@pytest.mark.guards("late-log")
+@pytest.mark.guards("late-log", "ranks-and-more")
 @pytest.mark.parametrize(
     ("written", "ended", "problem", "note"),
     [
@@ -213,6 +240,7 @@ def test_of_a_folder_all_runs_in_it_are_compared_also_of_an_interrupted_series(t
             "no end line from ranks 2 (n1), 3 (n1), whose log is not whole",
         ),
         ([0, 1, 2, 3], [0, 2, 3], "no end line from rank 1 (n0)", ""),
+        (range(13), range(4), "no end line from ranks 4, 5, 6, 7, 8, 9, 10, 11 and 1 more", ""),
     ],
 )
 def test_node_0s_whole_log_is_enough_where_another_nodes_comes_late(written, ended, problem, note):
@@ -249,6 +277,7 @@ def test_a_run_that_lacks_an_essential_line_is_incomplete(lost):
 # --- Damage --------------------------------------------------------------------------------------
 
 
+@pytest.mark.guards("log-of-a-mac")
 @pytest.mark.parametrize(
     "dress",
     [
@@ -264,6 +293,7 @@ def test_a_run_that_lacks_an_essential_line_is_incomplete(lost):
 def test_prefixes_colours_and_foreign_lines_change_nothing(dress):
     dressed = "\n".join(dress.format(line) for line in TEXT.splitlines())
     assert log_of(dressed) == log_of(TEXT)
+    assert log_of(dressed.replace("[CPU ", "[MPS ")).ended == log_of(TEXT).ended
 
 
 @pytest.mark.guards("torn-loss")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from io import BytesIO
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -153,14 +154,21 @@ def test_other_forms_of_annotation_files_become_cocos(source, tmp_path, form):
 
 
 @pytest.mark.guards("prepare-small-copied", "prepare-modes", "prepare-damaged", "prepare-side")
-def test_images_look_as_before_and_small_and_damaged_ones_are_copied(source, tmp_path, capfd):
+@pytest.mark.guards("prepare-quality", "prepare-seconds")
+def test_images_look_as_before_and_small_and_damaged_ones_are_copied(
+    source, tmp_path, capfd, monkeypatch
+):
+    """Each three images take 10 s."""
+    monkeypatch.setattr(prepare_coco, "MOST_AHEAD", 3)
+    monkeypatch.setattr(prepare_coco, "time", SimpleNamespace(monotonic=count(0, 10).__next__))
     images = [source / "train2017" / name for name in numbered(5)]
     Image.open(images[0]).resize((80, 60)).save(images[0])
     Image.open(images[1]).convert("CMYK").save(images[1])
     truncate(images[2])
     Image.open(images[3]).convert("L").save(images[3])
     prepare(tmp_path)
-    err = capfd.readouterr().err
+    out, err = capfd.readouterr()
+    assert out == "3 of 5 images, 7 s left\n5 of 5 images, 0 s left\n"
     assert err.count("\n") == 1 and f"{images[2]} is damaged" in err
     old, new = digests(source / "train2017"), digests(tmp_path / "small" / "train2017")
     assert [name for name in old if old[name] != new[name]] == ["0001.jpg", "0003.jpg", "0004.jpg"]
@@ -168,6 +176,7 @@ def test_images_look_as_before_and_small_and_damaged_ones_are_copied(source, tmp
         before = Image.open(images[number]).convert(mode)
         with Image.open(tmp_path / "small/train2017" / images[number].name) as after:
             assert after.size == (85, 64) and after.mode == mode
+            assert after.quantization[0][0] < 6  # a quality of 90 has 3, of 60 13
             assert difference(after, before.resize(after.size)) < 8 and np.std(after) > 20
 
 

@@ -58,11 +58,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(folder=folder, line=line, argv=[*argv, "--script", str(SCRIPT)])
 
 
-@pytest.mark.guards("results-by-name")
+@pytest.mark.guards("results-by-name", "results-precision")
 def test_top_1_and_baseline_are_those_of_the_scripts_validation(
     trained, tmp_path, capsys, monkeypatch
 ):
-    """Classes go by name, whatever their ids and their order, in the script and here."""
+    """Classes go by name, whatever their ids and their order, in the script and here. The
+    precision is that of the training.
+    """
     picture = tmp_path / "a picture.png"
     theirs = re.fullmatch(r"(Top-1: (.*)%) \| (40 images) \| .*s \| (baseline .*%)", trained.line)
     assert 0 < float(theirs[2]) < 100, "could not tell one model from another"
@@ -74,9 +76,15 @@ def test_top_1_and_baseline_are_those_of_the_scripts_validation(
     assert where == f"Picture: {picture}"
     with Image.open(picture) as image:
         assert image.format == "PNG" and image.width > 1000
-    monkeypatch.setattr(tool, "draw", lambda *_: None)
+    found = []
+    monkeypatch.setattr(tool, "draw", lambda results, _: found.append(results.confidence))
     tool.main([*trained.argv, "--annotation_path", str(trained.folder / "turned.json")])
     assert line in capsys.readouterr().out
+    state = torch.load(trained.argv[0], weights_only=True)
+    state["settings"]["--precision"] = "bf16"
+    torch.save(state, tmp_path / "bf16.pt")
+    tool.main([str(tmp_path / "bf16.pt"), *trained.argv[1:]])
+    assert not torch.allclose(*found)
 
 
 @pytest.mark.guards("results-script")

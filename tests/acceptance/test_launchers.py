@@ -55,10 +55,11 @@ PRINTED = guarded(  # fault, launcher, variables, options, words of each start, 
     ("", MULTINODE, "CUDA_VISIBLE_DEVICES=GPU-8f,MIG-2e", "", "--nproc_per_node=2", "--resume"),
     ("threads-per-process local-addr one-node", SINGLE, "", "", f"{ALL_CORES} {LOCAL}", "NCCL"),
     ("time-to-save", SINGLE, "", "", "PET_SHUTDOWN_TIMEOUT=120", "GLOO"),
+    ("one-thread-at-least", SINGLE, "GPUS=4096", "", "OMP_NUM_THREADS=1", "NCCL"),
     ("", MULTINODE, "GPUS_PER_NODE=2 OMP_NUM_THREADS=3", "", "OMP_NUM_THREADS=3", "--resume"),
     ("", MULTINODE, "RESTARTS=1", "", "--checkpoint logs/run/checkpoint.pt", "--resume"),
     ("", MULTINODE, "", "", NCCL_FILE.format("") + " NCCL_DEBUG=INFO", "GLOO"),
-    ("own-rendezvous", MULTINODE, "RUN_NAME=a", "", "--rdzv_id=a-1", "--resume"),
+    ("own-rendezvous job-quoted", MULTINODE, "RUN_NAME='a;b'", "", "--rdzv_id=a;b-1", "--resume"),
     ("", MULTINODE, "NCCL_DEBUG=WARN", "", "NCCL_DEBUG=WARN", "NCCL_DEBUG_FILE"),
     ("slurm-own-name", MULTINODE, IN_STEP, "", NCCL_FILE.format(""), "job7"),
     ("slurm-one-node", MULTINODE, f"{IN_STEP} RUN_NAME=", "", "--nnodes=1 " + OF_JOB, "logs/run"),
@@ -202,12 +203,14 @@ REFUSED = [
     (MULTINODE, {"NNODES": None}, "NNODES, NODE_RANK, MASTER_ADDR"),
     (MULTINODE, {"GPUS_PER_NODE": "all"}, "GPUS_PER_NODE.* is '0'"),
     (MULTINODE, {"RESTARTS": "many"}, "RESTARTS is 'many'"),
+    (MULTINODE, {"RESTARTS": "1", "MASTER_PORT": "65534"}, "MASTER_PORT is '65534'"),
     (MULTINODE, {"IFNAME": "none0"}, "none0"),
     (MULTINODE, {"NETWORK": "ring"}, "NETWORK is 'ring'"),
     (MULTINODE, {"LOG_DIR": "/dev/null/logs"}, "/dev/null/logs"),
 ]
 
 
+@guards("last-port")
 @pytest.mark.parametrize(("launcher", "settings", "words"), REFUSED)
 def test_wrong_settings_are_refused(folder, launcher, settings, words):
     with launch(launcher, folder, *NO_SAMPLE, **settings) as started:
