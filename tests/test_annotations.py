@@ -93,7 +93,7 @@ def test_images_that_the_folder_lacks_are_counted_and_the_first_is_named(demo, t
 TWO_BIRDS = 'categories[2].name = "bird"; annotations[*].category_id = '
 
 
-@pytest.mark.guards("same-name-unused")
+@pytest.mark.guards("same-name-unused", "check-same-name")
 def test_training_with_two_classes_of_one_name(demo, tmp_path):
     """Without validation both count. With it that with images is meant; with images of both they
     are named.
@@ -104,6 +104,8 @@ def test_training_with_two_classes_of_one_name(demo, tmp_path):
     line = "two categories with images among the training images are called 'bird'"
     with pytest.raises(demo.UserError, match=line):
         demo.read_image_list(good, both)
+    with pytest.raises(check_coco.UserError, match="two categories with images are called 'bird'"):
+        check_coco.check(tmp_path / "both.json", None, good)
     for used in (7, 9):
         train = write(tmp_path / "one.json", f"{TWO_BIRDS}{[used] * 6}")
         train_list = demo.read_image_list(train)

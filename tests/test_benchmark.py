@@ -17,6 +17,7 @@ import pytest
 
 import benchmark as tool
 from run import cpu_variables
+from support.datasets import instances, numbered
 from support.processes import LONG, ROOT, SCRIPT
 
 TINY = ["--steps", 2, "--batch_size", 4]
@@ -135,6 +136,31 @@ def test_gpu_prints_a_line_for_each_case(benchmark, made_up, monkeypatch):
     assert out.startswith(GPU)
     ratio = "0.500 (0.500 to 0.500 in 1 round(s))"
     assert f"img/s, 1 GPU(s), bf16, fed / 1 GPU(s), bf16, resident: {ratio}\n" in out
+
+
+@pytest.mark.guards("benchmark-images", "benchmark-warm-up", "benchmark-unmeasured")
+def test_gpus_have_images_enough_and_what_is_in_stock_is_not_measured(monkeypatch):
+    counts, cases = [], {}
+    monkeypatch.setattr(tool.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(tool, "make_data", lambda *words: counts.append(words[-1]) or [])
+    monkeypatch.setattr(tool, "measure", lambda _, found: cases.update(found))
+    tool.measure_gpu(Namespace(batch_size=4, steps=2, data=["x"]))
+    assert counts[1] == 2 * counts[0]
+    for command in cases.values():
+        (text,) = re.findall(r"warm-up (\d+)", " ".join(map(str, command)))
+        assert f"--max_steps={int(text) + 2}" in command and int(text) > tool.WARM_UP
+
+
+@pytest.mark.guards("benchmark-packed")
+def test_packed_images_are_measured_with_the_annotations_beside_them(tmp_path):
+    (tmp_path / "annotations").mkdir()
+    content = json.dumps(instances(numbered(3)))
+    (tmp_path / "annotations/instances_train2017.json").write_text(content)
+    (tmp_path / "run").mkdir()
+    args = Namespace(folder=tmp_path / "run")
+    words = tool.make_data(args, tmp_path / "train2017.rgb", 5)
+    assert words[1] == tmp_path / "train2017.rgb"
+    assert len(json.loads(Path(words[3]).read_text())["images"]) == 5
 
 
 @pytest.mark.guards("benchmark-job")

@@ -26,11 +26,11 @@ import pytest
 from pytest import approx
 
 import compare_logs
-from analysis import scaling
+from analysis import scaling, verdict
 from analysis.advice import next_steps
 from analysis.figures import Run, find_straggler, make_run
 from analysis.logs import Log, log_files, read_log
-from analysis.network import Network
+from analysis.network import Network, carriers
 from analysis.repeats import find_repeats, gather, is_called
 from run import tell
 from support.datasets import make_set
@@ -380,6 +380,57 @@ def test_sizes_within_a_decade_have_no_formula_at_their_axis():
 def repeats_of(name: str) -> Run:
     paths = find_repeats(name, [str(REPORTS / "repeats" / name)])
     return gather(name, [make_run(one, read_log(path), {}) for one, path in paths.items()])
+
+
+@pytest.mark.guards("bars-named", "bars-stacked", "bus-bandwidth")
+def test_parts_of_a_bar_stand_on_each_other_and_curves_are_bus_bandwidth():
+    plot = pytest.importorskip("analysis.plot")
+    from matplotlib.container import BarContainer
+
+    runs, axis = [repeats_of("slow"), repeats_of("fast")], plot.Figure().subplots()
+    plot.draw_split(axis, runs)
+    bars = [bar for bar in axis.containers if isinstance(bar, BarContainer)]
+    found = {bar.get_label(): [(one.get_y(), one.get_height()) for one in bar] for bar in bars}
+    for n, run in enumerate(runs):
+        assert found["compute"][n] == approx((0, 1000 * run.compute_s))
+        below = 1000 * (run.compute_s + run.data_s)
+        assert found["exposed communication"][n] == approx((below, 1000 * run.exposed_s))
+    size = {"bytes": 8, "algbw_GBps": 1, "busbw_GBps": 1.5}
+    run = make_run("a", Log(records={"Probe": {"sizes": [size]}}))
+    assert plot.bandwidth_of(run) == {8: [1.5]}
+
+
+@pytest.mark.guards("named-efa", "named-ib")
+@pytest.mark.parametrize("name", ["InfiniBand", "roce-2", "efa", "ib", "fibre"])
+def test_a_name_that_asks_for_an_adapter_is_told_where_sockets_were_used(name):
+    run = make_run(name, Log(records={"Run": {"nodes": 2}}))
+    run.networks = [Network("n0", "sockets", {}, ["eth0"])]
+    assert verdict.was_asked(run) == (f"the run is called {name}" if name != "fibre" else "")
+
+
+@pytest.mark.guards("resent-on-adapters")
+def test_what_tcp_sent_again_is_told_where_it_carried_the_gradients():
+    tcp = {"interfaces": [], "tcp": {"segments": 100, "retransmits": 9}}
+    run = make_run("a", Log(records={"Run": {"nodes": 2}, "Probe": {"nodes": [tcp]}}))
+    for transport, told in (("sockets", True), ("infiniband", False)):
+        run.networks = [Network("n0", transport, {}, ["x"])]
+        assert bool(verdict.sent_again(run)) == told
+
+
+@pytest.mark.guards("storage-beside", "names-cut")
+def test_an_adapter_is_not_taken_for_what_carries_ip_by_another_interfaces_bytes():
+    links = (("mlx5_0:1", "infiniband", 100), ("eth0", "ethernet", 60))
+    seen = [{"name": name, "kind": kind, "wire_Gbps": gbps} for name, kind, gbps in links]
+    assert [link["name"] for link in carriers(seen, {})] == ["mlx5_0:1"]
+    assert Network("n0", "sockets", {}, [*"abcde"]).listed == "a, b, c, d, ..."
+
+
+@pytest.mark.guards("waits-for-images")
+def test_a_slow_rank_that_waits_for_images_longer_than_the_others_is_told_of_its_storage():
+    run = make_run("a", Log(kinds={"GPU"}))
+    run.ranks = {n: [0.001, 0.4, 0.1] for n in range(4)} | {1: [0.3, 0.41, 0.1]}
+    run.straggler, run.compute_s, run.step_s = 1, 0.4, 0.5
+    assert "images" in verdict.words_of_step(run, "slow-rank", False)
 
 
 @pytest.mark.guards("whiskers")

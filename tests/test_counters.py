@@ -299,14 +299,15 @@ def test_ip_over_infiniband_is_counted_once_and_has_the_errors_of_its_port(kerne
     )
 
 
-@pytest.mark.guards("errors-of-before", "loss-on-roce")
+@pytest.mark.guards("errors-of-before", "loss-on-roce", "congestion-counted")
 def test_errors_are_those_between_the_readings(kernel):
-    ways = {"rx_errors": 2, "tx_errors": 3, "tx_dropped": 4}
+    ways, waits = {"rx_errors": 2, "tx_errors": 3, "tx_dropped": 4}, {"port_xmit_wait": 12}
     lost = {"packet_seq_err": 7, "local_ack_timeout_err": 8, "out_of_sequence": 9}
+    lost |= {"np_cnp_sent": 10, "rp_cnp_handled": 11}
     more = {
         "net/eth0": {"carrier_changes": 1},
         "net/eth0/statistics": ways,
-        f"infiniband/{PORT}/counters": {"link_downed": 5, "symbol_error": 6},
+        f"infiniband/{PORT}/counters": waits | {"link_downed": 5, "symbol_error": 6},
         f"infiniband/{PORT}/hw_counters": lost,
     }
 
@@ -324,7 +325,7 @@ def test_errors_are_those_between_the_readings(kernel):
     assert found == {
         "idle": None,
         "eth0": {"carrier_changes": 1} | ways,
-        "mlx4_0:2": {"link_downed": 5, "symbol_error": 6} | lost,
+        "mlx4_0:2": waits | {"link_downed": 5, "symbol_error": 6} | lost,
     }
 
 
@@ -359,15 +360,16 @@ def count(root: Path, *arguments: object) -> list[str]:
     return subprocess.run(command, env={**os.environ, **env}, **how).stdout.splitlines()
 
 
-@pytest.mark.guards("counters-since")
+@pytest.mark.guards("counters-since", "counters-last")
 def test_command_prints_a_record_and_what_was_carried_since_this_nodes_last_one(kernel, tmp_path):
     for name in ("eth0", "eth1"):
         kernel.net(name)
     log = tmp_path / "node0.log"
     (first,) = count(tmp_path, "--since", log)  # there is no log yet
     host = json.loads(first.removeprefix("Counters "))["host"]
-    other = first.replace(host, "another").replace("1000", "3001000")
-    log.write_text(f"Step 1\n{first}\nStep 2\n{other}\n{first[:40]}\n")
+    earlier = first.replace("1000", "3001000")
+    other = earlier.replace(host, "another")
+    log.write_text(f"Step 0\n{earlier}\nStep 1\n{first}\nStep 2\n{other}\n{first[:40]}\n")
     kernel.net("eth0", 4_000_000, 200_000)
     record, sentence = count(tmp_path, "--since", log)
     words = "Sent 4.0 MB and received 0.2 MB on eth0 (ethernet) in "

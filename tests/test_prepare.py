@@ -297,7 +297,7 @@ def test_damaged_images_are_listed_and_left_out_on_demand(source, tmp_path):
     assert "5 damaged, named above" in pack(tmp_path, "--skip_damaged", expect=2)
 
 
-@pytest.mark.guards("pack-room")
+@pytest.mark.guards("pack-room", "pack-room-of-small")
 def test_packing_asks_the_disk_for_room_and_says_which_file_it_cannot_write(
     source, tmp_path, monkeypatch
 ):
@@ -306,6 +306,10 @@ def test_packing_asks_the_disk_for_room_and_says_which_file_it_cannot_write(
         patch.setattr(prepare_coco.shutil, "disk_usage", lambda _: usage)
         line = refusal(tmp_path, "--packed")
     assert line == f"{tmp_path}/small: train2017 needs about 0.0 GB, and 0.0 GB are free"
+    with monkeypatch.context() as patch:
+        usage.free = 5 * 3 * 200 * 150  # as they are
+        patch.setattr(prepare_coco.shutil, "disk_usage", lambda _: usage)
+        prepare(tmp_path, "--packed", side=999, target="large")
     rows = tmp_path / "small/train2017.rgb"
     assert rows.stat().st_size == 0
     with rows.open("ab") as file:
@@ -348,10 +352,10 @@ def difference(image: Image.Image, expected: Image.Image) -> float:
 STRETCHED = [("I", "TIFF"), ("F", "TIFF")]
 
 
-@pytest.mark.guards("deep-copied", "deep-copy-range")
+@pytest.mark.guards("deep-copied", "deep-copy-range", "deep-big-endian")
 @pytest.mark.parametrize(
     ("mode", "kind"),
-    [("I;16", "PNG"), ("I;16", "TIFF"), ("I", "PPM"), *STRETCHED],
+    [("I;16", "PNG"), ("I;16", "TIFF"), ("I;16B", "TIFF"), ("I", "PPM"), *STRETCHED],
 )
 def test_an_image_of_16_or_32_bits_looks_in_its_copy_as_its_original_of_8(tmp_path, mode, kind):
     """One of 32 bits is stretched to the whole range."""
@@ -401,7 +405,7 @@ def test_folder_that_is_not_cocos_is_one_line(tmp_path):
     assert run.stderr == f"prepare_coco.py: error: {words}\n"
 
 
-@pytest.mark.guards("prepare-in-place", "prepare-other-size", "prepare-leftover")
+@pytest.mark.guards("prepare-in-place", "prepare-other-size", "prepare-leftover", "prepare-mixed")
 def test_target_that_must_not_be_written(source, tmp_path):
     """What a killed run leaves is no foreign file; a damaged record is none of another size."""
     (tmp_path / "mine").mkdir()
@@ -409,6 +413,7 @@ def test_target_that_must_not_be_written(source, tmp_path):
     (tmp_path / "small").mkdir()
     (tmp_path / "small/1234.unfinished").touch()
     prepare(tmp_path, side=65)
+    assert "was made with" in refusal(tmp_path, "--packed", side=65)
     foreign = "is not empty, and not made by this program"
     for record in ('{"shorter_side": 65}', '{"shorter_side": 6', ""):
         (tmp_path / "small/prepare_coco.json").write_text(record)

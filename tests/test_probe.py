@@ -7,9 +7,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import compare_logs
 import probe_link
+from analysis import nccl
 from support.nodes import NamespacePair
 from support.processes import LONG, start
 
@@ -56,6 +58,33 @@ def test_figures_are_those_after_the_warm_up():
     # Of four ranks a ring carries one and a half times the bytes.
     expected = {"bytes": 6000, "ms": 3.0, "algbw_GBps": 0.002, "busbw_GBps": 0.003}
     assert found == pytest.approx(expected)
+
+
+@pytest.mark.guards("probe-one-call")
+def test_a_link_of_over_100_ms_an_all_reduce_is_timed_by_single_ones(monkeypatch):
+    monkeypatch.setattr(probe_link.dist, "all_reduce", lambda _: None)
+    monkeypatch.setattr(probe_link, "mean_of_ranks", lambda *_: 700.0)
+    process = SimpleNamespace(backend="nccl", device=torch.device("cpu"))
+    assert probe_link.measure(process, torch.zeros(1)) == [(1, 700.0)] * 5
+
+
+@pytest.mark.guards("probe-slowest", "probe-of-a-node")
+def test_the_slowest_nodes_network_is_told_and_each_node_counts_once(monkeypatch):
+    links = [("infiniband", "mlx5_0:1", "infiniband", 90), ("sockets", "eth0", "ethernet", 9)]
+    nodes = [
+        {
+            "host": name,
+            "nccl": nccl.Finding(transport=way).to_dict(),
+            "interfaces": [{"name": name, "kind": kind, "wire_Gbps": gbps}],
+        }
+        for way, name, kind, gbps in links
+    ]
+    record = {"sizes": [{"algbw_GBps": 1}], "nodes": nodes, "all_reduce_bytes": 8}
+    record |= {"all_reduce_ms": 1, "latency_ms": 1}
+    assert "TCP over eth0" in probe_link.in_words(record)[0]
+    monkeypatch.setattr(probe_link.demo, "all_gather", lambda own: [own])
+    second = SimpleNamespace(local_rank=1, backend="gloo")
+    assert probe_link.of_all_nodes(second, {}) == []
 
 
 @pytest.mark.guards("probe-wall-time")

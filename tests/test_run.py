@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -172,12 +173,41 @@ def no_terminal(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
 
 
+@guards("gpus-of-a-node")
 def test_a_job_is_what_the_variables_say_or_slurm(no_terminal):
     found = run.job(STEP | {"MASTER_ADDR": "a", "RUN_NAME": "x"}, lambda: 4)
     assert [*found.values()] == ["2", "1", "a", "20280", "4", "x"]
     found = run.job({"WORLD_SIZE": "1"}, lambda: 0)
     assert [*found.values()] == ["1", "0", "localhost", "29500", "1", ""]
     assert run.job({"GPUS_PER_NODE": "all", "NNODES": "1"}, lambda: 0)["GPUS_PER_NODE"] == "0"
+    of_slurm = {"MASTER_ADDR": "a", "SLURM_GPUS_ON_NODE": "2", "SLURM_GPUS": "4"}
+    assert run.job(STEP | of_slurm, lambda: 8)["GPUS_PER_NODE"] == "2"
+
+
+@guards("route-of-several")
+def test_of_several_interfaces_none_is_taken_as_node_0s_route(monkeypatch):
+    """Another one may be a container's bridge."""
+    for names, route in ((["eth0"], "eth0"), (["br-x", "eth0"], "")):
+        found = {"up": names}
+        monkeypatch.setattr(run, "addressed", lambda *words, own=found: own.get(words[0], []))
+        assert run.route_to("127.0.0.1") == route
+
+
+@guards("hidden-gpus")
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_hidden_gpus_are_none(monkeypatch, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(run, "output_of", lambda *_: "GPU 0: A100")
+    assert not run.nvidia_smi_lists_a_gpu()
+
+
+@guards("second-ctrl-c")
+def test_only_a_second_ctrl_c_ends_a_run_at_once():
+    one = run.Run.__new__(run.Run)
+    one.process, one.stopped = None, signal.SIGTERM
+    for number in (signal.SIGTERM, signal.SIGINT):
+        one.stop(number, None)
+    assert one.stopped == signal.SIGTERM
 
 
 NO_JOB = guarded(
@@ -235,6 +265,8 @@ def test_interfaces_and_adapters_that_are_missing_or_down_are_refused(sysfs):
 VERBS = {"NCCL_IB_DISABLE": "0", "NCCL_NET": "IB"}
 SOCKETS = {"NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
 ETH0 = {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0"}
+TWO_OF_EACH = {"NCCL_IB_HCA": "=mlx5_0,mlx5_2"}
+TWO_OF_EACH |= {name: value.replace("eth0", "eth0,loose0") for name, value in ETH0.items()}
 CHOSEN = guarded(  # fault, IFNAME, NETWORK; with eth0 as the route to node 0
     ("ifname-exact", "eth0", "", SOCKETS | ETH0),
     ("hca-exact net-ib", "mlx5_0,eth0", "", VERBS | {"NCCL_IB_HCA": "=mlx5_0"} | ETH0),
@@ -243,6 +275,7 @@ CHOSEN = guarded(  # fault, IFNAME, NETWORK; with eth0 as the route to node 0
     ("", "", "ethernet", SOCKETS | ETH0),
     ("efa-plugin", "rdmap0s6,eth0", "", ETH0),
     ("route-interface", "", "", ETH0),
+    ("each-adapter each-interface", "mlx5_0,mlx5_2,eth0,loose0", "", VERBS | TWO_OF_EACH),
 )
 
 
@@ -337,6 +370,35 @@ def test_networks_need_labels_of_their_own():
     for wrong in (["a"], ["a=x", "a=y"], ["a="], ["a/b=x"]):
         with pytest.raises(UserError, match="LABEL=NAMES"):
             series.networks_of(wrong)
+
+
+def made_series(**args: object) -> series.Series:
+    one = series.Series.__new__(series.Series)
+    one.args, one.arguments, one.env = argparse.Namespace(network=[], **args), [], {}
+    one.python, one.stopped, one.child = "python", 0, None
+    return one
+
+
+@guards("series-on-cpus", "series-folder")
+def test_a_series_on_cpus_is_small_and_lies_where_it_is_compared(monkeypatch):
+    monkeypatch.setattr(run, "count_gpus", lambda _: 0)
+    one, calls = made_series(processes="1,2", repeats=1, link_gbps=[]), []
+    one.plan()
+    assert one.arguments == series.ON_CPUS
+    one.call = lambda *words, **variables: calls.append(variables) or 0
+    one.compare = lambda folder, labels: calls.append(folder) or 0
+    one.train()
+    *runs, folder = calls
+    found = [Path(each["LOG_DIR"], each["RUN_NAME"]) for each in runs]
+    assert found == [folder / "p1", folder / "p2"]
+
+
+@guards("series-rates")
+def test_a_series_hands_all_given_rates_on():
+    one, calls = made_series(link_gbps=["a=1", "b=2"]), []
+    one.call = lambda *words, **_: calls.append(words) or 0
+    one.compare(Path("f"), ["a", "b"])
+    assert {"a=1", "b=2"} <= {*calls[-1]}
 
 
 @guards("stop-before-child")

@@ -23,7 +23,7 @@ from PIL import Image
 import prepare_coco
 from support.datasets import COCO_IDS, instances, make_set, numbered, truncate, write_images
 from support.forks import changed, load, run_forked
-from support.launchers import FAST
+from support.launchers import FAST, guarded
 from support.processes import (
     LONG,
     SCRIPT,
@@ -76,7 +76,7 @@ def test_shares_are_equally_long_and_complete_and_may_begin_later(demo):
     assert keys(demo, 1, start=2) == shares[1][2:]
 
 
-@pytest.mark.guards("validation-shares", "val-padded")
+@pytest.mark.guards("validation-shares", "val-padded", "val-crop")
 @pytest.mark.parametrize("count", [1, 10, 13])
 def test_validation_gives_each_image_once(demo, count):
     found = []
@@ -85,6 +85,7 @@ def test_validation_gives_each_image_once(demo, count):
         val = "--val_image_path", "any", "--val_annotation_path", "any"
         loader = demo.make_val_loader(arguments(demo, *val), process, image_list(demo, count))
         found += [index for _, index in loader.sampler]
+        assert loader.dataset.crop is demo.center_crop
     assert sorted(found) == list(range(count))
 
 
@@ -345,6 +346,81 @@ def test_a_packed_file_that_lacks_something_is_one_line(demo, packed, tmp_path):
 
 
 # --- The machine -------------------------------------------------------------------------------
+
+
+@pytest.mark.guards("sync-bn", "weights-channels-last", "format-by-device", "pinned")
+def test_model_and_batches_have_the_form_that_their_device_wants(demo, monkeypatch):
+    monkeypatch.setattr(demo, "errors_end_all_ranks", contextlib.nullcontext)
+    args = arguments(demo, "--sync_bn", "--weights", "none")
+    model = demo.build_model(args, demo.ProcessInfo(), image_list(demo, 8))
+    assert isinstance(model.bn1, torch.nn.SyncBatchNorm)
+    weight = model.layer1[0].conv1.weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    places = [demo.ProcessInfo(device=torch.device(kind)) for kind in ("cpu", "cuda", "mps")]
+    assert [place.memory_format == torch.channels_last for place in places] == [True, True, False]
+    loaders = [demo.make_train_loader(args, place, image_list(demo, 8)) for place in places]
+    assert [loader.pin_memory for loader in loaders] == [False, True, False]
+
+
+@pytest.mark.guards("volta", "no-tf32", "cudnn-tunes")
+def test_precision_and_kernels_are_those_of_the_hardware(demo, monkeypatch):
+    place = demo.ProcessInfo(device=torch.device("cuda"))
+    for has_bf16, capability, expected in (
+        (True, (8, 0), "bf16"),
+        (False, (7, 0), "fp16"),
+        (False, (6, 1), "fp32"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda own=has_bf16, **_: own)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda own=capability: own)
+        assert demo.fast_precision(None, place) == expected
+    cudnn = torch.backends.cudnn
+    monkeypatch.setattr(cudnn, "allow_tf32", True)
+    monkeypatch.setattr(cudnn, "benchmark", False)
+    demo.prepare_hardware(arguments(demo), demo.ProcessInfo())
+    assert (cudnn.allow_tf32, cudnn.benchmark) == (False, True)
+
+
+@pytest.mark.guards("powersgd-rank", "powersgd-epsilon", "mps-compression")
+def test_compression_is_set_as_it_is_saved_and_refused_where_ddp_is_not_used(demo, monkeypatch):
+    ddp = SimpleNamespace(register_comm_hook=lambda *_: None)
+    state = demo.compress_gradients(arguments(demo, "--grad_compression", "powersgd"), ddp)
+    assert state.matrix_approximation_rank == demo.POWERSGD_RANK
+    assert state.orthogonalization_epsilon > 0
+    monkeypatch.setattr(demo, "set_threads", lambda _: 1)
+    monkeypatch.setattr(demo, "errors_end_all_ranks", contextlib.nullcontext)
+    for kind in ("fp16", "bf16", "powersgd"):
+        args = arguments(demo, "--device", "mps", "--grad_compression", kind)
+        with pytest.raises(demo.UserError, match="--device mps does not use"):
+            demo.fill_in_arguments(args, demo.ProcessInfo(), 8)
+
+
+@pytest.mark.guards("mpirun-one-gpu")
+def test_srun_and_mpirun_may_show_each_process_one_gpu(demo, monkeypatch):
+    monkeypatch.setattr(demo, "usable_gpus", lambda _: 1)
+    for launcher in ("srun", "mpirun"):
+        place = demo.ProcessInfo(launcher, local_world_size=4)
+        assert demo.choose_backend(arguments(demo), place) == "nccl"
+    with pytest.raises(demo.UserError, match="4 processes for 1 GPU"):
+        demo.choose_backend(arguments(demo), demo.ProcessInfo("torchrun", local_world_size=4))
+
+
+ADVICE = guarded(  # fault, an error's text as its program writes it, words of the advice
+    ("advice-shm", "This might be caused by insufficient shared memory (shm).", "/dev/shm"),
+    ("advice-files", "[Errno 24] Too many open files", "ulimit -n"),
+    ("advice-ordinal", "CUDA error: invalid device ordinal", "gpus-per-task"),
+    ("advice-user", "'getpwuid(): uid not found: 1234'", "export USER"),
+    ("advice-compiler", "Failed to find C compiler. Please specify via CC", "install gcc"),
+    ("advice-loader", "DataLoader timed out after 5 seconds", "storage"),
+    ("advice-worker", "DataLoader worker (pid 7) is killed by signal: Killed. ", "memory full"),
+    ("advice-pair", "Application timeout caused pair closure", "another rank"),
+    ("advice-engine", "GET was unable to find an engine to execute this", "batch_size"),
+    ("advice-system", "unhandled system error (run with NCCL_DEBUG=INFO)", "NCCL_DEBUG=INFO says"),
+)
+
+
+@pytest.mark.parametrize(("text", "words"), ADVICE)
+def test_errors_that_a_user_can_mend_have_advice(demo, text, words):
+    assert words in "".join(demo.advice_on(text))
 
 
 @pytest.mark.guards("precision-resumed")

@@ -158,13 +158,15 @@ def test_torch_from_2_6_on_is_taken(checkout, version):
     assert checkout.chosen(active) == active
 
 
-@guards("small-package-named")
+@guards("small-package-named", "small-packages-named")
 def test_active_torch_without_a_small_package_is_refused_with_the_command_for_just_that(checkout):
     for missing in ("pycocotools", "pillow"):
         names = [name for name in NEEDED if name != missing]
         line = checkout.refusal(active := checkout.environment(f"no {missing}", *names))
         command = f"{active}/bin/python3 -m pip install {missing},"
         assert command in line and "requirements" not in line
+    line = checkout.refusal(checkout.environment("two", "torch", "torchvision"))
+    assert "-m pip install pycocotools pillow," in line
 
 
 UNFIT = {  # packages, version of torch, what the line says
@@ -172,14 +174,18 @@ UNFIT = {  # packages, version of torch, what the line says
     "no torchvision": (["torch", "pycocotools", "pillow"], "2.15.0", "has no torchvision:"),
     "old torch": (NEEDED, "2.5.1+cu121", r"has torch 2\.5\.1\+cu121"),
     "older torch": (NEEDED, "1.13.1", r"has torch 1\.13\.1"),
+    "old python": (NEEDED, "2.15.0", "is older than Python 3.10"),
 }
 
 
-@guards("old-torch-refused", "unfit-python-is-named")
+@guards("old-torch-refused", "unfit-python-is-named", "old-python-refused")
 def test_active_python_that_is_unfit_is_left_alone_with_one_line(checkout):
     checkout.environment(".venv", *NEEDED)
     for case, (packages, version, words) in UNFIT.items():
         active = checkout.environment(case, *packages, torch=version)
+        if case == "old python":
+            (site,) = active.glob("lib/python*/site-packages")
+            (site / "sitecustomize.py").write_text("import sys; sys.version_info = (3, 9, 18)")
         run = checkout.start(active).finish(60)
         assert environment_of(run) == checkout.venv
         (line,) = run.err.splitlines()

@@ -285,10 +285,21 @@ def test_a_port_that_is_taken_is_found(nodes):
     assert second.seconds < 1 + 10 * FACTOR
 
 
-@pytest.mark.guards("preflight-numbers")
-@pytest.mark.parametrize("name", ["MASTER_PORT", "CONNECT_TIMEOUT"])
-def test_a_number_that_is_none_is_named(name):
-    job = {"NNODES": 2, "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", name: "-1"}
+@pytest.mark.guards("adapters-by-name")
+def test_an_adapter_is_not_taken_for_one_whose_name_goes_on(monkeypatch, capsys):
+    ports = {"mlx5_1:1": {"state": "DOWN"}, "mlx5_10:1": {"state": "ACTIVE"}}
+    monkeypatch.setattr(preflight, "PORTS", ports)
+    preflight.check_port("mlx5_1", True)
+    assert capsys.readouterr().out.startswith("WRONG: mlx5_1 is down ['DOWN']")
+
+
+@pytest.mark.guards("preflight-numbers", "preflight-world-size")
+@pytest.mark.parametrize(
+    ("count", "name"),
+    [("NNODES", "MASTER_PORT"), ("NNODES", "CONNECT_TIMEOUT"), ("WORLD_SIZE", "MASTER_PORT")],
+)
+def test_a_number_that_is_none_is_named(count, name):
+    job = {count: 2, "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", name: "-1"}
     (text,) = [text for text in wrong(check_alone(**job)) if name in text]
     assert text.startswith(f"{name} is '-1': give a whole number from 1 to ")
 
