@@ -2,7 +2,7 @@
 """Faults that the tests must notice. Each one is put into a copy of the project, where the tests
 that guard against it then have to fail, three times of three.
 
-    tests/mutants.py                    all faults: about 45 minutes on two cores
+    tests/mutants.py                    all faults: about an hour on two cores
     tests/mutants.py set-epoch shares   these
     tests/mutants.py --list             their names
 

@@ -30,8 +30,8 @@ ROWS = [
     ),
     (
         "unmoved",
-        "the interface that is used: `ip route get ADDRESS` on {other} (ADDRESS: of "
-        "{first}, on the network that was meant)",
+        "what chose the interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, then `ip route get "
+        "ADDRESS` on {other} (ADDRESS: of {first}, on the network that was meant)",
     ),
     ("pcie", "the adapter's slot: `sudo lspci -vv -s {slot}` on {node} (LnkSta beside LnkCap)"),
     ("lanes", "why not all lanes are up: `mlxlink -d {device} -c -m` on {node}"),

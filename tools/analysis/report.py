@@ -124,7 +124,7 @@ def node_lines(runs):
 def say_node(node):
     gpus = Counter(node.get("gpus", [])).items()
     locked = node.get("locked")
-    parts = [", ".join(f"{count} x {name}" for name, count in gpus) or "no NVIDIA GPU seen"]
+    parts = [", ".join(f"{count} x {name}" for name, count in gpus) or "no name of a GPU known"]
     if gpus:
         module = node.get("module") or "none (DMA-BUF needs none)"
         parts.append(f"module for GPUDirect: {module}")

@@ -44,7 +44,8 @@ def judge(run):
             whose = "of the probe" if run.network.host else "that NCCL chose"
             unused = ", ".join(run.network.finding.get("unused", []))
             found = f"; it found {unused}" if unused else ""
-            says.append(f"network {whose}: {run.network.way}{found}")
+            rate_known = "" if run.network.gbps else "; at what rate is not known"
+            says.append(f"network {whose}: {run.network.way}{found}{rate_known}")
         says += [f"timed out: {work}" for work in finding.get("timeouts", [])]
         says += warned
         if quoted or finding.get("timeouts"):
@@ -248,7 +249,8 @@ def say_network(run, own, elsewhere):
     if elsewhere:
         if elsewhere == UNSEEN:
             return [f"network: in the probe {network.way}, in the training not known"]
-        return [f"network: in the training not the probe's {network.way}: {elsewhere}"]
+        says = f"network: in the training not the probe's {network.way}: {elsewhere}"
+        return [f"{says}; at what share of its rate is not known"]
     text, whose = f"network: {network.way}", "probe" if network.host else "training"
     if network.gbps:
         size = run.record("Probe").get("all_reduce_bytes")
