@@ -201,7 +201,7 @@ def test_hidden_gpus_are_none(monkeypatch, visible):
     assert not run.nvidia_smi_lists_a_gpu()
 
 
-@guards("second-ctrl-c")
+@guards("second-sigterm")
 def test_only_a_second_ctrl_c_ends_a_run_at_once():
     one = run.Run.__new__(run.Run)
     one.process, one.stopped = None, signal.SIGTERM

@@ -380,7 +380,7 @@ def test_precision_and_kernels_are_those_of_the_hardware(demo, monkeypatch):
     assert (cudnn.allow_tf32, cudnn.benchmark) == (False, True)
 
 
-@pytest.mark.guards("powersgd-rank", "powersgd-epsilon", "mps-compression")
+@pytest.mark.guards("powersgd-rank-used", "powersgd-epsilon", "mps-compression")
 def test_compression_is_set_as_it_is_saved_and_refused_where_ddp_is_not_used(demo, monkeypatch):
     ddp = SimpleNamespace(register_comm_hook=lambda *_: None)
     state = demo.compress_gradients(arguments(demo, "--grad_compression", "powersgd"), ddp)
