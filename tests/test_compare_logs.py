@@ -408,6 +408,16 @@ def test_a_name_that_asks_for_an_adapter_is_told_where_sockets_were_used(name):
     assert verdict.was_asked(run) == (f"the run is called {name}" if name != "fibre" else "")
 
 
+@pytest.mark.guards("gpudirect-of-fallback")
+def test_gpudirect_is_not_told_where_the_slowest_node_fell_back_to_sockets():
+    run = make_run("a", Log())
+    finding = {"channels": {"network": 2}, "gpudirect": 2}
+    run.networks = [Network("n0", "infiniband", finding, ["mlx5_0:1"])]
+    assert verdict.gpudirect(run) == (2, 2, "")
+    run.networks.append(Network("n1", "sockets", finding, ["eth0"]))
+    assert run.network.host == "n1" and verdict.gpudirect(run) == (0, 0, "")
+
+
 @pytest.mark.guards("resent-on-adapters")
 def test_what_tcp_sent_again_is_told_where_it_carried_the_gradients():
     tcp = {"interfaces": [], "tcp": {"segments": 100, "retransmits": 9}}

@@ -295,6 +295,8 @@ def say_share(run):
 
 def gpudirect(run):
     """(connections that leave a node, those with GPUDirect, NCCL's line that says why not)"""
+    if run.network.transport not in ADAPTERS:  # the slowest node's: the others wait for it
+        return 0, 0, ""
     findings = [one.finding for one in run.networks if one.transport in ADAPTERS]
     made = sum(finding.get("channels", {}).get("network", 0) for finding in findings)
     direct = sum(finding.get("gpudirect") or 0 for finding in findings)
