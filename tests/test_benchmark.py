@@ -18,7 +18,7 @@ import pytest
 import benchmark as tool
 from run import cpu_variables
 from support.datasets import instances, numbered
-from support.processes import LONG, ROOT, SCRIPT
+from support.processes import ROOT, SCRIPT
 
 TINY = ["--steps", 2, "--batch_size", 4]
 ONCE = [*TINY, "--rounds", 1]
@@ -75,7 +75,6 @@ def test_what_cannot_run_ends_in_one_line(benchmark, words, line):
     assert said.startswith(f"benchmark.py: error: {line}")
 
 
-@pytest.mark.guards("benchmark-variables")
 def test_a_run_has_the_variables_of_the_launchers_and_is_told_with_its_last_lines_if_it_fails(
     monkeypatch,
 ):
@@ -94,7 +93,6 @@ img/s, this script / HEAD: 2.000 (1.600 to 4.000 in 3 round(s))
 """
 
 
-@pytest.mark.guards("benchmark-ratio", "benchmark-order", "benchmark-median", "benchmark-against")
 def test_a_commits_script_is_measured_in_turns_and_compared_by_the_medians(benchmark, made_up):
     """The ratio is this script's rate to the other one's."""
     rates = {"this": [32, 40, 80], "that": [20, 10, 20]}
@@ -120,7 +118,6 @@ round 1 of 1: 2 GPU(s), bf16, resident: 40.0 img/s, step_ms 100.0, peak_gpu_byte
 """
 
 
-@pytest.mark.guards("benchmark-resident")
 def test_gpu_prints_a_line_for_each_case(benchmark, made_up, monkeypatch):
     monkeypatch.setattr(tool.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(tool, "PRECISIONS", ["bf16"])
@@ -138,7 +135,6 @@ def test_gpu_prints_a_line_for_each_case(benchmark, made_up, monkeypatch):
     assert f"img/s, 1 GPU(s), bf16, fed / 1 GPU(s), bf16, resident: {ratio}\n" in out
 
 
-@pytest.mark.guards("benchmark-images", "benchmark-warm-up", "benchmark-unmeasured")
 def test_gpus_have_images_enough_and_what_is_in_stock_is_not_measured(monkeypatch):
     counts, cases = [], {}
     monkeypatch.setattr(tool.torch.cuda, "device_count", lambda: 2)
@@ -151,7 +147,6 @@ def test_gpus_have_images_enough_and_what_is_in_stock_is_not_measured(monkeypatc
         assert f"--max_steps={int(text) + 2}" in command and int(text) > tool.WARM_UP
 
 
-@pytest.mark.guards("benchmark-packed")
 def test_packed_images_are_measured_with_the_annotations_beside_them(tmp_path):
     (tmp_path / "annotations").mkdir()
     content = json.dumps(instances(numbered(3)))
@@ -163,7 +158,6 @@ def test_packed_images_are_measured_with_the_annotations_beside_them(tmp_path):
     assert len(json.loads(Path(words[3]).read_text())["images"]) == 5
 
 
-@pytest.mark.guards("benchmark-job")
 def test_job_is_that_of_the_talk_and_stands_beside_its_wall_time(benchmark, made_up, monkeypatch):
     monkeypatch.setattr(tool, "JOB_IMAGES", 6)
 
@@ -182,10 +176,10 @@ def test_job_is_that_of_the_talk_and_stands_beside_its_wall_time(benchmark, made
 
 
 # The other two need a commit, which a copy of the project does not have.
-GPU_ALONE = pytest.param("gpu", marks=pytest.mark.guards("benchmark-torchrun"))
+GPU_ALONE = pytest.param("gpu")
 
 
-@LONG
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["step", "input", GPU_ALONE])
 def test_this_script_and_that_of_a_commit_are_really_measured(benchmark, monkeypatch, command):
     """gpu by torchrun, here on a CPU, where a batch that is resident costs no loading."""
@@ -201,7 +195,6 @@ def test_this_script_and_that_of_a_commit_are_really_measured(benchmark, monkeyp
         assert float(data or 0) < float(step) / 50, out  # a little on a busy machine
 
 
-@pytest.mark.guards("faster-on-cpus")
 def test_the_page_names_the_variables_of_the_launchers():
     words = " ".join(f"{name}={value}" for name, value in cpu_variables({}).items())
     assert f"export {words}\n" in (ROOT / "docs" / "speed.md").read_text()

@@ -29,7 +29,6 @@ def fault(*arguments: object, val: object = None) -> str:
     return ""
 
 
-@pytest.mark.guards("check-count", "check-classes")
 def test_the_first_fault_of_a_kind_and_the_number_of_the_others(tmp_path: Path):
     """Here of entries, then of classes that validation cannot find by their names."""
     path = write(tmp_path / "file.json", "annotations[*].id is gone")
@@ -64,7 +63,6 @@ PLACES = [  # the file that is there, the folder that is given, the listed name,
 ]
 
 
-@pytest.mark.guards("hint-folder", "hint-split", "hint-case")
 @pytest.mark.parametrize(("file", "folder", "name", "words"), PLACES)
 def test_where_a_lost_image_is(tmp_path: Path, file: str, folder: str, name: str, words: str):
     for path in (tmp_path / file, tmp_path / folder / "2.png"):
@@ -83,7 +81,6 @@ def make_files(folder: Path, *names: str) -> Path:
     return folder
 
 
-@pytest.mark.guards("check-lost-images")
 def test_labelled_images_that_the_folder_lacks_are_counted(tmp_path: Path):
     path = write(tmp_path / "file.json")  # of its five images 0004.jpg has no label
     folder = make_files(tmp_path / "images", "0000.jpg", "0003.jpg")
@@ -97,7 +94,6 @@ def test_labelled_images_that_the_folder_lacks_are_counted(tmp_path: Path):
     assert fault(path, gone) == f"there is no folder of images {gone}: check the path"
 
 
-@pytest.mark.guards("check-packed-size", "check-packed-lacks")
 def test_a_packed_file_is_whole_and_has_all_images(tmp_path: Path):
     path = write(tmp_path / "file.json")
     images = tmp_path / "coco/images"
@@ -126,7 +122,6 @@ def encoded(kind: str, **options: object) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.guards("check-empty", "check-cut-off", "check-film", "check-small-one")
 def test_images_that_are_empty_or_cut_off_are_told_from_whole_ones(tmp_path: Path):
     """Whole are also a JPEG of a phone, which has a film behind it, and what is no JPEG or PNG."""
     small = b"Exif" + b"\xff\xd8 a small one \xff\xd9"
@@ -172,7 +167,6 @@ def test_a_file_without_faults_is_described(tmp_path: Path):
 # --- The command -------------------------------------------------------------------------------
 
 
-@pytest.mark.guards("check-exit-code", "check-python-alone")
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [

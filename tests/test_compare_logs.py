@@ -54,15 +54,8 @@ def run_tool(*words: object) -> tuple[str, str, object]:
 # --- Recorded reports ----------------------------------------------------------------------------
 
 
-def case_of(value: object, text: str, name: str) -> object:
-    """A parameter, marked with the faults that its text names."""
-    found = re.findall(r"^# Guards: (.*)$", text, re.MULTILINE)
-    marks = [pytest.mark.guards(*names.split(", ")) for names in found]
-    return pytest.param(value, marks=marks, id=name)
-
-
 FILES = sorted(REPORTS.glob("*/report.txt"))
-FOLDERS = [case_of(file.parent, file.read_text(), file.parent.name) for file in FILES]
+FOLDERS = [pytest.param(file.parent, id=file.parent.name) for file in FILES]
 
 
 def answer(command: str, sections: list[str]) -> str:
@@ -106,7 +99,7 @@ MADE = [part.partition("\n--\n")[0] for part in PARTS]
 
 
 @pytest.mark.parametrize(
-    "made", [case_of(made, made, re.split("[:\n]", made)[0]) for made in MADE]
+    "made", [pytest.param(made, id=re.split("[:\n]", made)[0]) for made in MADE]
 )
 def test_verdict_is_as_recorded(made, tmp_path, pytestconfig):
     runs = made_runs(made.splitlines()[1:])
@@ -138,7 +131,6 @@ def demo():
     return importlib.import_module("demo_coco_resnet18")
 
 
-@pytest.mark.guards("link-by-step")
 def test_link_takes_the_least_time_of_all_ranks_in_each_step(demo):
     """A link of 5 ms. Jitter keeps one rank waiting in a step, the other in the next one."""
     link, wait = demo.link_and_wait([[0.005, 0.025] * 500, [0.025, 0.005] * 500])
@@ -164,7 +156,6 @@ def test_slow_rank_is_over_a_fifth_busier_than_usual(busy, slow):
     assert find_straggler(ranks) == slow
 
 
-@pytest.mark.guards("repeats-enough")
 def test_equal_networks_are_called_different_as_rarely_as_by_chance():
     """The ranges of 4 and 4 equal runs are disjoint in 2 of C(8, 4) = 70 pairs, which is 2.9 %.
     Steps differ by 3 % from run to run.
@@ -179,7 +170,6 @@ def test_equal_networks_are_called_different_as_rarely_as_by_chance():
     assert called(3) == 0
 
 
-@pytest.mark.guards("speed-up-range")
 def test_range_of_a_speed_up_is_that_of_all_pairs_of_repeats():
     runs = []
     for processes, rates in ((1, (100, 110, 125)), (2, (180, 200, 220))):
@@ -190,7 +180,6 @@ def test_range_of_a_speed_up_is_that_of_all_pairs_of_repeats():
     assert scaling.beside(*runs)[1] == "1.82 (1.44 to 2.20)"
 
 
-@pytest.mark.guards("repeats-figures", "repeats-elsewhere")
 def test_of_repeats_each_time_is_the_median_and_that_they_took_two_networks_is_told():
     runs = [make_run(f"r{n}", Log()) for n in (1, 2)]
     times = [name for name in vars(runs[0]) if name.endswith("_s")]
@@ -203,15 +192,12 @@ def test_of_repeats_each_time_is_the_median_and_that_they_took_two_networks_is_t
     assert found.notes[-1] == f"its runs went over different networks: {where}"
 
 
-@pytest.mark.guards("third-node")
 def test_of_three_nodes_the_slowest_is_the_other_end_of_a_measurement():
     run = make_run("a", Log(records={"Run": {"hosts": ["n0", "n1", "n2"]}}))
     run.networks = [Network("n2", "sockets", {}, ["eth0"])]
     assert "`iperf3 -c ADDRESS -P 8` on n2 " in next_steps(run, {"low", "sockets"})[0]
 
 
-@pytest.mark.guards("folder-of-runs", "interrupted-series")
-@pytest.mark.guards("runs-by-number", "repeats-by-number", "nodes-by-number")
 def test_of_a_folder_all_runs_in_it_are_compared_also_of_an_interrupted_series(tmp_path):
     for name in ("p16/r10", "p16/r9", "p2/r1", "p1/r1"):
         (tmp_path / "both" / name).mkdir(parents=True)
@@ -229,7 +215,6 @@ def test_of_a_folder_all_runs_in_it_are_compared_also_of_an_interrupted_series(t
 # --- Which lines belong to a run, and whether it is whole ----------------------------------------
 
 
-@pytest.mark.guards("late-log", "ranks-and-more")
 @pytest.mark.parametrize(
     ("written", "ended", "problem", "note"),
     [
@@ -251,7 +236,6 @@ def test_node_0s_whole_log_is_enough_where_another_nodes_comes_late(written, end
     assert (run.problems, run.notes) == ([problem] if problem else [], [note] if note else [])
 
 
-@pytest.mark.guards("earlier-attempt")
 def test_an_earlier_attempt_lends_nothing_to_the_last():
     second = (REPORTS / "restarts" / "resumed.log").read_text()
     complete = [
@@ -263,7 +247,6 @@ def test_an_earlier_attempt_lends_nothing_to_the_last():
         assert not make_run("a", log_of(TEXT + second[:end])).complete
 
 
-@pytest.mark.guards("incomplete-run")
 @pytest.mark.parametrize("lost", [r"0\] Run {", r"0\] Summary {", r"0\] Cleanup", r"1\] Cleanup"])
 def test_a_run_that_lacks_an_essential_line_is_incomplete(lost):
     one_node = TEXT.replace('"n1"]', '"n0"]').replace('"nodes": 2', '"nodes": 1')
@@ -277,7 +260,6 @@ def test_a_run_that_lacks_an_essential_line_is_incomplete(lost):
 # --- Damage --------------------------------------------------------------------------------------
 
 
-@pytest.mark.guards("log-of-a-mac")
 @pytest.mark.parametrize(
     "dress",
     [
@@ -296,7 +278,6 @@ def test_prefixes_colours_and_foreign_lines_change_nothing(dress):
     assert log_of(dressed.replace("[CPU ", "[MPS ")).ended == log_of(TEXT).ended
 
 
-@pytest.mark.guards("torn-loss")
 def test_a_line_torn_at_any_place_gives_its_loss_or_none():
     line = "[CPU 0] Epoch 1 complete | Avg loss: 12.0805 | 66.1 img/s | 36.69s"
     for cut in range(len(line)):
@@ -306,7 +287,6 @@ def test_a_line_torn_at_any_place_gives_its_loss_or_none():
                 assert not losses or losses == {(0, 1): 12.0805}
 
 
-@pytest.mark.guards("damaged-record")
 def test_a_record_with_a_list_in_the_place_of_a_word_ends_in_one_line(tmp_path):
     (run,) = made_runs(["= a", "net eth0 ethernet 10 9"])
     file = run.write(tmp_path) / "node0.log"
@@ -316,7 +296,6 @@ def test_a_record_with_a_list_in_the_place_of_a_word_ends_in_one_line(tmp_path):
     assert err.startswith("compare_logs.py: error: a record in these logs is damaged, ")
 
 
-@pytest.mark.guards("unreadable-beside", "folder-beside")
 def test_of_what_lies_beside_a_log_only_a_file_that_cannot_be_read_is_an_error(tmp_path):
     (run,) = made_runs(["= a", "net eth0 ethernet 10 9"])
     folder = run.write(tmp_path)
@@ -329,7 +308,6 @@ def test_of_what_lies_beside_a_log_only_a_file_that_cannot_be_read_is_an_error(t
     assert run_tool(folder) == ("", error, 2)
 
 
-@pytest.mark.guards("foreign-counters")
 def test_counters_of_another_program_are_left_out():
     assert not log_of('Counters {"steps": 5}\n').counters
 
@@ -358,7 +336,6 @@ def test_picture_of_much_and_of_little(tmp_path, case, logs, size):
     assert png_size(tmp_path / "run.png") == size
 
 
-@pytest.mark.guards("dollar-in-a-name")
 @pytest.mark.parametrize(("case", "logs"), [("repeats", "far"), ("strong_scaling", "p1 p2")])
 def test_a_name_with_dollars_is_no_formula(tmp_path, case, logs):
     pytest.importorskip("matplotlib")
@@ -366,7 +343,6 @@ def test_a_name_with_dollars_is_no_formula(tmp_path, case, logs):
     assert run_tool(*words, "--plot", tmp_path / "run.png")[1:] == ("", 0)
 
 
-@pytest.mark.guards("formula-at-an-axis")
 def test_sizes_within_a_decade_have_no_formula_at_their_axis():
     plot = pytest.importorskip("analysis.plot")
     figure = plot.Figure()
@@ -382,7 +358,6 @@ def repeats_of(name: str) -> Run:
     return gather(name, [make_run(one, read_log(path), {}) for one, path in paths.items()])
 
 
-@pytest.mark.guards("bars-named", "bars-stacked", "bus-bandwidth")
 def test_parts_of_a_bar_stand_on_each_other_and_curves_are_bus_bandwidth():
     plot = pytest.importorskip("analysis.plot")
     from matplotlib.container import BarContainer
@@ -400,7 +375,6 @@ def test_parts_of_a_bar_stand_on_each_other_and_curves_are_bus_bandwidth():
     assert plot.bandwidth_of(run) == {8: [1.5]}
 
 
-@pytest.mark.guards("named-efa", "named-ib")
 @pytest.mark.parametrize("name", ["InfiniBand", "roce-2", "efa", "ib", "fibre"])
 def test_a_name_that_asks_for_an_adapter_is_told_where_sockets_were_used(name):
     run = make_run(name, Log(records={"Run": {"nodes": 2}}))
@@ -408,7 +382,6 @@ def test_a_name_that_asks_for_an_adapter_is_told_where_sockets_were_used(name):
     assert verdict.was_asked(run) == (f"the run is called {name}" if name != "fibre" else "")
 
 
-@pytest.mark.guards("gpudirect-of-fallback")
 def test_gpudirect_is_not_told_where_the_slowest_node_fell_back_to_sockets():
     run = make_run("a", Log())
     finding = {"channels": {"network": 2}, "gpudirect": 2}
@@ -418,7 +391,6 @@ def test_gpudirect_is_not_told_where_the_slowest_node_fell_back_to_sockets():
     assert run.network.host == "n1" and verdict.gpudirect(run) == (0, 0, "")
 
 
-@pytest.mark.guards("resent-on-adapters")
 def test_what_tcp_sent_again_is_told_where_it_carried_the_gradients():
     tcp = {"interfaces": [], "tcp": {"segments": 100, "retransmits": 9}}
     run = make_run("a", Log(records={"Run": {"nodes": 2}, "Probe": {"nodes": [tcp]}}))
@@ -427,7 +399,6 @@ def test_what_tcp_sent_again_is_told_where_it_carried_the_gradients():
         assert bool(verdict.sent_again(run)) == told
 
 
-@pytest.mark.guards("storage-beside", "names-cut")
 def test_an_adapter_is_not_taken_for_what_carries_ip_by_another_interfaces_bytes():
     links = (("mlx5_0:1", "infiniband", 100), ("eth0", "ethernet", 60))
     seen = [{"name": name, "kind": kind, "wire_Gbps": gbps} for name, kind, gbps in links]
@@ -435,7 +406,6 @@ def test_an_adapter_is_not_taken_for_what_carries_ip_by_another_interfaces_bytes
     assert Network("n0", "sockets", {}, [*"abcde"]).listed == "a, b, c, d, ..."
 
 
-@pytest.mark.guards("waits-for-images")
 def test_a_slow_rank_that_waits_for_images_longer_than_the_others_is_told_of_its_storage():
     run = make_run("a", Log(kinds={"GPU"}))
     run.ranks = {n: [0.001, 0.4, 0.1] for n in range(4)} | {1: [0.3, 0.41, 0.1]}
@@ -443,7 +413,6 @@ def test_a_slow_rank_that_waits_for_images_longer_than_the_others_is_told_of_its
     assert "images" in verdict.words_of_step(run, "slow-rank", False)
 
 
-@pytest.mark.guards("whiskers")
 def test_whiskers_are_the_range_of_repeats_of_steps_and_of_bus_bandwidth():
     plot = pytest.importorskip("analysis.plot")
     from matplotlib.container import ErrorbarContainer
@@ -516,7 +485,6 @@ def test_each_line_of_script_and_counters_is_known(tmp_path):
     assert run.wire_bytes == 4 * run.parameters
 
 
-@pytest.mark.guards("link-differs", "link-of-powersgd")
 @pytest.mark.parametrize("by_step", [True, False])
 def test_the_links_part_is_told_where_steps_do_not_differ(tmp_path, by_step):
     """On cores that others use: computing varies by more than the networks differ. Of PowerSGD and
@@ -536,7 +504,6 @@ def test_the_links_part_is_told_where_steps_do_not_differ(tmp_path, by_step):
     assert bool(re.search(line, out)) == by_step, out
 
 
-@pytest.mark.guards("failed-by-launcher")
 def test_what_the_launcher_says_at_its_end_is_why_a_run_has_failed(capfd):
     """As run.py writes it, and as an older launcher did; a later start takes it back."""
     start, error = (tell("run.py", text) for text in ("2026-11-28 06:43:46 torchrun", "error: x"))

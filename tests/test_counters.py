@@ -77,7 +77,6 @@ def sent_and_received(links: dict[str, dict]) -> dict[str, tuple[int, int]]:
 PORT, BELOW = "mlx4_0/ports/2", "net/ib0/device/infiniband/mlx4_0/ports/2"
 
 
-@pytest.mark.guards("rate-unit")
 def test_kind_and_stated_speed_of_each_interface(kernel):
     kernel.net("eth0", speed=400_000)
     kernel.device("eth0", "mlx5_core")
@@ -130,7 +129,6 @@ RATES = {
 }
 
 
-@pytest.mark.guards("hardware-rate", "paravirtual")
 @pytest.mark.parametrize(("links", "expected"), RATES.values(), ids=RATES)
 def test_an_interface_states_what_the_hardware_below_it_does(kernel, links, expected):
     for name, (driver, speed, below) in links.items():
@@ -142,7 +140,6 @@ def test_an_interface_states_what_the_hardware_below_it_does(kernel, links, expe
     assert stated == expected
 
 
-@pytest.mark.guards("counters-settle")
 def test_counters_are_read_when_the_drivers_have_refreshed_them(kernel, monkeypatch):
     """Some do so once a second; virtual interfaces are never late."""
     waits: list[float] = []
@@ -160,7 +157,6 @@ def test_counters_are_read_when_the_drivers_have_refreshed_them(kernel, monkeypa
     assert len(waits) == 1 and waits[0] > 1
 
 
-@pytest.mark.guards("counter-unit")
 def test_ports_count_words_and_efa_counts_bytes(kernel):
     counters = {"port_xmit_data": 10, "port_rcv_data": 20}
     kernel.write("infiniband/mlx5_0/ports/1/counters", **counters)
@@ -182,7 +178,6 @@ def test_missing_and_odd_files_count_nothing(kernel):
 # --- Facts of a node -----------------------------------------------------------------------------
 
 
-@pytest.mark.guards("pcie-lesser", "node-facts")
 def test_facts_of_ports_gpus_and_the_module_for_gpudirect(tmp_path):
     """The slot above the adapter has 8 lanes; GPUs stand beside /sys, in /proc."""
     kernel = Kernel(tmp_path / "sys")
@@ -218,14 +213,12 @@ def test_facts_of_ports_gpus_and_the_module_for_gpudirect(tmp_path):
     }
 
 
-@pytest.mark.guards("pcie-idle")
 def test_of_several_readings_the_fastest_pcie_link_counts():
     """It was idle when the training's counters were read."""
     readings = [{"ports": {"eth0": {"pcie": [speed, 16]}}} for speed in (16, 2.5)]
     assert merged(readings)["ports"]["eth0"]["pcie"] == [16, 16]
 
 
-@pytest.mark.guards("locked-by-limit")
 @pytest.mark.parametrize(
     ("capable", "limit", "most"),
     [("0", 8 << 20, 8 << 20), ("4000", 8 << 20, None), ("0", resource.RLIM_INFINITY, None)],
@@ -242,7 +235,6 @@ def test_root_without_the_capability_may_lock_no_more_than_the_limit(
 # --- Between two readings ----------------------------------------------------------------------
 
 
-@pytest.mark.guards("counter-reset")
 def test_busiest_comes_first_and_what_is_idle_new_or_reset_is_left_out(kernel):
     kernel.port(PORT, 400)
     for name in ("eth0", "eth1", "idle"):
@@ -269,7 +261,6 @@ STACKS = {
 }
 
 
-@pytest.mark.guards("counted-twice")
 @pytest.mark.parametrize(("stack", "counted"), STACKS.values(), ids=STACKS)
 def test_what_lies_below_another_interface_is_counted_once(kernel, stack, counted):
     for name, (_, below) in stack.items():
@@ -299,7 +290,6 @@ def test_ip_over_infiniband_is_counted_once_and_has_the_errors_of_its_port(kerne
     )
 
 
-@pytest.mark.guards("errors-of-before", "loss-on-roce", "congestion-counted")
 def test_errors_are_those_between_the_readings(kernel):
     ways, waits = {"rx_errors": 2, "tx_errors": 3, "tx_dropped": 4}, {"port_xmit_wait": 12}
     lost = {"packet_seq_err": 7, "local_ack_timeout_err": 8, "out_of_sequence": 9}
@@ -329,7 +319,6 @@ def test_errors_are_those_between_the_readings(kernel):
     }
 
 
-@pytest.mark.guards("retransmissions")
 def test_segments_that_tcp_sent_again_are_those_between_the_readings():
     text = "Ip: 1 2\nTcp: RtoMin OutSegs RetransSegs\nTcp: 200 {} {}\nUdp: 5\n"
     before, after = (
@@ -360,7 +349,6 @@ def count(root: Path, *arguments: object) -> list[str]:
     return subprocess.run(command, env={**os.environ, **env}, **how).stdout.splitlines()
 
 
-@pytest.mark.guards("counters-since", "counters-last")
 def test_command_prints_a_record_and_what_was_carried_since_this_nodes_last_one(kernel, tmp_path):
     for name in ("eth0", "eth1"):
         kernel.net(name)

@@ -50,7 +50,6 @@ def test_script_imports_nothing_of_this_repository():
     assert tops <= {*sys.stdlib_module_names, "torch", "torchvision", "PIL", "pycocotools"}
 
 
-@pytest.mark.guards("page-map")
 def test_map_has_each_file_of_tools_and_each_module_of_analysis_once():
     assert sorted(ORDER) == list(ANALYSIS)
     named = {*re.findall(r"`(?:\w+/)*(\w+\.(?:py|sh))`", MAP)}
@@ -82,7 +81,6 @@ def test_check_coco_needs_python_alone():
     assert tops <= sys.stdlib_module_names
 
 
-@pytest.mark.guards("duration-rounded")
 def test_what_the_script_and_the_tools_both_write_is_written_alike():
     """The script needs no other file, and the tools that read logs need no PyTorch."""
     for seconds in (0, 1.234, 59.996, 60, 3599.994, 3599.996, 3600, 14939.79):

@@ -20,7 +20,7 @@ from PIL import Image
 from support.lesson import run_programs
 from support.nodes import nameless, no_namespaces
 from support.pages import FENCED, PAGES
-from support.processes import LONG, ROOT, Run, free_port, require, start
+from support.processes import ROOT, Run, free_port, require, start
 
 PAGE, HOMEWORK, PARALLEL, PYTORCH, TEACHER = (
     PAGES[f"docs/lesson/{name}.md"]
@@ -105,8 +105,6 @@ def original(tmp_path_factory) -> dict[int, str]:
 SAME = re.compile(r"^(?:\[rank 0\] )?(epoch \d: loss .* right|\w+ weights: .*)$", re.M)
 
 
-@pytest.mark.guards("lesson-shares", "lesson-wrap", "lesson-forward", "lesson-set-epoch")
-@pytest.mark.guards("lesson-sum", "lesson-rank-0", "lesson-seed", "lesson-plain", "lesson-threads")
 def test_programs_print_what_the_page_shows_and_agree(original):
     """Three processes see two images twice. On a busy machine a thread that is left could abort
     Python at its end: SIGABRT, after all results. plain.py, which has no group, goes on to it.
@@ -128,7 +126,6 @@ def test_programs_print_what_the_page_shows_and_agree(original):
 # --- The notebook, which is the class ----------------------------------------------------------
 
 
-@pytest.mark.guards("lesson-notebook", "lesson-speed")
 def test_notebook_is_made_of_the_pages_and_programs():
     """If it differs, run docs/lesson/make_pages.py."""
     text = (LESSON / "lesson.ipynb").read_text()
@@ -188,7 +185,7 @@ def cell(notebook: dict[str, str], begin: str) -> str:
     return printed.replace("\r\n", "\n")  # of a terminal
 
 
-@LONG
+@pytest.mark.slow
 def test_notebook_runs_whole(notebook):
     """Its commands print what the pages show, and check.py what it says of a class that is done.
     How much faster two processes are is the machine's: here only that both say it. torchrun waits
@@ -277,8 +274,7 @@ def changed(tmp_path_factory) -> dict[str, Run]:
     return run_programs(folder, runs, expect=None)
 
 
-@LONG
-@pytest.mark.guards("page-answers", "page-calls")
+@pytest.mark.slow
 def test_answers_are_what_the_changed_programs_show(original, changed):
     output = changed["5/ddp.py"].out
     assert "replicas identical: False" in output
@@ -302,7 +298,7 @@ def test_answers_are_what_the_changed_programs_show(original, changed):
     assert "KeyError: 'RANK'" in changed["mine.py"].output  # without torchrun
 
 
-@LONG
+@pytest.mark.slow
 def test_answer_on_a_rank_that_is_killed(tmp_path):
     slip(14, tmp_path / "my lesson")
     with start(RUN_DDP.split(), cwd=tmp_path / "my lesson") as started:
@@ -316,7 +312,6 @@ def test_answer_on_a_rank_that_is_killed(tmp_path):
 # --- Numbers and questions ---------------------------------------------------------------------
 
 
-@pytest.mark.guards("page-step")
 def test_worked_step_adds_up():
     table = re.findall(r"^\|(.*)\|(.*)\|(.*)\|$", SECTIONS["A step in numbers"], re.M)[2:]
     shares = [1, 3], [2, 4]
@@ -331,7 +326,6 @@ def test_worked_step_adds_up():
             assert [*map(float, found)][-len(wanted) :] == wanted
 
 
-@pytest.mark.guards("page-times")
 def test_times_of_the_ring_follow_from_the_formula():
     size = 4 * 11_217_552
     found = re.findall(r"^\| (\d+) Gb/s \| ([\d.]+) ms \| ([\d.]+) ms \|$", HOMEWORK.text, re.M)
@@ -342,7 +336,6 @@ def test_times_of_the_ring_follow_from_the_formula():
             assert float(time) == pytest.approx(milliseconds, rel=0.01)
 
 
-@pytest.mark.guards("page-cost")
 def test_speed_up_and_cost_of_an_epoch_follow_from_the_seconds():
     found = re.findall(r"^\| (\d) \| ([\d,]+) \|$", SECTIONS["Is it worth it?"], re.M)
     seconds = {int(n): int(text.replace(",", "")) for n, text in found}
@@ -353,7 +346,6 @@ def test_speed_up_and_cost_of_an_epoch_follow_from_the_seconds():
     assert f"{ratios[1] / 2:.0%} and {ratios[2] / 4:.0%}".replace("%", " %") in ANSWERS[19]
 
 
-@pytest.mark.guards("lesson-fold")
 def test_each_question_has_an_answer_and_a_place_in_the_plan():
     questions = re.findall(r"^\*Question (\d+): ", STUDENTS, re.M)
     assert questions == [*map(str, ANSWERS)] == [str(n + 1) for n in range(len(questions))]
@@ -363,7 +355,6 @@ def test_each_question_has_an_answer_and_a_place_in_the_plan():
     assert [*map(str, sorted(planned))] == questions
 
 
-@pytest.mark.guards("step-waits", "pipeline-order")
 def test_pictures_of_a_step_and_of_a_pipeline_show_what_the_pages_say():
     lanes = MADE["step_times"]()
     *ranks, sent = ({name: (begin, end) for name, begin, end in lane} for lane in lanes.values())
@@ -387,8 +378,7 @@ def test_pictures_of_a_step_and_of_a_pipeline_show_what_the_pages_say():
 # --- PyTorch in one page -----------------------------------------------------------------------
 
 
-@LONG
-@pytest.mark.guards("fit-gradient", "page-fit")
+@pytest.mark.slow
 def test_numpy_and_pytorch_print_the_same_and_the_page_has_their_lines(tmp_path):
     (shown,) = PYTORCH.printed
     table = PYTORCH.text.partition("\n## Words\n")[0]
@@ -401,7 +391,6 @@ def test_numpy_and_pytorch_print_the_same_and_the_page_has_their_lines(tmp_path)
         assert {row.split("|")[column].strip(" `") for row in rows} <= own
 
 
-@pytest.mark.guards("page-feedback")
 def test_times_to_feedback_follow_from_the_speeds():
     (count,) = re.findall(r"(\d+) million images", PYTORCH.text)
     hours = {"days": 24, "hours": 1}
@@ -432,7 +421,6 @@ TESTS = {
 }
 
 
-@pytest.mark.guards("lesson-command")
 def test_each_command_of_the_pages_is_run_by_a_test():
     """By that of the notebook, which has most of them, or by one of TESTS."""
     cells = json.loads((LESSON / "lesson.ipynb").read_text())["cells"]
@@ -447,8 +435,7 @@ def test_each_command_of_the_pages_is_run_by_a_test():
                 assert len(names) == 1 and f"def {names[0]}(" in tests, text
 
 
-@LONG
-@pytest.mark.guards("lesson-macos")
+@pytest.mark.slow
 def test_set_up_ends_with_two_processes_that_meet(tmp_path):
     """Where nobody knows the machine's name, and with macOS's name for the loopback interface."""
     shutil.copy(LESSON / "all_reduce.py", tmp_path)
@@ -459,7 +446,6 @@ def test_set_up_ends_with_two_processes_that_meet(tmp_path):
     assert run.out.count(" ms, by hand ") == 6
 
 
-@pytest.mark.guards("lesson-folder")
 def test_archive_has_what_students_need(tmp_path):
     """All files but the teacher's own, and with them all that the pages link to. It is unpacked as
     on Windows, and the exercise begun; to hide the answer, the command takes two arguments more.
@@ -490,8 +476,7 @@ def test_archive_has_what_students_need(tmp_path):
         assert inside <= packed, page.name
 
 
-@LONG
-@pytest.mark.guards("nccl-algo")
+@pytest.mark.slow
 def test_commands_that_compare_nccls_algorithms(tmp_path):
     """On CPUs, where Gloo does not read the variable: both runs are logged and compared."""
     (block,) = (text for kind, text in FENCED.findall(PARALLEL.text) if "NCCL_ALGO" in text)
@@ -504,8 +489,7 @@ def test_commands_that_compare_nccls_algorithms(tmp_path):
     assert re.search(r"^\| +\| +ring +\| +tree +\|$", run.out, re.MULTILINE), run.tail()
 
 
-@LONG
-@pytest.mark.guards("lesson-backend")
+@pytest.mark.slow
 def test_pictures_show_an_all_reduce_and_are_drawn_anew(tmp_path):
     """Also where the environment names a backend that matplotlib does not have."""
     assert [words for _, words, _ in MADE["ring_states"]()][-1] == [["A", "B", "C"]] * 3

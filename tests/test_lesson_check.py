@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from support.forks import run_forked
-from support.processes import LONG, ROOT, WITH_LONG, start
+from support.processes import ROOT, start
 
 LESSON = ROOT / "docs" / "lesson"
 CHECK = runpy.run_path(str(LESSON / "check.py"))
@@ -62,11 +62,10 @@ raise Slow
 
 # Each program: what it has in place of lines of the answer, and what check.py says, in parts.
 FIRST = {
-    "the answer": ({}, [], "check-at-once"),
+    "the answer": ({}, []),
     "without 1": (
         {RANK: "rank = 0", WORLD: "world_size = 1", "range(world_size)": "range(2)"},
         ["Change 1 is missing. ", "Change 3 is missing. ", "Change 6 is missing. "],
-        "check-joining",
     ),
     "without 2": (
         {JOIN: ""},
@@ -79,17 +78,14 @@ FIRST = {
             "Change 3 is missing. A step of both ranks has 16 images, one of plain.py 8. ",
             " The last epoch has the same images in the same order as the first one.",
         ],
-        "check-two-slips",
     ),
     "without 4": (
         {"ddp = DistributedDataParallel(model": f"{WRAP[:-1]}, init_sync=False"},
         ["Change 4 is missing. "],
-        "check-seed",
     ),
     "without 6": (
         {SUM: ""},
         ["Change 6 is missing. The line of epoch 0 is about 8 images"],
-        "check-results",
     ),
 }
 OTHERS = {
@@ -102,12 +98,10 @@ OTHERS = {
     "never leaves the group": (
         {LEAVE: ""},
         ["Missing: 2.", "Change 2 is missing. It joins, but destroy_process_group is not called."],
-        "check-leaves",
     ),
     "weights copied, all images": (
         {**ALL_IMAGES, FORWARD: "outputs = model(images)"},
         ["Made: 1, 2, 4, 6. Missing: 3. Cannot tell yet: 5.", "Change 3 is missing. "],
-        "check-cannot-tell",
     ),
     "rank from the group": ({RANK: "", JOIN: f"{JOIN}\nrank = dist.get_rank()"}, []),
     "shares by slices": (
@@ -121,14 +115,12 @@ OTHERS = {
     "lines run together, the seed by its name": (
         {'{text}\\n"': '{text}"', "torch.manual_seed(0)": "torch.manual_seed(seed=0)"},
         [],
-        "check-figure-alone",
     ),
     "a loader worker": (
         {LOADER: LOADER.replace("sampler=", "num_workers=1, sampler=")},
         [],
-        "check-workers",
     ),
-    "sys.exit at its end": ({LEAVE: f"{LEAVE}; raise SystemExit"}, [], "check-exit"),
+    "sys.exit at its end": ({LEAVE: f"{LEAVE}; raise SystemExit"}, []),
     # Wrong
     "local rank": (
         {RANK: 'rank = int(os.environ["LOCAL_RANK"])'},
@@ -137,67 +129,54 @@ OTHERS = {
             "Change 3 is missing. ",
             "Change 6 is missing. ",
         ],
-        "check-local-rank",
     ),
     "four ranks written down": (
         {WORLD: "world_size = 4", "range(world_size)": "range(2)"},
         ["Change 3 is missing. In epoch 0 no rank trains on 8 of the images."],
-        "check-nobody",
     ),
     "gradients added up": (
         {WRAP: COPIED, BACKWARD: ADDED},
         ["Change 5 is missing. After the first backward the gradients are 2 times plain.py's."],
-        "check-sum",
     ),
     "another model in DDP": (
         {WRAP: OTHER, FORWARD: "outputs = model(images)"},
         ["One of 4 or 5 is missing. "],
-        "check-either",
     ),
     "another model in the optimizer": (
         {WRAP: OTHER},
         ["It never trains: the weights that the optimizer has get no gradients."],
-        "check-lost",
     ),
     "the rank is text": (
         {'int(os.environ["RANK"])': 'os.environ["RANK"]', "data, world_size, rank": "data"},
         ["Change 6 is missing. No rank prints a result. Is the rank a number?"],
-        "check-text",
     ),
     "only rank 0 steps": (
         {"optimizer.step()": "rank or optimizer.step()"},
         ["Rank 1 never trains: optimizer.step() is not called."],
-        "check-idle",
     ),
     "a rate of 0": (
         {"lr=0.5": "lr=0.0"},
         ["It never trains: optimizer.step() leaves the weights"],
-        "check-frozen",
     ),
     "an early end": (
         {ORDER: f"{ORDER}\n    if epoch == 1: os._exit(0)"},
         ["It makes 2 optimizer steps in 3 epochs. ", "Change 2 is missing. It joins, but "],
-        "check-steps",
     ),
     "every rank prints": (
         {PRINT: PRINT.replace("rank == 0", "True")},
         ["Change 6 is missing. `epoch 0: loss ...` is printed 2 times, not once."],
-        "check-twice",
     ),
     "mean in place of sum": (
         {SUM: f"{SUM}; results[1] /= 2"},
         ["Change 6 is missing. `epoch 0: loss ...` shows 0.69", CHECK["QUESTIONS"]["6"]],
-        "check-mean",
     ),
     "another rate": (
         {"lr=0.5": "lr=1.0"},
         ["`epoch 1: loss ...` shows ", "What else did you change"],
-        "check-figures",
     ),
     "another seed": (
         {"torch.manual_seed(0)": "torch.manual_seed(5)"},
         ["`epoch 0: loss ...` shows ", "What made plain.py's first weights?"],
-        "check-first",
     ),
     "no barrier": (
         {WRAP: f"{NO_BARRIER}{WRAP}"},
@@ -205,17 +184,14 @@ OTHERS = {
             "It fails. FileNotFoundError: ",
             '    Rank 1: line 62, `torch.load("no barrier.pt")`',
         ],
-        "check-cause",
     ),
     "an error that is slow to tell": (
         {JOIN: SLOW},
         ["It fails. Slow: ", "Rank 1: line 47, `raise Slow`", "Change 2 is missing. "],
-        "check-unwound",
     ),
     "a rank is killed": (
         {SUM: f"os.kill(os.getpid(), 9) if rank == 1 else {SUM}"},
         ["It fails. A rank was killed.\n    Rank 1: "],
-        "check-killed",
     ),
     "one step fewer": (
         {"in loader:": "in list(loader)[rank:]:"},
@@ -225,18 +201,9 @@ OTHERS = {
             f"Rank 1: line 83, `{SUM}`",
             "Do all ranks make the same collective calls in the same order?",
         ],
-        "check-hang",
     ),
 }
 CASES = FIRST | OTHERS
-
-
-def names(cases: dict[str, tuple], *marks: pytest.MarkDecorator) -> list:
-    """With the faults that each guards against."""
-    return [
-        pytest.param(name, marks=[*marks, *map(pytest.mark.guards, faults)])
-        for name, (_, _, *faults) in cases.items()
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +213,7 @@ def said(tmp_path_factory, request) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("my lesson")
     (folder / "watch.py").write_text(WATCH)
     programs = {"plain": str(LESSON / "plain.py")}
-    for name in CASES if WITH_LONG else FIRST:
+    for name in CASES:
         if not any(test.endswith(f"[{name}]") for test in chosen):
             continue
         text = ANSWER
@@ -284,7 +251,9 @@ def assert_says(text: str, wanted: list[str]) -> None:
         assert (listed[1] if listed else "") == ", ".join(numbers), text
 
 
-@pytest.mark.parametrize("name", [*names(FIRST), *names(OTHERS, LONG)])
+@pytest.mark.parametrize(
+    "name", [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
 def test_what_a_program_lacks_is_said(said, name):
     assert_says(said[name], CASES[name][1])
 
@@ -301,8 +270,7 @@ def test_a_program_that_cannot_start_is_one_line(tmp_path):
     assert check(program, 1) == f"{program}, line 2: invalid syntax\n"
 
 
-@LONG
-@pytest.mark.guards("check-silent")
+@pytest.mark.slow
 def test_a_rank_that_torchrun_ends_when_the_other_one_fails(tmp_path):
     """In a path with a space. For a program that is complete see the notebook's test."""
     program = tmp_path / "my ddp.py"

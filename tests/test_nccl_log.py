@@ -132,8 +132,6 @@ def same_as_in_file(path: Path, made: str, request: pytest.FixtureRequest) -> No
     assert made.splitlines() == path.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.guards("slowest-rank", "timeout-named", "warning-unknown", "memlock")
-@pytest.mark.guards("last-error-torn")
 def test_whole_texts_have_their_answers(tmp_path, request):
     made = REPORTS.read_text(encoding="utf-8").partition("\n== ")[0]
     for name, text in TEXTS.items():
@@ -161,8 +159,6 @@ def answer_of_row(row: str, words: dict[str, str]) -> str:
     return " | ".join(column or "-" for column in columns)
 
 
-@pytest.mark.guards("local-channels", "rank-amid-node", "roce-as-infiniband", "adapters-once")
-@pytest.mark.guards("direct-path", "first-collective", "gpudirect-of-sockets")
 def test_several_lines_have_their_answers_in_either_order(request):
     rows = RULES.read_text().splitlines()
     words = dict(row.split(" = ", 1) for row in rows if " = " in row)
@@ -173,7 +169,6 @@ def test_several_lines_have_their_answers_in_either_order(request):
 # --- Each message of the table -------------------------------------------------------------------
 
 
-@pytest.mark.guards("completion-status")
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_each_format_filled_in_is_found_by_its_pattern(form):
     line = INFO + filled(form)
@@ -192,8 +187,6 @@ def test_each_pattern_has_its_formats():
     assert names ^ {*nccl.EVIDENCE} == {"completion"}  # a status
 
 
-@pytest.mark.guards("bootstrap-as-data", "wished-as-used")
-@pytest.mark.guards("verbs-first-try")
 @pytest.mark.parametrize(
     "form", [form for form in ALL_FORMATS if form not in FORMATS], ids=lambda form: form.by
 )
@@ -264,7 +257,6 @@ def test_a_text_cut_anywhere_says_what_the_whole_says_or_nothing(kind):
         assert set(found.devices) <= set(whole.devices)
 
 
-@pytest.mark.guards("torn-lines")
 def test_messages_on_one_line_are_all_read():
     more = INFO + "NET/Socket : Using [0]eth0:10.0.0.1<0> NCCL INFO Using network Socket"
     found = find(f"{NO_DEVICE} {more}")
@@ -272,7 +264,6 @@ def test_messages_on_one_line_are_all_read():
     assert found.no_network == [nccl.message(NO_DEVICE)]
 
 
-@pytest.mark.guards("half-a-name")
 @pytest.mark.parametrize("start", [" ", "", "[default1]:", "1: "])
 def test_what_another_text_breaks_is_taken_only_if_it_is_whole(start):
     other = start + "node2:7:8 [1] NCCL INFO comm 0x5"
@@ -345,7 +336,6 @@ def test_the_command_prints_the_answer_without_packages_and_to_an_old_terminal(t
     assert result.stdout == "\n".join(expected).replace("✓", "?") + "\n"
 
 
-@pytest.mark.guards("undecided-exit-code")
 def test_a_text_that_decides_nothing_is_told_with_exit_code_1(tmp_path, call):
     name = next(name for name in TEXTS if "watchdog" in name)
     expected = answer(name, TEXTS[name], tmp_path)
@@ -371,7 +361,6 @@ def test_files_and_folders_are_read_as_one_text_and_told_as_one_json_object(tmp_
     assert found["no_network"] == [nccl.message(NO_DEVICE)]
 
 
-@pytest.mark.guards("warnings-by-time")
 def test_ranks_are_told_by_the_time_of_their_first_warning_if_nccl_wrote_one():
     late, early = (
         f"[2026-11-28 10:00:0{second}] n{rank}:1:1 [0] NCCL WARN it was rank {rank}"
@@ -382,7 +371,6 @@ def test_ranks_are_told_by_the_time_of_their_first_warning_if_nccl_wrote_one():
     assert ["rank 0" in text for text in nccl.quotes(find(*bare).to_dict(), True)] == [1, 0]
 
 
-@pytest.mark.guards("newest-start", "starts-by-number")
 def test_of_a_folder_the_newest_start_is_told_and_with_all_every_one(tmp_path, call):
     """The probe's two processes over InfiniBand, then the training's over sockets."""
     for age, (pid, rank, name) in enumerate(
@@ -410,7 +398,6 @@ def test_of_a_folder_the_newest_start_is_told_and_with_all_every_one(tmp_path, c
         (["pipe"], "pipe is a pipe, and is read twice: give a file"),
     ],
 )
-@pytest.mark.guards("text-from-a-pipe")
 def test_wrong_usage_ends_in_one_line(arguments, message, tmp_path, call, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(Path("log"), *JOBS["efa"])
@@ -422,7 +409,6 @@ def test_wrong_usage_ends_in_one_line(arguments, message, tmp_path, call, monkey
     assert err.startswith("nccl_log.py: error: " + message)
 
 
-@pytest.mark.guards("own-processes")
 def test_files_of_a_nodes_processes(tmp_path):
     """What the probe asks for: this run's processes alone; a host's name ends at the first dot."""
     for pid, name in ((11, "ib0"), (12, "ib1"), (13, "ib2")):

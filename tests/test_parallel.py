@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 from support.lesson import run_programs
 from support.pages import HOMEWORK, PAGES, PARALLEL
-from support.processes import LONG, ROOT, free_port, start
+from support.processes import ROOT, free_port, start
 
 LESSON, PAGE = ROOT / "docs" / "lesson", PAGES[PARALLEL]
 METHODS = ["DDP", "ZeRO", "FSDP"]
@@ -38,7 +38,6 @@ def table(head: str) -> list[list[str]]:
     return [[cell.strip() for cell in cells] for cells in lines]
 
 
-@pytest.mark.guards("page-pays")
 def test_speed_up_follows_from_the_times_of_the_homework():
     """If nothing is hidden, a step takes its compute and its all-reduce, one after the other."""
     text = " ".join(PAGE.text.partition("**When DDP pays.**")[2].partition("\n\n")[0].split())
@@ -63,8 +62,7 @@ def by_hand(method: str, ranks: int) -> tuple[int, int, int]:
     return layers * part, layers * part, layers * (2 * part + 4)
 
 
-@pytest.mark.guards("shard-local", "shard-mean", "shard-rows", "page-shard", "shard-sent")
-@pytest.mark.parametrize("numbers", [[1, 2], pytest.param([1, 4], marks=LONG)])
+@pytest.mark.parametrize("numbers", [[1, 2], pytest.param([1, 4], marks=pytest.mark.slow)])
 def test_each_rank_keeps_the_bytes_of_the_arithmetic_and_all_train_alike(numbers, tmp_path):
     losses = set()
     shown = {method: figures for method, *figures in table("method")}  # of two ranks
@@ -86,8 +84,7 @@ def test_each_rank_keeps_the_bytes_of_the_arithmetic_and_all_train_alike(numbers
     assert first > second > third
 
 
-@LONG
-@pytest.mark.guards("halves-cable")
+@pytest.mark.slow
 def test_two_halves_train_as_one_model_and_each_waits_for_the_other(tmp_path):
     """On a busy machine, too: what a device computes is measured beside the whole."""
     with start([sys.executable, LESSON / "halves.py"], cwd=tmp_path) as started:
@@ -107,8 +104,7 @@ def test_two_halves_train_as_one_model_and_each_waits_for_the_other(tmp_path):
     assert len(shares) == 2 and sum(shares) <= 101 and min(shares) > 20, out
 
 
-@LONG
-@pytest.mark.guards("page-spawn")
+@pytest.mark.slow
 def test_spawn_starts_the_two_ranks_of_ddp(tmp_path):
     (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.text, re.M | re.S)
     assert program.count('"29500"') == 1
@@ -119,8 +115,7 @@ def test_spawn_starts_the_two_ranks_of_ddp(tmp_path):
     assert "[rank 1] epoch 2: " in out and "replicas identical: True" in out
 
 
-@LONG
-@pytest.mark.guards("ring-pieces", "ring-cable", "tree-down", "page-ring", "page-cross")
+@pytest.mark.slow
 def test_ring_and_tree_take_the_time_of_the_model_and_cross(tmp_path):
     """The programs check their sums. A busy machine adds time, and never takes any away: no bound
     from above, nor an order of two measured times, holds on each.

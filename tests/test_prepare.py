@@ -87,7 +87,6 @@ def prepared(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- What a prepared set is
 
 
-@pytest.mark.guards("prepare-goes-on")
 def test_images_are_smaller_and_have_the_same_names_and_labels(sample, prepared):
     split = "val2017"
     copies = sorted(path.name for path in (prepared / split).glob("*.jpg"))  # also *.unfinished
@@ -107,7 +106,6 @@ def test_images_are_smaller_and_have_the_same_names_and_labels(sample, prepared)
     assert new["categories"] == old["categories"]
 
 
-@pytest.mark.guards("prepare-boxes", "later-annotations", "prepare-long-names")
 def test_an_instances_file_has_the_first_annotation_of_each_image_without_sizes(source, tmp_path):
     old = changed("info = []; annotations[4].category_id = 8; annotations[3].bbox is gone")
     old["annotations"][0]["segmentation"] = {"a": 1}
@@ -127,7 +125,6 @@ IDS = ["images[*].id", "categories[*].id", "annotations[*].id"]
 IDS += ["annotations[*].image_id", "annotations[*].category_id"]
 
 
-@pytest.mark.guards("form-ids", "form-mixed-ids", "form-names", "lvis-url", "windows-path-copy")
 @pytest.mark.parametrize("form", ["text", "floats"])
 def test_other_forms_of_annotation_files_become_cocos(source, tmp_path, form):
     """The labels are those of the file in COCO's form: here ids as text have the same order."""
@@ -153,8 +150,6 @@ def test_other_forms_of_annotation_files_become_cocos(source, tmp_path, form):
     assert digests(tmp_path / "small/train2017").keys() == digests(source / "train2017").keys()
 
 
-@pytest.mark.guards("prepare-small-copied", "prepare-modes", "prepare-damaged", "prepare-side")
-@pytest.mark.guards("prepare-quality", "prepare-seconds")
 def test_images_look_as_before_and_small_and_damaged_ones_are_copied(
     source, tmp_path, capfd, monkeypatch
 ):
@@ -180,7 +175,6 @@ def test_images_look_as_before_and_small_and_damaged_ones_are_copied(
             assert difference(after, before.resize(after.size)) < 8 and np.std(after) > 20
 
 
-@pytest.mark.guards("prepare-unfinished", "prepare-short-write")
 def test_a_full_disk_leaves_no_part_of_a_file_and_the_next_run_goes_on(source, tmp_path):
     """A limit of 1 KiB a file is as a full disk: the beginning of a file can still be written."""
     arguments = ["--shorter_side", "100", source, tmp_path / "small"]
@@ -224,7 +218,6 @@ def packed_images(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.guards("pack-pixels")
 @pytest.mark.parametrize("side", [64, 999])
 def test_packed_images_are_the_resized_ones_or_the_images_themselves(source, tmp_path, side):
     """In RGB: here also of a grey image and of one with a palette."""
@@ -243,7 +236,6 @@ def test_packed_images_are_the_resized_ones_or_the_images_themselves(source, tmp
     assert len(content(tmp_path / "packed")["images"]) == 5
 
 
-@pytest.mark.guards("pack-goes-on", "pack-cut-off", "pack-adds")
 def test_packing_that_was_killed_goes_on_and_makes_the_same_bytes(source, tmp_path):
     """Killed while it writes an image, and while it writes a line of the index. The first image
     is not written again. Images that are new in the source are added.
@@ -271,7 +263,6 @@ def test_packing_that_was_killed_goes_on_and_makes_the_same_bytes(source, tmp_pa
     assert len(content(tmp_path / "packed")["images"]) == 7
 
 
-@pytest.mark.guards("pack-damaged", "pack-skips")
 def test_damaged_images_are_listed_and_left_out_on_demand(source, tmp_path):
     path = source / "train2017/0001.jpg"
     whole = path.read_bytes()
@@ -297,7 +288,6 @@ def test_damaged_images_are_listed_and_left_out_on_demand(source, tmp_path):
     assert "5 damaged, named above" in pack(tmp_path, "--skip_damaged", expect=2)
 
 
-@pytest.mark.guards("pack-room", "pack-room-of-small")
 def test_packing_asks_the_disk_for_room_and_says_which_file_it_cannot_write(
     source, tmp_path, monkeypatch
 ):
@@ -317,7 +307,6 @@ def test_packing_asks_the_disk_for_room_and_says_which_file_it_cannot_write(
         assert refusal(tmp_path, "--packed") == f"{rows}: another run is writing it"
 
 
-@pytest.mark.guards("prepare-reader-gone")
 def test_a_reader_that_has_gone_ends_it_without_words(source, tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
@@ -352,7 +341,6 @@ def difference(image: Image.Image, expected: Image.Image) -> float:
 STRETCHED = [("I", "TIFF"), ("F", "TIFF")]
 
 
-@pytest.mark.guards("deep-copied", "deep-copy-range", "deep-big-endian")
 @pytest.mark.parametrize(
     ("mode", "kind"),
     [("I;16", "PNG"), ("I;16", "TIFF"), ("I;16B", "TIFF"), ("I", "PPM"), *STRETCHED],
@@ -375,7 +363,6 @@ def test_an_image_of_16_or_32_bits_looks_in_its_copy_as_its_original_of_8(tmp_pa
 ROUNDED = "images[3].id = ID; annotations[3].image_id = ID"
 
 
-@pytest.mark.guards("path-escape-copy", "missing-image-copy", "large-floats")
 @pytest.mark.parametrize(
     ("old", "words"),
     [
@@ -405,7 +392,6 @@ def test_folder_that_is_not_cocos_is_one_line(tmp_path):
     assert run.stderr == f"prepare_coco.py: error: {words}\n"
 
 
-@pytest.mark.guards("prepare-in-place", "prepare-other-size", "prepare-leftover", "prepare-mixed")
 def test_target_that_must_not_be_written(source, tmp_path):
     """What a killed run leaves is no foreign file; a damaged record is none of another size."""
     (tmp_path / "mine").mkdir()

@@ -13,13 +13,12 @@ import compare_logs
 import probe_link
 from analysis import nccl
 from support.nodes import NamespacePair
-from support.processes import LONG, start
+from support.processes import start
 
 GRADIENT_BYTES = 44_870_208  # 4 * 11,217,552 parameters
 
 
-@LONG
-@pytest.mark.guards("probe-bytes", "probe-wire")
+@pytest.mark.slow
 def test_record_and_words_of_a_link_of_a_known_rate(tmp_path, capsys):
     """It takes the training's arguments, and compare_logs.py reads what it writes."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--rdzv_id=1"]
@@ -51,7 +50,6 @@ def test_record_and_words_of_a_link_of_a_known_rate(tmp_path, capsys):
     assert "incomplete, not scored: " in capsys.readouterr().out
 
 
-@pytest.mark.guards("probe-warm-up", "probe-bus-rate")
 def test_figures_are_those_after_the_warm_up():
     rounds = [(1, 900.0), (1, 2.0), (10, 3.0), (10, 4.0)]
     found = probe_link.timing(SimpleNamespace(world_size=4), 6000, rounds)
@@ -60,7 +58,6 @@ def test_figures_are_those_after_the_warm_up():
     assert found == pytest.approx(expected)
 
 
-@pytest.mark.guards("probe-one-call")
 def test_a_link_of_over_100_ms_an_all_reduce_is_timed_by_single_ones(monkeypatch):
     monkeypatch.setattr(probe_link.dist, "all_reduce", lambda _: None)
     monkeypatch.setattr(probe_link, "mean_of_ranks", lambda *_: 700.0)
@@ -68,7 +65,6 @@ def test_a_link_of_over_100_ms_an_all_reduce_is_timed_by_single_ones(monkeypatch
     assert probe_link.measure(process, torch.zeros(1)) == [(1, 700.0)] * 5
 
 
-@pytest.mark.guards("probe-slowest", "probe-of-a-node")
 def test_the_slowest_nodes_network_is_told_and_each_node_counts_once(monkeypatch):
     links = [("infiniband", "mlx5_0:1", "infiniband", 90), ("sockets", "eth0", "ethernet", 9)]
     nodes = [
@@ -87,7 +83,6 @@ def test_the_slowest_nodes_network_is_told_and_each_node_counts_once(monkeypatch
     assert probe_link.of_all_nodes(second, {}) == []
 
 
-@pytest.mark.guards("probe-wall-time")
 def test_one_process_has_no_link_and_an_error_is_one_line():
     command = [sys.executable, probe_link.__file__]
     with start(command) as alone, start([*command, "--backend", "smoke"]) as wrong:

@@ -12,9 +12,9 @@ import pytest
 from support.datasets import make_set
 from support.forks import QUICK, run_forked
 from support.launchers import FAST
-from support.processes import FACTOR, LONG, Run
+from support.processes import FACTOR, Run
 
-pytestmark = LONG
+pytestmark = pytest.mark.slow
 RECORDED, LEFT_OUT = (8, 9, 10), (6, 7, 8, 9, 10)  # steps
 SLOW = 6 * FACTOR  # seconds that rank 1 writes its trace
 # The script, of which rank 1 writes its trace slowly.
@@ -96,7 +96,6 @@ def test_rank_0_logs_pytorchs_table_of_what_took_the_most_time(profiled):
     assert "[CPU 1] Profile" not in profiled.out
 
 
-@pytest.mark.guards("profiled-steps")
 def test_profiled_steps_and_the_wait_for_the_slowest_trace_are_in_no_figure(profiled):
     for rank in (0, 1):
         lines = re.findall(rf"^\[CPU {rank}\] .*\| Step (\d+) \| .*$", profiled.out, re.MULTILINE)

@@ -26,7 +26,7 @@ from analysis.logs import END, EPOCH, PREFIX, STEP, VALIDATION
 from support.datasets import numbered, write_images
 from support.launchers import copy_project
 from support.pages import HOMEWORK, LESSON, PAGES, PARALLEL, PYTORCH, README, RUNNING
-from support.processes import LONG, ROOT, SCRIPT, base_env, new_test_id, start
+from support.processes import ROOT, SCRIPT, base_env, new_test_id, start
 
 COMMANDS = "\n".join(text for page in PAGES.values() for text in page.commands)
 # Files that the reader makes.
@@ -37,7 +37,7 @@ STARTED = [SCRIPT.name, "tools/probe_link.py", *MADE, *LESSONS]
 
 # A call is written down as its words, each ended by a zero byte, and a second one.
 PROGRAMS = """
-python python3 ./launch_single.sh ./launch_multinode.sh tests/run.sh tests/mutants.py source
+python python3 ./launch_single.sh ./launch_multinode.sh tests/run.sh source
 tools/environment.sh tools/series.py
 curl unzip apt-get torchrun sudo srun sbatch salloc mpirun pip apptainer docker sed grep
 git cp diff
@@ -83,7 +83,6 @@ def source(*patterns: str) -> str:
 # --- Commands ----------------------------------------------------------------------------------
 
 
-@pytest.mark.guards("page-option")
 def test_programs_take_the_arguments_of_the_commands(calls, monkeypatch):
     """The script's go to it through whatever launcher. A parser exits if it refuses them."""
     monkeypatch.chdir(ROOT)
@@ -119,7 +118,6 @@ def test_programs_take_the_arguments_of_the_commands(calls, monkeypatch):
     assert parsed.count("script") >= 18 and parsed.count("torchrun") >= 5
 
 
-@pytest.mark.guards("standalone-address")
 def test_each_torchrun_of_one_node_has_its_address():
     """Otherwise torchrun hangs on a machine whose own name does not resolve."""
     files = [*ROOT.glob("*.*"), *(path for name in PARTS for path in (ROOT / name).rglob("*.*"))]
@@ -160,8 +158,7 @@ def test_files_that_commands_name_exist(calls):
                 assert not part.endswith(".sh") or os.access(ROOT / part, os.X_OK), part
 
 
-@LONG
-@pytest.mark.guards("readme-sample")
+@pytest.mark.slow
 def test_readmes_first_commands_train_and_compare(tmp_path):
     """On 64 of the 512 images, without COCO."""
     project = copy_project(tmp_path)
@@ -220,7 +217,6 @@ def test_options_that_the_text_names_exist():
         assert {*re.findall(option, page.prose)} - known == set(), page.name
 
 
-@pytest.mark.guards("help-default")
 def test_launchers_read_the_variables_of_their_help_with_these_defaults():
     code = source("launch_*.sh", "tools/run.py")
     heads = code.split("Other environment variables")[1:]  # of the two launchers
@@ -260,7 +256,6 @@ def test_a_paragraph_names_all_settings_that_a_resumed_run_must_share():
     assert any({*re.findall(r"`--\w+`", text)} == wanted for text in paragraphs)
 
 
-@pytest.mark.guards("page-parameters", "page-first-step")
 def test_size_of_the_gradients_and_step_of_powersgd_are_those_of_the_code():
     with torch.device("meta"):
         model = torchvision.models.resnet18(num_classes=80)
@@ -270,7 +265,6 @@ def test_size_of_the_gradients_and_step_of_powersgd_are_those_of_the_code():
     assert f", starting at step {demo.UNMEASURED_STEPS + 1}: " in PAGES[RUNNING].text
 
 
-@pytest.mark.guards("page-message")
 def test_messages_of_the_fault_table_are_those_of_the_code():
     code = source("*.py", "*.sh", "tools/*.sh", "tools/run.py", "tools/series.py")
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # strings that stand on several lines
@@ -290,7 +284,6 @@ def page_of(name: str) -> str:
     return LESSON if name in (HOMEWORK, PARALLEL, PYTORCH) else README
 
 
-@pytest.mark.guards("page-link")
 def test_links_resolve_and_lead_there_and_back():
     for page in PAGES.values():
         assert len({*page.anchors}) == len(page.anchors)  # a second one would get another anchor
@@ -324,7 +317,7 @@ python() {
 """
 
 
-@LONG
+@pytest.mark.slow
 def test_own_data_and_own_model_train_as_written(tmp_path):
     """The page's lines, and its line that loads a checkpoint into torchvision's own model."""
     for number, (name, count) in enumerate({"cat": 11, "dog": 6}.items()):

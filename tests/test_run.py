@@ -15,10 +15,8 @@ import pytest
 import run
 import series
 from run import Record, UserError
-from support.launchers import guarded
 from support.processes import SCRIPT
 
-guards = pytest.mark.guards
 OWN, PEER = Record("own", "[CPU 0] ERROR: full", 5), Record("peer", "[CPU 1] ERROR: reset", 3)
 SHARED, STOPPED = Record("shared", "ERROR: no file"), Record("stopped", "Stopped on SIGTERM")
 SIGNAL = Record("own", "SignalException: Process 7 got signal: 15")
@@ -43,14 +41,11 @@ ENDS = [  # torchrun's code, its ranks' records, its own one, a quoted line; out
 ]
 
 
-@guards("phrase-stopped", "stop-beside-failure", "phrase-exitcode", "phrase-apart")
-@guards("phrase-other-rank", "signal-is-not-apart")
 @pytest.mark.parametrize(("code", "ranks", "agent", "quote", "expected"), ENDS)
 def test_exit_codes_and_records_decide_how_a_start_ended(code, ranks, agent, quote, expected):
     assert run.judge(code, ranks, agent, quote) == expected
 
 
-@guards("first-own-record")
 def test_of_two_own_records_the_first_in_time_is_the_reason():
     late, early = Record("own", "late", 7), Record("own", "early", 6)
     for ranks in ([late, early], [early, late]):
@@ -80,7 +75,6 @@ def test_a_damaged_record_is_none_and_another_scripts_one_is_its_own_error(conte
     assert record is None or "\n" not in record.text
 
 
-@guards("last-attempt")
 def test_only_the_last_attempt_of_a_start_counts_and_a_rank_without_a_record_is_none(tmp_path):
     for attempt, rank, text in ((9, 0, "own: a"), (10, 0, "peer: b"), (10, 1, "")):
         folder = tmp_path / f"id_x/attempt_{attempt}/{rank}"
@@ -99,7 +93,6 @@ LINES = """  exitcode  : -15 (pid: 8)
 """
 
 
-@guards("phrase-watchdog", "phrase-signal")
 def test_of_the_log_nccls_words_are_quoted_first_then_torchruns():
     watchdog = "[rank0]:[E1] Watchdog caught collective operation timeout: WorkNCCL"
     assert run.quote(f"{LINES}{watchdog}\n{LOST}") == watchdog
@@ -137,14 +130,12 @@ def test_the_last_value_of_an_option_counts_and_dashes_are_underscores():
     assert run.names_no_data(["--lr", "1"]) and not run.names_no_data(["--val-image-path=x"])
 
 
-@guards("timeout-by-default")
 def test_a_later_start_waits_as_long_as_another_node_may_need_to_notice():
     assert run.wait_later(7, ["--timeout", "1e2"]) == 167
     default = int(re.search(r"^TIMEOUT = (\d+)", SCRIPT.read_text(), re.MULTILINE)[1])
     assert run.wait_later(7, []) == run.wait_later(7, ["--timeout", "x"]) == 7 + default + 60
 
 
-@guards("folder-of-its-own")
 def test_two_runs_that_start_in_one_second_have_a_folder_each(monkeypatch):
     monkeypatch.setattr(run.time, "strftime", lambda _: "now")
     numbers = iter([7, 8])
@@ -153,7 +144,6 @@ def test_two_runs_that_start_in_one_second_have_a_folder_each(monkeypatch):
     assert folders == [Path("logs/now-7"), Path("logs/now-8")]
 
 
-@guards("one-run-alone")
 @pytest.mark.parametrize("name", ["NETWORKS", "REPEATS", "LINK_GBPS", "GPUS"])
 def test_what_several_runs_need_names_their_command(name):
     with pytest.raises(UserError, match=rf"{name}='1 2' .*tools/series\.py"):
@@ -173,7 +163,6 @@ def no_terminal(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
 
 
-@guards("gpus-of-a-node")
 def test_a_job_is_what_the_variables_say_or_slurm(no_terminal):
     found = run.job(STEP | {"MASTER_ADDR": "a", "RUN_NAME": "x"}, lambda: 4)
     assert [*found.values()] == ["2", "1", "a", "20280", "4", "x"]
@@ -184,7 +173,6 @@ def test_a_job_is_what_the_variables_say_or_slurm(no_terminal):
     assert run.job(STEP | of_slurm, lambda: 8)["GPUS_PER_NODE"] == "2"
 
 
-@guards("route-of-several")
 def test_of_several_interfaces_none_is_taken_as_node_0s_route(monkeypatch):
     """Another one may be a container's bridge."""
     for names, route in ((["eth0"], "eth0"), (["br-x", "eth0"], "")):
@@ -193,7 +181,6 @@ def test_of_several_interfaces_none_is_taken_as_node_0s_route(monkeypatch):
         assert run.route_to("127.0.0.1") == route
 
 
-@guards("hidden-gpus")
 @pytest.mark.parametrize("visible", ["", "-1"])
 def test_hidden_gpus_are_none(monkeypatch, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -201,7 +188,6 @@ def test_hidden_gpus_are_none(monkeypatch, visible):
     assert not run.nvidia_smi_lists_a_gpu()
 
 
-@guards("second-sigterm")
 def test_only_a_second_ctrl_c_ends_a_run_at_once():
     one = run.Run.__new__(run.Run)
     one.process, one.stopped = None, signal.SIGTERM
@@ -210,15 +196,15 @@ def test_only_a_second_ctrl_c_ends_a_run_at_once():
     assert one.stopped == signal.SIGTERM
 
 
-NO_JOB = guarded(
-    ("", NODE | {"NODE_RANK": ""}, "NODE_RANK not set"),
-    ("", NODE | {"NODE_RANK": "2"}, "NODE_RANK is '2'"),
-    ("", NODE | {"WORLD_SIZE": "4"}, "NNODES is 2 but WORLD_SIZE is 4"),
-    ("", NODE | {"NNODES": "two"}, "NNODES is 'two'"),
-    ("slurm-step-without-id", STEP | {"SLURM_STEP_ID": ""}, "not started by srun"),
-    ("slurm-interactive", STEP | {"SLURM_STEP_ID": "4294967290"}, "not started by srun"),
-    ("slurm-two-tasks", STEP | {"SLURM_STEP_NUM_TASKS": "4"}, "4 tasks on 2 nodes: .*-per-node=1"),
-)
+NO_JOB = [
+    (NODE | {"NODE_RANK": ""}, "NODE_RANK not set"),
+    (NODE | {"NODE_RANK": "2"}, "NODE_RANK is '2'"),
+    (NODE | {"WORLD_SIZE": "4"}, "NNODES is 2 but WORLD_SIZE is 4"),
+    (NODE | {"NNODES": "two"}, "NNODES is 'two'"),
+    (STEP | {"SLURM_STEP_ID": ""}, "not started by srun"),
+    (STEP | {"SLURM_STEP_ID": "4294967290"}, "not started by srun"),
+    (STEP | {"SLURM_STEP_NUM_TASKS": "4"}, "4 tasks on 2 nodes: .*-per-node=1"),
+]
 
 
 @pytest.mark.parametrize(("env", "words"), NO_JOB)
@@ -227,7 +213,6 @@ def test_a_node_that_does_not_know_its_place_is_refused(no_terminal, env, words)
         run.job(env, lambda: 0)
 
 
-@guards("slurm-terminal")
 def test_a_shell_of_srun_on_one_of_several_nodes_is_no_step(monkeypatch):
     """srun --pty gives a terminal to one task alone."""
     terminal = io.StringIO()
@@ -254,7 +239,6 @@ def sysfs(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(run, "SYSFS", tmp_path)
 
 
-@guards("loose-cable")
 def test_interfaces_and_adapters_that_are_missing_or_down_are_refused(sysfs):
     run.check_interfaces("eth0,mlx5_0,mlx5_0:1")
     for wrong in ("none0", "loose0", "down0", "mlx5_2", "eth0 mlx5_0"):
@@ -267,16 +251,16 @@ SOCKETS = {"NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
 ETH0 = {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0"}
 TWO_OF_EACH = {"NCCL_IB_HCA": "=mlx5_0,mlx5_2"}
 TWO_OF_EACH |= {name: value.replace("eth0", "eth0,loose0") for name, value in ETH0.items()}
-CHOSEN = guarded(  # fault, IFNAME, NETWORK; with eth0 as the route to node 0
-    ("ifname-exact", "eth0", "", SOCKETS | ETH0),
-    ("hca-exact net-ib", "mlx5_0,eth0", "", VERBS | {"NCCL_IB_HCA": "=mlx5_0"} | ETH0),
-    ("nccl-route", "mlx5_0", "", VERBS | {"NCCL_IB_HCA": "=mlx5_0"} | ETH0),
-    ("", "eth0", "infiniband", VERBS | ETH0),
-    ("", "", "ethernet", SOCKETS | ETH0),
-    ("efa-plugin", "rdmap0s6,eth0", "", ETH0),
-    ("route-interface", "", "", ETH0),
-    ("each-adapter each-interface", "mlx5_0,mlx5_2,eth0,loose0", "", VERBS | TWO_OF_EACH),
-)
+CHOSEN = [  # IFNAME, NETWORK; with eth0 as the route to node 0
+    ("eth0", "", SOCKETS | ETH0),
+    ("mlx5_0,eth0", "", VERBS | {"NCCL_IB_HCA": "=mlx5_0"} | ETH0),
+    ("mlx5_0", "", VERBS | {"NCCL_IB_HCA": "=mlx5_0"} | ETH0),
+    ("eth0", "infiniband", VERBS | ETH0),
+    ("", "ethernet", SOCKETS | ETH0),
+    ("rdmap0s6,eth0", "", ETH0),
+    ("", "", ETH0),
+    ("mlx5_0,mlx5_2,eth0,loose0", "", VERBS | TWO_OF_EACH),
+]
 
 
 @pytest.mark.parametrize(("ifname", "network", "expected"), CHOSEN)
@@ -301,7 +285,6 @@ QUOTAS = [  # files of a cgroup, and the cores that they allow
 ]
 
 
-@guards("launcher-quota", "quota-of-v1", "quota-rounded-up")
 @pytest.mark.parametrize(("files", "cores"), QUOTAS)
 def test_cores_are_those_of_a_quota_rounded_up(tmp_path: Path, monkeypatch, files, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1000))
@@ -321,7 +304,6 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 """.splitlines(keepends=True)
 
 
-@guards("terminal-shows-less")
 def test_a_terminal_shows_neither_records_nor_torchruns_own_traceback(capfdbinary, monkeypatch):
     """As each node of two_nodes.sh has one."""
     monkeypatch.setattr(run, "NODE", b"node 1 | ")
@@ -334,7 +316,6 @@ def test_a_terminal_shows_neither_records_nor_torchruns_own_traceback(capfdbinar
 # --- series.py -----------------------------------------------------------------------------------
 
 
-@guards("more-than-gpus")
 def test_no_number_of_processes_is_above_that_of_the_gpus_unless_they_may_share(capfd):
     assert series.processes_of("1,2,4", [], 2) == {"p1": "1", "p2": "2"}
     assert "no run with 4 processes" in capfd.readouterr().err
@@ -348,9 +329,7 @@ def test_no_number_of_processes_is_above_that_of_the_gpus_unless_they_may_share(
     [
         ("", "--network LABEL=NAMES .* or --processes"),
         ("--processes 1 --repeats=0", "--repeats is '0'"),
-        pytest.param(
-            "--processes 1,2 -- --resume", "each run", marks=guards("series-with-resume")
-        ),
+        pytest.param("--processes 1,2 -- --resume", "each run"),
     ],
 )
 def test_what_several_runs_cannot_have_is_refused(words, text):
@@ -364,7 +343,6 @@ def test_numbers_of_processes_of_which_none_can_be_are_refused():
             series.processes_of(numbers, [], 1)
 
 
-@guards("names-twice")
 def test_networks_need_labels_of_their_own():
     assert series.networks_of(["a=eth0", "b=mlx5_0,ib0"]) == {"a": "eth0", "b": "mlx5_0,ib0"}
     for wrong in (["a"], ["a=x", "a=y"], ["a="], ["a/b=x"]):
@@ -379,7 +357,6 @@ def made_series(**args: object) -> series.Series:
     return one
 
 
-@guards("series-on-cpus", "series-folder")
 def test_a_series_on_cpus_is_small_and_lies_where_it_is_compared(monkeypatch):
     monkeypatch.setattr(run, "count_gpus", lambda _: 0)
     one, calls = made_series(processes="1,2", repeats=1, link_gbps=[]), []
@@ -393,7 +370,6 @@ def test_a_series_on_cpus_is_small_and_lies_where_it_is_compared(monkeypatch):
     assert found == [folder / "p1", folder / "p2"]
 
 
-@guards("series-rates")
 def test_a_series_hands_all_given_rates_on():
     one, calls = made_series(link_gbps=["a=1", "b=2"]), []
     one.call = lambda *words, **_: calls.append(words) or 0
@@ -401,7 +377,6 @@ def test_a_series_hands_all_given_rates_on():
     assert {"a=1", "b=2"} <= {*calls[-1]}
 
 
-@guards("stop-before-child")
 def test_a_stop_that_came_before_a_run_has_a_process_ends_this_run():
     one = series.Series.__new__(series.Series)
     one.env, one.child, one.stopped = dict(os.environ), None, signal.SIGTERM

@@ -33,7 +33,6 @@ def make(*arguments: object, expect: int = 0) -> str:
     return out + err
 
 
-@pytest.mark.guards("sample-boxes")
 def test_layout_categories_and_annotations_are_those_of_coco(sample):
     split = "train2017"
     coco = read_coco(sample, split)
@@ -67,7 +66,6 @@ def test_first_annotation_is_the_large_icon_and_all_icons_are_as_frequent(sample
     assert len(firsts) >= 10 and max(firsts.values()) <= min(firsts.values()) + 2
 
 
-@pytest.mark.guards("sample-seed", "sample-at-once", "sample-same-set")
 def test_own_set_is_left_alone_and_anything_else_refused(sample, tmp_path):
     """An image depends on its number alone, so those of another set are the same."""
     folder = tmp_path / "set"
@@ -89,7 +87,6 @@ def test_own_set_is_left_alone_and_anything_else_refused(sample, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "mine", "set"]
 
 
-@pytest.mark.guards("sample-unfinished")
 def test_stopped_call_leaves_no_half_set_and_the_next_makes_it(tmp_path):
     for number in (signal.SIGTERM, signal.SIGKILL):
         call = start(tmp_path / "set", "--images", 2000)

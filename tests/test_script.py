@@ -23,9 +23,8 @@ from PIL import Image
 import prepare_coco
 from support.datasets import COCO_IDS, instances, make_set, numbered, truncate, write_images
 from support.forks import changed, load, run_forked
-from support.launchers import FAST, guarded
+from support.launchers import FAST
 from support.processes import (
-    LONG,
     SCRIPT,
     Run,
     run_demo,
@@ -63,7 +62,6 @@ def keys(demo, rank, start=0, seed=0):
 # --- Shares of the images ----------------------------------------------------------------------
 
 
-@pytest.mark.guards("shares", "sampler-seed")
 def test_shares_are_equally_long_and_complete_and_may_begin_later(demo):
     """Of ten images each of four ranks gets three; only what pads is repeated. Another seed makes
     other shares.
@@ -76,7 +74,6 @@ def test_shares_are_equally_long_and_complete_and_may_begin_later(demo):
     assert keys(demo, 1, start=2) == shares[1][2:]
 
 
-@pytest.mark.guards("validation-shares", "val-padded", "val-crop")
 @pytest.mark.parametrize("count", [1, 10, 13])
 def test_validation_gives_each_image_once(demo, count):
     found = []
@@ -159,7 +156,6 @@ def dataset(demo, folder, seed=0, count=8):
     return demo.make_train_loader(args, demo.ProcessInfo(), image_list(demo, count)).dataset
 
 
-@pytest.mark.guards("image-keys")
 def test_pixels_are_a_function_of_seed_epoch_and_index(demo, images):
     one, same = dataset(demo, images), dataset(demo, images)
     first = [one[1, index][0] for index in range(8)]
@@ -172,7 +168,6 @@ def test_pixels_are_a_function_of_seed_epoch_and_index(demo, images):
         assert not any(map(torch.equal, first, other))
 
 
-@pytest.mark.guards("pixels-normalized")
 def test_the_model_gets_the_pixels_that_its_pretrained_weights_expect(demo, images):
     pixels, *_ = dataset(demo, images)[1, 0]
     transforms = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
@@ -210,7 +205,6 @@ KINDS |= {"colour.tiff": "RGB", "new.webp": "RGB", "ycc.jpg": "YCbCr", "bit.tiff
 KINDS |= {"cmyk.tiff": "CMYK", "new.avif": "RGB"}
 
 
-@pytest.mark.guards("image-modes")
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_image_looks_as_pillow_shows_it(demo, tmp_path, name, capfd):
     path = tmp_path / name
@@ -221,7 +215,6 @@ def test_every_kind_of_image_looks_as_pillow_shows_it(demo, tmp_path, name, capf
     assert difference(decoded(demo, path, capfd), Image.open(path)) == 0
 
 
-@pytest.mark.guards("sixteen-bits")
 @pytest.mark.parametrize(("mode", "name"), [("I;16", "1.png"), ("I", "1.tiff"), ("F", "1.tiff")])
 def test_pixels_of_more_than_8_bits_are_refused_and_never_clipped(
     demo, tmp_path, capfd, mode, name
@@ -257,7 +250,6 @@ def test_an_image_that_pillow_warns_of_is_not_damaged(demo, tmp_path, capfd):
     assert difference(found, clear.convert("RGBA")) == 0
 
 
-@pytest.mark.guards("damaged-image")
 def test_damaged_image_is_black_and_named_once(demo, tmp_path, capfd):
     make_set(tmp_path, 8)
     truncate(tmp_path / "images/0003.jpg")
@@ -267,7 +259,6 @@ def test_damaged_image_is_black_and_named_once(demo, tmp_path, capfd):
     assert line.startswith("[CPU 0] WARNING: ") and str(tmp_path / "images/0003.jpg") in line
 
 
-@pytest.mark.guards("one-in-ten")
 def test_one_in_ten_damaged_images_are_not_too_many(demo):
     for images, damaged, expected in ((100, 10, False), (100, 11, True), (99, 99, False)):
         damage = demo.Damage()
@@ -275,7 +266,6 @@ def test_one_in_ten_damaged_images_are_not_too_many(demo):
         assert bool(damage.is_too_much()) == expected
 
 
-@pytest.mark.guards("storage-gone")
 def test_file_that_cannot_be_read_is_no_black_image(demo, images):
     with pytest.raises(OSError):
         dataset(demo, images / "gone")[1, 0]
@@ -291,7 +281,6 @@ def packed(images, tmp_path_factory):
     return target / "images.rgb"
 
 
-@pytest.mark.guards("packed-place", "rows-flipped")
 def test_images_of_a_packed_file_are_those_of_the_folder(demo, images, packed):
     """Also in a worker that was not forked: it gets a copy of the dataset, and opens the file."""
     folder, file = dataset(demo, images), dataset(demo, packed)
@@ -305,7 +294,6 @@ def test_images_of_a_packed_file_are_those_of_the_folder(demo, images, packed):
     assert expected.shape == (40, 48, 3) and torch.equal(file[1, 2][0], expected)
 
 
-@pytest.mark.guards("rows-pixels", "center-crop")
 def test_crops_are_those_of_torchvision(demo, images):
     """Bit for bit, for the same state of the random generator."""
     v2 = demo.v2
@@ -321,7 +309,6 @@ def test_crops_are_those_of_torchvision(demo, images):
             assert torch.equal(own(image, 28), expected)
 
 
-@pytest.mark.guards("packed-size", "packed-lacks", "packed-shorter")
 def test_a_packed_file_that_lacks_something_is_one_line(demo, packed, tmp_path):
     def refuse(names, line):
         with pytest.raises(demo.UserError) as error:
@@ -348,7 +335,6 @@ def test_a_packed_file_that_lacks_something_is_one_line(demo, packed, tmp_path):
 # --- The machine -------------------------------------------------------------------------------
 
 
-@pytest.mark.guards("sync-bn", "weights-channels-last", "format-by-device", "pinned")
 def test_model_and_batches_have_the_form_that_their_device_wants(demo, monkeypatch):
     monkeypatch.setattr(demo, "errors_end_all_ranks", contextlib.nullcontext)
     args = arguments(demo, "--sync_bn", "--weights", "none")
@@ -362,7 +348,6 @@ def test_model_and_batches_have_the_form_that_their_device_wants(demo, monkeypat
     assert [loader.pin_memory for loader in loaders] == [False, True, False]
 
 
-@pytest.mark.guards("volta", "no-tf32", "cudnn-tunes")
 def test_precision_and_kernels_are_those_of_the_hardware(demo, monkeypatch):
     place = demo.ProcessInfo(device=torch.device("cuda"))
     for has_bf16, capability, expected in (
@@ -380,7 +365,6 @@ def test_precision_and_kernels_are_those_of_the_hardware(demo, monkeypatch):
     assert (cudnn.allow_tf32, cudnn.benchmark) == (False, True)
 
 
-@pytest.mark.guards("powersgd-rank-used", "powersgd-epsilon", "mps-compression")
 def test_compression_is_set_as_it_is_saved_and_refused_where_ddp_is_not_used(demo, monkeypatch):
     ddp = SimpleNamespace(register_comm_hook=lambda *_: None)
     state = demo.compress_gradients(arguments(demo, "--grad_compression", "powersgd"), ddp)
@@ -394,7 +378,6 @@ def test_compression_is_set_as_it_is_saved_and_refused_where_ddp_is_not_used(dem
             demo.fill_in_arguments(args, demo.ProcessInfo(), 8)
 
 
-@pytest.mark.guards("mpirun-one-gpu")
 def test_srun_and_mpirun_may_show_each_process_one_gpu(demo, monkeypatch):
     monkeypatch.setattr(demo, "usable_gpus", lambda _: 1)
     for launcher in ("srun", "mpirun"):
@@ -404,18 +387,18 @@ def test_srun_and_mpirun_may_show_each_process_one_gpu(demo, monkeypatch):
         demo.choose_backend(arguments(demo), demo.ProcessInfo("torchrun", local_world_size=4))
 
 
-ADVICE = guarded(  # fault, an error's text as its program writes it, words of the advice
-    ("advice-shm", "This might be caused by insufficient shared memory (shm).", "/dev/shm"),
-    ("advice-files", "[Errno 24] Too many open files", "ulimit -n"),
-    ("advice-ordinal", "CUDA error: invalid device ordinal", "gpus-per-task"),
-    ("advice-user", "'getpwuid(): uid not found: 1234'", "export USER"),
-    ("advice-compiler", "Failed to find C compiler. Please specify via CC", "install gcc"),
-    ("advice-loader", "DataLoader timed out after 5 seconds", "storage"),
-    ("advice-worker", "DataLoader worker (pid 7) is killed by signal: Killed. ", "memory full"),
-    ("advice-pair", "Application timeout caused pair closure", "another rank"),
-    ("advice-engine", "GET was unable to find an engine to execute this", "batch_size"),
-    ("advice-system", "unhandled system error (run with NCCL_DEBUG=INFO)", "NCCL_DEBUG=INFO says"),
-)
+ADVICE = [  # an error's text as its program writes it, words of the advice
+    ("This might be caused by insufficient shared memory (shm).", "/dev/shm"),
+    ("[Errno 24] Too many open files", "ulimit -n"),
+    ("CUDA error: invalid device ordinal", "gpus-per-task"),
+    ("'getpwuid(): uid not found: 1234'", "export USER"),
+    ("Failed to find C compiler. Please specify via CC", "install gcc"),
+    ("DataLoader timed out after 5 seconds", "storage"),
+    ("DataLoader worker (pid 7) is killed by signal: Killed. ", "memory full"),
+    ("Application timeout caused pair closure", "another rank"),
+    ("GET was unable to find an engine to execute this", "batch_size"),
+    ("unhandled system error (run with NCCL_DEBUG=INFO)", "NCCL_DEBUG=INFO says"),
+]
 
 
 @pytest.mark.parametrize(("text", "words"), ADVICE)
@@ -423,7 +406,6 @@ def test_errors_that_a_user_can_mend_have_advice(demo, text, words):
     assert words in "".join(demo.advice_on(text))
 
 
-@pytest.mark.guards("precision-resumed")
 def test_a_run_that_is_resumed_keeps_its_precision(demo, monkeypatch):
     monkeypatch.setattr(demo, "set_threads", lambda _: 1)
     monkeypatch.setattr(demo, "all_gather", lambda value: [value])
@@ -459,7 +441,6 @@ ON_NODES = {
 }
 
 
-@pytest.mark.guards("cores-shared", "nodes-of-one-name")
 @pytest.mark.parametrize(("ranks", "expected"), ON_NODES.values(), ids=ON_NODES)
 def test_ranks_that_have_the_same_cores_share_them(demo, monkeypatch, ranks, expected):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # PyTorch's threads stay as they are
@@ -475,8 +456,7 @@ def test_ranks_that_have_the_same_cores_share_them(demo, monkeypatch, ranks, exp
     assert demo.set_threads(place) == 1
 
 
-@LONG
-@pytest.mark.guards("signal-at-exit")
+@pytest.mark.slow
 def test_a_stop_signal_at_the_very_end_leaves_the_exit_code_as_it_is():
     """When the variables of the main module go, Python has taken its handlers away."""
     code = f"import os, signal, sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
@@ -500,7 +480,7 @@ def test_windows_is_refused_in_one_line():
     assert "WSL2" in line
 
 
-@LONG
+@pytest.mark.slow
 def test_a_cpu_without_bf16_instructions_trains_in_fp32(tmp_path):
     """Here they are hidden from PyTorch's libraries."""
     env = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
@@ -605,14 +585,12 @@ def assert_equal_gradients(found: dict, expected: dict, factor: float = 1) -> No
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param("--batch_size 8", marks=pytest.mark.guards("broadcast-buffers", "own-loss")),
+        pytest.param("--batch_size 8"),
         pytest.param(
             "--batch_size 4 --accumulate_steps 2",
-            marks=pytest.mark.guards("no-sync-forward", "accumulate-mean"),
         ),
         pytest.param(
             "--batch_size 3 --accumulate_steps 3 --bucket_cap_mb 5",
-            marks=pytest.mark.guards("short-mean", "bucket-cap"),
         ),
     ],
 )
@@ -634,11 +612,10 @@ def test_gradients_of_two_ranks_are_those_of_twice_the_batch(options, one_step):
 @pytest.mark.parametrize(
     ("options", "factor"),
     [
-        pytest.param("--warmup_steps 2", 1 / 2, marks=pytest.mark.guards("warm-up")),
+        pytest.param("--warmup_steps 2", 1 / 2),
         pytest.param(
             "--accumulate_steps 4 --lr_scaling linear",
             16 / 64,
-            marks=pytest.mark.guards("lr-scaling", "lr-of-a-step"),
         ),
     ],
 )
@@ -649,7 +626,6 @@ def test_learning_rate_warms_up_and_is_scaled(options, factor, one_step):
     assert_equal_gradients(found, expected, factor)
 
 
-@pytest.mark.guards("compression", "fp16-hook", "model-seed")
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 def test_compressed_gradients_are_rounded_to_two_bytes(one_step, precision):
     """Here of a model with other first weights, by its seed."""
@@ -668,7 +644,6 @@ def test_compressed_gradients_are_rounded_to_two_bytes(one_step, precision):
 # --- On a GPU that is not there ----------------------------------------------------------------
 
 
-@pytest.mark.guards("wait-each-step", "warm-up-rises", "fp16-type")
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @pytest.mark.skipif(
     torch.__version__ < "2.11", reason="fake tensors of a GPU need one before 2.11"
@@ -759,7 +734,6 @@ class Batches(list):
     sampler = Sampler()
 
 
-@pytest.mark.guards("unmeasured-steps", "measured-images", "link-ms", "wait-ms", "bytes-of-fp16")
 @pytest.mark.parametrize(("kind", "peak"), [("cuda", 3 * 2**30), ("cpu", None)])
 def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
     demo, monkeypatch, kind, peak, capfd
@@ -794,7 +768,6 @@ def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
     assert text.endswith("replicas identical: True")
 
 
-@pytest.mark.guards("powersgd-other-rank")
 def test_a_checkpoint_of_an_earlier_version_with_another_powersgd_rank_is_refused(
     demo, monkeypatch
 ):
@@ -824,7 +797,6 @@ def test_parts_of_a_step_are_told_by_its_moments(demo):
     assert not timer.unread
 
 
-@pytest.mark.guards("exposed-mark")
 def test_own_gradients_are_noted_when_the_first_layers_is_ready(demo):
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
     timer = demo.StepTimer(torch.device("cpu"), model)
@@ -834,7 +806,6 @@ def test_own_gradients_are_noted_when_the_first_layers_is_ready(demo):
     assert "own gradients" in timer.moments
 
 
-@pytest.mark.guards("timed-save")
 def test_the_time_of_a_periodic_save_is_in_no_step(demo, monkeypatch):
     """By a made-up clock: a step takes a second, a save a minute."""
     now = [0]
@@ -861,7 +832,6 @@ def test_the_time_of_a_periodic_save_is_in_no_step(demo, monkeypatch):
 # --- Between steps -----------------------------------------------------------------------------
 
 
-@pytest.mark.guards("agree-at-most")
 def test_ranks_with_quick_steps_agree_every_50_steps(demo, monkeypatch):
     monkeypatch.setattr(demo.dist, "all_reduce", lambda *_: None)
     training = SimpleNamespace(process=demo.ProcessInfo(), due_line=None, loss_sum=0.0, step=9)
@@ -870,7 +840,6 @@ def test_ranks_with_quick_steps_agree_every_50_steps(demo, monkeypatch):
     assert found == [2, 4, 8, 16, 32, 50, 50, 50]
 
 
-@pytest.mark.guards("slow-validation")
 def test_ranks_agree_about_once_a_second_in_a_validation_that_becomes_slow(demo, monkeypatch):
     """By a made-up clock: batches of 0.1 s, then of 2 s."""
     now, seconds = [0.0], []
@@ -890,7 +859,6 @@ def test_ranks_agree_about_once_a_second_in_a_validation_that_becomes_slow(demo,
     assert seconds[:4] == [0.1, 0.1, 2, 2]
 
 
-@pytest.mark.guards("finite-weights")
 def test_weights_that_are_not_finite_are_not_saved(demo, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "errors_end_all_ranks", contextlib.nullcontext)
     args = arguments(demo, "--checkpoint", tmp_path / "c.pt")
@@ -901,7 +869,6 @@ def test_weights_that_are_not_finite_are_not_saved(demo, monkeypatch, tmp_path):
         demo.save_checkpoint(training, is_last=False)
 
 
-@pytest.mark.guards("versions-alike")
 def test_nodes_with_other_versions_of_pytorch_are_refused(demo, monkeypatch):
     monkeypatch.setattr(demo, "errors_end_all_ranks", contextlib.nullcontext)
     other = {"PyTorch": "2.6.0"}
@@ -914,7 +881,6 @@ def test_nodes_with_other_versions_of_pytorch_are_refused(demo, monkeypatch):
 # --- Log lines and arguments -------------------------------------------------------------------
 
 
-@pytest.mark.guards("one-write", "non-printables", "log-errors")
 def test_a_log_line_is_one_write_of_printable_characters_and_its_failure_ends_nothing(demo):
     """So that the lines of several ranks do not mix. Each write to this socket is a message."""
     reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -925,7 +891,6 @@ def test_a_log_line_is_one_write_of_printable_characters_and_its_failure_ends_no
         demo.log(demo.ProcessInfo(), "nobody reads this", to=writer.fileno())
 
 
-@pytest.mark.guards("long-line")
 def test_a_line_of_which_a_pipe_takes_parts_is_whole(demo, monkeypatch, capfd):
     write = os.write
     monkeypatch.setattr(os, "write", lambda to, data: write(to, data[:99]))
@@ -933,14 +898,12 @@ def test_a_line_of_which_a_pipe_takes_parts_is_whole(demo, monkeypatch, capfd):
     assert capfd.readouterr().out == f"[CPU 0] {'long' * 999}\n"
 
 
-@pytest.mark.guards("memory-of-checkpoint")
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
 def test_full_memory_is_no_fault_of_the_file_that_is_loaded(demo, error):
     with pytest.raises(error), demo.as_user_error("c.pt is not one of this demo"):
         raise error("out of memory")
 
 
-@pytest.mark.guards("socket-timeout-back")
 def test_only_the_download_of_weights_has_a_limit_in_seconds(demo, monkeypatch):
     limits = []
     kind = demo.torchvision.models.ResNet18_Weights.__mro__[1]
@@ -951,7 +914,6 @@ def test_only_the_download_of_weights_has_a_limit_in_seconds(demo, monkeypatch):
     assert limits == [20] and socket.getdefaulttimeout() is None
 
 
-@pytest.mark.guards("dummy-options", "storage-timeout")
 def test_dummy_takes_no_option_of_images_and_a_loader_does_not_wait_for_ever(demo, capsys):
     for more in (["--workers", "1"], ["--weights", "x.pt"]):
         with pytest.raises(SystemExit):
@@ -1013,7 +975,6 @@ def test_what_nccl_says_at_the_start_is_shown_and_is_no_rendezvous(demo, words):
     assert words in line and "NCCL_SOCKET_IFNAME" in line and "rendezvous" not in line
 
 
-@pytest.mark.guards("advice-at-start")
 def test_what_has_advice_of_its_own_is_not_asked_for_the_interface(demo):
     """Except over Gloo, whose advice on a lost connection fits a wrong interface, too."""
     text = NCCL.format(
@@ -1027,7 +988,6 @@ def test_what_has_advice_of_its_own_is_not_asked_for_the_interface(demo):
     assert OF_GLOO in line and "GLOO_SOCKET_IFNAME" in line
 
 
-@pytest.mark.guards("direct-path-of-one-node")
 def test_gpus_of_one_node_that_do_not_connect_are_told_of_their_direct_path(demo, monkeypatch):
     said = {}
 

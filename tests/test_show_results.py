@@ -20,7 +20,7 @@ import show_results as tool
 from support.datasets import Payload, instances, numbered, truncate, write_images
 from support.forks import run_forked
 from support.launchers import NOTEBOOK
-from support.processes import LONG, ROOT, SCRIPT, start
+from support.processes import ROOT, SCRIPT, start
 
 CLASSES = [4, 6, 7, 9]
 FAST = shlex.split("--weights none --image_size 40 --workers 0 --precision fp32 --batch_size 8")
@@ -58,7 +58,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(folder=folder, line=line, argv=[*argv, "--script", str(SCRIPT)])
 
 
-@pytest.mark.guards("results-by-name", "results-precision")
 def test_top_1_and_baseline_are_those_of_the_scripts_validation(
     trained, tmp_path, capsys, monkeypatch
 ):
@@ -87,7 +86,6 @@ def test_top_1_and_baseline_are_those_of_the_scripts_validation(
     assert not torch.allclose(*found)
 
 
-@pytest.mark.guards("results-script")
 def test_changed_copy_of_the_script_has_its_own_model(trained, tmp_path, capsys, monkeypatch):
     """One of fewer layers."""
     resnet = torchvision.models.resnet
@@ -114,7 +112,6 @@ def test_half_of_the_images_are_wrong_ones_from_the_surest_on():
     assert len({*chosen}) == 16 and chosen[13:] == [30, 31, 32]
 
 
-@pytest.mark.guards("results-mistake", "results-accuracy")
 def test_accuracy_and_rows_of_classes_count_each_answer_once():
     found = SimpleNamespace(
         names=["cat", "dog", "cow", "bus"],
@@ -130,7 +127,6 @@ def test_accuracy_and_rows_of_classes_count_each_answer_once():
     assert tool.in_words(found) == words
 
 
-@pytest.mark.guards("results-labels", "results-dollar")
 @pytest.mark.parametrize(("classes", "images"), [(200, 3000), (3, 2)])
 def test_frames_signs_and_words_tell_right_from_wrong(tmp_path, monkeypatch, classes, images):
     figures = []
@@ -160,8 +156,7 @@ def test_frames_signs_and_words_tell_right_from_wrong(tmp_path, monkeypatch, cla
         assert axis.get_xlabel() == ("" if right else f"is {label}")
 
 
-@LONG
-@pytest.mark.guards("notebook-backend", "notebook-results")
+@pytest.mark.slow
 def test_pictures_are_drawn_also_where_a_notebook_names_another_backend(trained, tmp_path):
     logs = [ROOT / "docs/emulated" / name for name in ("slow", "fast")]
     compare = ["compare_logs.py", *logs, "--plot", tmp_path / "1.png"]
@@ -187,7 +182,6 @@ BAD = {
 }
 
 
-@pytest.mark.guards("results-code")
 def test_bad_input_is_one_line_and_runs_no_code(trained):
     folder = trained.folder
     state = torch.load(trained.argv[0], weights_only=True)

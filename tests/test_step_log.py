@@ -14,10 +14,10 @@ from pytest import approx
 import compare_logs
 from analysis.figures import make_run
 from analysis.logs import read_log
-from support.processes import FACTOR, LONG, ROOT, base_env, new_test_id
+from support.processes import FACTOR, ROOT, base_env, new_test_id
 from test_readme import PAGES
 
-pytestmark = LONG
+pytestmark = pytest.mark.slow
 
 (LOOP,) = re.findall(r"```python\n(from step_log .*?)```", PAGES["docs/networks.md"].text, re.S)
 # A frozen layer, and batch norm, whose statistics differ between ranks.
@@ -99,7 +99,6 @@ def logs(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.guards("step-log-trained")
 def test_logs_of_a_loop_with_the_pages_five_lines_are_compared(logs, capsys):
     logs = [str(logs / f"{name}.log") for name in ("images", "work")]
     assert compare_logs.main(logs) == 0
@@ -114,7 +113,6 @@ def test_logs_of_a_loop_with_the_pages_five_lines_are_compared(logs, capsys):
     assert work.step_s == approx(work.data_s + work.compute_s + work.exposed_s, rel=0.01)
 
 
-@pytest.mark.guards("step-log-steps", "step-log-none")
 @pytest.mark.parametrize(
     ("name", "steps"), [("half", "12 of 24"), ("more", "12 of 11"), ("none", "0 of 0")]
 )
@@ -130,7 +128,6 @@ def test_a_loop_that_lacks_a_line_is_told_which(logs):
     assert said in (logs / "lacking.log").read_text()
 
 
-@pytest.mark.guards("step-log-end")
 @pytest.mark.parametrize("name", ["lacking", "failed"])
 def test_a_loop_that_fails_has_no_end(logs, name):
     text = (logs / f"{name}.log").read_text()

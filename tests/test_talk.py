@@ -19,7 +19,7 @@ import probe_link
 from support.datasets import data_args
 from support.made_logs import REPORTS
 from support.nodes import NamespacePair
-from support.processes import FACTOR, LONG, ROOT, SCRIPT, Run, base_env, new_test_id
+from support.processes import FACTOR, ROOT, SCRIPT, Run, base_env, new_test_id
 from test_readme import PAGES
 
 PAGE = PAGES["docs/networks.md"]
@@ -73,7 +73,6 @@ def minutes(seconds: float) -> str:
     return f"{value:.2g} min" if value < 10 else f"{value:.0f} min"
 
 
-@pytest.mark.guards("ring-factor")
 @pytest.mark.parametrize(
     ("reading", "steps", "factor"),
     [
@@ -182,7 +181,6 @@ def test_the_block_by_hand_is_for_both_nodes(network):
         assert one.replace("eth0", "enp5s0") == two
 
 
-@pytest.mark.guards("by-hand-network")
 def test_the_block_by_hand_names_the_network_and_each_start_has_a_port_of_its_own():
     first, second = (called_by_hand(NETWORK=name) for name in ("ethernet", "infiniband"))
     assert all("NCCL_IB_DISABLE=1 NCCL_NET=Socket NCCL_SOCKET" in first[n] for n in (0, 2))
@@ -192,7 +190,7 @@ def test_the_block_by_hand_names_the_network_and_each_start_has_a_port_of_its_ow
     assert len(ports) == len({*ports}) == 4
 
 
-@LONG
+@pytest.mark.slow
 def test_the_block_by_hand_runs_and_is_compared(tmp_path, sample, capsys):
     """For Ethernet, on two nodes, with a small data set; one process a node."""
     options = (
@@ -219,8 +217,7 @@ def test_the_block_by_hand_runs_and_is_compared(tmp_path, sample, capsys):
     assert compare_logs.main([str(tmp_path / "ethernet" / "node0.log")]) == 0
 
 
-@LONG
-@pytest.mark.guards("readme-two-nodes")
+@pytest.mark.slow
 def test_readmes_blocks_train_on_two_nodes_without_gpus(tmp_path, sample):
     """Each node gets the block for both, that for nodes without GPUs, and its own."""
     words = ["sample=(", "GLOO_SOCKET_IFNAME", "--node_rank=0", "--node_rank=1"]

@@ -14,9 +14,9 @@ import pytest
 from support.datasets import digests, make_set
 from support.forks import QUICK, Forked, changed, run_forked
 from support.launchers import FAST, SINGLE, STEP_3, changed_project, has_rank, launch, starts
-from support.processes import LONG, Run, demo_command, free_port, start, wait_until
+from support.processes import Run, demo_command, free_port, start, wait_until
 
-pytestmark = LONG
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,6 @@ def test_a_rank_that_torchrun_stops_after_another_has_failed_is_no_stop_of_the_u
     assert "[CPU 1] Stopped on SIGTERM" in first and starts(second) == 0
 
 
-@pytest.mark.guards("records-of-start")
 def test_what_nccls_watchdog_says_is_the_last_line(failed_twice):
     """Beside a rank that is killed. For the reason of a restart, and a watchdog alone, see
     `judge` in test_last_line.py.
@@ -103,7 +102,6 @@ plain, demo.log_save_or_stop, dist = demo.log_save_or_stop, failing, demo.dist
 """
 
 
-@pytest.mark.guards("record-shared", "record-peer", "record-argument")
 def test_each_end_is_recorded_with_one_word_that_says_whose_it_is(training, tmp_path):
     """In the file that torchrun names."""
     program = changed(tmp_path / "raises.py", RAISES)
@@ -133,7 +131,6 @@ def test_each_end_is_recorded_with_one_word_that_says_whose_it_is(training, tmp_
 # --- torchrun alone ----------------------------------------------------------------------------
 
 
-@pytest.mark.guards("second-start-resumes")
 def test_torchruns_own_restart_resumes_and_a_stop_of_torchrun_saves(training, tmp_path):
     """It repeats the first command, which has no --resume. After a signal torchrun itself ends
     with 1.
@@ -192,7 +189,6 @@ STARTS = [  # ranks, variables, and what each rank says
 ]
 
 
-@pytest.mark.guards("missing-rank")
 def test_a_start_that_fails_ends_soon_after_the_timeout_and_says_what_to_check(training):
     with socket.create_server(("", 0)) as server, contextlib.ExitStack() as stack:
         ports = {"TAKEN": str(server.getsockname()[1])}

@@ -21,11 +21,9 @@ from pathlib import Path
 
 import pytest
 
-from support.launchers import guarded
 from support.pages import PAGES
-from support.processes import LONG, ROOT, Run, Started, free_port, require, start, wait_until
+from support.processes import ROOT, Run, Started, free_port, require, start, wait_until
 
-guards = pytest.mark.guards
 ENVIRONMENT = "tools/environment.sh"
 MODULES = {"torch": "torch", "torchvision": "torchvision", "pycocotools": "pycocotools"}
 MODULES |= {"pillow": "PIL", "matplotlib": "matplotlib", "numpy": "numpy"}
@@ -137,7 +135,6 @@ def checkout(tmp_path: Path, machine: Path) -> Checkout:
 # --- The Python that is there ----------------------------------------------------------------
 
 
-@guards("set-python-wins")
 def test_active_python_is_taken_unless_another_one_is_set(checkout):
     active, own = (checkout.environment(name, *NEEDED) for name in ("active", "own"))
     assert checkout.chosen(active) == active
@@ -145,11 +142,11 @@ def test_active_python_is_taken_unless_another_one_is_set(checkout):
     assert not checkout.venv.exists()
 
 
-VERSIONS = guarded(
-    ("torch-2-6-taken", "2.6.0"),
-    ("torch-compared-as-numbers", "2.11.0a0+5228986c39.nv25.06"),
-    ("", "3.0"),
-)
+VERSIONS = [
+    "2.6.0",
+    "2.11.0a0+5228986c39.nv25.06",
+    "3.0",
+]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -158,7 +155,6 @@ def test_torch_from_2_6_on_is_taken(checkout, version):
     assert checkout.chosen(active) == active
 
 
-@guards("small-package-named", "small-packages-named")
 def test_active_torch_without_a_small_package_is_refused_with_the_command_for_just_that(checkout):
     for missing in ("pycocotools", "pillow"):
         names = [name for name in NEEDED if name != missing]
@@ -178,7 +174,6 @@ UNFIT = {  # packages, version of torch, what the line says
 }
 
 
-@guards("old-torch-refused", "unfit-python-is-named", "old-python-refused")
 def test_active_python_that_is_unfit_is_left_alone_with_one_line(checkout):
     checkout.environment(".venv", *NEEDED)
     for case, (packages, version, words) in UNFIT.items():
@@ -195,7 +190,6 @@ def test_active_python_that_is_unfit_is_left_alone_with_one_line(checkout):
         assert "error: " in line and re.search(words, line)
 
 
-@guards("folder-called-torch", "empty-folder")
 def test_folders_that_are_called_like_packages_are_not_taken_for_them(checkout):
     """They lie where the command is called, or are left of packages that were removed."""
     checkout.environment(".venv", *NEEDED)
@@ -234,8 +228,7 @@ def test_python_that_is_too_old_for_the_environment_is_refused(checkout):
     assert "Python 3.10 or newer" in checkout.refusal()
 
 
-@LONG
-@guards("unfinished-venv")
+@pytest.mark.slow
 def test_venv_of_an_install_that_was_cut_short_is_not_taken(checkout):
     """Here it cannot be made again, for want of a network."""
     (checkout.environment(".venv", *NEEDED) / "begun").touch()
@@ -248,7 +241,6 @@ def test_venv_of_an_install_that_was_cut_short_is_not_taken(checkout):
 LACKS = {"pycocotools": "-m pip install pycocotools", "torch": "has no torch"}
 
 
-@guards("own-venv-kept")
 @pytest.mark.parametrize("missing", LACKS)
 def test_venv_that_was_made_by_hand_is_not_removed(checkout, missing):
     own = checkout.environment(".venv", *(name for name in NEEDED if name != missing))
@@ -308,8 +300,7 @@ def index(tmp_path_factory) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-@LONG
-@guards("lesson-set-up")
+@pytest.mark.slow
 def test_the_lessons_set_up_makes_an_environment(index, tmp_path):
     """With packages of this machine in place of PyTorch's."""
     (block,) = (text for text in PAGES["docs/lesson/README.md"].commands if "lesson-env" in text)
@@ -323,8 +314,7 @@ def test_the_lessons_set_up_makes_an_environment(index, tmp_path):
     assert count == 1 and run.lines()[-1] == f"{tmp_path}/lesson-env 99"
 
 
-@LONG
-@guards("venv-lock", "venv-made-once")
+@pytest.mark.slow
 def test_venv_that_was_cut_short_is_made_again_once_while_another_start_waits(checkout, index):
     """By a signal, and by a kill. Later starts take it as it is, also without a network."""
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -357,8 +347,7 @@ def wheels(tmp_path_factory) -> Path:
     return folder
 
 
-@LONG
-@guards("venv-for-tools")
+@pytest.mark.slow
 def test_uv_takes_pips_index_and_the_default_build_where_pytorchs_index_does_not_answer(
     checkout, index, wheels, tmp_path
 ):
@@ -396,10 +385,8 @@ def test_uv_takes_pips_index_and_the_default_build_where_pytorchs_index_does_not
         silent.shutdown(socket.SHUT_RDWR)
 
 
-@LONG
-@pytest.mark.parametrize(
-    "words", guarded(("", "network"), ("uv-build-kept", "UV_TORCH_BACKEND=cpu"))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["network", "UV_TORCH_BACKEND=cpu"])
 def test_without_a_network_or_a_build_for_uv_it_ends_with_a_line_that_says_so(
     checkout, index, words
 ):

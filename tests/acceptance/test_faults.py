@@ -23,9 +23,9 @@ from support.launchers import (
     starts,
     two_nodes,
 )
-from support.processes import LONG, Run, Started, processes, wait_until
+from support.processes import Run, Started, processes, wait_until
 
-pytestmark = LONG
+pytestmark = [pytest.mark.slow, pytest.mark.root]
 TIMEOUT = 8  # seconds, of --timeout
 CONNECT = 10  # seconds, of CONNECT_TIMEOUT
 MARGIN = 15  # seconds that an end may take beyond these
@@ -166,7 +166,6 @@ def test_a_port_that_is_taken_is_named(training, tmp_path):
 # --- Several networks --------------------------------------------------------------------------
 
 
-@pytest.mark.guards("lost-launcher-ends-series")
 def test_a_run_that_fails_on_node_1_alone_costs_no_other_run(training, tmp_path):
     """Its run.py is killed over the first of two networks, where the training goes on."""
     with two_nodes(tmp_path) as nodes:
@@ -182,7 +181,6 @@ def test_a_run_that_fails_on_node_1_alone_costs_no_other_run(training, tmp_path)
     said(runs[0], r"^\|.*\| +one +\| +two +\|$")  # they are compared
 
 
-@pytest.mark.guards("series-time-left")
 def test_of_two_networks_one_that_a_node_does_not_have_starts_nothing(training, tmp_path):
     """The other node waits for it over both."""
     with two_nodes(tmp_path) as nodes:

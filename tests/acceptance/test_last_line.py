@@ -32,21 +32,16 @@ from support.launchers import (
 )
 from support.nodes import require_namespaces, small_disk
 from support.processes import (
-    LONG,
     free_ports,
     processes,
     start,
     wait_until,
 )
 
-guards = pytest.mark.guards
-
-
 # --- Real trainings ----------------------------------------------------------------------------
 
 
-@LONG
-@guards("ignored-stays-ignored")
+@pytest.mark.slow
 def test_under_nohup_a_hang_up_is_ignored_and_a_killed_loader_worker_costs_a_restart(folder):
     training = [*make_set(folder / "set", 64), *FAST, "--num_epochs", 2]
     words = [*training, "--checkpoint_every", 4, "--timeout", 8, "--workers", 1]
@@ -66,7 +61,7 @@ def test_under_nohup_a_hang_up_is_ignored_and_a_killed_loader_worker_costs_a_res
     assert (folder / "logs/run/checkpoint.pt").is_file()
 
 
-@LONG
+@pytest.mark.slow
 def test_a_read_only_checkout_trains(folder):
     require_namespaces()
     words = [copy_project(folder) / SINGLE.name, *make_set(folder / "set", 8), *FAST]
@@ -87,7 +82,6 @@ for n in range(3):
 """
 
 
-@guards("log-is-complete")
 def test_started_in_the_background_of_a_script_it_logs_all_lines_of_two_processes(folder):
     """SIGINT is ignored there. The argument has a space and an accent, of which the locale knows
     nothing. For a training of two processes see test_machines.py.
@@ -114,8 +108,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@guards("restart-resumes", "start-has-own-port", "lost-network-goes-on", "user-error-restarted")
-@guards("exit-2", "restarts-counted", "id-without-slash")
 def test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its_turn(folder):
     """Each start has a port and an id of its own: torchrun makes a folder of that name. The error
     is the last line.
@@ -146,13 +138,7 @@ def test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its
     )
 
 
-PASSED_ON = guards("signal-passed-on", "exit-75")
-STOPPING = [
-    pytest.param(signal.SIGINT, False, marks=PASSED_ON),
-    pytest.param(
-        signal.SIGUSR1, True, marks=[LONG, guards("torchrun-lives-on-usr1", "tee-survives")]
-    ),
-]
+STOPPING = [(signal.SIGINT, False), pytest.param(signal.SIGUSR1, True, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("number", "to_all"), STOPPING)
@@ -181,7 +167,7 @@ open("over", "w").close()
 """
 
 
-@LONG
+@pytest.mark.slow
 def test_after_a_kill_of_run_py_the_training_goes_on_and_its_lines_are_in_the_log(folder):
     project = project_with(folder, SLOW_LINES)
     with launch(project / SINGLE.name, folder, *NO_SAMPLE) as started:
@@ -196,8 +182,7 @@ DEAF = STOPS.replace("TERM, stop", "TERM, lambda *_: print('heard', flush=True)"
 DEAF = DEAF.replace("sleep(15)", "sleep(200)")
 
 
-@LONG
-@guards("second-ctrl-c")
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once_ranks_that_do_not_answer(folder):
     project = project_with(folder, DEAF)
     with launch(project / SINGLE.name, folder, *NO_SAMPLE, RESTARTS=1) as started:
@@ -211,8 +196,7 @@ def test_a_second_ctrl_c_ends_at_once_ranks_that_do_not_answer(folder):
         assert starts(started.text()) == 1
 
 
-@LONG
-@guards("stop-not-restarted")
+@pytest.mark.slow
 def test_ranks_that_fail_after_a_stop_signal_are_not_started_again(folder):
     project = project_with(folder, STOPS.replace("TERM, stop", "TERM, lambda *_: os._exit(1)"))
     with launch(project / SINGLE.name, folder, *NO_SAMPLE, RESTARTS=1) as started:
@@ -229,8 +213,7 @@ open("over", "w").close()
 """
 
 
-@LONG
-@guards("full-disk", "log-is-not-whole")
+@pytest.mark.slow
 def test_a_full_disk_of_the_log_is_no_reason_to_stop_but_is_said_at_the_end(folder):
     project = project_with(folder, MANY_LINES)
     with small_disk(folder / "disk", "100k") as disk:
@@ -243,8 +226,7 @@ def test_a_full_disk_of_the_log_is_no_reason_to_stop_but_is_said_at_the_end(fold
     assert "[CPU 0] line 19999" in run.lines() and (folder / "over").exists()
 
 
-@LONG
-@guards("reader-gone")
+@pytest.mark.slow
 def test_a_reader_that_goes_away_changes_nothing(folder):
     words = ["bash", project_with(folder, MANY_LINES) / SINGLE.name, *NO_SAMPLE]
     pipe = ["bash", "-c", '"$@" 2>&1 | head -n 1; exit "${PIPESTATUS[0]}"', "bash"]

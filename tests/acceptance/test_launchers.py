@@ -18,7 +18,6 @@ from support.launchers import (
     NO_SAMPLE,
     SINGLE,
     given,
-    guarded,
     launch,
     launch_series,
     stub_python,
@@ -30,7 +29,6 @@ from support.processes import (
     start,
 )
 
-guards = pytest.mark.guards
 DEMO = str(ROOT / "demo_coco_resnet18.py")  # which the launchers start
 CORES = len(os.sched_getaffinity(0))
 
@@ -49,21 +47,21 @@ LOCAL = "--standalone --local-addr=127.0.0.1 --nnodes=1"  # not PET_NNODES, whic
 IN_STEP = "NNODES= MASTER_PORT= SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 "
 IN_STEP += "SLURM_STEP_NUM_NODES=1 SLURM_NODEID=0 SLURM_STEP_NODELIST=node7"
 OF_JOB = "--rdzv_endpoint=node7:20281 " + NCCL_FILE.replace("run/{}", "job7-step0/")
-PRINTED = guarded(  # fault, launcher, variables, options, words of each start, what none has
-    ("", SINGLE, "GPUS=all CUDA_VISIBLE_DEVICES=0,2", "", "--nproc_per_node=2", "--checkpoint"),
-    ("one-by-default", SINGLE, "CUDA_VISIBLE_DEVICES=0,2", "", "--nproc_per_node=1", "--resume"),
-    ("", MULTINODE, "CUDA_VISIBLE_DEVICES=GPU-8f,MIG-2e", "", "--nproc_per_node=2", "--resume"),
-    ("threads-per-process local-addr one-node", SINGLE, "", "", f"{ALL_CORES} {LOCAL}", "NCCL"),
-    ("time-to-save", SINGLE, "", "", "PET_SHUTDOWN_TIMEOUT=120", "GLOO"),
-    ("one-thread-at-least", SINGLE, "GPUS=4096", "", "OMP_NUM_THREADS=1", "NCCL"),
-    ("", MULTINODE, "GPUS_PER_NODE=2 OMP_NUM_THREADS=3", "", "OMP_NUM_THREADS=3", "--resume"),
-    ("", MULTINODE, "RESTARTS=1", "", "--checkpoint logs/run/checkpoint.pt", "--resume"),
-    ("", MULTINODE, "", "", NCCL_FILE.format("") + " NCCL_DEBUG=INFO", "GLOO"),
-    ("own-rendezvous job-quoted", MULTINODE, "RUN_NAME='a;b'", "", "--rdzv_id=a;b-1", "--resume"),
-    ("", MULTINODE, "NCCL_DEBUG=WARN", "", "NCCL_DEBUG=WARN", "NCCL_DEBUG_FILE"),
-    ("slurm-own-name", MULTINODE, IN_STEP, "", NCCL_FILE.format(""), "job7"),
-    ("slurm-one-node", MULTINODE, f"{IN_STEP} RUN_NAME=", "", "--nnodes=1 " + OF_JOB, "logs/run"),
-)
+PRINTED = [  # launcher, variables, options, words of each start, what none has
+    (SINGLE, "GPUS=all CUDA_VISIBLE_DEVICES=0,2", "", "--nproc_per_node=2", "--checkpoint"),
+    (SINGLE, "CUDA_VISIBLE_DEVICES=0,2", "", "--nproc_per_node=1", "--resume"),
+    (MULTINODE, "CUDA_VISIBLE_DEVICES=GPU-8f,MIG-2e", "", "--nproc_per_node=2", "--resume"),
+    (SINGLE, "", "", f"{ALL_CORES} {LOCAL}", "NCCL"),
+    (SINGLE, "", "", "PET_SHUTDOWN_TIMEOUT=120", "GLOO"),
+    (SINGLE, "GPUS=4096", "", "OMP_NUM_THREADS=1", "NCCL"),
+    (MULTINODE, "GPUS_PER_NODE=2 OMP_NUM_THREADS=3", "", "OMP_NUM_THREADS=3", "--resume"),
+    (MULTINODE, "RESTARTS=1", "", "--checkpoint logs/run/checkpoint.pt", "--resume"),
+    (MULTINODE, "", "", NCCL_FILE.format("") + " NCCL_DEBUG=INFO", "GLOO"),
+    (MULTINODE, "RUN_NAME='a;b'", "", "--rdzv_id=a;b-1", "--resume"),
+    (MULTINODE, "NCCL_DEBUG=WARN", "", "NCCL_DEBUG=WARN", "NCCL_DEBUG_FILE"),
+    (MULTINODE, IN_STEP, "", NCCL_FILE.format(""), "job7"),
+    (MULTINODE, f"{IN_STEP} RUN_NAME=", "", "--nnodes=1 " + OF_JOB, "logs/run"),
+]
 
 
 @pytest.mark.parametrize(("launcher", "variables", "options", "words", "absent"), PRINTED)
@@ -80,7 +78,6 @@ def test_settings_and_defaults_are_what_torchrun_is_given(
         assert {*words.split()} <= {*found} and not [word for word in found if absent in word]
 
 
-@guards("no-silent-cpu")
 def test_on_a_node_with_gpus_the_script_has_to_use_them_unless_the_user_says_otherwise(
     folder, stub
 ):
@@ -103,7 +100,6 @@ def test_on_a_node_with_gpus_the_script_has_to_use_them_unless_the_user_says_oth
 NETWORKS = ["--network", "a=lo", "--network", "b=lo"]
 
 
-@guards("probe-comes-first", "later-starts-wait-longer", "restart-counted")
 def test_over_each_network_the_probe_comes_first_and_ports_are_left_for_restarts(folder, stub):
     """A node may need --timeout to notice that another one has failed. For what follows a probe
     that fails see test_two_nodes.py.
@@ -119,7 +115,6 @@ def test_over_each_network_the_probe_comes_first_and_ports_are_left_for_restarts
         assert f"--rdzv_conf=timeout={wait}" in words
 
 
-@guards("rounds-reversed", "run-has-own-files")
 def test_repeats_are_rounds_of_which_every_other_one_is_reversed_with_ports_and_files_of_their_own(
     folder, stub
 ):
@@ -136,14 +131,11 @@ def test_repeats_are_rounds_of_which_every_other_one_is_reversed_with_ports_and_
     assert len(found) == 4
 
 
-@guards("no-probe-alone")
 def test_one_process_alone_has_no_link_to_probe(folder, stub):
     (words,) = given(launch(MULTINODE, folder, *NO_SAMPLE, PROBE=1, PYTHON=stub))
     assert DEMO in words
 
 
-@guards("checkpoint-is-there", "node-0-looks", "appending-is-said", "log-appended")
-@guards("refused-before-log")
 def test_with_restarts_node_0_refuses_a_checkpoint_that_is_there_before_anything_starts(
     folder, stub
 ):
@@ -170,7 +162,6 @@ def test_with_restarts_node_0_refuses_a_checkpoint_that_is_there_before_anything
 OWN = ["--max_steps", "5", "--lr", "0.1"]
 
 
-@guards("user-options-win")
 def test_without_paths_a_users_options_come_after_those_of_the_sample_set(folder, stub):
     (words,) = given(launch(SINGLE, folder, *OWN, PYTHON=stub))
     sample = words[words.index(DEMO) + 1 :]
@@ -181,7 +172,6 @@ def test_without_paths_a_users_options_come_after_those_of_the_sample_set(folder
         assert words[words.index(DEMO) + 1 :][0] == "--dummy" and words[-4:] == OWN
 
 
-@guards("dashes-in-a-path")
 def test_with_any_path_the_script_gets_the_users_arguments_alone(folder, stub):
     (words,) = given(launch(SINGLE, folder, "--val-image-path=none", *OWN, PYTHON=stub))
     assert words[words.index(DEMO) + 1 :] == ["--val-image-path=none", *OWN]
@@ -210,14 +200,12 @@ REFUSED = [
 ]
 
 
-@guards("last-port")
 @pytest.mark.parametrize(("launcher", "settings", "words"), REFUSED)
 def test_wrong_settings_are_refused(folder, launcher, settings, words):
     with launch(launcher, folder, *NO_SAMPLE, **settings) as started:
         refused(started, words)
 
 
-@guards("all-runs-same-threads")
 def test_runs_with_several_numbers_of_processes_have_the_same_threads(folder, stub):
     words = ["--processes", f"1,{CORES + 1}", "--", *NO_SAMPLE]
     for found in given(launch_series(folder, *words, PYTHON=stub, OMP_NUM_THREADS=None)):
@@ -251,7 +239,6 @@ def test_help_is_the_commands_own_header_and_starts_nothing(folder, launcher, op
 # --- Networks ----------------------------------------------------------------------------------
 
 
-@guards("user-value-wins", "kept-value-is-said")
 def test_a_line_says_which_of_the_users_own_variables_stay(folder, stub):
     own = {"NCCL_IB_DISABLE": "0", "GLOO_SOCKET_IFNAME": "eth7"}
     with launch(MULTINODE, folder, *NO_SAMPLE, PYTHON=stub, IFNAME="lo", **own) as started:
@@ -270,11 +257,11 @@ def routes() -> Iterator[NamespacePair]:
         yield pair
 
 
-ROUTES = guarded(  # fault, node, MASTER_ADDR, the interface
-    ("route-interface nccl-route", 1, "10.77.0.1", "eth0"),
-    ("", 1, "10.79.0.1", "br-x"),
-    ("loopback-name", 0, "node0", "eth0"),  # its own name
-)
+ROUTES = [  # node, MASTER_ADDR, the interface
+    (1, "10.77.0.1", "eth0"),
+    (1, "10.79.0.1", "br-x"),
+    (0, "node0", "eth0"),  # its own name
+]
 
 
 @pytest.mark.parametrize(("node", "host", "expected"), ROUTES)

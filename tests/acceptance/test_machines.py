@@ -19,13 +19,11 @@ from support.launchers import (
     FAST,
     SINGLE,
     STEP_3,
-    guarded,
     place,
 )
 from support.nodes import nameless, real_quota
-from support.processes import LONG, ROOT, SCRIPT, Run, demo_command, require, start
+from support.processes import ROOT, SCRIPT, Run, demo_command, require, start
 
-guards = pytest.mark.guards
 # As inside a job step of SLURM, in which MPICH's mpiexec starts processes of its own.
 STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_GTIDS": "0"}
@@ -52,7 +50,7 @@ def assert_one_process(run: Run) -> None:
 # --- A host name that does not resolve ---------------------------------------------------------
 
 
-@LONG
+@pytest.mark.slow
 def test_launcher_gives_torchrun_a_local_address_and_trains_where_the_host_name_does_not_resolve(
     training, tmp_path
 ):
@@ -63,7 +61,7 @@ def test_launcher_gives_torchrun_a_local_address_and_trains_where_the_host_name_
     assert " --standalone --local-addr=127.0.0.1 " in COMMAND.search(run.out)[1]
 
 
-@LONG
+@pytest.mark.slow
 def test_task_of_srun_trains_where_the_host_name_does_not_resolve(training, tmp_path):
     """Rank 0's address is the node's name there."""
     step = STEP | {"SLURM_STEP_NODELIST": "nowhere"}
@@ -100,7 +98,7 @@ def with_old_driver(training, old_driver) -> list[Run]:
     return run_forked(runs, env=old_driver, expect=None)
 
 
-@LONG
+@pytest.mark.slow
 def test_gpus_with_an_old_driver_end_all_ranks_with_the_reason_and_the_remedy(with_old_driver):
     run = with_old_driver[0]
     assert run.returncode == 2
@@ -111,7 +109,7 @@ def test_gpus_with_an_old_driver_end_all_ranks_with_the_reason_and_the_remedy(wi
     assert not run.steps(0)
 
 
-@LONG
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [1, 2], ids=["--device cpu", "CUDA_VISIBLE_DEVICES="])
 def test_with_an_old_driver_the_cpu_trains_if_it_is_asked_for(with_old_driver, case):
     """Then PyTorch's warning is of no use to anyone."""
@@ -124,8 +122,7 @@ def test_with_an_old_driver_the_cpu_trains_if_it_is_asked_for(with_old_driver, c
 # --- A container's CPU quota -------------------------------------------------------------------
 
 
-@LONG
-@guards("script-quota")
+@pytest.mark.slow
 def test_training_in_a_real_quota_of_one_core_has_one_thread_and_says_so(training):
     with real_quota(100000, 100000) as command:
         words = [*command, sys.executable, SCRIPT, *training, "--max_steps", "1"]
@@ -141,7 +138,7 @@ OPEN_MPI += ["--allow-run-as-root"] if os.geteuid() == 0 else []
 MPICH = shlex.split("mpiexec.mpich -n 2")
 
 
-@LONG
+@pytest.mark.slow
 def test_open_mpi_starts_one_run_of_two_processes(training):
     """Nobody has to tell them rank 0's address, as all are on one node."""
     require(shutil.which(OPEN_MPI[0]), "openmpi-bin is not installed")
@@ -149,7 +146,7 @@ def test_open_mpi_starts_one_run_of_two_processes(training):
         assert_two_processes(started.finish())
 
 
-@LONG
+@pytest.mark.slow
 def test_mpich_is_refused(training):
     """Otherwise each process would train alone."""
     require(shutil.which(MPICH[0]), "mpich is not installed")
@@ -170,12 +167,12 @@ BY_MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
 IN_BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
 STEP_PORT, MPI_PORT = str(20000 + 7 * 16 + 1), str(20000 + 4004349739 % 12000)  # a CRC
 BY_MPI = ("mpirun", None, *PLACE)
-STARTED = guarded(  # fault, its variables, its launcher, rank 0's address and numbers, the port
-    ("srun-node-list job-has-own-port", IN_STEP, ("srun", "node01", *PLACE), STEP_PORT),
-    ("", IN_STEP | BY_OPEN_MPI, BY_MPI, MPI_PORT),
-    ("own-port", IN_STEP | {"MASTER_PORT": "4000"}, ("srun", "node01", *PLACE), "4000"),
-    ("batch-script-is-no-step", IN_BATCH_SCRIPT, ("python", "127.0.0.1", *"0101"), "0"),
-)
+STARTED = [  # its variables, its launcher, rank 0's address and numbers, the port
+    (IN_STEP, ("srun", "node01", *PLACE), STEP_PORT),
+    (IN_STEP | BY_OPEN_MPI, BY_MPI, MPI_PORT),
+    (IN_STEP | {"MASTER_PORT": "4000"}, ("srun", "node01", *PLACE), "4000"),
+    (IN_BATCH_SCRIPT, ("python", "127.0.0.1", *"0101"), "0"),
+]
 
 
 @pytest.mark.parametrize(("variables", "expected", "port"), STARTED)
@@ -189,7 +186,6 @@ BY_HAND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE"
 BY_HAND["MASTER_ADDR"] = "127.0.0.1"
 
 
-@guards("odd-node-list")
 def test_the_first_of_slurms_nodes_is_read_or_asked_for():
     """MASTER_ADDR is where a list has more than one pair of brackets, or a name goes on."""
     demo = load(str(SCRIPT))
@@ -202,17 +198,17 @@ def test_the_first_of_slurms_nodes_is_read_or_asked_for():
 
 
 # Variables of a process that cannot learn its rank, and what it says.
-UNCLEAR = guarded(
-    ("unknown-launcher", {"PMI_RANK": "1", "PMI_SIZE": "2"}, "by another launcher"),
-    ("mpich-before-srun", IN_STEP | BY_MPICH, "use torchrun, srun or Open MPI, or set RANK"),
-    ("", STEP | {"SLURM_LOCALID": "x"}, "srun should set RANK"),
-    ("", {"MPI_LOCALRANKID": "0"}, "by another launcher"),
-    ("", STEP | {"SLURM_STEP_ID": "x"}, "start with srun"),
-    ("rank-below-world-size", BY_HAND | {"RANK": "2"}, "RANK 2 is not below WORLD_SIZE 2"),
-    ("", BY_HAND | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
-    ("", BY_HAND | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc'"),
-    ("", BY_HAND | {"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
-)
+UNCLEAR = [
+    ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "by another launcher"),
+    (IN_STEP | BY_MPICH, "use torchrun, srun or Open MPI, or set RANK"),
+    (STEP | {"SLURM_LOCALID": "x"}, "srun should set RANK"),
+    ({"MPI_LOCALRANKID": "0"}, "by another launcher"),
+    (STEP | {"SLURM_STEP_ID": "x"}, "start with srun"),
+    (BY_HAND | {"RANK": "2"}, "RANK 2 is not below WORLD_SIZE 2"),
+    (BY_HAND | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+    (BY_HAND | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc'"),
+    (BY_HAND | {"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
+]
 
 
 @pytest.mark.parametrize(("variables", "words"), UNCLEAR)
@@ -227,7 +223,7 @@ def test_a_process_that_cannot_learn_its_place_says_why(monkeypatch, variables, 
 # --- A hang-up ---------------------------------------------------------------------------------
 
 
-@LONG
+@pytest.mark.slow
 def test_a_hang_up_is_ignored_by_python_under_nohup(training, tmp_path):
     words = demo_command([*training, "--num_epochs", 5], launcher="python")
     with start(["nohup", *words], cwd=tmp_path) as started:

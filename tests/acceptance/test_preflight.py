@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 import preflight
-from support.launchers import guarded
 from support.nodes import NamespacePair
-from support.processes import FACTOR, LONG, ROOT, Run, Started, require, start
+from support.processes import FACTOR, ROOT, Run, Started, require, start
 from support.slurm import SlurmCluster
 
 PREFLIGHT = [sys.executable, ROOT / "tools" / "preflight.py"]
@@ -128,7 +127,6 @@ exec "$@"
 """
 
 
-@pytest.mark.guards("port-not-active")
 def test_adapters_that_cannot_be_used_are_found_and_a_fault_if_named(nodes, tmp_path):
     device, without = (["sh", "-ec", DEVICE, "sh", name] for name in ("uverbs0", ""))
     files = ("0/ports/1/state=1: DOWN", "0/ports/1/rate=100 Gb/sec", "1/ports/1/state=1: DOWN")
@@ -153,7 +151,6 @@ def test_adapters_that_cannot_be_used_are_found_and_a_fault_if_named(nodes, tmp_
         assert [run.out.count(f"{kind}{start}") for start in words] == [count] * 2, run.tail()
 
 
-@pytest.mark.guards("preflight-memlock")
 def test_too_little_memory_that_may_be_locked_is_found(monkeypatch, capsys):
     """8 MiB, which many systems give, is too little. None: all may be locked."""
     said = []
@@ -167,15 +164,13 @@ def test_too_little_memory_that_may_be_locked_is_found(monkeypatch, capsys):
 # What the script may say; it is not asked here.
 REFUSED = "print('PyTorch 2.15.0 cannot use this node')"
 NO_MODULE = "raise ImportError('no libcudart')"
-SAID = (
-    guarded(  # fault, whether there is a GPU, CUDA_VISIBLE_DEVICES, what the script says, the line
-        ("", True, "0,1", "print(2)", r"ok: PyTorch can use 2 GPU\(s\)"),
-        ("preflight-gpus", True, "7", REFUSED, "WRONG: .*cannot use this node"),
-        ("", True, "7", NO_MODULE, "WRONG: .*no libcudart"),
-        ("", True, "", REFUSED, "note: .*uses the CPU"),
-        ("", False, "0", REFUSED, "note: .*uses the CPU"),
-    )
-)
+SAID = [  # whether there is a GPU, CUDA_VISIBLE_DEVICES, what the script says, the line
+    (True, "0,1", "print(2)", r"ok: PyTorch can use 2 GPU\(s\)"),
+    (True, "7", REFUSED, "WRONG: .*cannot use this node"),
+    (True, "7", NO_MODULE, "WRONG: .*no libcudart"),
+    (True, "", REFUSED, "note: .*uses the CPU"),
+    (False, "0", REFUSED, "note: .*uses the CPU"),
+]
 
 
 @pytest.mark.parametrize(("gpu", "visible", "code", "line"), SAID)
@@ -191,7 +186,6 @@ def test_gpus_that_the_script_cannot_use_are_found(
     assert re.match(line, capsys.readouterr().out)
 
 
-@pytest.mark.guards("preflight-exit-code", "preflight-python")
 def test_the_python_that_the_launchers_would_take_is_looked_at(tmp_path):
     """One without torch that is named, then one that is active."""
     python = tmp_path / "python3"
@@ -215,7 +209,7 @@ def test_healthy_nodes_have_no_finding(nodes):
         assert "note: this node has no NVIDIA GPU" in run.out
 
 
-FIREWALLS = guarded(("preflight-firewall", 0, "drop"), ("preflight-firewall-of-1", 1, "reject"))
+FIREWALLS = [(0, "drop"), (1, "reject")]
 
 
 @pytest.mark.parametrize(("node", "verdict"), FIREWALLS)
@@ -238,7 +232,6 @@ def test_a_firewall_that_closes_the_masters_port_is_asked_about_on_both_nodes(no
     assert max(first.seconds, second.seconds) < 3 + 10 * FACTOR
 
 
-@pytest.mark.guards("preflight-address")
 def test_a_network_in_ifname_that_does_not_join_the_nodes_is_found(nodes):
     nodes.ip(0, "link add own up type veth peer name end", "link set end up")
     nodes.ip(0, "addr add 10.78.0.1/24 dev own")
@@ -248,8 +241,7 @@ def test_a_network_in_ifname_that_does_not_join_the_nodes_is_found(nodes):
     nodes.ip(0, "link del own")
 
 
-@LONG
-@pytest.mark.guards("preflight-large", "preflight-large-on-ifname")
+@pytest.mark.slow
 def test_a_switch_that_loses_large_packets_is_found_on_the_network_that_the_job_will_use(nodes):
     nodes.ip(0, f"link add own mtu 9000 up type veth peer name own netns {nodes.names[1]}")
     nodes.ip(1, "link set own mtu 9000 up")
@@ -265,7 +257,6 @@ def test_a_switch_that_loses_large_packets_is_found_on_the_network_that_the_job_
     nodes.ip(0, "link del own")
 
 
-@pytest.mark.guards("preflight-loopback")
 def test_master_addr_that_is_loopback_on_its_node_is_found(nodes):
     """As where Debian's hosts file has the own name at 127.0.1.1; the other node knows it well."""
     nodes.usual_hosts()
@@ -285,7 +276,6 @@ def test_a_port_that_is_taken_is_found(nodes):
     assert second.seconds < 1 + 10 * FACTOR
 
 
-@pytest.mark.guards("adapters-by-name")
 def test_an_adapter_is_not_taken_for_one_whose_name_goes_on(monkeypatch, capsys):
     ports = {"mlx5_1:1": {"state": "DOWN"}, "mlx5_10:1": {"state": "ACTIVE"}}
     monkeypatch.setattr(preflight, "PORTS", ports)
@@ -293,7 +283,6 @@ def test_an_adapter_is_not_taken_for_one_whose_name_goes_on(monkeypatch, capsys)
     assert capsys.readouterr().out.startswith("WRONG: mlx5_1 is down ['DOWN']")
 
 
-@pytest.mark.guards("preflight-numbers", "preflight-world-size")
 @pytest.mark.parametrize(
     ("count", "name"),
     [("NNODES", "MASTER_PORT"), ("NNODES", "CONNECT_TIMEOUT"), ("WORLD_SIZE", "MASTER_PORT")],
@@ -304,7 +293,6 @@ def test_a_number_that_is_none_is_named(count, name):
     assert text.startswith(f"{name} is '-1': give a whole number from 1 to ")
 
 
-@pytest.mark.guards("preflight-node-rank")
 def test_a_node_rank_that_two_nodes_have_is_found(nodes):
     started = [
         check(nodes, node, NNODES=3, CONNECT_TIMEOUT=math.ceil(5 * FACTOR)) for node in (0, 1, 1)
@@ -314,7 +302,6 @@ def test_a_node_rank_that_two_nodes_have_is_found(nodes):
     assert "node 2 did not come" in wrong(run)[1]
 
 
-@pytest.mark.guards("preflight-port")
 def test_in_a_job_step_it_listens_where_the_launcher_will(tmp_path):
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     step |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
@@ -325,7 +312,7 @@ def test_in_a_job_step_it_listens_where_the_launcher_will(tmp_path):
     assert "node 1 did not come, localhost port 20280" in wrong(run)[-1]
 
 
-@LONG
+@pytest.mark.slow
 def test_srun_tells_the_nodes_who_they_are(slurm: SlurmCluster):
     srun = ["srun", "--nodes=2", "--ntasks-per-node=1", *PREFLIGHT]
     run = slurm.run(*srun, env={"CONNECT_TIMEOUT": str(math.ceil(30 * FACTOR))})

@@ -9,14 +9,13 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from support.datasets import Payload, instances, make_set, numbered, truncate, write_images
 from support.forks import QUICK, run_forked
 from support.launchers import FAST
-from support.processes import LONG, SCRIPT
+from support.processes import SCRIPT
 
 # The processes of a test are started in a folder that has this data set.
 GOOD = shlex.split("--coco_image_path set/images --annotation_path set/instances.json")
@@ -74,72 +73,66 @@ def the_error(output: str) -> str:
 
 # --- One process -------------------------------------------------------------------------------
 
-BAD_INPUT = [  # fault, options, and what the line names
-    ("argument-code", "--batch_size 0", r"--batch_size\b.*\b0\b"),
-    ("user-error-code", "--annotation_path missing_image.json", r"set/images\b.*\bgone\.jpg"),
-    ("weights-only", "--weights code.pt", r"code\.pt"),
+BAD_INPUT = [  # options, and what the one line names
+    ("--batch_size 0", r"--batch_size\b.*\b0\b"),
+    ("--annotation_path missing_image.json", r"set/images\b.*\bgone\.jpg"),
+    ("--weights code.pt", r"code\.pt"),
     (
-        "folder-not-there",
         "--coco_image_path no_folder",
         "the folder of images no_folder is not there",
     ),
-    ("", "--annotation_path broken.json", r"broken\.json"),
-    ("", "--batchsize 4", "--batchsize"),
-    ("cuda-is-asked-for", "--device cuda", "sees no GPU: .*--device cpu"),
-    ("", "--lr 0", r"--lr: 0 is not at least 1e-09"),
-    ("", "--seed 3000000000", r"--seed\b.*3000000000 is not below"),
-    ("", "--resume", "--checkpoint"),
-    ("", "--annotation_path=", "--annotation_path is empty"),
-    ("", "--dummy", "--dummy reads no data: leave --coco_image_path out"),
-    ("", "--checkpoint saved", "checkpoint saved is not a regular file"),
-    ("", "--val_image_path set/images", "--val_annotation_path"),
-    ("", "--annotation_path no_file.json", r"no_file\.json"),
-    ("", "--annotation_path no_annotations.json", r"no_annotations\.json"),
-    ("", "--annotation_path no_categories.json", r"no_categories\.json"),
-    ("", "--annotation_path outside.json", r"outside\.jpg"),
-    ("", "--global_batch_size 7 --accumulate_steps 2", r"--global_batch_size\b.*\b7\b"),
-    ("", "--weights no_file.pt", r"no_file\.pt"),
-    ("", "--weights text.pt", r"text\.pt"),
-    ("", "--checkpoint no_folder/run.pt", r"no_folder/run\.pt"),
-    ("", "--checkpoint text.pt --resume", r"text\.pt"),
-    ("", "--checkpoint none.pt --resume --precision auto", r"none\.pt was saved with"),
-    ("", "--checkpoint list.pt --resume --precision auto", r"list\.pt is not one of this demo"),
-    ("", "--lr 1e9 --num_epochs 20", r"(?i)\bloss\b.*\b(finite|nan)\b"),
-    ("", "--backend nccl", r"--backend nccl: 1 processes for 0 GPU"),
-    ("", "--device mps", r"--device mps needs a Mac"),
-    ("", "--compile --sync_bn", r"--sync_bn needs NVIDIA GPUs"),
-    ("", "--grad_compression powersgd --precision fp16", r"powersgd .* fp16"),
-    ("", "--compile --bucket_cap_mb 0.5", r"--compile needs --bucket_cap_mb 1 or more"),
-    ("", "--grad_compression powersgd --bucket_cap_mb 5", r"powersgd needs one bucket"),
-    ("", "--checkpoint set", r"checkpoint set is not a regular file"),
-    ("regular-file", "--checkpoint pipe", r"checkpoint pipe is not a regular file"),
-    ("", "--coco_image_path empty", r"all 8 images .* in empty are damaged, .*0000\.jpg"),
+    ("--device cuda", "sees no GPU: .*--device cpu"),
+    ("--checkpoint pipe", r"checkpoint pipe is not a regular file"),
     (
-        "all-damaged-at-start",
         "--coco_image_path cut",
         r"all 8 images .* in cut are damaged, .*0000\.jpg",
     ),
     (
-        "dangling-link",
         "--coco_image_path linked",
         r"linked lacks 1 of 8 listed images, the first is 0003\.jpg",
     ),
-    ("", "--checkpoint run.pt --resume --image_size 48", r"run\.pt\b.*--image_size"),
     (
-        "labels-on-resume",
         "--checkpoint run.pt --resume --annotation_path relabelled.json",
         r"run\.pt was saved with data set",
     ),
-    ("lr-nan", "--lr nan", "--lr: nan is not at least 1e-09"),
+    ("--lr nan", "--lr: nan is not at least 1e-09"),
 ]
+MORE_BAD_INPUT = [
+    ("--annotation_path broken.json", r"broken\.json"),
+    ("--batchsize 4", "--batchsize"),
+    ("--lr 0", r"--lr: 0 is not at least 1e-09"),
+    ("--seed 3000000000", r"--seed\b.*3000000000 is not below"),
+    ("--resume", "--checkpoint"),
+    ("--annotation_path=", "--annotation_path is empty"),
+    ("--dummy", "--dummy reads no data: leave --coco_image_path out"),
+    ("--checkpoint saved", "checkpoint saved is not a regular file"),
+    ("--val_image_path set/images", "--val_annotation_path"),
+    ("--annotation_path no_file.json", r"no_file\.json"),
+    ("--annotation_path no_annotations.json", r"no_annotations\.json"),
+    ("--annotation_path no_categories.json", r"no_categories\.json"),
+    ("--annotation_path outside.json", r"outside\.jpg"),
+    ("--global_batch_size 7 --accumulate_steps 2", r"--global_batch_size\b.*\b7\b"),
+    ("--weights no_file.pt", r"no_file\.pt"),
+    ("--weights text.pt", r"text\.pt"),
+    ("--checkpoint no_folder/run.pt", r"no_folder/run\.pt"),
+    ("--checkpoint text.pt --resume", r"text\.pt"),
+    ("--checkpoint none.pt --resume --precision auto", r"none\.pt was saved with"),
+    ("--checkpoint list.pt --resume --precision auto", r"list\.pt is not one of this demo"),
+    ("--lr 1e9 --num_epochs 20", r"(?i)\bloss\b.*\b(finite|nan)\b"),
+    ("--backend nccl", r"--backend nccl: 1 processes for 0 GPU"),
+    ("--device mps", r"--device mps needs a Mac"),
+    ("--compile --sync_bn", r"--sync_bn needs NVIDIA GPUs"),
+    ("--grad_compression powersgd --precision fp16", r"powersgd .* fp16"),
+    ("--compile --bucket_cap_mb 0.5", r"--compile needs --bucket_cap_mb 1 or more"),
+    ("--grad_compression powersgd --bucket_cap_mb 5", r"powersgd needs one bucket"),
+    ("--checkpoint set", r"checkpoint set is not a regular file"),
+    ("--coco_image_path empty", r"all 8 images .* in empty are damaged, .*0000\.jpg"),
+    ("--checkpoint run.pt --resume --image_size 48", r"run\.pt\b.*--image_size"),
+]
+BAD_INPUT += [pytest.param(*row, marks=pytest.mark.slow) for row in MORE_BAD_INPUT]
 
 
-def marked(fault: str, *row: str) -> Any:
-    """The others run under --ci alone."""
-    return pytest.param(*row, marks=pytest.mark.guards(fault) if fault else LONG)
-
-
-@pytest.mark.parametrize(("options", "named"), [marked(*row) for row in BAD_INPUT])
+@pytest.mark.parametrize(("options", "named"), BAD_INPUT)
 def test_bad_input_ends_with_one_line_that_names_it(options, named, folder):
     """And no code in a file is run."""
     words = [*GOOD, *FAST]
@@ -160,9 +153,9 @@ def test_bad_input_ends_with_one_line_that_names_it(options, named, folder):
 
 IMAGES = "--coco_image_path other/images --annotation_path other/instances.json"
 OTHER = [  # what rank 1 has, and what the one line names
-    pytest.param(IMAGES, r"\b0004\.jpg", marks=pytest.mark.guards("errors-alone")),
-    pytest.param("--lr 0.5", "--lr", marks=pytest.mark.guards("started-alike", "explains-once")),
-    pytest.param("--profile p", "--profile given", marks=pytest.mark.guards("profile-alike")),
+    pytest.param(IMAGES, r"\b0004\.jpg"),
+    pytest.param("--lr 0.5", "--lr"),
+    pytest.param("--profile p", "--profile given"),
 ]
 
 
@@ -174,8 +167,7 @@ def test_ranks_with_other_data_or_arguments_end_and_one_line_names_what(other, n
     assert not run.steps(0) and not run.steps(1)
 
 
-@LONG
-@pytest.mark.guards("dummy-alike")
+@pytest.mark.slow
 @pytest.mark.parametrize("swap", [1, -1])
 def test_dummy_on_one_rank_alone_is_named(folder, swap):
     words = [[*GOOD, *FAST], ["--dummy", "--image_size", 40]][::swap]
@@ -187,11 +179,11 @@ def test_dummy_on_one_rank_alone_is_named(folder, swap):
 
 OTHER_VAL = [  # the folder of rank 1, and what the one line names
     ([], "--val_image_path given is False here, but True on rank 0: start all ranks alike"),
-    pytest.param(["larger"], "those for validation is", marks=pytest.mark.guards("val-sizes")),
+    pytest.param(["larger"], "those for validation is"),
 ]
 
 
-@LONG
+@pytest.mark.slow
 @pytest.mark.parametrize(("other", "line"), OTHER_VAL)
 def test_validation_images_that_one_rank_lacks_or_has_in_another_size_are_named(
     folder, other, line
@@ -203,7 +195,7 @@ def test_validation_images_that_one_rank_lacks_or_has_in_another_size_are_named(
     assert line in the_error(run.output)
 
 
-@LONG
+@pytest.mark.slow
 def test_imagenet_weights_that_cannot_be_downloaded_are_one_line_that_says_what_to_do(folder):
     env = {"TORCH_HOME": str(folder / "home"), "https_proxy": "http://127.0.0.1:9"}
     words = [*GOOD, *FAST, "--weights", "imagenet"]
@@ -222,8 +214,7 @@ if os.environ["RANK"] == "1":
 """
 
 
-@LONG
-@pytest.mark.guards("own-of-a-node")
+@pytest.mark.slow
 def test_only_rank_0_needs_the_annotations_and_the_weights(folder, tmp_path):
     """Rank 1 is in a folder that has the images alone. A node has paths and workers of its own."""
     import torch

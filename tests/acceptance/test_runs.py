@@ -17,7 +17,7 @@ import pytest
 from support.datasets import instances, make_set, numbered
 from support.forks import QUICK, Forked, changed, run_forked
 from support.launchers import FAST
-from support.processes import LONG, Run, assert_none_left, processes, wait_until
+from support.processes import Run, assert_none_left, processes, wait_until
 
 
 def load(checkpoint: Path) -> dict:
@@ -66,7 +66,6 @@ def two_epochs(tmp_path_factory) -> Run:
     return run
 
 
-@pytest.mark.guards("set-epoch", "workers-idle", "loader-timeout")
 def test_each_epoch_has_each_image_once_in_another_order(two_epochs):
     """And no image is read that nobody uses. Those of the validation have 0 as epoch."""
     keys = [tuple(map(int, found)) for found in re.findall(r"KEY (\d+) (\d+)", two_epochs.out)]
@@ -76,20 +75,17 @@ def test_each_epoch_has_each_image_once_in_another_order(two_epochs):
     assert val == [0, 1, 2] * 2
 
 
-@pytest.mark.guards("validation-mode")
 def test_training_is_by_ddp_and_validation_by_its_model_in_the_mode_for_that(two_epochs):
     found = re.findall(r"FORWARD (\w+) (\w+)", two_epochs.out)
     epoch = [("True", "True")] * 6 + [("False", "False")]
     assert found == [("True", "True"), *epoch, *epoch]  # the first one is of rebuild_buckets
 
 
-@pytest.mark.guards("workers-before-backward")
 def test_workers_are_there_before_the_first_backward_pass(two_epochs):
     """It starts threads, after which a fork may hang."""
     assert "WORKERS 2" in two_epochs.lines()
 
 
-@pytest.mark.guards("max-steps")
 def test_figures_of_a_run_agree(two_epochs):
     summary = two_epochs.json_line("Summary")
     assert (summary["epochs"], summary["steps"]) == (2, 12)
@@ -108,7 +104,7 @@ def test_figures_of_a_run_agree(two_epochs):
             assert 1 < rate * step / 1e3 < 4.1  # images in a step
 
 
-@LONG
+@pytest.mark.slow
 def test_classes_are_those_of_the_annotation_file_and_a_layer_of_others_is_left_out(tmp_path):
     content = instances(numbered(8), ids=[7, 5, 9])
     words = [*make_set(tmp_path, 8), *FAST, "--max_steps", 1]
@@ -124,10 +120,10 @@ def test_classes_are_those_of_the_annotation_file_and_a_layer_of_others_is_left_
 
 
 STOPS = [
-    pytest.param("SIGTERM", marks=pytest.mark.guards("stop-exit-code", "worker-signals")),
-    pytest.param("SIGUSR1", marks=[LONG, pytest.mark.guards("usr1", "stop-saves-all")]),
-    pytest.param("SIGINT", marks=[LONG, pytest.mark.guards("sigint")]),
-    pytest.param("SIGHUP", marks=[LONG, pytest.mark.guards("sighup")]),
+    pytest.param("SIGTERM"),
+    pytest.param("SIGUSR1", marks=pytest.mark.slow),
+    pytest.param("SIGINT", marks=pytest.mark.slow),
+    pytest.param("SIGHUP", marks=pytest.mark.slow),
 ]
 
 
@@ -163,7 +159,6 @@ os.dup2(writer, 1)
 """
 
 
-@pytest.mark.guards("sigpipe")
 def test_a_run_whose_output_nobody_reads_trains_to_its_end(tmp_path):
     words = [*make_set(tmp_path, 8), *FAST, "--max_steps", 3, "--checkpoint", tmp_path / "c.pt"]
     run_forked([(0, words)], changed(tmp_path / "no_reader.py", NO_READER))
@@ -179,7 +174,6 @@ plain, demo.CocoFirstCategory.load_image = demo.CocoFirstCategory.load_image, sl
 """
 
 
-@pytest.mark.guards("agree-fixed")
 def test_a_stop_comes_about_a_second_after_the_signal_where_steps_are_slow(tmp_path):
     words = [*make_set(tmp_path, 40), *FAST, "--batch_size", 1, "--log_every", 99]
     with Forked(0, words, program=changed(tmp_path / "slow.py", SLOW_STORAGE)) as started:
@@ -190,7 +184,6 @@ def test_a_stop_comes_about_a_second_after_the_signal_where_steps_are_slow(tmp_p
     assert int(re.fullmatch(end, run.lines(0)[-1])[1]) < 15  # 0.7 s each
 
 
-@pytest.mark.guards("parent-ended")
 def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path):
     words = [*make_set(tmp_path, 22), *FAST, "--num_epochs", 99, "--checkpoint", tmp_path / "c.pt"]
     with Forked(2, words, {"TORCHELASTIC_RUN_ID": "1"}, QUICK) as started:
@@ -212,7 +205,7 @@ plain, demo.CocoFirstCategory.load_image = demo.CocoFirstCategory.load_image, sl
 """
 
 
-@LONG
+@pytest.mark.slow
 def test_a_stop_in_a_validation_that_is_slow_on_one_rank_saves_and_is_validated_after(tmp_path):
     """A minute of it would be left."""
     words = [*make_set(tmp_path, 8, val=120), *FAST, "--num_epochs", 1]
@@ -243,7 +236,6 @@ plain, demo.write_checkpoint = demo.write_checkpoint, write
 """
 
 
-@pytest.mark.guards("checkpoint-in-place")
 def test_a_checkpoint_that_cannot_be_written_at_the_end_ends_the_run_and_leaves_the_older_one(
     tmp_path,
 ):
@@ -276,16 +268,13 @@ demo.MOST_STEPS_WITHOUT_AGREEMENT = 1
 @pytest.mark.parametrize(
     ("ranks", "precision", "scale"),
     [
-        pytest.param(1, "fp32", None, marks=pytest.mark.guards("resume-offset", "resume-epoch")),
+        pytest.param(1, "fp32", None),
         pytest.param(
             3,
             "fp32",
             None,
-            marks=pytest.mark.guards("rebuild-buckets", "save-every", "uneven-validation"),
         ),
-        pytest.param(
-            1, "fp16", 2**10, marks=[LONG, pytest.mark.guards("scaler-resumed", "scaler-off")]
-        ),
+        pytest.param(1, "fp16", 2**10, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_resumed_in_mid_epoch_ends_as_an_unbroken_one(tmp_path, ranks, precision, scale):
@@ -335,12 +324,10 @@ def unlike(tmp_path_factory) -> Run:
     return run
 
 
-@pytest.mark.guards("precision-minimum")
 def test_precision_is_the_fastest_one_that_suits_all_ranks(unlike):
     assert [unlike.lines(rank)[0] for rank in (0, 1)] == ["precision fp32"] * 2
 
 
-@pytest.mark.guards("barrier-at-end")
 def test_a_rank_that_is_done_waits_for_the_others(unlike):
     assert unlike.out.index("[CPU 1] precision") < unlike.out.index("[CPU 0] Cleanup complete")
 
@@ -355,7 +342,6 @@ plain, demo.digests_of_replicas = demo.digests_of_replicas, drifted
 """
 
 
-@pytest.mark.guards("replicas", "replicas-differ")
 def test_ranks_that_end_with_different_weights_fail(tmp_path):
     words = [*make_set(tmp_path, 16), *FAST, "--max_steps", 1]
     (run,) = run_forked([(2, words)], program=changed(tmp_path / "drift.py", DRIFT), expect=2)
@@ -373,7 +359,6 @@ plain, demo.cross_entropy = demo.cross_entropy, not_a_number
 """
 
 
-@pytest.mark.guards("nan-of-one-rank", "infinite-loss")
 def test_a_loss_of_one_rank_that_is_not_finite_ends_the_run(tmp_path):
     words, program = [*make_set(tmp_path, 16), *FAST], changed(tmp_path / "nan.py", NAN)
     runs = [(2, words, {"LOSS": value}) for value in ("nan", "inf")]
@@ -400,7 +385,7 @@ def main(process):
 """
 
 
-@LONG
+@pytest.mark.slow
 def test_error_of_one_rank_is_one_line_that_says_what_to_do(tmp_path):
     """Its exit code is 1. Of a bug there is a traceback as well, with the rank in each line."""
     program = changed(tmp_path / "failing.py", FAILING)
@@ -427,7 +412,6 @@ demo.log_save_or_stop = fail
 """
 
 
-@pytest.mark.guards("workers-killed")
 def test_loader_workers_end_with_a_rank_that_fails(tmp_path):
     """They ignore SIGTERM."""
     words = [*make_set(tmp_path, 8), *FAST, "--workers", 1]

@@ -15,7 +15,7 @@ import torch
 from support.datasets import digests, make_set
 from support.forks import QUICK, changed, load, run_forked
 from support.launchers import FAST, SAVED
-from support.processes import LONG, SCRIPT, Run, demo_command, start
+from support.processes import SCRIPT, Run, demo_command, start
 
 # The file that is written first cannot be written up to step 4.
 NO_ROOM = """
@@ -75,7 +75,6 @@ def refused(run: Run, path: Path) -> None:
     assert "annotations" not in run.output
 
 
-@pytest.mark.guards("earlier-kept", "earlier-at-once", "epoch-from-step")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_start_without_resume_never_touches_a_file_that_is_there(words, tmp_path, ranks):
     """Also where it would take its first weights from it. A run that resumes goes on in it."""
@@ -99,8 +98,6 @@ def by_torchrun(run: str, restarts: object) -> dict[str, str]:
     return {"TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCHELASTIC_ERROR_FILE": file}
 
 
-@pytest.mark.guards("restart-of-its-own", "second-start-resumes", "no-folder-of-torchrun")
-@pytest.mark.guards("restart-of-another-node")
 def test_a_restart_by_torchrun_resumes_what_this_run_has_written_and_nothing_else(words, tmp_path):
     """It repeats the first command. Rank 0 may be on another node then, or rank 1's torchrun alone
     starts again. For real restarts see test_ends.py.
@@ -124,7 +121,6 @@ def test_a_restart_by_torchrun_resumes_what_this_run_has_written_and_nothing_els
     refused(run, path)
 
 
-@pytest.mark.guards("written-meanwhile", "resumes-nothing")
 @pytest.mark.parametrize("resume", [[], ["--resume"]])
 def test_a_file_that_another_run_has_written_meanwhile_is_not_touched(words, tmp_path, resume):
     """As where a command is started twice. With --resume there was nothing to resume."""
@@ -136,7 +132,6 @@ def test_a_file_that_another_run_has_written_meanwhile_is_not_touched(words, tmp
     assert (tmp_path / "c.pt").read_text() == "of another run"
 
 
-@pytest.mark.guards("room-for-two")
 @pytest.mark.parametrize(("free", "there", "warns"), [(260, 0, 1), (280, 0, 0), (140, 1, 0)])
 def test_too_little_room_for_a_checkpoint_is_said_at_the_start(
     tmp_path, monkeypatch, capfd, free, there, warns
@@ -152,8 +147,7 @@ def test_too_little_room_for_a_checkpoint_is_said_at_the_start(
     assert bool(re.search(r"WARNING: .*c\.pt needs 270 MB, but 260 MB are free", out)) == warns
 
 
-@LONG
-@pytest.mark.guards("workers-end-first", "workers-killed")
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_last_save_that_fails_ends_all_ranks_soon(words, tmp_path, ranks):
     """With loader workers, which ignore SIGTERM."""
@@ -169,7 +163,6 @@ def test_a_last_save_that_fails_ends_all_ranks_soon(words, tmp_path, ranks):
     assert len(re.findall(r"^\[CPU \d\] ERROR: ", run.output, re.MULTILINE)) == 1
 
 
-@pytest.mark.guards("two-saves")
 def test_what_another_run_writes_beside_the_checkpoint_is_left_alone(words, tmp_path):
     other = tmp_path / "c.pt.new"
     other.write_text("of another run")
@@ -177,7 +170,6 @@ def test_what_another_run_writes_beside_the_checkpoint_is_left_alone(words, tmp_
     assert step_of(tmp_path / "c.pt") == 1 and other.read_text() == "of another run"
 
 
-@pytest.mark.guards("failed-save")
 @pytest.mark.parametrize(("last_blocked", "code"), [(4, 0), (99, 2)])
 def test_a_save_that_fails_is_a_warning_and_the_last_one_an_error(
     words, tmp_path, last_blocked, code
@@ -194,7 +186,6 @@ def test_a_save_that_fails_is_a_warning_and_the_last_one_an_error(
         assert re.search(r"ERROR: checkpoint \S+ not saved at step 6", run.output)
 
 
-@pytest.mark.guards("one-micro-batch")
 def test_micro_batches_are_read_one_at_a_time(words, tmp_path):
     """Without workers: each is read when the one before it has been computed."""
     program = changed(tmp_path / "program.py", IN_ORDER)
@@ -234,9 +225,8 @@ if __name__ == "__main__":
 """
 
 
-@LONG
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS starts workers in another way")
-@pytest.mark.guards("fork-context")
 def test_a_stop_signal_to_all_processes_saves_where_workers_start_by_forkserver(words, tmp_path):
     """As SLURM sends it. Here while a step of three slow micro-batches goes on. After a first step
     that was fast the ranks may agree to look again two steps later.

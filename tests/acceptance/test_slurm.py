@@ -17,7 +17,6 @@ from support.launchers import (
     MULTINODE,
 )
 from support.processes import (
-    LONG,
     ROOT,
     Run,
     assert_none_left,
@@ -28,7 +27,7 @@ from support.processes import (
 )
 from support.slurm import SlurmCluster
 
-pytestmark = LONG
+pytestmark = [pytest.mark.slow, pytest.mark.root]
 RUNNING = (ROOT / "docs/running.md").read_text()
 ONE_TASK = ["--nodes=2", "--ntasks-per-node=1"]
 
@@ -101,7 +100,6 @@ def test_launcher_in_a_batch_script_without_srun_is_refused_in_one_line(cluster,
     assert "error: " in line and "srun" in line
 
 
-@pytest.mark.guards("sbatch-torchrun", "sbatch-threads")
 def test_bare_torchrun_in_a_batch_job_trains_on_both_nodes(cluster, sample, tmp_path):
     """Each node's torchrun finds the other one by the job's own variables. A process has the cores
     of its task, as far as they exist, and not the one thread of the submitting shell.
@@ -120,7 +118,6 @@ def test_bare_torchrun_in_a_batch_job_trains_on_both_nodes(cluster, sample, tmp_
     assert_trained(run, 3, run.json_line("Run")["hosts"])
 
 
-@pytest.mark.guards("sbatch-requeue")
 def test_requeued_batch_job_resumes_and_loses_no_step(cluster, sample, tmp_path):
     """SLURM warns tools/slurm/coco.sbatch of its time limit with SIGUSR1."""
     script, out = tmp_path / "job.sh", tmp_path / "slurm.out"

@@ -25,7 +25,7 @@ from support.launchers import (
     two_nodes,
 )
 from support.nodes import require_namespaces
-from support.processes import LONG, ROOT, require, start, wait_until
+from support.processes import ROOT, require, start, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_a_stop_signal_to_one_launcher_saves_and_ends_both_nodes(training, tmp_p
     assert (tmp_path / "c.pt").stat().st_size > 0
 
 
-@LONG
+@pytest.mark.slow
 def test_ctrl_c_on_a_terminal_saves_and_keeps_the_last_lines(training, tmp_path):
     require(shutil.which("script"), "a terminal needs the command script (util-linux)")
     keyboard = tmp_path / "keyboard"
@@ -74,7 +74,7 @@ def test_ctrl_c_on_a_terminal_saves_and_keeps_the_last_lines(training, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("SIGTERM", 143), pytest.param("SIGINT", 130, marks=LONG)]
+    ("name", "code"), [("SIGTERM", 143), pytest.param("SIGINT", 130, marks=pytest.mark.slow)]
 )
 def test_a_stop_while_waiting_for_the_other_node_ends_at_once(training, tmp_path, name, code):
     with two_nodes(tmp_path) as nodes:
@@ -84,7 +84,7 @@ def test_a_stop_while_waiting_for_the_other_node_ends_at_once(training, tmp_path
         end_within(5, [started], code)
 
 
-@LONG
+@pytest.mark.slow
 def test_a_stop_before_the_first_step_ends_at_once_and_is_not_called_saved(training, tmp_path):
     """While the ranks still load their libraries; a file of that name is of an earlier run."""
     (tmp_path / "old.pt").touch()
@@ -96,7 +96,10 @@ def test_a_stop_before_the_first_step_ends_at_once_and_is_not_called_saved(train
 
 
 TWO_NODES = ROOT / "tools" / "two_nodes.sh"
-LAUNCHERS = [SINGLE, *(pytest.param(other, marks=LONG) for other in (MULTINODE, TWO_NODES))]
+LAUNCHERS = [
+    SINGLE,
+    *(pytest.param(other, marks=pytest.mark.slow) for other in (MULTINODE, TWO_NODES)),
+]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda path: path.name)
@@ -110,7 +113,7 @@ def test_a_stop_while_the_sample_set_is_made_ends_at_once(tmp_path, launcher):
         started.finish(10, 128 + signal.SIGTERM)
 
 
-@LONG
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("runs", "first"),
     [("--network one=lo --network two=lo", "one"), ("--processes 1,2", "p1")],
@@ -128,7 +131,7 @@ def test_a_hang_up_in_the_first_of_two_runs_saves_and_ends_the_series(
     assert (tmp_path / "logs/run" / first / "c.pt").stat().st_size > 0
 
 
-@LONG
+@pytest.mark.slow
 def test_a_stop_between_two_starts_ends_with_75_where_a_checkpoint_is(training, tmp_path):
     saves = ["--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1]
     with two_nodes(tmp_path) as nodes:

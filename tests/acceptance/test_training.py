@@ -17,7 +17,7 @@ from support.datasets import data_args, instances, make_set, numbered, truncate
 from support.forks import QUICK, Forked, changed, run_forked
 from support.launchers import FAST
 from support.nodes import NamespacePair
-from support.processes import LONG, SCRIPT, Run, free_port, run_demo
+from support.processes import SCRIPT, Run, free_port, run_demo
 
 LAST_LINE = r"Cleanup complete\. Total wall time: (\d+[hm] )*\d+\.\d\ds \(\d+\.\d{3}s\)"
 
@@ -68,7 +68,6 @@ def two_ranks(sample: Path) -> Run:
     return run
 
 
-@pytest.mark.guards("statistics-shared", "mean-loss")
 def test_two_ranks_log_all_steps_and_agreeing_records(two_ranks, sample):
     """The last step is shorter, which counts in the mean loss."""
     count = labelled(sample, "train")
@@ -82,7 +81,7 @@ def test_two_ranks_log_all_steps_and_agreeing_records(two_ranks, sample):
         assert float(mean) == pytest.approx(sum(losses) / sum(images), abs=2e-4)
 
 
-@LONG
+@pytest.mark.slow
 def test_without_the_launcher_a_node_that_is_loopback_to_itself_names_the_variable_that_helps(
     small,
 ):
@@ -117,7 +116,6 @@ def test_lines_have_the_fields_that_readme_shows(two_ranks, mark, pattern, ranks
     assert all(re.fullmatch(pattern, line[8:]) for line in found), found
 
 
-@pytest.mark.guards("counts-mean", "baseline")
 def test_validation_counts_each_labelled_image_once_where_shares_are_uneven(two_ranks, sample):
     count = labelled(sample, "val")
     assert count % 2 == 1, "the shares of two ranks have to be uneven"
@@ -133,7 +131,7 @@ def test_validation_counts_each_labelled_image_once_where_shares_are_uneven(two_
 # --- Resume, and ImageNet's weights ------------------------------------------------------------
 
 
-@LONG
+@pytest.mark.slow
 def test_resumed_with_another_number_of_ranks_goes_on_at_the_same_global_batch(small, tmp_path):
     """And a finished run that is resumed makes no step."""
     words = [*small, "--checkpoint", tmp_path / "c.pt", "--resume"]
@@ -146,7 +144,7 @@ def test_resumed_with_another_number_of_ranks_goes_on_at_the_same_global_batch(s
     assert ends[0] == ends[1]
 
 
-@LONG
+@pytest.mark.slow
 def test_imagenet_weights_are_taken_from_the_folder_of_earlier_downloads(small, tmp_path):
     """From a made-up file with the right name, without a network. The last layer is left out. Rank
     1 gets them from rank 0. The learning rate is so small that a step hardly changes them.
@@ -196,15 +194,13 @@ def check_options(run: Run, options: str) -> None:
         assert str(record[name]).removesuffix(".0") == (value or "True")
 
 
-@LONG
-@pytest.mark.guards("global-batch")
+@pytest.mark.slow
 def test_options_train_and_stand_in_the_run_record(small, tmp_path):
     runs = [(0, [*small, *shlex.split(options)]) for options in OPTIONS]
     for run, options in zip(run_forked(runs, program=QUICK, cwd=tmp_path), OPTIONS, strict=True):
         check_options(run, options)
 
 
-@pytest.mark.guards("dummy-share", "dummy-weights")
 def test_dummy_trains_on_random_images_without_any_data(tmp_path):
     """Each rank has its own. A resumed run goes on, but not on other images."""
     words = ["--dummy", "--image_size", 40, "--batch_size", 4, "--log_every", 1]
@@ -241,8 +237,7 @@ plain_agree, demo.agree_to_continue = demo.agree_to_continue, agree
 """
 
 
-@LONG
-@pytest.mark.guards("agree-alike", "agree-doubles")
+@pytest.mark.slow
 def test_ranks_agree_in_the_same_steps_though_one_becomes_slower(tmp_path):
     program = changed(tmp_path / "slower.py", SLOWER)
     words = ["--dummy", "--image_size", 40, "--batch_size", 2, "--max_steps", 120]
@@ -278,7 +273,6 @@ plain, demo.powerSGD_hook.powerSGD_hook = demo.powerSGD_hook.powerSGD_hook, note
 """
 
 
-@pytest.mark.guards("powersgd-one-bucket", "powersgd-bf16")
 def test_powersgd_has_one_bucket_and_computes_as_the_run_does(small, tmp_path):
     program = changed(tmp_path / "buckets.py", BUCKETS)
     words = [*small, "--grad_compression", "powersgd", "--max_steps", 1, "--precision", "bf16"]
@@ -286,7 +280,6 @@ def test_powersgd_has_one_bucket_and_computes_as_the_run_does(small, tmp_path):
     assert {*re.findall(r"bucket (\d+ of \S+)", run.out)} == {"0 of torch.bfloat16"}
 
 
-@pytest.mark.guards("powersgd-start", "bytes-of-bf16")
 def test_powersgd_sends_less_from_the_fourth_step_on(small):
     """The averages of the log begin there, too."""
     options = "--grad_compression powersgd --batch_size 2 --timeout 10"
@@ -299,14 +292,13 @@ def test_powersgd_sends_less_from_the_fourth_step_on(small):
     check_options(runs[1], options)
 
 
-@LONG
+@pytest.mark.slow
 def test_compiled_model_trains(small):
     with Forked(0, [*small, "--max_steps", 2, "--compile"], program=QUICK) as started:
         check_options(started.finish(300), "--compile --max_steps 2")
 
 
-@LONG
-@pytest.mark.guards("compile-without-compiler")
+@pytest.mark.slow
 def test_without_a_compiler_compile_ends_in_one_line_that_says_what_to_do(small):
     words = [*small, "--max_steps", 1, "--compile"]
     run = run_demo(words, launcher="python", env={"CXX": "no-such-compiler"}, expect=1)
@@ -314,8 +306,7 @@ def test_without_a_compiler_compile_ends_in_one_line_that_says_what_to_do(small)
     assert re.fullmatch(r"ERROR: .*: install g\+\+ .*--compile.*", run.lines(0)[-1])
 
 
-@LONG
-@pytest.mark.guards("bf16-without-cuda")
+@pytest.mark.slow
 def test_a_pytorch_for_cpus_says_that_it_has_no_compression_by_bf16(small, tmp_path):
     program = changed(tmp_path / "cpu.py", "torch.version.cuda = torch.version.hip = None")
     words = [*small, "--max_steps", 1, "--grad_compression", "bf16"]
@@ -324,7 +315,7 @@ def test_a_pytorch_for_cpus_says_that_it_has_no_compression_by_bf16(small, tmp_p
     assert "this PyTorch has no CUDA: give fp16" in run.lines(0)[-1]
 
 
-@LONG
+@pytest.mark.slow
 def test_real_coco_images_train(tiny_coco):
     options = ["--image_size", 64, "--batch_size", 10, "--num_epochs", 1]
     (run,) = run_forked([(0, [*data_args(tiny_coco, val=True), *FAST, *options])])
@@ -332,7 +323,7 @@ def test_real_coco_images_train(tiny_coco):
     assert f"% | {labelled(tiny_coco, 'val')} images | " in run.out
 
 
-@LONG
+@pytest.mark.slow
 def test_a_damaged_image_is_named_in_a_warning_and_training_goes_on(tmp_path):
     words = [*make_set(tmp_path, 16), *FAST, "--workers", 1, "--num_epochs", 1]
     damaged = tmp_path / "images/0002.jpg"
@@ -352,7 +343,6 @@ plain, demo.CocoFirstCategory.load_image = demo.CocoFirstCategory.load_image, lo
 """
 
 
-@pytest.mark.guards("too-many-damaged", "too-many-of-one-rank", "damaged-of-all-ranks")
 @pytest.mark.parametrize(("images", "code"), [(198, 0), (200, 2)])
 def test_too_many_damaged_images_of_one_rank_end_all_with_one_line(tmp_path, images, code):
     """Too many are over 1 in 10 of at least 100."""
@@ -366,7 +356,6 @@ def test_too_many_damaged_images_of_one_rank_end_all_with_one_line(tmp_path, ima
         assert run.json_line("Summary")["damaged_images"] == images / 2
 
 
-@pytest.mark.guards("validation-damaged")
 def test_too_many_damaged_validation_images_end_the_run(tmp_path):
     words = [*make_set(tmp_path, 8, val=110), *FAST, "--num_epochs", 1, "--batch_size", 50]
     for path in [*(tmp_path / "val_images").iterdir()][::5]:
@@ -396,11 +385,6 @@ plain_evaluate, demo.evaluate = demo.evaluate, evaluate
 """
 
 
-@pytest.mark.guards(
-    "short-step-sends", "short-step-batches", "warm-up-goes-on", "val-below-ranks", "adam", "eta"
-)
-@pytest.mark.guards("epoch-rate", "validation-timed", "damaged-val", "padding", "unlabelled")
-@pytest.mark.guards("env-logged", "started-in-utc", "smaller-images")
 def test_a_step_with_fewer_micro_batches_and_a_validation_of_fewer_images_than_ranks(tmp_path):
     """18 training images, one without a label, and two for validation, one of them damaged; three
     ranks. In an epoch each rank has a step of 4 images, and one of 2.
@@ -437,7 +421,6 @@ plain, demo.forward = demo.forward, forward
 """
 
 
-@pytest.mark.guards("blank-images")
 def test_the_pass_before_the_first_step_has_as_many_images_as_a_step(tmp_path):
     """Not more than there are, which would take memory and time."""
     words = [*make_set(tmp_path, 9), *FAST, "--num_epochs", 1, "--batch_size", 4000]

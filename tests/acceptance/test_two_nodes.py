@@ -32,9 +32,8 @@ from support.launchers import (
     stub_python,
 )
 from support.nodes import assert_no_namespaces, require_namespaces
-from support.processes import FACTOR, LONG, ROOT, Run, free_ports, require, start
+from support.processes import FACTOR, ROOT, Run, free_ports, require, start
 
-guards = pytest.mark.guards
 TOOL = "tools/two_nodes.sh"
 
 
@@ -90,8 +89,6 @@ def log_of(folder: Path, node: int = 0) -> Run:
     return Run([], 0, (folder / f"node{node}.log").read_text(), 0)
 
 
-@guards("two-nodes-cleanup", "two-nodes-threads", "cable-rate-stated", "cables-are-networks")
-@guards("shared-gpus-said")
 def test_both_nodes_are_started_over_each_cable_with_their_share_of_the_cores(tmp_path):
     """The comparison is told the rate of a cable that has one; a user, that the GPU is shared."""
     words = ["--links", "slow=1gbit,fast=unshaped", "--"]
@@ -152,7 +149,7 @@ def of_user(caller) -> Iterator[tuple[Path, Run]]:
         yield path, run
 
 
-@LONG
+@pytest.mark.slow
 def test_both_nodes_train_over_a_cable_of_the_rate_asked_for(of_user):
     """A step sends 45 MB of gradients each way: 3.6 s at 100 Mb/s."""
     folder, _ = of_user
@@ -165,7 +162,7 @@ def test_both_nodes_train_over_a_cable_of_the_rate_asked_for(of_user):
     assert facts["hosts"] == ["node0", "node1"]
 
 
-@LONG
+@pytest.mark.slow
 def test_they_make_the_sample_set_and_a_users_settings_win_over_its_own(of_user):
     folder, run = of_user
     assert "sample_coco: 48 + " in run.out
@@ -176,7 +173,7 @@ def test_they_make_the_sample_set_and_a_users_settings_win_over_its_own(of_user)
     assert facts["weights"] == "none"
 
 
-@LONG
+@pytest.mark.slow
 def test_what_it_makes_belongs_to_the_user_behind_sudo(of_user, caller):
     folder, _ = of_user
     logs = [folder / "logs", *(folder / "logs").rglob("*")]
@@ -238,7 +235,7 @@ def links(training, tmp_path_factory) -> tuple[Path, Run]:
     return folder / "logs/both", run
 
 
-@LONG
+@pytest.mark.slow
 def test_links_are_compared_in_a_table_and_a_picture(links):
     """Of each network there is the log of each node, and of all a comparison, on node 0."""
     logs, run = links
@@ -274,7 +271,7 @@ def test_links_are_compared_in_a_table_and_a_picture(links):
         assert re.match(rf"[\d.]+ MB a step over {name}, as its gradients need", says), says
 
 
-@LONG
+@pytest.mark.slow
 def test_a_network_whose_probe_fails_is_left_out_and_the_others_are_compared(links):
     """Its training is not started. Both nodes end with 1. The logs and the comparison of another
     one name the interface that carried it, and no idle one: in each node's log after the second of
@@ -300,7 +297,7 @@ def test_a_network_whose_probe_fails_is_left_out_and_the_others_are_compared(lin
     assert order == ["Probe", "Counters", "Run", "Summary", "Counters"]
 
 
-@LONG
+@pytest.mark.slow
 def test_a_firewall_that_opens_the_rendezvous_alone_is_named_in_time(links):
     """A minute is for what the ranks load first."""
     logs, _ = links
@@ -313,8 +310,7 @@ def test_a_firewall_that_opens_the_rendezvous_alone_is_named_in_time(links):
         assert (ended - begun).total_seconds() < (TIMEOUT + 15 + 60) * FACTOR
 
 
-@LONG
-@guards("notebook-launcher")
+@pytest.mark.slow
 def test_one_and_two_processes_and_two_nodes_train_with_equal_threads_and_are_compared(
     training, links, tmp_path
 ):
@@ -343,8 +339,7 @@ def test_one_and_two_processes_and_two_nodes_train_with_equal_threads_and_are_co
 SECOND = 'if os.environ["GLOO_SOCKET_IFNAME"] == "one":\n    sys.exit()\n' + STOPS
 
 
-@LONG
-@guards("two-nodes-forwards", "stopped-series-compared")
+@pytest.mark.slow
 def test_a_stop_in_the_second_of_three_runs_ends_both_nodes_and_the_first_one_is_compared(
     tmp_path,
 ):

@@ -65,6 +65,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Two ranks come first. With --dist loadgroup tests stay with what takes long to make."""
     items.sort(key=lambda item: item.path.name == "test_one_gpu.py")
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.gpu)
     for item in items if config.pluginmanager.hasplugin("xdist") else ():
         if "trained" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("trained"))

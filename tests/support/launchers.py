@@ -63,12 +63,6 @@ def here(command: list, folder: Path, variables: dict[str, object]) -> Started:
     return start(command, env=env, cwd=folder)
 
 
-def guarded(*rows: tuple) -> list:
-    """Cases of a test: each row begins with the faults that its case guards against, or none."""
-    marks = [pytest.mark.guards(*faults.split()) for faults, *_ in rows]
-    return [pytest.param(*row[1:], marks=mark) for row, mark in zip(rows, marks, strict=True)]
-
-
 # In place of PYTHON where only what a launcher starts is looked at. The launcher's own questions
 # are for the Python of the tests, except that GPUs are shown by CUDA_VISIBLE_DEVICES alone. Of
 # what it starts the variables and the words are printed.

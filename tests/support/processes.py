@@ -38,8 +38,6 @@ FACTOR = float(os.environ.get("TEST_FACTOR", "1"))
 # The lines that the script promises: "[GPU 3] ", then a step with its loss.
 PREFIX = re.compile(r"\[(GPU|CPU|MPS) (\d+)\] ")
 STEP = re.compile(r"Epoch (\d+) \| Step (\d+) \| Loss: (-?[\d.]+|-?inf|nan)")
-WITH_LONG = os.environ.get("TEST_LONG") == "1"
-LONG = pytest.mark.skipif(not WITH_LONG, reason="slow: tests/run.sh --ci runs it")
 
 
 # A surrounding scheduler or launcher would tell the script a rank of its own, and a GPU would
