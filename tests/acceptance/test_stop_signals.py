@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ import signal
 import pytest
 
 from support.datasets import make_set
+from support.forks import run_forked
 from support.launchers import (
     FAST,
     MULTINODE,
@@ -51,6 +53,44 @@ def test_a_stop_signal_to_one_launcher_saves_and_ends_both_nodes(training, tmp_p
             assert stops(log, rank=node) == 1
             assert len(re.findall(r"\| Step 1 ", log)) == 1, "it was started again"
     assert (tmp_path / "c.pt").stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_stop_signal_to_every_process_saves_and_the_run_can_be_resumed(training, tmp_path, name):
+    """To launcher, torchrun, ranks and loader workers, as SLURM sends it."""
+    words = [*training, "--workers", 1, "--checkpoint", tmp_path / "c.pt"]
+    with launch(SINGLE, tmp_path, *words, GPUS=2) as started:
+        for rank in (0, 1):
+            started.wait_for(rf"\[CPU {rank}\] .*\| Step 3 ")
+        for pid in started.pids():
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(pid, signal.Signals[name])
+        (run,) = end_within(10, [started], SAVED)
+    (last,) = {int(step) for step in re.findall(r"Stopped on SIG\w+ \| step (\d+)", run.out)}
+    assert [stops(run.out, rank) for rank in (0, 1)] == [1, 1]
+    (resumed,) = run_forked([(2, [*words, "--resume", "--max_steps", last + 3])])
+    for rank in (0, 1):
+        steps = [step for _, step, _ in run.steps(rank) + resumed.steps(rank)]
+        assert steps == [*range(1, last + 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="B 2: without a checkpoint it is 75", raises=pytest.fail.Exception)
+def test_a_stop_that_saves_nothing_ends_with_128_and_the_signals_number(training, tmp_path):
+    with launch(SINGLE, tmp_path, *training) as started:
+        started.wait_for(STEP_3)
+        started.signal(signal.SIGINT)
+        end_within(10, [started], 128 + signal.SIGINT)
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="B 2: without a checkpoint it is 75", raises=pytest.fail.Exception)
+def test_a_stop_of_one_node_that_saves_nothing_ends_both_with_its_number(training, tmp_path):
+    with two_nodes(tmp_path) as nodes:
+        started = nodes.train(*training)
+        started[1].signal(signal.SIGTERM)
+        end_within(10, started, 128 + signal.SIGTERM)
 
 
 @pytest.mark.slow
