@@ -11,7 +11,7 @@ import socket
 
 import pytest
 
-from support.datasets import digests, make_set
+from support.datasets import digests, make_set, met_by, truncate
 from support.forks import QUICK, Forked, changed, run_forked
 from support.launchers import FAST, SINGLE, STEP_3, changed_project, has_rank, launch, starts
 from support.processes import Run, demo_command, free_port, start, wait_until
@@ -88,6 +88,47 @@ def test_what_nccls_watchdog_says_is_the_last_line(failed_twice):
     `judge` in test_last_line.py.
     """
     assert WATCHDOG in failed_twice.lines()[-1]
+
+
+@pytest.mark.xfail(
+    reason="A 3: the image turns black, and the run goes on", raises=pytest.fail.Exception
+)
+def test_a_damaged_image_that_one_rank_meets_ends_all_within_seconds_with_one_line(tmp_path):
+    """There is no restart."""
+    images = make_set(tmp_path, 32, size=(200, 160))
+    words = [*FAST, *images, "--workers", 1, "--num_epochs", 2]
+    damaged = tmp_path / "images" / met_by(1, 32)
+    truncate(damaged)
+    with launch(SINGLE, tmp_path, *words, GPUS=2, RESTARTS=1) as started:
+        name = re.escape(str(damaged))
+        started.wait_for(rf"^\[CPU 1\] ERROR: .*{name}.*truncated.*check_coco.py --decode")
+        wait_until(lambda: not started.pids(), 10, "the end of all processes")
+        assert started.process.wait() == 2
+        text = started.text()
+    assert len(re.findall(rf"^\[CPU \d\] .*{damaged.name}", text, re.MULTILINE)) == 1
+    assert starts(text) == 1
+    assert not re.search(r"^\[CPU 1\] .*(Traceback|DataLoader)", text, re.MULTILINE)
+
+
+# A validation batch takes rank 1 this much longer: 20 batches more than --timeout.
+SLOW_RANK = """
+class Slow(Small):
+    def forward(self, images):
+        if not self.training and os.environ["RANK"] == "1":
+            time.sleep(0.6)
+        return super().forward(images)
+
+demo.torchvision.models.resnet18 = Slow
+"""
+
+
+def test_a_rank_that_is_slower_in_validation_by_more_than_the_timeout_is_waited_for(tmp_path):
+    """Each of its batches is quicker than that."""
+    words = [*FAST, *make_set(tmp_path, 8, val=80), "--batch_size", 2, "--num_epochs", 1]
+    program = changed(tmp_path / "slow.py", SLOW_RANK)
+    (run,) = run_forked([(2, [*words, "--timeout", 8])], program)
+    (seconds,) = re.findall(r"validation \| .* \| 80 images \| ([\d.]+)s", run.out)
+    assert float(seconds) > 8
 
 
 # --- What torchrun learns of an end ------------------------------------------------------------

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from support.datasets import make_set
+from support.datasets import make_set, met_by, truncate
 from support.launchers import (
     BUSY,
     COMMAND,
@@ -20,6 +20,7 @@ from support.launchers import (
     TwoNodes,
     end_within,
     finish_all,
+    has_rank,
     starts,
     two_nodes,
 )
@@ -112,6 +113,29 @@ def test_after_each_fault_both_nodes_restart_and_end_with_the_weights_of_an_unbr
     assert not re.search(r"exitcode +: 2\b", runs[0].out + runs[1].out)
 
 
+# What happens on node 1, and what the last lines of node 0 and of node 1 name.
+ENDS = [
+    ("rank", "another rank", "SIGKILL"),
+    ("torchrun", "parent process", "parent process"),
+    ("cable", "another rank", "another rank"),
+]
+
+
+@pytest.mark.parametrize(("what", "first", "second"), ENDS, ids=["rank", "torchrun", "cable"])
+def test_without_restarts_the_last_line_of_each_node_names_the_cause(
+    training, tmp_path, what, first, second
+):
+    with two_nodes(tmp_path) as nodes:
+        started = nodes.train(*training, "--num_epochs", 99)
+        if what == "cable":
+            nodes.pair.link_down()
+        else:
+            os.kill(victim(started[1], what), signal.SIGKILL)
+        runs = end_within(TIMEOUT + MARGIN, started, 1)
+    for run, cause in zip(runs, (first, second), strict=True):
+        assert re.search(f"run.py: error: .*{cause}", run.lines()[-1]), run.tail()
+
+
 def test_a_stopped_rank_ends_the_other_node_and_its_own_after_a_second_signal(training, tmp_path):
     """SIGSTOP: the rank does nothing, and cannot be asked to stop. torchrun waits two minutes."""
     with two_nodes(tmp_path) as nodes:
@@ -124,6 +148,33 @@ def test_a_stopped_rank_ends_the_other_node_and_its_own_after_a_second_signal(tr
         wait_until(lambda: not started[1].running(), 5, "its end")
         started[1].kill()  # the rank is still there
     said(first, r"^\[CPU 0\] .*ERROR")
+
+
+@pytest.mark.xfail(
+    reason="A 3: the image turns black, and the run goes on", raises=pytest.fail.Exception
+)
+def test_an_image_that_is_damaged_on_one_node_ends_it_without_a_restart(tmp_path):
+    """The other one has lost a connection, and may try again."""
+    paths = [make_set(tmp_path / f"{node}", 32, size=(200, 160)) for node in (0, 1)]
+    damaged = tmp_path / "1/images" / met_by(1, 32)
+    truncate(damaged)
+    words = [*FAST, "--workers", 1, "--num_epochs", 2, "--timeout", TIMEOUT]
+    with two_nodes(tmp_path) as nodes:
+        own = {"RESTARTS": 1, "CONNECT_TIMEOUT": CONNECT}
+        started = [nodes.start(node, *words, *paths[node], **own) for node in (0, 1)]
+        wait_until(lambda: all(map(has_rank, started)), 60, "the ranks")
+        rank = started[0].rank_pid(0)
+        words = rf"{re.escape(str(damaged))}.*truncated.*check_coco.py --decode"
+        started[1].wait_for(rf"^\[CPU 1\] ERROR: .*{words}")
+        wait_until(lambda: not started[1].pids(), 10, "the end of node 1")
+        wait_until(lambda: rank not in started[0].pids(), 5, "the end of the rank of node 0")
+        assert started[1].process.wait() == 2
+        started[0].signal(signal.SIGTERM)
+        end_within(10, started[:1])
+        log = nodes.log(1)
+    assert len(re.findall(rf"^\[CPU 1\] .*{damaged.name}", log, re.MULTILINE)) == 1
+    assert starts(log) == 1
+    assert not re.search(r"^\[CPU 1\] .*(Traceback|DataLoader)", log, re.MULTILINE)
 
 
 # --- Nodes that do not reach each other, or come otherwise -------------------------------------
