@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from torch.utils.data import DistributedSampler
 
 COCO_IDS = [i for i in range(1, 91) if i not in (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)]
 
@@ -55,6 +54,8 @@ def met_by(rank: int, count: int) -> str:
     """An image that, of two ranks, this one alone meets in the first epoch, in its third batch of
     four, of so many images.
     """
+    from torch.utils.data import DistributedSampler
+
     sampler = DistributedSampler(range(count), 2, rank, seed=0)
     sampler.set_epoch(1)
     return numbered(count)[[*sampler][9]]
