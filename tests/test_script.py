@@ -10,8 +10,10 @@ import pickle
 import re
 import shutil
 import socket
+import struct
 import sys
 import warnings
+import zlib
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 
@@ -22,7 +24,7 @@ from PIL import Image
 
 import prepare_coco
 from support.datasets import COCO_IDS, instances, make_set, numbered, truncate, write_images
-from support.forks import changed, load, run_forked
+from support.forks import QUICK, changed, load, run_forked
 from support.launchers import FAST
 from support.processes import (
     SCRIPT,
@@ -250,6 +252,25 @@ def test_an_image_that_pillow_warns_of_is_not_damaged(demo, tmp_path, capfd):
     assert difference(found, clear.convert("RGBA")) == 0
 
 
+def png_of(width: int, height: int) -> bytes:
+    """The file of a PNG that states this size, and has no pixels."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    content = b"\x89PNG\r\n\x1a\n"
+    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")):
+        part = kind + data
+        content += struct.pack(">I", len(data)) + part + struct.pack(">I", zlib.crc32(part))
+    return content
+
+
+@pytest.mark.xfail(reason="F 6: called damaged", raises=pytest.fail.Exception)
+def test_an_image_of_too_many_pixels_is_called_too_large_and_not_damaged(tmp_path):
+    words = [*make_set(tmp_path, 4), *FAST, "--max_steps", 1]
+    (tmp_path / "images/0002.jpg").write_bytes(png_of(20_000, 20_000))
+    (run,) = run_forked([(0, words)], program=QUICK, expect=None)
+    (line,) = [line for line in run.lines() if "0002.jpg" in line]
+    assert re.search(r"too (large|big|many pixels)", line) and "damaged" not in line
+
+
 def test_damaged_image_is_black_and_named_once(demo, tmp_path, capfd):
     make_set(tmp_path, 8)
     truncate(tmp_path / "images/0003.jpg")
@@ -307,6 +328,23 @@ def test_crops_are_those_of_torchvision(demo, images):
             expected = v2.Compose(transforms)(image)
             torch.manual_seed(number)
             assert torch.equal(own(image, 28), expected)
+
+
+@pytest.mark.xfail(reason="K 12: 12.9 GB", raises=AssertionError)
+@pytest.mark.parametrize("shape", [(3, 1, 60_000), (3, 60_000, 1)])
+def test_a_long_thin_image_does_not_become_a_huge_one(demo, monkeypatch, shape):
+    """Only the middle of it is used."""
+
+    def limited(image, size, *rest, **options):
+        height, width = (
+            size if len(size) == 2 else [n * size[0] / min(shape[1:]) for n in shape[1:]]
+        )
+        assert 3 * height * width < 100e6
+        return resize(image, size, *rest, **options)
+
+    resize = demo.resize
+    monkeypatch.setattr(demo, "resize", limited)
+    assert demo.center_crop(torch.zeros(shape, dtype=torch.uint8), 224).shape == (3, 224, 224)
 
 
 def test_a_packed_file_that_lacks_something_is_one_line(demo, packed, tmp_path):

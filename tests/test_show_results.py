@@ -196,3 +196,19 @@ def test_bad_input_is_one_line_and_runs_no_code(trained):
         (line,) = ended.value.code.splitlines()
         assert line.startswith("show_results.py: error: ") and words.format(folder) in line
     assert not (folder / "made").exists()
+
+
+@pytest.mark.xfail(reason="L 11: it is", raises=AssertionError)
+def test_a_picture_that_is_there_is_not_overwritten_without_a_word(
+    trained, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("results.png").write_text("mine")
+    said = ""
+    try:
+        tool.main(trained.argv)
+    except SystemExit as end:
+        said = str(end.code)
+    said += capsys.readouterr().out
+    is_mine = Path("results.png").read_bytes() == b"mine"
+    assert is_mine or re.search("is there already|overwritten|replaced", said)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -119,6 +120,59 @@ def test_with_an_old_driver_the_cpu_trains_if_it_is_asked_for(with_old_driver, c
     assert "UserWarning" not in run.out
 
 
+NOT_INITIALIZED = (
+    "CUDA initialization: Unexpected error from cudaGetDeviceCount(). Did you run some cuda "
+    "functions before calling NumCudaDevices() that might have already set an error? Error 802: "
+    "system not yet initialized (Triggered internally at /pytorch/c10/cuda/CUDAFunctions.cpp:119.)"
+)
+
+
+@pytest.mark.xfail(reason="F 11: another build is advised", raises=AssertionError)
+def test_gpus_without_their_fabric_manager_need_no_other_build(monkeypatch):
+    demo = load(str(SCRIPT))
+
+    def is_available() -> bool:
+        warnings.warn(NOT_INITIALIZED, stacklevel=2)
+        return False
+
+    monkeypatch.setattr(demo.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(demo.torch.cuda, "is_available", is_available)
+    with pytest.raises(demo.UserError) as error:
+        demo.usable_gpus(demo.parse_arguments(["--dummy"]))
+    said = str(error.value).lower()
+    assert "fabric manager" in said and "install a build" not in said
+
+
+# --- Packages and folders that do not work -----------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="F 12: a traceback from each rank", raises=AssertionError)
+@pytest.mark.parametrize("name", ["torchvision", "pycocotools"])
+def test_a_package_that_cannot_be_loaded_is_one_line_that_names_it(tmp_path, name):
+    broken = "raise RuntimeError('operator torchvision::nms does not exist')\n"
+    (tmp_path / f"{name}.py").write_text(broken)
+    command = demo_command(["--dummy", "--max_steps", 1], launcher="python")
+    with start(command, env={"PYTHONPATH": str(tmp_path)}) as started:
+        run = started.finish(120, expect=None)
+    assert run.returncode != 0 and "Traceback" not in run.output
+    assert run.output.count("\n") == 1 and name in run.output
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="F 10: told late, as slow storage", raises=AssertionError)
+def test_a_temporary_folder_with_a_long_name_is_not_called_slow_storage(training, tmp_path):
+    """Loader workers make sockets there, whose names the system limits to some 100 characters."""
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    words = [*training, "--workers", 1, "--max_steps", 1, "--timeout", 15]
+    with start(demo_command(words, launcher="python"), env={"TMPDIR": str(folder)}) as started:
+        run = started.finish(120, expect=None)
+    if run.returncode:
+        assert re.search("TMPDIR|temporary folder", run.output)
+        assert "timed out" not in run.output
+
+
 # --- A container's CPU quota -------------------------------------------------------------------
 
 
@@ -184,6 +238,26 @@ def test_a_process_learns_its_place_from_what_started_it(variables, expected, po
 
 BY_HAND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 BY_HAND["MASTER_ADDR"] = "127.0.0.1"
+
+
+ONE_A_NODE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}
+
+
+@pytest.mark.xfail(reason="F 9: LOCAL_WORLD_SIZE has to be set")
+@pytest.mark.parametrize("local_rank", [{}, {"LOCAL_RANK": "0"}])
+def test_ranks_without_a_local_number_are_one_a_node(local_rank):
+    """As Azure and others start them."""
+    _, address, *numbers = place(ONE_A_NODE | local_rank)
+    assert (address, *numbers) == ("10.0.0.1", "1", "2", "0", "1")
+
+
+@pytest.mark.xfail(reason="F 9: torchrun is blamed, which is not there", raises=AssertionError)
+def test_the_second_rank_of_a_node_needs_its_number_of_ranks(monkeypatch):
+    demo = load(str(SCRIPT))
+    monkeypatch.setattr(os, "environ", ONE_A_NODE | {"LOCAL_RANK": "1"})
+    with pytest.raises(demo.UserError) as error:
+        demo.read_environment(demo.ProcessInfo())
+    assert "LOCAL_WORLD_SIZE" in str(error.value) and "torchrun should" not in str(error.value)
 
 
 def test_the_first_of_slurms_nodes_is_read_or_asked_for():

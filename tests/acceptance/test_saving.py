@@ -170,6 +170,41 @@ def test_what_another_run_writes_beside_the_checkpoint_is_left_alone(words, tmp_
     assert step_of(tmp_path / "c.pt") == 1 and other.read_text() == "of another run"
 
 
+KILLED = """
+def save(*arguments):
+    plain(*arguments)
+    os.kill(os.getpid(), 9)
+
+plain, demo.torch.save = demo.torch.save, save
+"""
+
+
+@pytest.mark.xfail(reason="K 5: a file of each process stays", raises=AssertionError)
+def test_what_killed_saves_leave_is_one_file_that_the_next_save_replaces(words, tmp_path):
+    program = changed(tmp_path / "program.py", KILLED)
+    words += ["--checkpoint", tmp_path / "c.pt", "--max_steps", 1]
+    run_forked([(0, words)] * 2, program, expect=None)
+    left = [path.name for path in tmp_path.glob("c.pt*")]
+    assert len(left) == 1
+    run_forked([(0, words)], program=QUICK)
+    assert [path.name for path in tmp_path.glob("c.pt*")] == ["c.pt"]
+
+
+@pytest.mark.xfail(reason="K 9: it fails at the first save", raises=AssertionError)
+def test_a_name_that_is_too_long_for_a_save_is_refused_before_the_first_step(words, tmp_path):
+    path = tmp_path / ("c" * 250)
+    (run,) = run_forked([(0, [*words, "--checkpoint", path])], program=QUICK, expect=None)
+    assert path.exists() or (run.returncode == 2 and not run.steps())
+
+
+@pytest.mark.xfail(reason="K 7: 0.0 img/s", raises=AssertionError)
+def test_a_run_that_is_resumed_at_its_end_says_that_no_step_was_left(words, tmp_path):
+    words += ["--checkpoint", tmp_path / "c.pt", "--max_steps", 2]
+    _, run = run_forked([(0, words), (0, [*words, "--resume"])], program=QUICK)
+    assert not run.steps()
+    assert re.search(r"(?i)\bno steps?\b", run.out) and not re.search(r"\b0\.0 img/s", run.out)
+
+
 @pytest.mark.parametrize(("last_blocked", "code"), [(4, 0), (99, 2)])
 def test_a_save_that_fails_is_a_warning_and_the_last_one_an_error(
     words, tmp_path, last_blocked, code
