@@ -138,6 +138,18 @@ def test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its
     )
 
 
+@pytest.mark.slow
+@pytest.mark.xfail(reason="L 3: it ends with the comparison", raises=AssertionError)
+def test_a_series_ends_with_the_paths_of_its_report_and_picture(folder):
+    training = [*make_set(folder / "set", 24), *FAST, "--max_steps", 3]
+    with launch_series(folder, "--processes", "1,2", "--", *training) as started:
+        run = started.finish(180, expect=None)
+    end = "\n".join(run.lines()[-3:])
+    for name in ("compare.md", "compare.png"):
+        (folder / "logs/run" / name).stat()
+        assert f"logs/run/{name}" in end
+
+
 STOPPING = [(signal.SIGINT, False), pytest.param(signal.SIGUSR1, True, marks=pytest.mark.slow)]
 
 
