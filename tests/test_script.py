@@ -336,10 +336,11 @@ def test_a_long_thin_image_does_not_become_a_huge_one(demo, monkeypatch, shape):
     """Only the middle of it is used."""
 
     def limited(image, size, *rest, **options):
-        height, width = (
-            size if len(size) == 2 else [n * size[0] / min(shape[1:]) for n in shape[1:]]
-        )
-        assert 3 * height * width < 100e6
+        height, width = image.shape[1:]
+        if len(size) == 1:  # of the shorter side
+            factor = size[0] / min(height, width)
+            size = [round(factor * height), round(factor * width)]
+        assert 3 * size[0] * size[1] < 100e6
         return resize(image, size, *rest, **options)
 
     resize = demo.resize
