@@ -63,8 +63,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Files that take minutes, the longest first: started last, they would end long after the rest.
-LONGEST = "two_nodes lesson readme faults slurm training launchers preflight machines last_line "
-LONGEST += "environment ends stop_signals talk runs benchmark step_log probe script"
+LONGEST = "gpu_harness two_nodes lesson readme faults slurm training launchers preflight "
+LONGEST += (
+    "machines last_line environment ends stop_signals talk runs benchmark step_log probe script"
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -236,6 +236,16 @@ def test_venv_of_an_install_that_was_cut_short_is_not_taken(checkout):
     assert run.out == "" and "once, some minutes" in run.err
 
 
+@pytest.mark.slow
+@pytest.mark.xfail(reason="C 1: it has no time limit", raises=pytest.fail.Exception)
+def test_an_nvidia_smi_that_hangs_does_not_hold_it_up(checkout):
+    """It never returns where a GPU fell off its bus."""
+    checkout.program("nvidia-smi", "exec sleep 500")
+    active = checkout.environment("active", *NEEDED)
+    with checkout.start(active) as started:
+        assert environment_of(started.finish(30)) == active
+
+
 # --- A .venv that is there -----------------------------------------------------------------------
 
 LACKS = {"pycocotools": "-m pip install pycocotools", "torch": "has no torch"}

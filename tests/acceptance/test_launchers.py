@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from support.datasets import digests
+from support.datasets import digests, make_set
 from support.launchers import (
     COMMAND,
+    FAST,
     HERE,
     MULTINODE,
     NO_SAMPLE,
@@ -22,7 +23,7 @@ from support.launchers import (
     launch_series,
     stub_python,
 )
-from support.nodes import NamespacePair
+from support.nodes import NamespacePair, require_namespaces
 from support.processes import (
     ROOT,
     Started,
@@ -36,6 +37,16 @@ CORES = len(os.sched_getaffinity(0))
 @pytest.fixture
 def stub(tmp_path: Path) -> Path:
     return stub_python(tmp_path)
+
+
+def programs(folder: Path, **texts: str) -> str:
+    """PATH with these shell programs first."""
+    folder.mkdir()
+    for name, text in texts.items():
+        path = folder / name.replace("_", "-")
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
 
 
 # --- What torchrun is given --------------------------------------------------------------------
@@ -95,6 +106,96 @@ def test_on_a_node_with_gpus_the_script_has_to_use_them_unless_the_user_says_oth
         words = [*NO_SAMPLE, *options]
         (words,) = given(launch(SINGLE, folder, *words, CUDA_VISIBLE_DEVICES=visible, **own))
         assert [words[n + 1] for n, word in enumerate(words) if word == "--device"] == expected
+
+
+# A GPU that fell off its bus: the command never returns.
+HANGS = "exec sleep 500"
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="C 1: nvidia-smi has no time limit", raises=pytest.fail.Exception)
+def test_an_nvidia_smi_that_hangs_does_not_hold_the_launcher_up(folder, stub):
+    own = {"PATH": programs(folder / "bin", nvidia_smi=HANGS), "CUDA_VISIBLE_DEVICES": "0"}
+    with launch(SINGLE, folder, *NO_SAMPLE, **own, PYTHON=stub) as started:
+        started.wait_for("^GIVEN .*torch.distributed.run", 30)
+        started.finish(30)
+
+
+@pytest.mark.xfail(reason="C 2: NoDevFiles is not known", raises=AssertionError)
+def test_a_job_of_slurm_without_gpus_is_not_told_to_use_them(folder, stub):
+    """SLURM then hides those of the node by this word."""
+    own = {"PATH": programs(folder / "bin", nvidia_smi="echo GPU 0: A100"), "PYTHON": stub}
+    (words,) = given(launch(SINGLE, folder, *NO_SAMPLE, **own, CUDA_VISIBLE_DEVICES="NoDevFiles"))
+    assert "--device" not in words
+
+
+# For one command, whose /dev has the file of a GPU.
+WITH_GPU = """
+mount -t tmpfs none "$0"
+cp -a /dev/null /dev/zero /dev/random /dev/urandom "$0"
+ln -s /proc/self/fd "$0/fd"
+mkdir "$0/shm"
+touch "$0/nvidia0"
+mount --move "$0" /dev
+exec "$@"
+"""
+SMI = [
+    ("echo GPU 0: A100", ()),
+    (
+        "echo Driver/library version mismatch; exit 18",
+        pytest.mark.xfail(
+            reason="C 1: an nvidia-smi that fails is taken for a node without a GPU",
+            raises=pytest.fail.Exception,
+        ),
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.parametrize("smi", [pytest.param(text, marks=marks) for text, marks in SMI])
+def test_beside_a_gpus_device_file_pytorch_that_cannot_use_it_is_an_error_and_no_training(
+    folder, smi
+):
+    """Here a GPU is a file, so no build of PyTorch can use it."""
+    require_namespaces()
+    (folder / "dev").mkdir()
+    words = ["bash", SINGLE, *make_set(folder / "set", 8), *FAST, "--max_steps", 1]
+    within = ["unshare", "-m", "sh", "-ec", WITH_GPU, folder / "dev"]
+    env = HERE | {"PATH": programs(folder / "bin", nvidia_smi=smi), "CUDA_VISIBLE_DEVICES": None}
+    with start([*within, *words], env=env, cwd=folder) as started:
+        run = started.finish(120, expect=2)
+    assert "error: " in run.lines()[-1] and not run.steps()
+
+
+def failing(folder: Path, program: str) -> Path:
+    """stub_python where this program ends with 1."""
+    path = stub_python(folder)
+    path.write_text(f"{path.read_text()}[[ $* != *{program}* ]]\n")
+    return path
+
+
+@pytest.mark.xfail(reason="C 3: then there is no training", raises=pytest.fail.Exception)
+def test_a_probe_that_fails_does_not_prevent_the_training(folder, tmp_path):
+    own = {"PYTHON": failing(tmp_path, "probe_link"), "GPUS_PER_NODE": 2, "PROBE": 1}
+    first, *others = given(launch(MULTINODE, folder, *NO_SAMPLE, **own))
+    assert f"{ROOT}/tools/probe_link.py" in first and DEMO in others[0]
+
+
+@pytest.mark.xfail(reason="C 10: MASTER_PORT is the probe's", raises=AssertionError)
+@pytest.mark.parametrize("probe", [0, 1])
+def test_master_port_is_the_trainings_and_the_next_one_the_probes(folder, stub, probe):
+    own = {"PYTHON": stub, "GPUS_PER_NODE": 2, "PROBE": probe, "MASTER_PORT": 30000}
+    *before, last = given(launch(MULTINODE, folder, *NO_SAMPLE, **own))
+    assert DEMO in last and "--rdzv_endpoint=localhost:30000" in last
+    assert ["--rdzv_endpoint=localhost:30001" in words for words in before] == [True] * probe
+
+
+@pytest.mark.xfail(reason="K 4: it is handed on as two words", raises=AssertionError)
+def test_with_restarts_a_checkpoint_whose_name_begins_with_a_dash_stays_one_word(folder, stub):
+    words = [*NO_SAMPLE, "--checkpoint=-x.pt"]
+    (found,) = given(launch(SINGLE, folder, *words, RESTARTS=1, PYTHON=stub))
+    assert "--checkpoint=-x.pt" in found and "-x.pt" not in found
 
 
 NETWORKS = ["--network", "a=lo", "--network", "b=lo"]
@@ -215,6 +316,19 @@ def test_wrong_settings_are_refused(folder, launcher, settings, words):
         refused(started, words)
 
 
+@pytest.mark.xfail(reason="K 10: it is taken without a word", raises=pytest.fail.Exception)
+def test_threads_that_are_no_number_are_refused(folder, stub):
+    with launch(SINGLE, folder, *NO_SAMPLE, PYTHON=stub, OMP_NUM_THREADS="abc") as started:
+        refused(started, "OMP_NUM_THREADS is 'abc'")
+
+
+@pytest.mark.xfail(reason="C 8: the site's value wins", raises=pytest.fail.Exception)
+def test_a_series_refuses_an_interface_of_the_sites_as_it_would_measure_that_one(folder, stub):
+    own = {"NCCL_SOCKET_IFNAME": "ib0", "PYTHON": stub}
+    with launch_series(folder, *NETWORKS, "--", *NO_SAMPLE, **own) as started:
+        refused(started, "NCCL_SOCKET_IFNAME.*unset|unset.*NCCL_SOCKET_IFNAME")
+
+
 def test_runs_with_several_numbers_of_processes_have_the_same_threads(folder, stub):
     words = ["--processes", f"1,{CORES + 1}", "--", *NO_SAMPLE]
     for found in given(launch_series(folder, *words, PYTHON=stub, OMP_NUM_THREADS=None)):
@@ -257,6 +371,26 @@ def test_a_line_says_which_of_the_users_own_variables_stay(folder, stub):
     assert "NCCL_NET=Socket" in command and "NCCL_IB_DISABLE" not in command
 
 
+@pytest.mark.xfail(
+    reason="C 7: adapters can only be named one by one", raises=pytest.fail.Exception
+)
+@pytest.mark.parametrize("several", [False, True])
+def test_adapters_is_the_name_of_all_adapters_of_a_node(folder, stub, several):
+    for name in ("mlx5_0", "mlx5_1"):
+        state = folder / f"sys/class/infiniband/{name}/ports/1/state"
+        state.parent.mkdir(parents=True)
+        state.write_text("4: ACTIVE\n")
+    own = {"SYSFS_ROOT": folder / "sys", "PYTHON": stub}
+    if several:
+        started = launch_series(folder, "--network", "ib=adapters", "--", *NO_SAMPLE, **own)
+    else:
+        started = launch(MULTINODE, folder, *NO_SAMPLE, **own, IFNAME="adapters")
+    (words,) = given(started)
+    assert {"NCCL_NET=IB", "NCCL_IB_DISABLE=0"} <= {*words}
+    chosen = [word for word in words if word.startswith("NCCL_IB_HCA")]
+    assert chosen in ([], ["NCCL_IB_HCA==mlx5_0,mlx5_1"])  # without one NCCL takes all
+
+
 @pytest.fixture(scope="module")
 def routes() -> Iterator[NamespacePair]:
     """Node 1 has a network of its own for containers."""
@@ -282,3 +416,37 @@ def test_without_a_named_interface_the_route_to_node_0_tells_it(
     words = ["bash", MULTINODE, *NO_SAMPLE]
     (found,) = given(routes.popen(node, words, env=env, cwd=folder))
     assert {f"NCCL_SOCKET_IFNAME=={expected}", f"GLOO_SOCKET_IFNAME={expected}"} <= {*found}
+
+
+@pytest.mark.xfail(reason="C 9: nothing is chosen, and nothing said", raises=AssertionError)
+def test_without_the_command_ip_the_interface_is_found_or_asked_for(folder, routes, stub):
+    (folder / "bin").mkdir()
+    for place in os.environ["PATH"].split(":"):
+        for program in Path(place).glob("*"):
+            link = folder / "bin" / program.name
+            if program.name != "ip" and not link.is_symlink():
+                link.symlink_to(program)
+    env = HERE | {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.77.0.1"}
+    env |= {"PYTHON": str(stub), "PATH": str(folder / "bin")}
+    started = routes.popen(1, ["bash", MULTINODE, *NO_SAMPLE], env=env, cwd=folder)
+    run = started.finish(60)
+    assert "GLOO_SOCKET_IFNAME=eth0" in run.out or re.search(r"run\.py: .*\bIFNAME\b", run.out)
+
+
+# --- A batch job of SLURM ------------------------------------------------------------------------
+
+
+NOT_WARNED = pytest.mark.xfail(reason="C 6: a job that was cancelled comes back")
+WARNS = "trap : USR1; kill -USR1 $PPID; sleep 1; "
+
+
+@pytest.mark.parametrize(
+    ("warns", "again"), [(WARNS, True), pytest.param("", False, marks=NOT_WARNED)]
+)
+def test_a_job_is_submitted_again_only_if_slurm_has_warned_of_its_time_limit(folder, warns, again):
+    """After scancel the ranks save and end with 75 as well."""
+    path = programs(folder / "bin", srun=f"{warns}exit 75", scontrol='echo "$@" >requeued')
+    env = {"PATH": path, "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": "7"}
+    with start(["bash", ROOT / "tools/slurm/coco.sbatch"], env=env, cwd=folder) as started:
+        started.finish(60, expect=75)
+    assert (folder / "requeued").exists() == again

@@ -170,6 +170,10 @@ SAID = [  # whether there is a GPU, CUDA_VISIBLE_DEVICES, what the script says, 
     (True, "7", NO_MODULE, "WRONG: .*no libcudart"),
     (True, "", REFUSED, "note: .*uses the CPU"),
     (False, "0", REFUSED, "note: .*uses the CPU"),
+    pytest.param(
+        *(True, "NoDevFiles", REFUSED, "note: .*uses the CPU"),  # of SLURM
+        marks=pytest.mark.xfail(reason="C 2: it is not known", raises=AssertionError),
+    ),
 ]
 
 
@@ -184,6 +188,26 @@ def test_gpus_that_the_script_cannot_use_are_found(
     monkeypatch.setattr(preflight, "GPUS", code)
     preflight.check_gpus(sys.executable)
     assert re.match(line, capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="C 1: it has no time limit", raises=pytest.fail.Exception)
+def test_an_nvidia_smi_that_hangs_does_not_hold_it_up(tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 500\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    run = check_alone(PATH=f"{tmp_path}:{os.environ['PATH']}", CUDA_VISIBLE_DEVICES=None)
+    assert "has torch" in run.out
+
+
+@pytest.mark.xfail(reason="C 1: it is taken for a node without one", raises=AssertionError)
+def test_a_gpu_of_which_nvidia_smi_cannot_tell_is_a_fault(nodes, tmp_path):
+    """As where driver and library are of different versions."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 18\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    device = ["sh", "-ec", DEVICE, "sh", "../nvidia0"]
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    run = check_alone(*device, nodes=nodes, PATH=path, CUDA_VISIBLE_DEVICES=None)
+    assert [line for line in wrong(run) if re.search("GPU|CUDA", line)], run.tail()
 
 
 def test_the_python_that_the_launchers_would_take_is_looked_at(tmp_path):
