@@ -437,7 +437,7 @@ def test_without_the_command_ip_the_interface_is_found_or_asked_for(folder, rout
 
 
 NOT_WARNED = pytest.mark.xfail(reason="C 6: a job that was cancelled comes back")
-WARNS = "trap : USR1; kill -USR1 $PPID; sleep 1; "
+WARNS = "trap : USR1; sleep 1; kill -USR1 $PPID; sleep 1; "
 
 
 @pytest.mark.parametrize(
