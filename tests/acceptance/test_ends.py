@@ -131,6 +131,24 @@ def test_a_rank_that_is_slower_in_validation_by_more_than_the_timeout_is_waited_
     assert float(seconds) > 8
 
 
+NO_MEMORY = """
+def failing(training, *rest):
+    text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 602112000 bytes."
+    raise RuntimeError(f"[enforce fail at alloc_cpu.cpp:127] err == 0. {text} Error code 12")
+
+log_save_or_stop = failing
+
+"""
+
+
+@pytest.mark.xfail(reason="B 9: it is started again, in vain", raises=AssertionError)
+def test_a_run_that_is_out_of_memory_is_not_started_again(training, tmp_path):
+    project = changed_project(tmp_path, NO_MEMORY)
+    with launch(project / SINGLE.name, tmp_path, *training, GPUS=1, RESTARTS=1) as started:
+        run = started.finish(240, expect=1)
+    assert "can't allocate memory" in run.out and starts(run.out) == 1
+
+
 # --- What torchrun learns of an end ------------------------------------------------------------
 
 RAISES = """

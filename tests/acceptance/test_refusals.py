@@ -204,6 +204,17 @@ def test_imagenet_weights_that_cannot_be_downloaded_are_one_line_that_says_what_
     assert "resnet18-" in error and str(folder / "home") in error and "--weights none" in error
 
 
+@pytest.mark.slow
+@pytest.mark.xfail(reason="B 12: no line before it says so", raises=AssertionError)
+def test_before_a_download_one_line_says_how_long_the_other_ranks_wait(folder):
+    """And which file to fetch first."""
+    env = {"TORCH_HOME": str(folder / "home"), "https_proxy": "http://127.0.0.1:9"}
+    words = [*GOOD, *FAST, "--weights", "imagenet", "--timeout", 77]
+    (run,) = run_forked([(2, words, env)], QUICK, expect=2, cwd=folder)
+    before, _, _ = run.output.partition("ERROR: ")
+    assert re.search(r"^.*\b77 s.*", before, re.MULTILINE) and "resnet18-" in before
+
+
 # Rank 1 is in the folder 1.
 ELSEWHERE = """
 import os

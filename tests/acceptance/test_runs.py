@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,27 @@ def test_pytorchs_warning_of_many_workers_stands_once_at_most(tmp_path):
     assert run.output.count("worker processes in total") <= 1
 
 
+# It says how many models in DDP are left when the group is destroyed.
+FREED = """
+import gc
+
+def destroy():
+    gc.collect()
+    left = [found for found in gc.get_objects() if type(found) is demo.DistributedDataParallel]
+    print(f"{len(left)} LEFT\\n", end="")
+    plain()
+
+plain, demo.dist.destroy_process_group = demo.dist.destroy_process_group, destroy
+"""
+
+
+@pytest.mark.xfail(reason="B 1: the signal handler holds the training", raises=AssertionError)
+def test_ddp_is_freed_before_the_group_is_destroyed(tmp_path):
+    words = [*make_set(tmp_path, 8), *FAST, "--max_steps", 1]
+    (run,) = run_forked([(2, words)], changed(tmp_path / "freed.py", FREED))
+    assert [line for line in run.lines() if "LEFT" in line] == ["0 LEFT"] * 2
+
+
 # --- Stops -------------------------------------------------------------------------------------
 
 
@@ -183,6 +205,59 @@ def test_a_stop_signal_to_all_processes_saves_and_ends_with_75(tmp_path, name):
     runs = run_forked([(0, [*words, *saves, "--resume"]), (0, words)], QUICK)
     resumed, unbroken = (run.json_line("Summary")["weights_sha256"] for run in runs)
     assert resumed == unbroken
+
+
+@pytest.mark.xfail(reason="B 2: 75 without a save", raises=pytest.fail.Exception)
+def test_a_stop_that_saves_nothing_does_not_end_with_75(tmp_path):
+    with Forked(
+        0, [*make_set(tmp_path, 22), *FAST, "--num_epochs", 999], program=QUICK
+    ) as started:
+        started.wait_for(r"\| Step 1 ")
+        started.signal(signal.SIGTERM)
+        run = started.finish(30, expect=1)
+    assert re.match(r"Stopped on SIGTERM \| step \d+ \| .*not saved", run.lines(0)[-1])
+
+
+# From step 3 on rank 1 waits for a file, and rank 0 in a collective call for rank 1.
+HANGS = """
+def hang(training, *rest):
+    while training.step == 3 and os.environ["RANK"] == "1" and not os.path.exists("go"):
+        time.sleep(0.05)
+    plain(training, *rest)
+
+plain, demo.log_save_or_stop = demo.log_save_or_stop, hang
+"""
+
+
+@pytest.fixture
+def hanging(tmp_path) -> Iterator[Forked]:
+    words = [*make_set(tmp_path, 64), *FAST, "--num_epochs", 999, "--checkpoint", "c.pt"]
+    program = changed(tmp_path / "hangs.py", HANGS)
+    with Forked(2, words, program=program, cwd=tmp_path) as started:
+        started.wait_for(r"CPU 0\] .*\| Step 2 ")
+        time.sleep(1)
+        yield started
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="B 3: each SIGINT is only noted", raises=pytest.fail.Exception)
+def test_a_second_sigint_ends_a_rank_that_waits_for_another(hanging):
+    rank = hanging.rank_pid(0)
+    for _ in range(2):
+        os.kill(rank, signal.SIGINT)
+        time.sleep(2)
+    wait_until(lambda: rank not in hanging.pids(), 5, "the end of rank 0")
+
+
+@pytest.mark.slow
+def test_other_stop_signals_may_come_more_than_once(hanging, tmp_path):
+    """From SLURM, and once more from torchrun."""
+    for name in ("SIGTERM", "SIGUSR1", "SIGTERM", "SIGUSR1"):
+        os.kill(hanging.rank_pid(0), signal.Signals[name])
+        time.sleep(1.2)
+    (tmp_path / "go").touch()
+    run = hanging.finish(30, expect=75)
+    assert run.lines(0)[-1].startswith("Stopped on SIG") and saved_step(tmp_path / "c.pt") >= 3
 
 
 # Nobody reads what it prints.

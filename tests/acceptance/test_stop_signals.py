@@ -27,7 +27,7 @@ from support.launchers import (
     two_nodes,
 )
 from support.nodes import require_namespaces
-from support.processes import ROOT, require, start, wait_until
+from support.processes import ROOT, demo_command, require, start, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +133,22 @@ def test_a_stop_before_the_first_step_ends_at_once_and_is_not_called_saved(train
         started.signal(signal.SIGTERM)
         (run,) = end_within(10, [started], 128 + signal.SIGTERM)
     assert not run.steps()
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="B 13: only HUP stays ignored", raises=pytest.fail.Exception)
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_that_is_ignored_at_the_start_stays_ignored_except_usr1(training, tmp_path, name):
+    """As SIGINT is where a script starts the run with "&". Each epoch ends with an agreement."""
+    ignoring = ["sh", "-c", 'trap "" INT TERM USR1; exec "$@"', "sh"]
+    command = demo_command([*training, "--checkpoint", tmp_path / "c.pt"], launcher="python")
+    with start([*ignoring, *command]) as started:
+        started.wait_for(r"\| Step 1 ")
+        started.signal(signal.Signals[name])
+        epoch = started.text().count(" complete | ")
+        started.wait_for(f"Epoch {epoch + 2} complete")
+        started.signal(signal.SIGUSR1)
+        end_within(10, [started], SAVED)
 
 
 TWO_NODES = ROOT / "tools" / "two_nodes.sh"

@@ -128,6 +128,76 @@ def test_validation_counts_each_labelled_image_once_where_shares_are_uneven(two_
     assert float(baseline) == pytest.approx(100 * most / count, abs=0.01)
 
 
+def words_of(run: Run, kind: str) -> str:
+    """The line for people beside rank 0's record of this kind."""
+    (line,) = (line for line in run.lines(0) if line.startswith(f"{kind}: "))
+    return line
+
+
+@pytest.fixture(scope="module")
+def dummy() -> Run:
+    """One process with random images."""
+    words = ["--dummy", "--image_size", 40, "--batch_size", 4, "--max_steps", 2]
+    (run,) = run_forked([(0, [*words, "--precision", "fp32"])], QUICK)
+    return run
+
+
+@pytest.mark.xfail(reason="L 7: times and bytes of what is not sent", raises=AssertionError)
+def test_one_process_alone_communicates_nothing(dummy):
+    summary = dummy.json_line("Summary")
+    assert not summary["exposed_ms"] and not summary["wire_bytes_per_step"]
+
+
+@pytest.mark.xfail(reason="L 7: '0 exposed communication'", raises=AssertionError)
+def test_of_one_process_alone_no_communication_is_told(dummy):
+    assert not re.search("exposed|communication|bytes", words_of(dummy, "Summary"))
+
+
+@pytest.mark.xfail(reason="B 18: it looks like a miracle", raises=AssertionError)
+def test_the_run_line_says_that_the_loss_of_random_images_means_nothing(dummy):
+    assert "loss" in words_of(dummy, "Run")
+
+
+@pytest.mark.xfail(reason="B 18, L 4: 0 epochs, step 2 of 29317", raises=AssertionError)
+def test_random_images_have_no_epochs_of_which_the_log_tells(dummy):
+    assert "2 steps" in words_of(dummy, "Summary")
+    assert "0 epochs" not in dummy.out and "of 29317" not in dummy.out
+
+
+@pytest.mark.xfail(reason="B 18: 0 repeated as padding. Not resumed", raises=AssertionError)
+def test_the_run_line_tells_nothing_that_is_not_so(small):
+    (run,) = run_forked([(0, [*small, "--max_steps", 1])], QUICK)
+    assert "24 labelled images" in words_of(run, "Run")
+    assert not re.search("0 repeated|Not resumed", run.out)
+
+
+@pytest.mark.xfail(reason="B 5: 2 nodes, by the number of local ranks 0", raises=AssertionError)
+def test_nodes_are_counted_where_each_process_has_local_rank_0(small):
+    """As with torchrun --virtual-local-rank."""
+    place = {"LOCAL_RANK": "0", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    (run,) = run_forked([(2, [*small, "--max_steps", 1], place)], QUICK)
+    assert run.json_line("Run")["nodes"] == 1
+
+
+# Says which rank lists the folder of images.
+LISTED = """
+def note(event, found):
+    if event in ("os.scandir", "os.listdir") and str(found[0]).rstrip("/").endswith("/images"):
+        print(f"{os.environ['RANK']} LOOKS\\n", end="")
+
+sys.addaudithook(note)
+"""
+
+
+@pytest.mark.xfail(reason="B 11: each rank lists all images", raises=AssertionError)
+def test_only_the_first_rank_of_a_node_looks_for_the_images(small, tmp_path):
+    program = changed(tmp_path / "listed.py", LISTED)
+    words, own_node = [*small, "--max_steps", 1], {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    two_nodes, one_node = run_forked([(2, words, own_node), (2, words)], program)
+    assert {*re.findall(r"(\d) LOOKS", two_nodes.out)} == {"0", "1"}
+    assert {*re.findall(r"(\d) LOOKS", one_node.out)} == {"0"}
+
+
 # --- Resume, and ImageNet's weights ------------------------------------------------------------
 
 
