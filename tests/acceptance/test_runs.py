@@ -251,9 +251,9 @@ def test_a_second_sigint_ends_a_rank_that_waits_for_another(hanging):
 
 @pytest.mark.slow
 def test_other_stop_signals_may_come_more_than_once(hanging, tmp_path):
-    """From SLURM, and once more from torchrun."""
+    """From SLURM, and once more from torchrun. Rank 0 waits in a collective, rank 1 outside."""
     for name in ("SIGTERM", "SIGUSR1", "SIGTERM", "SIGUSR1"):
-        os.kill(hanging.rank_pid(0), signal.Signals[name])
+        hanging.signal(signal.Signals[name])  # to both
         time.sleep(1.2)
     (tmp_path / "go").touch()
     run = hanging.finish(30, expect=75)
