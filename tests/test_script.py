@@ -700,6 +700,20 @@ def test_compressed_gradients_are_rounded_to_two_bytes(one_step, precision):
 # --- On a GPU that is not there ----------------------------------------------------------------
 
 
+def test_what_ranks_exchange_lies_on_a_gpu_for_nccl_and_on_the_cpu_for_gloo(demo):
+    """Neither takes the other's tensors."""
+    gpu = torch.device("cuda", 1)
+    places = [demo.ProcessInfo(device=gpu, backend=name) for name in ("nccl", "gloo")]
+    assert [place.exchange_device for place in places] == [gpu, torch.device("cpu")]
+
+
+def test_a_log_line_begins_with_the_kind_of_device_and_the_rank(demo):
+    """A GPU's has the rank, not its own number."""
+    kinds = [torch.device(kind) for kind in ("cuda:0", "cpu", "mps")]
+    names = [demo.ProcessInfo(rank=3, device=device).name for device in kinds]
+    assert names == ["[GPU 3]", "[CPU 3]", "[MPS 3]"]
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @pytest.mark.skipif(
     torch.__version__ < "2.11", reason="fake tensors of a GPU need one before 2.11"
@@ -807,7 +821,7 @@ def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
     args = arguments(demo, *sends)
     training = SimpleNamespace(args=args, model=torch.nn.Linear(1, 1), step=5)
     training.process = demo.ProcessInfo(device=torch.device(kind))
-    times = [demo.StepTime(1, 1, 3, 4)] * 2
+    times = [demo.StepTime(1, 1, 3, 4, cpu=2)] * 2
     training.timer = SimpleNamespace(step_times=[demo.StepTime(9, 9, 99, 4)] * 3 + times)
     training.args.steps_per_epoch, training.powersgd = 1, None
     training.damage, training.val_damage = demo.Damage(), demo.Damage()
@@ -819,6 +833,7 @@ def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
     assert parts == [1000, 1000, 1000, 3000] and summary["measured_steps"] == 2
     assert summary["img_per_s"] == pytest.approx(4 / 3)
     assert (summary["link_ms"], summary["wait_ms"]) == (1000, 500)
+    assert summary["cpu_ms"] == 2000
     assert summary["wire_bytes_per_step"] == 2 * (2 if peak else 4)
     assert ("; at most 3.00 GiB of a GPU's memory; replicas" in text) == (kind == "cuda")
     assert text.endswith("replicas identical: True")
@@ -989,6 +1004,17 @@ def test_dummy_takes_no_option_of_images_and_a_loader_does_not_wait_for_ever(dem
         assert "--dummy loads no images and no weights" in capsys.readouterr().err
     args = arguments(demo, "--workers", 1, "--timeout", 3)
     assert demo.make_train_loader(args, demo.ProcessInfo(), image_list(demo, 8)).timeout == 3
+
+
+def test_options_that_are_not_given_have_these_values(demo):
+    args = arguments(demo)
+    assert (args.image_size, args.batch_size, args.num_epochs) == (224, 64, 2)
+    assert (args.lr, args.seed, args.timeout, args.log_every) == (1e-3, 0, 300, 5)
+
+
+def test_dummy_makes_100_steps_unless_steps_or_epochs_are_given(demo):
+    for more, steps in (([], 100), (["--max_steps", "7"], 7), (["--num_epochs", "2"], None)):
+        assert demo.parse_arguments(["--dummy", *more]).max_steps == steps
 
 
 def test_dashes_inside_a_name_are_accepted(demo):

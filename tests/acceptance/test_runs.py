@@ -34,7 +34,7 @@ def saved_step(checkpoint: Path) -> int:
 # --- A run of one process ----------------------------------------------------------------------
 
 # It prints the key of each image that it reads, how many workers it has before the first backward
-# pass, and of each forward pass whether DDP makes it, and for training.
+# pass, and of each forward pass whether DDP makes it, for training, and with gradients.
 WATCHED = r"""
 def read(dataset, key):
     print(f"KEY {key[0]} {key[1]}\n", end="")
@@ -45,8 +45,9 @@ def rebuild(training):
     plain_rebuild(training)
 
 def forward(training, model, images):
-    print(f"FORWARD {model is training.ddp} {model.training}\n", end="")
-    return plain_forward(training, model, images)
+    logits, of_training = plain_forward(training, model, images), model.training
+    print(f"FORWARD {model is training.ddp} {of_training} {logits.requires_grad}\n", end="")
+    return logits
 
 plain_forward, demo.forward = demo.forward, forward
 plain_read = demo.CocoFirstCategory.__getitem__
@@ -77,9 +78,11 @@ def test_each_epoch_has_each_image_once_in_another_order(two_epochs):
 
 
 def test_training_is_by_ddp_and_validation_by_its_model_in_the_mode_for_that(two_epochs):
-    found = re.findall(r"FORWARD (\w+) (\w+)", two_epochs.out)
-    epoch = [("True", "True")] * 6 + [("False", "False")]
-    assert found == [("True", "True"), *epoch, *epoch]  # the first one is of rebuild_buckets
+    """And the validation keeps nothing for gradients, which would take memory."""
+    found = re.findall(r"FORWARD (\w+) (\w+) (\w+)", two_epochs.out)
+    step = ("True", "True", "True")
+    epoch = [step] * 6 + [("False", "False", "False")]
+    assert found == [step, *epoch, *epoch]  # the first one is of rebuild_buckets
 
 
 def test_workers_are_there_before_the_first_backward_pass(two_epochs):
@@ -302,6 +305,18 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path):
         wait_until(lambda: len(re.findall(end, started.text())) == 2, 10, "the end of both ranks")
         assert_none_left(started.test_id)
     assert (tmp_path / "c.pt").exists()
+
+
+def test_ranks_that_were_started_by_hand_go_on_when_their_shell_has_ended(tmp_path):
+    """RANK is set, and there is no torchrun that they could have lost."""
+    words = [*make_set(tmp_path, 22), *FAST, "--num_epochs", 60]
+    with Forked(2, words, program=QUICK) as started:
+        started.wait_for(r"\| Step 2 ")
+        os.kill(started.pid, signal.SIGKILL)
+        assert "Epoch 30 " not in started.text()
+        done = r"CPU \d\] Cleanup complete"
+        wait_until(lambda: len(re.findall(done, started.text())) == 2, 60, "the end of both ranks")
+        assert_none_left(started.test_id)
 
 
 SLOW_VALIDATION = """

@@ -198,6 +198,31 @@ def test_only_the_first_rank_of_a_node_looks_for_the_images(small, tmp_path):
     assert {*re.findall(r"(\d) LOOKS", one_node.out)} == {"0"}
 
 
+# Says how often the process has opened an image before the first epoch, and at the end.
+OPENED = "BEFORE", "AFTER"
+OPENS = """
+def note(event, found):
+    opened.extend([event] * (event == "open" and str(found[0]).endswith(".jpg")))
+
+def train(*arguments):
+    print(f"BEFORE {len(opened)}\\n", end="")
+    plain_train(*arguments)
+    print(f"AFTER {len(opened)}\\n", end="")
+
+opened = []
+sys.addaudithook(note)
+plain_train, demo.train_one_epoch = demo.train_one_epoch, train
+"""
+
+
+def test_a_start_does_not_open_all_images(tmp_path):
+    """COCO has 118,287."""
+    words = [*make_set(tmp_path, 150), *FAST, "--num_epochs", 1, "--max_steps", 2]
+    (run,) = run_forked([(0, words)], program=changed(tmp_path / "opens.py", OPENS))
+    before, after = (int(re.search(rf"^{word} (\d+)", run.out, re.M)[1]) for word in OPENED)
+    assert before <= 64 and after == before + 2 * 4
+
+
 # --- Resume, and ImageNet's weights ------------------------------------------------------------
 
 
