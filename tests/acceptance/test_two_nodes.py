@@ -6,6 +6,7 @@ import os
 import pwd
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -220,6 +221,7 @@ def links(training, tmp_path_factory) -> tuple[Path, Run]:
     for the rendezvous alone.
     """
     require_namespaces()
+    require(shutil.which("nft"), "a firewall needs the command nft (package nftables)")
     folder = tmp_path_factory.mktemp("links")
     # -x: it prints what it does, and with that the exit code of each node.
     words = ["--links", "bad=unshaped,slim=500mbit,fast=unshaped", "--"]

@@ -71,8 +71,10 @@ def free_ports(count: int) -> int:
     """The first of so many TCP ports in a row that were free a moment ago. They lie below those
     that the kernel gives to connections: one of these may be a later run's port.
     """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8  # each has its own range
+    first = 10000 + worker * 2700
     while True:
-        port = random.SystemRandom().randrange(10000, 32000)
+        port = random.SystemRandom().randrange(first, first + 2700 - count)
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             for n in range(count):
                 stack.enter_context(socket.create_server(("", port + n)))
