@@ -114,13 +114,13 @@ def test_pages_state_the_minutes_that_the_script_prints(explained):
 
 
 def test_steps_of_the_talk_and_of_its_repetition():
-    """The page's steps give the last one that the talk's log has, of every fifth; the repetition
-    has incomplete batches and labelled images.
+    """Its logs have every fifth step, up to the last one that 924 steps have. Here incomplete
+    batches and labelled images count.
     """
-    log = (ROOT / "docs/talk/ethernet.log").read_text()
-    last = max(map(int, re.findall(r"Step (\d+)", log)))
-    for steps in (2 * (118_287 // 256), -(-118_287 // 128)):  # numbered on, and anew
-        assert range(1, steps + 1, 5)[-1] == last
+    for name in ("ethernet", "infiniband"):
+        log = (ROOT / f"docs/talk/{name}.log").read_text()
+        found = {int(step) for step in re.findall(r"Step (\d+)", log)}
+        assert max(found) == range(1, 924 + 1, 5)[-1] and {step % 5 for step in found} == {1}
     (repeat,) = [text for text in PAGE.commands if "RUN_NAME=talk" in text]
     args = demo.parse_arguments(repeat.replace("\\\n", "").partition(" -- ")[2].split())
     steps = args.num_epochs * math.ceil(117_266 / args.global_batch_size)

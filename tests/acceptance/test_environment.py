@@ -180,7 +180,7 @@ def test_active_python_that_is_unfit_is_left_alone_with_one_line(checkout):
         active = checkout.environment(case, *packages, torch=version)
         if case == "old python":
             (site,) = active.glob("lib/python*/site-packages")
-            # Not in sitecustomize.py: where the system has one, it is found first.
+            # (Not in a sitecustomize.py: a system may have one, and it would win.)
             (site / "older.pth").write_text("import sys; sys.version_info = (3, 9, 18)\n")
         run = checkout.start(active).finish(60)
         assert environment_of(run) == checkout.venv

@@ -31,7 +31,6 @@ from support.processes import (
 )
 
 DEMO = str(ROOT / "demo_coco_resnet18.py")  # which the launchers start
-# macOS has no affinity.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 

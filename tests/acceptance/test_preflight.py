@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import re
@@ -36,6 +38,10 @@ def nodes(pair: NamespacePair) -> Iterator[NamespacePair]:
     yield pair
     for node in (0, 1):
         pair.hosts(node).write_text(hosts)
+        for link in json.loads(pair.output(node, "ip", "-j", "link")):
+            if link["ifname"] not in ("lo", "eth0"):
+                with contextlib.suppress(RuntimeError):  # it went with its other end
+                    pair.ip(node, f"link del {link['ifname']}")
         pair.ip(node, "link set eth0 mtu 9000")
         if shutil.which("nft"):
             pair.output(node, "nft", "flush", "ruleset")
@@ -262,7 +268,6 @@ def test_a_network_in_ifname_that_does_not_join_the_nodes_is_found(nodes):
     for one in [check(nodes, node, IFNAME=name) for node, name in enumerate(["own", "eth0"])]:
         (line,) = wrong(one.finish(40, 1))
         assert line.startswith("node 1 (node1) cannot reach node 0 (node0) at 10.78.0.1, ")
-    nodes.ip(0, "link del own")
 
 
 @pytest.mark.slow
@@ -278,7 +283,6 @@ def test_a_switch_that_loses_large_packets_is_found_on_the_network_that_the_job_
             lines = [f"large packets from node {1 - node} (node{1 - node}) get lost: "]
             lines = lines if lossy == named else []
             assert [line.partition("see")[0] for line in wrong(run)] == lines
-    nodes.ip(0, "link del own")
 
 
 def test_master_addr_that_is_loopback_on_its_node_is_found(nodes):
@@ -326,13 +330,13 @@ def test_a_node_rank_that_two_nodes_have_is_found(nodes):
     assert "node 2 did not come" in wrong(run)[1]
 
 
-def test_in_a_job_step_it_listens_where_the_launcher_will(tmp_path):
+def test_in_a_job_step_it_listens_where_the_launcher_will(nodes, tmp_path):
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     step |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho localhost\n")
     (tmp_path / "scontrol").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    run = check_alone(**step, PATH=path, CONNECT_TIMEOUT=1)
+    run = check_alone(nodes=nodes, **step, PATH=path, CONNECT_TIMEOUT=1)
     assert "node 1 did not come, localhost port 20280" in wrong(run)[-1]
 
 

@@ -22,8 +22,8 @@ GOOD = shlex.split("--coco_image_path set/images --annotation_path set/instances
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A good data set, and files that are wrong in one thing each."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good data set, and files that are wrong in one thing each. No test changes them."""
     folder = tmp_path_factory.mktemp("refusals")
     make_set(folder / "set", 8)
     make_set(folder / "other", 4)
@@ -49,6 +49,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         truncate(folder / "cut" / name)
     (folder / "linked/0003.jpg").unlink()
     (folder / "linked/0003.jpg").symlink_to(folder / "gone.jpg")
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A test's own copy of them."""
+    folder = shutil.copytree(made, tmp_path / "a folder", symlinks=True)
     os.mkfifo(folder / "pipe")
     (folder / "code.pt").write_bytes(pickle.dumps(Payload(folder / "made_by_a_weights_file")))
     return folder
@@ -139,7 +146,6 @@ def test_bad_input_ends_with_one_line_that_names_it(options, named, folder):
     if "none.pt" in options or "list.pt" in options:
         write_foreign(folder)
     elif "run.pt" in options:
-        (folder / "run.pt").unlink(missing_ok=True)
         first = [*words, "--max_steps", 1, "--checkpoint", "run.pt"]
         run_forked([(0, first)], QUICK, cwd=folder)
     program = SCRIPT if "--lr 1e9" in options else QUICK  # with which no loss becomes infinite
