@@ -288,7 +288,7 @@ QUOTAS = [  # files of a cgroup, and the cores that they allow
 
 @pytest.mark.parametrize(("files", "cores"), QUOTAS)
 def test_cores_are_those_of_a_quota_rounded_up(tmp_path: Path, monkeypatch, files, cores):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1000))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1000), raising=False)
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -504,7 +504,8 @@ def test_ranks_that_have_the_same_cores_share_them(demo, monkeypatch, ranks, exp
     monkeypatch.setattr(demo, "all_gather", lambda value: ranks)
     place, found = demo.ProcessInfo(local_world_size=2), []
     for host, cores in ranks:
-        monkeypatch.setattr(demo.os, "sched_getaffinity", lambda _, own=cores: {*own})
+        own = {*cores}
+        monkeypatch.setattr(demo.os, "sched_getaffinity", lambda _, own=own: own, raising=False)
         monkeypatch.setattr(demo.socket, "gethostname", lambda own=host: own)
         found.append(demo.set_threads(place))
     assert found == expected
