@@ -32,7 +32,7 @@ from support.launchers import (
     starts,
     stub_python,
 )
-from support.nodes import assert_no_namespaces, require_namespaces
+from support.nodes import require_namespaces, start_two_nodes
 from support.processes import FACTOR, ROOT, Run, free_ports, require, start
 
 TOOL = "tools/two_nodes.sh"
@@ -49,10 +49,8 @@ def two_nodes(
     require_namespaces()
     env = {"PYTHON": sys.executable, "PROBE": "0"}
     env |= {name: None if value is None else str(value) for name, value in variables.items()}
-    with start(["bash", command, *arguments], env=env, cwd=folder) as started:
-        run = started.finish(400, expect=expect, clean=10)
-        assert_no_namespaces(started)
-    return run
+    with start_two_nodes(["bash", command, *arguments], env=env, cwd=folder) as started:
+        return started.finish(400, expect=expect, clean=10)
 
 
 @pytest.mark.parametrize(
@@ -229,11 +227,10 @@ def links(training, tmp_path_factory) -> tuple[Path, Run]:
     port = free_ports(30)  # namespaces have ports of their own: any number serves
     env = {"PYTHON": sys.executable, "PROBE": "1", "RESTARTS": "1", "OMP_NUM_THREADS": None}
     env |= {"MASTER_PORT": str(port), "RUN_NAME": "both"}
-    with start(["bash", "-x", ROOT / TOOL, *words], env=env, cwd=folder) as started:
+    with start_two_nodes(["bash", "-x", ROOT / TOOL, *words], env=env, cwd=folder) as started:
         started.wait_for("^[^+].*Emulated cable fast")
         swallow(f"two_nodes{started.pid}-1", "bad", but=f"{port}-{port + 29}")
         run = started.finish(400, expect=1, clean=10)
-        assert_no_namespaces(started)
     return folder / "logs/both", run
 
 
@@ -362,14 +359,13 @@ def test_a_stop_in_the_second_of_three_runs_ends_both_nodes_and_the_first_one_is
     words = ["--links", "one=unshaped,two=unshaped,three=unshaped"]
     env = {"PYTHON": sys.executable, "PROBE": "0", "RUN_NAME": "run"}
     command = ["bash", project / TOOL, *words, "--", "--annotation_path", "none"]
-    with start(command, env=env, cwd=tmp_path) as started:
+    with start_two_nodes(command, env=env, cwd=tmp_path) as started:
         for rank in (0, 1):
             started.wait_for(rf"\[CPU {rank}\] trains")
         started.signal(signal.SIGINT)
         run = started.finish(30, SAVED, clean=10)
     assert run.out.count("run.py: stopped by SIGINT") == 2, run.tail()
     assert "one: incomplete, not scored: " in run.out
-    assert_no_namespaces(started)
     logs = tmp_path / "logs/run"
     assert not (logs / "three").exists()
     for node in (0, 1):

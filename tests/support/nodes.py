@@ -229,12 +229,20 @@ class NamespacePair:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def assert_no_namespaces(started: Started) -> None:
-    """Fails when namespaces of this start of tools/two_nodes.sh stay; removes them."""
-    left = [path.name for path in Path("/run/netns").glob(f"two_nodes{started.pid}-[01]")]
-    for name in left:
-        _delete_namespace(name)
-    assert not left
+@contextlib.contextmanager
+def start_two_nodes(command: Sequence[object], **options: Any) -> Iterator[Started]:
+    """A start of tools/two_nodes.sh: fails when namespaces of it stay, and removes them also after
+    another failure.
+    """
+    with start(command, **options) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+            left = [path.name for path in Path("/run/netns").glob(f"two_nodes{started.pid}-[01]")]
+            for name in left:
+                _delete_namespace(name)
+        assert not left
 
 
 @contextlib.contextmanager
