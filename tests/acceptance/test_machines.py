@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 
 import pytest
@@ -22,7 +24,7 @@ from support.launchers import (
     STEP_3,
     place,
 )
-from support.nodes import nameless, real_quota
+from support.nodes import nameless, python_for, real_quota
 from support.processes import ROOT, SCRIPT, Run, demo_command, require, start
 
 # As inside a job step of SLURM, in which MPICH's mpiexec starts processes of its own.
@@ -295,6 +297,25 @@ def test_a_process_that_cannot_learn_its_place_says_why(monkeypatch, variables, 
 
 
 # --- A hang-up ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_another_user_without_a_home_trains():
+    user = pwd.getpwnam("nobody")
+    require(os.geteuid() == 0, "to become another user needs root")
+    env = {**python_for(user), "HOME": "/nonexistent"}
+    as_user = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
+    readable = subprocess.run([*as_user, "test", "-r", SCRIPT]).returncode == 0
+    require(readable, f"{user.pw_name} cannot read this checkout")
+    words = ["--dummy", "--image_size", 40, "--batch_size", 4, "--max_steps", 2]
+    with tempfile.TemporaryDirectory() as name:  # pytest's own are for root
+        os.chown(name, user.pw_uid, user.pw_gid)
+        _, *words = demo_command([*words, "--checkpoint", f"{name}/run.pt"], 2)
+        command = [*as_user, env.pop("PYTHON"), *words]
+        with start(command, env=env | {"TMPDIR": name}, cwd=name) as started:
+            run = started.finish(120)
+        assert os.stat(f"{name}/run.pt").st_uid == user.pw_uid
+    assert run.json_line("Summary")["steps"] == 2
 
 
 @pytest.mark.slow

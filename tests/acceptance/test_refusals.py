@@ -233,7 +233,9 @@ if os.environ["RANK"] == "1":
 
 @pytest.mark.slow
 def test_only_rank_0_needs_the_annotations_and_the_weights(folder, tmp_path):
-    """Rank 1 is in a folder that has the images alone. A node has paths and workers of its own."""
+    """Rank 1 is in a folder that has the images alone, and it writes nothing there. A node has
+    paths and workers of its own.
+    """
     import torch
     import torchvision
 
@@ -246,3 +248,4 @@ def test_only_rank_0_needs_the_annotations_and_the_weights(folder, tmp_path):
     each = [[*words, "a.pt"], [*words, "b.pt", "--workers", 1]]
     (run,) = run_forked([(2, each)], program, cwd=tmp_path)
     assert run.json_line("Summary")["replicas_identical"] is True
+    assert (tmp_path / "a.pt").exists() and os.listdir(tmp_path / "1") == ["set"]

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator
 from datetime import datetime
@@ -32,7 +31,7 @@ from support.launchers import (
     starts,
     stub_python,
 )
-from support.nodes import require_namespaces, start_two_nodes
+from support.nodes import python_for, require_namespaces, start_two_nodes
 from support.processes import FACTOR, ROOT, Run, free_ports, require, start
 
 TOOL = "tools/two_nodes.sh"
@@ -108,19 +107,6 @@ def test_both_nodes_are_started_over_each_cable_with_their_share_of_the_cores(tm
 @pytest.fixture(scope="module")
 def caller() -> pwd.struct_passwd:
     return pwd.getpwnam("nobody")
-
-
-def python_for(user: pwd.struct_passwd) -> dict[str, str]:
-    """The variables of a Python that the user can run: this one may lie in a home of root."""
-    code = "import torch, torchvision, pycocotools, PIL"
-    env = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
-    as_user = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
-    for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
-        command = [*as_user, "sh", "-c", '"$0" -c "$1"', python, code]
-        if subprocess.run(command, env=env, capture_output=True).returncode == 0:
-            return {"PYTHON": python, "PYTHONPATH": env["PYTHONPATH"]}
-    require(False, f"{user.pw_name} cannot run a Python that has torch")
-    raise AssertionError("require has skipped or failed")
 
 
 OWN = shlex.split("--max_steps 2 --global_batch_size 8 --image_size 40 --timeout 60 --log_every 1")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -63,6 +65,19 @@ def nameless(tmp_path: Path, *command: object, timeout: float = 100, **env: str)
     isolated = ["unshare", "--uts", "--mount", "--net", "sh", "-ec", NAMELESS, tmp_path / "hosts"]
     with start([*isolated, *command], env=env, cwd=tmp_path) as started:
         return started.finish(timeout)
+
+
+def python_for(user: pwd.struct_passwd) -> dict[str, str]:
+    """The variables of a Python that the user can run: this one may lie in a home of root."""
+    code = "import torch, torchvision, pycocotools, PIL"
+    env = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
+    as_user = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
+    for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
+        command = [*as_user, "sh", "-c", '"$0" -c "$1"', python, code]
+        if subprocess.run(command, env=env, capture_output=True).returncode == 0:
+            return {"PYTHON": python, "PYTHONPATH": env["PYTHONPATH"]}
+    require(False, f"{user.pw_name} cannot run a Python that has torch")
+    raise AssertionError("require has skipped or failed")
 
 
 @contextlib.contextmanager
