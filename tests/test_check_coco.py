@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import re
@@ -16,7 +17,7 @@ from PIL import Image
 import prepare_coco
 from check_coco import HEAD, TAIL, UserError, check, check_images, fault_of
 from support.annotation_cases import write
-from support.datasets import numbered, write_images
+from support.datasets import instances, numbered, write_images
 from support.processes import ROOT
 
 
@@ -199,6 +200,26 @@ def test_a_file_without_faults_is_described(tmp_path: Path):
         *described,
         "The training file has all classes of the validation images",
     ]
+
+
+def test_decode_lists_each_image_at_which_a_training_would_end(tmp_path: Path):
+    """One is damaged in its middle, where no look at its end shows it, one has 16 bits."""
+    write_images(tmp_path, numbered(4), size=(160, 120))
+    picture = io.BytesIO()
+    Image.effect_noise((160, 120), 50).save(picture, format="PNG")
+    content = bytearray(picture.getvalue())
+    content[len(content) // 2] ^= 255
+    (tmp_path / "0001.jpg").write_bytes(content)
+    Image.new("I;16", (8, 8)).save(tmp_path / "0002.jpg", format="PNG")
+    train = tmp_path / "train.json"
+    train.write_text(json.dumps(instances(numbered(4))))
+    assert check(train, tmp_path)[-1].endswith("none is empty or cut off")
+    with pytest.raises(UserError) as error:
+        check(train, tmp_path, every=True)
+    damaged, deep, last = str(error.value).splitlines()
+    assert damaged.startswith(f"image {tmp_path}/0001.jpg cannot be decoded: ")
+    assert deep == f"image {tmp_path}/0002.jpg has pixels of more than 8 bits (mode I;16)"
+    assert last.startswith("2 of 4 images cannot be trained on")
 
 
 def said_of(*arguments: object) -> str:

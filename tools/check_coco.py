@@ -10,16 +10,19 @@ training file must have their classes, by name.
 
 It ends with the first kind of fault that it finds: one line. If nothing is wrong, it prints how
 many images each class has. An image's class is the category of its first annotation. No image is
-decoded, but whether a JPEG or PNG has its end is looked at.
+decoded, but whether a JPEG or PNG has its end is looked at. With --decode all are decoded, on all
+cores, and each one at which a training would end has a line.
 
 Exit code: 0: no fault; 2: a fault, or wrong arguments.
 
-It needs nothing but Python. prepare_coco.py reads its files with the functions of this one.
+It needs nothing but Python; --decode needs Pillow. prepare_coco.py reads its files with the
+functions of this one.
 """
 
 import argparse
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -252,6 +255,36 @@ def fault_of(path):
     return ""
 
 
+def decode(path):
+    """Why a training would end at an image; "" if it can be decoded."""
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = None  # a warning of many pixels is none of damage
+    try:
+        with Image.open(path) as image:
+            image.load()
+            if image.mode[0] in "IF":
+                return f"has pixels of more than 8 bits (mode {image.mode})"
+    except Exception as error:  # damaged images raise errors of any type
+        return f"cannot be decoded: {str(error).partition(' <_io')[0] or type(error).__name__}"
+    return ""
+
+
+def decode_all(folder, names):
+    """Raises UserError with a line for each image at which a training would end."""
+    paths, faults = [f"{folder}/{name}" for name in names], []
+    with multiprocessing.Pool() as pool:
+        for done, fault in enumerate(pool.imap(decode, paths, chunksize=8), 1):
+            if fault:
+                faults.append(f"image {paths[done - 1]} {fault}")
+            if done % 1000 == 0 or done == len(paths):
+                print(f"{done} of {len(paths)} images decoded", file=sys.stderr)
+    if faults:
+        text = f"{len(faults)} of {len(paths)} images cannot be trained on. Fetch them again, "
+        text += "convert them to 8 bits, or take them out of the annotation file"
+        raise UserError("\n".join([*faults, text]))
+
+
 # ---- Classes, and what is there
 
 
@@ -278,8 +311,8 @@ def describe(path, content):
 # ---- The command
 
 
-def check(annotations, folder=None, val=None):
-    """Lines that say what is there. Raises UserError."""
+def check(annotations, folder=None, val=None, every=False):
+    """Lines that say what is there. every: decode all images. Raises UserError."""
     content = read_instances(annotations)
     lines = describe(annotations, content)
     if folder:
@@ -289,6 +322,8 @@ def check(annotations, folder=None, val=None):
             check_packed(folder, names)
         else:
             check_images(folder, names)
+            if every:
+                decode_all(folder, names)
             faults = ((path, fault_of(path)) for path in (f"{folder}/{name}" for name in names))
             texts = [f"image {path} {fault}" for path, fault in faults if fault]
             raise_first(texts, ". Fetch it again, or take it out of the annotation file")
@@ -324,15 +359,19 @@ def parse_arguments(argv=None):
     add = parser.add_argument
     add("annotations", metavar="ANNOTATIONS", help="the file of the training images")
     add("images", metavar="IMAGES", nargs="?", help="their folder, or their packed file")
+    add("--decode", action="store_true", help="decode all images, on all cores")
     add("--val", metavar="FILE", help="the file of the validation images")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.decode and not args.images:
+        parser.error("--decode needs IMAGES, the folder of the images")
+    return args
 
 
 def main():
     args = parse_arguments()
     gc.disable()  # it would look through millions of objects again and again
     try:
-        lines, code = check(args.annotations, args.images, args.val), 0
+        lines, code = check(args.annotations, args.images, args.val, args.decode), 0
     except UserError as error:
         lines, code = [error], 2
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack a name's characters
