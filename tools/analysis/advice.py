@@ -98,10 +98,6 @@ ROWS = [
     ("beyond cpu", "fewer threads (OMP_NUM_THREADS): network and computing may share cores"),
     ("beyond", "what ran when, beside the all-reduce: --profile FOLDER"),
     ("communication sends-none", "{still}half the bytes, rounded: --grad_compression bf16"),
-    (
-        "communication !sends-powersgd",
-        "{still}a small part of the bytes, with larger errors: --grad_compression powersgd",
-    ),
     ("communication", "{still}fewer all-reduces: a larger --batch_size, or --accumulate_steps"),
     ("compute fp32 !slow-rank", "a lower precision: --precision bf16, where the hardware has it"),
     ("compute gpu !slow-rank", "a larger --batch_size, if `nvidia-smi dmon` shows idle GPUs"),

@@ -75,12 +75,6 @@ class Run:
         return None not in (self.step_s, self.data_s, self.compute_s, self.exposed_s)
 
     @property
-    def exposed_name(self):
-        """PowerSGD compresses and communicates in one: no time is between the two."""
-        compresses = self.setting("grad_compression") == "powersgd"
-        return "compression and communication" if compresses else "exposed communication"
-
-    @property
     def network(self):
         """That of the slowest node, which sets the pace of all."""
         return min(self.networks, key=lambda network: network.order, default=None)

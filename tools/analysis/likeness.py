@@ -4,7 +4,6 @@
 MUST_MATCH = {
     "precision": "precision",
     "image_size": "image size",
-    "picture_sizes": "size of the images in the files",
     "dummy": "use of random images (--dummy)",
     "grad_compression": "compression",
 }
@@ -21,10 +20,7 @@ def differences(base, run, scaling=False):
     `scaling`: they may train other numbers of images, in other global batches.
     """
     facts = [one.record("Run") for one in (base, run)]
-    keys = list(MUST_MATCH)
-    if all(fact.get("grad_compression") == "powersgd" for fact in facts):
-        keys.append("powersgd_rank")
-    pairs = [(MUST_MATCH.get(key, key), *(fact.get(key) for fact in facts)) for key in keys]
+    pairs = [(MUST_MATCH.get(key, key), *(fact.get(key) for fact in facts)) for key in MUST_MATCH]
     own = {"images": "image count", "parameters": "model (parameters)"}
     if not scaling:
         own |= {"epochs": "epoch count", "global_batch": "global batch"}

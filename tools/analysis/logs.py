@@ -15,7 +15,9 @@ STEP = re.compile(
     r"Epoch (\d{1,9}) \| Step (\d{1,9}) \| Loss: " + LOSS + r"(?: \| (\d{1,12}\.\d) img/s)?"
 )
 # Not of a run that was resumed in the epoch: its mean is over the rest of the epoch alone.
-EPOCH = re.compile(r"Epoch (\d{1,9}) (?:complete|ends at step \d+ of \d+) \| Avg loss: " + LOSS)
+EPOCH = re.compile(
+    r"Epoch (\d{1,9}) (?:complete|ends at step \d+(?: of \d+)?) \| Avg loss: " + LOSS
+)
 VALIDATION = re.compile(r"Epoch \d{1,9} validation \| Top-1: (\d{1,3}\.\d\d)%")
 END = re.compile(r"Cleanup complete\. Total wall time: [\dhms. ]*\((\d{1,12}\.\d{3})s\)")
 STOP = re.compile(r"(Stopped\b.*|ERROR: .*)")

@@ -70,7 +70,7 @@ def column(run):
         "processes on nodes": run.processes and f"{run.processes} on {run.nodes or '?'}",
         "step": shown(run, "step_s", ms),
     }
-    parts = {"data wait": "data_s", "compute": "compute_s", run.exposed_name: "exposed_s"}
+    parts = {"data wait": "data_s", "compute": "compute_s", "exposed communication": "exposed_s"}
     for title, name in parts.items():
         text = shown(run, name, ms)
         cells[f"- {title}"] = text and f"{text}, {part(getattr(run, name), run.step_s)}"

@@ -66,9 +66,8 @@ def judge(run):
     bound = max(parts, key=parts.get)
     if bound == "compute" and parts.get("slow-rank", 0) > IN_PART * run.step_s:
         bound = "slow-rank"  # one rank can be fixed
-    kind = "compression" if "compression" in parts else "link"
-    in_part = bound == kind or parts[kind] > IN_PART * run.step_s
-    unusual = find_unusual(run, elsewhere, in_part and kind == "link")
+    in_part = bound == "link" or parts["link"] > IN_PART * run.step_s
+    unusual = find_unusual(run, elsewhere, in_part)
     if "slow-rank" in parts and bound != "slow-rank":
         longer = f"takes {ms(parts['slow-rank'])} longer than the others'"
         unusual.append(("slow-rank", f"rank {run.straggler}'s own work {longer}", ()))
@@ -87,14 +86,13 @@ def parts_of_step(run):
     """{part: seconds}, together a step: means over the ranks. With a slow rank they are those that
     a usual rank has, and its excess, which the others wait for.
     """
-    kind = "compression" if run.setting("grad_compression") == "powersgd" else "link"
     if run.straggler is None:
         wait = run.exposed_s - run.link_s
-        return {kind: run.link_s, "wait": wait, "input": run.data_s, "compute": run.compute_s}
+        return {"link": run.link_s, "wait": wait, "input": run.data_s, "compute": run.compute_s}
     own = run.ranks[run.straggler][:2]
     data, compute = map(min, own, usual_times(run.ranks))
     excess = sum(own) - data - compute
-    return {"slow-rank": excess, kind: run.link_s, "input": data, "compute": compute}
+    return {"slow-rank": excess, "link": run.link_s, "input": data, "compute": compute}
 
 
 def contradiction(run):
@@ -121,7 +119,7 @@ def say_parts(run):
 
     wait_s = run.exposed_s - run.link_s
     text = f"a step of {show(run.step_s)} ms: {show(run.compute_s)} computing, "
-    text += f"{show(run.data_s)} waiting for images, {show(run.exposed_s)} {run.exposed_name} "
+    text += f"{show(run.data_s)} waiting for images, {show(run.exposed_s)} exposed communication "
     text += f"({run.exposed_s / run.step_s:.0%}"
     if wait_s > WORTH * run.step_s:
         text += f", {show(wait_s)} of it waiting for other ranks"
@@ -133,7 +131,6 @@ def say_parts(run):
 def say_limit(run, parts, bound, in_part):
     text = {
         "link": f"{name_link(run)} limits it",
-        "compression": "PowerSGD limits it, whose computing and communicating are one call",
         "wait": "its ranks wait for each other",
         "input": "waiting for images limits it",
         "compute": "computing limits it",
@@ -183,7 +180,7 @@ def words_of_step(run, bound, in_part):
         words |= {"communication"} | ({"beyond"} if is_beyond(run) else set())
         if run.nodes == 1:
             words.add("inside")
-        elif run.setting("grad_compression") != "powersgd":
+        else:
             words |= network_words(run) | ({"small"} if size_limits(run) else set())
             words |= {"again"} if run.network and sent_again(run) else set()
     return words
@@ -373,8 +370,7 @@ def own_bytes(run):
     ways = run.network.finding.get("channels", {}) if run.network else {}
     inside = "mnnvl" in ways or (run.network and run.network.transport == "local")
     known = run.has_split and run.wire_bytes and run.processes and (run.nodes or 0) > 1
-    compresses = run.setting("grad_compression") == "powersgd"
-    if not known or steps < 1 or inside or run.partial or compresses:
+    if not known or steps < 1 or inside or run.partial:
         return "", []
     if not run.traffic:
         by_nccl = run.network and not run.network.host
