@@ -74,7 +74,6 @@ import math
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -84,31 +83,36 @@ import time
 import traceback
 import warnings
 import zlib
-from collections import Counter, namedtuple
+from collections import Counter, deque, namedtuple
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from time import perf_counter, process_time
 
 if sys.platform == "win32":
     raise SystemExit("demo_coco_resnet18.py needs Linux or macOS: on Windows start it inside WSL2")
 
-import torch
-import torch.distributed as dist
-import torchvision
-from PIL import Image
-from pycocotools.coco import COCO
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from torchvision.transforms import RandomResizedCrop, v2
-from torchvision.transforms.v2.functional import resize
+try:
+    import torch
+    import torch.distributed as dist
+    import torchvision
+    from PIL import Image
+    from pycocotools.coco import COCO
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    from torch.nn.functional import cross_entropy
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, Dataset, DistributedSampler
+    from torchvision.transforms import RandomResizedCrop, v2
+    from torchvision.transforms.v2.functional import resize
+except Exception as error:  # packages that do not fit together raise errors of any type
+    where = traceback.extract_tb(error.__traceback__)[-1].filename
+    text = f"demo_coco_resnet18.py: requirements.txt is not met: {error} (in {where})"
+    raise SystemExit(text) from None
 
 # What to change first. Each is the default of the option with its name; --help lists all options.
 NUM_EPOCHS = 2  # passes over the images
@@ -117,7 +121,7 @@ LR = 1e-3  # learning rate of Adam
 IMAGE_SIZE = 224  # pixels a side
 SEED = 0  # decides the first weights, the order of the images and the crops
 TIMEOUT = 300  # seconds without an answer after which a process counts as lost
-LOG_EVERY = 5  # steps from one log line to the next
+LOG_EVERY = {"cpu": 5, "cuda": 50, "mps": 5}  # steps from one log line to the next, by device
 
 
 def main(process):
@@ -131,8 +135,9 @@ def main(process):
     log_from_rank_0(process, "Reading the annotations" if not args.dummy else "Random images")
     train_set = from_rank_0(lambda: read_image_list(args.annotation_path) or DUMMY_SET)
     val_set = from_rank_0(lambda: read_image_list(args.val_annotation_path, train_set))
-    # All ranks end here if one lacks an image, or was started with other arguments than rank 0.
-    image_sizes = check_start(args, process, train_set, val_set)
+    # All ranks end here if one was started with other arguments than rank 0, or lacks an image.
+    check_settings(args)
+    check_images(args, process, train_set, val_set)
     checkpoint = read_checkpoint(args, process)  # None if the run starts from the beginning
     # The number of steps, the precision, and what else depends on the hardware and the images.
     fill_in_arguments(args, process, len(train_set.names), checkpoint)
@@ -140,25 +145,27 @@ def main(process):
     val_loader = make_val_loader(args, process, val_set)
 
     model = build_model(args, process, train_set, load=checkpoint is None)
-    ddp, powersgd = wrap_model(args, process, model)  # 4/6
+    ddp = wrap_model(args, process, model)  # 4/6
     # ddp holds the model, so both have the same weights. The optimizer can take them from either.
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    training = Training(args, process, train_set, image_sizes, model, ddp, optimizer, powersgd)
+    training = Training(args, process, train_set, model, ddp, optimizer)
     if checkpoint:  # every rank has the same one, so the replicas stay equal
         load_checkpoint(training, checkpoint)
-    catch_stop_signals(training)  # from now on such a signal saves, and ends all ranks
+    catch_stop_signals(process)  # from now on such a signal saves, and ends all ranks
     start_workers(train_loader, val_loader)  # the processes that load images
+    end_on_second_interrupt(process)
     rebuild_buckets(training)  # a pass over blank images: this fixes DDP's bucket order
     log_run(training, val_set)
 
     for epoch in epochs_left(training):  # 1, 2, ..., unless the run was resumed
         train_one_epoch(training, train_loader, epoch)  # 5/6
         # Like all calls in main, each rank makes this one, though only rank 0 writes.
-        save_checkpoint(training, is_last=training.step == args.max_steps)
+        save_checkpoint(training)
         if val_loader is not None:
             evaluate(training, val_loader, epoch)  # 6/6
     # The proof that the replicas are still equal: the run fails if they are not.
-    log_summary(training, digests_of_replicas(model))
+    log_summary(training)
+    check_saved(training)  # it also fails if the last checkpoint could not be written
     # Then the caller, run_and_exit at the end of this file, calls leave_process_group.
 
 
@@ -173,8 +180,6 @@ class ProcessInfo:
     local_world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = ""  # what moves tensors between processes: nccl (GPUs) or gloo (CPUs)
-    restarts: int = 0  # by torchrun --max-restarts
-    run: str = ""  # torchrun's folder for this run, the same one in all its restarts
     parent: int = field(default_factory=os.getppid)  # the process that has started this one
     stop: int = 0  # number of the stop signal that has come
 
@@ -210,21 +215,18 @@ class Training:
     args: argparse.Namespace
     process: ProcessInfo
     train_set: "ImageSet"  # names and labels of the images, and the classes
-    image_sizes: str  # a digest of the sizes of some training images
     model: torch.nn.Module
     ddp: torch.nn.Module  # the model in DDP: the same weights, in the same memory
     optimizer: torch.optim.Optimizer
-    powersgd: powerSGD_hook.PowerSGDState | None  # with --grad_compression powersgd
     step: int = 0  # optimizer steps so far
     agree_at_step: int = 0  # the step after which the ranks next agree to go on
     interval: int = 1  # steps from the last agreement to the next
     due_line: "DueLine | None" = None  # a log line that is not written yet
     loss_sum: torch.Tensor | float = 0.0  # in this epoch, over this rank's images
+    not_saved: str = ""  # on rank 0: why the last checkpoint could not be written
 
     def __post_init__(self):
-        self.damage, self.val_damage = Damage(), Damage()
-        self.owns_checkpoint = False  # until this run has loaded or saved it
-        self.timer = StepTimer(self.process.device, self.model)
+        self.timer = StepTimer(self.process, self.model)
         self.profiler = start_profiler(self.args, self.process) if self.args.profile else None
         # The pretrained weights expect images with ImageNet's mean and standard deviation.
         self.mean, self.std = MEAN.to(self.process.device), STD.to(self.process.device)
@@ -246,12 +248,11 @@ def read_environment(process):
     process.world_size = int(os.environ["WORLD_SIZE"])  # the number of processes, not of nodes
     process.local_rank = int(os.environ["LOCAL_RANK"])  # on its own node, from 0
     process.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    read_restarts(process)
     set_meeting_point(process)  # MASTER_ADDR and MASTER_PORT, if the given ones are unusable
 
 
 def join_process_group(args, process):
-    """All ranks: chooses the device, and joins the group. Raises UserError or StartError.
+    """All ranks: chooses the device, and joins the group. Raises UserError or PeerLost.
 
     The process group: the processes that make collective calls together, here all of them.
     """
@@ -266,8 +267,8 @@ def join_process_group(args, process):
         torch.cuda.set_device(process.device)
     prepare_hardware(args, process)  # settings of PyTorch; a Mac's GPU
     # All processes meet at MASTER_ADDR:MASTER_PORT, which torchrun has set, and exchange addresses
-    # through a store. If a process has not come after --timeout seconds, the others end with a
-    # StartError, exit code 1. (Before that torchrun has waited for the other nodes. If a node does
+    # through a store. If a process has not come after --timeout seconds, the others end with
+    # PeerLost, exit code 1. (Before that torchrun has waited for the other nodes. If a node does
     # not come, torchrun fails after 15 minutes, and this script never starts.)
     with connecting_ranks(args, process):
         dist.init_process_group(  # rank, world size and the address are in the environment
@@ -286,7 +287,7 @@ def make_train_loader(args, process, train_set):
     """The batches of this rank's share of the training images."""
     if args.dummy:
         return DummyLoader(args, process, train_set)
-    dataset = CocoFirstCategory(args, process, args.coco_image_path, train_set, random_crop)
+    dataset = CocoFirstCategory(args, args.coco_image_path, train_set, random_crop)
     # DDP 3/6: the sampler gives each rank its own share of the images. Every rank shuffles the
     # full list identically, by seed and epoch. Of N ranks, rank r takes number r, r + N, ...
     # Each step has a collective call (5/6), so all ranks must make the same number of steps, and
@@ -294,7 +295,9 @@ def make_train_loader(args, process, train_set):
     # padding. EpochSampler is PyTorch's DistributedSampler with two additions. It yields (epoch,
     # index), so that the dataset crops an image differently in each epoch. And a share can begin
     # later, in a run that resumes, or end earlier, as in make_val_loader.
-    sampler = EpochSampler(dataset, process.world_size, process.rank, seed=args.seed)
+    # (DistributedSampler shuffles by seed + epoch: seeds that are far apart share no order.)
+    seed = args.seed * 2**20
+    sampler = EpochSampler(dataset, process.world_size, process.rank, seed=seed)
     return make_loader(args, process, dataset, sampler, args.workers)
 
 
@@ -302,7 +305,7 @@ def make_val_loader(args, process, val_set):
     """The batches of this rank's share of the validation images, or None."""
     if not val_set:
         return None
-    dataset = CocoFirstCategory(args, process, args.val_image_path, val_set, center_crop)
+    dataset = CocoFirstCategory(args, args.val_image_path, val_set, center_crop)
     sampler = EpochSampler(dataset, process.world_size, process.rank, shuffle=False)
     # Padding would count some images twice. DistributedSampler puts it at the end of some shares:
     # these end one image earlier here: of 10 images 4 ranks get 3, 3, 2 and 2. That does no harm:
@@ -322,11 +325,11 @@ class CocoFirstCategory(Dataset):
 
     A key is (epoch, index). Key and seed alone decide how an image is cropped, so it looks the
     same on whichever rank, and in a resumed run. For another kind of data write a Dataset with
-    such keys and with `labels`, and functions in place of read_image_list and check_images.
+    such keys and with `labels`, and functions in place of read_image_list and look_for_images.
     """
 
-    def __init__(self, args, process, folder, image_set, crop):
-        self.size, self.seed, self.process = args.image_size, args.seed, process
+    def __init__(self, args, folder, image_set, crop):
+        self.size, self.seed = args.image_size, args.seed
         self.folder, self.names, self.labels = folder, image_set.names, image_set.labels
         self.packed = PackedImages(folder, self.names) if os.path.isfile(folder) else None
         self.crop = crop  # a function of an image, (3, height, width), and the size
@@ -335,28 +338,17 @@ class CocoFirstCategory(Dataset):
         return len(self.names)
 
     def __getitem__(self, key):
-        """An image, uint8 (size, size, 3), its label, and whether its file is damaged."""
+        """An image, uint8 (size, size, 3), and its label. Raises LoneUserError or OSError."""
         epoch, index = key
         if self.packed:
-            image, damaged = self.packed.read(index), False
+            image = self.packed.read(index)
         else:
-            image, damaged = self.load_image(os.path.join(self.folder, self.names[index]))
+            image = load_image(os.path.join(self.folder, self.names[index]))
         # Python's hash of integers is the same in every process. torch.manual_seed would do as
         # well, but it also seeds the GPUs, which would make a crop a third slower.
         torch.default_generator.manual_seed(hash((self.seed, epoch, index)) % 2**32)
         rows = self.crop(image.permute(2, 0, 1), self.size).permute(1, 2, 0)
-        return rows, self.labels[index], damaged
-
-    def load_image(self, path):
-        """uint8 (height, width, 3), RGB; and whether it is a black one, for a damaged image."""
-        content = Path(path).read_bytes()  # its OSError ends the run: the storage may be gone
-        try:
-            return decode(content), False
-        except Exception as error:  # damaged images raise errors of any type
-            reason = one_line(error).partition(" <_io")[0]
-            text = f"image {path} is damaged, a black one takes its place"
-            log(self.process, f"WARNING: {text}: {reason}")
-            return torch.zeros(self.size, self.size, 3, dtype=torch.uint8), True
+        return rows, self.labels[index]
 
 
 def make_loader(args, process, dataset, sampler, workers):
@@ -390,7 +382,7 @@ def build_model(args, process, train_set, load=True):
     model = torchvision.models.resnet18(num_classes=len(train_set.categories))
     with errors_end_all_ranks():
         if process.rank == 0 and load and args.weights != "none":
-            load_weights(process, model, args.weights, train_set)
+            load_weights(args, process, model, train_set)
     if args.sync_bn:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.compile:
@@ -399,10 +391,10 @@ def build_model(args, process, train_set, load=True):
 
 
 def wrap_model(args, process, model):
-    """All ranks: the model in DDP, and the state of --grad_compression powersgd or None."""
+    """All ranks: the model in DDP. On a Mac's GPU: the model itself."""
     if process.device.type not in DEVICES_WITH_DDP:
         model.no_sync = nullcontext  # the only name of DDP's that is called below
-        return model, None
+        return model
     # DDP 4/6: DDP copies rank 0's weights into the model of every rank, here and now, so that all
     # start equal. ddp(images) then computes what model(images) does, and its backward pass also
     # averages the gradients (5/6), which travel in buckets: those of several layers together.
@@ -416,7 +408,13 @@ def wrap_model(args, process, model):
     # ranks before each forward pass. Once an epoch is enough: share_statistics. (As an argument
     # above it would, in some versions of PyTorch, also leave them out of the first copy.)
     ddp.broadcast_buffers = False
-    return ddp, compress_gradients(args, ddp)
+    if args.grad_compression != "none":  # each gradient has 2 bytes while it travels, not 4
+        hooks = {
+            "fp16": default_hooks.fp16_compress_hook,
+            "bf16": default_hooks.bf16_compress_hook,
+        }
+        ddp.register_comm_hook(None, hooks[args.grad_compression])
+    return ddp
 
 
 # With N processes a step covers N times as many images, so an epoch has 1/N as many steps:
@@ -446,10 +444,9 @@ def train_one_epoch(training, loader, epoch):
             group["lr"] = args.lr * lr_factor
         loss_of_step = torch.zeros((), device=process.device)
         for micro_batch in range(micro_batches):
-            timer.mark("waiting for data")
-            images, labels, damaged = next(batches)
-            timer.mark("data arrived")
-            training.damage.add(damaged)
+            timer.wait_for_data()
+            images, labels = next(batches)
+            timer.data_arrived()
             # The gradients of the micro-batches add up on this rank. Only the last backward pass
             # has to send them: in no_sync DDP sends nothing, which saves the other all-reduces.
             # The forward pass must be in no_sync as well: in it DDP prepares to send, or not.
@@ -467,7 +464,7 @@ def train_one_epoch(training, loader, epoch):
                 #     1/N sum over ranks (1/n sum over its images (g)) = 1/(N n) sum over all (g)
                 training.scaler.scale(loss).backward()
             loss_of_step += loss.detach()  # of this rank's images: each rank logs its own loss
-        timer.mark("gradients averaged")
+        timer.gradients_averaged()
         # Equal weights and equal gradients on all ranks: the weights stay equal. (With fp16 the
         # scaler skips a step that overflows: on all ranks, because their gradients are equal.)
         training.scaler.step(training.optimizer)
@@ -476,9 +473,20 @@ def train_one_epoch(training, loader, epoch):
         training.step += 1
         images_seen += images_in_step
         training.loss_sum += loss_of_step * images_in_step
-        log_save_or_stop(training, epoch, loss_of_step, images_in_step)  # what is due
+        log_due_line(training)  # of the step before, on a GPU, which still computes this one
+        timer.end_step(images_in_step)
+        if training.profiler:
+            profile_step(training.profiler, timer)
+        note_line(training, epoch, loss_of_step)  # in the steps of --log_every
+        save_due = args.checkpoint_every and training.step % args.checkpoint_every == 0
+        if save_due or training.step >= training.agree_at_step:
+            # A stop signal may come to one rank alone. Here all learn of it, after the same step.
+            stop_together(training, timer.last_step_seconds())
+        if save_due:
+            save_checkpoint(training)
+            timer.start_step()  # the time to save is not part of a step
     share_statistics(training)
-    agree_to_continue(training, timer.last_step_seconds())  # all go on, or on a signal all end
+    stop_together(training, timer.last_step_seconds())
     log_epoch(training, epoch, steps_done + 1, images_seen, began)
 
 
@@ -488,8 +496,8 @@ def train_one_epoch(training, loader, epoch):
 #     rank 1   data |   forward   |       backward      | .. exposed . | optimizer
 #     network                         [ bucket 1 ]      [  bucket 2  ]
 #     marks    1    2                    3 of rank 0    3 of rank 1    4           5
-# The timer's marks: 1 "waiting for data", 2 "data arrived", 3 "own gradients" (the timer sets it,
-# when backward has reached the first layer), 4 "gradients averaged", 5 "end" (log_save_or_stop).
+# The timer's marks: 1 wait_for_data, 2 data_arrived, 3 own_gradients (PyTorch calls it, when
+# backward has reached the first layer), 4 gradients_averaged, 5 end_step.
 # The log has the times between them. data: 1 to 2. exposed communication: 3 to 4, in which a rank
 # computes nothing, but waits for slower ranks and for the network. What the network does before 3
 # is hidden: no rank waits for it, though it takes some of the device from backward. compute: the
@@ -504,14 +512,14 @@ def on_device(process, batches):
     computing stream waits for the copy.
     """
     copying = torch.cuda.Stream() if process.gpu else None
-    for *batch, damaged in batches:
+    for batch in batches:
         with torch.cuda.stream(copying):  # None: no stream
             batch = [part.to(process.device, non_blocking=process.gpu) for part in batch]
         if process.gpu:
             torch.cuda.current_stream().wait_stream(copying)
             for part in batch:
                 part.record_stream(torch.cuda.current_stream())  # its memory is in use there
-        yield *batch, damaged
+        yield batch
 
 
 def share_statistics(training):
@@ -527,6 +535,9 @@ def forward(training, model, images):
     With --sync_bn the ranks exchange the statistics of their images in it.
     """
     process, precision = training.process, training.args.precision
+    # cuDNN tries out which convolutions are the fastest, for each shape of a batch anew: not
+    # worth it for the shorter batch at an epoch's end.
+    torch.backends.cudnn.benchmark = len(images) == training.args.batch_size
     images = images.to(process.device, non_blocking=process.gpu).permute(0, 3, 1, 2)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     with torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None):
@@ -540,8 +551,7 @@ def evaluate(training, loader, epoch):
     process, model, began = training.process, training.model, perf_counter()
     correct = images_seen = 0
     model.eval()
-    for images, labels, damaged in batches_until_stop(training, loader):
-        training.val_damage.add(damaged)
+    for images, labels in batches_until_stop(training, loader):
         guesses = forward(training, model, images).argmax(1).cpu()
         correct += (guesses == labels).sum().item()
         images_seen += len(labels)
@@ -554,35 +564,38 @@ def evaluate(training, loader, epoch):
         log_validation(training, loader, epoch, *counts.tolist(), began)
 
 
-def save_checkpoint(training, is_last):
-    """All ranks: check that the weights are finite. Rank 0 writes the checkpoint, if asked for.
+def save_checkpoint(training):
+    """All ranks: rank 0 writes the checkpoint, if one is asked for. Raises UserError.
 
-    is_last: whether the run ends now. Only then is a failed write fatal. Raises UserError.
+    A write that fails is logged, and does not end the run: check_saved does, at its end.
     """
-    args, process = training.args, training.process
+    path, process = training.args.checkpoint, training.process
     with errors_end_all_ranks():
         if not all(parameter.isfinite().all() for parameter in training.model.parameters()):
-            text = f"weights not finite after step {training.step}: lower --lr; not saved"
-            raise UserError(text)
-        if args.checkpoint and process.rank == 0:
-            if os.path.exists(args.checkpoint) and not training.owns_checkpoint:
-                text = f"another run has written {args.checkpoint} since this one began"
-                raise UserError(f"{text}: give another FILE")
-            try:
-                write_checkpoint(training, args.checkpoint)
-                training.owns_checkpoint = True
-            except UserError as error:
-                if is_last:
-                    raise
-                log(process, f"WARNING: {error}: the run goes on")
+            text = f"weights not finite after step {training.step}, which is not saved"
+            raise UserError(f"{text}: {BEGIN_AGAIN}")
+    if path and process.rank == 0:
+        try:
+            write_checkpoint(training, path)
+            training.not_saved = ""
+        except UserError as error:
+            training.not_saved = str(error)
+            log(process, f"WARNING: {error}: the run goes on")
 
 
-def digests_of_replicas(model):
-    """All ranks: a digest of each rank's weights. If they are the same, so are the replicas."""
+def check_saved(training):
+    """All ranks: raises UserError if the last checkpoint could not be written."""
+    with errors_end_all_ranks():
+        if training.not_saved:
+            raise UserError(training.not_saved)
+
+
+def digest_of_weights(model):
+    """A SHA-256. If those of all ranks are the same, so are the replicas."""
     digest = hashlib.sha256()
     for value in model.state_dict().values():
         digest.update(value.cpu().numpy().tobytes())
-    return all_gather(digest.hexdigest())
+    return digest.hexdigest()
 
 
 # ---- What all ranks do together
@@ -593,6 +606,14 @@ def all_gather(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def maximum(*values):
+    """All ranks: for each of these numbers the largest that any rank has, as a list."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    largest = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
 
 
 def from_rank_0(read):
@@ -619,11 +640,12 @@ def errors_end_all_ranks():
         yield
     except UserError as failure:
         error = str(failure)
+    if not maximum(bool(error))[0]:  # nearly always: the texts need not travel
+        return
     errors = all_gather(error)
     failed = [rank for rank, text in enumerate(errors) if text]
-    if failed:
-        which = f" (rank {', '.join(map(str, failed))})" if len(failed) < len(errors) else ""
-        raise UserError(errors[failed[0]] + which)
+    which = f" (rank {', '.join(map(str, failed))})" if len(failed) < len(errors) else ""
+    raise UserError(errors[failed[0]] + which)
 
 
 def leave_process_group():
@@ -647,23 +669,22 @@ def leave_process_group():
 #
 # Where is ...? In the order of this part:
 #     an option, its default, its check            make_parser, parse_arguments
-#     what must be the same on all ranks           check_start
+#     what must be the same on all ranks           check_settings
 #     torchrun, srun or mpirun: the rank           find_launcher
 #     the choice of bf16, fp16 or fp32             fast_precision
 #     where the ranks meet, what if one is missing set_meeting_point, connecting_ranks
 #     an image's label, validation's classes       list_labelled, match_classes
-#     a damaged image, a missing one               decode, check_images
+#     a damaged image, a missing one               load_image, look_for_images
 #     pretrained weights                           load_weights
-#     fewer bytes to send                          compress_gradients
 #     what Summary and the log lines measure       StepTimer
-#     a stop signal, a lost torchrun               catch_stop_signals, agree_to_continue
+#     a stop signal, a lost torchrun               catch_stop_signals, agree
 #     what a checkpoint holds, who may resume      write_checkpoint, SAME_ON_RESUME
-#     the lines and records of the log             log_run, log_step, log_summary
-#     which errors are one line, exit codes        ADVICE, UserError, run_and_exit
+#     the lines and records of the log             log_run, log_due_line, log_summary
+#     which errors are one line, exit codes        UserError, run_and_exit
 #
-# Another model: build_model. Another data set: CocoFirstCategory, read_image_list, check_images.
-# Another optimizer or scheduler: main, lr_factor in train_one_epoch; if it has a state,
-# write_checkpoint and load_checkpoint; for its options SAME_ON_RESUME.
+# Another model: build_model. Another data set: CocoFirstCategory, read_image_list,
+# look_for_images. Another optimizer or scheduler: main, lr_factor in train_one_epoch; if it has a
+# state, write_checkpoint and load_checkpoint; for its options SAME_ON_RESUME.
 
 # ---- Arguments: their defaults and limits, and what follows from them
 
@@ -676,52 +697,57 @@ PER_NODE = [*DATA_PATHS, "checkpoint", "profile", "workers"]
 
 
 def make_parser():
-    form = argparse.ArgumentDefaultsHelpFormatter
-    text = __doc__.split("\n\n")[0]
-    parser = argparse.ArgumentParser(description=text, formatter_class=form, allow_abbrev=False)
-    add = parser.add_argument_group("data").add_argument
-    add("--dummy", action="store_true", help="random images, in place of data: nothing is read")
-    add("--coco_image_path", help="folder of the training images, or their packed file")
-    add("--annotation_path", help="their COCO instances file")
-    add("--val_image_path", help="folder of the validation images, or their packed file")
-    add("--val_annotation_path", help="their COCO instances file")
-    add("--image_size", type=at_least(int, 33), default=IMAGE_SIZE, help="pixels a side")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+
+    def add(name, help, **settings):
+        text = help + ("" if settings.get("default") is None else " (default: %(default)s)")
+        group.add_argument(name, help=text, **settings)
+
+    group = parser.add_argument_group("data")
+    text = "random images, one batch that repeats: a load for networks; its loss means nothing"
+    add("--dummy", text, action="store_true")
+    add("--coco_image_path", "folder of the training images, or their packed file")
+    add("--annotation_path", "their COCO instances file")
+    add("--val_image_path", "folder of the validation images, or their packed file")
+    add("--val_annotation_path", "their COCO instances file")
+    add("--image_size", "pixels a side", type=at_least(int, 33), default=IMAGE_SIZE)
     text = f"loader processes per rank; unset: 1 on a CPU, else by cores, at most {MOST_WORKERS}"
-    add("--workers", type=NATURAL, help=text)
-    add = parser.add_argument_group("training").add_argument
+    add("--workers", text, type=NATURAL)
+    group = parser.add_argument_group("training")
     text = f"passes over the images; unset: {NUM_EPOCHS}, with --dummy {DUMMY_STEPS} steps"
-    add("--num_epochs", type=POSITIVE, help=text)
-    add("--batch_size", type=POSITIVE, default=BATCH_SIZE, help="images per rank and micro-batch")
-    add("--global_batch_size", type=POSITIVE, help="instead: images per step of all ranks")
-    add("--accumulate_steps", type=POSITIVE, default=1, help="micro-batches in a step, per rank")
-    add("--lr", type=at_least(float, 1e-9), default=LR, help="learning rate of Adam")
+    add("--num_epochs", text, type=POSITIVE)
+    add("--batch_size", "images per rank and micro-batch", type=POSITIVE, default=BATCH_SIZE)
+    add("--global_batch_size", "instead: images per step of all ranks", type=POSITIVE)
+    add("--accumulate_steps", "micro-batches in a step, per rank", type=POSITIVE, default=1)
+    add("--lr", "learning rate of Adam", type=at_least(float, 1e-9), default=LR)
     text = f"linear: --lr times global batch size / {LR_BATCH}, a rule that was found for SGD"
-    add("--lr_scaling", choices=["none", "linear"], default="none", help=text)
-    add("--warmup_steps", type=NATURAL, default=0, help="steps in which the learning rate rises")
-    add("--weights", default="imagenet", help="imagenet, none, or a FILE with a state dict")
-    add("--seed", type=NATURAL, default=SEED, help="decides first weights, order, crops")
-    add("--max_steps", type=POSITIVE, help="stop after this number of optimizer steps")
-    add = parser.add_argument_group("hardware").add_argument
-    add("--precision", choices=["auto", *PRECISIONS], default="auto", help="auto: the fastest one")
-    add("--compile", action="store_true", help="torch.compile the model")
-    add("--sync_bn", action="store_true", help="batch norm over the images of all GPUs")
+    add("--lr_scaling", text, choices=["none", "linear"], default="none")
+    add("--warmup_steps", "steps in which the learning rate rises", type=NATURAL, default=0)
+    add("--weights", "imagenet, none, or a FILE with a state dict", default="imagenet")
+    add("--seed", "decides first weights, order, crops", type=NATURAL, default=SEED)
+    add("--max_steps", "stop after this number of optimizer steps", type=POSITIVE)
+    group = parser.add_argument_group("hardware")
+    choices = ["auto", *PRECISIONS]
+    add("--precision", "auto: the fastest one", choices=choices, default="auto")
+    add("--compile", "torch.compile the model", action="store_true")
+    add("--sync_bn", "batch norm over the images of all GPUs", action="store_true")
     devices, text = ["auto", "cpu", "cuda", "mps"], "auto: NVIDIA GPU or CPU; mps: Mac's GPU"
-    add("--device", choices=devices, default="auto", help=text)
-    add = parser.add_argument_group("communication").add_argument
-    backends = ["auto", "nccl", "gloo"]
-    add("--backend", choices=backends, default="auto", help="auto: nccl on NVIDIA GPUs, else gloo")
+    add("--device", text, choices=devices, default="auto")
+    group = parser.add_argument_group("communication")
+    backends, text = ["auto", "nccl", "gloo"], "auto: nccl on NVIDIA GPUs, else gloo"
+    add("--backend", text, choices=backends, default="auto")
     text = "seconds without an answer after which a process counts as lost"
-    add("--timeout", type=at_least(float, 0.1), default=float(TIMEOUT), help=text)
-    add("--bucket_cap_mb", type=at_least(float, 0.1), help="MiB in one all-reduce; unset: DDP's")
-    hooks = ["none", "fp16", "bf16", "powersgd"]
-    add("--grad_compression", choices=hooks, default="none", help="to send less of the gradients")
-    add = parser.add_argument_group("output").add_argument
-    text = "steps from one log line to the next"
-    add("--log_every", type=POSITIVE, default=LOG_EVERY, help=text)
-    add("--checkpoint", help="FILE, saved at the end of each epoch and on a stop signal")
-    add("--checkpoint_every", type=NATURAL, default=0, help="also every N optimizer steps; 0: not")
-    add("--resume", action="store_true", help="continue from --checkpoint if that file exists")
-    add("--profile", metavar="FOLDER", help="FOLDER for a trace of each rank, of steps 8 to 10")
+    add("--timeout", text, type=at_least(float, 0.1), default=float(TIMEOUT))
+    add("--bucket_cap_mb", "MiB in one all-reduce; unset: DDP's", type=at_least(float, 0.1))
+    hooks, text = ["none", "fp16", "bf16"], "to send each gradient with 2 bytes"
+    add("--grad_compression", text, choices=hooks, default="none")
+    group = parser.add_argument_group("output")
+    text = f"steps from one log line to the next; unset: {LOG_EVERY['cpu']}, on a GPU "
+    add("--log_every", f"{text}{LOG_EVERY['cuda']}", type=POSITIVE)
+    add("--checkpoint", "FILE, saved at the end of each epoch and on a stop signal")
+    add("--checkpoint_every", "also every N optimizer steps; 0: not", type=NATURAL, default=0)
+    add("--resume", "continue from --checkpoint if that file exists", action="store_true")
+    add("--profile", "FOLDER for a trace of each rank, of steps 8 to 10", metavar="FOLDER")
     return parser
 
 
@@ -749,71 +775,48 @@ def parse_arguments(argv):
 
     def refuse(text):
         text = f"{parser.prog}: error: {text}; see --help"
-        record_end("shared", text)
+        record_end(UserError(text))
         parser.exit(EXIT_USER, text + "\n")
 
     parser.error = refuse  # one line, without argparse's usage
     # Dashes inside a name are accepted: --batch-size is --batch_size.
     argv = [re.sub(r"^--[a-z-]+", lambda m: "--" + m[0][2:].replace("-", "_"), a) for a in argv]
     args = parser.parse_args(argv)
+    for name in [*DATA_PATHS, "checkpoint", "profile", "weights"]:
+        if getattr(args, name) == "":  # as "$COCO" is where nobody has set it
+            refuse(f"--{name} is empty: give a path")
     check_data_options(args, refuse)
     for option, given in (("resume", args.resume), ("checkpoint_every", args.checkpoint_every)):
         if given and not args.checkpoint:
             refuse(f"--{option} needs --checkpoint FILE")
-    if args.grad_compression == "powersgd" and args.bucket_cap_mb:
-        refuse("--grad_compression powersgd needs one bucket, and sets --bucket_cap_mb itself")
     if args.compile and (args.bucket_cap_mb or 1) < 1:
         refuse("--compile needs --bucket_cap_mb 1 or more: PyTorch's first bucket has 1 MB")
     return args
 
 
 def check_data_options(args, refuse):
-    for name in DATA_PATHS:
-        if getattr(args, name) == "":  # as "$COCO" is where nobody has set it
-            refuse(f"--{name} is empty: give a path")
-        if args.dummy and getattr(args, name):
-            refuse(f"--dummy reads no data: leave --{name} out")
-    if not args.dummy and not (args.coco_image_path and args.annotation_path):
+    if args.dummy:
+        for name in DATA_PATHS:
+            if getattr(args, name):
+                refuse(f"--dummy reads no data: leave --{name} out")
+        if args.workers or args.weights not in ("imagenet", "none"):
+            refuse("--dummy loads no images and no weights: leave --workers and --weights out")
+        args.weights, args.workers = "none", 0
+    elif not (args.coco_image_path and args.annotation_path):
         refuse("give --coco_image_path and --annotation_path, or --dummy")
     if bool(args.val_image_path) != bool(args.val_annotation_path):
         refuse("--val_image_path and --val_annotation_path go together: give both")
-    if args.dummy and (args.workers or args.weights not in ("imagenet", "none")):
-        refuse("--dummy loads no images and no weights: leave --workers and --weights out")
-    if args.dummy:
-        args.weights, args.workers = "none", 0
-        if not args.num_epochs:  # as many as the steps need, with any number of processes
-            args.num_epochs = args.max_steps = args.max_steps or DUMMY_STEPS
-    args.num_epochs = args.num_epochs or NUM_EPOCHS
 
 
-def check_start(args, process, train_set, val_set):
-    """All ranks: raises UserError unless all have the same settings, and all images.
-
-    Returns a digest of the sizes of some images, which tells resized images from the originals.
-    """
+def check_settings(args):
+    """All ranks: raises UserError unless all were started alike."""
     settings = {f"--{name}": value for name, value in vars(args).items() if name not in PER_NODE}
     for name in ("checkpoint", "profile", "val_image_path"):  # needs collective calls
         settings[f"--{name} given"] = bool(getattr(args, name))
     settings["PyTorch"] = str(torch.__version__)
-    check_same(settings)
-    if args.dummy:
-        return digest()
-    count = len(train_set.names) + len(val_set.names if val_set else [])
-    log_from_rank_0(process, f"Looking for {counted(count, 'image')}")
+    first = from_rank_0(lambda: settings)
     with errors_end_all_ranks():
-        sizes, sizes_digest = check_images(args.coco_image_path, train_set.names)
-        _, val_digest = check_images(args.val_image_path, val_set.names) if val_set else ([], "")
-    if max(map(min, sizes)) < args.image_size:
-        text = "the images are smaller than --image_size: prepared for a smaller one?"
-        log_from_rank_0(process, f"WARNING: {text}")
-    check_same({"sizes of the images": sizes_digest, "those for validation": val_digest})
-    return sizes_digest
-
-
-def check_same(settings):
-    """All ranks: raises UserError unless all have the same settings, {name: value}."""
-    with errors_end_all_ranks():
-        for name, value in from_rank_0(lambda: settings).items():
+        for name, value in first.items():
             if settings.get(name) != value:
                 text = f"{name} is {settings.get(name)} here, but {value} on rank 0"
                 raise UserError(f"{text}: start all ranks alike")
@@ -822,37 +825,47 @@ def check_same(settings):
 def fill_in_arguments(args, process, image_count, checkpoint=None):
     """All ranks: sets what depends on the hardware, the number of images and the checkpoint."""
     args.cores = set_threads(process)
-    # Collective calls in here depend on arguments. All ranks have the same ones: check_start.
+    args.log_every = args.log_every or LOG_EVERY[process.device.type]
+    if args.workers is None:
+        workers = args.cores - (2 if args.cores > 4 else 1) if process.gpu else 1
+        args.workers = max(1, min(workers, MOST_WORKERS))
+    # Collective calls in here depend on arguments. All ranks have the same ones: check_settings.
     with errors_end_all_ranks():
         if args.sync_bn and not process.gpu:
             raise UserError("--sync_bn needs NVIDIA GPUs: PyTorch has no other SyncBatchNorm")
         if args.device == "mps" and args.grad_compression != "none":
             raise UserError("--grad_compression needs DDP, which --device mps does not use")
-        micro_batches = process.world_size * args.accumulate_steps  # of all ranks in a step
-        global_batch = args.global_batch_size or args.batch_size * micro_batches
-        if global_batch % micro_batches:
-            text = f"--global_batch_size {global_batch} is not a multiple of {micro_batches}"
-            raise UserError(f"{text}, the number of micro-batches of all ranks in a step")
-        args.global_batch_size, args.batch_size = global_batch, global_batch // micro_batches
-    args.steps_per_epoch = math.ceil(image_count / global_batch)
+        set_batch_sizes(args, process)
+    set_steps(args, image_count)
+    if args.lr_scaling == "linear":
+        base, args.lr = args.lr, args.lr * args.global_batch_size / LR_BATCH
+        text = f"--lr {base:g} x {args.global_batch_size} / {LR_BATCH} = {args.lr:g}"
+        log_from_rank_0(process, text)
+    if args.precision == "auto" and checkpoint:
+        args.precision = checkpoint["settings"].get("--precision", "fp32")
+    elif args.precision == "auto":  # the fastest one that suits all ranks
+        args.precision = min(all_gather(fast_precision(args, process)), key=PRECISIONS.index)
+
+
+def set_batch_sizes(args, process):
+    """global_batch_size: images of all ranks in a step. batch_size: of a micro-batch."""
+    micro_batches = process.world_size * args.accumulate_steps  # of all ranks in a step
+    global_batch = args.global_batch_size or args.batch_size * micro_batches
+    if global_batch % micro_batches:
+        text = f"--global_batch_size {global_batch} is not a multiple of {micro_batches}"
+        raise UserError(f"{text}, the number of micro-batches of all ranks in a step")
+    args.global_batch_size, args.batch_size = global_batch, global_batch // micro_batches
+
+
+def set_steps(args, image_count):
+    """steps_per_epoch, num_epochs, and max_steps: optimizer steps of the whole run."""
+    args.steps_per_epoch = math.ceil(image_count / args.global_batch_size)
+    if args.dummy and not args.num_epochs:
+        args.max_steps = args.max_steps or DUMMY_STEPS
+        args.num_epochs = math.ceil(args.max_steps / args.steps_per_epoch)
+    args.num_epochs = args.num_epochs or NUM_EPOCHS
     all_steps = args.num_epochs * args.steps_per_epoch
     args.max_steps = min(all_steps, args.max_steps or all_steps)
-    if args.profile:
-        check_profile(args, process, checkpoint)
-    if args.lr_scaling == "linear":
-        base, args.lr = args.lr, args.lr * global_batch / LR_BATCH
-        log_from_rank_0(process, f"--lr {base:g} x {global_batch} / {LR_BATCH} = {args.lr:g}")
-    if args.workers is None:
-        workers = args.cores - (2 if args.cores > 4 else 1) if process.gpu else 1
-        args.workers = max(1, min(workers, MOST_WORKERS))
-    if args.precision == "auto":  # that of the checkpoint, or the fastest one that suits all ranks
-        saved = checkpoint and checkpoint["settings"].get("--precision", "fp32")
-        fast = None if saved else all_gather(fast_precision(args, process))
-        args.precision = saved or min(fast, key=PRECISIONS.index)
-    if args.grad_compression == "powersgd":
-        args.bucket_cap_mb = 1024  # NOTE: over Gloo PowerSGD hangs with two buckets
-        if args.precision == "fp16":  # it would not recover from an overflow
-            raise UserError("--grad_compression powersgd needs --precision bf16 or fp32, not fp16")
 
 
 # ---- Launchers and devices: who started this process, and on what it computes
@@ -872,65 +885,46 @@ PRECISIONS = ["fp32", "fp16", "bf16"]  # a GPU that is fast in one is fast in th
 
 def find_launcher():
     """Who started this process. Sets torchrun's variables where another launcher did not."""
-    env = os.environ
-    launcher, names = launcher_and_variables(env)
-    if launcher == "python":
+    env, job = os.environ, ""
+    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
+    if "RANK" in env:
+        launcher = "torchrun"  # or another scheduler, or a user
+        if env.get("LOCAL_RANK", "0") == "0":  # without torchrun: one process on each node
+            env.setdefault("LOCAL_RANK", "0")
+            env.setdefault("LOCAL_WORLD_SIZE", "1")
+    elif "OMPI_COMM_WORLD_RANK" in env:
+        launcher = "mpirun"
+        env.update(zip(TORCHRUN, (env.get(name, "") for name in OPEN_MPI), strict=True))
+        # The job's name in Open MPI 5, and in 4.
+        job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
+    elif env.get("PMI_SIZE", tasks) != tasks:
+        text = "started by another launcher (MPICH, Intel MPI?): use torchrun, srun or Open MPI"
+        raise UserError(f"{text}, or set {', '.join(TORCHRUN)} for each process")
+    elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # no batch script has both
+        launcher = "srun"
+        env.update(zip(TORCHRUN, (env.get(name, "") for name in SRUN), strict=True))
+        env["LOCAL_WORLD_SIZE"] = str(len(env["LOCAL_WORLD_SIZE"].split(",")))  # of this node
+        job = f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+    else:
         env.update(ALONE)
-        return launcher
-    for name, other_name in zip(TORCHRUN, names, strict=True):
-        env[name] = env.get(other_name, "")
-    job = None
-    if launcher == "srun":
-        job = read_job_step(env)
-    elif launcher == "mpirun":  # the job's name in Open MPI 5, and in 4
-        name = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
-        job = zlib.crc32(name.encode())
+        return "python"
     if job:  # a port of its own: other jobs may use the node
-        env.setdefault("MASTER_PORT", str(20000 + job % 12000))
-    try:
-        rank, world_size, *_ = (int(env[name]) for name in TORCHRUN)
-    except ValueError as error:
-        raise UserError(f"{launcher} should set {', '.join(TORCHRUN)} to whole numbers") from error
-    if not 0 <= rank < world_size:
-        raise UserError(f"RANK {rank} is not below WORLD_SIZE {world_size}")
+        env.setdefault("MASTER_PORT", str(20000 + zlib.crc32(job.encode()) % 12000))
+    check_numbers(env, launcher)
     return launcher
 
 
-def launcher_and_variables(env):
-    """The launcher, and what it calls the four numbers."""
-    if "RANK" in env:
-        return "torchrun", TORCHRUN
-    if "OMPI_COMM_WORLD_RANK" in env:
-        return "mpirun", OPEN_MPI
-    by_mpich = "MPI_LOCALRANKID" in env  # or by Intel MPI; both may use srun
-    in_step = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env  # no batch script has both
-    if in_step and not by_mpich:
-        return "srun", SRUN
-    if by_mpich or env.get("PMI_SIZE", "1") != "1":
-        text = "started by another launcher (MPICH, Intel MPI?): use torchrun, srun or Open MPI"
-        raise UserError(f"{text}, or set {', '.join(TORCHRUN)} for each process")
-    return "python", []
-
-
-def read_job_step(env):
-    """The number of SLURM's job step; sets what srun does not set. Raises UserError."""
+def check_numbers(env, launcher):
+    """Raises UserError unless torchrun's four variables are numbers that fit."""
     try:
-        env["LOCAL_WORLD_SIZE"] = str(len(env["SLURM_GTIDS"].split(",")))  # this node's ranks
-        if not env.get("MASTER_ADDR"):
-            env["MASTER_ADDR"] = first_node(env["SLURM_STEP_NODELIST"])
-        return int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"])
-    except (LookupError, ValueError) as error:
-        text = f"{', '.join(SRUN)} or SLURM_STEP_NODELIST is missing or wrong"
-        raise UserError(f"inside a SLURM step, but {text}: start with srun") from error
-
-
-def first_node(nodes):
-    """The first name of SLURM's list of nodes: node01 of node[01-04,07]. Raises UserError."""
-    found = re.fullmatch(r"([\w.-]+)(\[(\d+)[\d,-]*\])?(,.*)?", nodes)
-    if not found:  # such as rack[1-2]n[1-4]
-        text = f"export MASTER_ADDR, with the first node of {nodes} (scontrol show hostnames)"
-        raise UserError(text)
-    return found[1] + (found[3] or "")
+        rank, world_size, local_rank, local_world_size = (int(env[name]) for name in TORCHRUN)
+    except (KeyError, ValueError) as error:
+        names = ", ".join(TORCHRUN)
+        text = f"this process was started by {launcher}, or with RANK set"
+        raise UserError(f"{text}, but not all of {names} are whole numbers") from error
+    if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size:
+        text = f"RANK is {rank} of WORLD_SIZE {world_size}, LOCAL_RANK {local_rank} of "
+        raise UserError(f"{text}LOCAL_WORLD_SIZE {local_world_size}: each has to be below")
 
 
 def choose_backend(args, process):
@@ -938,8 +932,8 @@ def choose_backend(args, process):
     gpus = usable_gpus(args)
     backend = ("nccl" if gpus else "gloo") if args.backend == "auto" else args.backend
     # Some set-ups show each process its own GPU alone.
-    own_gpu = process.launcher in ("srun", "mpirun") and gpus == 1
-    if backend == "nccl" and process.local_world_size > gpus and not own_gpu:
+    chosen = process.launcher in ("srun", "mpirun") or "CUDA_VISIBLE_DEVICES" in os.environ
+    if backend == "nccl" and process.local_world_size > gpus and not (gpus == 1 and chosen):
         text = f"--backend nccl: {process.local_world_size} processes for {gpus} GPU(s) here"
         raise UserError(f"{text}: start one for each GPU, or use --backend gloo")
     if args.device == "mps" and (process.world_size > 1 or not torch.backends.mps.is_available()):
@@ -953,7 +947,6 @@ def prepare_hardware(args, process):
         process.device = torch.device("mps")
         log(process, "One process on a Mac's GPU, without DDP, which has no backend for it")
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32, also in convolutions
-    torch.backends.cudnn.benchmark = True  # tries out which convolutions are the fastest
     # NOTE: by its source (not measured), the new process group of NCCL in PyTorch 2.15 makes
     # backward wait for each all-reduce. 0 selects the former one, in which they overlap.
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
@@ -992,15 +985,25 @@ def usable_gpus(args):
     if gpus and not usable:
         reason = str(caught[0].message) if caught else "without a reason from PyTorch"
         reason = reason.partition(" (Triggered internally")[0].partition(" Please update")[0]
+        advice = "Install a build for this driver (UV_TORCH_BACKEND=auto, or a wheel for CUDA "
+        advice += "12.x: driver 525 or newer; 13: 580), a newer driver, or --device cpu"
+        if "802" in reason:  # system not yet initialized: GPUs that are joined by NVSwitch
+            advice = "Is nvidia-fabricmanager running on this node?"
         text = f"PyTorch {torch.__version__} cannot use this node's {counted(gpus, 'GPU')}: "
-        text += f"{reason} | Install a build for this driver (UV_TORCH_BACKEND=auto, or a wheel "
-        text += "for CUDA 12.x: driver 525 or newer; 13: 580), a newer driver, or --device cpu"
-        raise UserError(text)
-    if args.device == "cuda" and not gpus:
-        text = f"--device cuda: PyTorch {torch.__version__} sees no GPU: see nvidia-smi, "
+        raise UserError(f"{text}{reason} | {advice}")
+    # NOTE: a GPU that PyTorch does not see must not be replaced by the CPU in silence.
+    if not gpus and (args.device == "cuda" or gpu_is_present()):
+        text = "--device cuda" if args.device == "cuda" else "this node has a GPU"
+        text += f", but PyTorch {torch.__version__} sees no GPU: see nvidia-smi, "
         text += "CUDA_VISIBLE_DEVICES, and whether its build is for CPUs. Or give --device cpu"
         raise UserError(text)
     return gpus
+
+
+def gpu_is_present():
+    """Whether the system has an NVIDIA GPU's device file (/dev/dxg: WSL) and shows it to us."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+    return not hidden and any([*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")])
 
 
 def fast_precision(args, process):
@@ -1014,7 +1017,8 @@ def fast_precision(args, process):
     # CPUs with bf16 instructions multiply several times faster in it, others many times slower.
     # Between them is room enough: a machine that is busy gives the same answer.
     seconds = {torch.float32: [], torch.bfloat16: []}
-    for _ in range(50):
+    end = perf_counter() + 0.1
+    while not seconds[torch.bfloat16] or perf_counter() < end:
         for dtype in seconds:
             matrix = torch.ones(256, 256, dtype=dtype)
             began = perf_counter()
@@ -1028,13 +1032,6 @@ def fast_precision(args, process):
 # ---- Meeting: where the processes find each other, and what is said if they do not
 
 
-def read_restarts(process):
-    """How often torchrun --max-restarts has restarted this run, and a name of the run."""
-    process.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    # It is RUN/attempt_N/RANK/error.json. Of RUN torchrun says that it is unique.
-    process.run = os.environ.get("TORCHELASTIC_ERROR_FILE", "").rsplit("/", 3)[0]
-
-
 def set_meeting_point(process):
     """Sets MASTER_ADDR and MASTER_PORT where torchrun has not. Raises UserError."""
     if process.one_node:
@@ -1042,38 +1039,39 @@ def set_meeting_point(process):
         # resolve on every machine.
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     if not os.environ.get("MASTER_ADDR"):
-        raise UserError("MASTER_ADDR is not set: export it (mpirun -x), with rank 0's address")
+        text = "MASTER_ADDR is not set: export it, with an address or the name of rank 0's node"
+        raise UserError(f"{text} (mpirun -x MASTER_ADDR; for srun see docs/running.md)")
     port = os.environ.setdefault("MASTER_PORT", "29500")
     if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise UserError(f"MASTER_PORT is {port!r}: give a free port of rank 0's node, 1 to 65535")
-    if process.restarts and process.one_node:
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if restarts and process.one_node:
         # NOTE: torchrun --max-restarts keeps its store, with the addresses of the start before.
         # So rank 0 opens another one. (On several nodes torchrun itself must not share its store:
         # --rdzv_backend=c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node.)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         # (At a port far away: other jobs may have the next ones.)
-        os.environ["MASTER_PORT"] = str(1024 + (int(port) + 997 * process.restarts) % 64000)
+        os.environ["MASTER_PORT"] = str(1024 + (int(port) + 997 * restarts) % 64000)
+
+
+# NCCL's own words where two ranks have one GPU, until version 2.29 and since.
+ONE_GPU_TWICE = ["Duplicate GPU detected", "Multiple Ranks are using the same GPU"]
 
 
 @contextmanager
 def connecting_ranks(args, process):
-    """A block in which the ranks meet and connect. Raises StartError.
+    """A block in which the ranks meet and connect. Raises PeerLost or LoneUserError.
 
     NOTE: PyTorch's timeout is not enough. Gloo may wait several times as long for an address that
     does not answer, and NCCL waits for ever. So a timer ends the process.
     """
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    meeting = f"rendezvous at {place}: did all nodes start, with rank 0's address and port?"
     interface = f"{process.backend.upper()}_SOCKET_IFNAME"
-    connection = f"{process.backend} on the {process.device.type} of {socket.gethostname()}"
-    late = f"ERROR: no connection to all ranks in {args.timeout:g} s. "
-    if process.backend == "nccl" and process.one_node:
-        late += "Does the direct path between the GPUs fail (NCCL_P2P_DISABLE=1 proves it; then "
-        late += "see IOMMU and ACS)? Has a rank ended?"
-    else:
-        late += f"First the {meeting} Then {connection}: do the others use {process.backend}, "
-        late += "too? A firewall between the nodes, or the wrong interface "
-        late += f"(export {interface}=NAME)? Try tools/preflight.py"
+    now = os.environ.get(interface, "not set")
+    advice = f"Has each rank started, with {place} as rank 0's address and port, and with "
+    advice += f"{process.backend} on its {process.device.type}? Is {interface} ({now}) the "
+    advice += "interface between the nodes, and open in their firewalls? Try tools/preflight.py"
+    late = PeerLost(f"no connection to all ranks in {args.timeout:g} s. {advice}")
     timer = threading.Timer(args.timeout + 5, end_process, (EXIT_FAILED, process, late))
     timer.daemon = True
     timer.start()
@@ -1081,21 +1079,10 @@ def connecting_ranks(args, process):
         yield
     except (RuntimeError, ValueError) as error:
         cause = one_line(error)
-        network = isinstance(error, dist.DistNetworkError)
-        if network or "clients joined" in cause or "server socket" in cause:  # the latter: 2.6
-            text = f"{meeting} {cause}"
-        elif "wait timeout" in cause:  # for another rank's address, in the store where they met
-            text = f"another rank does not connect to this one, {connection}: has it ended, or "
-            text += f"another backend or device? {cause}"
-        else:
-            text = f"{connection} cannot connect to the other ranks: {cause}"
-            advice = advice_on(cause) if process.backend == "nccl" else []  # Gloo's fits any cause
-            if advice:
-                text += f": {advice[0]}"
-            elif interface in os.environ or not process.one_node:
-                now = os.environ.get(interface, "not set")
-                text += f" | Is {interface} ({now}) the interface between the nodes? A firewall?"
-        raise StartError(text) from error
+        if any(words in cause for words in ONE_GPU_TWICE):
+            text = f"{cause}: two ranks have the same GPU: start one process for each GPU"
+            raise LoneUserError(text) from error
+        raise PeerLost(f"{cause.rstrip('.')}. {advice}") from error
     finally:
         timer.cancel()
 
@@ -1108,13 +1095,6 @@ ImageSet = namedtuple("ImageSet", "names labels categories unlabelled")
 # With --dummy: as many images and classes as COCO has.
 DUMMY_SET = ImageSet(range(117_266), [], {n: f"class {n}" for n in range(80)}, 0)
 SEE = "tools/check_coco.py says more"
-INSTANCES = "give an instances file, such as instances_train2017.json"
-# What training needs of a file, in COCO's own types. tools/prepare_coco.py takes others, too.
-FIELDS = {
-    "images": {"id": int, "file_name": str},
-    "categories": {"id": int, "name": str},
-    "annotations": {"id": int, "image_id": int, "category_id": int},
-}
 
 
 def read_image_list(path, train_set=None):
@@ -1125,91 +1105,73 @@ def read_image_list(path, train_set=None):
     """
     if not path:
         return None
-    coco = COCO()
     gc.disable()  # it would search millions of new objects again and again
     try:
+        coco = COCO()
         coco.dataset = json.loads(Path(path).read_bytes())
-        check_instances(coco.dataset)
         with redirect_stdout(None):  # pycocotools prints
             coco.createIndex()
         image_set = list_labelled(coco)
         return match_classes(image_set, train_set) if train_set else image_set
     except OSError as error:
         raise UserError(f"annotation file {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        text = f"annotation file {path} is not JSON, or not complete"
-        raise UserError(f"{text} ({SEE})") from error
     except UserError as error:
         raise UserError(f"annotation file {path}: {error} ({SEE})") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # a file of another kind makes errors of any type
+        text = f"annotation file {path} is not a COCO instances file"
+        raise UserError(f"{text}: {one_line(error)} ({SEE})") from error
     finally:
         gc.enable()
 
 
-def check_instances(content):
-    """Raises UserError where training on this content of a file would fail, or be wrong."""
-    for name, fields in FIELDS.items():
-        entries = content.get(name) if isinstance(content, dict) else None
-        if not entries or not isinstance(entries, list):
-            raise UserError(f"it has no list of {name}: {INSTANCES}")
-        for key, kind in fields.items():
-            values = [entry.get(key) if isinstance(entry, dict) else None for entry in entries]
-            wrong = sum(type(value) is not kind or value == "" for value in values)
-            if wrong:
-                text = f"{wrong} of {len(entries)} {name} have no {key} that is "
-                text += "text" if kind is str else "a whole number"
-                raise UserError(f"{text}: {INSTANCES}" if wrong == len(entries) else text)
-            if key == "id" and name != "annotations" and len({*values}) < len(values):
-                raise UserError(f"two of its {name} have the same id: each needs one of its own")
-    for image in content["images"]:
-        name = image["file_name"]
-        if os.path.isabs(name) or ".." in name.split("/") or "\\" in name:
-            raise UserError(f"{name} is no path in the image folder, with / between its parts")
-
-
 def list_labelled(coco):
-    """ImageSet of what pycocotools has indexed. Raises UserError."""
+    """ImageSet of what pycocotools has indexed. Raises UserError where it would train wrongly."""
+    images, annotations = coco.dataset["images"], coco.dataset["annotations"]
+    for name in ("images", "categories"):
+        entries = coco.dataset[name]
+        if len({entry["id"] for entry in entries}) < len(entries):
+            raise UserError(f"two of its {name} have the same id: each needs one of its own")
+    kinds = {type(image["id"]) for image in images}
+    kinds |= {type(annotation["image_id"]) for annotation in annotations}
+    if len(kinds) > 1:  # pycocotools would leave images out in silence
+        raise UserError("its images have ids of several types: give them one")
     categories = {category: coco.cats[category]["name"] for category in sorted(coco.cats)}
     label_of = {category: label for label, category in enumerate(categories)}
-    # The label is the category of the first annotation in the file, crowds included.
-    first = {image: of_it[0]["category_id"] for image, of_it in coco.imgToAnns.items()}
-    images = coco.dataset["images"]
-    labelled = [image for image in images if image["id"] in first]
-    if not labelled:
+    names, labels = [], []
+    for image in images:
+        of_it = coco.imgToAnns.get(image["id"])
+        if not of_it:
+            continue
+        # The label is the category of the first annotation in the file, crowds included.
+        category = of_it[0]["category_id"]
+        if category not in label_of:
+            raise UserError(f"an annotation has the category {category}, which does not exist")
+        if not isinstance(image["file_name"], str):
+            raise UserError(f"an image has the file_name {image['file_name']}, which is no text")
+        names.append(image["file_name"])
+        labels.append(label_of[category])
+    if not names:
         raise UserError("no image has an annotation: no image_id is the id of an image")
-    used = [first[image["id"]] for image in labelled]
-    unknown = [category for category in used if category not in label_of]
-    if unknown:
-        text = f"{len(unknown)} of {len(used)} labelled images have a category_id that is no id of"
-        raise UserError(f"{text} a category, such as {unknown[0]}")
-    names = [image["file_name"] for image in labelled]
-    labels = [label_of[category] for category in used]
     return ImageSet(names, labels, categories, len(images) - len(names))
 
 
-def match_classes(image_set, train_set):
+def match_classes(val_set, train_set):
     """The ImageSet with labels of the training classes of the same names. Raises UserError."""
-    check_names(train_set, " among the training images")
-    check_names(image_set)
-    train_names, names = (list(found.categories.values()) for found in (train_set, image_set))
-    # Of two training classes of one name, that with images comes last.
-    used_last = [*range(len(train_names)), *train_set.labels]
-    label_of = {train_names[label]: label for label in used_last}
-    lacking = [names[label] for label in image_set.labels if names[label] not in label_of]
-    if lacking:
-        text = f"it has images of the class {lacking[0]!r}, which the training classes lack"
-        raise UserError(f"{text}: give both files the same names")
-    labels = [label_of[names[label]] for label in image_set.labels]
-    return ImageSet(image_set.names, labels, train_set.categories, image_set.unlabelled)
-
-
-def check_names(image_set, where=""):
-    """Raises UserError if two classes that have images have the same name."""
-    names = list(image_set.categories.values())
-    used = Counter(names[label] for label in {*image_set.labels})
-    twice = [name for name, count in used.items() if count > 1]
-    if twice:
-        text = f"two categories with images{where} are called {twice[0]!r}"
-        raise UserError(f"{text}: rename one, because names tell them apart")
+    train_names, val_names = (list(found.categories.values()) for found in (train_set, val_set))
+    used, label_of = {*train_set.labels}, {}
+    for label in {*val_set.labels}:
+        same = [n for n, name in enumerate(train_names) if name == val_names[label]]
+        same = [n for n in same if n in used] or same  # classes without images do not count
+        if len(same) != 1:
+            text = f"it has images of the class {val_names[label]!r}, and the training images have"
+            raise UserError(f"{text} {len(same)} classes of this name: give both files one")
+        label_of[label] = same[0]
+    if len({*label_of.values()}) < len(label_of):
+        raise UserError("two of its classes that have images have the same name: rename one")
+    labels = [label_of[label] for label in val_set.labels]
+    return ImageSet(val_set.names, labels, train_set.categories, val_set.unlabelled)
 
 
 # ---- Images: from a file to a batch
@@ -1218,6 +1180,26 @@ def check_names(image_set, where=""):
 MEAN = 255 * torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
 STD = 255 * torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 MOST_LOADER_SECONDS = 2_000_000  # 23 days; poll() counts milliseconds in 32 bits
+# PyTorch warns of more workers than cores. Who asks for them wants them.
+warnings.filterwarnings("ignore", message="This DataLoader will create")
+if len(tempfile.gettempdir()) > 60:  # the sockets of loader workers lie there: 107 characters
+    tempfile.tempdir = "/tmp"
+
+
+def load_image(path):
+    """uint8 (height, width, 3), RGB. Raises OSError, and LoneUserError for a damaged image."""
+    content = Path(path).read_bytes()  # its OSError: the storage may be gone
+    try:
+        return decode(content)
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged images raise errors of any type
+        reason = one_line(error).partition(" <_io")[0]
+        if isinstance(error, Image.DecompressionBombError):
+            reason = f"it is too large: {reason}"
+        text = f"image {path} cannot be decoded: {reason} (tools/check_coco.py --decode finds all "
+        text += "of them; put a readable image under this name and --resume)"
+        raise LoneUserError(" ".join(text.splitlines())) from error
 
 
 def decode(content):
@@ -1225,7 +1207,7 @@ def decode(content):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow also warns of images that it can decode
         image = Image.open(BytesIO(content))
-        if has_more_bits(image):
+        if image.mode[0] in "IF":  # I, I;16, F: 16 or 32 bits, which convert("RGB") would clip
             raise ValueError(f"its pixels have more than 8 bits (mode {image.mode})")
         if image.mode != "RGB":  # convert would copy the image in any case
             image = image.convert("RGB")
@@ -1260,11 +1242,11 @@ class PackedImages:
         if self.file is None:
             self.file = os.open(self.path, os.O_RDONLY)
         first, height, width = self.places[number].tolist()
+        image = torch.empty(height, width, 3, dtype=torch.uint8)
         # NOTE: mmap would end in SIGBUS if the storage fails. This is an OSError.
-        pixels = bytearray(os.pread(self.file, 3 * height * width, first))
-        if len(pixels) < 3 * height * width:
+        if os.preadv(self.file, [image.numpy()], first) < image.numel():
             raise OSError(f"{self.path} has become shorter")
-        return torch.frombuffer(pixels, dtype=torch.uint8).view(height, width, 3)
+        return image
 
 
 def random_crop(image, size):
@@ -1281,28 +1263,10 @@ def random_crop(image, size):
 
 def center_crop(image, size):
     """For validation: the middle of an image whose shorter side is a little longer than size."""
+    sides = image.shape[1:]
+    if max(sides) > 8 * min(sides):  # resized as a whole, a long thin image could fill the memory
+        image = v2.functional.center_crop(image, [min(side, 8 * min(sides)) for side in sides])
     return v2.functional.center_crop(resize(image, [size * 8 // 7]), [size, size])
-
-
-def has_more_bits(image):
-    """Whether a pixel has more than 8 bits a colour. convert("RGB") would clip its values."""
-    return image.mode[0] in "IF"  # I, I;16, F: grey images of 16 or 32 bits
-
-
-@dataclass
-class Damage:
-    """How many images this rank has had, and how many of them were damaged."""
-
-    images: int = 0
-    damaged: torch.Tensor | int = 0
-
-    def add(self, damaged):
-        """damaged: bool (n,), of a batch. It is in the CPU's memory: no GPU is waited for."""
-        self.images += len(damaged)
-        self.damaged += damaged.sum()
-
-    def is_too_much(self):
-        return self.images >= 100 and self.damaged > self.images / 10
 
 
 class EpochSampler(DistributedSampler):
@@ -1338,8 +1302,7 @@ class DummyLoader:
         """The batch, for as many images as the share has. The last one may be shorter."""
         for first in range(0, len(self.sampler), len(self.images)):
             left = len(self.sampler) - first
-            images, labels = self.images[:left], self.labels[:left]
-            yield images, labels, torch.zeros(len(images), dtype=torch.bool)  # none is damaged
+            yield self.images[:left], self.labels[:left]
 
 
 def ignore_stop_signals(_=None):
@@ -1358,36 +1321,27 @@ def start_workers(*loaders):
             loader.sampler.start = 0
 
 
-def check_images(folder, names):
-    """Some images' sizes, and a digest that tells one data set's images from another's.
+def check_images(args, process, train_set, val_set):
+    """All ranks: raises UserError if an image is missing. The first rank of each node looks."""
+    if args.dummy:
+        return
+    count = len(train_set.names) + len(val_set.names if val_set else [])
+    log_from_rank_0(process, f"Looking for {counted(count, 'image')}")
+    with errors_end_all_ranks():
+        if process.local_rank == 0:
+            look_for_images(args.coco_image_path, train_set.names)
+            if val_set:
+                look_for_images(args.val_image_path, val_set.names)
 
-    Raises UserError if an image is missing, or those that it looks at are unusable.
-    """
-    some = slice(None, None, 1 + len(names) // 64)
+
+def look_for_images(folder, names):
+    """Raises UserError if the folder, or the packed file, lacks one of the images."""
     if os.path.isfile(folder):
-        packed = PackedImages(folder, names)
-        return packed.places[some, 1:].tolist(), digest("packed", names, packed.places.tolist())
-    if not os.path.isdir(folder):
+        PackedImages(folder, names)
+    elif os.path.isdir(folder):
+        refuse_missing(f"folder of images {folder}", names, missing_images(folder, names))
+    else:
         raise UserError(f"the folder of images {folder} is not there")
-    refuse_missing(f"folder of images {folder}", names, missing_images(folder, names))
-    sizes, clipped, one_is_whole = [], [], False
-    for name in names[some]:
-        path = Path(folder, name)
-        with as_user_error(f"image {path} cannot be read"):
-            content = path.read_bytes()
-        with warnings.catch_warnings(), suppress(Exception):  # a damaged image has no size
-            warnings.simplefilter("ignore")
-            with Image.open(BytesIO(content)) as image:
-                sizes.append(image.size)
-                clipped += [name] if has_more_bits(image) else []
-            one_is_whole = one_is_whole or decode(content) is not None
-    if clipped:
-        text = f"{clipped[0]} in {folder} has pixels of more than 8 bits, which would be clipped"
-        raise UserError(f"{text}: convert such images (tools/prepare_coco.py does)")
-    if not one_is_whole:
-        text = f"all {len(names[some])} images that were looked at in {folder} are damaged"
-        raise UserError(f"{text}, the first is {names[0]}: copy them again")
-    return sizes, digest(sizes)
 
 
 def refuse_missing(where, names, missing):
@@ -1410,19 +1364,19 @@ def missing_images(folder, names):
     return [name for name in names if os.path.basename(name) not in files[os.path.dirname(name)]]
 
 
-# ---- Weights and compression: where a model begins, and how it sends less
+# ---- Weights: where a model begins
 
 
-def load_weights(process, model, source, train_set):
+def load_weights(args, process, model, train_set):
     """Loads ImageNet's weights or a file's, without a last layer of other classes."""
+    source, names = args.weights, list(train_set.categories.values())
     log(process, f"Loading weights: --weights {source}")
     with as_user_error(f"--weights {source}: these are not weights of ResNet-18"):
-        state = download_weights() if source == "imagenet" else read_file(source)
-        if not isinstance(state, dict):
-            raise UserError(f"--weights {source}: these are not weights of ResNet-18")
-        names = list(train_set.categories.values())
+        state = download_weights(args, process) if source == "imagenet" else read_file(source)
         their_names = list(state.get("categories") or names)  # a checkpoint has more than weights
-        state = state.get("model", state)
+        state = state.get("model", state.get("state_dict", state))
+        # A model that was saved inside of DDP has such names.
+        state = {name.removeprefix("module."): value for name, value in state.items()}
         if source == "imagenet" or len(state["fc.weight"]) != len(names) or their_names != names:
             text = f"the last layer, of {len(state['fc.weight'])} other classes, is left out"
             log(process, f"--weights {source}: {text}: {len(names)} classes here")
@@ -1430,54 +1384,33 @@ def load_weights(process, model, source, train_set):
         model.load_state_dict(state)
 
 
-def download_weights():
+def download_weights(args, process):
     """ImageNet weights, downloaded unless an earlier download has left them."""
     weights = torchvision.models.ResNet18_Weights.DEFAULT
-    prefix = (
-        f"no ImageNet weights: on a machine with internet access download {weights.url} into "
-        f"{torch.hub.get_dir()}/checkpoints (TORCH_HOME moves this folder), or use --weights none"
-    )
+    folder = f"{torch.hub.get_dir()}/checkpoints"
+    where = f"download {weights.url} into {folder} (TORCH_HOME moves this folder)"
+    if not os.path.exists(os.path.join(folder, os.path.basename(weights.url))):
+        text = (
+            f"the other ranks wait {args.timeout:g} s for it (--timeout). On a slow network first"
+        )
+        log(process, f"Downloading 45 MB of ImageNet weights: {text} {where}")
+    prefix = "no ImageNet weights: on a machine with internet access "
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(20)  # a network that swallows packets must not hang the run
     try:
-        with as_user_error(prefix):
+        with as_user_error(f"{prefix}{where}, or use --weights none"):
             return weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
     finally:
         socket.setdefaulttimeout(before)
 
 
 def read_file(path):
-    """What torch.save has written. Code in the file is not run. Raises UserError."""
+    """A dict that torch.save has written. Code in the file is not run. Raises UserError."""
     with as_user_error(f"cannot read {path}, which torch.save should have written"):
-        return torch.load(path, map_location="cpu", weights_only=True)
-
-
-POWERSGD_RANK = 8  # a lower one would send less, less exactly
-
-
-def compress_gradients(args, ddp):
-    """Makes DDP send less, as --grad_compression says. Returns PowerSGD's state, or None.
-
-    fp16 and bf16 round each gradient to 2 bytes, for sending only. PowerSGD sends two thin
-    matrices instead of each large one, and adds the error to the gradients of the next step. This
-    error-feedback buffer is not saved, so a run that resumes differs a little.
-    """
-    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-    if args.grad_compression in hooks:
-        ddp.register_comm_hook(None, hooks[args.grad_compression])
-    if args.grad_compression != "powersgd":
-        return None
-    state = powerSGD_hook.PowerSGDState(
-        process_group=None,
-        matrix_approximation_rank=POWERSGD_RANK,
-        start_powerSGD_iter=UNMEASURED_STEPS + 1,  # + 1 for the pass of rebuild_buckets
-        orthogonalization_epsilon=1e-8,  # avoids a division by 0
-    )
-    hook = powerSGD_hook.powerSGD_hook
-    if args.precision == "bf16":  # halves the memory traffic, the largest part of its cost
-        hook = default_hooks.bf16_compress_wrapper(hook)
-    ddp.register_comm_hook(state, hook)
-    return state
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict):
+            raise UserError(f"{path} has no weights by their names, but a {type(state).__name__}")
+        return state
 
 
 def rebuild_buckets(training):
@@ -1497,21 +1430,25 @@ def rebuild_buckets(training):
         buffer.copy_(old)  # undoes what the blank images did to the batch-norm statistics
 
 
-def bytes_per_step(training):
-    """Bytes that each rank hands to the all-reduces of a step, after compression."""
-    args, powersgd = training.args, training.powersgd
-    sent_as = args.precision if powersgd else args.grad_compression
-    size = sum(map(torch.numel, training.model.parameters())) * (2 if "16" in sent_as else 4)
-    _, before, after = powersgd.compression_stats() if powersgd else (1, 1, 1)
-    return size * after // before if before else size
-
-
 # ---- Time: how long each part of a step takes, for the log; and PyTorch's profiler
 
-MOST_GATHERED = 1000  # steps, the last ones, of which ranks compare their exposed communication
-UNMEASURED_STEPS = 3  # the first ones are slower. PowerSGD does not begin before they are over
-# Three times in seconds, and the number of this rank's images.
+MOST_STEPS = 1000  # of which the times are kept: the last ones
+UNMEASURED_STEPS = 3  # the first ones, which are slower
+# Times in seconds, and the number of this rank's images. cpu: CPU time of the whole process.
 StepTime = namedtuple("StepTime", "data exposed whole images cpu", defaults=[0])
+
+
+@dataclass
+class Moments:
+    """When the parts of a step began and ended, by the clock of the device."""
+
+    begin: object
+    cpu: float  # seconds of CPU time that the process had used by then
+    waits: list = field(default_factory=list)  # of each micro-batch: its begin
+    arrivals: list = field(default_factory=list)  # and its end
+    own_gradients: object = None
+    averaged: object = None
+    end: object = None
 
 
 class StepTimer:
@@ -1520,23 +1457,19 @@ class StepTimer:
     data: the wait for images. exposed: the exposed communication, from the moment when this rank
     has all its own gradients until they are averaged. In this time a rank computes nothing: it
     sends and receives, and waits for slower ranks. The rest is called compute. A step includes
-    what follows the step before: a log line, an agreement.
+    what follows the step before: a log line, an agreement. One process exposes nothing.
     """
 
-    def __init__(self, device, model):
-        self.device_type = device.type
-        self.moments = {}  # of the present step: a list for each name
-        self.unread = []  # (moments, number of images) of steps that a GPU may not have finished
-        self.step_times = []
-        self.logged = 0  # how many of them have been in a log line
+    def __init__(self, process, model):
+        self.device_type, self.alone = process.device.type, process.world_size == 1
+        self.unread = []  # (Moments, number of images) of steps that a GPU may not have finished
+        self.made = 0  # steps that are read
+        self.train_seconds = 0.0  # of all steps
+        self.times = deque(maxlen=MOST_STEPS)  # StepTimes, without those of the first steps
+        self.new = deque(maxlen=MOST_STEPS)  # of steps since the last log line
+        self.start_step()
         # Backward ends with the first layer: its gradient is the last one to be ready.
-        next(model.parameters()).register_post_accumulate_grad_hook(
-            lambda parameter: self.mark("own gradients")
-        )
-
-    def mark(self, name):
-        """Notes this moment."""
-        self.moments.setdefault(name, []).append(self.now())
+        next(model.parameters()).register_post_accumulate_grad_hook(self.own_gradients)
 
     def now(self):
         """This moment. A GPU runs behind the script: there, the moment when it gets here."""
@@ -1550,40 +1483,51 @@ class StepTimer:
 
     def start_step(self):
         """What happened before is not part of the next step."""
-        self.moments = {"cpu": [process_time()]}
-        self.mark("begin")
+        self.step = Moments(self.now(), process_time())
+
+    def wait_for_data(self):
+        self.step.waits.append(self.now())
+
+    def data_arrived(self):
+        self.step.arrivals.append(self.now())
+
+    def own_gradients(self, _):
+        """Of the last micro-batch, whose moment replaces the earlier ones'."""
+        self.step.own_gradients = self.now()
+
+    def gradients_averaged(self):
+        self.step.averaged = self.now()
 
     def end_step(self, image_count):
-        self.mark("end")
-        self.moments["cpu"].append(process_time())
-        self.unread.append((self.moments, image_count))
-        # The next step's:
-        self.moments = {"begin": self.moments["end"], "cpu": self.moments["cpu"][-1:]}
+        step, self.step = self.step, Moments(self.now(), process_time())
+        step.end, step.cpu = self.step.begin, self.step.cpu - step.cpu
+        self.unread.append((step, image_count))
 
     def last_step_seconds(self):
         self.read()
-        return self.step_times[-1].whole if self.step_times else 1
+        return self.times[-1].whole if self.times else 1
 
     def since_last_line(self):
         """The StepTimes of the steps after those of the last call."""
         self.read()
-        new = self.step_times[self.logged :]
-        self.logged = len(self.step_times)
+        new = [*self.new]
+        self.new.clear()
         return new
 
     def read(self):
-        """Fills in `step_times`; waits for a GPU."""
+        """Fills in the StepTimes; waits for a GPU."""
         if self.device_type == "cuda" and self.unread:
-            self.unread[-1][0]["end"][0].synchronize()
-        for moments, image_count in self.unread:
-            # One wait for each micro-batch. The gradients of the last one complete the sum.
-            waits = zip(moments["waiting for data"], moments["data arrived"], strict=True)
-            data = sum(self.seconds(begin, end) for begin, end in waits)
-            own, averaged = moments["own gradients"][-1], moments["gradients averaged"][0]
-            exposed = self.seconds(own, averaged)
-            whole = self.seconds(moments["begin"][0], moments["end"][0])
-            cpu = moments["cpu"][1] - moments["cpu"][0]
-            self.step_times.append(StepTime(data, exposed, whole, image_count, cpu))
+            self.unread[-1][0].end.synchronize()
+        for step, image_count in self.unread:
+            data = sum(map(self.seconds, step.waits, step.arrivals))
+            exposed = 0 if self.alone else self.seconds(step.own_gradients, step.averaged)
+            whole = self.seconds(step.begin, step.end)
+            if self.made == UNMEASURED_STEPS:  # until then there is nothing better
+                self.times.clear()
+            self.made += 1
+            self.train_seconds += whole
+            for times in (self.times, self.new):
+                times.append(StepTime(data, exposed, whole, image_count, step.cpu))
         self.unread.clear()
 
     def seconds(self, begin, end):
@@ -1612,95 +1556,128 @@ def link_and_wait(ranks):
 PROFILED = {"wait": 5, "warmup": 2, "active": 3}
 
 
-def check_profile(args, process, checkpoint):
-    """All ranks: raises UserError if the run is too short, or a rank cannot write its trace."""
-    needed = sum(PROFILED.values())
-    with errors_end_all_ranks():
-        if args.max_steps < needed:
-            raise UserError(f"--profile needs {needed} steps: this run makes {args.max_steps}")
-        with as_user_error(f"--profile {args.profile} cannot be written"):
-            os.makedirs(args.profile, exist_ok=True)
-            tempfile.TemporaryFile(dir=args.profile).close()
-    if checkpoint and args.max_steps - checkpoint["step"] < needed:
-        log_from_rank_0(process, f"Note: no --profile, because fewer than {needed} steps are left")
-        args.profile = None
-
-
 def start_profiler(args, process):
-    """PyTorch's profiler. It does nothing in the first steps, see PROFILED."""
+    """PyTorch's profiler. After the steps of PROFILED each rank writes its trace."""
     if not process.gpu:  # Kineto, the profiler's library, would print errors about that
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with errors_end_all_ranks(), as_user_error(f"--profile {args.profile} cannot be written"):
+        os.makedirs(args.profile, exist_ok=True)
+    path, needed = (
+        os.path.join(args.profile, f"rank{process.rank}.json.gz"),
+        sum(PROFILED.values()),
+    )
+    if args.max_steps < needed:
+        text = f"no --profile: it needs {needed} steps, and the run has {args.max_steps}"
+        log_from_rank_0(process, f"WARNING: {text}")
+    schedule = torch.profiler.schedule(**PROFILED, repeat=1)
 
     def write(profiler):
-        """All ranks: write their traces, after the same step."""
-        path = os.path.join(args.profile, f"rank{process.rank}.json.gz")
-        # All wait for the slowest to write: then no later step does.
-        with errors_end_all_ranks(), as_user_error(f"--profile {path} cannot be written"):
-            profiler.export_chrome_trace(path)
-        if process.rank == 0:
-            by = "self_device_time_total" if process.gpu else "self_cpu_time_total"
-            table = profiler.key_averages().table(by, row_limit=10, max_name_column_width=60)
-            for line in table.splitlines():
-                log(process, f"Profile | {line}")
+        profiler.export_chrome_trace(path)
+        dist.barrier()  # no later step has to wait for a rank that still writes
 
-    profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(**PROFILED, repeat=1), on_trace_ready=write
-    )
+    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
     profiler.start()
     return profiler
 
 
-def profile_step(training):
-    """All ranks: tells the profiler that a step has ended. After the last one it writes."""
-    action = training.profiler.current_action  # of the step that has ended
-    training.profiler.step()
+def profile_step(profiler, timer):
+    """Tells the profiler that a step has ended. One that it has slowed down is in no average."""
+    action = profiler.current_action
+    profiler.step()
     if action != torch.profiler.ProfilerAction.NONE:
-        # A profiled step takes longer than others: no average has it.
-        training.timer.unread.pop()
-        training.timer.start_step()
-    if action == torch.profiler.ProfilerAction.RECORD_AND_SAVE:
-        training.profiler = None
+        timer.unread.pop()
+        timer.start_step()
 
 
-# ---- Going on, or not: what happens between steps; a stop signal ends all ranks together
+# ---- Going on, or not: what the ranks agree on between steps
 
-STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # USR1: SLURM's, at a time limit
-if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup makes a process ignore it
-    STOP_SIGNALS.append(signal.SIGHUP)
-PARENT_ENDED = 1000  # stands for a signal's number, and is above all of them
+STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+# What is ignored from the start (nohup, the background of a script) stays ignored. Not USR1, which
+# SLURM sends before a time limit: the launchers ignore it for torchrun, which would die of it.
+STOP_SIGNALS = [n for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
+STOP_SIGNALS.append(signal.SIGUSR1)
+PARENT_ENDED = 1000  # in place of a signal's number: this plus the number of the rank
 MOST_STEPS_WITHOUT_AGREEMENT = 50
 
 
-def catch_stop_signals(training):
-    """A stop signal is only noted, in process.stop. agree_to_continue then stops all ranks."""
+def catch_stop_signals(process):
+    """A stop signal is only noted, in process.stop. At the next agreement all ranks stop."""
 
     def note(signal_number, _):
-        training.process.stop = signal_number
+        process.stop = signal_number
 
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, note)
 
 
-def log_save_or_stop(training, epoch, loss, image_count):
-    """All ranks: logs, agrees to go on and saves, each in the steps in which it is due."""
-    args, timer = training.args, training.timer
-    log_step(training)  # of the step before, if its line is due: a GPU computes this one meanwhile
-    timer.end_step(image_count)
-    if training.profiler:
-        profile_step(training)
-    # Steps 1, 6, 11, ... with --log_every 5, and the last one; each rank, of its own images.
-    if (training.step - 1) % args.log_every == 0 or training.step == args.max_steps:
-        copied = loss.to("cpu", non_blocking=training.process.gpu)
-        training.due_line = DueLine(epoch, training.step, copied, timer.now())
-    if not training.process.gpu:
-        log_step(training)
-    save_due = args.checkpoint_every and training.step % args.checkpoint_every == 0
-    if save_due or training.step >= training.agree_at_step:
-        seconds = timer.last_step_seconds()
-        training.agree_at_step = training.step + agree_to_continue(training, seconds)
-    if save_due:
-        save_checkpoint(training, is_last=False)
-        timer.start_step()  # the time to save is not part of a step
+def end_on_second_interrupt(process):
+    """A second Ctrl-C, a second or more after the first, ends this process at once.
+
+    (Under srun one Ctrl-C arrives twice: from srun and from torchrun.) In a collective call Python
+    does not get to a handler, but its thread can read the byte that each signal writes.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def watch():
+        first = math.inf
+        while writer and (number := reader.recv(1)):
+            if number[0] == signal.SIGINT and perf_counter() - first >= 1:
+                end_process(128 + signal.SIGINT, process)
+            elif number[0] == signal.SIGINT:
+                first = min(first, perf_counter())
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def parent_has_ended(process):
+    """A torchrun that is killed leaves its ranks behind, with another parent."""
+    # A rank that was started by hand, with RANK set, may go on when its shell has ended.
+    by_hand = process.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ
+    watched = process.launcher != "python" and not by_hand
+    return watched and os.getppid() != process.parent
+
+
+def agree(training, seconds):
+    """All ranks: a stop signal's number that any of them has had, or 0. Raises UserError.
+
+    seconds: of the last step. The ranks agree again after `interval` steps: about once a second,
+    because here they wait for each other and for their GPUs. It follows from the slowest rank's
+    seconds, so it is the same on all ranks. It doubles at most each time, because the next steps
+    may be slower.
+    """
+    stop = training.process.stop
+    if not stop and parent_has_ended(training.process):
+        stop = PARENT_ENDED + training.process.rank
+    not_finite = not math.isfinite(training.loss_sum)  # as a number: a maximum may leave out NaN
+    stop, not_finite, slowest = maximum(stop, not_finite, seconds)
+    limit = min(2 * training.interval, MOST_STEPS_WITHOUT_AGREEMENT)
+    training.interval = max(1, min(limit, int(1 / max(slowest, 1e-9))))
+    training.agree_at_step = training.step + training.interval
+    if not_finite:
+        raise UserError(f"a loss up to step {training.step} is not finite: {BEGIN_AGAIN}")
+    return int(stop)
+
+
+def stop_together(training, seconds):
+    """All ranks: end the run here if any of them has had a stop signal."""
+    log_due_line(training)
+    if stop := agree(training, seconds):
+        stop_training(training, stop)
+
+
+def stop_training(training, stop):
+    """All ranks: saves, and ends the run. Raises Stopped, PeerLost or UserError."""
+    save_checkpoint(training)
+    check_saved(training)
+    saved = bool(training.args.checkpoint)
+    text = f"step {training.step} | {'saved' if saved else 'not saved: no --checkpoint'}"
+    if stop >= PARENT_ENDED:
+        dist.barrier()  # all leave only now
+        parent = f"the parent process (torchrun?) of rank {stop - PARENT_ENDED}"
+        raise PeerLost(f"{parent} has ended | {text}")
+    raise Stopped(f"Stopped on {signal.Signals(stop).name} | {text}", saved)
 
 
 def batches_until_stop(training, loader):
@@ -1712,111 +1689,55 @@ def batches_until_stop(training, loader):
     for number, batch in enumerate(loader, 1):
         yield batch
         if number == agree_at_batch <= shortest:
-            agree_at_batch += agree_to_continue(training, perf_counter() - began)
+            stop_together(training, perf_counter() - began)
+            agree_at_batch += training.interval
         began = perf_counter()
-    agree_to_continue(training, perf_counter() - began)
-
-
-def agree_to_continue(training, seconds):
-    """All ranks: all go on, or all end: by UserError, or with a checkpoint by Stopped.
-
-    seconds: of the last step. Returns after how many steps the ranks agree again: about once a
-    second, because here they wait for each other and for their GPUs. The number follows from the
-    slowest rank's seconds, so it is the same on all ranks. It doubles at most each time, because
-    the next steps may be slower.
-    """
-    log_step(training)
-    process, stop = training.process, training.process.stop
-    # A torchrun that is killed leaves its ranks behind, with another parent. A rank that was
-    # started by hand, with RANK set, may go on when its shell has ended.
-    started_by_hand = process.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ
-    watched = process.launcher != "python" and not started_by_hand
-    if not stop and watched and os.getppid() != process.parent:
-        stop = PARENT_ENDED
-    not_finite = not math.isfinite(training.loss_sum)  # as a number: a maximum may leave out NaN
-    # A stop signal may come to one rank alone. Here all learn of it, after the same step.
-    damaged = training.damage.is_too_much() or training.val_damage.is_too_much()
-    facts = torch.tensor([stop, not_finite, damaged, seconds], dtype=torch.float64)
-    facts = facts.to(process.exchange_device)
-    dist.all_reduce(facts, dist.ReduceOp.MAX)
-    stop, not_finite, damaged, slowest = facts.tolist()
-    if not_finite:
-        raise UserError(f"a loss up to step {training.step} is not finite: lower --lr")
-    if damaged:
-        text = "over 1 in 10 of the images that a rank has read are damaged"
-        raise UserError(f"{text}, see the warnings: copy them again")
-    if stop:
-        save_checkpoint(training, is_last=True)
-        raise Stopped(training, int(stop))
-    limit = min(2 * training.interval, MOST_STEPS_WITHOUT_AGREEMENT)
-    training.interval = max(1, min(limit, int(1 / max(slowest, 1e-9))))
-    return training.interval
+    stop_together(training, perf_counter() - began)
 
 
 # ---- Checkpoint: what is saved, and who may resume from it
 
-CHECKPOINT_BYTES = 135e6  # about: 11.2 million weights, and Adam's two averages of each, by 4
 # A run can resume only with the same values of these. The number of processes may differ, if
 # --global_batch_size keeps a step's images the same.
 SAME_ON_RESUME = ["global_batch_size", "image_size", "lr", "warmup_steps", "precision"]
 SAME_ON_RESUME += ["grad_compression", "sync_bn", "seed"]
+BEGIN_AGAIN = "begin again with a lower --lr, and another --checkpoint"
 
 
 def settings_of(training):
     """{name: value} of what a run must have in common with the run that it resumes."""
+    train_set = training.train_set
+    data = "".join(map(str, (train_set.names, train_set.labels)))
     settings = {f"--{name}": getattr(training.args, name) for name in SAME_ON_RESUME}
-    settings["--powersgd_rank"] = POWERSGD_RANK  # an option of earlier versions
-    settings["number of classes"] = len(training.train_set.categories)
-    settings["data set"] = digest(training.train_set.names, training.train_set.labels)
-    settings["sizes of the images"] = training.image_sizes
+    settings["number of classes"] = len(train_set.categories)
+    settings["data set"] = hashlib.sha256(data.encode(errors="replace")).hexdigest()[:12]
     return settings
 
 
-def digest(*parts):
-    """The first digits of a SHA-256."""
-    return hashlib.sha256("".join(map(str, parts)).encode()).hexdigest()[:12]
-
-
 def check_checkpoint(args, process):
-    """All ranks: raises UserError if nothing can be saved, or if an earlier run's file is there.
-
-    torchrun --max-restarts repeats the first command, without --resume. Its ranks then continue
-    what this run has written, and nothing else.
-    """
-    # Those of rank 0's torchrun. On another node it may have started its first ranks.
-    process.restarts = max(all_gather(process.restarts))
-    runs = {*all_gather(process.run)} - {""} if process.restarts else set()
-    args.resume = from_rank_0(lambda: may_resume(args, process, runs)) or args.resume
-
-
-def may_resume(args, process, runs):
-    """Whether this run continues --checkpoint, which may be of `runs`. Raises UserError."""
+    """All ranks: raises UserError if an earlier run's file is there, or none can be written."""
     path = args.checkpoint
-    if not path:
-        return False
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise UserError(f"checkpoint {path} is not a regular file: name another one")
-    with as_user_error(f"checkpoint {path} cannot be written"):
-        tempfile.TemporaryFile(dir=os.path.dirname(path) or ".").close()
-    needed = CHECKPOINT_BYTES * (1 if os.path.exists(path) else 2)  # the new one beside the old
-    free = shutil.disk_usage(os.path.dirname(path) or ".").free
-    if free < needed:
-        text = f"checkpoint {path} needs {needed / 1e6:.0f} MB, but {free / 1e6:.0f} MB are free"
-        log(process, f"WARNING: {text}")
-    if args.resume or not os.path.exists(path):
-        return args.resume
-    saved = read_file(path) if runs else None
-    if not isinstance(saved, dict) or saved.get("run") not in runs:
-        text = "give --resume to continue from it, or another FILE"
-        raise UserError(f"checkpoint {path} is there already: {text}")
-    return True
+    with errors_end_all_ranks():
+        if not path or process.rank > 0:
+            return
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise UserError(f"checkpoint {path} is not a regular file: name another one")
+        if os.path.exists(path) and not args.resume:
+            text = "give --resume to continue from it, or another FILE"
+            raise UserError(f"checkpoint {path} is there already: {text}")
+        folder, name = os.path.split(os.path.realpath(path))
+        with (
+            as_user_error(f"checkpoint {path} cannot be written"),
+            tempfile.TemporaryDirectory(dir=folder) as trial,
+        ):  # as write_checkpoint does it
+            Path(trial, f"{name}.new").touch()
+            os.replace(Path(trial, f"{name}.new"), Path(trial, name))
 
 
 def write_checkpoint(training, path):
     """The old file stays until the new one is complete. Raises UserError."""
     state = {
         "settings": settings_of(training),
-        "run": training.process.run,
         "categories": list(training.train_set.categories.values()),
         "step": training.step,
         "model": training.model.state_dict(),  # in ddp's, names would begin with "module."
@@ -1825,13 +1746,14 @@ def write_checkpoint(training, path):
     }
     what = f"checkpoint {path} not saved at step {training.step}"
     what += ", an older one is kept" if os.path.exists(path) else ""
-    new = f"{path}.{os.getpid()}.new"  # another run may save to the same path
+    target = os.path.realpath(path)  # a link stays one
+    new = f"{target}.new"
     try:
         with as_user_error(what), open(new, "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())  # on the disk, before it replaces the old one
-            os.replace(new, path)
+            os.replace(new, target)
     finally:
         with suppress(OSError):
             Path(new).unlink(missing_ok=True)  # an incomplete one, if the disk is full
@@ -1839,13 +1761,12 @@ def write_checkpoint(training, path):
 
 def read_checkpoint(args, process):
     """All ranks: what --checkpoint has; None if there is nothing to resume. Raises UserError."""
+    path = args.checkpoint
     if not args.resume:
         return None
-    path = args.checkpoint
     state = from_rank_0(lambda: read_file(path) if os.path.exists(path) else None)
     keys = {"settings", "step", "model", "optimizer", "scaler"}
-    is_own = isinstance(state, dict) and keys <= state.keys()
-    if state is not None and not (is_own and isinstance(state["settings"], dict)):
+    if state is not None and not (keys <= state.keys() and isinstance(state["settings"], dict)):
         raise UserError(f"checkpoint {path} is not one of this demo")
     return state
 
@@ -1866,11 +1787,11 @@ def load_checkpoint(training, state):
     With the same number of processes, options and hardware a resumed run equals an uninterrupted
     one, bit for bit. The order of the images and their crops depend on seed, epoch and index alone
     (EpochSampler, CocoFirstCategory), DDP adds up in the same order (rebuild_buckets), and the
-    rest is in the file. Exceptions are PowerSGD, GPUs, where cuDNN chooses algorithms by their
-    speed (prepare_hardware), and perhaps --compile. A model with dropout would also need the state
-    of torch's random generators.
+    rest is in the file. Exceptions are GPUs, where cuDNN chooses algorithms by their speed
+    (forward), and perhaps --compile. A model with dropout would also need the state of torch's
+    random generators.
     """
-    path = training.args.checkpoint
+    path, optimizer = training.args.checkpoint, training.optimizer
     with errors_end_all_ranks(), as_user_error(f"checkpoint {path} is not one of this demo"):
         for name, value in settings_of(training).items():
             saved = state["settings"].get(name)
@@ -1878,10 +1799,15 @@ def load_checkpoint(training, state):
                 text = f"checkpoint {path} was saved with {name} {saved}, not {value}"
                 raise UserError(f"{text}: resume with the same")
         training.model.load_state_dict(state["model"])
-        training.optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(state["optimizer"])
         training.scaler.load_state_dict(state["scaler"])
         training.step = state["step"]
-        training.owns_checkpoint = True
+    # NOTE: Adam's averages may have been saved in another memory format than the weights have
+    # here. The fused optimizer would take wrong elements.
+    for parameter, averages in optimizer.state.items():
+        for name, value in averages.items():
+            if value.shape == parameter.shape:
+                averages[name] = torch.empty_like(parameter).copy_(value)
 
 
 # ---- Log: lines for people, and a line of JSON beside some of them for programs
@@ -1926,16 +1852,22 @@ def facts_of_run(training):
     device = torch.cuda.get_device_name() if process.gpu else os.uname().machine
     if process.device.type == "mps":
         device = f"MPS of {device}"
-    nccl = torch.cuda.nccl.version() if process.backend == "nccl" else None
+    # Each rank is one of so many on its node.
+    ranks = all_gather((socket.gethostname(), device, 1 / process.local_world_size))
+    hosts, devices, shares = zip(*ranks, strict=True)
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl},
+        "versions": {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "nccl": torch.cuda.nccl.version() if process.backend == "nccl" else None,
+        },
         **vars(training.args),
         "launcher": process.launcher,
         "backend": process.backend,
-        "hosts": all_gather(socket.gethostname()),
-        "devices": all_gather(device),
-        "nodes": all_gather(process.local_rank).count(0),
+        "hosts": hosts,
+        "devices": devices,
+        "nodes": round(sum(shares)),
         "world_size": process.world_size,
         "threads": torch.get_num_threads(),
         "node_cores": os.cpu_count(),
@@ -1945,45 +1877,55 @@ def facts_of_run(training):
     }
 
 
-def log_record(process, name, record, words):
-    """Rank 0 writes a record: as JSON for programs, and as words with its values for people."""
-    log_from_rank_0(process, f"{name} {json.dumps(record)}")
-    log_from_rank_0(process, f"{name}: {words.format(**record)}")
-
-
 def log_run(training, val_set):
     """All ranks: rank 0 writes the facts of the run, and those of its data."""
     args, process, train_set = training.args, training.process, training.train_set
+    images, padding = len(train_set.names), -len(train_set.names) % process.world_size
     record = facts_of_run(training) | {
         "classes": len(train_set.categories),
-        "images": len(train_set.names),
+        "images": images,
         "images_without_annotations": train_set.unlabelled,
-        "picture_sizes": training.image_sizes,  # a digest: equal in runs with the same images
-        "padding": -len(train_set.names) % process.world_size,
+        "padding": padding,
         "val_images": len(val_set.names) if val_set else None,
     }
+    log_from_rank_0(process, f"Run {json.dumps(record)}")
+    batch = min(args.global_batch_size, images + padding)
     words = f"{counted(process.world_size, 'process', 'processes')} on "
-    words += f"{counted(record['nodes'], 'node')}, {{backend}}, {{precision}}; "
-    words += f"{counted(args.max_steps, 'step')} of {counted(args.global_batch_size, 'image')}; "
+    words += f"{counted(record['nodes'], 'node')}, {process.backend}, {args.precision}; "
+    words += f"{counted(args.max_steps, 'step')} of {counted(batch, 'image')}; "
     if args.dummy:
-        words += "random images (--dummy). "
+        words += "one batch of random images that repeats (--dummy): its loss means nothing"
     else:
-        words += "{images} labelled images, {images_without_annotations} without a label, "
-        words += "{padding} repeated as padding. "
+        words += f"{images} labelled images"
+        words += f", {train_set.unlabelled} without a label" if train_set.unlabelled else ""
+        words += f", {padding} repeated to make all shares equal" if padding else ""
     if training.step:
-        words += "Resumed from {checkpoint} at step {start_step}"
+        words += f". Resumed from {args.checkpoint} at step {training.step}"
+        words += ": no step is left" if training.step >= args.max_steps else ""
     elif args.resume:
-        words += "No checkpoint {checkpoint} yet: the run starts from the beginning"
-    else:
-        words += "Not resumed"
-    log_record(process, "Run", record, words)
+        words += f". No checkpoint {args.checkpoint} yet: the run starts from the beginning"
+    log_from_rank_0(process, f"Run: {words}")
+    if len(train_set.categories) == 1:
+        text = "there is one class alone: the loss is 0 and Top-1 100 %, whatever is learned"
+        log_from_rank_0(process, f"WARNING: {text}")
 
 
 # The log line of a step that a GPU may not have finished. `copied`: when the loss is on the CPU.
 DueLine = namedtuple("DueLine", "epoch step loss copied")
 
 
-def log_step(training):
+def note_line(training, epoch, loss):
+    """Makes the line of a step due. A GPU still computes the step: there the next one logs it."""
+    args, step, process = training.args, training.step, training.process
+    # Steps 1, 6, 11, ... with --log_every 5, and the last one; each rank, of its own images.
+    if (step - 1) % args.log_every == 0 or step == args.max_steps:
+        copied = loss.to("cpu", non_blocking=process.gpu)
+        training.due_line = DueLine(epoch, step, copied, training.timer.now())
+    if not process.gpu:
+        log_due_line(training)
+
+
+def log_due_line(training):
     """Logs the due line: the loss of this rank's images; img/s and times since the last line."""
     line, training.due_line = training.due_line, None
     if line is None:
@@ -1995,7 +1937,8 @@ def log_step(training):
     if not mean.images:  # all steps since the last line were profiled
         log(training.process, f"{text}profiled")
         return
-    left = duration((args.max_steps - line.step) * mean.whole, 0)
+    seconds = (args.max_steps - line.step) * mean.whole
+    left = duration(seconds, 0) if seconds < 100 * 86400 else "over 100 days"
     text += f"{mean.images / mean.whole:.1f} img/s | data {1e3 * mean.data:.1f} ms | "
     log(training.process, f"{text}step {1e3 * mean.whole:.1f} ms | ETA {left}")
 
@@ -2006,7 +1949,8 @@ def log_epoch(training, epoch, first_step, images_seen, began):
     if images_seen:  # none if the run was resumed at the end of the epoch
         steps = training.args.steps_per_epoch
         done = training.step - (epoch - 1) * steps
-        state = "complete" if done == steps else f"ends at step {done} of {steps}"
+        state = "complete" if done == steps else f"ends at step {done}"
+        state += f" of {steps}" if done < steps and not training.args.dummy else ""
         state += f" from step {first_step}" if first_step > 1 else ""
         text = f"Epoch {epoch} {state} | Avg loss: {training.loss_sum.item() / images_seen:.4f} | "
         log(training.process, f"{text}{images_seen / seconds:.1f} img/s | {seconds:.2f}s")
@@ -2020,50 +1964,71 @@ def log_validation(training, loader, epoch, correct, seen, began):
     log(training.process, text)
 
 
-def log_summary(training, digests):
-    """All ranks: rank 0 writes what the run did, its times, and whether the digests are equal."""
-    process, times = training.process, training.timer.step_times
-    measured = times[UNMEASURED_STEPS:] or times
-    mean = mean_time(measured)
+def facts_of_rank(training):
+    """What this rank's Summary is made of: its times are of the last 1,000 steps at most."""
+    process, timer = training.process, training.timer
+    timer.read()
+    mean = mean_time(timer.times)
     parts = {
+        "rank": process.rank,
         "data_ms": 1e3 * mean.data,
         "compute_ms": 1e3 * (mean.whole - mean.data - mean.exposed),
         "exposed_ms": 1e3 * mean.exposed,
         "step_ms": 1e3 * mean.whole,
         "cpu_ms": 1e3 * mean.cpu,  # CPU time of the process, of all its threads
     }
-    ranks = all_gather({"rank": process.rank, **parts})
-    link, wait = link_and_wait(all_gather([time.exposed for time in measured[-MOST_GATHERED:]]))
-    images = sum(all_gather(sum(time.images for time in measured)))
-    seconds = sum(time.whole for time in measured)
-    damaged = sum(all_gather(int(training.damage.damaged + training.val_damage.damaged)))
-    peak = max(all_gather(torch.cuda.max_memory_allocated() if process.gpu else 0))
-    summary = {
-        "epochs": training.step // training.args.steps_per_epoch,
-        "steps": training.step,
-        "train_s": sum(time.whole for time in times),
-        "measured_steps": len(measured),  # the figures below are of these
-        "img_per_s": images / max(seconds, 1e-9),
-        **{name: fmean(rank[name] for rank in ranks) for name in parts},
-        # NOTE: PowerSGD computes and communicates in one call: no moment is between the two.
-        "link_ms": None if training.powersgd else 1e3 * link,  # a lower bound
-        "wait_ms": None if training.powersgd else 1e3 * wait,
-        "ranks": ranks,
-        "wire_bytes_per_step": bytes_per_step(training),
-        "peak_gpu_bytes": peak or None,  # of tensors, on the rank with the most
-        "weights_sha256": digests[0],
-        "replicas_identical": len(set(digests)) == 1,
-        "damaged_images": damaged,  # each as often as it was read, by training and validation
+    return {
+        "parts": parts,
+        "exposed": [time.exposed for time in timer.times],
+        "images": sum(time.images for time in timer.times),
+        "peak": torch.cuda.max_memory_allocated() if process.gpu else 0,
+        "digest": digest_of_weights(training.model),
     }
-    exposed = "compression and communication" if training.powersgd else "exposed communication"
-    words = f"{counted(summary['epochs'], 'epoch')}, {counted(training.step, 'step')}, "
-    words += "{img_per_s:.1f} img/s; a step of {step_ms:.0f} ms is {data_ms:.0f} data + "
-    words += f"{{compute_ms:.0f}} compute + {{exposed_ms:.0f}} {exposed}; "
-    words += f"at most {peak / 2**30:.2f} GiB of a GPU's memory; " if peak else ""
-    words += "{damaged_images} of the images were damaged; " if damaged else ""
-    words += "replicas identical: {replicas_identical}"
-    log_record(process, "Summary", summary, words)
-    if not summary["replicas_identical"]:  # all ranks have all digests
+
+
+def log_summary(training):
+    """All ranks: rank 0 writes what the run did, and its times. Raises UserError if the replicas
+    are not equal.
+    """
+    process, timer = training.process, training.timer
+    facts = all_gather(facts_of_rank(training))
+    ranks = [rank["parts"] for rank in facts]
+    link, wait = link_and_wait([rank["exposed"] for rank in facts])
+    steps = sorted(time.whole for time in timer.times) or [0]
+    peak = max(rank["peak"] for rank in facts)
+    identical = len({rank["digest"] for rank in facts}) == 1
+    gradient_bytes = 4 if training.args.grad_compression == "none" else 2
+    means = {name: fmean(rank[name] for rank in ranks) for name in ranks[0] if name != "rank"}
+    summary = {
+        "steps": training.step,
+        "train_s": timer.train_seconds,
+        "measured_steps": len(timer.times),  # the figures below are of these
+        "img_per_s": sum(rank["images"] for rank in facts) / max(sum(steps), 1e-9),
+        **means,
+        "median_step_ms": 1e3 * median(steps),
+        "slowest_of_100_step_ms": 1e3 * steps[math.ceil(0.99 * len(steps)) - 1],
+        "link_ms": 1e3 * link,  # a lower bound
+        "wait_ms": 1e3 * wait,
+        "ranks": ranks,
+        "wire_bytes_per_step": 0,  # that each rank hands to the all-reduces
+        "peak_gpu_bytes": peak or None,  # of tensors, on the rank with the most
+        "weights_sha256": facts[0]["digest"],
+        "replicas_identical": identical,
+    }
+    if process.world_size > 1:
+        parameters = sum(map(torch.numel, training.model.parameters()))
+        summary["wire_bytes_per_step"] = gradient_bytes * parameters
+    log_from_rank_0(process, f"Summary {json.dumps(summary)}")
+    words = f"{counted(training.step, 'step')}"
+    if timer.times:
+        words += f", {summary['img_per_s']:.1f} img/s; a step of {means['step_ms']:.0f} ms is "
+        words += f"{means['data_ms']:.0f} data + {means['compute_ms']:.0f} compute"
+    if timer.times and process.world_size > 1:
+        words += f" + {means['exposed_ms']:.0f} exposed communication"
+    words += f"; at most {peak / 2**30:.2f} GiB of a GPU's memory" if peak else ""
+    words += f"; replicas identical: {identical}" if process.world_size > 1 else ""
+    log_from_rank_0(process, f"Summary: {words}")
+    if not identical:  # all ranks have all digests
         raise UserError("the replicas differ, which must not happen: do not use this checkpoint")
 
 
@@ -2076,59 +2041,38 @@ def log_end(process, began):
 # ---- Errors and the end: one line for an error, and ranks that end together
 
 # Exit codes. torchrun turns every nonzero code into 1; the demo's launchers return them.
-EXIT_FAILED = 1  # a failure outside, a bug, or an error on a single rank, such as out of memory
-EXIT_USER = 2  # bad input, such as a wrong argument: UserError, with which all ranks end
-EXIT_STOPPED = os.EX_TEMPFAIL  # 75: stopped by a signal, and saved to --checkpoint if given
-OTHER_RANK = "another rank has ended, or does not answer"
-# Puzzling errors of PyTorch and NCCL: a part of the text, and what to do.
-ADVICE = [
-    ("out of memory", "use a smaller --batch_size"),
-    ("shared memory", "enlarge /dev/shm (docker: --shm-size=1g), or use --workers 0"),
-    ("unable to find an engine", "is the GPU's memory full? Use a smaller --batch_size"),
-    ("no kernel image", "this PyTorch has no code for this GPU: install a build that has"),
-    ("DataLoader worker (pid", "something outside has ended it: is the memory full?"),
-    ("DataLoader timed out", "does the storage of the images still answer?"),
-    ("Duplicate GPU", "two ranks have the same GPU: start one process for each GPU"),
-    ("invalid device ordinal", "NCCL needs to see all GPUs of a node: is it --gpus-per-task?"),
-    ("Too many open files", "raise the limit (ulimit -n), or use --workers 0"),
-    ("getpwuid", "the user has no name on this machine: export USER, with any name"),
-    ("BF16 all reduce", "this PyTorch has no CUDA: give fp16, or powersgd with --precision fp32"),
-    ("C++ compiler found", "install g++ (or set CXX), or leave --compile out"),
-    ("find C compiler", "install gcc (or set CC), or leave --compile out"),  # Triton, on GPUs
-    ("unhandled system error", "NCCL_DEBUG=INFO says more"),
-    ("/gloo/", OTHER_RANK),
-    ("pair closure", OTHER_RANK),
-]
+EXIT_FAILED = 1  # a failure outside, a bug, or stopped by a signal without a --checkpoint
+EXIT_USER = 2  # bad input, such as a wrong argument: UserError
+EXIT_STOPPED = os.EX_TEMPFAIL  # 75: stopped by a signal, and saved to --checkpoint
 
 
 class UserError(Exception):
     """Something that a user can fix: one line that says what is wrong, where, and what to do."""
 
 
-class StartError(Exception):
-    """The ranks do not meet or connect. Another start may help."""
+class LoneUserError(UserError):
+    """One that this rank alone has met. The others lose the connection to it."""
+
+
+class PeerLost(Exception):
+    """The connection to another rank, or torchrun, is lost. Another start may help."""
 
 
 class Stopped(Exception):
-    """All ranks end before the training does. The checkpoint, if one is asked for, is saved."""
+    """A stop signal ends all ranks before the training is over. The text says what is saved."""
 
-    def __init__(self, training, stop):
-        # Nodes whose launcher can start again should do so after the end of a torchrun.
-        by_parent = stop == PARENT_ENDED
-        self.code = EXIT_FAILED if by_parent else EXIT_STOPPED
-        cause = "the end of its parent process" if by_parent else signal.Signals(stop).name
-        text = f"Stopped on {cause} | step {training.step} | exit code {self.code}"
-        text += "" if training.args.checkpoint else " | not saved: no --checkpoint"
-        super().__init__(text)
+    def __init__(self, text, saved):
+        self.code = EXIT_STOPPED if saved else EXIT_FAILED
+        super().__init__(f"{text} | exit code {self.code}")
 
 
-def record_end(word, text):
-    """Tells torchrun, whose --log-dir keeps it, how this rank ended.
+def record_end(error):
+    """Tells torchrun how this rank ended: its --log-dir keeps the error's class and text.
 
-    word: own (this rank's error), shared (all ranks'), peer (a lost connection), stopped.
+    UserError, Stopped, PeerLost, or any other, which is this rank's own.
     """
     with suppress(OSError):  # a full disk
-        get_error_handler().record_exception(RuntimeError(f"{word}: {text}"))
+        get_error_handler().record_exception(error)
 
 
 @contextmanager
@@ -2146,60 +2090,69 @@ def as_user_error(prefix):
 
 def one_line(error):
     """The most telling line of an error; its type if it has no words."""
-    text = str(error).rpartition("Last error:")[2].strip()  # NCCL's own words follow this
+    text = str(error)
+    for mark in ("Last error:", "WeightsUnpickler error:"):  # of NCCL, and of torch.load
+        text = text.rpartition(mark)[2].strip()
     if isinstance(error, KeyError):
         text = f"no {text}"
-    lines = text.splitlines() or [""]
-    line = lines[-1] if "Traceback" in text else lines[0]  # an error of a loader worker has one
-    return (line.removeprefix(f"{type(error).__name__}: ") or type(error).__name__)[:300]
+    if "Traceback" in text:  # an error of a loader worker: the last line has type and text
+        text = re.sub(r"^[\w.]+: ", "", text.splitlines()[-1])
+    return ([*text.splitlines(), ""][0] or type(error).__name__)[:500]
+
+
+def classified(error):
+    """The error as UserError, Stopped, PeerLost, or as it is if it is this rank's own."""
+    text = one_line(error)
+    if isinstance(error, LoneUserError):
+        return LoneUserError(text)
+    if isinstance(error, (UserError, Stopped, PeerLost)):
+        return error
+    full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if full or "out of memory" in text or "can't allocate memory" in text:
+        return LoneUserError(f"{text}: use a smaller --batch_size")
+    if "/gloo/" in text or "pair closure" in text or isinstance(error, dist.DistError):
+        return PeerLost(f"another rank has ended, or does not answer: {text}")
+    return error
 
 
 def run_and_exit(main, log_wall_time=True):
     """All ranks: run main(process), and end with its exit code. Also for probe_link.py."""
     process, code, began = ProcessInfo(), 0, perf_counter()
     try:
-        try:
-            main(process)
-        except Stopped as stop:
-            code = stop.code
-            word = "stopped" if code == EXIT_STOPPED else "peer"
-            record_end(word, f"{process.name} {stop}")
-            log(process, str(stop))
-        except StartError as error:
-            end_process(EXIT_FAILED, process, f"ERROR: {error}")
-        except UserError as error:
-            code = EXIT_USER
-            record_end("shared", f"{process.name} ERROR: {error}")
-            # Connected ranks share their errors: one line on each node is enough.
-            if process.local_rank == 0 or not dist.is_initialized():
-                log(process, f"ERROR: {error}", STDERR)
-        end_workers()  # after an error some may still run
-        leave_process_group()
-        if code == 0 and log_wall_time:
-            log_end(process, began)
+        main(process)
     except Exception as error:
-        end_workers()
-        # With a code the reason is logged already: this is only a connection lost after it.
-        text = "" if code else explain(process, error)
-        end_process(code or EXIT_FAILED, process, text, "peer" if OTHER_RANK in text else "own")
+        error = classified(error)
+        if isinstance(error, LoneUserError) or not isinstance(error, (UserError, Stopped)):
+            end_process(EXIT_USER if isinstance(error, UserError) else EXIT_FAILED, process, error)
+        # All ranks have this error. One line on each node is enough, unless they have not met.
+        code = error.code if isinstance(error, Stopped) else EXIT_USER
+        if isinstance(error, Stopped) or process.local_rank == 0 or not dist.is_initialized():
+            log_error(process, error)
+        record_end(error)
+    end_workers()  # after an error some may still run
+    try:
+        leave_process_group()
+    except Exception as error:  # with a code the reason is logged already
+        end_process(code or EXIT_FAILED, process, None if code else classified(error))
+    if code == 0 and log_wall_time:
+        log_end(process, began)
     ignore_stop_signals()  # Python takes its handlers away before it ends: one could still kill it
     sys.exit(code)
 
 
-def advice_on(text):
-    """What to do about an error with this text: a list of one sentence, or of none."""
-    return [what_to_do for part, what_to_do in ADVICE if part in text][:1]
-
-
-def explain(process, error):
-    """The line for an error that the other ranks do not know. A bug's traceback is logged."""
-    advice = advice_on(str(error))
-    name = ""
-    if not advice and not isinstance(error, (OSError, EOFError, dist.DistError)):
-        name = f"{type(error).__name__}: "
-        for line in traceback.format_exc().splitlines():
+def log_error(process, error):
+    """The line of an error. An unknown one may be a bug: its traceback is logged before it."""
+    if isinstance(error, Stopped):
+        log(process, str(error))
+        return
+    known = isinstance(error, (UserError, PeerLost, OSError, EOFError))
+    if not known:
+        for line in "".join(traceback.format_exception(error)).splitlines():
             log(process, line, STDERR)
-    return f"ERROR: {name}" + ": ".join([one_line(error), *advice])
+    text = one_line(error)
+    if "shared memory" in text:
+        text += ": enlarge /dev/shm (docker: --shm-size=1g), or use --workers 0"
+    log(process, f"ERROR: {'' if known else f'{type(error).__name__}: '}{text}", STDERR)
 
 
 def end_workers():
@@ -2210,11 +2163,13 @@ def end_workers():
         worker.kill()
 
 
-def end_process(code, process=None, text="", word="own"):
-    """Ends a process that cannot end by itself, because it may wait for others for ever."""
-    if text:
-        record_end(word, f"{process.name} {text}")
-        log(process, text, STDERR)
+def end_process(code, process, error=None):
+    """Ends a process that cannot leave with the others, because it may wait for them for ever."""
+    if error:
+        log_error(process, error)
+        record_end(error)
+    for worker in multiprocessing.active_children():
+        worker.kill()
     os._exit(code)
 
 

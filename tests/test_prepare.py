@@ -140,7 +140,7 @@ def test_other_forms_of_annotation_files_become_cocos(source, tmp_path, form):
     (source / "train2017/part").mkdir()
     (source / "train2017/0003.jpg").rename(source / "train2017/part/0003.jpg")
     write_content(source, changed("; ".join(changes)))
-    with pytest.raises(demo.UserError, match="that is a whole number"):
+    with pytest.raises(demo.UserError, match="not a COCO instances file"):
         demo.read_image_list(path)
     prepare(tmp_path)
     found = demo.read_image_list(tmp_path / "small/annotations/instances_train2017.json")

@@ -87,15 +87,6 @@ def test_trace_of_each_rank_has_forward_backward_and_all_reduce_in_each_step(
     assert overlaps
 
 
-def test_rank_0_logs_pytorchs_table_of_what_took_the_most_time(profiled):
-    found = re.findall(
-        r"^\[CPU 0\] Profile \| +(\S.*?)  +\d.* (\d+) *$", profiled.out, re.MULTILINE
-    )
-    assert len(found) == 10, profiled.tail()
-    assert dict(found)["aten::convolution_backward"] == str(3 * 20)
-    assert "[CPU 1] Profile" not in profiled.out
-
-
 def test_profiled_steps_and_the_wait_for_the_slowest_trace_are_in_no_figure(profiled):
     for rank in (0, 1):
         lines = re.findall(rf"^\[CPU {rank}\] .*\| Step (\d+) \| .*$", profiled.out, re.MULTILINE)
@@ -121,29 +112,18 @@ def test_pytorchs_own_messages_about_a_gpu_that_is_not_there_are_not_printed(pro
     assert not re.search(r"^\w+:\d{4}-|\.cpp:", profiled.out, re.MULTILINE), profiled.tail()
 
 
-def test_what_cannot_be_profiled_ends_in_one_line_before_training(words, tmp_path):
+def test_a_folder_that_cannot_be_made_ends_in_one_line_before_training(words, tmp_path):
     (tmp_path / "file").touch()
-    for more, text in (
-        (
-            ["--max_steps", 9, "--profile", tmp_path],
-            r"--profile needs 10 steps: this run makes 9$",
-        ),
-        (
-            ["--profile", tmp_path / "file"],
-            rf"--profile {tmp_path}/file cannot .* written: .*exists",
-        ),
-    ):
-        (run,) = run_forked([(2, [*words, *more])], QUICK, expect=2)
-        assert not run.steps()
-        (line,) = [line for line in run.lines() if "ERROR" in line]
-        assert line == run.lines()[-1] and re.search(text, line)
+    words = [*words, "--profile", tmp_path / "file"]
+    (run,) = run_forked([(2, words)], QUICK, expect=2)
+    assert not run.steps()
+    (line,) = [line for line in run.lines() if "ERROR" in line]
+    assert re.search(rf"--profile {tmp_path}/file cannot be written: .*exists", line)
 
 
-def test_a_resumed_run_with_too_few_steps_left_goes_on(words, tmp_path):
-    """A restart may come to that."""
-    words = [*words, "--checkpoint", tmp_path / "c.pt", "--resume", "--max_steps"]
-    profiled = [*words, 14, "--profile", tmp_path / "none"]
-    _, resumed = run_forked([(0, [*words, 5]), (0, profiled)], QUICK)
-    assert resumed.steps()[-1][1] == 14
-    assert "Note: no --profile, because fewer than 10 steps are left" in resumed.out
-    assert not [*(tmp_path / "none").iterdir()] and "Profile |" not in resumed.out
+def test_a_run_that_is_too_short_for_a_trace_says_so_and_trains(words, tmp_path):
+    words = [*words, "--max_steps", 9, "--profile", tmp_path / "none"]
+    (run,) = run_forked([(0, words)], QUICK)
+    assert run.steps()[-1][1] == 9
+    assert "WARNING: no --profile: it needs 10 steps, and the run has 9" in run.out
+    assert not [*(tmp_path / "none").iterdir()]

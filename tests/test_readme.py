@@ -261,13 +261,12 @@ def test_a_paragraph_names_all_settings_that_a_resumed_run_must_share():
     assert any({*re.findall(r"`--\w+`", text)} == wanted for text in paragraphs)
 
 
-def test_size_of_the_gradients_and_step_of_powersgd_are_those_of_the_code():
+def test_size_of_the_gradients_is_that_of_the_code():
     with torch.device("meta"):
         model = torchvision.models.resnet18(num_classes=80)
     count = sum(map(torch.numel, model.parameters()))
     text = f"has {count:,} weights. In fp32 a gradient has 4 bytes, so all gradients are"
     assert f"{text} **{4 * count / 1e6:.1f} MB**." in PAGES[HOMEWORK].text
-    assert f", starting at step {demo.UNMEASURED_STEPS + 1}: " in PAGES[RUNNING].text
 
 
 def test_messages_of_the_fault_table_are_those_of_the_code():
@@ -275,7 +274,10 @@ def test_messages_of_the_fault_table_are_those_of_the_code():
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # strings that stand on several lines
     messages = [text for row in rows("message") for text in re.findall(r"`([^`]+)`", row[0])]
     of_others = {"Connection reset by peer", "Connection closed by peer", "exitcode  : -9"}
-    of_others |= {"remote process exited", "exitcode  : -6"}
+    of_others |= {"remote process exited", "exitcode  : -6", "no kernel image is available"}
+    of_others |= {"DataLoader worker (pid", "DataLoader timed out", "Too many open files"}
+    of_others |= {"unable to find an engine", "invalid device ordinal", "getpwuid"}
+    of_others |= {"C++ compiler found", "find C compiler", "unhandled system error"}
     assert len(messages) >= 15 and of_others <= {*messages}
     for text in {*messages} - of_others:
         assert text in code, text

@@ -18,27 +18,36 @@ import series
 from run import Record, UserError
 from support.processes import SCRIPT
 
-OWN, PEER = Record("own", "[CPU 0] ERROR: full", 5), Record("peer", "[CPU 1] ERROR: reset", 3)
-SHARED, STOPPED = Record("shared", "ERROR: no file"), Record("stopped", "Stopped on SIGTERM")
-SIGNAL = Record("own", "SignalException: Process 7 got signal: 15")
-NOBODY = Record("own", "DistStoreError: Timed out after 9 seconds. 1/2 clients joined.")
+OWN, PEER = Record("RuntimeError", "full"), Record("PeerLost", "reset")
+OWN_LINE = "RuntimeError: full"
+USER, LONE = Record("UserError", "no file"), Record("LoneUserError", "a damaged image")
+SAVED = Record("Stopped", "Stopped on SIGTERM | step 3 | saved | exit code 75")
+UNSAVED = Record(
+    "Stopped", "Stopped on SIGUSR1 | step 3 | not saved: no --checkpoint | exit code 1"
+)
+SIGNAL = Record("SignalException", "Process 7 got signal: 15")
+NOBODY = Record("DistStoreError", "Timed out after 9 seconds. 1/2 clients joined.")
+UNKNOWN = "torchrun ended with 1, see above"
 ENDS = [  # torchrun's code, its ranks' records, its own one, a quoted line; outcome and reason
     (0, [None], None, "", ("complete", "")),
-    (1, [OWN, PEER], None, "Signal 9", ("lost", OWN.text)),
+    (1, [OWN, PEER], None, "Signal 9", ("lost", OWN_LINE)),
+    (1, [PEER, OWN], None, "Signal 9", ("lost", OWN_LINE)),
     (1, [PEER, None], None, "Signal 9", ("lost", "Signal 9")),
     (1, [PEER, None], None, "", ("lost", PEER.text)),
-    (1, [None, None], None, "", ("lost", "torchrun ended with 1, see above")),
+    (1, [None, None], None, "", ("lost", UNKNOWN)),
     (-9, [PEER], None, "", ("lost", PEER.text)),
-    (1, [STOPPED, STOPPED], SIGNAL, "", ("asked", STOPPED.text)),
-    (-15, [STOPPED], None, "", ("asked", STOPPED.text)),
-    (1, [STOPPED, None], SIGNAL, "", ("lost", "torchrun ended with 1, see above")),
-    (1, [STOPPED, OWN], SIGNAL, "", ("lost", OWN.text)),
-    (1, [PEER, SHARED], None, "Signal 15", ("user", SHARED.text)),
-    (1, [SHARED, None], None, "", ("user", SHARED.text)),
+    (1, [SAVED, SAVED], SIGNAL, "", ("saved", SAVED.text)),
+    (-15, [SAVED], None, "", ("saved", SAVED.text)),
+    (1, [UNSAVED, UNSAVED], None, "", ("unsaved", UNSAVED.text)),
+    (1, [SAVED, None], SIGNAL, "", ("lost", UNKNOWN)),
+    (1, [SAVED, OWN], SIGNAL, "", ("lost", OWN_LINE)),
+    (1, [PEER, USER], None, "Signal 15", ("user", USER.text)),
+    (1, [PEER, LONE], None, "Signal 15", ("user", LONE.text)),
+    (1, [USER, None], None, "", ("user", USER.text)),
     (2, [], None, "", ("user", "torchrun ended with 2, see above")),
     (1, [], NOBODY, "", ("apart", "Timed out after 9 seconds. 1/2 clients joined.")),
-    (1, [], SIGNAL, "", ("lost", "torchrun ended with 1, see above")),
-    (1, [None], NOBODY, "", ("lost", "torchrun ended with 1, see above")),
+    (1, [], SIGNAL, "", ("lost", UNKNOWN)),
+    (1, [None], NOBODY, "", ("lost", UNKNOWN)),
 ]
 
 
@@ -47,43 +56,33 @@ def test_exit_codes_and_records_decide_how_a_start_ended(code, ranks, agent, quo
     assert run.judge(code, ranks, agent, quote) == expected
 
 
-def test_of_two_own_records_the_first_in_time_is_the_reason():
-    late, early = Record("own", "late", 7), Record("own", "early", 6)
-    for ranks in ([late, early], [early, late]):
-        assert run.judge(1, ranks, None, "")[1] == "early"
-
-
-def error_file(text: str, when: object = "5") -> str:
-    return json.dumps({"message": {"message": text, "extraInfo": {"timestamp": when}}})
+def error_file(text: str) -> str:
+    return json.dumps({"message": {"message": text}})
 
 
 RECORDS = [  # a rank's error.json, and what is made of it
-    (error_file("Ended: shared: [CPU 0] ERROR: no: file"), "shared"),
-    (error_file("Ended: stopped: [CPU 0] Stopped on SIGTERM\nmore"), "stopped"),
-    (error_file("RuntimeError: peer: of another script"), "peer"),
-    (error_file("ValueError: of another script"), "own"),
+    (error_file("UserError: no: file"), Record("UserError", "no: file")),
+    (error_file("Stopped: Stopped on SIGTERM\nmore"), Record("Stopped", "Stopped on SIGTERM")),
+    (error_file("ValueError: of another script"), Record("ValueError", "of another script")),
     ("", None),
     ("{", None),
     ('{"message": "a text alone"}', None),
-    (error_file("x", None), None),
 ]
 
 
-@pytest.mark.parametrize(("content", "word"), RECORDS)
-def test_a_damaged_record_is_none_and_another_scripts_one_is_its_own_error(content, word):
-    record = run.parse_record(content)
-    assert (record and record.word) == word
-    assert record is None or "\n" not in record.text
+@pytest.mark.parametrize(("content", "expected"), RECORDS)
+def test_a_record_is_an_errors_class_and_text_and_a_damaged_one_is_none(content, expected):
+    assert run.parse_record(content) == expected
 
 
 def test_only_the_last_attempt_of_a_start_counts_and_a_rank_without_a_record_is_none(tmp_path):
-    for attempt, rank, text in ((9, 0, "own: a"), (10, 0, "peer: b"), (10, 1, "")):
+    for attempt, rank, text in ((9, 0, "KeyError: a"), (10, 0, "PeerLost: b"), (10, 1, "")):
         folder = tmp_path / f"id_x/attempt_{attempt}/{rank}"
         folder.mkdir(parents=True)
         if text:
-            (folder / "error.json").write_text(error_file(f"Ended: {text}"))
+            (folder / "error.json").write_text(error_file(text))
     first, second = run.read_records(tmp_path)
-    assert first == Record("peer", "b", 5) and second is None
+    assert first == Record("PeerLost", "b") and second is None
     assert run.read_records(tmp_path / "none") == []
 
 

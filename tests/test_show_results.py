@@ -17,7 +17,7 @@ import torchvision
 from PIL import Image
 
 import show_results as tool
-from support.datasets import Payload, instances, numbered, truncate, write_images
+from support.datasets import Payload, instances, numbered, write_images
 from support.forks import run_forked
 from support.launchers import NOTEBOOK
 from support.processes import ROOT, SCRIPT, start
@@ -38,7 +38,7 @@ def write_set(folder: Path, part: str, labels: list) -> list[str]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A run of four classes: its checkpoint, its last line on the validation, and the tool's
-    arguments for the same 40 images, one of which is damaged. For the run they have other ids.
+    arguments for the same 40 images. For the run they have other ids.
     """
     folder = tmp_path_factory.mktemp("trained")
     images, notes = write_set(folder, "train", CLASSES * 4)
@@ -48,11 +48,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     for category in content["categories"][1:]:  # the first one no image needs
         category["name"] = f"category {90 - category['id']}"
     (folder / "turned.json").write_text(json.dumps(content))
-    truncate(folder / "val" / "0007.jpg")
     options = ["--coco_image_path", images, "--annotation_path", notes]
     options += ["--val_image_path", val_images, "--val_annotation_path", folder / "turned.json"]
     words = [*options, *FAST, "--checkpoint", folder / "c.pt"]
-    (run,) = run_forked([(0, words)], damaged=True)
+    (run,) = run_forked([(0, words)])
     argv = [str(folder / "c.pt"), "--coco_image_path", val_images, "--annotation_path", val_notes]
     line = re.findall(r"validation \| (.*)", run.out)[-1]
     return SimpleNamespace(folder=folder, line=line, argv=[*argv, "--script", str(SCRIPT)])
@@ -140,7 +139,7 @@ def test_frames_signs_and_words_tell_right_from_wrong(tmp_path, monkeypatch, cla
         labels=labels,
         guesses=guesses,
         confidence=torch.rand(images, generator=draw),
-        dataset={(0, i): (torch.zeros(8, 8, 3), label, False) for i, label in enumerate(labels)},
+        dataset={(0, i): (torch.zeros(8, 8, 3), label) for i, label in enumerate(labels)},
     )
     tool.draw(found, tmp_path / "picture.png")
     shown = [axis for axis in figures[0].axes if axis.images]
@@ -164,9 +163,7 @@ def test_pictures_are_drawn_also_where_a_notebook_names_another_backend(trained,
         compare,
         ["show_results.py", *trained.argv, "--output", tmp_path / "2.png"],
     ):
-        with start(
-            [sys.executable, ROOT / "tools" / name, *words], env=NOTEBOOK, damaged=True
-        ) as started:
+        with start([sys.executable, ROOT / "tools" / name, *words], env=NOTEBOOK) as started:
             started.finish()
     assert min(path.stat().st_size for path in tmp_path.glob("[12].png")) > 10_000
 

@@ -335,23 +335,19 @@ def cpu_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class Record:
-    """What a rank has recorded of its end: own, shared, peer or stopped; and its line."""
+    """What a rank has recorded of its end: the class of its error, and its text."""
 
-    word: str
+    kind: str  # UserError, LoneUserError, Stopped, PeerLost; any other is that rank's own
     text: str
-    time: int = 0
 
 
 def parse_record(content: str) -> Record | None:
-    """A rank's error.json. What another script has recorded is that rank's own error."""
+    """A rank's error.json."""
     try:
-        message = json.loads(content)["message"]
-        text = message["message"].partition("\n")[0]
-        when = int(message["extraInfo"]["timestamp"])
+        kind, _, text = json.loads(content)["message"]["message"].partition(": ")
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    found = re.fullmatch(r"\w+: (own|shared|peer|stopped): (.*)", text)
-    return Record(found[1], found[2], when) if found else Record("own", text, when)
+    return Record(kind, text.partition("\n")[0])
 
 
 def read_records(folder: Path) -> list[Record | None]:
@@ -368,24 +364,29 @@ def judge(
     the log.
 
     complete  all steps are made
-    asked     a stop signal came, and all ranks have saved and stopped
+    saved     a stop signal came, and all ranks have saved and stopped
+    unsaved   a stop signal came, and all ranks have stopped without a checkpoint
     user      an error that would come again
     apart     the nodes did not meet: no rank was started
     lost      anything else: a restart may help
     """
-    records = sorted((record for record in ranks if record), key=lambda record: record.time)
-    first = {record.word: record.text for record in reversed(records)}
+    records = [record for record in ranks if record]
+    user = [record.text for record in records if record.kind in ("UserError", "LoneUserError")]
+    known = ("UserError", "LoneUserError", "Stopped", "PeerLost")
+    own = [f"{record.kind}: {record.text}" for record in records if record.kind not in known]
+    peer = [record.text for record in records if record.kind == "PeerLost"]
     ended = f"torchrun ended with {code}, see above"
     if code == 0:
         return "complete", ""
-    if records and all(record and record.word == "stopped" for record in ranks):
-        return "asked", first["stopped"]
-    if "shared" in first or code == USER:
-        return "user", first.get("shared") or quote or ended
+    if records and all(record and record.kind == "Stopped" for record in ranks):
+        text = records[0].text
+        return "unsaved" if "not saved" in text else "saved", text
+    if user or code == USER:
+        return "user", [*user, quote or ended][0]
     # torchrun records a signal that has ended it, too.
-    if not ranks and agent and not agent.text.startswith("SignalException"):
-        return "apart", agent.text.partition(": ")[2]
-    return "lost", first.get("own") or quote or first.get("peer") or ended
+    if not ranks and agent and agent.kind != "SignalException":
+        return "apart", agent.text
+    return "lost", next(filter(None, [*own, quote, *peer, ended]))
 
 
 # Of NCCL's watchdog; of torchrun, about a rank that was killed.
@@ -632,14 +633,16 @@ class Run:
             self.say(f"error: the log {self.log.name} {text}")
         if outcome == "complete":
             return 0 if self.log_is_whole else FAILED
+        if outcome == "unsaved" and not self.stopped:  # the signal came to another node
+            self.stopped = signal.Signals[reason.split()[2]]  # "Stopped on SIGTERM | ..."
         name = f" by {signal.Signals(self.stopped).name}" if self.stopped else ""
         # A signal that came between two starts finds no rank: what is saved is the last start's.
-        if outcome == "asked" or (self.stopped and saved):
+        if outcome == "saved" or (self.stopped and saved):
             way = f": --resume goes on from {checkpoint}" if checkpoint else ""
             self.say(f"stopped{name}{way}")
             return STOPPED
         if self.stopped:
-            self.say(f"stopped{name}")
+            self.say(f"stopped{name}, not saved")
             return 128 + self.stopped
         self.say(f"error: {reason}")
         return USER if outcome == "user" else FAILED

@@ -58,7 +58,7 @@ def results_of(demo, args):
     images, file = args.coco_image_path, args.annotation_path
     classes = demo.ImageSet([], range(len(names)), dict(enumerate(names)), 0)
     image_list = demo.read_image_list(file, classes)
-    demo.check_images(images, image_list.names)
+    demo.look_for_images(images, image_list.names)
     argv = [f"--{part}image_path={images}" for part in ("coco_", "val_")]
     argv += [f"--{part}annotation_path={file}" for part in ("", "val_")]
     argv += [f"--image_size={image_size}", f"--precision={precision}", "--weights=none"]
@@ -76,7 +76,7 @@ def results_of(demo, args):
     found = []
     model.eval()
     with torch.inference_mode():
-        for batch, labels, _ in loader:
+        for batch, labels in loader:
             confidence, guesses = demo.forward(training, model, batch).softmax(1).max(1)
             found.append((labels, guesses.cpu(), confidence.cpu()))
     labels, guesses, confidence = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -144,7 +144,7 @@ def draw_images(axes, results):
     for axis in axes[len(chosen) :]:
         axis.set_axis_off()
     for axis, position in zip(axes, chosen, strict=False):
-        image, label, _ = results.dataset[0, position]
+        image, label = results.dataset[0, position]
         axis.imshow(image.numpy())
         axis.set(xticks=[], yticks=[])
         sign = "✓" if right[position] else "✗"

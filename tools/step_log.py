@@ -40,11 +40,14 @@ class StepLog:
     2 bytes and not 4.
     """
 
-    powersgd = None  # the script's functions take a StepLog for their Training
-    damage = val_damage = demo.Damage()  # of no image
+    # The script's functions take a StepLog for their Training.
 
     def __init__(self, ddp, *, max_steps, global_batch_size, **settings):
-        settings = {"log_every": demo.LOG_EVERY, "grad_compression": "none"} | settings
+        device = next(ddp.module.parameters()).device
+        settings = {
+            "log_every": demo.LOG_EVERY[device.type],
+            "grad_compression": "none",
+        } | settings
         counts = {"max_steps": max_steps, "global_batch_size": global_batch_size}
         self.args = argparse.Namespace(**settings, **counts)
         self.model = AveragedParameters(ddp)
@@ -53,11 +56,16 @@ class StepLog:
         )
         # Without a launcher one process has started the others, on its own node.
         spawned = self.process.launcher == "python"
+        world_size = self.process.world_size
         self.process.local_rank = self.process.rank if spawned else int(os.environ["LOCAL_RANK"])
-        self.process.device = next(self.model.parameters()).device
+        self.process.local_world_size = (
+            world_size if spawned else int(os.environ["LOCAL_WORLD_SIZE"])
+        )
+        self.process.device = device
         self.process.backend = dist.get_backend()
-        self.timer = demo.StepTimer(self.process.device, self.model)
+        self.timer = demo.StepTimer(self.process, self.model)
         self.step = self.epoch = 0
+        self.due_line = None
 
     def __enter__(self):
         self.began = perf_counter()
@@ -69,31 +77,32 @@ class StepLog:
         batches = iter(loader)
         self.epoch += 1
         self.timer.start_step()
-        self.timer.mark("waiting for data")
+        self.timer.wait_for_data()
         for batch in batches:
-            self.timer.mark("data arrived")
+            self.timer.data_arrived()
             yield batch
-            self.timer.mark("waiting for data")
+            self.timer.wait_for_data()
 
     def averaged(self):
         """To be called after a step's last backward pass, before the optimizer."""
-        self.timer.mark("gradients averaged")
+        self.timer.gradients_averaged()
 
     def end_step(self, loss, samples):
         """To be called after the optimizer. loss, a tensor, and samples are of this rank.
 
         Raises RuntimeError if a mark of this step is missing.
         """
-        for mark in ("data arrived", "own gradients", "gradients averaged"):
-            if mark not in self.timer.moments:
+        step = self.timer.step
+        marks = {"data arrived": step.arrivals, "own gradients": step.own_gradients}
+        marks["gradients averaged"] = step.averaged
+        for mark, moment in marks.items():
+            if not moment:
                 text = f"StepLog: step {self.step + 1} has no mark of {mark!r}"
                 raise RuntimeError(f"{text}: docs/networks.md has the lines of a loop")
         self.step += 1
-        log_due = (self.step - 1) % self.args.log_every == 0 or self.step == self.args.max_steps
+        demo.log_due_line(self)
         self.timer.end_step(samples)
-        if log_due:
-            self.due_line = demo.DueLine(self.epoch, self.step, loss.detach(), self.timer.now())
-            demo.log_step(self)
+        demo.note_line(self, self.epoch, loss.detach())
 
     def __exit__(self, error, *_):
         if error is not None:
@@ -104,6 +113,6 @@ class StepLog:
             text = f"Stopped after {made}: give StepLog the loop's number as max_steps"
             demo.log_from_rank_0(self.process, text)
             return
-        self.args.steps_per_epoch = max(1, self.step // self.epoch)
-        demo.log_summary(self, demo.digests_of_replicas(self.model))
+        demo.log_due_line(self)
+        demo.log_summary(self)
         demo.log_end(self.process, self.began)

@@ -150,9 +150,6 @@ def test_a_stopped_rank_ends_the_other_node_and_its_own_after_a_second_signal(tr
     said(first, r"^\[CPU 0\] .*ERROR")
 
 
-@pytest.mark.xfail(
-    reason="A 3: the image turns black, and the run goes on", raises=pytest.fail.Exception
-)
 def test_an_image_that_is_damaged_on_one_node_ends_it_without_a_restart(tmp_path):
     """The other one has lost a connection, and may try again."""
     paths = [make_set(tmp_path / f"{node}", 32, size=(200, 160)) for node in (0, 1)]

@@ -107,7 +107,7 @@ def test_started_in_the_background_of_a_script_it_logs_all_lines_of_two_processe
 # The rank is killed over the first network, and finds an error of the user's over the second one.
 KILLED = """
 if "/two/" in " ".join(sys.argv):
-    record("shared", "[CPU 0] ERROR: folder nowhere: No such file or directory")
+    record("UserError", "folder nowhere: No such file or directory")
     sys.exit(2)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -138,9 +138,7 @@ def test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its
     assert re.search(f"error: {reason}", first[-1]) and first[-1] in run.lines()
     assert "error: one/r1 has failed" in run.out
     assert not (folder / "logs/run/three").exists()
-    assert run.lines()[-1].endswith(
-        "error: [CPU 0] ERROR: folder nowhere: No such file or directory"
-    )
+    assert run.lines()[-1].endswith("error: folder nowhere: No such file or directory")
 
 
 @pytest.mark.slow
@@ -195,7 +193,7 @@ def test_a_stop_signal_reaches_the_ranks_as_sigterm_and_their_last_lines_the_log
     assert "got signal: 15" in run.out  # torchrun has lived to pass it on
     last = rf"stopped by {number.name}: --resume goes on from \S+/checkpoint\.pt$"
     for lines in (run.lines(), (folder / LOG).read_text().splitlines()):
-        assert "[CPU 0] Stopped on SIGTERM | step 3 | exit code 75" in lines
+        assert "Stopped on SIGTERM | step 3 | saved | exit code 75" in lines
         assert re.search(last, lines[-1])
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+import zlib
 
 import pytest
 
@@ -129,7 +130,6 @@ NOT_INITIALIZED = (
 )
 
 
-@pytest.mark.xfail(reason="F 11: another build is advised", raises=AssertionError)
 def test_gpus_without_their_fabric_manager_need_no_other_build(monkeypatch):
     demo = load(str(SCRIPT))
 
@@ -142,14 +142,13 @@ def test_gpus_without_their_fabric_manager_need_no_other_build(monkeypatch):
     with pytest.raises(demo.UserError) as error:
         demo.usable_gpus(demo.parse_arguments(["--dummy"]))
     said = str(error.value).lower()
-    assert "fabric manager" in said and "install a build" not in said
+    assert "fabricmanager" in said and "install a build" not in said
 
 
 # --- Packages and folders that do not work -----------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="F 12: a traceback from each rank", raises=AssertionError)
 @pytest.mark.parametrize("name", ["torchvision", "pycocotools"])
 def test_a_package_that_cannot_be_loaded_is_one_line_that_names_it(tmp_path, name):
     broken = "raise RuntimeError('operator torchvision::nms does not exist')\n"
@@ -162,7 +161,6 @@ def test_a_package_that_cannot_be_loaded_is_one_line_that_names_it(tmp_path, nam
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="F 10: told late, as slow storage", raises=AssertionError)
 def test_a_temporary_folder_with_a_long_name_is_not_called_slow_storage(training, tmp_path):
     """Loader workers make sockets there, whose names the system limits to some 100 characters."""
     folder = tmp_path / ("long" * 25)
@@ -213,20 +211,21 @@ def test_mpich_is_refused(training):
 
 # As each launcher sets them for rank 5 of 8, the second of two processes on its node.
 PLACE = ("5", "8", "1", "2")
-IN_STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "node[01-04]"}
+IN_STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}
 IN_STEP |= {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
 IN_STEP |= {"SLURM_GTIDS": "4,5"}
 NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 BY_OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": n for name, n in zip(NAMES, PLACE, strict=True)}
 BY_OPEN_MPI["PMIX_NAMESPACE"] = "prterun-a@1"
-BY_MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
+BY_PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
 IN_BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
-STEP_PORT, MPI_PORT = str(20000 + 7 * 16 + 1), str(20000 + 4004349739 % 12000)  # a CRC
+STEP_PORT, MPI_PORT = str(20000 + zlib.crc32(b"7.1") % 12000), str(20000 + 4004349739 % 12000)
 BY_MPI = ("mpirun", None, *PLACE)
 STARTED = [  # its variables, its launcher, rank 0's address and numbers, the port
-    (IN_STEP, ("srun", "node01", *PLACE), STEP_PORT),
+    (IN_STEP, ("srun", None, *PLACE), STEP_PORT),
+    (IN_STEP | BY_PMI, ("srun", None, *PLACE), STEP_PORT),  # srun --mpi=pmi2
     (IN_STEP | BY_OPEN_MPI, BY_MPI, MPI_PORT),
-    (IN_STEP | {"MASTER_PORT": "4000"}, ("srun", "node01", *PLACE), "4000"),
+    (IN_STEP | {"MASTER_PORT": "4000"}, ("srun", None, *PLACE), "4000"),
     (IN_BATCH_SCRIPT, ("python", "127.0.0.1", *"0101"), "0"),
 ]
 
@@ -245,7 +244,6 @@ BY_HAND["MASTER_ADDR"] = "127.0.0.1"
 ONE_A_NODE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}
 
 
-@pytest.mark.xfail(reason="F 9: LOCAL_WORLD_SIZE has to be set")
 @pytest.mark.parametrize("local_rank", [{}, {"LOCAL_RANK": "0"}])
 def test_ranks_without_a_local_number_are_one_a_node(local_rank):
     """As Azure and others start them."""
@@ -253,7 +251,6 @@ def test_ranks_without_a_local_number_are_one_a_node(local_rank):
     assert (address, *numbers) == ("10.0.0.1", "1", "2", "0", "1")
 
 
-@pytest.mark.xfail(reason="F 9: torchrun is blamed, which is not there", raises=AssertionError)
 def test_the_second_rank_of_a_node_needs_its_number_of_ranks(monkeypatch):
     demo = load(str(SCRIPT))
     monkeypatch.setattr(os, "environ", ONE_A_NODE | {"LOCAL_RANK": "1"})
@@ -262,25 +259,13 @@ def test_the_second_rank_of_a_node_needs_its_number_of_ranks(monkeypatch):
     assert "LOCAL_WORLD_SIZE" in str(error.value) and "torchrun should" not in str(error.value)
 
 
-def test_the_first_of_slurms_nodes_is_read_or_asked_for():
-    """MASTER_ADDR is where a list has more than one pair of brackets, or a name goes on."""
-    demo = load(str(SCRIPT))
-    simple = {"a": "a", "a-1,b": "a-1", "node[01-04,07],b": "node01", "n[7]": "n7"}
-    assert {nodes: demo.first_node(nodes) for nodes in simple} == simple
-    for nodes in ("rack[1-2]n[1-4]", "node[01-02]-ib,b"):
-        line = f"export MASTER_ADDR, with the first node of {nodes} "
-        with pytest.raises(demo.UserError, match=re.escape(line)):
-            demo.first_node(nodes)
-
-
 # Variables of a process that cannot learn its rank, and what it says.
 UNCLEAR = [
     ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "by another launcher"),
-    (IN_STEP | BY_MPICH, "use torchrun, srun or Open MPI, or set RANK"),
-    (STEP | {"SLURM_LOCALID": "x"}, "srun should set RANK"),
-    ({"MPI_LOCALRANKID": "0"}, "by another launcher"),
-    (STEP | {"SLURM_STEP_ID": "x"}, "start with srun"),
-    (BY_HAND | {"RANK": "2"}, "RANK 2 is not below WORLD_SIZE 2"),
+    (IN_STEP | {"PMI_SIZE": "16"}, "use torchrun, srun or Open MPI, or set RANK"),
+    (STEP | {"SLURM_LOCALID": "x"}, "started by srun.* whole numbers"),
+    (BY_HAND | {"RANK": "2"}, "RANK is 2 of WORLD_SIZE 2"),
+    (IN_STEP, "MASTER_ADDR is not set"),
     (BY_HAND | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
     (BY_HAND | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc'"),
     (BY_HAND | {"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),

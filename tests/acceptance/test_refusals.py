@@ -33,12 +33,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "missing_image.json": instances([*numbered(7), "gone.jpg"]),
         "no_annotations.json": {**good, "annotations": []},
         "no_categories.json": {**good, "categories": []},
-        "outside.json": instances([*numbered(7), "../outside.jpg"]),
         "relabelled.json": instances(numbered(8), [1] * 8),
     }
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content))
-    shutil.copy(folder / "set/images/0000.jpg", folder / "set/outside.jpg")
     (folder / "broken.json").write_text('{"images": [')
     (folder / "saved").mkdir()
     (folder / "text.pt").write_text("no weights")
@@ -90,10 +88,7 @@ BAD_INPUT = [  # options, and what the one line names
     ),
     ("--device cuda", "sees no GPU: .*--device cpu"),
     ("--checkpoint pipe", r"checkpoint pipe is not a regular file"),
-    (
-        "--coco_image_path cut",
-        r"all 8 images .* in cut are damaged, .*0000\.jpg",
-    ),
+    ("--coco_image_path cut", r"image cut/\d+\.jpg cannot be decoded: .*--decode"),
     (
         "--coco_image_path linked",
         r"linked lacks 1 of 8 listed images, the first is 0003\.jpg",
@@ -117,7 +112,6 @@ MORE_BAD_INPUT = [
     ("--annotation_path no_file.json", r"no_file\.json"),
     ("--annotation_path no_annotations.json", r"no_annotations\.json"),
     ("--annotation_path no_categories.json", r"no_categories\.json"),
-    ("--annotation_path outside.json", r"outside\.jpg"),
     ("--global_batch_size 7 --accumulate_steps 2", r"--global_batch_size\b.*\b7\b"),
     ("--weights no_file.pt", r"no_file\.pt"),
     ("--weights text.pt", r"text\.pt"),
@@ -129,11 +123,9 @@ MORE_BAD_INPUT = [
     ("--backend nccl", r"--backend nccl: 1 processes for 0 GPU"),
     ("--device mps", r"--device mps needs a Mac"),
     ("--compile --sync_bn", r"--sync_bn needs NVIDIA GPUs"),
-    ("--grad_compression powersgd --precision fp16", r"powersgd .* fp16"),
     ("--compile --bucket_cap_mb 0.5", r"--compile needs --bucket_cap_mb 1 or more"),
-    ("--grad_compression powersgd --bucket_cap_mb 5", r"powersgd needs one bucket"),
     ("--checkpoint set", r"checkpoint set is not a regular file"),
-    ("--coco_image_path empty", r"all 8 images .* in empty are damaged, .*0000\.jpg"),
+    ("--coco_image_path empty", r"image empty/\d+\.jpg cannot be decoded: .*--decode"),
     ("--checkpoint run.pt --resume --image_size 48", r"run\.pt\b.*--image_size"),
 ]
 BAD_INPUT += [pytest.param(*row, marks=pytest.mark.slow) for row in MORE_BAD_INPUT]
@@ -158,18 +150,18 @@ def test_bad_input_ends_with_one_line_that_names_it(options, named, folder):
 # --- Two ranks that were not given the same, and others ----------------------------------------
 
 IMAGES = "--coco_image_path other/images --annotation_path other/instances.json"
-OTHER = [  # what rank 1 has, and what the one line names
-    pytest.param(IMAGES, r"\b0004\.jpg"),
-    pytest.param("--lr 0.5", "--lr"),
-    pytest.param("--profile p", "--profile given"),
-]
+OTHER = [(IMAGES, r"\b0004\.jpg"), ("--lr 0.5", "--lr"), ("--profile p", "--profile given")]
+EACH_ON_A_NODE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 @pytest.mark.parametrize(("other", "named"), OTHER)
-def test_ranks_with_other_data_or_arguments_end_and_one_line_names_what(other, named, folder):
+def test_nodes_with_other_data_or_arguments_end_and_one_line_names_what(other, named, folder):
+    """What rank 1 has, and what the line names."""
     words = [*GOOD, *FAST, "--timeout", 10, "--max_steps", 1]
-    (run,) = run_forked([(2, [words, [*words, *shlex.split(other)]])], QUICK, expect=2, cwd=folder)
-    assert re.search(named, the_error(run.output))
+    each = [words, [*words, *shlex.split(other)]]
+    (run,) = run_forked([(2, each, EACH_ON_A_NODE)], QUICK, expect=2, cwd=folder)
+    assert len({the_error(line) for line in run.output.splitlines() if "ERROR" in line}) == 2
+    assert re.search(named, run.output)
     assert not run.steps(0) and not run.steps(1)
 
 
@@ -183,21 +175,12 @@ def test_dummy_on_one_rank_alone_is_named(folder, swap):
     assert the_error(run.output).endswith(f"{line} (rank 1)")
 
 
-OTHER_VAL = [  # the folder of rank 1, and what the one line names
-    ([], "--val_image_path given is False here, but True on rank 0: start all ranks alike"),
-    pytest.param(["larger"], "those for validation is"),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("other", "line"), OTHER_VAL)
-def test_validation_images_that_one_rank_lacks_or_has_in_another_size_are_named(
-    folder, other, line
-):
+def test_validation_images_that_one_rank_alone_has_are_named(folder):
     words = [*GOOD, *FAST]
-    val = ["--val_annotation_path", GOOD[3], "--val_image_path"]
-    of_1 = [*words, *val, *other] if other else words
-    (run,) = run_forked([(2, [[*words, *val, GOOD[1]], of_1])], QUICK, expect=2, cwd=folder)
+    val = ["--val_annotation_path", GOOD[3], "--val_image_path", GOOD[1]]
+    (run,) = run_forked([(2, [[*words, *val], words])], QUICK, expect=2, cwd=folder)
+    line = "--val_image_path given is False here, but True on rank 0: start all ranks alike"
     assert line in the_error(run.output)
 
 
@@ -211,7 +194,6 @@ def test_imagenet_weights_that_cannot_be_downloaded_are_one_line_that_says_what_
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="B 12: no line before it says so", raises=AssertionError)
 def test_before_a_download_one_line_says_how_long_the_other_ranks_wait(folder):
     """And which file to fetch first."""
     env = {"TORCH_HOME": str(folder / "home"), "https_proxy": "http://127.0.0.1:9"}

@@ -92,7 +92,7 @@ def test_workers_are_there_before_the_first_backward_pass(two_epochs):
 
 def test_figures_of_a_run_agree(two_epochs):
     summary = two_epochs.json_line("Summary")
-    assert (summary["epochs"], summary["steps"]) == (2, 12)
+    assert summary["steps"] == 12
     assert summary["measured_steps"] == 12 - 3  # the last one of each epoch has 2 images
     images = summary["img_per_s"] * summary["step_ms"] / 1e3 * 9
     assert images == pytest.approx(44 - 3 * 4)
@@ -120,7 +120,6 @@ def test_classes_are_those_of_the_annotation_file_and_a_layer_of_others_is_left_
     assert re.search(r"the last layer, of 80 other classes, is left out: 3 classes here", run.out)
 
 
-@pytest.mark.xfail(reason="F 8: no word", raises=AssertionError)
 def test_that_one_class_alone_cannot_be_learned_is_said(tmp_path):
     words = [*make_set(tmp_path, 8), *FAST, "--max_steps", 1]
     (tmp_path / "instances.json").write_text(json.dumps(instances(numbered(8), ids=[7])))
@@ -128,14 +127,12 @@ def test_that_one_class_alone_cannot_be_learned_is_said(tmp_path):
     assert re.search(r"(?i)\b(one|single|1) class\b", run.output)
 
 
-@pytest.mark.xfail(reason="K 11: 2 steps of 100 images, of 16 images", raises=AssertionError)
 def test_a_step_has_not_more_images_than_there_are(tmp_path):
     words = [*make_set(tmp_path, 16), *FAST, "--global_batch_size", 100]
     (run,) = run_forked([(0, words)], QUICK)
     assert "16 labelled images" in run.out and "steps of 100 images" not in run.out
 
 
-@pytest.mark.xfail(reason="K 11: ETA 956949h", raises=AssertionError)
 def test_the_time_left_is_no_number_of_hours_that_nobody_can_read(tmp_path):
     words = [*make_set(tmp_path, 64), *FAST, "--batch_size", 1, "--num_epochs", 2_000_000_000]
     with Forked(0, words, program=QUICK) as started:
@@ -146,7 +143,6 @@ def test_the_time_left_is_no_number_of_hours_that_nobody_can_read(tmp_path):
 ONE_CORE = "os.sched_getaffinity = lambda _: {0}\n"
 
 
-@pytest.mark.xfail(reason="K 11: of each rank", raises=AssertionError)
 def test_pytorchs_warning_of_many_workers_stands_once_at_most(tmp_path):
     program = changed(tmp_path / "one_core.py", ONE_CORE)
     words = [*make_set(tmp_path, 16), *FAST, "--workers", 2, "--max_steps", 1]
@@ -168,7 +164,6 @@ plain, demo.dist.destroy_process_group = demo.dist.destroy_process_group, destro
 """
 
 
-@pytest.mark.xfail(reason="B 1: the signal handler holds the training", raises=AssertionError)
 def test_ddp_is_freed_before_the_group_is_destroyed(tmp_path):
     words = [*make_set(tmp_path, 8), *FAST, "--max_steps", 1]
     (run,) = run_forked([(2, words)], changed(tmp_path / "freed.py", FREED))
@@ -202,7 +197,9 @@ def test_a_stop_signal_to_all_processes_saves_and_ends_with_75(tmp_path, name):
             time.sleep(0.3)
         run = started.finish(30, expect=75)
     assert workers
-    end = re.fullmatch(rf"Stopped on {name} \| step (\d+) \| exit code 75", run.lines(0)[-1])
+    end = re.fullmatch(
+        rf"Stopped on {name} \| step (\d+) \| saved \| exit code 75", run.lines(0)[-1]
+    )
     assert saved_step(tmp_path / "c.pt") == int(end[1]) >= 3
     words += ["--max_steps", int(end[1]) + 2]
     runs = run_forked([(0, [*words, *saves, "--resume"]), (0, words)], QUICK)
@@ -210,7 +207,6 @@ def test_a_stop_signal_to_all_processes_saves_and_ends_with_75(tmp_path, name):
     assert resumed == unbroken
 
 
-@pytest.mark.xfail(reason="B 2: 75 without a save", raises=pytest.fail.Exception)
 def test_a_stop_that_saves_nothing_does_not_end_with_75(tmp_path):
     with Forked(
         0, [*make_set(tmp_path, 22), *FAST, "--num_epochs", 999], program=QUICK
@@ -228,7 +224,7 @@ def hang(training, *rest):
         time.sleep(0.05)
     plain(training, *rest)
 
-plain, demo.log_save_or_stop = demo.log_save_or_stop, hang
+plain, demo.note_line = demo.note_line, hang
 """
 
 
@@ -243,7 +239,6 @@ def hanging(tmp_path) -> Iterator[Forked]:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="B 3: each SIGINT is only noted", raises=pytest.fail.Exception)
 def test_a_second_sigint_ends_a_rank_that_waits_for_another(hanging):
     rank = hanging.rank_pid(0)
     for _ in range(2):
@@ -278,11 +273,11 @@ def test_a_run_whose_output_nobody_reads_trains_to_its_end(tmp_path):
 
 
 SLOW_STORAGE = """
-def slow(dataset, path):
+def slow(path):
     time.sleep(0.7)
-    return plain(dataset, path)
+    return plain(path)
 
-plain, demo.CocoFirstCategory.load_image = demo.CocoFirstCategory.load_image, slow
+plain, demo.load_image = demo.load_image, slow
 """
 
 
@@ -291,8 +286,8 @@ def test_a_stop_comes_about_a_second_after_the_signal_where_steps_are_slow(tmp_p
     with Forked(0, words, program=changed(tmp_path / "slow.py", SLOW_STORAGE)) as started:
         started.wait_for(r"\| Step 1 ")
         started.signal(signal.SIGTERM)
-        run = started.finish(30, expect=75)
-    end = r"Stopped on SIGTERM \| step (\d+) \| exit code 75 \| not saved: no --checkpoint"
+        run = started.finish(30, expect=1)
+    end = r"Stopped on SIGTERM \| step (\d+) \| not saved: no --checkpoint \| exit code 1"
     assert int(re.fullmatch(end, run.lines(0)[-1])[1]) < 15  # 0.7 s each
 
 
@@ -301,7 +296,7 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path):
     with Forked(2, words, {"TORCHELASTIC_RUN_ID": "1"}, QUICK) as started:
         started.wait_for(r"\| Step 2 ")
         os.kill(started.pid, signal.SIGKILL)
-        end = r"Stopped on the end of its parent process \| step \d+ \| exit code 1"
+        end = r"the parent process \(torchrun\?\) of rank 1 has ended \| step \d+ \| saved"
         wait_until(lambda: len(re.findall(end, started.text())) == 2, 10, "the end of both ranks")
         assert_none_left(started.test_id)
     assert (tmp_path / "c.pt").exists()
@@ -320,12 +315,12 @@ def test_ranks_that_were_started_by_hand_go_on_when_their_shell_has_ended(tmp_pa
 
 
 SLOW_VALIDATION = """
-def slow(dataset, path):
+def slow(path):
     if "val_images" in path and os.environ["RANK"] == "1":
         time.sleep(1)
-    return plain(dataset, path)
+    return plain(path)
 
-plain, demo.CocoFirstCategory.load_image = demo.CocoFirstCategory.load_image, slow
+plain, demo.load_image = demo.load_image, slow
 """
 
 
@@ -339,7 +334,7 @@ def test_a_stop_in_a_validation_that_is_slow_on_one_rank_saves_and_is_validated_
         os.kill(started.rank_pid(0), signal.SIGTERM)
         run = started.finish(40, expect=75)
     for rank in (0, 1):
-        assert run.lines(rank)[-1] == "Stopped on SIGTERM | step 1 | exit code 75"
+        assert run.lines(rank)[-1] == "Stopped on SIGTERM | step 1 | saved | exit code 75"
     assert " validation | " not in run.out
     (resumed,) = run_forked([(2, words)], program=QUICK)
     assert re.search(r"Epoch 1 validation \| .* \| 120 images", resumed.out)
@@ -462,7 +457,7 @@ def drifted(model):
     next(model.parameters()).data += demo.dist.get_rank()
     return plain(model)
 
-plain, demo.digests_of_replicas = demo.digests_of_replicas, drifted
+plain, demo.digest_of_weights = demo.digest_of_weights, drifted
 """
 
 
@@ -487,7 +482,10 @@ def test_a_loss_of_one_rank_that_is_not_finite_ends_the_run(tmp_path):
     words, program = [*make_set(tmp_path, 16), *FAST], changed(tmp_path / "nan.py", NAN)
     runs = [(2, words, {"LOSS": value}) for value in ("nan", "inf")]
     for run in run_forked(runs, program=program, expect=2):
-        assert "ERROR: a loss up to step 1 is not finite: lower --lr" in run.out
+        line = (
+            "ERROR: a loss up to step 1 is not finite: begin again with a lower --lr, and another"
+        )
+        assert line in run.out
 
 
 NAN_ONCE_SAVED = """
@@ -498,7 +496,6 @@ plain, demo.cross_entropy = demo.cross_entropy, not_a_number
 """
 
 
-@pytest.mark.xfail(reason="K 6: what is saved resumes with no other rate", raises=AssertionError)
 def test_after_a_loss_that_is_not_finite_another_checkpoint_is_advised(tmp_path):
     program = changed(tmp_path / "nan.py", NAN_ONCE_SAVED)
     words = [*make_set(tmp_path, 16), *FAST, "--checkpoint", "c.pt", "--checkpoint_every", 1]
@@ -509,14 +506,13 @@ def test_after_a_loss_that_is_not_finite_another_checkpoint_is_advised(tmp_path)
 
 # --- Errors ------------------------------------------------------------------------------------
 
-LINES = {  # what one rank raises: words of its line, and whether that is called a bug
-    "OSError(5, 'Input/output error', 'a.jpg')": (r"a\.jpg", False),
-    "RuntimeError('CUDA out of memory. Tried to allocate 2 GiB')": ("--batch_size", False),
-    "RuntimeError('CUDA error: no kernel image is available')": ("no code for this GPU", False),
-    "RuntimeError('[/a/gloo/pair.cc:1] Connection closed by peer')": ("another rank", False),
-    "EOFError()": ("EOFError", False),
-    "TypeError('a slip')": ("TypeError: a slip", True),
-    "RuntimeError('shapes cannot be multiplied')": ("shapes cannot be multiplied", True),
+LINES = {  # what one rank raises: words of its line, its exit code, and whether that is a bug
+    "OSError(5, 'Input/output error', 'a.jpg')": (r"a\.jpg", 1, False),
+    "RuntimeError('CUDA out of memory. Tried to allocate 2 GiB')": ("--batch_size", 2, False),
+    "RuntimeError('[/a/gloo/pair.cc:1] Connection closed by peer')": ("another rank", 1, False),
+    "EOFError()": ("EOFError", 1, False),
+    "TypeError('a slip')": ("TypeError: a slip", 1, True),
+    "RuntimeError('shapes cannot be multiplied')": ("shapes cannot be multiplied", 1, True),
 }
 # Rank 7 raises what the argument says.
 FAILING = """
@@ -528,10 +524,11 @@ def main(process):
 
 @pytest.mark.slow
 def test_error_of_one_rank_is_one_line_that_says_what_to_do(tmp_path):
-    """Its exit code is 1. Of a bug there is a traceback as well, with the rank in each line."""
+    """Of a bug there is a traceback as well, with the rank in each line."""
     program = changed(tmp_path / "failing.py", FAILING)
-    runs = run_forked([(0, [error]) for error in LINES], program=program, expect=1)
-    for run, (words, bug) in zip(runs, LINES.values(), strict=True):
+    runs = run_forked([(0, [error]) for error in LINES], program=program, expect=None)
+    for run, (words, code, bug) in zip(runs, LINES.values(), strict=True):
+        assert run.returncode == code
         lines = run.lines(7)
         assert len(lines) == len(run.lines())
         assert re.fullmatch(rf"ERROR: .*{words}.*", lines[-1])
@@ -549,7 +546,7 @@ def fail(*_):
 
 plain, demo.CocoFirstCategory.__getitem__ = demo.CocoFirstCategory.__getitem__, slow
 demo.CocoFirstCategory.reads = iter([0, 0, 0, 0, 1])
-demo.log_save_or_stop = fail
+demo.note_line = fail
 """
 
 

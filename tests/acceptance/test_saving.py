@@ -7,13 +7,12 @@ import re
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from support.datasets import digests, make_set
-from support.forks import QUICK, changed, load, run_forked
+from support.forks import QUICK, changed, run_forked
 from support.launchers import FAST, SAVED
 from support.processes import SCRIPT, Run, demo_command, start
 
@@ -21,7 +20,7 @@ from support.processes import SCRIPT, Run, demo_command, start
 NO_ROOM = """
 write = demo.write_checkpoint
 def write_checkpoint(training, path):
-    blocked = f"{path}.{os.getpid()}.new"
+    blocked = f"{path}.new"
     if training.step == 2:
         os.mkdir(blocked)
     if training.step > LAST_BLOCKED and os.path.isdir(blocked):
@@ -29,19 +28,12 @@ def write_checkpoint(training, path):
     write(training, path)
 demo.write_checkpoint = write_checkpoint
 """
-MEANWHILE = """
-save = demo.save_checkpoint
-def save_checkpoint(training, is_last):
-    if training.step == 1:
-        with open(training.args.checkpoint, "w") as file:
-            file.write("of another run")
-    save(training, is_last)
-demo.save_checkpoint = save_checkpoint
-"""
 NO_RENAME = """
 def replace(source, target):
+    if os.path.basename(os.path.dirname(source)).startswith(ALLOWED):
+        return plain_replace(source, target)
     raise OSError(30, "Read-only file system", target)
-demo.os.replace = replace
+plain_replace, demo.os.replace = os.replace, replace
 if __name__ == "__main__":
     run_and_exit(main)
 """
@@ -92,68 +84,14 @@ def test_a_start_without_resume_never_touches_a_file_that_is_there(words, tmp_pa
     assert re.search(r"Epoch 2 ends at step 2 of 4 \| Avg loss", resumed.out)
 
 
-def by_torchrun(run: str, restarts: object) -> dict[str, str]:
-    """The variables of a rank in this start of a run."""
-    file = f"/tmp/torchelastic_1/{run}/attempt_{restarts}/0/error.json"
-    return {"TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCHELASTIC_ERROR_FILE": file}
-
-
-def test_a_restart_by_torchrun_resumes_what_this_run_has_written_and_nothing_else(words, tmp_path):
-    """It repeats the first command. Rank 0 may be on another node then, or rank 1's torchrun alone
-    starts again. For real restarts see test_ends.py.
-    """
-    path = tmp_path / "c.pt"
-    words += ["--checkpoint", path, "--global_batch_size", 4, "--max_steps"]
-    run_forked([(2, [*words, 2], by_torchrun("123_a", 0))], program=QUICK)
-    before = digests(tmp_path)
-    unknown = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_ERROR_FILE": ""}
-    for other in (by_torchrun("123_b", 1), unknown):
-        (run,) = run_forked([(2, [*words, 3], other)], program=QUICK, expect=2)
-        refused(run, path)
-    assert digests(tmp_path) == before
-    (run,) = run_forked([(2, [*words, 3], by_torchrun("123_a", 1))], program=QUICK)
-    assert run.json_line("Run")["start_step"] == 2 and step_of(path) == 3
-    other = by_torchrun("123_a", "{rank}") | {"LOCAL_WORLD_SIZE": "1"}
-    run_forked([(2, [*words, 4], other)], program=QUICK, timeout=30)
-    assert step_of(path) == 4
-    (run,) = run_forked([(0, [*words, 5, "--resume"])], program=QUICK)  # in no torchrun's run
-    (run,) = run_forked([(2, [*words, 6], unknown)], program=QUICK, expect=2)
-    refused(run, path)
-
-
-@pytest.mark.parametrize("resume", [[], ["--resume"]])
-def test_a_file_that_another_run_has_written_meanwhile_is_not_touched(words, tmp_path, resume):
-    """As where a command is started twice. With --resume there was nothing to resume."""
-    program = changed(tmp_path / "program.py", MEANWHILE)
-    words += ["--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1, *resume]
-    (run,) = run_forked([(0, words)], program=program, expect=2)
-    assert re.search(r"ERROR: another run has written \S+c\.pt since this one", run.output)
-    assert len(run.steps()) == 1  # it would train in vain
-    assert (tmp_path / "c.pt").read_text() == "of another run"
-
-
-@pytest.mark.parametrize(("free", "there", "warns"), [(260, 0, 1), (280, 0, 0), (140, 1, 0)])
-def test_too_little_room_for_a_checkpoint_is_said_at_the_start(
-    tmp_path, monkeypatch, capfd, free, there, warns
-):
-    """The old file stays until the new one is complete."""
-    demo = load(str(SCRIPT))
-    monkeypatch.setattr(demo.shutil, "disk_usage", lambda _: SimpleNamespace(free=free * 1e6))
-    if there:
-        (tmp_path / "c.pt").touch()
-    args = SimpleNamespace(checkpoint=str(tmp_path / "c.pt"), resume=True)
-    demo.may_resume(args, demo.ProcessInfo(), set())
-    out = capfd.readouterr().out
-    assert bool(re.search(r"WARNING: .*c\.pt needs 270 MB, but 260 MB are free", out)) == warns
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_last_save_that_fails_ends_all_ranks_soon(words, tmp_path, ranks):
     """With loader workers, which ignore SIGTERM."""
     program = tmp_path / "program.py"
     program.write_text(f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n")
-    changed(tmp_path / "quick.py", NO_RENAME)
+    later = NO_RENAME.replace("ALLOWED", "'tmp'")  # the trial at the start, in a folder of its own
+    changed(tmp_path / "quick.py", later)
     program.write_text(program.read_text() + (tmp_path / "quick.py").read_text())
     command = demo_command([*words, "--checkpoint", tmp_path / "c.pt", "--max_steps", 3], ranks)
     command[command.index(str(SCRIPT))] = str(program)
@@ -172,11 +110,10 @@ def remove(training, *rest):
         shutil.rmtree(os.path.dirname(training.args.checkpoint), ignore_errors=True)
     plain(training, *rest)
 
-plain, demo.log_save_or_stop = demo.log_save_or_stop, remove
+plain, demo.note_line = demo.note_line, remove
 """
 
 
-@pytest.mark.xfail(reason="B 6: no validation and no Summary", raises=AssertionError)
 def test_a_run_whose_last_save_fails_still_validates_and_has_a_summary(tmp_path):
     words = [*make_set(tmp_path, 8, val=3), *FAST, "--num_epochs", 1]
     (tmp_path / "saved").mkdir()
@@ -188,7 +125,6 @@ def test_a_run_whose_last_save_fails_still_validates_and_has_a_summary(tmp_path)
     assert run.out.index("Summary") < run.out.index("ERROR: checkpoint ")
 
 
-@pytest.mark.xfail(reason="B 10: a file takes the link's place", raises=AssertionError)
 def test_a_checkpoint_that_is_a_link_stays_one_and_its_target_is_written(words, tmp_path):
     target, link = tmp_path / "disk/c.pt", tmp_path / "c.pt"
     target.parent.mkdir()
@@ -198,10 +134,9 @@ def test_a_checkpoint_that_is_a_link_stays_one_and_its_target_is_written(words, 
     assert link.is_symlink() and step_of(target) == 2
 
 
-@pytest.mark.xfail(reason="B 10: it is refused after the training", raises=AssertionError)
 def test_a_folder_where_no_file_can_be_renamed_is_refused_at_the_start(words, tmp_path):
     """As on some mounts of object stores."""
-    program = changed(tmp_path / "program.py", NO_RENAME)
+    program = changed(tmp_path / "program.py", NO_RENAME.replace("ALLOWED", "'none'"))
     words += ["--checkpoint", tmp_path / "c.pt", "--max_steps", 1]
     (run,) = run_forked([(0, words)], program=program, expect=2)
     (line,) = (line for line in run.output.splitlines() if "ERROR: " in line)
@@ -224,7 +159,6 @@ plain, demo.load_checkpoint = demo.load_checkpoint, load
 """
 
 
-@pytest.mark.xfail(reason="B 7: they keep the saved layout", raises=AssertionError)
 def test_averages_that_were_saved_in_another_layout_take_that_of_their_weights(words, tmp_path):
     """As those of a Mac's GPU: a fused step reads both by position."""
     path = tmp_path / "c.pt"
@@ -238,48 +172,6 @@ def test_averages_that_were_saved_in_another_layout_take_that_of_their_weights(w
     assert "4 of 4 ALIKE" in run.lines()
 
 
-def test_what_another_run_writes_beside_the_checkpoint_is_left_alone(words, tmp_path):
-    other = tmp_path / "c.pt.new"
-    other.write_text("of another run")
-    run_forked([(0, [*words, "--checkpoint", tmp_path / "c.pt", "--max_steps", 1])])
-    assert step_of(tmp_path / "c.pt") == 1 and other.read_text() == "of another run"
-
-
-KILLED = """
-def save(*arguments):
-    plain(*arguments)
-    os.kill(os.getpid(), 9)
-
-plain, demo.torch.save = demo.torch.save, save
-"""
-
-
-@pytest.mark.xfail(reason="K 5: a file of each process stays", raises=AssertionError)
-def test_what_killed_saves_leave_is_one_file_that_the_next_save_replaces(words, tmp_path):
-    program = changed(tmp_path / "program.py", KILLED)
-    words += ["--checkpoint", tmp_path / "c.pt", "--max_steps", 1]
-    run_forked([(0, words)] * 2, program, expect=None)
-    left = [path.name for path in tmp_path.glob("c.pt*")]
-    assert len(left) == 1
-    run_forked([(0, words)], program=QUICK)
-    assert [path.name for path in tmp_path.glob("c.pt*")] == ["c.pt"]
-
-
-@pytest.mark.xfail(reason="K 9: it fails at the first save", raises=AssertionError)
-def test_a_name_that_is_too_long_for_a_save_is_refused_before_the_first_step(words, tmp_path):
-    path = tmp_path / ("c" * 250)
-    (run,) = run_forked([(0, [*words, "--checkpoint", path])], program=QUICK, expect=None)
-    assert path.exists() or (run.returncode == 2 and not run.steps())
-
-
-@pytest.mark.xfail(reason="K 7: 0.0 img/s", raises=AssertionError)
-def test_a_run_that_is_resumed_at_its_end_says_that_no_step_was_left(words, tmp_path):
-    words += ["--checkpoint", tmp_path / "c.pt", "--max_steps", 2]
-    _, run = run_forked([(0, words), (0, [*words, "--resume"])], program=QUICK)
-    assert not run.steps()
-    assert re.search(r"(?i)\bno steps?\b", run.out) and not re.search(r"\b0\.0 img/s", run.out)
-
-
 @pytest.mark.parametrize(("last_blocked", "code"), [(4, 0), (99, 2)])
 def test_a_save_that_fails_is_a_warning_and_the_last_one_an_error(
     words, tmp_path, last_blocked, code
@@ -289,7 +181,7 @@ def test_a_save_that_fails_is_a_warning_and_the_last_one_an_error(
     (run,) = run_forked([(0, words)], program=program, expect=code)
     warnings = re.findall(r"WARNING: checkpoint \S+ not saved at step (\d+)(.*)", run.out)
     saved_late = [2, 3, 4, 4]  # 4: the end of the epoch, too
-    assert [int(step) for step, _ in warnings] == saved_late + ([] if code == 0 else [5, 6])
+    assert [int(step) for step, _ in warnings] == saved_late + ([] if code == 0 else [5, 6, 6])
     assert all("an older one is kept" in rest for _, rest in warnings)
     assert step_of(tmp_path / "c.pt") == (1 if code else 6)
     if code:
@@ -304,12 +196,6 @@ def test_micro_batches_are_read_one_at_a_time(words, tmp_path):
     order = re.findall(r"^(READ|FORWARD)$", run.out, re.MULTILINE)
     blank, *order = order  # of rebuild_buckets
     assert (blank, order) == ("FORWARD", ["READ", "READ", "FORWARD"] * 3)
-
-
-def test_powersgds_time_is_not_called_communication_alone(words):
-    options = ["--max_steps", 1, "--grad_compression", "powersgd"]
-    (run,) = run_forked([(2, [*words, *options])], program=QUICK)
-    assert re.search(r"Summary: .*\d+ compression and communication;", run.out)
 
 
 def test_checkpoint_every_without_a_checkpoint_is_refused(words):

@@ -76,7 +76,6 @@ def test_a_stop_signal_to_every_process_saves_and_the_run_can_be_resumed(trainin
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="B 2: without a checkpoint it is 75", raises=pytest.fail.Exception)
 def test_a_stop_that_saves_nothing_ends_with_128_and_the_signals_number(training, tmp_path):
     with launch(SINGLE, tmp_path, *training) as started:
         started.wait_for(STEP_3)
@@ -85,7 +84,6 @@ def test_a_stop_that_saves_nothing_ends_with_128_and_the_signals_number(training
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="B 2: without a checkpoint it is 75", raises=pytest.fail.Exception)
 def test_a_stop_of_one_node_that_saves_nothing_ends_both_with_its_number(training, tmp_path):
     with two_nodes(tmp_path) as nodes:
         started = nodes.train(*training)
@@ -136,7 +134,6 @@ def test_a_stop_before_the_first_step_ends_at_once_and_is_not_called_saved(train
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="B 13: only HUP stays ignored", raises=pytest.fail.Exception)
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_that_is_ignored_at_the_start_stays_ignored_except_usr1(training, tmp_path, name):
     """As SIGINT is where a script starts the run with "&". Each epoch ends with an agreement."""

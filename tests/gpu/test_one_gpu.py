@@ -217,9 +217,9 @@ DELAYED = f"""{CLOCK}
 def wrap_model(args, process, model):
     global cycles
     cycles = cycles_per_second()
-    ddp, powersgd = plain_wrap(args, process, model)
+    ddp = plain_wrap(args, process, model)
     ddp.register_comm_hook(None, all_reduce)
-    return ddp, powersgd
+    return ddp
 
 def forward(*arguments):
     busy({COMPUTE})

@@ -130,11 +130,10 @@ def changed_project(folder: Path, code: str) -> Path:
 RECORD = """
 import json, os, signal, sys, time
 
-def record(word, line):
+def record(kind, line):
     print(line, flush=True)
-    extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
     with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
-        json.dump({"message": {"message": f"Ended: {word}: {line}", "extraInfo": extra}}, file)
+        json.dump({"message": {"message": f"{kind}: {line}"}}, file)
 
 """
 
@@ -150,8 +149,7 @@ def project_with(folder: Path, code: str) -> Path:
 STOPS = """
 def stop(*_):
     time.sleep(0.5)
-    line = f"[CPU {os.environ['RANK']}] Stopped on SIGTERM | step 3 | exit code 75"
-    record("stopped", line)
+    record("Stopped", f"Stopped on SIGTERM | step 3 | saved | exit code 75")
     sys.exit(75)
 
 signal.signal(signal.SIGTERM, stop)
