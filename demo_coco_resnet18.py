@@ -156,6 +156,7 @@ def main(process):
     end_on_second_interrupt(process)
     rebuild_buckets(training)  # a pass over blank images: this fixes DDP's bucket order
     log_run(training, val_set)
+    start_profiler(training)  # with --profile
 
     for epoch in epochs_left(training):  # 1, 2, ..., unless the run was resumed
         train_one_epoch(training, train_loader, epoch)  # 5/6
@@ -227,7 +228,7 @@ class Training:
 
     def __post_init__(self):
         self.timer = StepTimer(self.process, self.model)
-        self.profiler = start_profiler(self.args, self.process) if self.args.profile else None
+        self.profiler = None  # with --profile: start_profiler
         # The pretrained weights expect images with ImageNet's mean and standard deviation.
         self.mean, self.std = MEAN.to(self.process.device), STD.to(self.process.device)
         # In fp16 small gradients would become 0. The scaler multiplies the loss by a large number
@@ -476,7 +477,7 @@ def train_one_epoch(training, loader, epoch):
         log_due_line(training)  # of the step before, on a GPU, which still computes this one
         timer.end_step(images_in_step)
         if training.profiler:
-            profile_step(training.profiler, timer)
+            profile_step(training)
         note_line(training, epoch, loss_of_step)  # in the steps of --log_every
         save_due = args.checkpoint_every and training.step % args.checkpoint_every == 0
         if save_due or training.step >= training.agree_at_step:
@@ -567,20 +568,21 @@ def evaluate(training, loader, epoch):
 def save_checkpoint(training):
     """All ranks: rank 0 writes the checkpoint, if one is asked for. Raises UserError.
 
-    A write that fails is logged, and does not end the run: check_saved does, at its end.
+    The others wait for it. A write that fails is logged, and does not end the run: check_saved
+    does, at its end.
     """
     path, process = training.args.checkpoint, training.process
     with errors_end_all_ranks():
         if not all(parameter.isfinite().all() for parameter in training.model.parameters()):
             text = f"weights not finite after step {training.step}, which is not saved"
             raise UserError(f"{text}: {BEGIN_AGAIN}")
-    if path and process.rank == 0:
-        try:
-            write_checkpoint(training, path)
-            training.not_saved = ""
-        except UserError as error:
-            training.not_saved = str(error)
-            log(process, f"WARNING: {error}: the run goes on")
+        if path and process.rank == 0:
+            try:
+                write_checkpoint(training, path)
+                training.not_saved = ""
+            except UserError as error:
+                training.not_saved = str(error)
+                log(process, f"WARNING: {error}: the run goes on")
 
 
 def check_saved(training):
@@ -835,6 +837,8 @@ def fill_in_arguments(args, process, image_count, checkpoint=None):
             raise UserError("--sync_bn needs NVIDIA GPUs: PyTorch has no other SyncBatchNorm")
         if args.device == "mps" and args.grad_compression != "none":
             raise UserError("--grad_compression needs DDP, which --device mps does not use")
+        if args.grad_compression == "bf16" and not (torch.version.cuda or torch.version.hip):
+            raise UserError("--grad_compression bf16 needs a PyTorch with CUDA: give fp16")
         set_batch_sizes(args, process)
     set_steps(args, image_count)
     if args.lr_scaling == "linear":
@@ -1556,37 +1560,48 @@ def link_and_wait(ranks):
 PROFILED = {"wait": 5, "warmup": 2, "active": 3}
 
 
-def start_profiler(args, process):
-    """PyTorch's profiler. After the steps of PROFILED each rank writes its trace."""
+def start_profiler(training):
+    """All ranks: with --profile each writes a trace after the steps of PROFILED."""
+    args, process, needed = training.args, training.process, sum(PROFILED.values())
+    if not args.profile:
+        return
+    if args.max_steps - training.step < needed:
+        text = (
+            f"no --profile: it needs {needed} steps, and {args.max_steps - training.step} are left"
+        )
+        log_from_rank_0(process, f"WARNING: {text}")
+        return
     if not process.gpu:  # Kineto, the profiler's library, would print errors about that
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with errors_end_all_ranks(), as_user_error(f"--profile {args.profile} cannot be written"):
         os.makedirs(args.profile, exist_ok=True)
-    path, needed = (
-        os.path.join(args.profile, f"rank{process.rank}.json.gz"),
-        sum(PROFILED.values()),
-    )
-    if args.max_steps < needed:
-        text = f"no --profile: it needs {needed} steps, and the run has {args.max_steps}"
-        log_from_rank_0(process, f"WARNING: {text}")
-    schedule = torch.profiler.schedule(**PROFILED, repeat=1)
 
     def write(profiler):
+        path = os.path.join(args.profile, f"rank{process.rank}.json.gz")
         profiler.export_chrome_trace(path)
         dist.barrier()  # no later step has to wait for a rank that still writes
 
-    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
-    profiler.start()
-    return profiler
+    schedule = torch.profiler.schedule(**PROFILED, repeat=1)
+    training.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+    training.profiler.start()
 
 
-def profile_step(profiler, timer):
+def profile_step(training):
     """Tells the profiler that a step has ended. One that it has slowed down is in no average."""
-    action = profiler.current_action
-    profiler.step()
+    action = training.profiler.current_action
+    training.profiler.step()
     if action != torch.profiler.ProfilerAction.NONE:
-        timer.unread.pop()
-        timer.start_step()
+        training.timer.unread.pop()
+        training.timer.start_step()
+    if action == torch.profiler.ProfilerAction.RECORD_AND_SAVE:
+        stop_profiler(training)
+
+
+def stop_profiler(training):
+    """All ranks, after the same step. One that is left at work could crash Python's end."""
+    if training.profiler:
+        training.profiler.stop()
+        training.profiler = None
 
 
 # ---- Going on, or not: what the ranks agree on between steps
@@ -1669,6 +1684,7 @@ def stop_together(training, seconds):
 
 def stop_training(training, stop):
     """All ranks: saves, and ends the run. Raises Stopped, PeerLost or UserError."""
+    stop_profiler(training)
     save_checkpoint(training)
     check_saved(training)
     saved = bool(training.args.checkpoint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from support.datasets import make_set
 from support.forks import QUICK, run_forked
 from support.launchers import FAST
-from support.processes import FACTOR, Run
+from support.processes import FACTOR, SCRIPT, Run, run_demo, start
 
 pytestmark = pytest.mark.slow
 RECORDED, LEFT_OUT = (8, 9, 10), (6, 7, 8, 9, 10)  # steps
@@ -121,9 +122,49 @@ def test_a_folder_that_cannot_be_made_ends_in_one_line_before_training(words, tm
     assert re.search(rf"--profile {tmp_path}/file cannot be written: .*exists", line)
 
 
-def test_a_run_that_is_too_short_for_a_trace_says_so_and_trains(words, tmp_path):
-    words = [*words, "--max_steps", 9, "--profile", tmp_path / "none"]
-    (run,) = run_forked([(0, words)], QUICK)
-    assert run.steps()[-1][1] == 9
-    assert "WARNING: no --profile: it needs 10 steps, and the run has 9" in run.out
-    assert not [*(tmp_path / "none").iterdir()]
+@pytest.mark.parametrize("steps", [7, 8, 9])
+def test_a_run_that_is_too_short_for_a_trace_says_so_and_ends_with_0(words, tmp_path, steps):
+    """By plain python: a profiler that is left at work crashes Python's own end."""
+    words = [*words, "--max_steps", steps, "--profile", tmp_path / "none"]
+    run = run_demo(words, launcher="python")
+    assert run.steps()[-1][1] == steps
+    assert f"WARNING: no --profile: it needs 10 steps, and {steps} are left" in run.out
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_resumed_run_with_too_few_steps_left_says_so(words, tmp_path):
+    words = [*words, "--checkpoint", tmp_path / "c.pt", "--resume", "--max_steps"]
+    profiled = [*words, 14, "--profile", tmp_path / "none"]
+    _, resumed = run_forked([(0, [*words, 5]), (0, profiled)], QUICK)
+    assert resumed.steps()[-1][1] == 14
+    assert "WARNING: no --profile: it needs 10 steps, and 9 are left" in resumed.out
+
+
+def test_a_stop_while_steps_are_profiled_ends_with_75(words, tmp_path):
+    """In each of them: by the run's own steps, as the signal comes from a step itself."""
+    program = tmp_path / "program.py"
+    program.write_text(STOPS_AT.format(folder=str(SCRIPT.parent)))
+    for step in (6, 9):
+        words_of = [*words, "--checkpoint", tmp_path / f"{step}.pt", "--profile", tmp_path / "p"]
+        env = {"STOP_AT": str(step)}
+        with start([sys.executable, program, *words_of], env=env) as started:
+            run = started.finish(60, expect=75)
+        assert f"Stopped on SIGTERM | step {step} | saved" in run.out
+
+
+# The process stops itself at this step, after which the ranks agree in each.
+STOPS_AT = """
+import os, signal, sys
+sys.path.insert(0, {folder!r})
+import demo_coco_resnet18 as demo
+
+def note_line(training, *rest):
+    plain(training, *rest)
+    training.agree_at_step = 0
+    if training.step == int(os.environ["STOP_AT"]):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+plain, demo.note_line = demo.note_line, note_line
+if __name__ == "__main__":
+    demo.run_and_exit(demo.main)
+"""

@@ -188,6 +188,26 @@ def test_a_save_that_fails_is_a_warning_and_the_last_one_an_error(
         assert re.search(r"ERROR: checkpoint \S+ not saved at step 6", run.output)
 
 
+# Rank 0 needs two seconds for each save.
+SLOW_SAVE = """
+import time
+write = demo.write_checkpoint
+def write_checkpoint(training, path):
+    time.sleep(2)
+    write(training, path)
+demo.write_checkpoint = write_checkpoint
+"""
+
+
+def test_the_time_of_a_save_is_in_no_ranks_step(words, tmp_path):
+    """The others wait for rank 0 meanwhile: not in their next step, as if for its gradients."""
+    program = changed(tmp_path / "program.py", SLOW_SAVE)
+    words += ["--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1, "--max_steps", 4]
+    (run,) = run_forked([(2, [*words, "--batch_size", 2])], program=program)
+    for rank in run.json_line("Summary")["ranks"]:
+        assert rank["exposed_ms"] <= rank["step_ms"] < 1500
+
+
 def test_micro_batches_are_read_one_at_a_time(words, tmp_path):
     """Without workers: each is read when the one before it has been computed."""
     program = changed(tmp_path / "program.py", IN_ORDER)

@@ -365,6 +365,14 @@ def test_compiled_model_trains(small):
         check_options(started.finish(300), "--compile --max_steps 2")
 
 
+def test_a_pytorch_for_cpus_says_that_it_has_no_compression_by_bf16(small, tmp_path):
+    program = changed(tmp_path / "cpu.py", "torch.version.cuda = torch.version.hip = None")
+    words = [*small, "--max_steps", 1, "--grad_compression", "bf16"]
+    (run,) = run_forked([(1, words)], program=program, expect=2)
+    assert "Traceback" not in run.out
+    assert "needs a PyTorch with CUDA: give fp16" in run.lines(0)[-1]
+
+
 @pytest.mark.slow
 def test_real_coco_images_train(tiny_coco):
     options = ["--image_size", 64, "--batch_size", 10, "--num_epochs", 1]
