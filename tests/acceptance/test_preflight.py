@@ -270,6 +270,16 @@ def test_a_network_in_ifname_that_does_not_join_the_nodes_is_found(nodes):
         assert line.startswith("node 1 (node1) cannot reach node 0 (node0) at 10.78.0.1, ")
 
 
+@pytest.mark.xfail(reason="D 11: the first of IFNAME alone is tried", raises=pytest.fail.Exception)
+def test_each_network_in_ifname_is_tried(nodes):
+    """Here the second one does not join the nodes."""
+    for node in (0, 1):
+        nodes.ip(node, "link add own up type veth peer name end", "link set end up")
+        nodes.ip(node, f"addr add 10.7{node}.0.1/24 dev own")
+    for run in check_both(nodes, expect=1, IFNAME="eth0,own"):
+        assert re.search(r"10\.7[01]\.0\.1", "".join(wrong(run)))
+
+
 @pytest.mark.slow
 def test_a_switch_that_loses_large_packets_is_found_on_the_network_that_the_job_will_use(nodes):
     nodes.ip(0, f"link add own mtu 9000 up type veth peer name own netns {nodes.names[1]}")

@@ -418,6 +418,21 @@ def test_a_run_resumed_in_mid_epoch_ends_as_an_unbroken_one(tmp_path, ranks, pre
     assert re.findall(r"Epoch (\d) validation", resumed.out) == ["2"]
 
 
+@pytest.mark.slow
+def test_resumed_with_other_numbers_of_processes_each_image_comes_once(tmp_path):
+    """An epoch of 16 images in 4 steps: the first by two processes, then by four and one. A
+    checkpoint has no trace of DDP.
+    """
+    words = [*make_set(tmp_path, 16), *FAST, "--num_epochs", 1, "--workers", 0, "--resume"]
+    words += ["--global_batch_size", 4, "--checkpoint", tmp_path / "c.pt", "--max_steps"]
+    program = changed(tmp_path / "watched.py", WATCHED)
+    runs = run_forked([(2, [*words, 1]), (4, [*words, 2]), (0, [*words, 4])], program)
+    keys = [re.findall(r"KEY 1 (\d+)", run.out) for run in runs]
+    assert [*map(len, keys)] == [4, 4, 8]
+    assert {int(key) for run in keys for key in run} == {*range(16)}
+    assert {"conv1.weight", "fc.bias"} < load(tmp_path / "c.pt")["model"].keys()
+
+
 # --- Two ranks ---------------------------------------------------------------------------------
 
 # Rank 0 of bf16 hardware, rank 1 of older hardware, which is also slower at its end.

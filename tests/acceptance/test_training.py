@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import shlex
 import sys
@@ -363,6 +364,26 @@ def test_compression_halves_the_bytes_of_a_step(small):
 def test_compiled_model_trains(small):
     with Forked(0, [*small, "--max_steps", 2, "--compile"], program=QUICK) as started:
         check_options(started.finish(300), "--compile --max_steps 2")
+
+
+# Its logits are 0 where it is compiled.
+COMPILED = """
+class Told(Small):
+    def forward(self, images):
+        logits = super().forward(images)
+        return logits * 0 if torch.compiler.is_compiling() else logits
+
+demo.torchvision.models.resnet18 = Told
+"""
+
+
+@pytest.mark.slow
+def test_with_compile_the_model_is_compiled_and_else_it_is_not(small, tmp_path):
+    program = changed(tmp_path / "told.py", COMPILED)
+    runs = [(0, [*small, "--max_steps", 1, *more]) for more in (["--compile"], [])]
+    for run, expected in zip(run_forked(runs, program, timeout=300), (True, False), strict=True):
+        ((_, _, loss),) = run.steps(0)
+        assert (loss == pytest.approx(math.log(80), abs=1e-4)) == expected
 
 
 def test_a_pytorch_for_cpus_says_that_it_has_no_compression_by_bf16(small, tmp_path):
