@@ -2111,6 +2111,8 @@ def one_line(error):
         text = text.rpartition(mark)[2].strip()
     if isinstance(error, KeyError):
         text = f"no {text}"
+    if isinstance(error, OSError) and error.strerror:  # without its number
+        text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     if "Traceback" in text:  # an error of a loader worker: the last line has type and text
         text = re.sub(r"^[\w.]+: ", "", text.splitlines()[-1])
     return ([*text.splitlines(), ""][0] or type(error).__name__)[:500]
