@@ -135,7 +135,8 @@ def main(process):
     log_from_rank_0(process, "Reading the annotations" if not args.dummy else "Random images")
     train_set = from_rank_0(lambda: read_image_list(args.annotation_path) or DUMMY_SET)
     val_set = from_rank_0(lambda: read_image_list(args.val_annotation_path, train_set))
-    # All ranks end here if one was started with other arguments than rank 0, or lacks an image.
+    # All ranks end here if one has other arguments than rank 0, or lacks an image. (One with
+    # another --backend does not come so far: it could not join the group.)
     check_settings(args)
     check_images(args, process, train_set, val_set)
     checkpoint = read_checkpoint(args, process)  # None if the run starts from the beginning
@@ -263,7 +264,7 @@ def join_process_group(args, process):
     # DDP 2/6: each process takes a GPU of its own, by its local rank. Otherwise all would take
     # GPU 0: NCCL refuses that, and the other GPUs would be idle.
     if args.device in ("auto", "cuda") and torch.cuda.is_available():
-        # (%: a process that sees one GPU alone finds it as GPU 0.)
+        # (A process that sees one GPU alone finds it as GPU 0: the remainder of a division by 1.)
         process.device = torch.device("cuda", process.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(process.device)
     prepare_hardware(args, process)  # settings of PyTorch; a Mac's GPU
@@ -345,8 +346,8 @@ class CocoFirstCategory(Dataset):
             image = self.packed.read(index)
         else:
             image = load_image(os.path.join(self.folder, self.names[index]))
-        # Python's hash of integers is the same in every process. torch.manual_seed would do as
-        # well, but it also seeds the GPUs, which would make a crop a third slower.
+        # Python's hash of a tuple of integers is the same in every process. torch.manual_seed
+        # would do as well, but it also seeds the GPUs, which would make a crop a third slower.
         torch.default_generator.manual_seed(hash((self.seed, epoch, index)) % 2**32)
         rows = self.crop(image.permute(2, 0, 1), self.size).permute(1, 2, 0)
         return rows, self.labels[index]
@@ -422,8 +423,9 @@ def wrap_model(args, process, model):
 #     images per step (global batch size) = world size x batch size x accumulate steps
 # A step of N processes does what one process would do with all these images, but also sends
 # gradients, and waits for the slowest process. Three things differ: batch norm sees the images of
-# its own process only, an epoch may end with repeated images (3/6), and floating-point sums may
-# differ in the last bits. The learning rate does not depend on N unless you ask for --lr_scaling.
+# its own process only (without --sync_bn), an epoch may end with repeated images (3/6), and
+# floating-point sums may differ in the last bits (with --grad_compression in more of them). The
+# learning rate does not depend on N unless you ask for --lr_scaling.
 def train_one_epoch(training, loader, epoch):
     """All ranks: trains what is left of an epoch: all of it, unless the run was resumed in it."""
     args, process, ddp, timer = training.args, training.process, training.ddp, training.timer
@@ -501,9 +503,10 @@ def train_one_epoch(training, loader, epoch):
 # backward has reached the first layer), 4 gradients_averaged, 5 end_step.
 # The log has the times between them. data: 1 to 2. exposed communication: 3 to 4, in which a rank
 # computes nothing, but waits for slower ranks and for the network. What the network does before 3
-# is hidden: no rank waits for it, though it takes some of the device from backward. compute: the
-# rest, up to 5. Here rank 0 seems to communicate for longer, because of rank 1: the shortest
-# exposed time of all ranks is what the network costs.
+# (each rank's own 3) is hidden: that rank still computes, though the network takes some of its
+# device. compute: the rest up to 5, with what follows the step before: a log line, an agreement of
+# the ranks. Here rank 0 seems to communicate for longer, because of rank 1: the shortest exposed
+# time of all ranks is what the network costs. (--sync_bn also waits for other ranks, in compute.)
 
 
 def on_device(process, batches):
@@ -512,14 +515,18 @@ def on_device(process, batches):
     A GPU copies them in a stream of their own, while another stream computes the step before. The
     computing stream waits for the copy.
     """
-    copying = torch.cuda.Stream() if process.gpu else None
+    if not process.gpu:
+        for batch in batches:
+            yield [part.to(process.device) for part in batch]
+        return
+    copying = torch.cuda.Stream()
     for batch in batches:
-        with torch.cuda.stream(copying):  # None: no stream
-            batch = [part.to(process.device, non_blocking=process.gpu) for part in batch]
-        if process.gpu:
-            torch.cuda.current_stream().wait_stream(copying)
-            for part in batch:
-                part.record_stream(torch.cuda.current_stream())  # its memory is in use there
+        with torch.cuda.stream(copying):
+            batch = [part.to(process.device, non_blocking=True) for part in batch]
+        computing = torch.cuda.current_stream()
+        computing.wait_stream(copying)
+        for part in batch:
+            part.record_stream(computing)  # its memory is in use there
         yield batch
 
 
@@ -601,6 +608,10 @@ def digest_of_weights(model):
 
 
 # ---- What all ranks do together
+#
+# Errors have four classes (at the end of this file). UserError: something that a user can fix.
+# LoneUserError: the same, of which the other ranks do not know. PeerLost: another rank is gone.
+# Stopped: a stop signal came.
 
 
 def all_gather(value):
@@ -610,7 +621,7 @@ def all_gather(value):
     return values
 
 
-def maximum(*values):
+def all_reduce_max(*values):
     """All ranks: for each of these numbers the largest that any rank has, as a list."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     largest = torch.tensor(values, dtype=torch.float64, device=device)
@@ -642,7 +653,7 @@ def errors_end_all_ranks():
         yield
     except UserError as failure:
         error = str(failure)
-    if not maximum(bool(error))[0]:  # nearly always: the texts need not travel
+    if not all_reduce_max(bool(error))[0]:  # nearly always: the texts need not travel
         return
     errors = all_gather(error)
     failed = [rank for rank, text in enumerate(errors) if text]
@@ -713,7 +724,8 @@ def make_parser():
     add("--val_image_path", "folder of the validation images, or their packed file")
     add("--val_annotation_path", "their COCO instances file")
     add("--image_size", "pixels a side", type=at_least(int, 33), default=IMAGE_SIZE)
-    text = f"loader processes per rank; unset: 1 on a CPU, else by cores, at most {MOST_WORKERS}"
+    text = "loader processes per rank, of training and as many of validation; unset: 1 on a CPU, "
+    text += f"else by cores, at most {MOST_WORKERS}"
     add("--workers", text, type=NATURAL)
     group = parser.add_argument_group("training")
     text = f"passes over the images; unset: {NUM_EPOCHS}, with --dummy {DUMMY_STEPS} steps"
@@ -749,7 +761,7 @@ def make_parser():
     add("--checkpoint", "FILE, saved at the end of each epoch and on a stop signal")
     add("--checkpoint_every", "also every N optimizer steps; 0: not", type=NATURAL, default=0)
     add("--resume", "continue from --checkpoint if that file exists", action="store_true")
-    add("--profile", "FOLDER for a trace of each rank, of steps 8 to 10", metavar="FOLDER")
+    add("--profile", "FOLDER for a trace of each rank, of its 8th to 10th step", metavar="FOLDER")
     return parser
 
 
@@ -957,7 +969,10 @@ def prepare_hardware(args, process):
 
 
 def set_threads(process):
-    """All ranks: the number of CPU cores for this process. PyTorch gets as many threads."""
+    """All ranks: the number of CPU cores for this process.
+
+    PyTorch gets as many threads, unless OMP_NUM_THREADS says how many.
+    """
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
     mine = socket.gethostname(), sorted(cores)
     # Ranks of a node may share cores or have their own. (Nodes may have the same name.)
@@ -1468,7 +1483,7 @@ class StepTimer:
         self.device_type, self.alone = process.device.type, process.world_size == 1
         self.unread = []  # (Moments, number of images) of steps that a GPU may not have finished
         self.made = 0  # steps that are read
-        self.train_seconds = 0.0  # of all steps
+        self.train_seconds = 0.0  # of all steps that were not profiled
         self.times = deque(maxlen=MOST_STEPS)  # StepTimes, without those of the first steps
         self.new = deque(maxlen=MOST_STEPS)  # of steps since the last log line
         self.start_step()
@@ -1587,7 +1602,7 @@ def start_profiler(training):
 
 
 def profile_step(training):
-    """Tells the profiler that a step has ended. One that it has slowed down is in no average."""
+    """All ranks: the profiler's step has ended. One that it has slowed down is in no average."""
     action = training.profiler.current_action
     training.profiler.step()
     if action != torch.profiler.ProfilerAction.NONE:
@@ -1666,7 +1681,7 @@ def agree(training, seconds):
     if not stop and parent_has_ended(training.process):
         stop = PARENT_ENDED + training.process.rank
     not_finite = not math.isfinite(training.loss_sum)  # as a number: a maximum may leave out NaN
-    stop, not_finite, slowest = maximum(stop, not_finite, seconds)
+    stop, not_finite, slowest = all_reduce_max(stop, not_finite, seconds)
     limit = min(2 * training.interval, MOST_STEPS_WITHOUT_AGREEMENT)
     training.interval = max(1, min(limit, int(1 / max(slowest, 1e-9))))
     training.agree_at_step = training.step + training.interval
@@ -1735,7 +1750,7 @@ def check_checkpoint(args, process):
     path = args.checkpoint
     with errors_end_all_ranks():
         if not path or process.rank > 0:
-            return
+            return  # out of the block: this rank, too, learns of rank 0's error
         if os.path.exists(path) and not os.path.isfile(path):
             raise UserError(f"checkpoint {path} is not a regular file: name another one")
         if os.path.exists(path) and not args.resume:
@@ -1995,8 +2010,8 @@ def facts_of_rank(training):
     }
     return {
         "parts": parts,
-        "exposed": [time.exposed for time in timer.times],
-        "images": sum(time.images for time in timer.times),
+        "exposed": [step.exposed for step in timer.times],
+        "images": sum(step.images for step in timer.times),
         "peak": torch.cuda.max_memory_allocated() if process.gpu else 0,
         "digest": digest_of_weights(training.model),
     }
@@ -2008,21 +2023,21 @@ def log_summary(training):
     """
     process, timer = training.process, training.timer
     facts = all_gather(facts_of_rank(training))
-    ranks = [rank["parts"] for rank in facts]
-    link, wait = link_and_wait([rank["exposed"] for rank in facts])
-    steps = sorted(time.whole for time in timer.times) or [0]
-    peak = max(rank["peak"] for rank in facts)
-    identical = len({rank["digest"] for rank in facts}) == 1
+    ranks = [one["parts"] for one in facts]
+    link, wait = link_and_wait([one["exposed"] for one in facts])
+    steps = sorted(step.whole for step in timer.times) or [0]
+    peak = max(one["peak"] for one in facts)
+    identical = len({one["digest"] for one in facts}) == 1
     gradient_bytes = 4 if training.args.grad_compression == "none" else 2
-    means = {name: fmean(rank[name] for rank in ranks) for name in ranks[0] if name != "rank"}
+    means = {name: fmean(one[name] for one in ranks) for name in ranks[0] if name != "rank"}
     summary = {
         "steps": training.step,
         "train_s": timer.train_seconds,
         "measured_steps": len(timer.times),  # the figures below are of these
-        "img_per_s": sum(rank["images"] for rank in facts) / max(sum(steps), 1e-9),
+        "img_per_s": sum(one["images"] for one in facts) / max(sum(steps), 1e-9),
         **means,
         "median_step_ms": 1e3 * median(steps),
-        "slowest_of_100_step_ms": 1e3 * steps[math.ceil(0.99 * len(steps)) - 1],
+        "slowest_of_100_step_ms": 1e3 * steps[int(0.99 * len(steps))],
         "link_ms": 1e3 * link,  # a lower bound
         "wait_ms": 1e3 * wait,
         "ranks": ranks,
@@ -2127,7 +2142,7 @@ def classified(error):
         return error
     full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     if full or "out of memory" in text or "can't allocate memory" in text:
-        return LoneUserError(f"{text}: use a smaller --batch_size")
+        return LoneUserError(f"{text}: the memory is full. A smaller --batch_size needs less")
     if "/gloo/" in text or "pair closure" in text or isinstance(error, dist.DistError):
         return PeerLost(f"another rank has ended, or does not answer: {text}")
     return error

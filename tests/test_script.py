@@ -944,7 +944,7 @@ def test_times_of_1000_steps_are_kept_and_those_of_the_first_three_are_in_no_ave
 
 
 def test_ranks_with_quick_steps_agree_every_50_steps(demo, monkeypatch):
-    monkeypatch.setattr(demo, "maximum", lambda *values: values)
+    monkeypatch.setattr(demo, "all_reduce_max", lambda *values: values)
     training = SimpleNamespace(process=demo.ProcessInfo(), loss_sum=0.0, step=9, interval=1)
     found = []
     for _ in range(8):

@@ -333,7 +333,7 @@ def test_a_full_gpu_memory_is_one_line_with_advice(small):
         run = started.finish(expect=2)
     (line,) = errors(run)
     assert line == run.lines()[-1] and "Traceback" not in run.out
-    assert re.match(r"\[GPU 0\] ERROR: .*out of memory.*use a smaller --batch_size", line)
+    assert re.match(r"\[GPU 0\] ERROR: .*out of memory.*smaller --batch_size", line)
 
 
 def test_an_interface_that_does_not_exist_is_named_as_the_cause(small):
