@@ -1020,9 +1020,10 @@ def usable_gpus(args):
 
 
 def gpu_is_present():
-    """Whether the system has an NVIDIA GPU's device file (/dev/dxg: WSL) and shows it to us."""
+    """Whether this node has an NVIDIA GPU, by its device file or WSL's driver, and shows it."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
-    return not hidden and any([*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")])
+    files = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/usr/lib/wsl/lib").glob("libcuda.so*")]
+    return bool(files) and not hidden
 
 
 def fast_precision(args, process):

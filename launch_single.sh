@@ -31,6 +31,7 @@ sample="--coco_image_path {sample}/train2017 --annotation_path {sample}/annotati
 sample+=" --val_image_path {sample}/val2017 --val_annotation_path {sample}/annotations/instances_val2017.json"
 sample+=" --weights none --batch_size 16 --image_size 128 --lr 3e-4 --num_epochs 2"
 
+# --local-addr: torchrun would otherwise use this machine's name, which may not resolve.
 exec "$python" "$root/tools/run.py" --restarts="${RESTARTS:-0}" --log_dir="${LOG_DIR:-logs}" --run_name="${RUN_NAME:-}" \
     --sample="$sample" -- \
     torchrun --standalone --local-addr=127.0.0.1 --nnodes=1 --nproc_per_node="$processes" \

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from analysis.kernel_counters import SYSFS, text_of
 from analysis.node import most_locked, read_node
-from run import UserError, adapter, job, nvidia_smi_lists_a_gpu, whole
+from run import UserError, adapter, gpu_is_present, job, whole
 
 ROOT = Path(__file__).resolve().parents[1]
 PORTS = {name: facts for name, facts in read_node()["ports"].items() if name != "lo"}
@@ -65,7 +65,7 @@ GPUS += "print(demo.usable_gpus(types.SimpleNamespace(device='cuda')))"
 
 
 def check_gpus(python: str) -> None:
-    if not nvidia_smi_lists_a_gpu():
+    if not gpu_is_present():
         text = "this node has no NVIDIA GPU, or they are hidden: training uses the CPU"
         report(text, named=False)
         return

@@ -5,8 +5,8 @@
 
 The launchers call it; ./launch_single.sh --help has the exit codes. The command begins with the
 word torchrun, and its options are written as --name=value. In them {start} is the number of the
-start (0: a probe, 1: the training, 2 and more: restarts), {port} that number above --port, and
-{wait} how many seconds the nodes wait for each other.
+start (0: the training, 1: a probe before it, 2 and more: restarts), {port} that number above
+--port, and {wait} how many seconds the nodes wait for each other.
 For the launchers: `run.py --job` prints the settings of this node, `run.py --count` its GPUs.
 """
 
@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import re
+import select
 import shlex
 import signal
 import socket
@@ -38,9 +40,11 @@ SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 FAILED, USER, STOPPED = 1, 2, 75  # exit codes
 # The launchers say what they mean; port: of start 0; sample: arguments for the sample set.
 OPTIONS = {"log_dir": "logs", "run_name": "", "restarts": "0", "port": "29500", "wait": "300"}
-OPTIONS |= {"probe": "0", "ifname": "", "network": "", "sample": ""}
+OPTIONS |= {"probe": "0", "ifname": "", "sample": ""}
+APART = "the nodes did not meet"  # in a run's last line; series.py looks for it
 NODE = os.environ.get("SHOWN_NODE", "").encode()  # of two_nodes.sh, on a terminal
 TIMEOUT = 300  # seconds: the script's default of --timeout
+HIDDEN = ("", "-1", "NoDevFiles")  # CUDA_VISIBLE_DEVICES that shows no GPU; the last is SLURM's
 
 
 class UserError(Exception):
@@ -74,7 +78,6 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, Command]:
         parser.add_argument(f"--{name}", default=default)
     begin = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:begin])
-    refuse_series(os.environ)
     args.restarts = whole("RESTARTS", args.restarts, 0, 1000)
     args.wait = whole("CONNECT_TIMEOUT", args.wait, 1, 1_000_000)
     args.probe = whole("PROBE", args.probe, 0, 1)
@@ -85,8 +88,8 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, Command]:
         command.arguments = [*shlex.split(sample), *command.arguments]
     else:
         args.sample = ""
-    if nvidia_smi_lists_a_gpu():  # a PyTorch for CPUs alone must not train on them in silence
-        command.arguments = ["--device", "cuda", *command.arguments]
+    if threads := os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]:
+        whole("OMP_NUM_THREADS", threads, 1, 4096)
     return args, command
 
 
@@ -95,15 +98,6 @@ def whole(name: str, value: str, least: int, most: int) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", value) or not least <= int(value) <= most:
         raise UserError(f"{name} is '{value}': give a whole number from {least} to {most}")
     return int(value)
-
-
-def refuse_series(env: Mapping[str, str]) -> None:
-    """These were variables of the launchers once."""
-    names = [name for name in ("NETWORKS", "REPEATS", "LINK_GBPS") if env.get(name)]
-    names += ["GPUS"] if " " in env.get("GPUS", "").strip() else []
-    if names:
-        text = "is not for one run. Several start with tools/series.py: --network, --processes, "
-        raise UserError(f"{names[0]}='{env[names[0]]}' {text}--repeats, --link_gbps")
 
 
 # --- The command ---------------------------------------------------------------------------------
@@ -119,7 +113,7 @@ class Command:
     nodes: int
     node: int
     processes: int  # on this node
-    host: str  # of node 0; nothing on one node alone
+    host: str  # of node 0; nothing with --standalone
 
 
 def parse_command(words: list[str]) -> Command:
@@ -152,20 +146,22 @@ def names_no_data(arguments: list[str]) -> bool:
 
 
 def filled(options: Iterable[str], start: int, port: int, wait: int) -> list[str]:
-    """The options of torchrun for a start. It has the same port on every node, with or without a
-    probe, so that a node in start 1 never joins start 2.
+    """The options of torchrun for a start. Each start has a port of its own, the same on every
+    node, so that a node in one start never joins another one.
     """
     values = {"{start}": str(start), "{port}": str(port + start), "{wait}": str(wait)}
     return [re.sub(r"\{\w+\}", lambda m: values.get(m[0], m[0]), word) for word in options]
 
 
 def wait_later(wait: int, arguments: list[str]) -> int:
-    """How long a node waits in a later start: another one may notice a failure by --timeout."""
+    """How long a node waits in a later start: another one may notice a failure by --timeout, and
+    then torchrun gives its ranks two minutes.
+    """
     try:
         timeout = round(float(option("--timeout", arguments)))
     except (ValueError, OverflowError):
         timeout = TIMEOUT
-    return wait + timeout + 60
+    return max(wait, timeout + 180)
 
 
 # --- This node -----------------------------------------------------------------------------------
@@ -177,14 +173,29 @@ def output_of(*command: str) -> str:
     return ""
 
 
-def nvidia_smi_lists_a_gpu() -> bool:
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return not hidden and output_of("nvidia-smi", "-L").startswith("GPU ")
+def gpu_is_present() -> bool:
+    """As the script has it: an NVIDIA GPU, by its device file or WSL's driver, that is not hidden.
+    (nvidia-smi may never return where a GPU fell off its bus.)
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in HIDDEN
+    files = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/usr/lib/wsl/lib").glob("libcuda.so*")]
+    return bool(files) and not hidden
+
+
+def runs_on_gpus(arguments: list[str]) -> bool:
+    """Whether the script will take GPUs: NVIDIA's or AMD's. It refuses those it cannot use."""
+    present = gpu_is_present() or Path("/dev/kfd").exists()
+    return present and option("--device", arguments) != "cpu"
+
+
+def runs_nccl(arguments: list[str]) -> bool:
+    backend = option("--backend", arguments)
+    return backend == "nccl" or (backend != "gloo" and runs_on_gpus(arguments))
 
 
 def count_gpus(python: str = sys.executable) -> int:
-    """As PyTorch counts them: also AMD's, parts of one (MIG), and without an nvidia-smi."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    """As PyTorch counts them: also AMD's, and parts of one (MIG)."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in HIDDEN:
         return 0
     code = "import torch; print(torch.cuda.device_count())"
     last = output_of(python, "-c", code).strip().rpartition("\n")[2]
@@ -198,7 +209,7 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
         cores = len(os.sched_getaffinity(0))
     files = ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")  # of cgroup v2, and v1
     quota, period, *_ = [*" ".join(text_of(cgroup / name) for name in files).split(), "", ""]
-    if quota.isdecimal():  # without a quota: max, or -1
+    if quota.isdecimal() and period.isdecimal():  # without a quota: max, or -1
         cores = min(cores, -(-int(quota) // int(period)))
     return cores
 
@@ -209,10 +220,11 @@ def job(env: Mapping[str, str], count: Callable[[], int] = count_gpus) -> dict[s
     """
     names = "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GPUS_PER_NODE", "RUN_NAME"
     found = {name: env[name] for name in names if env.get(name)}
-    world = env.get("WORLD_SIZE")
-    if world and found.setdefault("NNODES", world) != world:
-        text = "here both mean the number of nodes, set one of them"
-        raise UserError(f"NNODES is {found['NNODES']} but WORLD_SIZE is {world}: {text}")
+    for other, name in (("WORLD_SIZE", "NNODES"), ("GPUS", "GPUS_PER_NODE")):
+        value = env.get(other)
+        if value and found.setdefault(name, value) != value:
+            text = "here both mean the same, set one of them"
+            raise UserError(f"{name} is {found[name]} but {other} is {value}: {text}")
     if "NNODES" not in found and env.get("SLURM_JOB_ID"):
         found = slurm_job(env) | found
     if found.get("NNODES") == "1":
@@ -242,6 +254,9 @@ def slurm_job(env: Mapping[str, str]) -> dict[str, str]:
         text = f"srun started {tasks} tasks on {nodes} nodes"
         raise UserError(f"{text}: give it --ntasks-per-node=1")
     hosts = output_of("scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"])
+    if not (hosts or env.get("MASTER_ADDR")):
+        text = "set MASTER_ADDR to the name of the job's first node"
+        raise UserError(f"in a SLURM job, but without the command scontrol: {text}")
     number = int(env["SLURM_JOB_ID"])
     found = {
         "NNODES": nodes,
@@ -262,36 +277,49 @@ def adapter(name: str) -> Path:
     return SYSFS / "class/infiniband" / name.partition(":")[0]
 
 
+def names_in(ifname: str) -> list[str]:
+    """The interfaces and adapters that IFNAME names; `adapters` stands for all that are up."""
+    names = [name for name in ifname.split(",") if name]
+    if "adapters" in names:
+        found = [
+            path.name for path in sorted(SYSFS.glob("class/infiniband/*")) if is_up(path.name)
+        ]
+        if not found:
+            raise UserError("IFNAME=adapters: this node has no adapter that is up (ibstat)")
+        at = names.index("adapters")
+        names[at : at + 1] = found
+    return names
+
+
+def is_up(name: str) -> bool:
+    port = name.partition(":")[2] or "*"
+    states = [text_of(path) for path in adapter(name).glob(f"ports/{port}/state")]
+    return "ACTIVE" in str(states) or text_of(SYSFS / "class/net" / name / "carrier") == "1"
+
+
 def check_interfaces(ifname: str) -> None:
     """Raises UserError if any interface or adapter is missing or down."""
-    for name in filter(None, ifname.split(",")):
-        states = [text_of(path) for path in adapter(name).glob("ports/*/state")]
-        carrier = text_of(SYSFS / "class/net" / name / "carrier")
-        if "ACTIVE" not in str(states) and carrier != "1":
+    for name in names_in(ifname):
+        if not is_up(name):
             text = "give interfaces or adapters, with commas between them. On this node "
             text += f"tools/preflight.py lists them, and IFNAME={name} tools/preflight.py says "
             text += "what is wrong: a cable?"
             raise UserError(f"IFNAME: '{name}' is not there or down: {text}")
 
 
-def network_variables(ifname: str, network: str, route: str) -> dict[str, str]:
+def network_variables(ifname: str, route: str) -> dict[str, str]:
     """What keeps NCCL's and Gloo's traffic on this network; `route`: the interface to node 0."""
-    if network not in ("", "ethernet", "infiniband"):
-        raise UserError(f"NETWORK is '{network}': give ethernet or infiniband")
-    names = [name for name in ifname.split(",") if name]
+    names = names_in(ifname)
     adapters = [name for name in names if adapter(name).exists()]
     sockets = [name for name in names if name not in adapters]
     found: dict[str, str] = {}
-    if adapters and network == "ethernet":
-        raise UserError(f"NETWORK=ethernet, but {adapters[0]} is an adapter: name its interface")
     if any((adapter(name) / "device/driver").resolve().name == "efa" for name in adapters):
         pass  # NCCL's plugin for EFA selects the adapters
-    elif adapters or network == "infiniband":
+    elif adapters:
         found["NCCL_IB_DISABLE"] = "0"
         found["NCCL_NET"] = "IB"  # otherwise NCCL may silently fall back to sockets
-        if adapters:
-            found["NCCL_IB_HCA"] = "=" + ",".join(adapters)
-    elif sockets or network:
+        found["NCCL_IB_HCA"] = "=" + ",".join(adapters)
+    elif sockets:
         found |= {"NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
     if interface := ",".join(sockets) or route:
         found["NCCL_SOCKET_IFNAME"] = f"={interface}"  # without the = eth1 is also eth10
@@ -304,19 +332,31 @@ def route_to(host: str) -> str:
     this node's name, which Debian's /etc/hosts says is 127.0.1.1, and NCCL perhaps a bridge of
     containers. With an adapter NCCL only starts over it.
     """
-    names = []
-    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as unsent:
-        unsent.connect((host, 9))
-        names = addressed("to", unsent.getsockname()[0])
-    if not names:  # MASTER_ADDR is this node's own name: if there is only one
-        names = addressed("up", "scope", "global")
-    return names[0] if len(names) == 1 else ""
+    interface_of = own_addresses()
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as unsent:
+                unsent.connect(place)
+                if name := interface_of.get(unsent.getsockname()[0]):
+                    return name
+    # MASTER_ADDR is this node's own name: if there is only one interface with a cable.
+    names = {name for name in interface_of.values() if is_up(name)}
+    return names.pop() if len(names) == 1 else ""
 
 
-def addressed(*which: str) -> list[str]:
-    """Interfaces with such an IPv4 address, without lo."""
-    lines = output_of("ip", "-o", "-4", "address", "show", *which)
-    return sorted({*re.findall(r"^\d+: *(\S+)", lines, re.MULTILINE)} - {"lo"})
+def own_addresses() -> dict[str, str]:
+    """{address: interface} of this node, without loopback. (A Mac: none.)"""
+    found = {}
+    with socket.socket(type=socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                reply = fcntl.ioctl(asked, 0x8915, name.encode().ljust(256, b"\0"))  # SIOCGIFADDR
+                found[socket.inet_ntoa(reply[20:24])] = name
+    for line in text_of(Path("/proc/net/if_inet6")).splitlines():
+        digits, _, _, scope, _, name = line.split()
+        if scope == "00":  # global
+            found[socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))] = name
+    return {address: name for address, name in found.items() if name != "lo"}
 
 
 def cpu_variables(env: Mapping[str, str]) -> dict[str, str]:
@@ -410,42 +450,63 @@ def quote(text: str) -> str:
 NOT_SHOWN = re.compile(rb"(\[\w+ \d+\] \w+|Counters) \{|Traceback \(")
 
 
-def write_lines(source: BinaryIO, log: BinaryIO) -> int:
-    """Writes what comes to the log and to the standard output. A full disk of the log, or a
-    reader that has gone, is no reason to stop. Returns 1 if the log is not whole.
+def start_tee(log: str) -> subprocess.Popen:
+    """A process that writes to the log, and another one that writes the same to the screen. Both
+    live until the last process has closed the pipe, whatever becomes of this one. If the screen's
+    ends, the log's goes on; a screen that is held (Ctrl-S) holds both.
     """
-    screen = os.fdopen(1, "wb", closefd=False)
-    outputs = [log, screen]
+    tee = subprocess.Popen(
+        ["tee", "-a", "--", log],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        preexec_fn=leave_terminal,
+        restore_signals=False,  # SIGPIPE stays ignored
+    )
+    if os.fork() == 0:
+        try:
+            tee.stdin.close()
+            leave_terminal()
+            show(tee.stdout)
+        finally:
+            os._exit(0)
+    tee.stdout.close()
+    return tee
+
+
+def leave_terminal() -> None:
+    """For a process that no stop signal ends, and no Ctrl-Z stops."""
+    os.setsid()
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def show(source: BinaryIO) -> None:
+    """Writes lines to the standard output, until one of both has gone."""
     on_terminal = os.isatty(1) or NODE
     over = False  # torchrun's own traceback has begun, with its list of ranks: the log has it
-    for line in source:
-        over = over or b"_run_module_as_main" in line
-        hidden = on_terminal and (over or NOT_SHOWN.match(line))
-        for output in [*outputs]:
-            if hidden and output is screen:
-                continue
-            try:
-                output.write(NODE + line if output is screen else line)
-                output.flush()
-            except OSError:
-                outputs.remove(output)
-    return int(log not in outputs)
+    with source, contextlib.suppress(OSError):
+        for line in source:
+            over = over or b"_run_module_as_main" in line
+            if not (on_terminal and (over or NOT_SHOWN.match(line))):
+                write_all(NODE + line)
 
 
-def start_writer(log: BinaryIO) -> tuple[int, int]:
-    """A process that lives until the last one has closed the pipe, whatever becomes of this one:
-    its id, and the pipe's end.
+def write_all(line: bytes) -> None:
+    """To the standard output, which some CI systems make one that does not block: then a reader
+    that does not read for a minute is taken for one that has gone.
     """
-    source, pipe = os.pipe()
-    writer = os.fork()
-    if writer == 0:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        os.close(pipe)
-        os.setsid()
-        os._exit(write_lines(os.fdopen(source, "rb"), log))
-    os.close(source)
-    return writer, pipe
+    while line:
+        try:
+            line = line[os.write(1, line) :]
+        except BlockingIOError:
+            if not select.select([], [1], [], 60)[1]:
+                raise
+
+
+def descendants(pid: int) -> list[int]:
+    """Of a process. (On a Mac none: there its ranks notice that torchrun has gone.)"""
+    children = " ".join(map(text_of, Path(f"/proc/{pid}/task").glob("*/children"))).split()
+    return [one for child in map(int, children) for one in (child, *descendants(child))]
 
 
 def folder_of(log_dir: str, name: str) -> Path:
@@ -463,6 +524,7 @@ class Run:
         self.wait = args.wait  # seconds, of the next start
         self.process: subprocess.Popen | None = None
         self.stopped = 0  # the first stop signal
+        self.interrupts = 0  # how many of them were Ctrl-C
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # of nohup, or of a background job
                 signal.signal(number, self.stop)
@@ -471,7 +533,6 @@ class Run:
         line = tell("run.py", text)
         with contextlib.suppress(OSError):  # the disk may be full
             self.log.write(line)
-            self.log.flush()
 
     # --- Signals
 
@@ -479,26 +540,30 @@ class Run:
         """Passes the first stop signal on, as SIGTERM, because torchrun ignores SIGINT while it
         waits for other nodes. A second Ctrl-C ends at once.
         """
+        self.interrupts += number == signal.SIGINT
         if not self.stopped:
             self.stopped = number
-            self.send(signal.SIGTERM)
-        elif number == self.stopped == signal.SIGINT:
-            self.send(signal.SIGKILL)
-            tell("run.py", "killed by a second SIGINT")
+            self.terminate()
+        elif number == signal.SIGINT and self.interrupts > 1:
+            if self.process:  # torchrun's ranks have sessions of their own
+                for pid in [self.process.pid, *descendants(self.process.pid)]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            self.say("killed by a second SIGINT")
             raise SystemExit(128 + number)
 
-    def send(self, number: int) -> None:
+    def terminate(self) -> None:
         if self.process:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
+                os.killpg(self.process.pid, signal.SIGTERM)
 
     def execute(self, *words: object, **variables: str) -> int:
         """Runs a command to the end of all that it has started. Returns its exit code."""
-        writer, pipe = start_writer(self.log)
+        tee = start_tee(self.log.name)
         self.process = subprocess.Popen(
             [sys.executable, *map(str, words)],
             stdin=subprocess.DEVNULL,
-            stdout=pipe,
+            stdout=tee.stdin,
             stderr=subprocess.STDOUT,
             env={**os.environ, **variables},
             start_new_session=True,  # a group of its own: torchrun would get Ctrl-C twice
@@ -506,13 +571,14 @@ class Run:
             # of it. The ranks handle it themselves.
             preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
         )
-        os.close(pipe)
+        tee.stdin.close()
         if self.stopped:  # before there was a process
-            self.send(signal.SIGTERM)
+            self.terminate()
         code = self.process.wait()
         self.process = None
-        if os.waitpid(writer, 0)[1]:
-            self.log_is_whole = False
+        self.log_is_whole = tee.wait() == 0 and self.log_is_whole
+        with contextlib.suppress(ChildProcessError):
+            os.wait()  # for what writes the screen
         return code
 
     # --- The run
@@ -530,20 +596,20 @@ class Run:
             if not resumes and command.node == 0 and Path(checkpoint).exists():
                 text = "give --resume to continue from it, or another --checkpoint or RUN_NAME"
                 raise UserError(f"checkpoint {checkpoint} is there already: {text}")
-            command.arguments += ["--checkpoint", checkpoint]  # what a restart resumes from
+            command.arguments += [f"--checkpoint={checkpoint}"]  # what a restart resumes from
         self.open_log(folder / f"node{command.node}.log")
         self.set_variables(folder)
         if args.sample and self.execute(ROOT / "tools/make_sample_coco.py", SAMPLE):
             outcome, reason = "user", "the sample set was not made: see above"
         else:
             outcome, reason = self.starts()
-        saved = bool(args.restarts or resumes) and Path(checkpoint).exists()
-        return self.finish(outcome, reason, checkpoint, saved)
+        saved = (args.restarts or resumes) and checkpoint and Path(checkpoint).exists()
+        return self.finish(outcome, reason, checkpoint, bool(saved))
 
     def open_log(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.log = path.open("ab")
+            self.log = path.open("ab", buffering=0)
         except OSError as error:
             text = "set LOG_DIR to a folder that can be, or another RUN_NAME"
             raise UserError(f"{path} cannot be written ({error.strerror}): {text}") from None
@@ -557,8 +623,14 @@ class Run:
         self.variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or threads
         check_interfaces(args.ifname)
         route = route_to(command.host) if command.nodes > 1 else ""
-        wanted = network_variables(args.ifname, args.network, route)
-        if option("--device", command.arguments) != "cuda":
+        wanted = network_variables(args.ifname, route)
+        if command.nodes > 1 and "GLOO_SOCKET_IFNAME" not in wanted:
+            text = "the interface to the other nodes is not found: set IFNAME to it if they do"
+            self.say(f"{text} not connect (tools/preflight.py lists this node's)")
+        nccl = runs_nccl(command.arguments)
+        if not nccl:
+            wanted = {name: x for name, x in wanted.items() if not name.startswith("NCCL_")}
+        if not runs_on_gpus(command.arguments):
             wanted |= cpu_variables(os.environ)
         for name, value in wanted.items():
             own = os.environ.get(name)
@@ -566,23 +638,29 @@ class Run:
                 self.variables[name] = value
             elif own != value:
                 self.say(f"keeping your {name}='{own}' (the launcher would have used '{value}')")
-        if command.host and not any(name.startswith("NCCL_DEBUG") for name in os.environ):
+        if nccl and command.host and not any(n.startswith("NCCL_DEBUG") for n in os.environ):
             # For tools/nccl_log.py: which network NCCL uses, and why.
             self.variables |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV"}
             self.variables["NCCL_DEBUG_FILE"] = f"{folder}/nccl.node{command.node}.%h.%p.log"
         # Ranks that validate, or write to slow storage, need more than torchrun's 30 seconds for
-        # their last checkpoint. A variable, because an older torchrun does not know the option.
-        self.variables["PET_SHUTDOWN_TIMEOUT"] = "120"
+        # their last checkpoint. A variable, because an older torchrun does not know the option:
+        # there it stays at 30.
+        if "PET_SHUTDOWN_TIMEOUT" not in os.environ:
+            self.variables["PET_SHUTDOWN_TIMEOUT"] = "120"
 
     def starts(self) -> tuple[str, str]:
         """The probe, the training and its restarts. Returns how the last one ended, and why."""
         command, restarts = self.command, self.args.restarts
         if self.args.probe and command.nodes * command.processes > 1:
-            outcome, reason = self.start(0, ROOT / "tools/probe_link.py", command.arguments)
-            if outcome != "complete" or self.stopped:
-                return outcome, reason  # there is no training
+            outcome, reason = self.start(1, ROOT / "tools/probe_link.py", command.arguments)
+            if self.stopped:
+                return "lost", reason
+            if outcome not in ("complete", "lost"):
+                return outcome, reason  # it would come again in the training
+            if outcome == "lost":
+                self.say(f"the probe failed, the training starts without it: {reason}")
         self.count_traffic()
-        outcome, reason = self.start(1, command.script, command.arguments)
+        outcome, reason = self.start(0, command.script, command.arguments)
         for n in range(1, restarts + 1):
             if outcome == "lost" and not self.stopped:
                 self.say(f"restart {n} of {restarts}, after: {reason}")
@@ -593,8 +671,10 @@ class Run:
 
     def count_traffic(self, *options: str) -> None:
         """The kernel's counters: which interface carried the training."""
-        if self.command.host and not self.stopped:
-            self.execute(ROOT / "tools/counters.py", *options)
+        if not self.command.host or self.stopped:
+            return
+        if self.execute(ROOT / "tools/counters.py", *options):
+            self.say("the kernel's counters could not be read, see above: the run goes on")
 
     def start(self, number: int, script: object, arguments: list[str]) -> tuple[str, str]:
         """One start of torchrun: how it ended, and why."""
@@ -618,20 +698,26 @@ class Run:
         with open(self.log.name, errors="replace") as log:
             log.seek(begin)
             outcome, reason = judge(code, ranks, torchrun, quote(log.read()) if code else "")
-        if outcome == "apart" and nodes > 1:
-            text = f"Has the launcher been started on all {nodes} nodes, each with its own "
-            text += "NODE_RANK and the same RUN_NAME? Is this port free on node 0, and open in "
-            text += "its firewall? Try tools/preflight.py"
+        if outcome == "apart" and command.host:
+            text = "Is this port (MASTER_PORT) free on node 0"
+            if nodes > 1:
+                text += ", and open in its firewall? Has the launcher been started on all "
+                text += f"{nodes} nodes, each with its own NODE_RANK and the same RUN_NAME"
             place = option("--rdzv_endpoint", options)
-            reason = f"the nodes did not meet at {place}: {reason.rstrip('.')}. {text}"
+            reason = f"{APART} at {place}: {reason.rstrip('.')}. {text}? Try tools/preflight.py"
         return outcome, reason
 
     def finish(self, outcome: str, reason: str, checkpoint: str, saved: bool) -> int:
-        """The last line, and the exit code. saved: the checkpoint is one of this run."""
+        """The last lines, and the exit code. saved: the checkpoint is one of this run."""
+        folder = shlex.quote(str(Path(self.log.name).parent))
+        self.say(f"log: {self.log.name} (python tools/compare_logs.py {folder} reads it)")
         if not self.log_is_whole:
             text = "cannot be written, and is not whole: is its disk full?"
             self.say(f"error: the log {self.log.name} {text}")
         if outcome == "complete":
+            if self.args.sample and not self.command.host and self.log_is_whole:
+                text = "GPUS=2 ./launch_single.sh for two processes, or images of your own: "
+                self.say(f"next: {text}--coco_image_path DIR --annotation_path FILE")
             return 0 if self.log_is_whole else FAILED
         if outcome == "unsaved" and not self.stopped:  # the signal came to another node
             self.stopped = signal.Signals[reason.split()[2]]  # "Stopped on SIGTERM | ..."
@@ -639,7 +725,8 @@ class Run:
         # A signal that came between two starts finds no rank: what is saved is the last start's.
         if outcome == "saved" or (self.stopped and saved):
             way = f": --resume goes on from {checkpoint}" if checkpoint else ""
-            self.say(f"stopped{name}{way}")
+            # Another node need not have node 0's file.
+            self.say(f"stopped{name}{', saved by node 0' if self.command.node else way}")
             return STOPPED
         if self.stopped:
             self.say(f"stopped{name}, not saved")

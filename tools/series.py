@@ -10,7 +10,8 @@ Processes: on one machine, as for launch_single.sh. ARGUMENTS go to demo_coco_re
 data among them random images (--dummy), on CPUs so few and small ones that a link of 1 Gb/s shows.
 With --repeats there are rounds, every other one in reverse. The logs are
 LOG_DIR/RUN_NAME/LABEL/nodeK.log or, with --repeats, LOG_DIR/RUN_NAME/LABEL/rN/nodeK.log.
-Exit code: 0: all runs have ended well; 1: some failed; else as the launchers'.
+A label is dropped after two failed runs in a row, and all end where the other nodes did not come
+twice in a row. Exit code: 0: all runs have ended well; 1: some failed; else as the launchers'.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import run
 from run import ROOT, UserError, option, whole
 
-AGAIN = 30  # seconds to wait for the other nodes over a network that has failed
+AGAIN = 30  # seconds to wait for other nodes that did not come to the run before
+MOST_FAILURES = 2  # in a row
+BLOCK = 40  # ports, which the runs use in turn
+# They would win over a network's, and another network would be measured.
+MOVES = ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_NET"]
 # A launcher's exit codes after an error that would come again, and after a stop: the series ends.
 ENDS_ALL = {run.USER, run.STOPPED, *(128 + number for number in run.SIGNALS)}
+SETTINGS = {"CONNECT_TIMEOUT": "wait", "RESTARTS": "restarts", "MASTER_PORT": "port"}
 # Without data: random images. On CPUs so few and small ones that a link of 1 Gb/s shows.
 ON_GPUS = ["--dummy", "--batch_size", "64", "--max_steps", "200"]
 ON_CPUS = ["--dummy", "--batch_size", "4", "--image_size", "64", "--max_steps", "40"]
@@ -51,7 +58,7 @@ def say(text: str) -> None:
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    text = "a network; names as for IFNAME: eth0, mlx5_0 or mlx5_0,ib0"
+    text = "a network; names as for IFNAME: eth0, mlx5_0 or mlx5_0,ib0; adapters: all of a node"
     parser.add_argument("--network", action="append", default=[], metavar="LABEL=NAMES", help=text)
     parser.add_argument("--processes", default="", metavar="N,N", help="numbers of processes")
     parser.add_argument("--repeats", default="1", help="runs of each, in rounds")
@@ -137,10 +144,14 @@ class Series:
         gpus = run.count_gpus(self.python)
         if self.args.network:
             runs = networks_of(self.args.network)
+            if moved := [name for name in MOVES if name in os.environ]:
+                text = "would take all runs to one network"
+                raise UserError(f"{', '.join(moved)} {text}: unset {' '.join(moved)}")
             for names in runs.values():
                 run.check_interfaces(names)
             self.env |= run.job(os.environ, lambda: gpus)
-            self.env.pop("WORLD_SIZE", None)
+            for other in ("WORLD_SIZE", "GPUS"):  # names of what is now set
+                self.env.pop(other, None)
         else:
             runs = processes_of(self.args.processes, self.arguments, gpus)
             threads = max(1, run.usable_cores() // max(map(int, runs.values())))
@@ -153,55 +164,80 @@ class Series:
     def train(self) -> int:
         """The runs and, on node 0, their comparison, as far as it came. Returns the exit code."""
         runs, env = self.plan(), self.env
-        name, log_dir = env.get("RUN_NAME", ""), env.get("LOG_DIR", "logs")
-        folder = run.folder_of(log_dir, name)
+        self.folder = run.folder_of(env.get("LOG_DIR", "logs"), env.get("RUN_NAME", ""))
         order = in_order([*runs], self.args.repeats)
-        default = run.OPTIONS  # the launchers'
-        wait = env.get("CONNECT_TIMEOUT") or default["wait"]
-        wait = whole("CONNECT_TIMEOUT", wait, 1, 1_000_000)
-        ports = 2 + whole("RESTARTS", env.get("RESTARTS") or default["restarts"], 0, 1000)
-        port = env.get("MASTER_PORT") or default["port"]
-        port = whole("MASTER_PORT", port, 1, 65536 - ports * len(order))
-        ended, failed, complete, code = set(), set(), 0, 0  # labels, labels, runs
+        self.check_settings()
+        ended, failures, complete, apart, code = set(), Counter(), 0, 0, 0
         began = time.monotonic()
         for n, (label, number) in enumerate(order):
+            if failures[label] == MOST_FAILURES:
+                continue
             place = f"{label}/r{number}" if self.args.repeats > 1 else label
             left = ""
             if n:
                 minutes = (time.monotonic() - began) / n * (len(order) - n) / 60
                 left = f", about {minutes:.0f} min left"
             say(f"run {n + 1} of {len(order)}: {label}, round {number}{left}")
-            # A node may come late by as much as another one's run takes to fail.
-            later = run.wait_later(wait, self.arguments) if n else wait
-            variables = {
-                # The nodes may have no name in common except the run's.
-                "RUN_NAME": f"{name}/{place}" if name else place,
-                "LOG_DIR": log_dir if name else str(folder),
-                "CONNECT_TIMEOUT": str(min(AGAIN, later) if label in failed else later),
-                "MASTER_PORT": str(port + n * ports),
-            }
-            if self.args.network:
-                launcher, variables["IFNAME"] = "launch_multinode.sh", runs[label]
-            else:
-                launcher, variables["GPUS"] = "launch_single.sh", runs[label]
-            own = []
-            for kept in ("--checkpoint", "--profile"):
-                if file := option(kept, self.arguments):
-                    own += [kept, str(folder / place / Path(file).name)]
-            code = self.call("bash", ROOT / launcher, *self.arguments, *own, **variables)
+            code = self.run(n, runs[label], place, apart)
+            complete += not code
+            if not code or not (self.stopped or code in ENDS_ALL):
+                ended.add(label)
             if self.stopped or code in ENDS_ALL:
                 break
-            ended.add(label)
-            complete += not code
+            # Both count failures in a row.
+            failures[label] = failures[label] + 1 if code else 0
+            apart = apart + 1 if code and self.were_apart(place) else 0
             if code:
-                say(f"error: {place} has failed, see {folder / place}")
-                failed.add(label)
+                say(f"error: {place} has failed, see {self.folder / place}")
+            if failures[label] == MOST_FAILURES:
+                say(f"{label} has failed twice in a row: it is left out from here on")
+            if apart == MOST_FAILURES:
+                say("error: the other nodes did not come twice in a row: the series ends")
+                break
             code = 0
         self.stopped = 0  # what has ended the runs does not end their comparison
         if not complete:
             return code or run.FAILED
-        compared = self.compare(folder, [label for label in runs if label in ended])
-        return code or int(bool(failed)) or compared
+        compared = self.compare(self.folder, [label for label in runs if label in ended])
+        return code or (run.FAILED if complete < len(order) else compared)
+
+    def check_settings(self) -> None:
+        """The launchers' variables that this program counts with. Raises UserError."""
+        default = run.OPTIONS
+        value = {name: self.env.get(name) or default[key] for name, key in SETTINGS.items()}
+        self.wait = whole("CONNECT_TIMEOUT", value["CONNECT_TIMEOUT"], 1, 1_000_000)
+        self.ports = 2 + whole("RESTARTS", value["RESTARTS"], 0, 1000)  # of a run
+        block = max(BLOCK, 2 * self.ports)
+        self.port = whole("MASTER_PORT", value["MASTER_PORT"], 1, 65536 - block)
+        self.turns = block // self.ports
+
+    def run(self, n: int, value: str, place: str, apart: int) -> int:
+        """The run number n, of this network or number of processes. Returns its exit code."""
+        # A node may come late by as much as another one's run takes to fail.
+        wait = run.wait_later(self.wait, self.arguments) if n else self.wait
+        name = self.env.get("RUN_NAME", "")
+        variables = {
+            # The nodes may have no name in common except the run's.
+            "RUN_NAME": f"{name}/{place}" if name else place,
+            "LOG_DIR": self.env.get("LOG_DIR", "logs") if name else str(self.folder),
+            "CONNECT_TIMEOUT": str(min(AGAIN, wait) if apart else wait),
+            "MASTER_PORT": str(self.port + n % self.turns * self.ports),
+        }
+        if self.args.network:
+            launcher, variables["IFNAME"] = "launch_multinode.sh", value
+        else:
+            launcher, variables["GPUS"] = "launch_single.sh", value
+        given = {name: option(name, self.arguments) for name in ("--checkpoint", "--profile")}
+        folder = self.folder / place
+        own = [f"{name}={folder / Path(file).name}" for name, file in given.items() if file]
+        return self.call("bash", ROOT / launcher, *self.arguments, *own, **variables)
+
+    def were_apart(self, place: str) -> bool:
+        """Whether the last line of a run says that its nodes did not meet."""
+        log = self.folder / place / f"node{self.env.get('NODE_RANK', 0)}.log"
+        with contextlib.suppress(OSError):
+            return run.APART in log.read_text(errors="replace").rstrip().rpartition("\n")[2]
+        return False
 
     def compare(self, folder: Path, labels: list[str]) -> int:
         if self.args.network:
@@ -213,11 +249,14 @@ class Series:
             words += ["--link_gbps", rate]
         # Agg: a notebook's backend may be missing here.
         can_plot = [self.python, "-c", "import matplotlib.figure"]
-        if self.call(*can_plot, MPLBACKEND="Agg") == 0:
-            words += ["--plot", folder / "compare.png"]
-        else:
-            say("skipping the picture, because matplotlib cannot be imported")
-        return self.call(self.python, ROOT / "tools/compare_logs.py", *words)
+        picture = folder / "compare.png"
+        if drawn := self.call(*can_plot, MPLBACKEND="Agg") == 0:
+            words += ["--plot", picture]
+        code = self.call(self.python, ROOT / "tools/compare_logs.py", *words)
+        if not code:
+            text = f"picture: {picture}" if drawn else "no picture: matplotlib is missing"
+            say(f"report: {folder / 'compare.md'}; {text}")
+        return code
 
 
 def find_python() -> str:

@@ -5,7 +5,7 @@
 # --rate: what the cable carries each way, as tc writes it (100mbit, 1gbit); without it, as much as the machine can.
 # --links: cables, each with a name, which is that of its interface on both nodes, and its rate, or `unshaped`.
 # --repeats: with --links, how many runs over each, in rounds.
-# Needs root, on Linux. The launcher's variables apply, with GPUS_PER_NODE=1. The logs are LOG_DIR/RUN_NAME/node0.log
+# Needs root, on Linux. The launcher's variables apply, with GPUS=1. The logs are LOG_DIR/RUN_NAME/node0.log
 # and node1.log. Behind sudo the nodes run as the user who called it; sudo passes variables on after env:
 #   sudo env RESTARTS=1 tools/two_nodes.sh --rate 1gbit ...
 # Exit code: 0 if both nodes ended with 0, else the first other code.
@@ -40,7 +40,7 @@ for cable in ${cables//,/ }; do
     [[ $cable =~ ^[A-Za-z][A-Za-z0-9_-]{0,14}=[A-Za-z0-9.]+$ ]] ||
         die "'$cable': write NAME=RATE, as in slow=1gbit,fast=unshaped, with a NAME of up to 15 characters"
 done
-[[ ${GPUS_PER_NODE:=1} =~ ^[1-9][0-9]*$ ]] || die "GPUS_PER_NODE is '$GPUS_PER_NODE': give a whole number from 1 on"
+[[ ${GPUS_PER_NODE:=${GPUS:-1}} =~ ^[1-9][0-9]*$ ]] || die "GPUS is '$GPUS_PER_NODE': give a whole number from 1 on"
 [ "$(uname)" = Linux ] && [ "$(id -u)" -eq 0 ] ||
     die "network namespaces need Linux and root: start it with sudo, or use two machines"
 

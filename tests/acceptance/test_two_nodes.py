@@ -98,7 +98,7 @@ def test_both_nodes_are_started_over_each_cable_with_their_share_of_the_cores(tm
         for node in (0, 1):
             log = log_of(tmp_path / "logs/run" / label, node)
             words = {"--nnodes=2", f"--node_rank={node}", "--nproc_per_node=2"}
-            words |= {f"OMP_NUM_THREADS={threads}", f"NCCL_SOCKET_IFNAME=={label}"}
+            words |= {f"OMP_NUM_THREADS={threads}", f"GLOO_SOCKET_IFNAME={label}"}
             assert words <= {*shlex.split(COMMAND.search(log.out)[1])}
     assert re.findall(r"--link_gbps (\S+)", run.out) == ["slow=1"]
     assert "Both nodes use the same GPUs" in run.out
@@ -257,8 +257,8 @@ def test_links_are_compared_in_a_table_and_a_picture(links):
 
 
 @pytest.mark.slow
-def test_a_network_whose_probe_fails_is_left_out_and_the_others_are_compared(links):
-    """Its training is not started. Both nodes end with 1. The logs and the comparison of another
+def test_a_network_that_does_not_connect_is_left_out_and_the_others_are_compared(links):
+    """The training is tried, too. Both nodes end with 1. The logs and the comparison of another
     one name the interface that carried it, and no idle one: in each node's log after the second of
     two Counters lines.
     """
@@ -273,7 +273,8 @@ def test_a_network_whose_probe_fails_is_left_out_and_the_others_are_compared(lin
     assert not re.search(r"\b(slim|bad)\b", fast)
     for node in (0, 1):
         bad, good = (log_of(logs / label, node).out for label in ("bad", "fast"))
-        assert starts(bad) == 1 and "probe_link.py" in COMMAND.search(bad)[1]
+        assert starts(bad) > 1 and "probe_link.py" in COMMAND.search(bad)[1]
+        assert "the probe failed, the training starts without it: no connection" in bad
         assert "| Step 1 " not in bad and "| Step 6 " in good
         assert re.findall(r"^Sent .* on (\S+) \(ethernet\) in \d+ s$", good, re.M) == ["fast"]
     order = re.findall(
@@ -283,7 +284,6 @@ def test_a_network_whose_probe_fails_is_left_out_and_the_others_are_compared(lin
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="L 3: it ends with the comparison", raises=AssertionError)
 def test_two_links_end_with_the_paths_of_report_and_picture(training, tmp_path):
     words = ["--links", "one=unshaped,two=unshaped", "--", *training]
     run = two_nodes(tmp_path, *words, expect=None, RUN_NAME="both")
