@@ -141,9 +141,18 @@ install_packages() {
         die "pip failed, see above. Is there a network, and room on the disk? Then start again"
 }
 
+# has_gpu: by its device file or WSL's driver. nvidia-smi may never return where a GPU fell off its bus.
+has_gpu() {
+    local file
+    for file in /dev/nvidia[0-9]* /usr/lib/wsl/lib/libcuda.so*; do
+        [ ! -e "$file" ] || return 0
+    done
+    return 1
+}
+
 if [ "$0" = "${BASH_SOURCE[0]}" ]; then
     # Without a GPU here the default build: nodes with GPUs may share this folder.
-    [ "${1:-}" = here ] || [[ $(nvidia-smi -L 2>/dev/null) == "GPU "* ]] || backend=
+    [ "${1:-}" = here ] || has_gpu || backend=
     find_python
     echo "$PYTHON"
 fi

@@ -108,6 +108,26 @@ def real_quota(quota: int, period: int) -> Iterator[list[object]]:
             cgroup.rmdir()
 
 
+# For a mount namespace. Its /dev has these alone, and perhaps a file that stands for a device.
+_DEVICE = """
+mount -t tmpfs none /dev
+mknod -m 666 /dev/null c 1 3
+mknod -m 666 /dev/urandom c 1 9
+[ -z "$1" ] || mkdir -p "$(dirname "/dev/$1")"
+[ -z "$1" ] || touch "/dev/$1"
+shift
+exec "$@"
+"""
+
+
+def with_device(name: str, unshare: bool = True) -> list[str]:
+    """The beginning of a command that sees /dev/`name`, such as nvidia0, or no such device. A node
+    of a NamespacePair has a mount namespace already.
+    """
+    require_namespaces()
+    return [*["unshare", "--mount"] * unshare, "sh", "-ec", _DEVICE, "sh", name]
+
+
 # What makes a namespace look like a machine: its own host name, /etc/hosts and /sys/class/net. A
 # new sysfs hides /sys/fs/cgroup, without which slurmd refuses to start, so that is carried over.
 # $1 host name, $2 hosts, $3 folder.
