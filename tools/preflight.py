@@ -10,7 +10,8 @@ IFNAME=eth0,mlx5_0 names what the job will use. What is wrong with an interface 
 nobody named is a note. The nodes meet at MASTER_PORT (29500), within CONNECT_TIMEOUT (60) seconds.
 Node 0 and each other node then try every interface of IFNAME that has an address: the first on
 one node with the first on the other, and so on. Linux and IPv4 only.
-Not tried: RDMA (an adapter is only looked at on its node), NCCL, the speed, nodes without node 0.
+Not tried: RDMA (an adapter is only looked at on its node), NCCL, the speed, and pairs of nodes
+without node 0.
 Exit code: 1 if a line begins with WRONG.
 """
 
