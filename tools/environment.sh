@@ -17,7 +17,7 @@ say() {
 
 die() {
     say "error: $*"
-    exit 1
+    exit 2
 }
 
 # find_python: sets PYTHON; makes .venv if it is needed.
@@ -27,8 +27,12 @@ find_python() {
     set -m
     make_venv </dev/null >&2 &
     set +m
-    trap 'kill -TERM -- "-$!" 2>/dev/null; wait; exit 143' HUP INT TERM
-    wait "$!" || exit 1
+    local number
+    for number in 1 2 15; do # HUP, INT, TERM
+        # shellcheck disable=SC2064  # the process and the number are those of now
+        trap "kill -TERM -- -$! 2>/dev/null; wait; exit $((128 + number))" "$number"
+    done
+    wait "$!" || exit
     trap - HUP INT TERM
 }
 
@@ -49,13 +53,11 @@ choose_python() {
     fi
     PYTHON=$venv/bin/python3
     [ ! -e "$venv/begun" ] || return 1 # before a look: another start may end making it meanwhile
-    is_whole && return
-    # One that was made by hand, or lacks what a newer version asks for, is the user's to change.
-    if [ "$unfit" != "does not work" ]; then
-        [ -n "$unfit" ] || unfit="lacks $lacks: $PYTHON -m pip install $lacks"
-        die "$PYTHON $unfit. Or remove $venv: it is then made again"
-    fi
-    return 1
+    ! is_whole || return 0
+    [ -e "$venv" ] || return 1
+    # One that is there is the user's to change: other jobs may use it, or it works on another machine.
+    [ -n "$unfit" ] || unfit="lacks $lacks: $PYTHON -m pip install $lacks"
+    die "$PYTHON $unfit. Or remove $venv: it is then made again"
 }
 
 # is_whole: whether .venv can be used, made here or by hand. An install that was cut short has left `begun` there.
@@ -101,10 +103,17 @@ make_venv() {
     [ -w "$root" ] || die "$root cannot be written: make an environment elsewhere, and set PYTHON to its interpreter"
     # The kernel's lock, by Python, because macOS has no command for it. It ends with the last process that has the file.
     exec 9>>"$venv.lock"
-    "$base" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null ||
-        say "waiting: another start is making $venv, on $(cat "$venv.lock")"
-    "$base" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' 2>/dev/null ||
-        say "this file system has no locks: make no other start meanwhile"
+    local lock='
+import fcntl, sys
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print(sys.argv[1], file=sys.stderr)
+    fcntl.flock(9, fcntl.LOCK_EX)
+except OSError:
+    print(sys.argv[2], file=sys.stderr)'
+    "$base" -c "$lock" "$me: waiting: another start is making $venv, on $(cat "$venv.lock")" \
+        "$me: this file system has no locks: make no other start meanwhile"
     echo "host $(uname -n), process $$" >"$venv.lock"
     if is_whole; then return; fi
     say "making $venv: once, some minutes, up to 5.5 GB on disk"

@@ -29,11 +29,13 @@ from pathlib import Path
 
 from analysis.kernel_counters import SYSFS, text_of
 from analysis.node import most_locked, read_node
-from run import UserError, adapter, gpu_is_present, job, whole
+from run import UserError, adapter, gpu_is_present, job, names_in, whole
 
 ROOT = Path(__file__).resolve().parents[1]
 PORTS = {name: facts for name, facts in read_node()["ports"].items() if name != "lo"}
-IFNAME = [name for name in os.environ.get("IFNAME", "").split(",") if name]
+IFNAME = ["adapters"]
+with contextlib.suppress(UserError):  # none is up
+    IFNAME = names_in(os.environ.get("IFNAME", ""))
 LARGE = b"large packets" * 2000
 SECONDS = 3  # to reach a port: TCP sends a lost packet again after 1 s
 said = set()  # WRONG, note, ok
@@ -268,7 +270,7 @@ def main() -> int:
     try:
         if any(map(os.environ.get, ("NNODES", "WORLD_SIZE", "SLURM_STEP_ID"))):
             names = "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"
-            found = job({**os.environ, "GPUS_PER_NODE": "1"})
+            found = job({**os.environ, "GPUS_PER_NODE": "1", "GPUS": ""})
             nnodes, rank, host, port = (found[name] for name in names)
             port = whole("MASTER_PORT", port, 1, 65535)
             wait = os.environ.get("CONNECT_TIMEOUT") or "60"

@@ -113,7 +113,7 @@ class Command:
     nodes: int
     node: int
     processes: int  # on this node
-    host: str  # of node 0; nothing with --standalone
+    host: str  # of node 0; nothing where there is one node by itself
 
 
 def parse_command(words: list[str]) -> Command:

@@ -114,7 +114,7 @@ class Checkout:
     def refusal(self, active: Path | None = None, **variables: object) -> str:
         """The one line with which it refuses, before it makes anything."""
         run = self.start(active, **variables).finish(60, expect=None)
-        assert run.returncode != 0 and run.out == "" and not self.venv.exists(), run.tail()
+        assert run.returncode == 2 and run.out == "" and not self.venv.exists(), run.tail()
         (line,) = run.err.splitlines()
         assert "error: " in line
         return line
@@ -189,7 +189,7 @@ def test_active_python_that_is_unfit_is_left_alone_with_one_line(checkout):
         (line,) = run.err.splitlines()
         assert f"{active}/bin/python3" in line and ".venv is used" in line
         assert re.search(words, line)
-        (line,) = checkout.start(PYTHON=active / "bin/python3").finish(60, 1).err.splitlines()
+        (line,) = checkout.start(PYTHON=active / "bin/python3").finish(60, 2).err.splitlines()
         assert "error: " in line and re.search(words, line)
 
 
@@ -208,7 +208,7 @@ def test_folders_that_are_called_like_packages_are_not_taken_for_them(checkout):
         "lib/python*/site-packages"
     )
     (left / "torch/lib").mkdir(parents=True)
-    line = checkout.start(PYTHON=f"{checkout.path}/left/bin/python3").finish(60, 1).err
+    line = checkout.start(PYTHON=f"{checkout.path}/left/bin/python3").finish(60, 2).err
     assert "has no torch" in line
 
 
@@ -235,7 +235,7 @@ def test_python_that_is_too_old_for_the_environment_is_refused(checkout):
 def test_venv_of_an_install_that_was_cut_short_is_not_taken(checkout):
     """Here it cannot be made again, for want of a network."""
     (checkout.environment(".venv", *NEEDED) / "begun").touch()
-    run = checkout.start().finish(60, expect=1)
+    run = checkout.start().finish(60, expect=2)
     assert run.out == "" and "once, some minutes" in run.err
 
 
@@ -257,9 +257,19 @@ LACKS = {"pycocotools": "-m pip install pycocotools", "torch": "has no torch"}
 def test_venv_that_was_made_by_hand_is_not_removed(checkout, missing):
     own = checkout.environment(".venv", *(name for name in NEEDED if name != missing))
     for active in (None, own):
-        run = checkout.start(active).finish(60, expect=1)
+        run = checkout.start(active).finish(60, expect=2)
         assert LACKS[missing] in run.err.splitlines()[-1] and f"remove {own}" in run.err
         assert (own / "bin/python3").exists()
+
+
+def test_venv_whose_python_has_gone_is_named_and_stays(checkout):
+    """It may be one of another machine that shares this folder."""
+    own = checkout.environment(".venv", *NEEDED)
+    (own / "bin/python3").unlink()
+    (own / "bin/python3").symlink_to("/nowhere/python3")
+    run = checkout.start().finish(60, expect=2)
+    assert "does not work" in run.err.splitlines()[-1] and f"remove {own}" in run.err
+    assert (own / "bin/python3").is_symlink()
 
 
 # What bash 3.2, which macOS has, does not know, as far as it might be used here.
