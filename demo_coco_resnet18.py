@@ -111,7 +111,9 @@ try:
     from torchvision.transforms.v2.functional import resize
 except Exception as error:  # packages that do not fit together raise errors of any type
     where = traceback.extract_tb(error.__traceback__)[-1].filename
-    text = f"demo_coco_resnet18.py: requirements.txt is not met: {error} (in {where})"
+    text = (
+        f"demo_coco_resnet18.py: what requirements.txt lists does not load: {error} (in {where})"
+    )
     raise SystemExit(text) from None
 
 # What to change first. Each is the default of the option with its name; --help lists all options.
@@ -589,14 +591,14 @@ def save_checkpoint(training):
                 training.not_saved = ""
             except UserError as error:
                 training.not_saved = str(error)
-                log(process, f"WARNING: {error}: the run goes on")
+                log(process, f"WARNING: {error}")
 
 
-def check_saved(training):
+def check_saved(training, before=""):
     """All ranks: raises UserError if the last checkpoint could not be written."""
     with errors_end_all_ranks():
         if training.not_saved:
-            raise UserError(training.not_saved)
+            raise UserError(before + training.not_saved)
 
 
 def digest_of_weights(model):
@@ -1167,7 +1169,7 @@ def list_labelled(coco):
         # The label is the category of the first annotation in the file, crowds included.
         category = of_it[0]["category_id"]
         if category not in label_of:
-            raise UserError(f"an annotation has the category {category}, which does not exist")
+            raise UserError(f"an annotation has the category {category!r}, which does not exist")
         if not isinstance(image["file_name"], str):
             raise UserError(f"an image has the file_name {image['file_name']}, which is no text")
         names.append(image["file_name"])
@@ -1594,8 +1596,9 @@ def start_profiler(training):
 
     def write(profiler):
         path = os.path.join(args.profile, f"rank{process.rank}.json.gz")
-        profiler.export_chrome_trace(path)
-        dist.barrier()  # no later step has to wait for a rank that still writes
+        # (No later step has to wait for a rank that still writes.)
+        with errors_end_all_ranks(), as_user_error(f"--profile {path} cannot be written"):
+            profiler.export_chrome_trace(path)
 
     schedule = torch.profiler.schedule(**PROFILED, repeat=1)
     training.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
@@ -1700,16 +1703,19 @@ def stop_together(training, seconds):
 
 def stop_training(training, stop):
     """All ranks: saves, and ends the run. Raises Stopped, PeerLost or UserError."""
+    if stop >= PARENT_ENDED:
+        why = f"the parent process (torchrun?) of rank {stop - PARENT_ENDED} has ended"
+    else:
+        why = f"Stopped on {signal.Signals(stop).name}"
     stop_profiler(training)
     save_checkpoint(training)
-    check_saved(training)
+    check_saved(training, f"{why}, but ")
     saved = bool(training.args.checkpoint)
     text = f"step {training.step} | {'saved' if saved else 'not saved: no --checkpoint'}"
     if stop >= PARENT_ENDED:
         dist.barrier()  # all leave only now
-        parent = f"the parent process (torchrun?) of rank {stop - PARENT_ENDED}"
-        raise PeerLost(f"{parent} has ended | {text}")
-    raise Stopped(f"Stopped on {signal.Signals(stop).name} | {text}", saved)
+        raise PeerLost(f"{why} | {text}")
+    raise Stopped(f"{why} | {text}", saved)
 
 
 def batches_until_stop(training, loader):
@@ -1717,7 +1723,7 @@ def batches_until_stop(training, loader):
     # After the same batches on all ranks, which the shortest share has, too; and at the end.
     images_of_shortest = len(loader.dataset) // training.process.world_size
     shortest = math.ceil(images_of_shortest / training.args.batch_size)
-    agree_at_batch, began = 1, perf_counter()
+    training.interval, agree_at_batch, began = 1, 1, perf_counter()
     for number, batch in enumerate(loader, 1):
         yield batch
         if number == agree_at_batch <= shortest:
@@ -1725,6 +1731,8 @@ def batches_until_stop(training, loader):
             agree_at_batch += training.interval
         began = perf_counter()
     stop_together(training, perf_counter() - began)
+    # A step of training takes longer than a batch here: the next one tells how long.
+    training.interval, training.agree_at_step = 1, training.step + 1
 
 
 # ---- Checkpoint: what is saved, and who may resume from it
@@ -1752,7 +1760,7 @@ def check_checkpoint(args, process):
     with errors_end_all_ranks():
         if not path or process.rank > 0:
             return  # out of the block: this rank, too, learns of rank 0's error
-        if os.path.exists(path) and not os.path.isfile(path):
+        if not os.path.basename(path) or (os.path.exists(path) and not os.path.isfile(path)):
             raise UserError(f"checkpoint {path} is not a regular file: name another one")
         if os.path.exists(path) and not args.resume:
             text = "give --resume to continue from it, or another FILE"
@@ -1797,8 +1805,10 @@ def read_checkpoint(args, process):
     if not args.resume:
         return None
     state = from_rank_0(lambda: read_file(path) if os.path.exists(path) else None)
-    keys = {"settings", "step", "model", "optimizer", "scaler"}
-    if state is not None and not (keys <= state.keys() and isinstance(state["settings"], dict)):
+    keys = {"settings": dict, "step": int, "model": dict, "optimizer": dict, "scaler": dict}
+    if state is not None and not all(
+        isinstance(state.get(key), kind) for key, kind in keys.items()
+    ):
         raise UserError(f"checkpoint {path} is not one of this demo")
     return state
 
@@ -2115,6 +2125,8 @@ def as_user_error(prefix):
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if "DataLoader worker" in str(error):  # a killed one is told of wherever the process is
+            raise
         # torch.save hides the error of a full disk behind its own.
         cause = error if error.__suppress_context__ else error.__context__ or error
         raise UserError(f"{prefix}: {one_line(cause)}") from error
@@ -2125,6 +2137,7 @@ def one_line(error):
     text = str(error)
     for mark in ("Last error:", "WeightsUnpickler error:"):  # of NCCL, and of torch.load
         text = text.rpartition(mark)[2].strip()
+    text = re.sub(r":\n\s*", ": ", text, count=1)  # a line that announces the next one
     if isinstance(error, KeyError):
         text = f"no {text}"
     if isinstance(error, OSError) and error.strerror:  # without its number
@@ -2152,6 +2165,8 @@ def classified(error):
 def run_and_exit(main, log_wall_time=True):
     """All ranks: run main(process), and end with its exit code. Also for probe_link.py."""
     process, code, began = ProcessInfo(), 0, perf_counter()
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until catch_stop_signals: no traceback
     try:
         main(process)
     except Exception as error:
@@ -2179,7 +2194,9 @@ def log_error(process, error):
     if isinstance(error, Stopped):
         log(process, str(error))
         return
-    known = isinstance(error, (UserError, PeerLost, OSError, EOFError))
+    known = isinstance(error, (UserError, PeerLost, OSError, EOFError)) or "DataLoader" in str(
+        error
+    )
     if not known:
         for line in "".join(traceback.format_exception(error)).splitlines():
             log(process, line, STDERR)

@@ -122,6 +122,13 @@ def test_a_folder_that_cannot_be_made_ends_in_one_line_before_training(words, tm
     assert re.search(rf"--profile {tmp_path}/file cannot be written: .*exists", line)
 
 
+def test_a_trace_that_one_rank_cannot_write_ends_all_in_one_line(words, tmp_path):
+    (tmp_path / "p/rank1.json.gz").mkdir(parents=True)
+    (run,) = run_forked([(2, [*words, "--profile", tmp_path / "p"])], QUICK, expect=2)
+    (line,) = [line for line in run.lines() if "ERROR" in line]
+    assert re.search(r"--profile \S+/rank1\.json\.gz cannot be written: Is a directory", line)
+
+
 @pytest.mark.parametrize("steps", [7, 8, 9])
 def test_a_run_that_is_too_short_for_a_trace_says_so_and_ends_with_0(words, tmp_path, steps):
     """By plain python: a profiler that is left at work crashes Python's own end."""

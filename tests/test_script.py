@@ -968,8 +968,8 @@ def test_ranks_agree_about_once_a_second_in_a_validation_that_becomes_slow(demo,
                 now[0] += took
                 yield took
 
-    training = SimpleNamespace(args=arguments(demo, "--batch_size", 2), process=demo.ProcessInfo())
-    training.interval = 1
+    args, process = arguments(demo, "--batch_size", 2), demo.ProcessInfo()
+    training = SimpleNamespace(args=args, process=process, step=7)
     assert len([*demo.batches_until_stop(training, Loader())]) == 4
     assert seconds[:4] == [0.1, 0.1, 2, 2]
 

@@ -8,7 +8,7 @@
 # Needs root, on Linux. The launcher's variables apply, with GPUS=1. The logs are LOG_DIR/RUN_NAME/node0.log
 # and node1.log. Behind sudo the nodes run as the user who called it; sudo passes variables on after env:
 #   sudo env RESTARTS=1 tools/two_nodes.sh --rate 1gbit ...
-# Exit code: 0 if both nodes ended with 0, else the first other code.
+# Exit code: 0 if both nodes ended with 0, else the first other code; 2 also if they cannot be made.
 set -euo pipefail
 # shellcheck source=tools/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"

@@ -62,10 +62,18 @@ def folder(made: Path, tmp_path: Path) -> Path:
 def write_foreign(folder: Path) -> None:
     """Checkpoints that are almost one of the script."""
     import torch
+    import torchvision
 
     foreign = {"model": {}, "optimizer": {}, "scaler": {}, "step": 0}
     for name, settings in (("none.pt", {}), ("list.pt", [1])):
         torch.save({**foreign, "settings": settings}, folder / name)
+    torch.save({**foreign, "settings": {}, "step": "7"}, folder / "step.pt")
+    wide = torchvision.models.wide_resnet50_2(num_classes=90).state_dict()
+    names = ("conv1.weight", "fc.weight", "fc.bias")
+    torch.save(
+        {name: wide[name][:, :1] if "conv" in name else wide[name] for name in names},
+        folder / "wide.pt",
+    )
 
 
 def the_error(output: str) -> str:
@@ -125,6 +133,9 @@ MORE_BAD_INPUT = [
     ("--compile --sync_bn", r"--sync_bn needs NVIDIA GPUs"),
     ("--compile --bucket_cap_mb 0.5", r"--compile needs --bucket_cap_mb 1 or more"),
     ("--checkpoint set", r"checkpoint set is not a regular file"),
+    ("--checkpoint new/", r"checkpoint new/ is not a regular file"),
+    ("--weights wide.pt", r"not weights of ResNet-18: .*: Missing key"),
+    ("--checkpoint step.pt --resume", r"step\.pt is not one of this demo"),
     ("--coco_image_path empty", r"image empty/\d+\.jpg cannot be decoded: .*--decode"),
     ("--checkpoint run.pt --resume --image_size 48", r"run\.pt\b.*--image_size"),
 ]
@@ -135,7 +146,7 @@ BAD_INPUT += [pytest.param(*row, marks=pytest.mark.slow) for row in MORE_BAD_INP
 def test_bad_input_ends_with_one_line_that_names_it(options, named, folder):
     """And no code in a file is run."""
     words = [*GOOD, *FAST]
-    if "none.pt" in options or "list.pt" in options:
+    if re.search(r"(none|list|step|wide)\.pt", options):
         write_foreign(folder)
     elif "run.pt" in options:
         first = [*words, "--max_steps", 1, "--checkpoint", "run.pt"]

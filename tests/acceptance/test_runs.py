@@ -291,6 +291,31 @@ def test_a_stop_comes_about_a_second_after_the_signal_where_steps_are_slow(tmp_p
     assert int(re.fullmatch(end, run.lines(0)[-1])[1]) < 15  # 0.7 s each
 
 
+# A step of training takes half a second, a batch of validation next to nothing.
+SLOW_STEPS = """
+plain = demo.forward
+def forward(training, model, images):
+    if model is training.ddp:
+        time.sleep(0.5)
+    return plain(training, model, images)
+demo.forward = forward
+"""
+
+
+def test_a_stop_after_a_validation_comes_about_a_second_after_the_signal(tmp_path):
+    images, annotations = make_set(tmp_path, 64)[1::2]
+    words = ["--coco_image_path", images, "--annotation_path", annotations]
+    images, annotations = make_set(tmp_path / "val", 256)[1::2]
+    words += ["--val_image_path", images, "--val_annotation_path", annotations]
+    words += [*FAST, "--batch_size", 4, "--num_epochs", 20, "--log_every", 1]
+    with Forked(2, words, program=changed(tmp_path / "slow.py", SLOW_STEPS)) as started:
+        started.wait_for("Epoch 1 validation")
+        started.signal(signal.SIGTERM)
+        run = started.finish(60, expect=1)
+    end = re.search(r"Stopped on SIGTERM \| step (\d+) \|", run.out)
+    assert 8 <= int(end[1]) <= 12, run.tail()  # an epoch has 8
+
+
 def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path):
     words = [*make_set(tmp_path, 22), *FAST, "--num_epochs", 99, "--checkpoint", tmp_path / "c.pt"]
     with Forked(2, words, {"TORCHELASTIC_RUN_ID": "1"}, QUICK) as started:
@@ -563,6 +588,18 @@ plain, demo.CocoFirstCategory.__getitem__ = demo.CocoFirstCategory.__getitem__, 
 demo.CocoFirstCategory.reads = iter([0, 0, 0, 0, 1])
 demo.note_line = fail
 """
+
+
+def test_a_killed_loader_worker_is_no_failed_save_and_is_told_in_one_line(tmp_path):
+    """PyTorch raises its error wherever the process is."""
+    raises = (
+        "demo.os.fsync = lambda _: exec(\"raise RuntimeError('DataLoader worker is killed')\")"
+    )
+    words = [*make_set(tmp_path, 8), *FAST, "--checkpoint", tmp_path / "c.pt"]
+    program = changed(tmp_path / "killed.py", raises)
+    (run,) = run_forked([(0, words)], program=program, expect=1)
+    (line,) = [line for line in run.lines() if "DataLoader" in line]
+    assert "ERROR: DataLoader worker is killed" in line and "Traceback" not in run.out
 
 
 def test_loader_workers_end_with_a_rank_that_fails(tmp_path):

@@ -28,6 +28,17 @@ def write_checkpoint(training, path):
     write(training, path)
 demo.write_checkpoint = write_checkpoint
 """
+# A signal of its own, after which nothing can be saved.
+STOPS_ITSELF = """
+import signal
+note_line = demo.note_line
+def note(*args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    note_line(*args)
+def fail(*_):
+    raise demo.UserError("checkpoint c.pt not saved at step 1: No space left on device")
+demo.note_line, demo.write_checkpoint = note, fail
+"""
 NO_RENAME = """
 def replace(source, target):
     if os.path.basename(os.path.dirname(source)).startswith(ALLOWED):
@@ -112,6 +123,13 @@ def remove(training, *rest):
 
 plain, demo.note_line = demo.note_line, remove
 """
+
+
+def test_a_stop_whose_save_fails_names_both(words, tmp_path):
+    program = changed(tmp_path / "program.py", STOPS_ITSELF)
+    (run,) = run_forked([(0, [*words, "--checkpoint", tmp_path / "c.pt"])], program, expect=2)
+    error = r"ERROR: Stopped on SIGTERM, but checkpoint c\.pt not saved at step 1"
+    assert re.search(error, run.lines()[-1]) and "goes on" not in run.out
 
 
 def test_a_run_whose_last_save_fails_still_validates_and_has_a_summary(tmp_path):

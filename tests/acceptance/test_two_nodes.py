@@ -78,7 +78,7 @@ def test_without_root_it_is_refused():
     tried = subprocess.run([*other, "test", "-r", ROOT / TOOL], capture_output=True)
     require(tried.returncode == 0, "no other user can be made that reads this checkout")
     with start([*other, "bash", ROOT / TOOL, "--", "--lr", 1], cwd="/") as started:
-        (line,) = started.finish(20, expect=1).lines()
+        (line,) = started.finish(20, expect=2).lines()
     assert "error: " in line and "root" in line
 
 
