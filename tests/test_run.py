@@ -253,7 +253,8 @@ def sysfs(tmp_path, monkeypatch) -> None:
 
 def test_interfaces_and_adapters_that_are_missing_or_down_are_refused(sysfs):
     run.check_interfaces("eth0,mlx5_0,mlx5_0:1")
-    for wrong in ("none0", "loose0", "down0", "mlx5_2", "mlx5_0:2", "eth0 mlx5_0"):
+    odd = ("mlx5_0:2", "mlx5_0:*", "mlx5_0:", "eth0 mlx5_0")
+    for wrong in ("none0", "loose0", "down0", "mlx5_2", *odd):
         with pytest.raises(UserError, match=f"'{wrong}'"):
             run.check_interfaces(f"eth0,{wrong}")
 
@@ -353,7 +354,7 @@ def test_numbers_of_processes_of_which_none_can_be_are_refused():
 
 def test_networks_need_labels_of_their_own():
     assert series.networks_of(["a=eth0", "b=mlx5_0,ib0"]) == {"a": "eth0", "b": "mlx5_0,ib0"}
-    for wrong in (["a"], ["a=x", "a=y"], ["a="], ["a/b=x"]):
+    for wrong in (["a"], ["a=x", "a=y"], ["a="], ["a/b=x"], ["-a=x"], ["..=x"]):
         with pytest.raises(UserError, match="LABEL=NAMES"):
             series.networks_of(wrong)
 

@@ -70,10 +70,12 @@ is_whole() {
 look_at() {
     local found
     found=$("$1" -c '
-import re, sys
+import sys
+
+sys.path = [folder for folder in sys.path if folder]  # not the current one: it may have a torch or a random.py
+import re
 from importlib import metadata, util
 
-sys.path = [folder for folder in sys.path if folder]  # not the current one: it may have a folder called torch
 specs = {name: util.find_spec(name) for name in ("torch", "torchvision", "pycocotools", "PIL")}
 missing = [name for name, spec in specs.items() if not (spec and spec.origin)]  # a folder alone is no package
 # Of a build without a version nothing is known: it is taken as new enough.

@@ -124,7 +124,7 @@ def parse_command(words: list[str]) -> Command:
     options = words[1:script]
     nodes = whole("NNODES", option("--nnodes", options) or "1", 1, 1_000_000)
     node = whole("NODE_RANK", option("--node_rank", options) or "0", 0, nodes - 1)
-    text = "the number of processes (GPUS or GPUS_PER_NODE; all: the GPUs that PyTorch finds)"
+    text = "the number of processes (GPUS; all: the GPUs that PyTorch finds)"
     processes = whole(text, option("--nproc_per_node", options), 1, 4096)
     host = option("--rdzv_endpoint", options).rpartition(":")[0]
     arguments = words[script + 1 :]
@@ -292,8 +292,10 @@ def names_in(ifname: str) -> list[str]:
 
 
 def is_up(name: str) -> bool:
-    port = name.partition(":")[2] or "*"
-    states = [text_of(path) for path in adapter(name).glob(f"ports/{port}/state")]
+    _, colon, port = name.partition(":")
+    if colon and not port.isdecimal():
+        return False
+    states = [text_of(path) for path in adapter(name).glob(f"ports/{port or '*'}/state")]
     return "ACTIVE" in str(states) or text_of(SYSFS / "class/net" / name / "carrier") == "1"
 
 
@@ -333,12 +335,16 @@ def route_to(host: str) -> str:
     containers. With an adapter NCCL only starts over it.
     """
     interface_of = own_addresses()
-    with contextlib.suppress(OSError):
-        for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as unsent:
-                unsent.connect(place)
-                if name := interface_of.get(unsent.getsockname()[0]):
-                    return name
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        text = "give an address of node 0, or a name that this node knows"
+        raise UserError(f"MASTER_ADDR is {host}: {error.strerror}: {text}") from None
+    for family, kind, _, _, place in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as unsent:
+            unsent.connect(place)
+            if name := interface_of.get(unsent.getsockname()[0]):
+                return name
     # MASTER_ADDR is this node's own name: if there is only one interface with a cable.
     names = {name for name in interface_of.values() if is_up(name)}
     return names.pop() if len(names) == 1 else ""
@@ -593,7 +599,7 @@ class Run:
             checkpoint = checkpoint or str(folder / "checkpoint.pt")
             # A restart would go on with the older run. Nodes may share the folder: node 0, which
             # writes there, alone looks.
-            if not resumes and command.node == 0 and Path(checkpoint).exists():
+            if not resumes and command.node == 0 and os.path.exists(checkpoint):
                 text = "give --resume to continue from it, or another --checkpoint or RUN_NAME"
                 raise UserError(f"checkpoint {checkpoint} is there already: {text}")
             command.arguments += [f"--checkpoint={checkpoint}"]  # what a restart resumes from
@@ -603,13 +609,13 @@ class Run:
             outcome, reason = "user", "the sample set was not made: see above"
         else:
             outcome, reason = self.starts()
-        saved = (args.restarts or resumes) and checkpoint and Path(checkpoint).exists()
+        saved = (args.restarts or resumes) and checkpoint and os.path.exists(checkpoint)
         return self.finish(outcome, reason, checkpoint, bool(saved))
 
     def open_log(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.log = path.open("ab", buffering=0)
+            self.log = path.open("a+b", buffering=0)
         except OSError as error:
             text = "set LOG_DIR to a folder that can be, or another RUN_NAME"
             raise UserError(f"{path} cannot be written ({error.strerror}): {text}") from None
@@ -686,7 +692,7 @@ class Run:
         self.say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
         if nodes > 1:
             self.say(f"waiting for {nodes - 1} other node(s), up to {self.wait} s")
-        begin = os.path.getsize(self.log.name)
+        begin = os.fstat(self.log.fileno()).st_size
         # Each start has records of its own: a rank's, and torchrun's.
         with tempfile.TemporaryDirectory(prefix="run.py-", ignore_cleanup_errors=True) as folder:
             agent = Path(folder) / "agent.json"
@@ -695,9 +701,10 @@ class Run:
             ranks, torchrun = read_records(Path(folder)), parse_record(text_of(agent))
         # From now on a node may need --timeout to notice that another has failed.
         self.wait = wait_later(self.args.wait, command.arguments)
-        with open(self.log.name, errors="replace") as log:
-            log.seek(begin)
-            outcome, reason = judge(code, ranks, torchrun, quote(log.read()) if code else "")
+        # Not by its name: somebody may have removed the file.
+        size = os.fstat(self.log.fileno()).st_size - begin if code else 0
+        text = os.pread(self.log.fileno(), size, begin).decode(errors="replace")
+        outcome, reason = judge(code, ranks, torchrun, quote(text))
         if outcome == "apart" and command.host:
             text = "Is this port (MASTER_PORT) free on node 0"
             if nodes > 1:

@@ -79,7 +79,7 @@ def networks_of(given: list[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for network in given:
         label, _, names = network.partition("=")
-        if not re.fullmatch(r"[A-Za-z0-9._-]+=[^=]+", network) or label in found:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*=[^=]+", network) or label in found:
             text = "write LABEL=NAMES, as in ethernet=eth0, with a label of its own"
             raise UserError(f"--network {network}: {text}")
         found[label] = names

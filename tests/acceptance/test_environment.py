@@ -262,6 +262,12 @@ def test_venv_that_was_made_by_hand_is_not_removed(checkout, missing):
         assert (own / "bin/python3").exists()
 
 
+def test_a_file_in_the_current_folder_that_is_called_like_a_module_does_no_harm(checkout):
+    active = checkout.environment("active", *NEEDED)
+    (checkout.path / "random.py").write_text("raise RuntimeError('of the user')\n")
+    assert environment_of(checkout.start(active).finish(60)) == active
+
+
 def test_venv_whose_python_has_gone_is_named_and_stays(checkout):
     """It may be one of another machine that shares this folder."""
     own = checkout.environment(".venv", *NEEDED)

@@ -221,6 +221,22 @@ def test_after_a_kill_or_a_stop_of_run_py_the_training_goes_on_and_its_lines_are
     assert "[CPU 0] line 49" in (folder / LOG).read_text()
 
 
+REMOVES = """
+import shutil
+shutil.rmtree("logs", ignore_errors=True)
+record("RuntimeError", "of this rank")
+sys.exit(1)
+"""
+
+
+@pytest.mark.slow
+def test_a_log_that_somebody_removes_costs_no_restart(folder):
+    project = project_with(folder, REMOVES)
+    with launch(project / SINGLE.name, folder, *NO_SAMPLE, RESTARTS=1) as started:
+        run = started.finish(60, expect=1)
+    assert starts(run.out) == 2 and 'tools/run.py", line' not in run.out
+
+
 DEAF = STOPS.replace("TERM, stop", "TERM, lambda *_: print('heard', flush=True)")
 DEAF = DEAF.replace("sleep(15)", "sleep(200)")
 

@@ -259,12 +259,17 @@ def refused(started: Started, words: str) -> None:
 
 
 REFUSED = [
-    (SINGLE, {"GPUS": "all"}, "GPUS .* is '0'"),  # where there is none
+    (SINGLE, {"GPUS": "all"}, "GPUS.* is '0'"),  # where there is none
     (MULTINODE, {"NNODES": None}, "NNODES, NODE_RANK, MASTER_ADDR"),
-    (MULTINODE, {"GPUS_PER_NODE": "all"}, "GPUS_PER_NODE.* is '0'"),
+    (MULTINODE, {"GPUS_PER_NODE": "all"}, "GPUS.* is '0'"),
     (MULTINODE, {"RESTARTS": "many"}, "RESTARTS is 'many'"),
     (MULTINODE, {"RESTARTS": "1", "MASTER_PORT": "65534"}, "MASTER_PORT is '65534'"),
     (MULTINODE, {"IFNAME": "none0"}, "none0"),
+    (
+        MULTINODE,
+        {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "nosuch.invalid"},
+        "MASTER_ADDR is nosuch.invalid",
+    ),
     (MULTINODE, {"LOG_DIR": "/dev/null/logs"}, "/dev/null/logs"),
 ]
 
