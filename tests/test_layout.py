@@ -11,7 +11,7 @@ from pathlib import Path
 import demo_coco_resnet18
 import pytest
 
-from analysis import words
+from analysis import report
 from support.processes import ROOT, SCRIPT
 
 TOOLS = ROOT / "tools"
@@ -69,7 +69,7 @@ def test_commands_import_analysis_and_four_of_them_the_script():
     script = {name for name, modules in found.items() if SCRIPT.stem in modules}
     assert script == {"probe_link", "show_results", "step_log", "benchmark"}
     assert found["prepare_coco"] == {"check_coco"} and not found["check_coco"]
-    assert found["run"] == {"analysis.kernel_counters"} and found["series"] == {"run"}
+    assert found["run"] == {"analysis.kernel"} and found["series"] == {"run"}
     modules = {f"analysis.{name}" for name in ANALYSIS} | {SCRIPT.stem, "check_coco", "run"}
     assert set().union(*found.values()) <= modules
     assert [name for name in found if "check_coco" in found[name]] == ["prepare_coco"]
@@ -86,7 +86,7 @@ def test_check_coco_needs_python_alone():
 def test_what_the_script_and_the_tools_both_write_is_written_alike():
     """The script needs no other file, and the tools that read logs need no PyTorch."""
     for seconds in (0, 1.234, 59.996, 60, 3599.994, 3599.996, 3600, 14939.79):
-        assert words.duration(seconds) == demo_coco_resnet18.duration(seconds)
+        assert report.duration(seconds) == demo_coco_resnet18.duration(seconds)
 
 
 def test_commands_have_the_run_bit_and_what_is_sourced_or_imported_has_not():

@@ -1,4 +1,4 @@
-"""tools/nccl_log.py: three tables are its tests, with the messages by their C formats, rules for
+"""analysis.nccl: three tables are its tests, with the messages by their C formats, rules for
 several lines, and whole texts with the answer to each. NCCL's own library has to have the formats.
 """
 
@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import mmap
 import os
 import re
@@ -20,6 +19,7 @@ from packaging.version import Version
 
 import nccl_log
 from analysis import nccl
+from analysis.logs import UserError
 from support.processes import FACTOR, ROOT
 
 TOOL = ROOT / "tools/nccl_log.py"
@@ -40,7 +40,8 @@ class Format(NamedTuple):
 
 def read_formats() -> list[Format]:
     found, name = [], ""
-    for line in (SUPPORT / "nccl_formats.txt").read_text().splitlines():
+    text = (SUPPORT / "nccl_formats.txt").read_text()
+    for line in text.splitlines():
         if line.startswith("["):
             name = line.strip("[]")
         elif line and not line.startswith("#"):
@@ -53,7 +54,6 @@ def read_formats() -> list[Format]:
 ALL_FORMATS = read_formats()
 FORMATS = [form for form in ALL_FORMATS if form.name != "nothing"]
 # What the strings of a message are, by its format or else its name; those that are left are "x".
-OWN_LIBRARY = "libfabric.so.1: cannot open shared object file"
 STRINGS = {
     "network_channel": ("IB", "/GDRDMA", "(PCI)", "/Shared"),
     "using_network": ("IB",),
@@ -99,24 +99,28 @@ def channel(end: str) -> str:
 
 # --- Whole texts, as reports and job logs have them ----------------------------------------------
 
-REPORTS = SUPPORT / "nccl_reports.txt"
+CASES = SUPPORT / "nccl_cases.txt"
 
 
-def read_reports() -> dict[str, str]:
-    """{name: text}"""
-    parts = REPORTS.read_text(encoding="utf-8").split("\n== ")[1:]
-    return dict(part.partition("\n--\n")[0].split("\n", 1) for part in parts)
+def read_texts(path: Path) -> dict[str, tuple[str, str]]:
+    """{name: (text, answer)}"""
+    found = {}
+    for part in path.read_text(encoding="utf-8").split("\n== ")[1:]:
+        name, rest = part.split("\n", 1)
+        text, _, said = rest.partition("\n--\n")
+        found[name] = text, said
+    return found
 
 
 def answer(name: str, text: str, folder: Path) -> list[str]:
-    """What the tool says of a text; the name tells whether its last line lacks an end."""
+    """What is said of a text; the name tells whether its last line lacks an end."""
     text = text.replace("\\x1b", "\x1b").replace("\\r", "\r")
     end = "" if "without end" in name else "\n"
     (folder / "job.log").write_bytes((text + end).encode())
     return nccl.describe(nccl.find_in_files([str(folder / "job.log")]))
 
 
-TEXTS = read_reports()
+TEXTS = {name: text for name, (text, _) in read_texts(CASES).items()}
 JOBS = {
     "infiniband": TEXTS["a job over InfiniBand"].splitlines(),
     "sockets": TEXTS["a job over sockets, though InfiniBand was asked for"].splitlines(),
@@ -133,10 +137,10 @@ def same_as_in_file(path: Path, made: str, request: pytest.FixtureRequest) -> No
 
 
 def test_whole_texts_have_their_answers(tmp_path, request):
-    made = REPORTS.read_text(encoding="utf-8").partition("\n== ")[0]
+    made = CASES.read_text(encoding="utf-8").partition("\n== ")[0]
     for name, text in TEXTS.items():
         made += "\n".join(["", f"== {name}", text, "--", *answer(name, text, tmp_path), ""])
-    same_as_in_file(REPORTS, made, request)
+    same_as_in_file(CASES, made, request)
 
 
 # --- Rules for several lines ---------------------------------------------------------------------
@@ -276,6 +280,12 @@ def test_what_another_text_breaks_is_taken_only_if_it_is_whole(start):
         assert find(channel("NET/IB/0/GDRDMA") + other).gpudirect == 1
 
 
+@pytest.mark.parametrize("end", ["", "/Shared", "(1)/Shared", "/flush=None", "/Shared/flush=None"])
+def test_a_connection_without_gpudirect_counts_as_such(end):
+    found = find(channel("NET/IB/0" + end))
+    assert (found.channels, found.gpudirect) == ({"network": 1}, 0)
+
+
 def test_a_name_ends_with_its_line_or_quotation():
     for line in (
         using("FooNet"),
@@ -300,6 +310,246 @@ def test_version(line, version):
     assert find(line).version == version
 
 
+# --- The cause -----------------------------------------------------------------------------------
+
+
+def warn(text: str, host: str = "n1", time: str = "") -> str:
+    return f"{time and f'[2026-11-28 10:00:{time}] '}{host}:1:1 [0] file.cc:7 NCCL WARN {text}"
+
+
+def cause(*lines: str) -> str:
+    return nccl.cause(find(*lines).to_dict())
+
+
+def test_the_cause_is_the_earliest_warning_by_nccls_own_time_whatever_the_order():
+    lines = [warn("late", "n1", "09"), warn("early", "n2", "07"), warn("last", "n2", "11")]
+    for turned in (lines, lines[::-1]):
+        assert cause(*turned) == 'GPU 0 of n2 at 2026-11-28 10:00:07: "early" and 2 more warnings'
+
+
+@pytest.mark.parametrize(
+    "effect",
+    [
+        "Connection closed by remote peer n2<4>",
+        "Call to recv from A failed : Connection reset by peer",
+        "Call to send to A failed : Broken pipe",
+        "Socket recv failed while polling for opId=0x5, res=3",
+        "NET/IB : mlx5_0:1 Got non-fatal async event: port active(9)",
+        "NET/IB : Got completion from peer A<5> with error 5, opcode 0",
+        "NET/IB: Got completion from peer A<5> with status=IBV_WC_WR_FLUSH_ERR(5) opcode=0",
+    ],
+)
+def test_an_effect_of_another_error_is_the_cause_of_nothing(effect):
+    own = "Cuda failure 'out of memory'"
+    said = f'"{own}" and 1 more warning'
+    assert cause(warn(effect, "n1", "01"), warn(own, "n1", "02")).endswith(said)
+    assert cause(warn(effect, "n1"), warn(own, "n2")) == f"GPU 0 of n2: {said}"
+    # What a process says after an effect comes after what another one says at first.
+    said = cause(warn(effect, "n1"), warn("then", "n1"), warn(own, "n2"))
+    assert said == f'GPU 0 of n2: "{own}" and 2 more warnings'
+    assert effect in cause(warn(effect))  # all that there is
+
+
+def test_status_50_is_not_status_5():
+    assert "error 50" in cause(warn("NET/IB : Got completion from A with error 50"), warn("own"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NET/IB : mlx5_0:1 async fatal event: GID table change",
+        "NET/IB : mlx5_0:1 GID table changed",
+        "NET/IB : mlx5_0:1 Got async event : client reregistration",
+        "NET/IB : There are mismatched physical devices between local (a) and remote (b).",
+        "NET/OFI aws-ofi-nccl initialization failed",
+        'Missing "iommu=pt" from kernel command line which can lead to system instablity or hang!',
+    ],
+)
+def test_what_healthy_runs_print_is_no_cause(line):
+    assert cause(warn(line)) == ""
+    assert cause(warn(line), warn("own")) == 'GPU 0 of n1: "own"'
+
+
+def test_no_warning_is_no_cause():
+    assert (cause(NO_DEVICE), nccl.cause({})) == ("", "")
+
+
+def test_a_warning_is_quoted_with_the_lines_that_continue_it():
+    hint = "Disable NVLS (NCCL_NVLS_ENABLE=0) if you wish to avoid this error."
+    said = "This is usually caused by the Fabric Manager."
+    whole = f'GPU 0 of n1: "Failed to bind. {said} {hint}"'
+    assert cause(warn("Failed to bind."), said, hint) == whole
+    assert cause(*[f"1: {line}" for line in (warn("Failed to bind."), said, hint)]) == whole
+    assert cause(warn("Failed to bind."), said, hint, warn("Failed to bind."), said, hint) == whole
+    # Another program's line, and one that is not the next.
+    assert cause(warn("w"), "epoch 3: loss 0.1", hint) == 'GPU 0 of n1: "w"'
+    assert cause("1: " + warn("w"), "2: " + hint) == 'GPU 0 of n1: "w"'
+    assert cause("1: " + warn("w"), hint) == 'GPU 0 of n1: "w"'
+    assert cause("[rank2]: Last error:", "[rank2]: w", "[rank2]: " + hint) == f'rank 2: "w {hint}"'
+
+
+def test_torchs_quotation_counts_where_nccls_own_line_is_missing():
+    quotation = "[rank2]: Last error:", "[rank2]: Failed"
+    assert cause(*quotation) == 'rank 2: "Failed"'
+    assert cause(warn("Failed"), *quotation) == 'GPU 0 of n1: "Failed"'
+    assert (
+        cause(warn("closed by remote peer"), *quotation) == 'rank 2: "Failed" and 1 more warning'
+    )
+
+
+@pytest.mark.parametrize("turned", [1, -1])
+def test_a_rank_is_that_of_the_largest_communicator(turned):
+    sizes = [(7, 16), (1, 2), (3, 16)][::turned]
+    lines = [
+        f"n1:1:1 [0] NCCL INFO comm 0x5 rank {rank} nranks {n} cudaDev 0" for rank, n in sizes
+    ]
+    rank = 7 if turned == 1 else 3  # of equal ones the first
+    assert cause(*lines, warn("own")) == f'rank {rank} on n1: "own"'
+
+
+def test_what_is_said_around_quotes_judges_nothing(tmp_path):
+    for name, text in TEXTS.items():
+        said = re.sub('"[^"]*"', "", " ".join(answer(name, text, tmp_path)))
+        assert not re.search(r"\b(limits|only|usually|delivers)\b", said), name
+
+
+# --- Adapters ------------------------------------------------------------------------------------
+
+
+def on(host: str, text: str) -> str:
+    return f"{host}:1:1 [0] NCCL INFO {text}"
+
+
+def test_adapters_are_told_by_host_where_hosts_have_different_ones():
+    lists = [
+        on("n1", "NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB a:b<0>"),
+        on("n2", "NET/IB : Using [0]mlx5_2:1/IB [1]mlx5_1:1/IB [RO]; OOB a:b<0>"),
+    ]
+    via = "Channel 00/0 : 0[0] -> 1[1] [send] via NET/IB/0"
+    found = find(*lists, on("n1", via), on("n2", via))
+    assert found.devices_by_host == {"n1": ["mlx5_0:1"], "n2": ["mlx5_2:1"]}
+    assert (found.devices, found.unused) == (["mlx5_0:1", "mlx5_2:1"], ["mlx5_1:1"])
+    assert nccl.used(found).endswith(" over mlx5_0:1 on n1; mlx5_2:1 on n2")
+    found = find(*lists, on("n1", via))  # n2 names no connection
+    assert (found.devices, found.unused) == (["mlx5_0:1"], ["mlx5_1:1", "mlx5_2:1"])
+    sockets = "Channel 00/0 : 0[0] -> 1[1] [send] via NET/Socket/0"
+    assert find(*lists, on("n1", sockets)).devices == []
+
+
+def test_a_list_that_is_cut_before_its_first_adapter_counts_for_nothing():
+    cut = on("n1", "NET/IB : Using [0]mlx5_0:1/I")
+    sockets = on("n1", "NET/Socket : Using [0]eth0:10.0.0.1<0>")
+    assert find(cut).transport == "unknown"
+    assert find(cut, sockets).transport == "sockets"
+
+
+def test_a_merged_device_is_its_members_and_an_unknown_number_may_be_any():
+    listed = on("n1", "NET/IB : Using [0]a:1/IB [1]a:2/IB [2]b:1/IB [3]c:1/IB [RO]; OOB a:b<0>")
+    merged = on("n1", "NET/IB : Made virtual device [4] name=a+b speed=1 ndevs=2")
+    via = on("n1", "Channel 00/0 : 0[0] -> 1[1] [send] via NET/IB/4")
+    found = find(listed, merged, via)
+    assert (found.devices, found.unused) == (["a:1", "a:2", "b:1"], ["c:1"])
+    found = find(listed, via)
+    assert (found.devices, found.unused, found.transport) == ([], [], "infiniband")
+    elsewhere = merged.replace("n1:1", "n2:1")
+    assert find(listed, elsewhere, via).devices == []
+
+
+# --- Files ---------------------------------------------------------------------------------------
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_files_and_folders_are_read_as_one_text(tmp_path):
+    (tmp_path / "run/rank1").mkdir(parents=True)
+    lines = "\n".join(JOBS["infiniband"])
+    # Neither bytes that are no text nor a last line without its end stop the reading.
+    (tmp_path / "run/nccl.a.101").write_bytes(b"\xff tqdm\r" + lines.encode() + b"\n\xc3")
+    (tmp_path / "run/rank1/nccl.b.102").write_text(lines)
+    (tmp_path / "run/checkpoint.pt").write_bytes(b"\0" * 100 + b"\nvia NET/Socket/0\n")
+    write(tmp_path / "other.log", NO_DEVICE)
+    found = nccl.find_in_files([str(tmp_path / "other.log"), str(tmp_path / "run")])
+    assert (found.version, found.network, found.nodes) == ("2.30.7+cuda13.3", "IB", 2)
+    assert found.devices == ["mlx5_0:1", "mlx5_1:1"] and found.gpudirect == 4
+    assert found.channels == {"p2p": 2, "network": 4}
+    assert found.no_network == [nccl.message(NO_DEVICE)]
+    assert nccl.Finding(**found.to_dict()) == found
+
+
+def test_of_a_folder_the_newest_start_is_told(tmp_path):
+    """The probe's two processes over InfiniBand, then the training's over sockets."""
+    for age, (pid, rank, name) in enumerate(
+        [(11, 0, "IB"), (12, 1, "IB"), (9, 0, "Socket"), (10, 1, "Socket")]
+    ):
+        file = tmp_path / f"nccl.node0.n0.{pid}.log"
+        prefix = f"n0:{pid}:{pid} [0] NCCL INFO "  # each process sees its own GPU alone
+        comm = f"comm 0x5 rank {rank} nRanks 2 nNodes 1 localRanks 2 localRank 0"
+        write(file, f"{prefix}Using network {name}", prefix + comm)
+        os.utime(file, (age, age))
+    write(tmp_path / "nccl.node1.n1.9.log", "n1:9:9 [0] NCCL INFO Using network IB")
+    beside = nccl.beside(tmp_path / "node0.log")
+    assert sorted(file.name.split(".")[3] for file in beside) == ["10", "9"]
+    (tmp_path / "nccl.node1.n1.9.log").unlink()
+    told = nccl.used(nccl.find_in_files([str(tmp_path)]))
+    assert told == "NCCL used TCP (network Socket), 1 node"
+    for file in tmp_path.iterdir():  # as a copy of the folder may have them
+        os.utime(file, (7, 7))
+    told = nccl.used(nccl.find_in_files([str(tmp_path)]))
+    assert told == "NCCL chose InfiniBand or RoCE adapters (network IB), 1 node"
+
+
+def test_of_a_log_the_last_run_is_read(tmp_path):
+    log = write(
+        tmp_path / "node0.log",
+        "first",
+        "[GPU 0] Run {}",
+        "[GPU 0] Cleanup complete. Total wall time: 1s (1.000s)",
+        using("IB"),
+        "[GPU 0] Run {}",
+        "[GPU 0] Epoch 1 | Step 1 | Loss: 1.0000",
+        using("Socket"),
+    )
+    lines = [using("IB"), "[GPU 0] Run {}", using("Socket")]
+    assert nccl.of_last_run(log) == [line + "\n" for line in lines]
+    assert len(nccl.of_last_run(write(log, "a", "b"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["log", "gone"], "cannot read gone: No such file or directory"),
+        (["empty"], "no text of NCCL on networks in empty: start the job with NCCL_"),
+        (["folder"], "no text of NCCL on networks in folder"),
+        (["pipe"], "pipe is a pipe, and is read twice: give a file"),
+    ],
+)
+def test_what_cannot_be_read_is_told_in_one_line(names, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(Path("log"), *JOBS["efa"])
+    Path("empty").touch()
+    Path("folder").mkdir()
+    os.mkfifo("pipe")
+    with pytest.raises(UserError, match=re.escape(message)) as told:
+        nccl.find_in_files(names)
+    assert "\n" not in str(told.value)
+
+
+def test_files_of_a_nodes_processes(tmp_path):
+    """What the probe asks for: this run's processes alone; a host's name ends at the first dot."""
+    for pid, name in ((11, "ib0"), (12, "ib1"), (13, "ib2")):
+        file = tmp_path / f"nccl.gpu7.{pid}.log"
+        write(file, NO_DEVICE, INFO + f"NET/Socket : Using [0]{name}:10.0.0.1<0>")
+    pattern = f"{tmp_path}/nccl.%h.%p.log"
+    found = nccl.of_processes(pattern, "gpu7.cluster.example", [11, 12, 14])
+    assert found.interfaces == ["ib0", "ib1"]
+    assert nccl.used(found) == "NCCL used TCP over ib0, ib1"
+    assert found.no_network == ["NET/IB : No device found."]
+    assert nccl.of_processes("", "gpu7", [11]) is None
+
+
 # --- Command line --------------------------------------------------------------------------------
 
 
@@ -316,11 +566,6 @@ def call(capsys):
         return code, captured.out, captured.err
 
     return called
-
-
-def write(path: Path, *lines: str) -> Path:
-    path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 def test_the_command_prints_the_answer_without_packages_and_to_an_old_terminal(tmp_path):
@@ -344,79 +589,9 @@ def test_a_text_that_decides_nothing_is_told_with_exit_code_1(tmp_path, call):
     assert out.splitlines() == "\n".join(expected).splitlines()
 
 
-def test_files_and_folders_are_read_as_one_text_and_told_as_one_json_object(tmp_path, call):
-    (tmp_path / "run/rank1").mkdir(parents=True)
-    lines = "\n".join(JOBS["infiniband"])
-    # Neither bytes that are no text nor a last line without its end stop the reading.
-    (tmp_path / "run/nccl.a.101").write_bytes(b"\xff tqdm\r" + lines.encode() + b"\n\xc3")
-    (tmp_path / "run/rank1/nccl.b.102").write_text(lines)
-    (tmp_path / "run/checkpoint.pt").write_bytes(b"\0" * 100 + b"\nvia NET/Socket/0\n")
-    write(tmp_path / "other.log", NO_DEVICE)
-    code, out, err = call(tmp_path / "other.log", tmp_path / "run", "--json")
-    found = json.loads(out)
-    assert (code, err) == (0, "")
-    assert (found["version"], found["network"], found["nodes"]) == ("2.30.7+cuda13.3", "IB", 2)
-    assert found["devices"] == ["mlx5_0:1", "mlx5_1:1"] and found["gpudirect"] == 4
-    assert found["channels"] == {"p2p": 2, "network": 4}
-    assert found["no_network"] == [nccl.message(NO_DEVICE)]
-
-
-def test_ranks_are_told_by_the_time_of_their_first_warning_if_nccl_wrote_one():
-    late, early = (
-        f"[2026-11-28 10:00:0{second}] n{rank}:1:1 [0] NCCL WARN it was rank {rank}"
-        for rank, second in ((0, 9), (1, 7))
-    )
-    assert ["rank 1" in text for text in nccl.quotes(find(late, early).to_dict(), True)] == [1, 0]
-    bare = [line.partition("] ")[2] for line in (early, late)]  # as NCCL before 2.26 wrote it
-    assert ["rank 0" in text for text in nccl.quotes(find(*bare).to_dict(), True)] == [1, 0]
-
-
-def test_of_a_folder_the_newest_start_is_told_and_with_all_every_one(tmp_path, call):
-    """The probe's two processes over InfiniBand, then the training's over sockets."""
-    for age, (pid, rank, name) in enumerate(
-        [(11, 0, "IB"), (12, 1, "IB"), (9, 0, "Socket"), (10, 1, "Socket")]
-    ):
-        file = tmp_path / f"nccl.node0.n0.{pid}.log"
-        prefix = f"n0:{pid}:{pid} [0] NCCL INFO "  # each process sees its own GPU alone
-        comm = f"comm 0x5 rank {rank} nRanks 2 nNodes 1 localRanks 2 localRank 0"
-        write(file, f"{prefix}Using network {name}", prefix + comm)
-        os.utime(file, (age, age))
-    assert call(tmp_path)[1] == "NCCL used TCP (network Socket), 1 node\n"
-    assert len(nccl.of_newest_start(tmp_path.glob("nccl.*"))) == 2
-    assert "Ranks, or starts, differ (Socket, IB)" in call("--all", tmp_path)[1]
-    for file in tmp_path.iterdir():  # as a copy of the folder may have them
-        os.utime(file, (7, 7))
-    assert call(tmp_path)[1] == "NCCL chose InfiniBand or RoCE adapters (network IB), 1 node\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["log", "gone"], "cannot read gone: No such file or directory"),
-        (["empty"], "no text of NCCL on networks in empty: start the job with NCCL_"),
-        (["folder"], "no text of NCCL on networks in folder"),
-        (["pipe"], "pipe is a pipe, and is read twice: give a file"),
-    ],
-)
-def test_wrong_usage_ends_in_one_line(arguments, message, tmp_path, call, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(Path("log"), *JOBS["efa"])
-    Path("empty").touch()
-    Path("folder").mkdir()
-    os.mkfifo("pipe")
-    found, out, err = call(*arguments)
-    assert (found, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("nccl_log.py: error: " + message)
-
-
-def test_files_of_a_nodes_processes(tmp_path):
-    """What the probe asks for: this run's processes alone; a host's name ends at the first dot."""
-    for pid, name in ((11, "ib0"), (12, "ib1"), (13, "ib2")):
-        file = tmp_path / f"nccl.gpu7.{pid}.log"
-        write(file, NO_DEVICE, INFO + f"NET/Socket : Using [0]{name}:10.0.0.1<0>")
-    pattern = f"{tmp_path}/nccl.%h.%p.log"
-    found = nccl.of_processes(pattern, "gpu7.cluster.example", [11, 12, 14])
-    assert found.interfaces == ["ib0", "ib1"]
-    assert nccl.used(found) == "NCCL used TCP over ib0, ib1"
-    assert found.no_network == ["NET/IB : No device found."]
-    assert nccl.of_processes("", "gpu7", [11]) is None
+def test_a_file_that_is_not_there_is_an_error_in_one_line(call):
+    code, out, err = call("gone")
+    assert (code, out) == (
+        2,
+        "",
+    ) and err == "nccl_log.py: error: cannot read gone: No such file or directory\n"

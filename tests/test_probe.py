@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +40,12 @@ def test_record_and_words_of_a_link_of_a_known_rate(tmp_path, capsys):
     rates = [8 * record["sizes"][-1]["algbw_GBps"]]
     rates += [node["interfaces"][0]["wire_Gbps"] for node in record["nodes"]]
     assert all(0.2 < rate < 0.315 for rate in rates), rates
+    # Of two nodes each sends as many bytes as the gradients have, and the headers.
+    while_counted = 8e-6 * GRADIENT_BYTES / record["continuous_ms"]
+    assert all(0.95 < rate / while_counted < 1.15 for rate in rates[1:]), rates
+    assert all(node["seconds"] >= 1.5 and not node["rest"] for node in record["nodes"])
+    ports = [node["node"]["ports"]["eth0"] for node in record["nodes"]]
+    assert [port["stated_by"] for port in ports] == ["a virtual interface"] * 2
     assert [node["host"] for node in record["nodes"]] == ["node0", "node1"]
     assert [node["interfaces"][0]["name"] for node in record["nodes"]] == ["eth0", "eth0"]
     assert [node["nccl"] for node in record["nodes"]] == [None, None]
@@ -65,6 +73,82 @@ def test_a_link_of_over_100_ms_an_all_reduce_is_timed_by_single_ones(monkeypatch
     assert probe_link.measure(process, torch.zeros(1)) == [(1, 700.0)] * 5
 
 
+@pytest.mark.parametrize("others_read", [1, 3])
+def test_all_reduces_go_on_until_all_nodes_have_read_their_counters(monkeypatch, others_read):
+    """Each rank makes as many calls, though the nodes read at different times."""
+    calls: list[int] = []
+    going, agreed = threading.Event(), []
+
+    def all_reduce(_: torch.Tensor) -> None:
+        calls.append(1)
+        going.set()
+
+    def read(before: dict) -> dict:
+        for _ in range(3):  # all-reduces go on before, between and after the two readings
+            going.clear()
+            assert going.wait(10)
+        return {"before": before}
+
+    def mean(_: object, unread: float) -> float:
+        time.sleep(0.001)
+        agreed.append((unread + (len(agreed) + 1 < others_read)) / 2)
+        return agreed[-1]
+
+    monkeypatch.setattr(probe_link.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(probe_link.dist, "barrier", lambda: None)
+    monkeypatch.setattr(probe_link, "mean_of_ranks", mean)
+    monkeypatch.setattr(probe_link, "read_meanwhile", read)
+    for local_rank, carried in ((0, {"before": {"x": 1}}), (1, {})):
+        process = SimpleNamespace(local_rank=local_rank, device=torch.device("cpu"))
+        calls.clear()
+        agreed.clear()
+        ms, found = probe_link.count(process, torch.zeros(1), 250.0, {"x": 1})
+        assert found == carried and ms > 0
+        # At 250 ms each, half a second has two.
+        assert len(calls) == 2 * len(agreed) and agreed[-1] == 0 and all(agreed[:-1])
+        assert len(agreed) >= others_read if local_rank == 0 else len(agreed) == others_read
+
+
+# Free memory in GB, milliseconds of one all-reduce, share of the ranks that lack the memory.
+WORTH = [(8, 1400, 0, True), (8, 1600, 0, False), (4, 1400, 0, False), (8, 1400, 0.5, False)]
+
+
+@pytest.mark.parametrize(("free", "ms", "others", "expected"), WORTH)
+def test_a_large_size_is_taken_if_all_ranks_have_memory_and_it_takes_seconds(
+    monkeypatch, free, ms, others, expected
+):
+    """Two processes of a node share its memory."""
+    monkeypatch.setattr(probe_link, "free_memory", lambda: free * 2**30)
+    monkeypatch.setattr(probe_link, "mean_of_ranks", lambda _, short: max(short, others))
+    process = SimpleNamespace(gpu=False, local_world_size=2)
+    assert probe_link.worth(process, 2**30, ms) is expected
+
+
+@pytest.mark.parametrize(("ms", "most"), [(1, 2**30), (100, 2**28), (1100, GRADIENT_BYTES)])
+def test_sizes_rise_as_far_as_they_take_seconds(monkeypatch, ms, most):
+    """ms: of the gradients."""
+    measured = []
+
+    def measure(_: object, tensor: torch.Tensor) -> list[tuple[int, float]]:
+        measured.append(4 * len(tensor))
+        return [(1, ms * measured[-1] / GRADIENT_BYTES)] * 2
+
+    for name, stub in {
+        "measure": measure,
+        "free_memory": lambda: 2.0**40,
+        "mean_of_ranks": lambda _, value: float(value),
+        "count": lambda *_: (ms, {}),
+        "of_all_nodes": lambda *_: [],
+    }.items():
+        monkeypatch.setattr(probe_link, name, stub)
+    monkeypatch.setattr(probe_link.dist, "barrier", lambda: None)
+    fields = {"gpu": False, "world_size": 2, "local_world_size": 2, "device": torch.device("meta")}
+    record = probe_link.probe(SimpleNamespace(**fields))
+    assert [size["bytes"] for size in record["sizes"]] == measured == sorted(measured)
+    assert measured[-1] == most and GRADIENT_BYTES in measured
+    assert (record["all_reduce_ms"], record["all_reduce_bytes"]) == (ms, GRADIENT_BYTES)
+
+
 def test_the_slowest_nodes_network_is_told_and_each_node_counts_once(monkeypatch):
     links = [("infiniband", "mlx5_0:1", "infiniband", 90), ("sockets", "eth0", "ethernet", 9)]
     nodes = [
@@ -75,8 +159,7 @@ def test_the_slowest_nodes_network_is_told_and_each_node_counts_once(monkeypatch
         }
         for way, name, kind, gbps in links
     ]
-    record = {"sizes": [{"algbw_GBps": 1}], "nodes": nodes, "all_reduce_bytes": 8}
-    record |= {"all_reduce_ms": 1, "latency_ms": 1}
+    record = {"nodes": nodes, "all_reduce_bytes": 1e6, "all_reduce_ms": 1, "latency_ms": 1}
     assert "TCP over eth0" in probe_link.in_words(record)[0]
     monkeypatch.setattr(probe_link.demo, "all_gather", lambda own: [own])
     second = SimpleNamespace(local_rank=1, backend="gloo")

@@ -1,54 +1,54 @@
 #!/usr/bin/env python3
-"""Compares runs by their logs: what limits each, which network carried it, what to check next.
+"""Compares runs by their logs: what differs, what that is made of, which network carried it.
 
     python tools/compare_logs.py ethernet=logs/eth infiniband=logs/ib --plot compare.png
     python tools/compare_logs.py slow=a.log fast=b.log --link_gbps slow=1 --link_gbps fast=56
     python tools/compare_logs.py logs/both --plot both.png
 
 A run is NAME=PATH: a log file, or a run's folder with node0.log, node1.log, ... Node 0's log is
-enough. Without NAME= it is called after its folder or file. A folder with r1, r2, ... in it holds
-repeats of one run; a name that is given again adds one. Of a folder that holds runs, such as one
-of series.py, all are taken. What NCCL has written beside a log is read, too.
-Figures of repeats are medians, with their range. Runs are compared with the first that has not
-failed. The logs are those of demo_coco_resnet18.py, of step_log.py, or of the talk's original
-demo, which have losses and wall times alone. `--link_gbps 10` (or `slow=10`, for one run)
-replaces the stated rate of a node's link.
-
-Runs with different numbers of processes are compared as scaling: speed-up, efficiency, and what
-eats the rest. The base is then the run with the fewest processes (analysis/scaling.py).
+enough; one that gzip has packed will do. Without NAME= it is called after its folder or file. A
+folder with r1, r2, ... in it holds repeats of one run; a name that is given again adds one. Of a
+folder that holds runs, such as one of series.py, all are taken. What NCCL has written beside a log
+is read, too. Figures of repeats are medians, with their range. Runs are compared with the first
+that has not failed. The logs are those of demo_coco_resnet18.py, of step_log.py, or of the talk's
+original demo, which have losses and wall times alone. `--link_gbps 10` (or `slow=10`, for one run)
+replaces the stated rate of a node's link. Runs with different numbers of processes are compared as
+scaling: speed-up and efficiency.
 
 Exit code: 0: success; 1: compared, but a run is incomplete or failed; 2: usage error, or unlike
 runs.
 """
 
 import argparse
+import contextlib
 import functools
 import os
 import re
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from analysis import likeness, scaling
-from analysis.figures import make_run
+from analysis import nccl, runs
 from analysis.logs import NODE_LOG, UserError, log_files, read_log
-from analysis.nccl import Reader, beside, of_last_run
-from analysis.repeats import find_repeats, gather, say_difference
-from analysis.report import print_text, report, write_report
-from analysis.verdict import judge, own_bytes
+from analysis.report import report, write_report
+
+
+@dataclass
+class Comparison:
+    """Everything the report holds."""
+
+    runs: list  # of runs.Run
+    base: runs.Run
+    scaling: runs.Scaling | None
 
 
 def main(argv=None):
     try:
         return run_command(parse_arguments(argv))
     except UserError as error:
-        text = str(error)
-    except OSError as error:
-        text = f"{error.filename or 'a log'}: cannot be read: {error.strerror}"
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        text = f"a record in these logs is damaged, or this is a bug: {error!r}"
-    print(f"compare_logs.py: error: {text}", file=sys.stderr)
-    return 2
+        print(f"compare_logs.py: error: {error}", file=sys.stderr)
+        return 2
 
 
 def run_command(args):
@@ -59,14 +59,15 @@ def run_command(args):
     stated = stated_rates(args.link_gbps, paths)
     every = {name: [] for name in paths}
     for name, each in every.items():
-        for own, path in find_repeats(name, paths[name]).items():
-            each.append(make_run(own, read_files(path), stated.get(name)))
-    runs = [gather(name, each) for name, each in every.items()]
-    result = compare_runs(runs, args.force)
-    print_text(report(result))
+        for own, path in runs.find_repeats(name, paths[name]).items():
+            each.append(runs.make_run(own, read_files(path), stated.get(name)))
+    comparison = compare([runs.gather(name, each) for name, each in every.items()])
+    with contextlib.suppress(AttributeError):  # stdout is closed, or a test's
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a log's characters
+    print(report(comparison))
     for file, write in outputs:
         try:
-            write(result, file)
+            write(comparison, file)
         except (OSError, ValueError) as error:
             raise UserError(f"{file}: cannot be written: {error}") from None
     return 0 if all(run.complete for each in every.values() for run in each) else 1
@@ -74,14 +75,29 @@ def run_command(args):
 
 def read_files(path):
     """The Log of a run, with what NCCL's text in and beside its files says."""
-    log, reader = read_log(path), Reader()
+    log, reader = read_log(path), nccl.Reader()
     for file in log_files(Path(path)):
-        for line in of_last_run(file):
+        for line in nccl.of_last_run(file):
             reader.read(line)
-        reader.read_files(beside(file))
+        reader.read_files(nccl.beside(file))
     if reader.has_text:
         log.nccl = reader.finding().to_dict()
     return log
+
+
+def compare(each):
+    """Raises UserError if the runs are not alike."""
+    scaled = runs.is_scaling(each)
+    scaling = runs.scale(each) if scaled else None
+    base = scaling.base if scaling else next((run for run in each if run.complete), each[0])
+    unlike = [t for run in each if run is not base for t in runs.unlike(base, run, scaled)]
+    unlike += runs.unlike_scaling(each) if scaled else []
+    for run in each:
+        for other in run.repeats[1:]:
+            unlike += runs.unlike(run.repeats[0], other)
+    if unlike:
+        raise UserError("; ".join(unlike))
+    return Comparison(each, base, scaling)
 
 
 def outputs_of(args):
@@ -103,54 +119,15 @@ def outputs_of(args):
     return outputs
 
 
-def compare_runs(runs, force=False):
-    """Everything the report holds. Raises UserError if the runs are not alike."""
-    base = next((run for run in runs if not run.log.failed), runs[0])
-    scaled = scaling.scale(runs) if scaling.is_scaling(runs) else None
-    base = (scaled and scaled[0]) or base
-    others = [run for run in runs if run is not base]
-    unlike = [text for run in others for text in likeness.differences(base, run, bool(scaled))]
-    unlike += scaling.differences(runs) if scaled else []
-    again = [(run.repeats[0], other) for run in runs for other in run.repeats[1:]]
-    unlike += [text for pair in again for text in likeness.differences(*pair)]
-    if unlike and not force:
-        raise UserError("; ".join(unlike) + " (--force compares all the same)")
-    for run in others:
-        if settings := likeness.other_settings(base, run):
-            run.notes.append(f"other settings than {base.name}: {', '.join(settings)}")
-    return {
-        "runs": runs,
-        "scaling": scaled,
-        "says": [] if scaled else [text for run in others for text in say_beside(base, run)],
-        "differences": unlike,
-        "verdicts": {run.name: judge(run) for run in runs},
-    }
-
-
-def say_beside(base, run):
-    """Sentences on two runs: how long a step takes, and whether one network is named for both."""
-    said = say_difference(base, run)
-    probed = [one for one in (base, run) if one.network and one.nodes != 1]
-    names = [one.network.way for one in probed if not own_bytes(one)[0]]
-    if said and len(names) == 2 and names[0] == names[1]:
-        said += f" The same network is named for both: {names[0]}."
-    return [said] if said else []
-
-
 def parse_arguments(argv):
     first, _, rest = __doc__.partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="compare_logs.py",
-        description=first,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("compare_logs.py", None, first, rest, formatter_class=form)
     add = parser.add_argument
     add("runs", nargs="*", metavar="[NAME=]PATH", help="log or folder of a run")
     add("--plot", metavar="FILE", help="write a picture (PNG, or by the suffix)")
     text = "write the report as Markdown, with the picture of --plot"
     add("--report", metavar="FILE", help=text)
-    add("--force", action="store_true", help="compare unlike runs, and mark it")
     text = "rate of a node's link, Gb/s; replaces what the log says that it states"
     rate = {"default": [], "action": "append", "metavar": "[NAME=]N"}
     add("--link_gbps", "--link-gbps", **rate, help=text)
@@ -184,14 +161,14 @@ def runs_in(items):
 
 
 def is_run(folder):
-    return any(folder.glob("node*.log")) or any(folder.glob("r*/node*.log"))
+    return any(folder.glob("node*.log*")) or any(folder.glob("r*/node*.log*"))
 
 
 def own_name(path):
     """What a run without a name is called: its folder, or its file."""
     path = Path(path).resolve()
     folder = path.parent if re.fullmatch(NODE_LOG, path.name) else path
-    return folder.name or "run" if folder.is_dir() else path.stem
+    return folder.name or "run" if folder.is_dir() else path.name.partition(".")[0]
 
 
 def stated_rates(items, names):

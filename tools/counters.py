@@ -4,8 +4,7 @@
     python tools/counters.py                    # one line, Counters {...}, for the run's log
     python tools/counters.py --since node0.log  # also what was carried since the log's last one
 
-analysis/kernel_counters.py reads the counters, and says what they count; analysis/node.py what a
-node is.
+analysis/kernel.py reads the counters, says what they count, and what a node is.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import socket
 import time
 from pathlib import Path
 
-from analysis.kernel_counters import difference, settled_counters, traffic
+from analysis.kernel import difference, read_node, settled_counters, traffic
 from analysis.logs import Log, lines_of, parse_lines
-from analysis.node import read_node
 
 BUSY = 0.01  # an interface with less than this share of the traffic is not mentioned
 

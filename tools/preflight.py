@@ -28,8 +28,7 @@ import sys
 import time
 from pathlib import Path
 
-from analysis.kernel_counters import SYSFS, text_of
-from analysis.node import most_locked, read_node
+from analysis.kernel import SYSFS, most_locked, read_node, text_of
 from run import UserError, adapter, gpu_is_present, job, names_in, whole
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,20 +6,19 @@ arguments, of which it takes --backend, --device and --timeout:
     torchrun --nnodes=2 --node_rank=0 ... tools/probe_link.py --coco_image_path DIR ...
 
 All processes add up tensors of rising size (all-reduce), as DDP does with the gradients in each
-step, and nothing else goes on. One of the sizes is that of the gradients with COCO's 80 classes.
-Rank 0 writes a record for compare_logs.py, `[CPU 0] Probe {...}`:
+step, and nothing else goes on. One of the sizes is that of the gradients with COCO's 80 classes;
+larger ones come if memory and time allow. Rank 0 writes a record, `[CPU 0] Probe {...}`:
     world_size        processes
     all_reduce_bytes  of the gradients: 4 for each parameter
     all_reduce_ms     of one: the median of the rounds, of the ranks' mean in each
     latency_ms        the median of the sizes up to 4 KB
-    sizes             for each, rising, {bytes, ms, algbw_GBps: bytes over that time, in 10^9
-                      bytes/s, busbw_GBps: what each rank's link then has to carry}. Source:
-                      PERFORMANCE.md of nccl-tests
-    nodes             for each {host, interfaces, tcp, node, nccl}, as counters.py and nccl_log.py
-                      print them; nccl is null without NCCL or its NCCL_DEBUG_FILE. An
-                      interface also has wire_Gbps (of the busier direction)
-What interfaces and tcp have counted is that of the gradients' rounds, whoever sent it. The first
-round of each size is a warm-up.
+    sizes             for each, rising, {bytes, ms, algbw_GBps: bytes over that time, busbw_GBps:
+                      what each rank's link then has to carry}, as nccl-tests' PERFORMANCE.md
+    continuous_ms     of one of the gradients, when they follow each other without a pause
+    nodes             for each {host, seconds, nccl (null without NCCL or its NCCL_DEBUG_FILE) and
+                      what comparison/kernel.py says was carried in these seconds amid the
+                      all-reduces without a pause, whoever sent it}
+The first round of each size is a warm-up.
 
 Exit code: 0: success, or one process alone, which has no link; otherwise an error.
 """
@@ -33,6 +32,7 @@ import socket
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -43,20 +43,20 @@ import torch.distributed as dist
 import torchvision
 
 from analysis import nccl
-from analysis.kernel_counters import difference, settled_counters
-from analysis.network import read_network
-from analysis.node import read_node
-from analysis.words import digits, megabytes, rate
+from analysis.kernel import free_memory, read_counters, read_meanwhile
+from analysis.report import TITLES, Network, carriers, digits, megabytes, nccl_words, rate
 
 CLASSES = 80  # COCO's; another number changes the gradients' size by little
-SIZES = [2**10, 2**12, 2**15, 2**18, 2**21, 2**24]  # bytes; the gradients', 44.9 MB, come last
+SIZES = [2**10, 2**12, 2**15, 2**18, 2**21, 2**24]  # bytes; then the gradients', 44.9 MB
+LARGE = [2**26, 2**28, 2**30]  # only if two rounds are within SECONDS, and the memory is there
+SPARE = 4  # of this many times a size's bytes: for the library's own buffers, and other programs
 SMALL = 2**12  # bytes: up to here the time is latency
 SECONDS = 3  # of one size: no other round starts after that
 ROUNDS, LEAST_ROUNDS = 6, 2  # of one size, warm-up included
 SHORT_SECONDS = 0.1  # of one size: until then there are more rounds, for a steady median
-# To start NCCL and to wait for it takes longer than a small all-reduce: ten are timed together,
-# or as many as take no longer than this.
-CALLS, TIMING_MS = 10, 100
+# Starting NCCL and waiting takes longer than a small all-reduce: so many are timed together.
+CALLS, TIMING_MS = 10, 100  # or as many as take no longer than this
+BATCH_S = 0.5  # of all-reduces without a pause: so often the ranks ask whether to go on
 
 
 def main(process: demo.ProcessInfo) -> None:
@@ -87,30 +87,25 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_known_args(argv)[0]
 
 
-# --- Measuring -----------------------------------------------------------------------------------
-
-
 def probe(process: demo.ProcessInfo) -> dict:
     """The record, on every rank."""
     gradients = gradient_bytes()
     buffer = torch.zeros(gradients // 4, device=process.device)
     dist.barrier()  # makes connections
-    rounds = {size: measure(process, buffer[: size // 4]) for size in SIZES}
-    before = settled_counters()
-    dist.barrier()  # all have read theirs
-    rounds[gradients] = measure(process, buffer[: gradients // 4])
-    carried = difference(before, settled_counters())
-    carried["node"] = facts_under_load(buffer, rounds[gradients][-1][0])
+    before = read_counters()
+    rounds = {size: measure(process, buffer[: size // 4]) for size in [*SIZES, gradients]}
+    own = timing(process, gradients, rounds[gradients])
+    continuous_ms, carried = count(process, buffer, own["ms"], before)
+    for size in LARGE:
+        if not worth(process, size, own["ms"] * size / gradients):
+            break
+        rounds[size] = measure(process, torch.zeros(size // 4, device=process.device))
     sizes = [timing(process, size, rounds[size]) for size in rounds]
-    own = sizes[-1]  # the gradients'
-    calls = sum(calls for calls, _ in rounds[gradients])
-    for link in carried["interfaces"]:
-        busier = max(link["tx_bytes"], link["rx_bytes"])
-        link["wire_Gbps"] = 8e-6 * busier / (calls * own["ms"])
     return {
         "world_size": process.world_size,
         "all_reduce_bytes": gradients,
         "all_reduce_ms": own["ms"],
+        "continuous_ms": continuous_ms,
         "latency_ms": statistics.median(s["ms"] for s in sizes if s["bytes"] <= SMALL),
         "sizes": sizes,
         "nodes": of_all_nodes(process, carried),
@@ -152,18 +147,34 @@ def mean_of_ranks(process: demo.ProcessInfo, value: float) -> float:
 
 def timing(process: demo.ProcessInfo, size: int, rounds: list[tuple[int, float]]) -> dict:
     ms = statistics.median(ms for _, ms in rounds[1:])
-    algbw, ranks = size / ms / 1e6, process.world_size
-    busbw = algbw * 2 * (ranks - 1) / ranks
-    return {"bytes": size, "ms": ms, "algbw_GBps": algbw, "busbw_GBps": busbw}
+    algbw, share = size / ms / 1e6, 2 * (process.world_size - 1) / process.world_size
+    return {"bytes": size, "ms": ms, "algbw_GBps": algbw, "busbw_GBps": algbw * share}
 
 
-def facts_under_load(buffer: torch.Tensor, calls: int) -> dict:
-    """Read while all-reduces run: an idle link of PCIe may be slower."""
-    works = [dist.all_reduce(buffer, async_op=True) for _ in range(calls)]
-    facts = read_node()
-    for work in works:
-        work.wait()
-    return facts
+def worth(process: demo.ProcessInfo, size: int, ms: float) -> bool:
+    """Whether each rank has memory for this size, and LEAST_ROUNDS of so many ms end in time."""
+    free = torch.cuda.mem_get_info(process.device)[0] if process.gpu else free_memory()
+    short = mean_of_ranks(process, free / process.local_world_size < SPARE * size)
+    return not short and LEAST_ROUNDS * ms / 1e3 < SECONDS
+
+
+def count(process: demo.ProcessInfo, buffer: torch.Tensor, ms: float, before: dict) -> tuple:
+    """All-reduces of about `ms`, until all nodes have read their counters twice meanwhile. Returns
+    the milliseconds of one, and on the first rank of a node what was carried.
+    """
+    calls, batch, going = 0, max(1, int(1e3 * BATCH_S / ms)), True
+    with ThreadPoolExecutor(1) as thread:
+        dist.barrier()
+        start = time.perf_counter()
+        reading = thread.submit(read_meanwhile, before) if process.local_rank == 0 else None
+        while going:
+            for _ in range(batch):
+                dist.all_reduce(buffer)
+            torch.get_device_module(process.device).synchronize()
+            calls += batch
+            going = mean_of_ranks(process, bool(reading and not reading.done())) > 0
+        took = 1e3 * (time.perf_counter() - start) / calls
+        return took, reading.result() if reading else {}
 
 
 def of_all_nodes(process: demo.ProcessInfo, carried: dict) -> list[dict]:
@@ -179,20 +190,24 @@ def of_all_nodes(process: demo.ProcessInfo, carried: dict) -> list[dict]:
     return [node for node in demo.all_gather(node) if node]
 
 
-# --- For people ----------------------------------------------------------------------------------
-
-
 def in_words(record: dict) -> list[str]:
-    """The record for people: the slowest node's link, the latency, what NCCL used."""
-    moved, several = 8 * record["sizes"][-1]["algbw_GBps"], len(record["nodes"]) > 1
-    networks = [read_network(node, several, moved) for node in record["nodes"]]
-    slowest = min(networks, key=lambda network: network.order)
-    way = slowest.way if slowest.gbps else "no interface counts its bytes"
+    """The record for people: the slowest node's rate, the latency, what NCCL used."""
+    networks = []
+    for node in record["nodes"]:
+        links = carriers(node.get("interfaces", []), node["nccl"] or {}, node["host"])
+        networks.append(Network(node["host"], node["nccl"] or {}, links))
+    slowest = min(networks, key=lambda network: network.gbps)
+    moved, way = 8e-6 * record["all_reduce_bytes"] / record["all_reduce_ms"], "one node"
+    if slowest.gbps:
+        kind = TITLES.get(slowest.links[0]["kind"], "TCP")
+        way = f"{kind} over {', '.join(slowest.names)}"
+    elif len(networks) > 1:
+        way = "no interface counts its bytes"
     size, took = megabytes(record["all_reduce_bytes"]), digits(record["all_reduce_ms"])
     lines = [f"Probe: all-reduce of {size} in {took} ms: {rate(slowest.gbps or moved)}, {way}"]
     lines.append(f"Link: latency {digits(record['latency_ms'])} ms (up to 4 KB)")
-    found = [(node["host"], node["nccl"]) for node in record["nodes"] if node["nccl"]]
-    return lines + [f"{host}: {nccl.used(nccl.Finding(**text))}" for host, text in found]
+    words = {network.host: nccl_words(network.finding) for network in networks}
+    return lines + [f"{host}: {text}" for host, text in words.items() if text]
 
 
 if __name__ == "__main__":

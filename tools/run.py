@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from analysis.kernel_counters import SYSFS, text_of
+from analysis.kernel import SYSFS, text_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE = ROOT / "data/sample_coco"

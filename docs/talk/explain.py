@@ -7,22 +7,14 @@ The times are those of the two logs beside this file. A link explains most if no
 is hidden: that is calculated.
 """
 
-import sys
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-from analysis.figures import make_run
-from analysis.logs import read_log
-from analysis.report import table
-from analysis.verdict import ring_bytes
-from analysis.words import duration, megabytes, part, rate
 
 HERE = Path(__file__).parent
 
 # The slides state these,
-IMAGES, EPOCHS, NODES = 118_287, 2, 2
+IMAGES, EPOCHS = 118_287, 2  # on two machines
 ETHERNET_GBPS, INFINIBAND_GBPS = 1, 56
 # and these are known of the model and the images.
 PARAMETERS = 11_217_552  # ResNet-18 with a last layer of 80 outputs
@@ -54,15 +46,20 @@ READINGS = [
 
 
 def main():
-    ethernet, infiniband = (
-        make_run(name, read_log(HERE / f"{name}.log")) for name in ("ethernet", "infiniband")
-    )
-    excess_s = ethernet.wall_s - infiniband.wall_s
-    times = duration(ethernet.wall_s), duration(infiniband.wall_s)
-    print("Ethernet took {}, InfiniBand {}:".format(*times), f"{minutes(excess_s)} more.\n")
-    print(*explain_by_link(ethernet, excess_s), sep="\n")
+    (ethernet, ethernet_s), (infiniband, infiniband_s) = map(wall_time, ("ethernet", "infiniband"))
+    excess_s = ethernet_s - infiniband_s
+    print(f"Ethernet took {ethernet}, InfiniBand {infiniband}: {minutes(excess_s)} more.\n")
+    print(*explain_by_link(excess_s), sep="\n")
     print("\nCauses, with 4 processes and 924 steps:\n")
-    print(*list_causes(ethernet, infiniband), sep="\n")
+    print(*list_causes(ethernet_s, infiniband_s), sep="\n")
+
+
+def wall_time(name):
+    """(as the log's last line has it, seconds); of several ranks the longest."""
+    text = (HERE / f"{name}.log").read_text()
+    found = re.findall(r"Total wall time: (.+?) ?\((\d+\.\d+)s\)", text)
+    words, seconds = max(found, key=lambda one: float(one[1]))
+    return words, float(seconds)
 
 
 def payload_rate(gbps):
@@ -70,23 +67,25 @@ def payload_rate(gbps):
     return gbps * 1e9 / 8 * TCP_SHARE
 
 
-def sent(run, reading):
-    """Bytes that a node sends in each direction in the whole run."""
+def sent(reading):
+    """Bytes that a node sends in each direction in the whole run.
+
+    On two nodes: in a tree each gradient once, in a ring of N processes 2 (N - 1) / N times.
+    Source: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69(2), 2009.
+    """
     gradients = 4 * PARAMETERS  # fp32
-    if reading.way == "a tree":  # on two nodes: each gradient once
-        return reading.steps * gradients
-    shape = {"processes": reading.processes, "nodes": NODES, "wire_bytes": gradients}
-    return reading.steps * ring_bytes(replace(run, **shape))
+    ring = 2 * (reading.processes - 1) / reading.processes
+    return reading.steps * gradients * (1 if reading.way == "a tree" else ring)
 
 
-def explain_by_link(run, excess_s):
+def explain_by_link(excess_s):
     """Lines of a table: what each reading lets a link explain."""
     slow, fast = rate(FALLEN_GBPS), rate(ETHERNET_GBPS)
     head = ["processes, steps, images a step", "sent a step", f"{fast}, line rate", f"{fast}, TCP"]
     head += [f"{slow}, TCP", "the same, images too", "rate for all"]
     rows = []
     for reading in READINGS:
-        size = sent(run, reading)
+        size = sent(reading)
         row = [f"{reading.processes}, {reading.steps:,}, {reading.batch}: {reading.way}"]
         row += [megabytes(size / reading.steps), minutes(size / (ETHERNET_GBPS * 1e9 / 8))]
         row += [minutes(size / payload_rate(gbps)) for gbps in (ETHERNET_GBPS, FALLEN_GBPS)]
@@ -95,15 +94,14 @@ def explain_by_link(run, excess_s):
     return table(head, rows)
 
 
-def list_causes(ethernet, infiniband):
+def list_causes(ethernet_s, infiniband_s):
     """Lines: the causes that stay open by size, and what bounds the other run."""
     main, epoch_s = READINGS[0], EPOCH_BYTES / payload_rate(ETHERNET_GBPS)
-    size, images = sent(ethernet, main), main.steps * main.batch
+    size, images = sent(main), main.steps * main.batch
     link_s, port_s, fast_s = (
         size / payload_rate(gbps) for gbps in (ETHERNET_GBPS, FALLEN_GBPS, INFINIBAND_GBPS)
     )
-    read = images / ethernet.wall_s
-    share = part(fast_s, infiniband.wall_s)
+    read = images / ethernet_s
     return [
         f"- the gradients over {rate(ETHERNET_GBPS)}: at most {minutes(link_s)}",
         f"- all images over {rate(ETHERNET_GBPS)} as well: {minutes(epoch_s)} for the "
@@ -113,9 +111,36 @@ def list_causes(ethernet, infiniband):
         f"({megabytes(read * EPOCH_BYTES / IMAGES)}/s)",
         "- another wire, a rate limit, or another job on the machines: everything",
         "",
-        f"InfiniBand: {images / infiniband.wall_s:.0f} images/s. All-reduces at "
-        f"{rate(INFINIBAND_GBPS)} take {fast_s:.0f} s, {share} of its time.",
+        f"InfiniBand: {images / infiniband_s:.0f} images/s. All-reduces at "
+        f"{rate(INFINIBAND_GBPS)} take {fast_s:.0f} s, {fast_s / infiniband_s:.0%} of its time.",
     ]
+
+
+def table(head, rows):
+    """Lines of a Markdown table whose columns also line up in a terminal."""
+    columns = zip(head, *rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        f"| {row[0].ljust(widths[0])} | "
+        + " | ".join(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        + " |"
+        for row in (head, *rows)
+    ]
+    rule = "|".join("-" * (width + 1) + ("-" if n == 0 else ":") for n, width in enumerate(widths))
+    return [lines[0], f"|{rule}|", *lines[1:]]
+
+
+def rate(gbps):
+    return f"{digits(gbps)} Gb/s" if gbps >= 0.9995 else f"{1000 * gbps:.0f} Mb/s"
+
+
+def megabytes(count):
+    return f"{digits(count / 1e6)} MB"
+
+
+def digits(value):
+    """With three digits that count: 0.123, 12.3, 1,234."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
 def minutes(seconds):

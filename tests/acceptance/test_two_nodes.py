@@ -244,16 +244,19 @@ def test_links_are_compared_in_a_table_and_a_picture(links):
     assert (logs / "compare.png").stat().st_size > 10_000
     # Its interface states 10 Gb/s; the cable that was made is judged by its own rate. The training
     # itself sent the bytes of its gradients over each.
+    lines = r"\n- network: (.*)\n- probe: (.*)\n- training: (.*)"
     (slim,), (fast,) = (
-        re.findall(
-            rf"^{name}: a step of .*\n- network: (.*)\n- training: (.*)", run.out, re.MULTILINE
-        )
+        re.findall(rf"^{name}: a step of .*{lines}", run.out, re.MULTILINE)
         for name in ("slim", "fast")
     )
-    assert "% of the given 500 Mb/s" in slim[0]
-    assert "a virtual interface states any rate" in fast[0]
-    for name, says in (("slim", slim[1]), ("fast", fast[1])):
-        assert re.match(rf"[\d.]+ MB a step over {name}, as its gradients need", says), says
+    assert "of the 500 Mb/s that you gave" in slim[1]
+    assert "a virtual interface states any rate" in fast[1]
+    for name, says in (("slim", slim), ("fast", fast)):
+        assert says[0] == f"by the bytes, {name} (ethernet)"
+        assert re.match(rf"a node sent [\d.]+ MB .*a step over {name}; the gradients", says[2]), (
+            says
+        )
+    assert "check failed" not in run.out
 
 
 @pytest.mark.slow
@@ -265,11 +268,11 @@ def test_a_network_that_does_not_connect_is_left_out_and_the_others_are_compared
     logs, run = links
     assert re.findall(r"^\++ code=([1-9]\d*)$", run.out, re.MULTILINE) == ["1", "1"]
     both = (logs / "compare.md").read_text()
-    assert re.search(r"(?m)^bad: it failed: .*no connection to all ranks", both)
+    assert re.search(r"(?m)^bad is not scored: it failed: .*no connection to all ranks", both)
     compare = [sys.executable, ROOT / "tools/compare_logs.py", logs / "fast"]
     with start(compare) as started:
         fast = started.finish(60).out
-    assert "- network: TCP over fast, " in fast
+    assert "- network: by the bytes, fast (ethernet)\n" in fast
     assert not re.search(r"\b(slim|bad)\b", fast)
     for node in (0, 1):
         bad, good = (log_of(logs / label, node).out for label in ("bad", "fast"))

@@ -6,19 +6,11 @@ import json
 from pathlib import Path
 
 from analysis import nccl
-from analysis.logs import Log, parse_lines
 from support.processes import ROOT
 
 REPORTS = ROOT / "tests" / "data" / "reports"
 GRADIENTS = 44_870_208  # bytes
 STEPS = 20
-
-
-def log_of(text: str) -> Log:
-    """What compare_logs.py reads in a file of this text."""
-    log = Log()
-    parse_lines(text.splitlines(keepends=True), log)
-    return log
 
 
 def carried(name: str, kind: str, stated: float | None, gbps: float, **more: object) -> dict:
@@ -130,6 +122,8 @@ class MadeRun:
         summary = means | {"step_ms": sum(means.values()), "measured_steps": STEPS - 3}
         summary["img_per_s"] = 1000 * run["global_batch_size"] / summary["step_ms"]
         summary["wire_bytes_per_step"] = GRADIENTS
+        summary["link_ms"] = min(rank[2] for rank in ranks)
+        summary["wait_ms"] = means["exposed_ms"] - summary["link_ms"]
         parts = [dict(zip(names, rank, strict=True)) for rank in ranks]
         summary["ranks"] = [{"rank": rank, **own} for rank, own in enumerate(parts)]
         lines.append(f"{kind} 0] Summary {json.dumps(summary | self.records['summary'])}\n")
