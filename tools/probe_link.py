@@ -16,7 +16,7 @@ larger ones come if memory and time allow. Rank 0 writes a record, `[CPU 0] Prob
                       what each rank's link then has to carry}, as nccl-tests' PERFORMANCE.md
     continuous_ms     of one of the gradients, when they follow each other without a pause
     nodes             for each {host, seconds, nccl (null without NCCL or its NCCL_DEBUG_FILE) and
-                      what comparison/kernel.py says was carried in these seconds amid the
+                      what analysis/kernel.py says was carried in these seconds amid the
                       all-reduces without a pause, whoever sent it}
 The first round of each size is a warm-up.
 
