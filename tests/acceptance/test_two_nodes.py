@@ -244,7 +244,7 @@ def test_links_are_compared_in_a_table_and_a_picture(links):
     assert (logs / "compare.png").stat().st_size > 10_000
     # Its interface states 10 Gb/s; the cable that was made is judged by its own rate. The training
     # itself sent the bytes of its gradients over each.
-    lines = r"\n- network: (.*)\n- probe: (.*)\n- training: (.*)"
+    lines = r"\n- network of the probe: (.*)\n- probe: (.*)\n- training: (.*)"
     (slim,), (fast,) = (
         re.findall(rf"^{name}: a step of .*{lines}", run.out, re.MULTILINE)
         for name in ("slim", "fast")
@@ -272,7 +272,7 @@ def test_a_network_that_does_not_connect_is_left_out_and_the_others_are_compared
     compare = [sys.executable, ROOT / "tools/compare_logs.py", logs / "fast"]
     with start(compare) as started:
         fast = started.finish(60).out
-    assert "- network: by the bytes, fast (ethernet)\n" in fast
+    assert "- network of the probe: by the bytes, fast (ethernet)\n" in fast
     assert not re.search(r"\b(slim|bad)\b", fast)
     for node in (0, 1):
         bad, good = (log_of(logs / label, node).out for label in ("bad", "fast"))

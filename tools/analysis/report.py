@@ -240,7 +240,8 @@ def say_network(run):
         return [f"- inside the node: {words[0]}"] if words else []
     if not run.log.ours or not (networks or run.log.nccl):
         return []
-    lines = [f"- network: {say_carrier(run, networks)}"]
+    of_probe = " of the probe" if networks else ""
+    lines = [f"- network{of_probe}: {say_carrier(run, networks)}"]
     if networks and networks[0].gbps:
         lines.append(f"- probe: {say_probe(run, networks[0])}")
     if text := say_training(run, networks):
@@ -282,7 +283,10 @@ def say_carrier(run, networks):
 
 def say_probe(run, network):
     """The slowest node's rate beside what is stated, and beside size over time."""
-    text = f"{rate(network.gbps)} on the wire of {network.host}"
+    probe, text = run.record("Probe"), f"{rate(network.gbps)} on the wire of {network.host}"
+    if size := probe.get("all_reduce_bytes"):
+        took = ms(probe.get("all_reduce_ms") or 0)
+        text = f"all-reduce of {megabytes(size)} alone in {took}, {text}"
     stated, whose = run.given_gbps or network.stated, "you gave"
     if not run.given_gbps:
         by = {link.get("stated_by", "its port"): 1 for link in network.links}
@@ -414,8 +418,9 @@ def report(comparison, picture=None):
         says = [say_difference(base, run) for run in whole if run is not base]
     lines += [line for text in says if text for line in (text, "")]
     for run in whole:
-        lines += [*say_step(run), *say_network(run)]
+        lines += say_step(run)
         lines += [f"- check failed: {text}" for text in failed_checks(run)]
+        lines += say_network(run)
         if cause := nccl.cause(run.log.nccl):
             lines.append(f"- NCCL warned, {cause}")
         lines += [*(f"- note: {note}" for note in run.notes), ""]
@@ -430,6 +435,8 @@ def report(comparison, picture=None):
     if rows := port_rows(runs):
         lines += [*heading("Ports"), *table(PORT_HEAD, rows), ""]
     differing = settings_that_differ(whole) if len(whole) > 1 else {}
+    if len(whole) > 1 and not differing:
+        lines += ["Settings that differ: none.", ""]
     if differing:
         rows = [[name, *map(short, each)] for name, each in differing.items()]
         lines += [*heading("Settings that differ")]
