@@ -255,7 +255,7 @@ def nccl_words(finding):
     found = nccl.Finding(**{name: each for name, each in (finding or {}).items() if name in known})
     if not found.decided:
         return ""
-    text = f"by its text, {nccl.used(found)}"
+    text = f"by NCCL's text, {nccl.used(found)}"
     over = found.channels.get("network", 0)
     if over and found.transport != "sockets":
         text += f"; GPUDirect RDMA on {found.gpudirect} of {over} connections"
@@ -283,16 +283,20 @@ def say_carrier(run, networks):
 
 def say_probe(run, network):
     """The slowest node's rate beside what is stated, and beside size over time."""
-    probe, text = run.record("Probe"), f"{rate(network.gbps)} on the wire of {network.host}"
-    if size := probe.get("all_reduce_bytes"):
-        took = ms(probe.get("all_reduce_ms") or 0)
-        text = f"all-reduce of {megabytes(size)} alone in {took}, {text}"
+    probe, slowest = run.record("Probe"), [networks_of(one) for one in run.each]
+    rates = [networks[0].gbps for networks in slowest if networks and networks[0].gbps]
+    gbps = median(rates)
+    text = f"{rate(gbps)} on the wire of the slowest node"
+    if min(rates) < max(rates):
+        text += f" ({rate(min(rates))} to {rate(max(rates))})"
+    if (size := probe.get("all_reduce_bytes")) and run.has("probe_ms"):
+        text = f"all-reduce of {megabytes(size)} alone in {ms(run.figures['probe_ms'])}, {text}"
     stated, whose = run.given_gbps or network.stated, "you gave"
     if not run.given_gbps:
         by = {link.get("stated_by", "its port"): 1 for link in network.links}
         whose = f"{' and '.join(by)} states" if len(network.links) == 1 else "its ports state"
     if stated:
-        text += f", {network.gbps / stated:.2f} of the {rate(stated)} that {whose}"
+        text += f", {gbps / stated:.2f} of the {rate(stated)} that {whose}"
     elif any(link.get("virtual") for link in network.links):
         text += "; a virtual interface states any rate, whatever its cable carries (--link_gbps "
         text += "gives the cable's)"
