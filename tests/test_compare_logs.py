@@ -259,6 +259,31 @@ def test_of_a_folder_all_runs_in_it_are_compared_also_of_an_interrupted_series(t
     assert [file.name for file in log_files(repeats["p/r9"])] == ["node9.log", "node10.log"]
 
 
+def test_a_network_that_failed_in_all_rounds_is_told_and_the_other_one_compared(tmp_path):
+    """Each run had a probe. Of a start that was refused there is an empty log."""
+    for label in ("bad", "good", "refused"):
+        for n in (1, 2):
+            (made,) = made_runs([f"= r{n}", "net eth0 ethernet 10 9"])
+            made.failed = "a rank was killed" if label == "bad" else ""
+            (tmp_path / label).mkdir(exist_ok=True)
+            log = made.write(tmp_path / label) / "node0.log"
+            if label == "refused":
+                log.write_text("")
+    out, err, code = run_tool(tmp_path)
+    assert (err, code) == ("", 1)
+    assert "bad is not scored: it failed: a rank was killed" in out
+    assert "refused is not scored: no line of a rank in it" in out
+    assert re.search(r"^good: a step of", out, re.MULTILINE)
+
+
+def test_a_failed_run_of_another_number_of_processes_makes_no_scaling(tmp_path):
+    failed, *others = made_runs(["= p2", "failed x", "= a", "= b"])
+    failed.records["run"] = {"world_size": 2}
+    others[1].records["run"] = {"max_steps": 9}
+    out, err, code = run_tool(*(one.write(tmp_path) for one in (failed, *others)))
+    assert (out, code) == ("", 2) and "number of steps differs" in err
+
+
 # --- Which lines belong to a run, and whether it is whole ----------------------------------------
 
 LATE = [  # ranks that have written, ranks that have ended, the problems
@@ -482,6 +507,7 @@ def test_wrong_use_is_one_line(tmp_path, monkeypatch, words, said):
 UNLIKE = [  # a setting of the second run, what is said; None: it may differ
     ({"precision": "fp32"}, "precision differs: bf16 in a, fp32 in b"),
     ({"images": 9}, "image count differs: 1280 in a, 9 in b"),
+    ({"dummy": True}, "use of random images (--dummy) differs: False in a, True in b"),
     ({"max_steps": 9}, "number of steps differs: 20 in a, 9 in b"),
     ({"lr": 0.1}, None),
     ({"world_size": 2, "global_batch_size": 48}, "neither strong nor weak scaling"),
@@ -490,8 +516,8 @@ UNLIKE = [  # a setting of the second run, what is said; None: it may differ
 
 @pytest.mark.parametrize(("settings", "said"), UNLIKE)
 def test_unlike_runs_are_refused_with_what_differs(tmp_path, settings, said):
-    first, second = made_runs(["= a", "= b"])
-    second.records["run"] = settings
+    first, second = made_runs(["= a", 'run {"dummy": false}', "= b"])
+    second.records["run"] = {"dummy": False} | settings
     out, err, code = run_tool(*(one.write(tmp_path) for one in (first, second)))
     if said:
         assert (out, code) == ("", 2) and said in err

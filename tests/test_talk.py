@@ -216,7 +216,7 @@ def test_the_block_by_hand_runs_and_is_compared(tmp_path, sample, capsys):
             one.finish(300)
     assert compare_logs.main([str(tmp_path / "ethernet")]) == 0
     out = capsys.readouterr().out
-    assert "ethernet: a step of " in out and "- network: TCP over eth0, " in out
+    assert "ethernet: a step of " in out and "by the bytes, eth0 (ethernet)" in out
     assert compare_logs.main([str(tmp_path / "ethernet" / "node0.log")]) == 0
 
 

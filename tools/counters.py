@@ -10,6 +10,7 @@ analysis/kernel.py reads the counters, says what they count, and what a node is.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 
 from analysis.kernel import difference, read_node, settled_counters, traffic
-from analysis.logs import Log, lines_of, parse_lines
+from analysis.logs import Log, UserError, lines_of, parse_lines
 
 BUSY = 0.01  # an interface with less than this share of the traffic is not mentioned
 
@@ -30,7 +31,8 @@ def main() -> None:
     log = Log()
     if args.since and args.since.is_file() and os.access(args.since, os.R_OK):
         # NOTE: it is read first, because what is printed here may go into it.
-        parse_lines(lines_of(args.since), log)
+        with contextlib.suppress(UserError):
+            parse_lines(lines_of(args.since), log)
     now = {"host": socket.gethostname(), "time": round(time.time(), 3), **settled_counters()}
     now["node"] = read_node()
     print("Counters " + json.dumps(now))

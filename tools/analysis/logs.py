@@ -60,7 +60,8 @@ def read_log(path):
     log = Log()
     for file in log_files(Path(path)):
         parse_lines(lines_of(file), log)
-    if not (log.ranks or log.ours or log.failed):
+    started = Path(path).is_dir()  # a launcher that has refused leaves an empty log there
+    if not (log.ranks or log.ours or log.failed or started):
         raise UserError(f"{path}: no line of the demo in it; give a run's log or folder")
     return log
 

@@ -495,7 +495,8 @@ def say_speed_up(base, run, speed_up, _low, _high, efficiency):
     text = (
         f"{run.name} trains {speed_up:.2f} times the images/s of {base.name}, with {more:g} times"
     )
-    each = "" if run.repeats and base.repeats else ", by one run each"
+    counts = {len(one.values("img_per_s")) for one in (base, run)}
+    each = ", by one run each" if counts == {1} else ""
     return f"{text} the processes: an efficiency of {efficiency:.0%}{each}."
 
 

@@ -41,7 +41,8 @@ class Run:
         return self.log.records.get(name, {})
 
     def setting(self, name, default=None):
-        return self.record("Run").get(name) or default
+        value = self.record("Run").get(name)
+        return default if value is None else value
 
     @property
     def processes(self):
@@ -177,7 +178,7 @@ def gather(name, runs):
     by_step = sorted(whole, key=lambda run: run.figures.get("step_ms", 0)) or runs[:1]
     chosen = by_step[(len(by_step) - 1) // 2]
     found = replace(chosen, name=name, repeats=whole, figures={}, ranks={})
-    for figure in chosen.figures:
+    for figure in dict.fromkeys(name for run in whole for name in run.figures):
         found.figures[figure] = median(found.values(figure))
     for rank in chosen.ranks:
         found.ranks[rank] = median(run.ranks[rank] for run in whole if rank in run.ranks)
@@ -303,7 +304,8 @@ class Scaling:
 
 
 def is_scaling(runs):
-    return len({run.processes for run in runs if run.processes}) > 1
+    """Whether complete runs differ in their number of processes."""
+    return len({run.processes for run in runs if run.processes and run.complete}) > 1
 
 
 def scale(runs):
