@@ -256,7 +256,7 @@ def read_environment(process):
 
 
 def join_process_group(args, process):
-    """All ranks: chooses the device, and joins the group. Raises UserError or PeerLost.
+    """All ranks: chooses the device, and joins the group. Raises UserError or NotConnected.
 
     The process group: the processes that make collective calls together, here all of them.
     """
@@ -272,8 +272,8 @@ def join_process_group(args, process):
     prepare_hardware(args, process)  # settings of PyTorch; a Mac's GPU
     # All processes meet at MASTER_ADDR:MASTER_PORT, which torchrun has set, and exchange addresses
     # through a store. If a process has not come after --timeout seconds, the others end with
-    # PeerLost, exit code 1. (Before that torchrun has waited for the other nodes. If a node does
-    # not come, torchrun fails after 15 minutes, and this script never starts.)
+    # NotConnected, exit code 1. (Before that torchrun has waited for the other nodes. If a node
+    # does not come, torchrun fails after 15 minutes, and this script never starts.)
     with connecting_ranks(args, process):
         dist.init_process_group(  # rank, world size and the address are in the environment
             process.backend,
@@ -1082,7 +1082,7 @@ ONE_GPU_TWICE = ["Duplicate GPU detected", "Multiple Ranks are using the same GP
 
 @contextmanager
 def connecting_ranks(args, process):
-    """A block in which the ranks meet and connect. Raises PeerLost or LoneUserError.
+    """A block in which the ranks meet and connect. Raises NotConnected or LoneUserError.
 
     NOTE: PyTorch's timeout is not enough. Gloo may wait several times as long for an address that
     does not answer, and NCCL waits for ever. So a timer ends the process.
@@ -1093,7 +1093,7 @@ def connecting_ranks(args, process):
     advice = f"Has each rank started, with {place} as rank 0's address and port, and with "
     advice += f"{process.backend} on its {process.device.type}? Is {interface} ({now}) the "
     advice += "interface between the nodes, and open in their firewalls? Try tools/preflight.py"
-    late = PeerLost(f"no connection to all ranks in {args.timeout:g} s. {advice}")
+    late = NotConnected(f"no connection to all ranks in {args.timeout:g} s. {advice}")
     timer = threading.Timer(args.timeout + 5, end_process, (EXIT_FAILED, process, late))
     timer.daemon = True
     timer.start()
@@ -1104,7 +1104,7 @@ def connecting_ranks(args, process):
         if any(words in cause for words in ONE_GPU_TWICE):
             text = f"{cause}: two ranks have the same GPU: start one process for each GPU"
             raise LoneUserError(text) from error
-        raise PeerLost(f"{cause.rstrip('.')}. {advice}") from error
+        raise NotConnected(f"{cause.rstrip('.')}. {advice}") from error
     finally:
         timer.cancel()
 
@@ -2100,6 +2100,10 @@ class PeerLost(Exception):
     """The connection to another rank, or torchrun, is lost. Another start may help."""
 
 
+class NotConnected(PeerLost):
+    """The ranks have not reached each other: nothing has begun."""
+
+
 class Stopped(Exception):
     """A stop signal ends all ranks before the training is over. The text says what is saved."""
 
@@ -2111,7 +2115,7 @@ class Stopped(Exception):
 def record_end(error):
     """Tells torchrun how this rank ended: its --log-dir keeps the error's class and text.
 
-    UserError, Stopped, PeerLost, or any other, which is this rank's own.
+    One of the classes above, or any other, which is this rank's own.
     """
     with suppress(OSError):  # a full disk
         get_error_handler().record_exception(error)

@@ -19,6 +19,7 @@ from run import Record, UserError
 from support.processes import SCRIPT
 
 OWN, PEER = Record("RuntimeError", "full"), Record("PeerLost", "reset")
+UNMET = Record("NotConnected", "no connection to all ranks in 8 s")
 OWN_LINE = "RuntimeError: full"
 USER, LONE = Record("UserError", "no file"), Record("LoneUserError", "a damaged image")
 SAVED = Record("Stopped", "Stopped on SIGTERM | step 3 | saved | exit code 75")
@@ -34,6 +35,10 @@ ENDS = [  # torchrun's code, its ranks' records, its own one, a quoted line; out
     (1, [PEER, OWN], None, "Signal 9", ("lost", OWN_LINE)),
     (1, [PEER, None], None, "Signal 9", ("lost", "Signal 9")),
     (1, [PEER, None], None, "", ("lost", PEER.text)),
+    (1, [UNMET, UNMET], None, "", ("unreached", UNMET.text)),
+    (1, [UNMET, None], None, "", ("unreached", UNMET.text)),
+    (1, [UNMET, OWN], None, "", ("lost", OWN_LINE)),
+    (1, [UNMET, USER], None, "", ("user", USER.text)),
     (1, [None, None], None, "", ("lost", UNKNOWN)),
     (-9, [PEER], None, "", ("lost", PEER.text)),
     (1, [SAVED, SAVED], SIGNAL, "", ("saved", SAVED.text)),

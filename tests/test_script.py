@@ -1126,7 +1126,7 @@ def failed_start(demo, error, backend="nccl"):
     """The line for an error of init_process_group."""
     place = {"world_size": 2, "local_world_size": 1, "backend": backend}
     with (
-        pytest.raises((demo.PeerLost, demo.LoneUserError)) as found,
+        pytest.raises((demo.NotConnected, demo.LoneUserError)) as found,
         demo.connecting_ranks(arguments(demo), demo.ProcessInfo(**place)),
     ):
         raise error
@@ -1162,7 +1162,7 @@ def test_ranks_that_do_not_connect_end_after_the_timeout_with_where_they_tried(d
     with demo.connecting_ranks(arguments(demo), place):
         pass
     ((code, _, error),) = said
-    assert code == demo.EXIT_FAILED and isinstance(error, demo.PeerLost)
+    assert code == demo.EXIT_FAILED and isinstance(error, demo.NotConnected)
     assert "10.0.0.1:4711" in str(error) and "GLOO_SOCKET_IFNAME" in str(error)
 
 

@@ -383,7 +383,7 @@ def cpu_variables(env: Mapping[str, str]) -> dict[str, str]:
 class Record:
     """What a rank has recorded of its end: the class of its error, and its text."""
 
-    kind: str  # UserError, LoneUserError, Stopped, PeerLost; any other is that rank's own
+    kind: str  # one of the script's classes; any other is that rank's own
     text: str
 
 
@@ -414,13 +414,14 @@ def judge(
     unsaved   a stop signal came, and all ranks have stopped without a checkpoint
     user      an error that would come again
     apart     the nodes did not meet: no rank was started
+    unreached the ranks did not reach each other: a restart may help, no training after a probe
     lost      anything else: a restart may help
     """
     records = [record for record in ranks if record]
     user = [record.text for record in records if record.kind in ("UserError", "LoneUserError")]
-    known = ("UserError", "LoneUserError", "Stopped", "PeerLost")
+    known = ("UserError", "LoneUserError", "Stopped", "PeerLost", "NotConnected")
     own = [f"{record.kind}: {record.text}" for record in records if record.kind not in known]
-    peer = [record.text for record in records if record.kind == "PeerLost"]
+    peer = [record.text for record in records if record.kind in ("PeerLost", "NotConnected")]
     ended = f"torchrun ended with {code}, see above"
     if code == 0:
         return "complete", ""
@@ -432,7 +433,9 @@ def judge(
     # torchrun records a signal that has ended it, too.
     if not ranks and agent and agent.kind != "SignalException":
         return "apart", agent.text
-    return "lost", next(filter(None, [*own, quote, *peer, ended]))
+    unreached = not own and any(record.kind == "NotConnected" for record in records)
+    reason = next(filter(None, [*own, quote, *peer, ended]))
+    return "unreached" if unreached else "lost", reason
 
 
 # Of NCCL's watchdog; of torchrun, about a rank that was killed.
@@ -668,7 +671,7 @@ class Run:
         self.count_traffic()
         outcome, reason = self.start(0, command.script, command.arguments)
         for n in range(1, restarts + 1):
-            if outcome == "lost" and not self.stopped:
+            if outcome in ("lost", "unreached") and not self.stopped:
                 self.say(f"restart {n} of {restarts}, after: {reason}")
                 again = [*command.arguments, "--resume"]
                 outcome, reason = self.start(n + 1, command.script, again)

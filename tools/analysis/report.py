@@ -483,7 +483,8 @@ def figure_rows(runs):
     rows.append(["steps", *steps])
     rows.append(["last loss of rank 0", *(last(run.log.curve, "{:.4f}") for run in runs)])
     rows.append(["Top-1 at the end", *(last(run.log.top1, "{:.2f} %") for run in runs)])
-    return [row for row in rows if any(row[1:])]
+    # A run that failed keeps its column.
+    return [[title, *(cell or "-" for cell in row)] for title, *row in rows if any(row)]
 
 
 def last(curve, form):
