@@ -111,10 +111,8 @@ try:
     from torchvision.transforms.v2.functional import resize
 except Exception as error:  # packages that do not fit together raise errors of any type
     where = traceback.extract_tb(error.__traceback__)[-1].filename
-    text = (
-        f"demo_coco_resnet18.py: what requirements.txt lists does not load: {error} (in {where})"
-    )
-    raise SystemExit(text) from None
+    text = f"what requirements.txt lists does not load: {error} (in {where})"
+    raise SystemExit(f"demo_coco_resnet18.py: {text}") from None
 
 # What to change first. Each is the default of the option with its name; --help lists all options.
 NUM_EPOCHS = 2  # passes over the images
@@ -611,9 +609,9 @@ def digest_of_weights(model):
 
 # ---- What all ranks do together
 #
-# Errors have four classes (at the end of this file). UserError: something that a user can fix.
+# Classes of errors (at the end of this file). UserError: something that a user can fix.
 # LoneUserError: the same, of which the other ranks do not know. PeerLost: another rank is gone.
-# Stopped: a stop signal came.
+# NotConnected: the ranks have not met. Stopped: a stop signal came.
 
 
 def all_gather(value):
@@ -2198,9 +2196,8 @@ def log_error(process, error):
     if isinstance(error, Stopped):
         log(process, str(error))
         return
-    known = isinstance(error, (UserError, PeerLost, OSError, EOFError)) or "DataLoader" in str(
-        error
-    )
+    known = isinstance(error, (UserError, PeerLost, OSError, EOFError))
+    known = known or "DataLoader" in str(error)  # of a worker that is killed, or too slow
     if not known:
         for line in "".join(traceback.format_exception(error)).splitlines():
             log(process, line, STDERR)

@@ -3,7 +3,8 @@
 #   ./launch_single.sh                              two epochs on a small sample set, made on first use
 #   ./launch_single.sh --max_steps 5                the same with a setting of your own
 #   ./launch_single.sh --coco_image_path DIR --annotation_path FILE ...      arguments go to demo_coco_resnet18.py
-#   GPUS=4 ./launch_single.sh ...                   four processes (default 1); GPUS=all: one per GPU
+#   GPUS=4 ./launch_single.sh ...                   four processes (default 1); GPUS=all: one per GPU.
+#                                                   GPUS_PER_NODE is another name for it
 #   tools/series.py --processes 1,2,4 -- ...        a run with each number, then their comparison
 # Other environment variables and their defaults:
 #   RESTARTS=0         how many times to restart from the last checkpoint after a failure
@@ -23,7 +24,7 @@ fi
 
 # The Python of the active environment, or of .venv, which is made on first use; `here`: for this machine.
 python=$("$root/tools/environment.sh" here)
-processes=${GPUS:-1}
+processes=${GPUS:-${GPUS_PER_NODE:-1}}
 [ "$processes" != all ] || processes=$("$python" "$root/tools/run.py" --count) || exit
 
 # run.py keeps the log, passes stop signals on and restarts. For the sample set ({sample}) it has these arguments.

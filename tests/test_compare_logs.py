@@ -276,6 +276,32 @@ def test_a_network_that_failed_in_all_rounds_is_told_and_the_other_one_compared(
     assert re.search(r"^good: a step of", out, re.MULTILINE)
 
 
+def test_checks_and_warnings_of_each_repeat_are_told_with_its_name(tmp_path):
+    """Also of one that is not the median; of one that failed, NCCL's words."""
+    good, wrong, failed = made_runs(["= r1", "= r2", "= r3"])
+    wrong.change('summary {"step_ms": 900}')
+    failed.change("failed a rank was killed")
+    for made in (wrong, failed):
+        made.change("file nccl.node0.n0.7.log n0:7:7 [0] NCCL WARN Call to ibv_x failed")
+    for made in (good, wrong, failed):
+        made.write(tmp_path)
+    out, *_ = run_tool(tmp_path)
+    assert re.search(r"^- check failed in \S+/r2: parts: ", out, re.MULTILINE)
+    assert len(re.findall(r"^- NCCL warned in \S+/r2, GPU 0 of n0: ", out, re.MULTILINE)) == 1
+    assert re.search(r"/r3 is left out: it failed: a rank was killed; NCCL warned, GPU 0", out)
+
+
+def test_what_nccl_wrote_in_an_earlier_run_of_a_log_is_not_told(tmp_path):
+    (made,) = made_runs(["= a"])
+    log = made.write(tmp_path) / "node0.log"
+    first = "n0:7:7 [0] NCCL WARN Call to ibv_x failed\nrun.py: error: x\n"
+    between = f"run.py: {log} has a run already, to which this one is appended\n"
+    log.write_text(first + between + made.text())
+    assert "NCCL warned" not in run_tool(log)[0]
+    log.write_text(between + first + made.text())
+    assert "NCCL warned" in run_tool(log)[0]
+
+
 def test_a_failed_run_of_another_number_of_processes_makes_no_scaling(tmp_path):
     failed, *others = made_runs(["= p2", "failed x", "= a", "= b"])
     failed.records["run"] = {"world_size": 2}

@@ -604,14 +604,6 @@ def test_what_ports_below_a_vlan_on_a_bond_counted_is_not_lost(kernel):
     }
 
 
-def test_older_logs_say_that_a_rate_is_a_virtual_interfaces():
-    link = {"name": "eth0", "kind": "ethernet", "tx_bytes": 1, "rx_bytes": 1, "speed_Gbps": 10}
-    for more, said_by in (({"virtual": True}, "a virtual interface"), ({}, "")):
-        node = {"ports": {"eth0": {"state": "up", "mtu": 1500}}}
-        (row,) = ports_of(node, [link | more])
-        assert (row["rate"], row["stated_by"], row["MTU"]) == ("10 Gb/s", said_by, 1500)
-
-
 def test_counters_of_an_adapter_stand_at_its_port_and_not_at_the_ip_over_it():
     counted = {"errors": {"link_downed": 1}, "tx_bytes": 5, "rx_bytes": 5}
     links = [{"name": "ib0", "kind": "ipoib", "carrier": "mlx4_0:2"} | counted]

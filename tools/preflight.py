@@ -18,7 +18,6 @@ Exit code: 1 if a line begins with WRONG.
 import argparse
 import contextlib
 import ctypes
-import fcntl
 import json
 import os
 import signal
@@ -29,7 +28,7 @@ import time
 from pathlib import Path
 
 from analysis.kernel import SYSFS, most_locked, read_node, text_of
-from run import UserError, adapter, gpu_is_present, job, names_in, whole
+from run import UserError, adapter, gpu_is_present, job, names_in, own_addresses, whole
 
 ROOT = Path(__file__).resolve().parents[1]
 PORTS = {name: facts for name, facts in read_node()["ports"].items() if name != "lo"}
@@ -93,10 +92,9 @@ def check_gpus(python: str) -> None:
 
 
 def address_of(interface: str) -> str:
-    asked = interface.encode().ljust(256, b"\0")
-    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as trial:
-        return socket.inet_ntoa(fcntl.ioctl(trial, 0x8915, asked)[20:24])  # SIOCGIFADDR
-    return ""
+    """Its IPv4 address, or nothing."""
+    found = own_addresses().items()
+    return next((address for address, name in found if name == interface and "." in address), "")
 
 
 def check_port(name: str, named: bool) -> None:

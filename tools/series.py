@@ -253,7 +253,7 @@ class Series:
         if drawn := self.call(*can_plot, MPLBACKEND="Agg") == 0:
             words += ["--plot", picture]
         code = self.call(self.python, ROOT / "tools/compare_logs.py", *words)
-        if not code:
+        if code != run.USER:  # 1: some run has failed
             text = f"picture: {picture}" if drawn else "no picture: matplotlib is missing"
             say(f"report: {folder / 'compare.md'}; {text}")
         return code

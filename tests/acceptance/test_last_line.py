@@ -170,6 +170,7 @@ def test_one_lost_run_amid_four_repeats_leaves_three_which_are_compared(folder):
     with launch_series(folder, *words, "--checkpoint", "c.pt") as started:
         run = started.finish(240, expect=1)
     assert starts(run.out) == 8 and "error: one/r2 has failed" in run.out
+    assert "report: logs/run/compare.md" in run.lines()[-1]
     report = (folder / "logs/run/compare.md").read_text()
     assert "medians of 3 runs" in report and "medians of 4 runs" in report
     assert "one/r2 is left out" in report

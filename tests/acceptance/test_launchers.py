@@ -62,6 +62,7 @@ OF_JOB = "--rdzv_endpoint=node7:20280 " + NCCL_FILE.replace("run/{}", "job7-step
 PRINTED = [  # launcher, variables, options, words of each start, what none has
     (SINGLE, "GPUS=all CUDA_VISIBLE_DEVICES=0,2", "", "--nproc_per_node=2", "--checkpoint"),
     (SINGLE, "CUDA_VISIBLE_DEVICES=0,2", "", "--nproc_per_node=1", "--resume"),
+    (SINGLE, "GPUS_PER_NODE=2", "", "--nproc_per_node=2", "--resume"),
     (MULTINODE, "CUDA_VISIBLE_DEVICES=GPU-8f,MIG-2e", "", "--nproc_per_node=2", "--resume"),
     (SINGLE, "", "", f"{ALL_CORES} {LOCAL}", "NCCL"),
     (SINGLE, "", "", "PET_SHUTDOWN_TIMEOUT=120", "GLOO"),

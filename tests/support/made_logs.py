@@ -16,6 +16,7 @@ STEPS = 20
 def carried(name: str, kind: str, stated: float | None, gbps: float, **more: object) -> dict:
     """An interface of the Probe that carried `gbps` during it."""
     sent = {"tx_bytes": int(gbps * 1e8), "rx_bytes": int(gbps * 1e8), "wire_Gbps": gbps}
+    sent["stated_by"] = "its port"
     return {"name": name, "kind": kind, "speed_Gbps": stated} | sent | more
 
 

@@ -449,7 +449,6 @@ def ports_of(node_facts: dict, links: list[dict]) -> list[dict]:
             continue
         known = facts | link
         speed = known.get("speed_Gbps")
-        made_up = "a virtual interface" if speed and "virtual" in known else ""
         # Those of an adapter's port stand there, not at the IP over it, too.
         carrier = carried.get(link.get("carrier", ""), {}).get("errors", {})
         errors = {key: n for key, n in link.get("errors", {}).items() if key not in carrier}
@@ -459,7 +458,7 @@ def ports_of(node_facts: dict, links: list[dict]) -> list[dict]:
             "port": name,
             "rate": known.get("rate") or (f"{speed:g} Gb/s" if speed else ""),
             "speed_Gbps": speed,
-            "stated_by": known.get("stated_by") or made_up,  # older logs do not say it
+            "stated_by": known.get("stated_by", ""),
             "MTU": known.get("mtu") or None,
             "pcie_Gbps": pcie_Gbps(known.get("pcie", [0, 0])) or None,
             "pcie_most_Gbps": pcie_Gbps(known.get("pcie_most", [0, 0])) or None,

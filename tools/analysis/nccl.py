@@ -503,6 +503,9 @@ def beside(log):
 def of_last_run(path):
     """The lines of a log's last run, from the end of the run before it, without its steps."""
     lines = [line for line in lines_of(path) if " | Step " not in line]
+    # What run.py says on every node, also after a run that has failed.
+    appended = [n for n, line in enumerate(lines) if "to which this one is appended" in line]
+    lines = lines[max(appended, default=0) :]
     starts = [n for n, line in enumerate(lines) if "] Run {" in line] or [0]
     before = enumerate(lines[: starts[-1]], 1)
     return lines[max((n for n, line in before if "] Cleanup complete" in line), default=0) :]

@@ -128,7 +128,7 @@ def say_parts_of_difference(quick, slow):
 
 def say_wall_times(base, run):
     """Of logs that have wall times alone, as the talk's."""
-    if not (base.has("wall_s") and run.has("wall_s")):
+    if not (base.has("wall_s") and run.has("wall_s")) or base.partial or run.partial:
         return ""
     quick, slow = sorted([base, run], key=lambda one: one.figures["wall_s"])
     ratio = slow.figures["wall_s"] / quick.figures["wall_s"]
@@ -293,8 +293,8 @@ def say_probe(run, network):
         text = f"all-reduce of {megabytes(size)} alone in {ms(run.figures['probe_ms'])}, {text}"
     stated, whose = run.given_gbps or network.stated, "you gave"
     if not run.given_gbps:
-        by = {link.get("stated_by", "its port"): 1 for link in network.links}
-        whose = f"{' and '.join(by)} states" if len(network.links) == 1 else "its ports state"
+        whose = f"{network.links[0].get('stated_by', 'an interface')} states"
+        whose = whose if len(network.links) == 1 else "its ports state"
     if stated:
         text += f", {gbps / stated:.2f} of the {rate(stated)} that {whose}"
     elif any(link.get("virtual") for link in network.links):
@@ -393,8 +393,8 @@ def elsewhere(run, network):
 def table(head, rows):
     """Lines of a Markdown table whose columns also line up in a terminal; no empty column."""
     filled = [n for n in range(len(head)) if n == 0 or any(row[n] for row in rows)]
-    cells = [[row[n].replace("|", r"\|") or "-" for n in filled] for row in [head, *rows]]
-    cells[0] = [head[n] for n in filled]
+    cells = [[row[n].replace("|", r"\|") for n in filled] for row in [head, *rows]]
+    cells[1:] = [[cell or "-" for cell in row] for row in cells[1:]]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for first, *others in cells:
@@ -423,10 +423,12 @@ def report(comparison, picture=None):
     lines += [line for text in says if text for line in (text, "")]
     for run in whole:
         lines += say_step(run)
-        lines += [f"- check failed: {text}" for text in failed_checks(run)]
+        for one in run.each:
+            which = f" in {one.name}" if run.repeats else ""
+            lines += [f"- check failed{which}: {text}" for text in failed_checks(one)]
+            if cause := nccl.cause(one.log.nccl):
+                lines.append(f"- NCCL warned{which}, {cause}")
         lines += say_network(run)
-        if cause := nccl.cause(run.log.nccl):
-            lines.append(f"- NCCL warned, {cause}")
         lines += [*(f"- note: {note}" for note in run.notes), ""]
     if any(parts_of(run) for run in whole if run.processes != 1):
         lines += [LEGEND, ""]

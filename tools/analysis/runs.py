@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median, median_low
 
+from analysis import nccl
 from analysis.logs import Log
 
 LEAST = 1.02  # the ratio of two medians from which runs differ
@@ -183,12 +184,19 @@ def gather(name, runs):
     for rank in chosen.ranks:
         found.ranks[rank] = median(run.ranks[rank] for run in whole if rank in run.ranks)
     lost = [run for run in runs if not run.complete and run is not chosen]
-    found.notes = [f"{run.name} is left out: {'; '.join(run.problems)}" for run in lost]
+    found.notes = [f"{run.name} is left out: {'; '.join(reasons(run))}" for run in lost]
     if len(whole) > 1:
-        text = f"medians of {len(whole)} runs; network and ports are those of {chosen.name}"
+        text = f"medians of {len(whole)} runs, each by itself; network and ports are those of "
+        text += chosen.name
         found.notes.insert(0, text)
     found.notes += [f"{run.name}: {note}" for run in whole or [chosen] for note in run.notes]
     return found
+
+
+def reasons(run):
+    """Why a run is not whole, NCCL's cause with it."""
+    cause = nccl.cause(run.log.nccl)
+    return [*run.problems, *([f"NCCL warned, {cause}"] if cause else [])]
 
 
 def differ(a, b):
