@@ -254,7 +254,8 @@ def test_the_block_by_hand_ends_at_what_fails_with_its_exit_code(tmp_path):
 def test_sizes_for_nccl_tests_are_those_of_the_probe_and_of_the_buckets():
     (text,) = [text for text in PAGE.commands if "all_reduce_perf" in text]
     assert 'mpirun -n 4 --host node0:2,node1:2 "${network[@]}" all_reduce_perf' in text
-    assert "-b 1G -e 1G" in text
+    low, high, factor = map(int, re.search(r"-b (\d+)M -e (\d+)G -f (\d+)", text).groups())
+    assert [low << 20, factor * low << 20, high << 30] == probe_link.LARGE
     low, high, factor = re.search(r"-b (\d+)K -e (\d+)M -f (\d+)", text).groups()
     size, most = 2**10 * int(low), 2**20 * int(high)
     while size <= most:
