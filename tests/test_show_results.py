@@ -195,7 +195,6 @@ def test_bad_input_is_one_line_and_runs_no_code(trained):
     assert not (folder / "made").exists()
 
 
-@pytest.mark.xfail(reason="L 11: it is", raises=AssertionError)
 def test_a_picture_that_is_there_is_not_overwritten_without_a_word(
     trained, tmp_path, capsys, monkeypatch
 ):

@@ -10,8 +10,8 @@ training file must have their classes, by name.
 
 It ends with the first kind of fault that it finds: one line. If nothing is wrong, it prints how
 many images each class has. An image's class is the category of its first annotation. No image is
-decoded, but whether a JPEG or PNG has its end is looked at. With --decode all are decoded, on all
-cores, and each one at which a training would end has a line.
+decoded, but whether a file is an image, and whether a JPEG or PNG has its end, is looked at. With
+--decode all are decoded, on all cores, and each one at which a training would end has a line.
 
 Exit code: 0: no fault; 2: a fault, or wrong arguments.
 
@@ -22,13 +22,14 @@ functions of this one.
 import argparse
 import gc
 import json
-import multiprocessing
 import os
 import signal
 import sys
 import textwrap
+import warnings
 from collections import Counter
 from contextlib import suppress
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 
@@ -48,25 +49,22 @@ def raise_first(texts, advice=""):
 UNUSED = ("segmentation", "bbox", "area", "width", "height")  # training does not need them
 FIELDS = {
     "images": {"id": int, "file_name": str},
-    "categories": {"id": int, "name": str},
+    "categories": {"id": int, "name": str},  # a whole number will do as a name
     "annotations": {"category_id": int, "image_id": int, "id": int},
 }
 WORDS = {int: "a whole number", str: "text"}
-FORM = "Give an instances file of COCO's form, such as instances_train2017.json; "
-FORM += "tools/prepare_coco.py makes one of LVIS's, of paths of Windows and of ids as text"
+FORM = "Give an instances file of COCO's form, such as instances_train2017.json"
+LVIS = "This is LVIS's form: write the last part of each coco_url as file_name"
+NUMBERS = "Write ids without quotes, the same ones in all three lists"
 
 
-def read_instances(path, convert=None):
-    """The content of an annotation file, without UNUSED. Raises UserError.
-
-    convert(content) may make one of another form COCO's, before its entries are checked.
-    """
+def read_instances(path):
+    """The content of an annotation file, without UNUSED. Raises UserError."""
     try:
         content = read_json(path)
         check_lists(content)
-        if convert:
-            convert(content)
         check_fields(content)
+        check_names(content)
         check_ids(content)
     except UserError as error:
         raise UserError(f"annotation file {path}{error}") from error
@@ -102,22 +100,38 @@ def check_lists(content):
 
 
 def check_fields(content):
-    """Each entry must have what FIELDS says, and each image be in the folder of images."""
+    """Each entry must have what FIELDS says."""
     for name, fields in FIELDS.items():
         for key, kind in fields.items():
+            kinds = {kind, int} if key == "name" else {kind}
+            wrong = [
+                (index, entry)
+                for index, entry in enumerate(content[name])
+                if type(entry.get(key)) not in kinds or entry[key] == ""
+            ]
             texts = [
                 f": {name}[{index}] {has(entry, key)}: expected {WORDS[kind]}"
-                for index, entry in enumerate(content[name])
-                if type(entry.get(key)) is not kind or entry[key] == ""
+                for index, entry in wrong
             ]
-            raise_first(texts, f". {FORM}")
+            advice = FORM
+            if wrong and key == "file_name" and "coco_url" in wrong[0][1]:
+                advice = LVIS
+            if wrong and kind is int and isinstance(wrong[0][1].get(key), str):
+                advice = NUMBERS
+            raise_first(texts, f". {advice}")
+
+
+def check_names(content):
+    """Each image must be in the folder of images, by a path of any system but Windows."""
     names = [image["file_name"] for image in content["images"]]
+    texts = [f": {name} has a backslash, as a path of Windows" for name in names if "\\" in name]
+    raise_first(texts, ": write / in its place")
+    texts = [f": {name} is an absolute path" for name in names if os.path.isabs(name)]
+    raise_first(texts, ": write it without the folder of images, which the command line gives")
     texts = [
-        f": {name} is no path in the folder of images, with / between its parts"
-        for name in names
-        if os.path.isabs(name) or ".." in name.split("/") or "\\" in name
+        f": {name} leads out of the folder of images" for name in names if ".." in name.split("/")
     ]
-    raise_first(texts, f". {FORM}")
+    raise_first(texts, ": write a path in it, without ..")
 
 
 def has(entry, key):
@@ -170,8 +184,8 @@ def check_images(folder, names):
         raise UserError(f"there is no folder of images {folder}: check the path")
     lost = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
     if lost:
-        where = look_around(folder, lost[0])
-        refuse_lost(f"folder of images {folder}", names, lost, where)
+        advice = "check the path, where links lead, and capital letters"
+        refuse_lost(f"folder of images {folder}", names, lost, advice)
 
 
 def check_packed(path, names):
@@ -199,7 +213,8 @@ def read_index(lines, size):
     with suppress(ValueError):  # a line may be cut off, or damaged
         for line in lines:
             name, first, height, width = json.loads(line)
-            if not line.endswith(b"\n") or first + 3 * height * width > size:
+            is_whole = line.endswith(b"\n") and first + 3 * height * width <= size
+            if first != end or not is_whole:
                 break
             packed.add(name)
             end, length = first + 3 * height * width, length + len(line)
@@ -211,69 +226,88 @@ def refuse_lost(where, names, lost, advice):
     raise UserError(f"the {where} {text}: {advice}")
 
 
-def look_around(folder, name):
-    """Where an image is that the folder lacks, or what it is called there; and what to do."""
-    if "\0" in name:
-        return "no file can have this name"
-    here = Path(os.path.abspath(folder))
-    others = [*here.parents[: name.count("/")], *sorted(here.glob("*"))]
-    others += sorted(here.parent.glob("*"))  # another split's folder may have been given
-    for other in others:
-        if os.path.isfile(other / name):
-            return f"{name} is in {other}: give that folder if all are there"
-    subfolder, base = os.path.split(name)
-    for file in [*sorted((here / subfolder).glob("*")), *sorted(here.glob("*"))]:
-        if file.name.casefold() == base.casefold() and file.is_file():
-            return f"{file.relative_to(here)} is there: name it so in the annotation file"
-    return "check the path, and where links lead"
+# ---- Files that are no images, or not whole
 
-
-# ---- Images that are not whole
-
-# How a file of a kind begins, and what is at its end.
+# How a file begins that is no image, from some byte on; what it is; what to do.
+NO_IMAGES = [
+    (0, b"version https://git-lfs", "a pointer of git-LFS", "run git lfs pull"),
+    (0, b"<!doctype html", "an HTML page", "fetch the image again"),
+    (0, b"<html", "an HTML page", "fetch the image again"),
+    (4, b"ftyphei", "HEIC, which Pillow cannot decode", "convert it to JPEG"),
+    (4, b"ftypmif1", "HEIC, which Pillow cannot decode", "convert it to JPEG"),
+]
+# How an image of a kind begins, and what is at its end.
 ENDS = [("JPEG", b"\xff\xd8", b"\xff\xd9"), ("PNG", b"\x89PNG", b"IEND")]
 TAIL = 1 << 12  # bytes: there the end is looked for
 HEAD = 1 << 16  # bytes at the beginning: there a JPEG may hold a smaller one, with its own end
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".heic")
+AGAIN = "Fetch it again, or take it out of the annotation file"
 
 
 def fault_of(path):
-    """Why an image is not whole; "" if nothing shows that."""
+    """(Why a file is no whole image, what to do); None if nothing shows that."""
     try:
         with open(path, "rb") as file:
-            head = file.read(8)
+            head = file.read(64)
             if not head:
-                return "is empty"
+                return "is empty", AGAIN
+            for place, begin, what, advice in NO_IMAGES:
+                if head[place:].lower().startswith(begin):
+                    return f"is {what}", advice
             for kind, begin, end in ENDS:
-                if head.startswith(begin):
-                    file.seek(max(0, os.path.getsize(path) - TAIL))
-                    if end in file.read():
-                        return ""
-                    file.seek(HEAD)  # a phone's images may have a film behind their end
-                    return "" if end in file.read() else f"is cut off: no end of a {kind}"
+                if head.startswith(begin) and not has_end(file, end):
+                    return f"is cut off: no end of a {kind}", AGAIN
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    return ""
+        return f"cannot be read: {error.strerror}", AGAIN
+    return None
+
+
+def has_end(file, end):
+    """Whether an open image has this end. Zero bytes, or a phone's film, may be behind it."""
+    file.seek(max(0, os.path.getsize(file.name) - TAIL))
+    if end in file.read():
+        return True
+    file.seek(0)
+    data = file.read().rstrip(b"\0")
+    return end in data[-TAIL:] or end in data[HEAD:]
+
+
+def check_whole(paths):
+    """Raises UserError with the first fault, and how many more images have the same one."""
+    faults = [(path, fault_of(path)) for path in paths]
+    first = next((fault for _, fault in faults if fault), None)
+    same = [f"image {path} {fault[0]}" for path, fault in faults if fault and fault == first]
+    raise_first(same, f". {first[1]}" if first else "")
 
 
 def decode(path):
     """Why a training would end at an image; "" if it can be decoded."""
     from PIL import Image
 
-    Image.MAX_IMAGE_PIXELS = None  # a warning of many pixels is none of damage
+    fault = fault_of(path)
+    if fault:
+        return fault[0]
     try:
         with Image.open(path) as image:
             image.load()
             if image.mode[0] in "IF":
                 return f"has pixels of more than 8 bits (mode {image.mode})"
+    except Image.DecompressionBombError:
+        return f"is too large: Pillow decodes at most {2 * Image.MAX_IMAGE_PIXELS:,} pixels"
     except Exception as error:  # damaged images raise errors of any type
         return f"cannot be decoded: {str(error).partition(' <_io')[0] or type(error).__name__}"
     return ""
 
 
-def decode_all(folder, names):
+def decode_all(paths):
     """Raises UserError with a line for each image at which a training would end."""
-    paths, faults = [f"{folder}/{name}" for name in names], []
-    with multiprocessing.Pool() as pool:
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise UserError("--decode needs Pillow: pip install pillow") from error
+    faults = []
+    warnings.simplefilter("ignore")  # Pillow also warns of images that it can decode
+    with ThreadPool(os.cpu_count()) as pool:  # Pillow lets others run while it decodes
         for done, fault in enumerate(pool.imap(decode, paths, chunksize=8), 1):
             if fault:
                 faults.append(f"image {paths[done - 1]} {fault}")
@@ -281,7 +315,7 @@ def decode_all(folder, names):
                 print(f"{done} of {len(paths)} images decoded", file=sys.stderr)
     if faults:
         text = f"{len(faults)} of {len(paths)} images cannot be trained on. Fetch them again, "
-        text += "convert them to 8 bits, or take them out of the annotation file"
+        text += "convert them to JPEG of 8 bits, or take them out of the annotation file"
         raise UserError("\n".join([*faults, text]))
 
 
@@ -300,12 +334,31 @@ def describe(path, content):
     used = sorted(count_classes(content), key=lambda row: -row[1])
     images, classes = len(content["images"]), len(content["categories"])
     unlabelled = images - sum(count for _, count in used)
+    ids = {image["id"] for image in content["images"]}
+    lost = sum(annotation["image_id"] not in ids for annotation in content["annotations"])
+    text = f"annotations: {lost} have an image_id that no image has (training leaves them out)"
     return [
         f"annotation file {path}",
         f"images: {images}, without a label: {unlabelled} (training leaves them out)",
+        *([text] if lost else []),
         f"classes: {classes}, without an image: {classes - len(used)}",
         *textwrap.wrap(", ".join(f"{name} {count}" for name, count in used), 100),
     ]
+
+
+def describe_others(folder, contents):
+    """Lines: image files of a folder that none of the annotation files names."""
+    images = [image for content in contents for image in content["images"]]
+    listed = {os.path.normpath(image["file_name"]) for image in images}
+    others = []
+    for where, _, files in os.walk(folder):
+        for name in files:
+            path = os.path.relpath(os.path.join(where, name), folder)
+            if path.lower().endswith(SUFFIXES) and path not in listed:
+                others.append(path)
+    if not others:
+        return []
+    return [f"{folder} has {len(others)} image files that are not listed, as {min(others)}"]
 
 
 # ---- The command
@@ -314,7 +367,7 @@ def describe(path, content):
 def check(annotations, folder=None, val=None, every=False):
     """Lines that say what is there. every: decode all images. Raises UserError."""
     content = read_instances(annotations)
-    lines = describe(annotations, content)
+    lines, contents = describe(annotations, content), [content]
     if folder:
         labelled = first_annotations(content)
         names = [image["file_name"] for image in content["images"] if image["id"] in labelled]
@@ -322,14 +375,14 @@ def check(annotations, folder=None, val=None, every=False):
             check_packed(folder, names)
         else:
             check_images(folder, names)
+            paths = [f"{folder}/{name}" for name in dict.fromkeys(names)]
             if every:
-                decode_all(folder, names)
-            faults = ((path, fault_of(path)) for path in (f"{folder}/{name}" for name in names))
-            texts = [f"image {path} {fault}" for path, fault in faults if fault]
-            raise_first(texts, ". Fetch it again, or take it out of the annotation file")
+                decode_all(paths)
+            check_whole(paths)
         lines.append(f"{folder} has all images that have a label; none is empty or cut off")
     if val:
         val_content = read_instances(val)
+        contents.append(val_content)
         lines += describe(val, val_content)
         for path, of_file in ((annotations, content), (val, val_content)):
             used = Counter(name for name, _ in count_classes(of_file))
@@ -349,7 +402,7 @@ def check(annotations, folder=None, val=None, every=False):
         ]
         raise_first(texts)
         lines.append("The training file has all classes of the validation images")
-    return lines
+    return lines + (describe_others(folder, contents) if folder else [])
 
 
 def parse_arguments(argv=None):

@@ -12,8 +12,7 @@ TARGET gets the same layout and file names. Images are resized to a shorter side
 written as JPEG, whatever their names end with, in RGB or in grey of 8 bits (of 16 bits, 0 to
 65,535 becomes 0 to 255; of 32 bits, the image's own range does). Smaller images are copied. So are
 damaged ones, which are named. An instances file has the first annotation of each image alone,
-without boxes and outlines. It has COCO's form, also where that of SOURCE has ids that are text or
-fractions, LVIS's coco_url in place of a file name, backslashes, or classes without a name.
+without boxes and outlines. One that is there and has something else is never replaced.
 
 With --packed TARGET gets the pixels of all images of a split in one file, such as train2017.rgb,
 and train2017.rgb.index: nothing has to be decoded in training. The file of train2017 has some
@@ -21,23 +20,21 @@ and train2017.rgb.index: nothing has to be decoded in training. The file of trai
 --shorter_side beyond that of the images keeps their size.
 
 A run that was stopped or killed goes on when it is started again. An image that is in TARGET is
-not made again. What a killed run has left, *.unfinished, may be removed.
+not made again: another --shorter_side needs another TARGET. Start one run at a time. What a killed
+run has left, *.unfinished, may be removed.
 
 Exit code: 0: TARGET is complete; 2: an error, which is one line, or wrong arguments.
 """
 
 import argparse
-import fcntl
 import gc
 import json
 import os
-import shutil
 import signal
 import sys
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -135,36 +132,32 @@ def copies(args, split, names):
 
 
 def write_images(args, split, names):
-    """Writes the images that TARGET lacks; damaged ones as they are."""
+    """Writes the images that TARGET lacks; damaged ones as they are. Returns their number."""
     folder = args.target / split
     left = [name for name in names if not (folder / name).exists()]
     for name, data in copies(args, split, left):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_whole(folder / name, data or (args.source / split / name).read_bytes())
+    return len(left)
 
 
 # ---- Packed images
 
 
 def pack(args, split, names):
-    """Writes SPLIT.rgb and its index. Returns the names of its images. Raises UserError.
+    """Writes SPLIT.rgb and its index. Returns the names of its images, and how many are new.
 
     The index has a line for each image whose pixels are whole in the file: a run that goes on
-    begins after them.
+    begins after them. Raises UserError.
     """
     rows, index = args.target / f"{split}.rgb", args.target / f"{split}.rgb.index"
     damaged = 0
     with rows.open("ab") as pixels, index.open("a+b") as lines:
-        try:
-            fcntl.flock(pixels, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{rows}: another run is writing it") from error
         lines.seek(0)
         packed, end, length = read_index(lines, pixels.tell())
         pixels.truncate(end)
         lines.truncate(length)
         left = [name for name in names if name not in packed]
-        check_room(args, split, left)
         for name, image in copies(args, split, left):
             if image is None:
                 damaged += 1
@@ -175,58 +168,14 @@ def pack(args, split, names):
             lines.write(json.dumps([name, end, height, width]).encode() + b"\n")
             end += len(content)
             packed.add(name)
+        lines.seek(0)
+        if read_index(lines, pixels.seek(0, os.SEEK_END))[:2] != (packed, pixels.tell()):
+            text = "another run has written it at the same time: remove it, and start one alone"
+            raise UserError(f"{rows}: {text}")
     if not packed or (damaged and not args.skip_damaged):
         text = f"{damaged} damaged, named above: repair them, or leave them out by --skip_damaged"
         raise UserError(f"{args.source / split}: {text}; then start again")
-    return packed
-
-
-def check_room(args, split, names):
-    """Raises UserError if the disk has too little room for the pixels of these images."""
-    sizes = []
-    for name in names[:: 1 + len(names) // 100]:
-        with suppress(Exception), Image.open(args.source / split / name) as image:
-            scale = min(1, args.shorter_side / min(image.size))
-            sizes.append(3 * scale * scale * image.width * image.height)
-    needed = len(names) * sum(sizes) / max(1, len(sizes))
-    free = shutil.disk_usage(args.target).free
-    if needed > free:
-        text = f"{split} needs about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-        raise UserError(f"{args.target}: {text}")
-
-
-# ---- Annotations
-
-
-def in_coco_form(content):
-    """Makes a file of another form COCO's.
-
-    Ids become whole numbers in the order of the old ones; 0 is that of nothing. In LVIS a file's
-    name is the end of a URL, in an export made on Windows it has backslashes. A class without a
-    name is called by its id.
-    """
-    for image in content["images"]:
-        name = image.get("file_name") or str(image.get("coco_url") or "").rpartition("/")[2]
-        image["file_name"] = str(name).replace("\\", "/")
-    for category in content["categories"]:
-        category["name"] = str(category.get("name") or category.get("id"))
-    annotations = content["annotations"]
-    for name, key in (("images", "image_id"), ("categories", "category_id"), ("annotations", "")):
-        places = [(entry, "id") for entry in content[name]]
-        places += [(annotation, key) for annotation in annotations if key]
-        if all(type(entry.get(field)) is int for entry, field in places):
-            continue
-        ids = {entry["id"] for entry in content[name] if is_id(entry.get("id"))}
-        order = sorted(ids, key=lambda old: (isinstance(old, str), old))  # both may be there
-        new = {old: number for number, old in enumerate(order, 1)}
-        for entry, field in places:
-            if is_id(entry.get(field)):
-                entry[field] = new.get(entry[field], 0)
-
-
-def is_id(value):
-    """Whether it stands for one number or text. A larger float may be another number, rounded."""
-    return type(value) in (int, str) or (type(value) is float and abs(value) < 2**53)
+    return packed, len(left) - damaged
 
 
 # ---- The run
@@ -242,45 +191,44 @@ def find_splits(source):
     return found
 
 
-def claim(args):
-    """Makes TARGET, or finds it made with the same settings. Raises UserError."""
-    record = args.target / "prepare_coco.json"
-    settings = {"shorter_side": args.shorter_side} | ({"packed": True} if args.packed else {})
-    args.target.mkdir(parents=True, exist_ok=True)
-    # The record is the first file to be complete, also where two runs begin at once.
-    others = [path for path in args.target.iterdir() if path.suffix != ".unfinished"]
-    if not others:
-        write_whole(record, json.dumps(settings).encode())
-    elif not record.exists():
-        raise UserError(f"{args.target} is not empty, and not made by this program")
-    elif (made_with := record.read_text(errors="replace")) != json.dumps(settings):
-        raise UserError(f"{args.target} was made with {made_with}: give another TARGET")
+def write_annotations(path, content):
+    """Writes an instances file. Raises UserError if there is one that has something else."""
+    data = json.dumps(content, separators=(",", ":")).encode()
+    if path.exists() and path.read_bytes() != data:
+        text = "is there, and has something else: remove it, or give another TARGET"
+        raise UserError(f"{path} {text}")
+    write_whole(path, data)
 
 
 def prepare(args):
-    """Makes all of TARGET. Returns the number of images. Raises UserError or OSError."""
+    """Makes all of TARGET. Returns the numbers of all images and of new ones.
+
+    Raises UserError or OSError.
+    """
     contents = {}
     for split in find_splits(args.source):
         path = args.source / f"annotations/instances_{split}.json"
-        contents[split] = read_instances(path, in_coco_form)
+        contents[split] = read_instances(path)
         names = [image["file_name"] for image in contents[split]["images"]]
         check_images(args.source / split, names)
-    claim(args)
-    (args.target / "annotations").mkdir(exist_ok=True)
-    count = 0
+    if args.target.exists() and args.target.samefile(args.source):
+        raise UserError(f"{args.target} is SOURCE, which is only read: give another TARGET")
+    (args.target / "annotations").mkdir(parents=True, exist_ok=True)
+    count = new = 0
     for split, content in contents.items():
         names = [image["file_name"] for image in content["images"]]
         if args.packed:
-            packed = pack(args, split, names)
+            packed, made = pack(args, split, names)
             content["images"] = [i for i in content["images"] if i["file_name"] in packed]
         else:
-            write_images(args, split, names)
+            made = write_images(args, split, names)
         firsts = first_annotations(content).values()
         content["annotations"] = [content["annotations"][index] for index, _ in firsts]
-        path = args.target / f"annotations/instances_{split}.json"
-        write_whole(path, json.dumps(content, separators=(",", ":")).encode())
-        count += len(content["images"])
-    return count
+        for category in content["categories"]:
+            category["name"] = str(category["name"])
+        write_annotations(args.target / f"annotations/instances_{split}.json", content)
+        count, new = count + len(content["images"]), new + made
+    return count, new
 
 
 def parse_arguments(argv=None):
@@ -310,8 +258,9 @@ def main():
         signal.signal(number, signal.SIG_DFL)
     began = time.monotonic()
     try:
-        count = prepare(args)
-        print(f"{args.target}: {count} images in {time.monotonic() - began:.0f} s", flush=True)
+        count, new = prepare(args)
+        seconds = time.monotonic() - began
+        print(f"{args.target}: {count} images, {new} of them new, in {seconds:.0f} s", flush=True)
     except (UserError, OSError) as error:
         if isinstance(error, OSError):  # one of a full disk has no file's name
             error = f"{error.filename or args.target}: {error.strerror}"

@@ -80,7 +80,7 @@ def results_of(demo, args):
             confidence, guesses = demo.forward(training, model, batch).softmax(1).max(1)
             found.append((labels, guesses.cpu(), confidence.cpu()))
     labels, guesses, confidence = (torch.cat(parts) for parts in zip(*found, strict=True))
-    names = [name[:LONGEST] for name in names]
+    names = [str(name)[:LONGEST] for name in names]
     return SimpleNamespace(
         names=names, dataset=loader.dataset, labels=labels, guesses=guesses, confidence=confidence
     )
@@ -186,6 +186,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     demo = load_script(args.script)
     try:
+        is_there = os.path.exists(args.output)
         results = results_of(demo, args)
         print(in_words(results))
         draw(results, args.output)
@@ -194,7 +195,7 @@ def main(argv=None):
     finally:
         if demo.dist.is_initialized():
             demo.dist.destroy_process_group()
-    print(f"Picture: {args.output}")
+    print(f"Picture: {args.output}{' (the one that was there is replaced)' if is_there else ''}")
 
 
 if __name__ == "__main__":

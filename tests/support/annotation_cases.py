@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from check_coco import FORM
+import check_coco
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 GOOD = (DATA / "good_annotations.json").read_text()
@@ -48,7 +48,9 @@ def write_case(name: str, path: Path) -> None:
 
 def is_said(line: str, said: str, path: Path) -> bool:
     """Whether this is the line of the table, in which "..." are words of Python."""
-    line = line.replace("FORM", FORM).replace("FILE", f"annotation file {path}")
+    for name in ("FORM", "LVIS", "NUMBERS"):
+        line = line.replace(name, getattr(check_coco, name))
+    line = line.replace("FILE", f"annotation file {path}")
     return re.fullmatch(".*".join(map(re.escape, line.split("..."))), said) is not None
 
 
