@@ -14,7 +14,7 @@ from PIL import Image
 
 import make_sample_coco
 from support.datasets import COCO_IDS, digests, read_coco
-from support.processes import FACTOR, ROOT
+from support.processes import FACTOR, ROOT, assert_none_left, processes
 
 SMALL = ["--images", "6", "--val_images", "2"]
 
@@ -22,7 +22,7 @@ SMALL = ["--images", "6", "--val_images", "2"]
 def start(*arguments: object) -> subprocess.Popen:
     command = [sys.executable, ROOT / "tools" / "make_sample_coco.py", *arguments]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen([*map(str, command)], **pipes)
+    return subprocess.Popen([*map(str, command)], **pipes, start_new_session=True)
 
 
 def make(*arguments: object, expect: int = 0) -> str:
@@ -87,7 +87,7 @@ def test_own_set_is_left_alone_and_anything_else_refused(sample, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "mine", "set"]
 
 
-def test_stopped_call_leaves_no_half_set_and_the_next_makes_it(tmp_path):
+def test_stopped_call_leaves_no_half_set_and_no_process_and_the_next_makes_it(tmp_path):
     for number in (signal.SIGTERM, signal.SIGKILL):
         call = start(tmp_path / "set", "--images", 2000)
         deadline = time.monotonic() + 30 * FACTOR
@@ -98,7 +98,19 @@ def test_stopped_call_leaves_no_half_set_and_the_next_makes_it(tmp_path):
         call.communicate(timeout=20 * FACTOR)
         if number == signal.SIGTERM:
             assert call.returncode == 128 + number and not [*tmp_path.iterdir()]
+        assert_none_left(str(call.pid))
     make(tmp_path / "set", *SMALL)
+
+
+def test_a_process_that_draws_and_is_killed_ends_the_call_with_one_line(tmp_path):
+    call = start(tmp_path / "set", "--images", 2000)
+    deadline = time.monotonic() + 30 * FACTOR
+    while not [*tmp_path.rglob("*.jpg")]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(processes(str(call.pid), but=call.pid)[0].pid, signal.SIGKILL)
+    assert call.communicate(timeout=20 * FACTOR)[1].startswith("make_sample_coco.py: error: a pro")
+    assert call.returncode == 1 and not [*tmp_path.iterdir()]
 
 
 def test_folder_that_cannot_be_made_is_one_line(tmp_path):

@@ -13,10 +13,15 @@ alone. FOLDER appears when the set is complete.
 
 import argparse
 import json
+import multiprocessing
+import os
 import random
 import signal
 import sys
 import tempfile
+import threading
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
@@ -33,6 +38,7 @@ NAMES = (
     "hair drier,toothbrush"
 )
 IDS = {name: number for number, name in enumerate(NAMES.split(","), 1) if name}
+MOST_PROCESSES = 16
 SIZES = [(640, 480), (640, 427), (480, 640), (427, 640), (500, 375), (612, 612)]  # as in COCO
 
 
@@ -154,22 +160,42 @@ def draw_image(number):
     return image, annotations
 
 
-def draw_split(folder, split, numbers):
+def draw_file(folder, number):
+    """Writes an image. Returns its entry in an instances file, and its annotations without ids."""
+    image, annotations = draw_image(number)
+    name, (width, height) = f"{number:012d}.jpg", image.size
+    image.save(folder / name, "JPEG", quality=91, subsampling="4:4:4")
+    return {"id": number, "file_name": name, "width": width, "height": height}, annotations
+
+
+def draw_split(pool, folder, split, numbers):
     """Writes the images of a split, and its instances file."""
     (folder / split).mkdir()
     images, annotations = [], []
-    for number in numbers:
-        image, found = draw_image(number)
-        name = f"{number:012d}.jpg"
-        image.save(folder / split / name, "JPEG", quality=91, subsampling="4:4:4")
-        width, height = image.size
-        images.append({"id": number, "file_name": name, "width": width, "height": height})
+    for image, found in pool.map(partial(draw_file, folder / split), numbers, chunksize=4):
+        images.append(image)
         for annotation in found:
-            annotations.append({"id": len(annotations) + 1, "image_id": number} | annotation)
+            numbered = {"id": len(annotations) + 1, "image_id": image["id"]} | annotation
+            annotations.append(numbered)
     categories = [{"id": number, "name": name} for name, number in IDS.items()]
     content = {"images": images, "annotations": annotations, "categories": categories}
     path = folder / "annotations" / f"instances_{split}.json"
     path.write_text(json.dumps(content) + "\n")
+
+
+def end_with_parent():
+    """In each process that draws: it would wait for ever for work if the command is killed."""
+
+    def wait():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def cores():
+    """How many this process may use; not every system can tell them from the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 # ---- The set
@@ -186,8 +212,9 @@ def make_set(folder, images, val_images):
     with tempfile.TemporaryDirectory(".unfinished", f"{folder.name}.", parent) as unfinished:
         made = Path(unfinished) / "set"
         (made / "annotations").mkdir(parents=True)
-        draw_split(made, "train2017", range(1, 1 + images))
-        draw_split(made, "val2017", range(1 + images, 1 + images + val_images))
+        with ProcessPoolExecutor(min(cores(), MOST_PROCESSES), None, end_with_parent) as pool:
+            draw_split(pool, made, "train2017", range(1, 1 + images))
+            draw_split(pool, made, "val2017", range(1 + images, 1 + images + val_images))
         try:
             made.rename(folder)
         except OSError:
@@ -215,6 +242,8 @@ def main():
         make_set(args.folder, args.images, args.val_images)
     except OSError as error:
         sys.exit(f"make_sample_coco.py: error: {args.folder}: {error.strerror}")
+    except BrokenExecutor:
+        sys.exit("make_sample_coco.py: error: a process that draws was killed: start again")
     print(f"{args.folder}: {args.images} + {args.val_images} images")
 
 
