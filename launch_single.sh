@@ -30,7 +30,7 @@ processes=${GPUS:-${GPUS_PER_NODE:-1}}
 # run.py keeps the log, passes stop signals on and restarts. For the sample set ({sample}) it has these arguments.
 sample="--coco_image_path {sample}/train2017 --annotation_path {sample}/annotations/instances_train2017.json"
 sample+=" --val_image_path {sample}/val2017 --val_annotation_path {sample}/annotations/instances_val2017.json"
-sample+=" --weights none --batch_size 16 --image_size 128 --lr 3e-4 --num_epochs 2"
+sample+=" --weights none --batch_size 16 --image_size 96 --lr 2e-4 --num_epochs 2"
 
 # --local-addr: torchrun would otherwise use this machine's name, which may not resolve.
 exec "$python" "$root/tools/run.py" --restarts="${RESTARTS:-0}" --log_dir="${LOG_DIR:-logs}" --run_name="${RUN_NAME:-}" \

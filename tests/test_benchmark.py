@@ -5,6 +5,7 @@ Most runs are made up: their speed would say nothing here. Their commands are pa
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
@@ -32,8 +33,9 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, sa
 
     def measure(command: str, *words: object) -> str:
         tool.main([command, "--data", str(sample), *map(str, words)])
-        first, _, rest = capsys.readouterr().out.partition("\n")
-        assert first.startswith(f"{command}: ")
+        first, images, rest = capsys.readouterr().out.split("\n", 2)
+        assert first.startswith(f"{command}: ") and ", commit " in first
+        assert images == f"{sample}: 94 labelled images"
         return rest
 
     return measure
@@ -44,7 +46,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable:
     """Puts a function of a run's words, and of the script's arguments, in place of runs."""
 
     def replace(prints: Callable[[list[str], Namespace], str]) -> None:
-        def run(command):
+        def run(command, _processes=1):
             words = [str(word) for word in command]
             if words[0] == "git":
                 return ""
@@ -78,12 +80,17 @@ def test_what_cannot_run_ends_in_one_line(benchmark, words, line):
 def test_a_run_has_the_variables_of_the_launchers_and_is_told_with_its_last_lines_if_it_fails(
     monkeypatch,
 ):
+    """On a GPU they set nothing but the threads."""
     monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "9")
-    names = "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"
-    code = f"import os, sys; sys.exit(str([os.environ[name] for name in {names}]))"
-    with pytest.raises(tool.UserError, match=r"^exit code 1: .*\n\['0', '9'\]\n$"):
-        tool.run([sys.executable, "-c", code])
+    monkeypatch.setattr(tool, "cores", lambda: 6)
+    names = "OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_"
+    code = f"import os, sys; sys.exit(str([os.environ.get(name) for name in {names}]))"
+    for gpus, found in ((False, "'3', '9', '0'"), (True, "'3', '9', None")):
+        monkeypatch.setattr(tool.run_py, "runs_on_gpus", lambda _, gpus=gpus: gpus)
+        with pytest.raises(tool.UserError, match=rf"^exit code 1: .*\n\[{found}\]\n$"):
+            tool.run([sys.executable, "-c", code], 2)
 
 
 STEP = """\
@@ -110,19 +117,31 @@ def test_a_commits_script_is_measured_in_turns_and_compared_by_the_medians(bench
 
 
 GPU = """\
-round 1 of 1: 1 GPU(s), bf16, fed: 20.0 img/s, step_ms 200.0, data_ms 60.0, peak_gpu_bytes 9,000.0
-round 1 of 1: 1 GPU(s), bf16, resident: 40.0 img/s, step_ms 100.0, peak_gpu_bytes 9,000.0
-round 1 of 1: 2 GPU(s), bf16, fed: 20.0 img/s, step_ms 200.0, data_ms 60.0, peak_gpu_bytes 9,000.0
-round 1 of 1: 2 GPU(s), bf16, resident: 40.0 img/s, step_ms 100.0, peak_gpu_bytes 9,000.0
-1 GPU(s), bf16, fed: 20.0 img/s
+round 1 of 1: fed: 20.0 img/s, step_ms 200.0, data_ms 60.0, peak_gpu_bytes 9,000.0
+round 1 of 1: resident: 40.0 img/s, step_ms 100.0, peak_gpu_bytes 9,000.0
+fed: 20.0 img/s
+resident: 40.0 img/s
+img/s, fed / resident: 0.500 (0.500 to 0.500 in 1 round(s))
+the GPU's kernels in the profiled steps: 4.0 ms, of which
+ 75.0%       3.0 ms      2 times  conv
+ 25.0%       1.0 ms      1 times  bn
 """
+TRACE = [("kernel", "conv", 1000), ("kernel", "bn", 1000), ("cpu_op", "add", 9000)]
 
 
-def test_gpu_prints_a_line_for_each_case(benchmark, made_up, monkeypatch):
-    monkeypatch.setattr(tool.torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(tool, "PRECISIONS", ["bf16"])
+def test_gpu_prints_a_line_for_each_case_and_the_kernels_that_take_most(
+    benchmark, made_up, monkeypatch
+):
+    monkeypatch.setattr(tool.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(tool, "CASES", {"fed": {}, "resident": {"dummy": True}})
 
     def run(_words, args):
+        if args.profile:
+            events = [dict(cat=kind, name=name, dur=us) for kind, name, us in TRACE]
+            events.append({"cat": "kernel", "name": "conv", "dur": 2000})
+            Path(args.profile).mkdir()
+            path = Path(args.profile) / "rank0.json.gz"
+            path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
         data = 0 if args.dummy else 60
         step = 100 if args.dummy else 200
         times = {"step_ms": step, "data_ms": data, "peak_gpu_bytes": 9_000}
@@ -130,21 +149,30 @@ def test_gpu_prints_a_line_for_each_case(benchmark, made_up, monkeypatch):
 
     made_up(run)
     out = benchmark("gpu", *ONCE)
-    assert out.startswith(GPU)
-    ratio = "0.500 (0.500 to 0.500 in 1 round(s))"
-    assert f"img/s, 1 GPU(s), bf16, fed / 1 GPU(s), bf16, resident: {ratio}\n" in out
+    assert out == GPU
 
 
-def test_gpus_have_images_enough_and_what_is_in_stock_is_not_measured(monkeypatch):
+def test_what_a_gpus_loader_has_in_stock_is_not_measured_and_images_are_enough(monkeypatch):
+    """Each case can be run, and an epoch of four ends within its steps, with a short batch."""
     counts, cases = [], {}
     monkeypatch.setattr(tool.torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(tool, "make_data", lambda *words: counts.append(words[-1]) or [])
+    data = ["--coco_image_path=x", "--annotation_path=y"]
+    monkeypatch.setattr(tool, "make_data", lambda *words: counts.append(words[-1]) or [*data])
     monkeypatch.setattr(tool, "measure", lambda _, found: cases.update(found))
-    tool.measure_gpu(Namespace(batch_size=4, steps=2, data=["x"]))
-    assert counts[1] == 2 * counts[0]
-    for command in cases.values():
-        (text,) = re.findall(r"warm-up (\d+)", " ".join(map(str, command)))
-        assert f"--max_steps={int(text) + 2}" in command and int(text) > tool.WARM_UP
+    monkeypatch.setattr(tool, "run", lambda _: "")
+    monkeypatch.setattr(tool, "print_kernels", lambda _: None)
+    folder = Path("x")
+    tool.measure_gpu(Namespace(batch_size=4, steps=8, data=["x"], folder=folder))
+    fed = [name for name in cases if "fed" in name]
+    for name, command in cases.items():
+        words = [*map(str, command)]
+        (text,) = re.findall(r"warm-up (\d+)", " ".join(words))
+        args = demo.parse_arguments(words[words.index(str(SCRIPT)) + 1 :])
+        assert args.max_steps == int(text) + 8 and int(text) > tool.WARM_UP
+        if name in fed:
+            count, batch = counts[fed.index(name)], args.batch_size
+            epochs = args.max_steps / -(-count // batch)
+            assert epochs <= args.num_epochs and bool(count % batch) == (epochs > 1)
 
 
 def test_packed_images_are_measured_with_the_annotations_beside_them(tmp_path):
@@ -165,13 +193,18 @@ def test_job_is_that_of_the_talk_and_stands_beside_its_wall_time(benchmark, made
         found.append((args.num_epochs, args.global_batch_size))
         images = json.loads(Path(args.annotation_path).read_bytes())["images"]
         found.append(len(images))
-        return summary(steps=924, img_per_s=10_000)
+        return "[CUDA 0] Cleanup complete. Total wall time: 2.00s (2.000s)\n" + summary(
+            steps=924, img_per_s=10_000, train_s=1.5
+        )
 
     found = []
     made_up(run)
     out = benchmark("job")
     assert found == [(2, 256), 6]
-    assert out.startswith("924 steps, 10000 img/s in them\nfrom start to end 0.")
+    assert out.startswith("924 steps, 10000 img/s in them\n")
+    assert re.search(
+        r"^from start to end 0\.\d s: -2\.0 before the script, 0\.5 its start", out, re.M
+    )
     assert "over InfiniBand took 1165.0 s: " in out
 
 
@@ -185,9 +218,12 @@ def test_this_script_and_that_of_a_commit_are_really_measured(benchmark, monkeyp
     """gpu by torchrun, here on a CPU, where a batch that is resident costs no loading."""
     if command == "gpu":
         monkeypatch.setattr(tool.torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(tool, "PRECISIONS", ["fp32"])
-    out = benchmark(command, *ONCE, "--against", "HEAD")
-    first, second = re.findall(r"^round 1 of 1: (?:1 GPU\(s\), )?(.*): [\d.]+ img/s", out, re.M)
+        cases = {"fed": {"precision": "fp32", "num_epochs": 4}}
+        cases["bf16, resident"] = {"precision": "fp32", "dummy": True}
+        monkeypatch.setattr(tool, "CASES", cases)
+    once = ["--steps", 20, "--batch_size", 4, "--rounds", 1] if command == "gpu" else ONCE
+    out = benchmark(command, *once, "--against", "HEAD")
+    first, second = re.findall(r"^round 1 of 1: (.*): [\d.]+ img/s", out, re.M)
     assert (first, second) == ("this script", "HEAD") or command == "gpu"
     assert all(float(rate) > 0 for rate in re.findall(r": ([\d.]+) img/s$", out, re.M))
     if command == "gpu":

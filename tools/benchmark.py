@@ -3,7 +3,7 @@
 
     python tools/benchmark.py step       a whole training step, fed from image files
     python tools/benchmark.py input      the loader alone, on one core
-    python tools/benchmark.py gpu        steps fed from files, and with random images on the GPU
+    python tools/benchmark.py gpu        steps of one GPU, and its most expensive kernels
     python tools/benchmark.py job        the job of the talk, from start to end
 
 --data takes COCO's folder, or a packed file of tools/prepare_coco.py. step and input take several,
@@ -14,12 +14,15 @@ rounds.
 
 Training is the real script in a process of its own, with the variables that the launchers set.
 Its figures are those of its Summary, which leaves out the first three steps. Where there are fewer
-images than a run needs, they are repeated. Use a machine that does nothing else.
+images than a run needs, they are repeated: how many there are is printed. gpu trains from files
+("fed") and with random images that stay on the GPU ("resident"). Use a machine that does nothing
+else.
 
 Exit codes: 0 done, 2 wrong arguments, 1 a failed run.
 """
 
 import argparse
+import gzip
 import itertools
 import json
 import os
@@ -30,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -41,14 +45,26 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "demo_coco_resnet18.py"
 WARM_UP = 3  # steps that the script's Summary leaves out
 JOB_IMAGES, JOB_EPOCHS, JOB_BATCH = 117_266, 2, 256  # the talk's: labelled images of train2017
-PRECISIONS = ["bf16", "fp32"]  # that gpu measures
-SHOWN = ["step_ms", "data_ms", "compute_ms", "exposed_ms", "peak_gpu_bytes"]  # of each run
+SHOWN = ["step_ms", "data_ms", "compute_ms", "exposed_ms", "cpu_ms", "peak_gpu_bytes"]
+CASES = {  # of gpu: options of the script beside those for the data
+    "bf16, fed": {},
+    "bf16, resident": {"dummy": True},
+    "bf16, fed, 4 epochs, each with a short last batch": {"num_epochs": 4},
+    "bf16, resident, --compile": {"dummy": True, "compile": True},
+    "bf16, fed, batch of 64": {"batch_size": 64},
+    "bf16, resident, batch of 64": {"batch_size": 64, "dummy": True},
+    "fp16, fed": {"precision": "fp16"},
+    "fp16, resident": {"precision": "fp16", "dummy": True},
+    "fp32, fed": {"precision": "fp32"},
+    "fp32, resident": {"precision": "fp32", "dummy": True},
+}
+MOST_KERNELS = 10
 
 
 def main(argv=None):
     args = parse_arguments(argv)
     where = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
-    where += [f"{cores()} cores", f"torch {torch.__version__}"]
+    where += [f"{cores()} cores", f"torch {torch.__version__}", f"commit {commit()}"]
     where += [f"batch of {args.batch_size}, {args.steps} steps"] if args.command != "job" else []
     print(f"{args.command}: {', '.join(where)}")
     with tempfile.TemporaryDirectory(prefix="demo-benchmark-") as folder:
@@ -57,6 +73,9 @@ def main(argv=None):
             if not args.data:
                 args.data = [ROOT / "data" / "sample_coco"]
                 run([sys.executable, ROOT / "tools" / "make_sample_coco.py", *args.data])
+            for source in args.data:
+                found = find_labelled(json.loads(files_of(source)[1].read_bytes()))[1]
+                print(f"{source}: {len(found)} labelled images")
             COMMANDS[args.command](args)
         except (UserError, OSError) as error:
             sys.exit(f"benchmark.py: error: {error}")
@@ -79,7 +98,8 @@ def measure_scripts(args):
                 count = args.batch_size * (WARM_UP + args.steps)
                 command, more = child("loader", script), {"workers": 0}
             else:
-                count = needed_images(args, WARM_UP)
+                # The loader still has work in the last step.
+                count = args.batch_size * (WARM_UP + args.steps + 2 * cores())
                 command, more = [sys.executable, script], {"max_steps": WARM_UP + args.steps}
             data = make_data(args, source, count)
             given = options(data, batch_size=args.batch_size, **more)
@@ -88,22 +108,40 @@ def measure_scripts(args):
 
 
 def measure_gpu(args):
-    """Times are by the clock of the GPU."""
-    gpus = torch.cuda.device_count()
-    if not gpus:
+    """Steps of one GPU, by its clock, then its kernels."""
+    if not torch.cuda.device_count():
         raise UserError("PyTorch finds no NVIDIA GPU here: run gpu where nvidia-smi lists one")
     # A loader has two batches a worker in stock when the training begins.
     warm_up = WARM_UP + 2 * cores()
-    more = {"batch_size": args.batch_size, "max_steps": warm_up + args.steps}
     cases = {}
-    for processes in sorted({1, gpus}):
-        command = [*torchrun(processes), *child(f"warm-up {warm_up}", SCRIPT)[1:]]
-        fed = make_data(args, args.data[0], processes * needed_images(args, warm_up))
-        for precision in PRECISIONS:
-            for kind, data in (("fed", fed), ("resident", ["--dummy"])):
-                given = options(data, precision=precision, **more)
-                cases[f"{processes} GPU(s), {precision}, {kind}"] = [*command, *given]
+    for name, given in CASES.items():
+        more = {"batch_size": args.batch_size, "precision": "bf16"} | given
+        epochs, batch = more.get("num_epochs", 1), more["batch_size"]
+        count = batch * (warm_up + args.steps + 2 * cores())
+        if epochs > 1:  # the last epoch ends after the last step
+            count = batch * -(-(warm_up + args.steps) // epochs) - batch // 2
+        data = ["--dummy"] if more.pop("dummy", False) else make_data(args, args.data[0], count)
+        data += ["--compile"] if more.pop("compile", False) else []
+        given = options(data, max_steps=warm_up + args.steps, **more)
+        cases[name] = [*torchrun(1), *child(f"warm-up {warm_up}", SCRIPT)[1:], *given]
     measure(args, cases)
+    traces = args.folder / "traces"
+    run([*list(cases.values())[1], f"--profile={traces}"])  # resident, in bf16
+    print_kernels(traces / "rank0.json.gz")
+
+
+def print_kernels(path):
+    """The kernels of a trace of --profile that took most of the GPU's time, a line each."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    taken, count = Counter(), Counter()
+    for event in events:
+        if event.get("cat") == "kernel":
+            taken[event["name"]] += event["dur"] / 1e3  # ms
+            count[event["name"]] += 1
+    whole = sum(taken.values()) or 1
+    print(f"the GPU's kernels in the profiled steps: {whole:.1f} ms, of which")
+    for name, took in taken.most_common(MOST_KERNELS):
+        print(f"{took / whole:6.1%}  {took:8.1f} ms  {count[name]:5} times  {name[:100]}")
 
 
 def measure_job(args):
@@ -113,11 +151,21 @@ def measure_job(args):
     data = make_data(args, args.data[0], JOB_IMAGES)
     given = options(data, num_epochs=JOB_EPOCHS, global_batch_size=JOB_BATCH)
     began = time.monotonic()
-    found = summary(run([*torchrun(max(1, torch.cuda.device_count())), SCRIPT, *given]))
+    processes = max(1, torch.cuda.device_count())
+    text = run([*torchrun(processes), SCRIPT, *given], processes)
     seconds = time.monotonic() - began
+    found = summary(text)
+    (rest,) = re.findall(r"^\[\w+ 0\] .*Total wall time: .*\((.*)s\)$", text, re.MULTILINE)
     print(f"{found['steps']} steps, {found['img_per_s']:.0f} img/s in them")
-    print(f"from start to end {seconds:.1f} s; the talk's four GPUs over InfiniBand took", end=" ")
-    print(f"{talk_seconds:.1f} s: {talk_seconds / seconds:.1f} times as long")
+    print(
+        f"from start to end {seconds:.1f} s: {seconds - float(rest):.1f} before the script, ",
+        end="",
+    )
+    print(
+        f"{float(rest) - found['train_s']:.1f} its start and end, {found['train_s']:.1f} training"
+    )
+    print(f"the talk's four GPUs over InfiniBand took {talk_seconds:.1f} s:", end=" ")
+    print(f"{talk_seconds / seconds:.1f} times as long")
 
 
 def torchrun(processes):
@@ -158,17 +206,26 @@ def parse_arguments(argv):
 # ---- Data
 
 
+def files_of(source):
+    """The images, and their annotation file."""
+    images = source if source.suffix == ".rgb" else source / "train2017"
+    return images, images.parent / "annotations" / f"instances_{images.stem}.json"
+
+
+def find_labelled(content):
+    """{id of an image: its label}, and the images that have one."""
+    labels = {each["image_id"]: each["category_id"] for each in content["annotations"]}
+    return labels, [image for image in content["images"] if image["id"] in labels]
+
+
 def make_data(args, source, count):
     """The script's options for exactly so many labelled images, repeated if there are fewer.
 
     source: COCO's folder, or a packed file in it. Raises OSError.
     """
-    packed = source.suffix == ".rgb"
-    images = source if packed else source / "train2017"
-    path = images.parent / "annotations" / f"instances_{images.stem}.json"
+    images, path = files_of(source)
     content = json.loads(path.read_bytes())
-    labels = {each["image_id"]: each["category_id"] for each in content["annotations"]}
-    labelled = [image for image in content["images"] if image["id"] in labels]
+    labels, labelled = find_labelled(content)
     listed, annotations = [], []
     for n, image in zip(range(1, count + 1), itertools.cycle(labelled), strict=False):
         listed.append({"id": n, "file_name": image["file_name"]})
@@ -178,24 +235,27 @@ def make_data(args, source, count):
     return ["--coco_image_path", images, "--annotation_path", file, "--weights", "none"]
 
 
-def needed_images(args, warm_up):
-    """Of one process, so that the loader still has work in the last step."""
-    return args.batch_size * (warm_up + args.steps + 2 * cores())
-
-
 # ---- Runs
 
 
-def run(command):
-    """What a command prints. Raises UserError if it fails."""
+def run(command, processes=1):
+    """What a command that starts so many processes prints. Raises UserError if it fails."""
     command = [str(word) for word in command]
-    env = run_py.cpu_variables(os.environ) | os.environ  # where the user has not set them
+    env = {} if run_py.runs_on_gpus(command) else run_py.cpu_variables(os.environ)
+    env["OMP_NUM_THREADS"] = str(max(1, cores() // processes))
+    env |= os.environ  # the user's own win
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(command, env=env, **pipes, text=True, errors="replace")
     if done.returncode:
         failed = f"exit code {done.returncode}: {shlex.join(command)}"
         raise UserError(f"{failed}\n{done.stdout[-2000:]}")
     return done.stdout
+
+
+def commit():
+    """Of this repository, with -dirty if files have changed; "" in a copy without one."""
+    command = ["git", "-C", ROOT, "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def options(data, **more):
