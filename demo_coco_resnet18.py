@@ -195,7 +195,7 @@ class ProcessInfo:
 
     @property
     def memory_format(self):
-        """channels_last makes convolutions faster."""
+        """channels_last suits the tensor cores of GPUs."""
         with_ddp = self.device.type in DEVICES_WITH_DDP
         return torch.channels_last if with_ddp else torch.contiguous_format
 

@@ -230,11 +230,11 @@ def refuse_lost(where, names, lost, advice):
 
 # How a file begins that is no image, from some byte on; what it is; what to do.
 NO_IMAGES = [
-    (0, b"version https://git-lfs", "a pointer of git-LFS", "run git lfs pull"),
-    (0, b"<!doctype html", "an HTML page", "fetch the image again"),
-    (0, b"<html", "an HTML page", "fetch the image again"),
-    (4, b"ftyphei", "HEIC, which Pillow cannot decode", "convert it to JPEG"),
-    (4, b"ftypmif1", "HEIC, which Pillow cannot decode", "convert it to JPEG"),
+    (0, b"version https://git-lfs", "a pointer of git-LFS", "Run git lfs pull"),
+    (0, b"<!doctype html", "an HTML page", "Fetch the image again"),
+    (0, b"<html", "an HTML page", "Fetch the image again"),
+    (4, b"ftyphei", "HEIC, which Pillow cannot decode", "Convert it to JPEG"),
+    (4, b"ftypmif1", "HEIC, which Pillow cannot decode", "Convert it to JPEG"),
 ]
 # How an image of a kind begins, and what is at its end.
 ENDS = [("JPEG", b"\xff\xd8", b"\xff\xd9"), ("PNG", b"\x89PNG", b"IEND")]
@@ -358,7 +358,7 @@ def describe_others(folder, contents):
                 others.append(path)
     if not others:
         return []
-    return [f"{folder} has {len(others)} image files that are not listed, as {min(others)}"]
+    return [f"image files in {folder} that are not listed: {len(others)}, such as {min(others)}"]
 
 
 # ---- The command
