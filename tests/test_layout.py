@@ -1,4 +1,4 @@
-"""The arrows between files, as docs/development.md has them: imports run down, and one way."""
+"""The arrows between files, as CONTRIBUTING.md has them: imports run down, and one way."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from support.processes import ROOT, SCRIPT
 TOOLS = ROOT / "tools"
 COMMANDS = {path.stem: path for path in sorted(TOOLS.glob("*.py"))}
 ANALYSIS = {path.stem: path for path in sorted(TOOLS.glob("analysis/*.py"))}
-MAP = (ROOT / "docs/development.md").read_text()
+MAP = (ROOT / "CONTRIBUTING.md").read_text()
 # From the lowest on; each may import those before it.
-ORDER = re.findall(r"`analysis/(\w+)\.py`", MAP.partition("| module |")[2].partition("\n\n")[0])
+ORDER = re.findall(r"`(\w+)\.py`", MAP.partition("| `tools/analysis/` |")[2].partition("\n")[0])
 
 
 def imports(path: Path) -> set[str]:

@@ -162,18 +162,19 @@ def test_files_that_commands_name_exist(calls):
 
 @pytest.mark.slow
 def test_readmes_first_commands_train_and_compare(tmp_path):
-    """On 64 of the 512 images, without COCO."""
+    """On 64 of the 512 images, without COCO: the first command, the fifteen minutes, one GPU."""
     project = copy_project(tmp_path)
     drawing = project / "tools" / "make_sample_coco.py"
     drawing.write_text(drawing.read_text().replace("default=512", "default=64"))
     trains, *others = PAGES[README].commands
     (alone,) = [text for text in others if "--checkpoint sample.pt" in text]
+    (runs,) = [text for text in others if "RUN_NAME=same" in text]
     (compares,) = [text for text in others if "compare_logs.py logs/two" in text]
     lines = [line for line in trains.splitlines() if not line.startswith("tests/")]
-    script = "\n".join(["set -eo pipefail; source() { true; }", *lines, alone, compares])
+    script = "\n".join(["set -eo pipefail; source() { true; }", *lines, alone, runs, compares])
     with start(["bash", "-c", script], cwd=project) as started:
         run = started.finish(600)
-    assert run.out.count("Cleanup complete") == 5
+    assert run.out.count("Cleanup complete") == 1 + 1 + 1 + 2 + 2
     first, second = map(float, re.findall(r"Epoch \d complete \| Avg loss: (\S+)", run.out)[:2])
     assert second < first
     assert re.search(r"Epoch 2 validation \| Top-1: \d", run.out)
@@ -182,7 +183,7 @@ def test_readmes_first_commands_train_and_compare(tmp_path):
 
 
 def test_readmes_log_is_one_that_the_comparison_reads_whole():
-    (excerpt,) = PAGES[README].printed
+    (excerpt,) = [text for text in PAGES[README].printed if "Loss" in text]
     lines = [line for line in excerpt.splitlines() if line != "..."]
     first, *others = (PREFIX.sub("", line) for line in lines)
     assert first.startswith("Run: 1 process on 1 node, ") and len(lines) == 8
@@ -282,6 +283,47 @@ def test_messages_of_the_fault_table_are_those_of_the_code():
     assert len(messages) >= 15 and of_others <= {*messages}
     for text in {*messages} - of_others:
         assert text in code, text
+
+
+ENDS = {  # rows of "What happens if", and the tests that see them
+    "a rank is killed": "test_without_restarts_the_last_line_of_each_node_names_the_cause",
+    "a torchrun is killed": "test_without_restarts_the_last_line_of_each_node_names_the_cause",
+    "the network fails": "test_without_restarts_the_last_line_of_each_node_names_the_cause",
+    "a node does not come": "test_a_launcher_that_refuses_on_one_node_says_why_and_the_other_ends",
+    "two nodes have one `NODE_RANK`": (
+        "test_two_nodes_with_the_same_rank_end_and_say_what_to_check"
+    ),
+    "a port is taken": "test_a_port_that_is_taken_is_named",
+    "nodes differ in arguments or data": (
+        "test_nodes_with_other_data_or_arguments_end_and_one_line_names_what"
+    ),
+    "a rank is suspended or stuck": (
+        "test_a_stopped_rank_ends_the_other_node_and_its_own_after_a_second_signal"
+    ),
+    "an image is damaged": "test_an_image_that_is_damaged_on_one_node_ends_it_without_a_restart",
+    "memory is full": "test_a_run_that_is_out_of_memory_is_not_started_again",
+    "a loader worker is killed": (
+        "test_under_nohup_a_hang_up_is_ignored_and_a_killed_loader_worker_costs_a_restart"
+    ),
+    "a save fails": "test_a_save_that_fails_is_a_warning_and_the_last_one_an_error",
+    "a stop signal comes": "test_a_stop_signal_to_one_launcher_saves_and_ends_both_nodes",
+    "Ctrl-C is pressed twice": "test_a_second_ctrl_c_leaves_no_rank",
+    "the terminal closes, or the reader of the output ends": (
+        "test_a_reader_that_goes_away_changes_nothing"
+    ),
+    "the disk of the log is full": (
+        "test_a_full_disk_of_the_log_is_no_reason_to_stop_but_is_said_at_the_end"
+    ),
+    "a launcher is killed with `kill -9`": (
+        "test_after_a_kill_or_a_stop_of_run_py_the_training_goes_on_and_its_lines_are_in_the_log"
+    ),
+}
+
+
+def test_each_row_of_what_happens_if_has_a_test():
+    code = source("tests/acceptance/*.py")
+    assert [row[0] for row in rows("what happens")] == [*ENDS]
+    assert all(f"def {name}(" in code for name in ENDS.values())
 
 
 # --- Links -------------------------------------------------------------------------------------

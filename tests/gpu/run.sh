@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests of GPUs, on a machine that has a copy of this checkout and no way out; within 6 minutes.
 #   tests/gpu/run.sh OUT    the log and the records are OUT/log and OUT/records.tar
-# Sourced, it only makes ready what travels in ignored folders: see docs/development.md.
+# Sourced, it only makes ready what travels in ignored folders: see CONTRIBUTING.md.
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 site=$(mktemp -d)
 for wheel in "$root"/.whl/*.whl; do python3 -m zipfile -e "$wheel" "$site/python"; done

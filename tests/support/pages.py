@@ -1,4 +1,4 @@
-"""README.md and docs/: their text, commands, headings and links."""
+"""README.md, CONTRIBUTING.md and docs/: their text, commands, headings and links."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ class Page:
 
 
 DOCS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md"))]
-PAGES = {name: Page(name) for name in [README, *DOCS]}
+PAGES = {name: Page(name) for name in [README, "CONTRIBUTING.md", *DOCS]}
