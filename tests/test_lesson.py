@@ -130,12 +130,17 @@ def test_notebook_is_made_of_the_pages_and_programs():
     """If it differs, run docs/lesson/make_pages.py."""
     text = (LESSON / "lesson.ipynb").read_text()
     assert text == MADE["notebook"]()
-    cells = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    cells = "\n".join(cell["source"] for cell in json.loads(text)["cells"])
     (speed,) = blocks("2. Speed", "bash")
     alone, two = speed.splitlines()
     assert (alone, two) == ("OMP_NUM_THREADS=1 python plain.py", f"OMP_NUM_THREADS=1 {RUN_DDP}")
     assert cells.count("*Question ") == cells.count("<summary>Answer</summary>") == 22
-    assert text.count('"image/png"') == 3
+    # Two pictures are tables there, so that the file stays small.
+    assert re.findall(r"\]\(([^)]*\.png)\)", cells) == ["attachment:step.png"]
+    assert text.count('"image/png"') == 1 and len(text.encode()) < 70_000
+    for title, words, _ in MADE["ring_states"]():
+        row = rf"^\| {title}\b[^|]* \| {re.escape(' | '.join(map(', '.join, words)))} \|$"
+        assert re.search(row, cells.replace("**", ""), re.M), title
 
 
 RUN_NOTEBOOK = """
@@ -162,8 +167,8 @@ def notebook(tmp_path_factory) -> dict[str, str]:
     assert text.count(late) == 1
     made = json.loads(text.replace(late, f"sleep 25; {late}"))
     for cell in made["cells"]:
-        if cell["source"][0].startswith("%%writefile mine.py"):
-            cell["source"] = ["%%writefile mine.py\n", DDP]
+        if cell["source"].startswith("%%writefile mine.py"):
+            cell["source"] = f"%%writefile mine.py\n{DDP}"
     path.write_text(json.dumps(made))
     command = [sys.executable, "-c", RUN_NOTEBOOK, path, folder]
     if no_namespaces():
@@ -424,8 +429,8 @@ TESTS = {
 def test_each_command_of_the_pages_is_run_by_a_test():
     """By that of the notebook, which has most of them, or by one of TESTS."""
     cells = json.loads((LESSON / "lesson.ipynb").read_text())["cells"]
-    code = "".join(line.lstrip("!") for cell in cells for line in [*cell["source"], "\n"])
-    ran = {line.removesuffix(" &") for line in code.replace("changed_", "").splitlines()}
+    code = "\n".join(cell["source"] for cell in cells).replace("changed_", "")
+    ran = {line.lstrip("!").removesuffix(" &") for line in code.splitlines()}
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for page in (PAGE, HOMEWORK, PARALLEL, PYTORCH, TEACHER):
         spans = re.findall(r"`([^`\n]+)`", page.prose)
@@ -503,4 +508,6 @@ def test_pictures_show_an_all_reduce_and_are_drawn_anew(tmp_path):
     with start(command, env={"MPLBACKEND": "backend_of_a_notebook"}) as started:
         started.finish()
     for name in pictures:
-        assert Image.open(folder / name).size == Image.open(LESSON / name).size
+        drawn, own = Image.open(folder / name), Image.open(LESSON / name)
+        assert drawn.size == own.size and drawn.mode == own.mode == "P"
+        assert (LESSON / name).stat().st_size < 25_000
