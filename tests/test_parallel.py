@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import sys
@@ -40,7 +41,7 @@ def table(head: str) -> list[list[str]]:
 
 def test_speed_up_follows_from_the_times_of_the_homework():
     """If nothing is hidden, a step takes its compute and its all-reduce, one after the other."""
-    text = " ".join(PAGE.text.partition("**When DDP pays.**")[2].partition("\n\n")[0].split())
+    text = " ".join(PAGE.text.partition("\n### When DDP pays\n\n")[2].partition("\n\n")[0].split())
     (compute,) = re.findall(r"(\d+) ms of compute", text)
     alone = 2 * int(compute)
     assert f"2 · {compute} = {alone} ms" in text
@@ -49,6 +50,33 @@ def test_speed_up_follows_from_the_times_of_the_homework():
         together = int(compute) + int(times[rate])
         assert f" {times[rate]} ms" in text.replace("[", " ") and f" {together} ms" in text
         assert f" {alone} / {together} = {alone / together:.2f} times" in text
+
+
+def test_memory_of_two_models_follows_from_the_bytes_of_a_weight():
+    """16 bytes of Adam in mixed precision, of which ZeRO divides 12, 14 or all among 64 GPUs."""
+    wanted = {"DDP": 16, "ZeRO-1": 4 + 12 / 64, "ZeRO-2": 2 + 14 / 64, "ZeRO-3, FSDP": 16 / 64}
+    wanted |= {"tensor parallelism": 2, "the same, ZeRO-1 between nodes": (4 + 12 / 8) / 8}
+    rows, text = table("stage"), " ".join(PAGE.text.split())
+    assert [row[0] for row in rows] == [*wanted] and "on N = 64 GPUs in 8 nodes" in text
+    for (name, size), (_, _, formula, *shown, _) in zip(wanted.items(), rows, strict=True):
+        assert eval(formula.replace("N", "64")) == size, name
+        for count, cell in zip((0.28, 70), shown, strict=True):
+            figure = cell.removesuffix(" GB").replace(",", "")
+            digits = len(figure.partition(".")[2])
+            assert figure == f"{count * size:.{digits}f}", (name, cell)
+    fits = [name for name, size in wanted.items() if 70 * size + 5.4 < 80]
+    assert fits == ["ZeRO-3, FSDP", "the same, ZeRO-1 between nodes"]
+    assert "280 million weights need 4.48 GB, 70 billion need 1,120 GB" in text
+    assert "more than 1,120 / 80 = 14 GPUs" in text
+    activations = re.findall(
+        r"^- \d+ layers of .*: ([\d,· ]+) bytes = ([\d.]+) GB$", PAGE.text, re.M
+    )
+    for product, shown in activations:
+        size = math.prod(int(factor.replace(",", "")) for factor in product.split(" · "))
+        assert f"{size / 1e9:.1f}" == shown
+    assert len(activations) == 2
+    assert "7 · (4 + 12/8) + 20 = 58.5 GB. DDP needs 7 · 16 + 20 = 132 GB" in text
+    assert (7 * (4 + 12 / 8) + 20, 7 * 16 + 20) == (58.5, 132)
 
 
 def by_hand(method: str, ranks: int) -> tuple[int, int, int]:
