@@ -140,9 +140,9 @@ def draw_learning(axis, runs):
             right.plot(*zip(*run.log.top1, strict=True), label=f"{run.name}: Top-1", **look)
     axis.set(xlabel="time (s)", ylabel="loss of rank 0", title="Loss and Top-1 over time")
     if right:
-        right.set(ylabel="Top-1 (%)", ylim=(0, 100))
+        right.set(ylabel="Top-1 (%)", ylim=(0, 105))
     handles, labels = axis.get_legend_handles_labels()
     if right:
         more, names = right.get_legend_handles_labels()
         handles, labels = handles + more, labels + names
-    axis.legend(handles, labels)
+    axis.legend(handles, labels, loc="center right")  # points of Top-1 are above, lines below
