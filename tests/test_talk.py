@@ -218,10 +218,10 @@ def test_the_block_by_hand_runs_and_is_compared(tmp_path, sample, capsys):
 
 
 @pytest.mark.slow
-def test_readmes_blocks_train_on_two_nodes_without_gpus(tmp_path, sample):
+def test_the_blocks_for_two_nodes_train_without_gpus(tmp_path, sample):
     """Each node gets the block for both, that for nodes without GPUs, and its own."""
     words = ["sample=(", "GLOO_SOCKET_IFNAME", "--node_rank=0", "--node_rank=1"]
-    blocks = PAGES["README.md"].commands[6:]
+    blocks = PAGES["docs/running.md"].commands
     both, cpus, *own = [next(text for text in blocks if word in text) for word in words]
     with NamespacePair() as nodes:
         changes = {"python tools/make_sample_coco.py data/sample_coco\n": ""}
