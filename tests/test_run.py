@@ -435,6 +435,22 @@ def test_a_network_that_has_failed_twice_in_a_row_is_left_out(monkeypatch, tmp_p
     ]
 
 
+def test_a_series_that_is_stopped_is_compared_as_far_as_it_came(monkeypatch):
+    """A signal that is still noted would end the comparison, too."""
+    monkeypatch.setattr(run, "count_gpus", lambda _: 0)
+    one, found = made_series(processes="1,2", repeats=2, link_gbps=[]), []
+    codes = iter([0, 0, run.STOPPED])
+
+    def call(*_: object, **__: str) -> int:
+        code = next(codes)
+        one.stopped = signal.SIGINT if code else 0
+        return code
+
+    one.call = call
+    one.compare = lambda _, labels: found.append((one.stopped, labels)) or 0
+    assert one.train() == run.STOPPED and found == [(0, ["p1", "p2"])]
+
+
 def test_a_series_hands_all_given_rates_on():
     one, calls = made_series(link_gbps=["a=1", "b=2"]), []
     one.call = lambda *words, **_: calls.append(words) or 0

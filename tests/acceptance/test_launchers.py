@@ -230,6 +230,7 @@ def test_without_paths_a_users_options_come_after_those_of_the_sample_set(folder
     (words,) = given(launch(SINGLE, folder, *OWN, PYTHON=stub))
     sample = words[words.index(DEMO) + 1 :]
     assert sample[-4:] == OWN and "--val_image_path" in sample
+    assert sample[sample.index("--weights") + 1] == "none"  # nothing is downloaded
     assert sample[:2] == ["--coco_image_path", f"{ROOT}/data/sample_coco/train2017"]
     started = launch_series(folder, "--processes", "1,2", "--", *OWN, PYTHON=stub)
     for words in given(started):
