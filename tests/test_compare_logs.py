@@ -202,7 +202,7 @@ def test_the_links_part_is_told_where_steps_do_not_differ():
 
 def test_range_of_a_speed_up_is_that_of_all_pairs_of_repeats():
     each = []
-    for processes, rates in ((1, [100, 110, 125]), (2, [180, 200, 220])):
+    for processes, rates in ((2, [100, 110, 125]), (4, [180, 200, 220])):
         run = made_of(f"p{processes}", img_per_s=rates)
         run.log.records["Run"] = {"world_size": processes, "global_batch_size": 8}
         each.append(run)
@@ -464,8 +464,12 @@ def test_a_value_stands_beside_its_bar_and_below_the_title_also_with_a_wide_rang
 
 
 def test_a_picture_of_several_numbers_of_processes_has_their_speed_up(tmp_path):
-    pytest.importorskip("matplotlib")
+    """Beside the ideal one, which begins at 1 with the fewest processes."""
+    plot = pytest.importorskip("analysis.plot")
     words = [REPORTS / "strong_scaling" / f"p{count}.log" for count in (1, 2, 4)]
+    each, axis = [runs.make_run("a", read_log(log)) for log in words], plot.Figure().subplots()
+    plot.draw_speed_up(axis, runs.scale(each[1:]))
+    assert [*axis.lines[0].get_ydata()] == [1, 2]
     run_tool(*words, "--plot", tmp_path / "run.svg")
     drawn = (tmp_path / "run.svg").read_text()  # a word stands in a comment beside its shape
     assert re.search("speed-up", drawn) and re.search("ideal", drawn)
@@ -574,11 +578,12 @@ def test_each_line_of_script_and_counters_is_known(tmp_path):
 
 
 def test_what_the_launcher_says_at_its_end_is_why_a_run_has_failed(capfd):
-    """As run.py writes it; a later start takes it back."""
+    """As run.py writes it, also below a whole log; a later start takes it back."""
     from run import tell
 
     start, error = (tell("run.py", text) for text in ("2026-11-28 06:43:46 torchrun", "error: x"))
     capfd.readouterr()
     assert log_of((start + error).decode()).failed == "x"
+    assert runs.make_run("a", log_of(TEXT + error.decode())).problems == ["it failed: x"]
     assert log_of((error + start).decode()).failed is None
     assert log_of(start.decode()).ours

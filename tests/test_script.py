@@ -984,6 +984,18 @@ def test_weights_that_are_not_finite_are_not_saved(demo, monkeypatch, tmp_path):
         demo.save_checkpoint(training)
 
 
+def test_a_checkpoint_is_on_the_disk_before_it_replaces_the_older_one(demo, monkeypatch, tmp_path):
+    """So that one of both is whole after a power failure."""
+    calls, state = [], SimpleNamespace(state_dict=dict)
+    monkeypatch.setattr(demo, "settings_of", lambda _: {})
+    monkeypatch.setattr(demo.os, "fsync", lambda _: calls.append("fsync"))
+    monkeypatch.setattr(demo.os, "replace", lambda *_: calls.append("replace"))
+    training = SimpleNamespace(model=state, optimizer=state, scaler=state, step=5)
+    training.train_set = SimpleNamespace(categories={})
+    demo.write_checkpoint(training, tmp_path / "c.pt")
+    assert calls == ["fsync", "replace"]
+
+
 def test_nodes_with_other_versions_of_pytorch_are_refused(demo, monkeypatch):
     monkeypatch.setattr(demo, "errors_end_all_ranks", contextlib.nullcontext)
     other = {"PyTorch": "2.6.0"}

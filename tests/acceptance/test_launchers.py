@@ -157,6 +157,15 @@ def test_master_port_is_the_trainings_and_the_next_one_the_probes(folder, stub, 
     assert ["--rdzv_endpoint=localhost:30001" in words for words in before] == [True] * probe
 
 
+def test_the_kernels_counters_are_read_before_and_after_the_training(folder, stub):
+    own = {"PYTHON": stub, "GPUS_PER_NODE": 2, "PROBE": 1}
+    with launch(MULTINODE, folder, *NO_SAMPLE, **own) as started:
+        run = started.finish(30)
+    found = re.findall(r"^GIVEN .*?/(probe_link|counters|demo_coco_resnet18)\.py", run.out, re.M)
+    assert found == ["probe_link", "counters", "demo_coco_resnet18", "counters"]
+    assert re.search(r"^GIVEN .*/counters\.py --since logs/run/node0\.log$", run.out, re.M)
+
+
 def test_with_restarts_a_checkpoint_whose_name_begins_with_a_dash_stays_one_word(folder, stub):
     words = [*NO_SAMPLE, "--checkpoint=-x.pt"]
     (found,) = given(launch(SINGLE, folder, *words, RESTARTS=1, PYTHON=stub))
