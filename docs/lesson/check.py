@@ -208,7 +208,11 @@ def shares(ranks, plain):
     mine, other, every = (set().union(*some[0]) for some in (one, two, wanted))
     found = []
     if both := mine & other:
-        by_place = " (Both have local rank 0 here.)" if "LOCAL_RANK" in ranks[0].did else ""
+        by_place = (
+            " (Both have local rank 0 here, as on two nodes.)"
+            if "LOCAL_RANK" in ranks[0].did
+            else ""
+        )
         found.append(f"In epoch 0 both ranks train on the same {len(both)} images.{by_place}")
     if nobody := every - mine - other:
         found.append(f"In epoch 0 no rank trains on {len(nobody)} of the images.")
@@ -250,7 +254,11 @@ def results(ranks, plain):
     lines = [line for line, *_ in printed]
     for line, *_ in plain.results:
         if lines.count(line) != 1:
-            place = " (Both have local rank 0 here.)" if "LOCAL_RANK" in ranks[0].did else ""
+            place = (
+                " (Both have local rank 0 here, as on two nodes.)"
+                if "LOCAL_RANK" in ranks[0].did
+                else ""
+            )
             return f"`{line} ...` is printed {lines.count(line)} times, not once.{place}"
     images = sum(len(step) for rank in ranks for step in rank.epochs(len(plain.results) - 1)[0])
     (counted,) = [counted for line, _, counted in printed if line == "epoch 0: loss"]

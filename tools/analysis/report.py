@@ -481,7 +481,8 @@ def figure_rows(runs):
         rows.append([title, *(shown(run, figure, show) for run in runs)])
     on = [f"{run.processes} on {run.nodes or '?'}" if run.processes else "" for run in runs]
     rows.insert(0, ["processes on nodes", *on])
-    steps = [f"{run.setting('max_steps'):,}" if run.setting("max_steps") else "" for run in runs]
+    wanted = [run.setting("max_steps") if run.complete else 0 for run in runs]
+    steps = [f"{count:,}" if count else "" for count in wanted]
     rows.append(["steps", *steps])
     rows.append(["last loss of rank 0", *(last(run.log.curve, "{:.4f}") for run in runs)])
     rows.append(["Top-1 at the end", *(last(run.log.top1, "{:.2f} %") for run in runs)])
