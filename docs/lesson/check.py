@@ -202,17 +202,16 @@ def same(one, other):
     return len(one) == len(other) and math.dist(one, other) <= 1e-3 * math.hypot(*other)
 
 
+BOTH = " (Both have local rank 0 here, as on two nodes.)"
+
+
 def shares(ranks, plain):
     """All that is wrong with the images of the ranks; nothing if they are right."""
     one, two, wanted = (process.epochs(len(plain.results) - 1) for process in (*ranks, plain))
     mine, other, every = (set().union(*some[0]) for some in (one, two, wanted))
     found = []
     if both := mine & other:
-        by_place = (
-            " (Both have local rank 0 here, as on two nodes.)"
-            if "LOCAL_RANK" in ranks[0].did
-            else ""
-        )
+        by_place = BOTH if "LOCAL_RANK" in ranks[0].did else ""
         found.append(f"In epoch 0 both ranks train on the same {len(both)} images.{by_place}")
     if nobody := every - mine - other:
         found.append(f"In epoch 0 no rank trains on {len(nobody)} of the images.")
@@ -254,11 +253,7 @@ def results(ranks, plain):
     lines = [line for line, *_ in printed]
     for line, *_ in plain.results:
         if lines.count(line) != 1:
-            place = (
-                " (Both have local rank 0 here, as on two nodes.)"
-                if "LOCAL_RANK" in ranks[0].did
-                else ""
-            )
+            place = BOTH if "LOCAL_RANK" in ranks[0].did else ""
             return f"`{line} ...` is printed {lines.count(line)} times, not once.{place}"
     images = sum(len(step) for rank in ranks for step in rank.epochs(len(plain.results) - 1)[0])
     (counted,) = [counted for line, _, counted in printed if line == "epoch 0: loss"]
