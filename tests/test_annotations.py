@@ -109,7 +109,7 @@ def test_training_with_two_classes_of_one_name(demo, tmp_path):
     line = "class 'bird', and the training images have 2 classes of this name"
     with pytest.raises(demo.UserError, match=line):
         demo.read_image_list(good, both)
-    with pytest.raises(check_coco.UserError, match="two categories with images are called 'bird'"):
+    with pytest.raises(check_coco.UserError, match="2 categories are called 'bird', which has"):
         check_coco.check(tmp_path / "both.json", None, good)
     for used in (7, 9):
         train = write(tmp_path / "one.json", f"{TWO_BIRDS}{[used] * 6}")

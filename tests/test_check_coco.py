@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 import prepare_coco
-from check_coco import HEAD, TAIL, UserError, check, fault_of
+from check_coco import TAIL, UserError, check, fault_of
 from support.annotation_cases import write
 from support.datasets import instances, numbered, write_images
 from support.processes import ROOT
@@ -34,7 +34,7 @@ def test_the_first_fault_of_a_kind_and_the_number_of_the_others(tmp_path: Path):
     """Here of entries, then of classes that validation cannot find by their names."""
     path = write(tmp_path / "file.json", "annotations[*].id is gone")
     words = (
-        "annotations[0] has no id: expected a whole number (and 5 more). Give an instances file"
+        "annotations[0] has no id: expected one of its own (and 5 more). Give an instances file"
     )
     assert fault(path).startswith(f"annotation file {path}: {words}")
     good = write(tmp_path / "good.json")
@@ -88,12 +88,12 @@ def test_a_packed_file_is_whole_and_has_all_images(tmp_path: Path):
     assert fault(path, packed).startswith(line)
 
 
-def encoded(kind: str, **options: object) -> bytes:
+def encoded(kind: str, size: int = 300, **options: object) -> bytes:
     """A JPEG or PNG that is larger than what is looked at first."""
     file = io.BytesIO()
-    noise = Image.frombytes("RGB", (300, 300), random.Random(0).randbytes(3 * 300 * 300))
+    noise = Image.frombytes("RGB", (size, size), random.Random(0).randbytes(3 * size * size))
     noise.save(file, kind, quality=95, **options)
-    assert len(file.getvalue()) > HEAD
+    assert size < 300 or len(file.getvalue()) > 10 * TAIL
     return file.getvalue()
 
 
@@ -102,11 +102,13 @@ def test_images_that_are_empty_or_cut_off_are_told_from_whole_ones(tmp_path: Pat
     small = b"Exif" + b"\xff\xd8 a small one \xff\xd9"
     jpeg, png, both = encoded("JPEG"), encoded("PNG"), encoded("JPEG", exif=small)
     image = tmp_path / "image"
-    for content in (jpeg, png, both, jpeg + bytes(2 * TAIL), jpeg + b"\n", png + b"\n", b"GIF89a"):
+    small_junk = encoded("JPEG", size=40) + b"film" * TAIL
+    whole = (jpeg, png, both, jpeg + bytes(2 * TAIL), jpeg + b"\n", png + b"\n", b"GIF89a")
+    for content in (*whole, small_junk, png + b"film" * TAIL):
         image.write_bytes(content)
         assert fault_of(image) is None
-    cut = {"JPEG": [jpeg[:-2], jpeg[: HEAD // 2], jpeg[:2], both[: 2 * TAIL]]}
-    cut["PNG"] = [png[:-9], png[: HEAD // 2], png[:8]]
+    cut = {"JPEG": [jpeg[:-2], jpeg[: 8 * TAIL], jpeg[:2], both[: 2 * TAIL]]}
+    cut["PNG"] = [png[:-9], png[: 8 * TAIL], png[:8]]
     for kind, contents in cut.items():
         for content in contents:
             image.write_bytes(content)
@@ -166,7 +168,7 @@ def test_a_file_without_faults_is_described(tmp_path: Path):
         described[0],
         "classes: 4, without an image: 1",
         described[2],
-        f"{folder} has all images that have a label; none is empty or cut off",
+        f"{folder} has all images that have a label; none is empty, no JPEG or PNG is cut off",
         f"annotation file {val}",
         *described,
         "The training file has all classes of the validation images",
@@ -187,7 +189,7 @@ def test_decode_lists_each_image_at_which_a_training_would_end(tmp_path: Path):
     (tmp_path / "0003.jpg").write_bytes(b"P5 20000 20000 255\n")
     train = tmp_path / "train.json"
     train.write_text(json.dumps(instances([*numbered(6), "0002.jpg"])))
-    assert check(train, tmp_path)[-1].endswith("none is empty or cut off")
+    assert check(train, tmp_path)[-1].endswith("none is empty, no JPEG or PNG is cut off")
     (tmp_path / "0004.jpg").write_bytes(NO_IMAGES["LFS"])
     with pytest.raises(UserError) as error:
         check(train, tmp_path, every=True)
@@ -236,7 +238,7 @@ def test_a_path_from_the_root_is_called_absolute(tmp_path: Path):
     ("changes", "code", "words"),
     [
         ('categories[0].name = "Käse"', 0, "K?se 2"),
-        ("annotations[*].id is gone", 2, "has no id: expected a whole number (and 5 more)"),
+        ("annotations[*].id is gone", 2, "has no id: expected one of its own (and 5 more)"),
         ('images[0].file_name = "\\ud800"', 2, "lacks 1 of 4 listed images, the first is ?: "),
         (None, 2, "No such file or directory"),
     ],

@@ -222,12 +222,14 @@ def test_packed_images_are_the_resized_ones_or_the_images_themselves(source, tmp
     assert len(content(tmp_path / "packed")["images"]) == 5
 
 
-def test_another_run_that_packs_at_the_same_time_is_noticed(source, tmp_path, monkeypatch):
-    """It has written the second image in the middle of this one's work."""
+def test_another_run_that_packs_at_the_same_time_is_noticed_and_spoils_nothing(
+    source, tmp_path, monkeypatch
+):
+    """It has written an image in the middle of this one's work. The next run makes all right."""
 
     def copies(*words: object):
         for number, copy in enumerate(alone(*words)):
-            if number == 1:
+            if number == 2:
                 with (tmp_path / "packed/train2017.rgb").open("ab") as pixels:
                     pixels.write(copy[1][2])
             yield copy
@@ -237,8 +239,15 @@ def test_another_run_that_packs_at_the_same_time_is_noticed(source, tmp_path, mo
         patch.setattr(prepare_coco, "copies", copies)
         line = refusal(tmp_path, "--packed", target="packed")
     rows = tmp_path / "packed/train2017.rgb"
-    said = "another run has written it at the same time: remove it, and start one alone"
-    assert line == f"{rows}: {said}" and not [*tmp_path.glob("packed/annotations/*")]
+    assert line == f"{rows}: another run is writing it: end both, then start one alone"
+    assert not [*tmp_path.glob("packed/annotations/*")]
+    prepare(tmp_path, "--packed", target="packed")
+    prepare(tmp_path, "--packed", target="never disturbed")
+    assert digests(tmp_path / "packed") == digests(tmp_path / "never disturbed")
+    (tmp_path / "packed/train2017.rgb.index").unlink()
+    assert "train2017.rgb has no train2017.rgb.index beside it" in refusal(
+        tmp_path, "--packed", target="packed"
+    )
 
 
 def test_packing_that_was_killed_goes_on_and_makes_the_same_bytes(source, tmp_path):
@@ -385,7 +394,9 @@ def test_what_is_in_target_is_not_replaced(source, tmp_path):
         args = prepare_coco.parse_arguments([*words, side])
         assert prepare_coco.prepare(args) == (5, new)
     before = digests(tmp_path)
-    assert refusal(tmp_path, target="coco").startswith(f"{source} is SOURCE, which is only read")
+    for target in ("coco", "coco/train2017", "coco/new"):
+        line = f"{tmp_path / target} is in SOURCE, which is only read"
+        assert refusal(tmp_path, target=target).startswith(line)
     swapped = prepare_coco.parse_arguments([*words[1::-1], "--shorter_side=65"])
     with pytest.raises(prepare_coco.UserError, match="json is there, and has something else"):
         prepare_coco.prepare(swapped)

@@ -28,6 +28,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -200,7 +201,10 @@ def parse_arguments(argv):
     add("--steps", type=int, default=steps, metavar="N", help=text)
     text = f"images per process ({batch_size})"
     add("--batch_size", type=int, default=batch_size, metavar="N", help=text)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if min(args.rounds, args.steps, args.batch_size) < 1:
+        parser.error("--rounds, --steps and --batch_size are at least 1")
+    return args
 
 
 # ---- Data
@@ -341,4 +345,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:
         run_child(sys.argv[2], sys.argv[3], sys.argv[4:])
     else:
+        for number in (signal.SIGINT, signal.SIGTERM):  # run() then ends what it has started
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
         main()

@@ -50,9 +50,9 @@ UNUSED = ("segmentation", "bbox", "area", "width", "height")  # training does no
 FIELDS = {
     "images": {"id": int, "file_name": str},
     "categories": {"id": int, "name": str},  # a whole number will do as a name
-    "annotations": {"category_id": int, "image_id": int, "id": int},
+    "annotations": {"category_id": int, "image_id": int, "id": None},  # None: of any type
 }
-WORDS = {int: "a whole number", str: "text"}
+WORDS = {int: "a whole number", str: "text", None: "one of its own"}
 FORM = "Give an instances file of COCO's form, such as instances_train2017.json"
 LVIS = "This is LVIS's form: write the last part of each coco_url as file_name"
 NUMBERS = "Write ids without quotes, the same ones in all three lists"
@@ -107,7 +107,7 @@ def check_fields(content):
             wrong = [
                 (index, entry)
                 for index, entry in enumerate(content[name])
-                if type(entry.get(key)) not in kinds or entry[key] == ""
+                if key not in entry or (kind and type(entry[key]) not in kinds) or entry[key] == ""
             ]
             texts = [
                 f": {name}[{index}] {has(entry, key)}: expected {WORDS[kind]}"
@@ -210,7 +210,7 @@ def read_index(lines, size):
     Their names, where the last of them ends, and bytes of their lines.
     """
     packed, end, length = set(), 0, 0
-    with suppress(ValueError):  # a line may be cut off, or damaged
+    with suppress(ValueError, TypeError):  # a line may be cut off, or damaged
         for line in lines:
             name, first, height, width = json.loads(line)
             is_whole = line.endswith(b"\n") and first + 3 * height * width <= size
@@ -239,7 +239,7 @@ NO_IMAGES = [
 # How an image of a kind begins, and what is at its end.
 ENDS = [("JPEG", b"\xff\xd8", b"\xff\xd9"), ("PNG", b"\x89PNG", b"IEND")]
 TAIL = 1 << 12  # bytes: there the end is looked for
-HEAD = 1 << 16  # bytes at the beginning: there a JPEG may hold a smaller one, with its own end
+SCAN = b"\xff\xda"  # with it the data of a JPEG begin
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".heic")
 AGAIN = "Fetch it again, or take it out of the annotation file"
 
@@ -263,13 +263,14 @@ def fault_of(path):
 
 
 def has_end(file, end):
-    """Whether an open image has this end. Zero bytes, or a phone's film, may be behind it."""
+    """Whether an open image has this end. Anything may be behind it, such as a phone's film."""
     file.seek(max(0, os.path.getsize(file.name) - TAIL))
     if end in file.read():
         return True
     file.seek(0)
-    data = file.read().rstrip(b"\0")
-    return end in data[-TAIL:] or end in data[HEAD:]
+    data = file.read()
+    # A smaller image in a JPEG's head has an end, too: before the data of the image itself.
+    return data.rfind(end) > data.rfind(SCAN) if end == ENDS[0][2] else end in data
 
 
 def check_whole(paths):
@@ -379,26 +380,29 @@ def check(annotations, folder=None, val=None, every=False):
             if every:
                 decode_all(paths)
             check_whole(paths)
-        lines.append(f"{folder} has all images that have a label; none is empty or cut off")
+        whole = "" if os.path.isfile(folder) else "; none is empty, no JPEG or PNG is cut off"
+        lines.append(f"{folder} has all images that have a label{whole}")
     if val:
         val_content = read_instances(val)
         contents.append(val_content)
         lines += describe(val, val_content)
-        for path, of_file in ((annotations, content), (val, val_content)):
-            used = Counter(name for name, _ in count_classes(of_file))
+        wanted = Counter(name for name, _ in count_classes(val_content))
+        used = Counter(name for name, _ in count_classes(content))
+        every = Counter(category["name"] for category in content["categories"])
+        known = {name: used[name] or every[name] for name in wanted}
+        for path, counts in ((val, wanted), (annotations, known)):
             texts = [
-                f"annotation file {path}: two categories with images are called {name!r}: "
-                "rename one, because names tell them apart"
-                for name, count in used.items()
+                f"annotation file {path}: {count} categories are called {name!r}, which has "
+                "validation images: rename one, because names tell them apart"
+                for name, count in counts.items()
                 if count > 1
             ]
             raise_first(texts)
-        known = {category["name"] for category in content["categories"]}
         texts = [
             f"annotation file {val}: it has images of the class {name!r}, which the training "
             "classes lack: give both files the same names"
-            for name in used  # in the validation file
-            if name not in known
+            for name, count in known.items()
+            if not count
         ]
         raise_first(texts)
         lines.append("The training file has all classes of the validation images")

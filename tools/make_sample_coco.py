@@ -184,7 +184,9 @@ def draw_split(pool, folder, split, numbers):
 
 
 def end_with_parent():
-    """In each process that draws: it would wait for ever for work if the command is killed."""
+    """In each process that draws: it ends with the command, by which it is stopped."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def wait():
         multiprocessing.parent_process().join()
@@ -222,6 +224,13 @@ def make_set(folder, images, val_images):
                 raise
 
 
+def stop(number, _):
+    """Ends the command, so that the unfinished folder is removed: a second signal is ignored."""
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -231,8 +240,10 @@ def main():
     add("--images", type=int, default=512, metavar="N", help="for training (%(default)s)")
     add("--val_images", type=int, default=64, metavar="N", help="and validation (%(default)s)")
     args = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM):  # so that the unfinished folder is removed
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    if min(args.images, args.val_images) < 1:
+        parser.error("--images and --val_images are at least 1")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     try:
         if is_set(args.folder):
             print(f"{args.folder} is there, and left as it is")

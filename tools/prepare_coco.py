@@ -11,8 +11,9 @@ SOURCE (here coco) is COCO's folder, as much of it as is there; it is only read:
 TARGET gets the same layout and file names. Images are resized to a shorter side of 256 pixels and
 written as JPEG, whatever their names end with, in RGB or in grey of 8 bits (of 16 bits, 0 to
 65,535 becomes 0 to 255; of 32 bits, the image's own range does). Smaller images are copied. So are
-damaged ones, which are named. An instances file has the first annotation of each image alone,
-without boxes and outlines. One that is there and has something else is never replaced.
+damaged ones, which are named: when one is repaired, remove its copy. An instances file has the
+first annotation of each image alone, without boxes and outlines. One that is there and has
+something else is never replaced.
 
 With --packed TARGET gets the pixels of all images of a split in one file, such as train2017.rgb,
 and train2017.rgb.index: nothing has to be decoded in training. The file of train2017 has some
@@ -83,7 +84,8 @@ def copy_of(args, split, name):
             resize(image, args.shorter_side).save(made, "JPEG", quality=90, subsampling="4:2:0")
             return made.getvalue()
     except Exception as error:  # damaged data raises anything
-        print(f"WARNING: image {source} is damaged: {error}", file=sys.stderr, flush=True)
+        why = str(error).partition(" <_io")[0]
+        print(f"WARNING: image {source} is damaged: {why}", file=sys.stderr, flush=True)
     return None
 
 
@@ -152,6 +154,8 @@ def pack(args, split, names):
     """
     rows, index = args.target / f"{split}.rgb", args.target / f"{split}.rgb.index"
     damaged = 0
+    if rows.exists() and rows.stat().st_size and not index.exists():
+        raise UserError(f"{rows} has no {index.name} beside it: fetch that, or remove {rows.name}")
     with rows.open("ab") as pixels, index.open("a+b") as lines:
         lines.seek(0)
         packed, end, length = read_index(lines, pixels.tell())
@@ -165,13 +169,13 @@ def pack(args, split, names):
             height, width, content = image
             pixels.write(content)
             pixels.flush()  # before its line
+            if pixels.tell() != end + len(content):
+                text = "another run is writing it: end both, then start one alone"
+                raise UserError(f"{rows}: {text}")
             lines.write(json.dumps([name, end, height, width]).encode() + b"\n")
+            lines.flush()
             end += len(content)
             packed.add(name)
-        lines.seek(0)
-        if read_index(lines, pixels.seek(0, os.SEEK_END))[:2] != (packed, pixels.tell()):
-            text = "another run has written it at the same time: remove it, and start one alone"
-            raise UserError(f"{rows}: {text}")
     if not packed or (damaged and not args.skip_damaged):
         text = f"{damaged} damaged, named above: repair them, or leave them out by --skip_damaged"
         raise UserError(f"{args.source / split}: {text}; then start again")
@@ -211,8 +215,9 @@ def prepare(args):
         contents[split] = read_instances(path)
         names = [image["file_name"] for image in contents[split]["images"]]
         check_images(args.source / split, names)
-    if args.target.exists() and args.target.samefile(args.source):
-        raise UserError(f"{args.target} is SOURCE, which is only read: give another TARGET")
+    source, target = args.source.resolve(), args.target.resolve()
+    if source in (target, *target.parents):
+        raise UserError(f"{args.target} is in SOURCE, which is only read: give another TARGET")
     (args.target / "annotations").mkdir(parents=True, exist_ok=True)
     count = new = 0
     for split, content in contents.items():
