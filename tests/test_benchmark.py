@@ -77,6 +77,15 @@ def test_what_cannot_run_ends_in_one_line(benchmark, words, line):
     assert said.startswith(f"benchmark.py: error: {line}")
 
 
+@pytest.mark.parametrize("content", ["x", "{}", '{"images": [], "annotations": []}'])
+def test_a_file_that_is_no_instances_file_is_one_line(tmp_path, content):
+    path = tmp_path / "annotations/instances_train2017.json"
+    path.parent.mkdir()
+    path.write_text(content)
+    with pytest.raises(SystemExit, match=f"^benchmark.py: error: {path} has no labelled images: "):
+        tool.main(["step", "--data", str(tmp_path)])
+
+
 def test_a_run_has_the_variables_of_the_launchers_and_is_told_with_its_last_lines_if_it_fails(
     monkeypatch,
 ):

@@ -35,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -75,8 +76,7 @@ def main(argv=None):
                 args.data = [ROOT / "data" / "sample_coco"]
                 run([sys.executable, ROOT / "tools" / "make_sample_coco.py", *args.data])
             for source in args.data:
-                found = find_labelled(json.loads(files_of(source)[1].read_bytes()))[1]
-                print(f"{source}: {len(found)} labelled images")
+                print(f"{source}: {count_labelled(source)} labelled images")
             COMMANDS[args.command](args)
         except (UserError, OSError) as error:
             sys.exit(f"benchmark.py: error: {error}")
@@ -214,6 +214,16 @@ def files_of(source):
     """The images, and their annotation file."""
     images = source if source.suffix == ".rgb" else source / "train2017"
     return images, images.parent / "annotations" / f"instances_{images.stem}.json"
+
+
+def count_labelled(source):
+    """How many images have a label. Raises UserError if none has, or OSError."""
+    path, count = files_of(source)[1], 0
+    with suppress(ValueError, LookupError, TypeError):  # a file of another kind
+        count = len(find_labelled(json.loads(path.read_bytes()))[1])
+    if not count:
+        raise UserError(f"{path} has no labelled images: tools/check_coco.py says more")
+    return count
 
 
 def find_labelled(content):
