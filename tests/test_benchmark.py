@@ -93,7 +93,7 @@ def test_a_run_has_the_variables_of_the_launchers_and_is_told_with_its_last_line
     monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "9")
-    monkeypatch.setattr(tool, "cores", lambda: 6)
+    monkeypatch.setattr(tool.run_py, "usable_cores", lambda: 6)
     names = "OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_"
     code = f"import os, sys; sys.exit(str([os.environ.get(name) for name in {names}]))"
     for gpus, found in ((False, "'3', '9', '0'"), (True, "'3', '9', None")):
@@ -126,11 +126,11 @@ def test_a_commits_script_is_measured_in_turns_and_compared_by_the_medians(bench
 
 
 GPU = """\
-round 1 of 1: fed: 20.0 img/s, step_ms 200.0, data_ms 60.0, peak_gpu_bytes 9,000.0
-round 1 of 1: resident: 40.0 img/s, step_ms 100.0, peak_gpu_bytes 9,000.0
-fed: 20.0 img/s
-resident: 40.0 img/s
-img/s, fed / resident: 0.500 (0.500 to 0.500 in 1 round(s))
+round 1 of 1: bf16, fed: 20.0 img/s, step_ms 200.0, data_ms 60.0, peak_gpu_bytes 9,000.0
+round 1 of 1: bf16, resident: 40.0 img/s, step_ms 100.0, peak_gpu_bytes 9,000.0
+bf16, fed: 20.0 img/s
+bf16, resident: 40.0 img/s
+img/s, bf16, fed / bf16, resident: 0.500 (0.500 to 0.500 in 1 round(s))
 the GPU's kernels in the profiled steps: 4.0 ms, of which
  75.0%       3.0 ms      2 times  conv
  25.0%       1.0 ms      1 times  bn
@@ -142,7 +142,7 @@ def test_gpu_prints_a_line_for_each_case_and_the_kernels_that_take_most(
     benchmark, made_up, monkeypatch
 ):
     monkeypatch.setattr(tool.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(tool, "CASES", {"fed": {}, "resident": {"dummy": True}})
+    monkeypatch.setattr(tool, "CASES", {"bf16, fed": {}, "bf16, resident": {"dummy": True}})
 
     def run(_words, args):
         if args.profile:

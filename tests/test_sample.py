@@ -66,8 +66,10 @@ def test_first_annotation_is_the_large_icon_and_all_icons_are_as_frequent(sample
     assert len(firsts) >= 10 and max(firsts.values()) <= min(firsts.values()) + 2
 
 
-def test_own_set_is_left_alone_and_anything_else_refused(sample, tmp_path):
-    """An image depends on its number alone, so those of another set are the same."""
+def test_own_set_is_left_alone_and_anything_else_refused(sample, tmp_path, monkeypatch):
+    """An image depends on its number alone, so those of another set are the same, and those that
+    one process has drawn or several.
+    """
     folder = tmp_path / "set"
     make(folder, *SMALL)
     made = digests(folder)
@@ -82,9 +84,11 @@ def test_own_set_is_left_alone_and_anything_else_refused(sample, tmp_path):
     assert f"{tmp_path}/mine: holds something else" in make(tmp_path / "mine", expect=1)
     with pytest.raises(OSError):
         make_sample_coco.make_set(tmp_path / "mine", 1, 1)
-    make_sample_coco.make_set(tmp_path / "again", 6, 2)
-    assert digests(tmp_path / "again") == made
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "mine", "set"]
+    for count in (1, 3):
+        monkeypatch.setattr(make_sample_coco, "cores", lambda count=count: count)
+        make_sample_coco.make_set(tmp_path / f"by {count}", 6, 2)
+        assert digests(tmp_path / f"by {count}") == made
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["by 1", "by 3", "mine", "set"]
 
 
 def test_stopped_call_leaves_no_half_set_and_no_process_and_the_next_makes_it(tmp_path):

@@ -66,7 +66,7 @@ MOST_KERNELS = 10
 def main(argv=None):
     args = parse_arguments(argv)
     where = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
-    where += [f"{cores()} cores", f"torch {torch.__version__}", f"commit {commit()}"]
+    where += [f"{run_py.usable_cores()} cores", f"torch {torch.__version__}", f"commit {commit()}"]
     where += [f"batch of {args.batch_size}, {args.steps} steps"] if args.command != "job" else []
     print(f"{args.command}: {', '.join(where)}")
     with tempfile.TemporaryDirectory(prefix="demo-benchmark-") as folder:
@@ -100,7 +100,7 @@ def measure_scripts(args):
                 command, more = child("loader", script), {"workers": 0}
             else:
                 # The loader still has work in the last step.
-                count = args.batch_size * (WARM_UP + args.steps + 2 * cores())
+                count = args.batch_size * (WARM_UP + args.steps + 2 * run_py.usable_cores())
                 command, more = [sys.executable, script], {"max_steps": WARM_UP + args.steps}
             data = make_data(args, source, count)
             given = options(data, batch_size=args.batch_size, **more)
@@ -113,12 +113,12 @@ def measure_gpu(args):
     if not torch.cuda.device_count():
         raise UserError("PyTorch finds no NVIDIA GPU here: run gpu where nvidia-smi lists one")
     # A loader has two batches a worker in stock when the training begins.
-    warm_up = WARM_UP + 2 * cores()
+    warm_up = WARM_UP + 2 * run_py.usable_cores()
     cases = {}
     for name, given in CASES.items():
         more = {"batch_size": args.batch_size, "precision": "bf16"} | given
         epochs, batch = more.get("num_epochs", 1), more["batch_size"]
-        count = batch * (warm_up + args.steps + 2 * cores())
+        count = batch * (warm_up + args.steps + 2 * run_py.usable_cores())
         if epochs > 1:  # the last epoch ends after the last step
             count = batch * -(-(warm_up + args.steps) // epochs) - batch // 2
         data = ["--dummy"] if more.pop("dummy", False) else make_data(args, args.data[0], count)
@@ -127,7 +127,7 @@ def measure_gpu(args):
         cases[name] = [*torchrun(1), *child(f"warm-up {warm_up}", SCRIPT)[1:], *given]
     measure(args, cases)
     traces = args.folder / "traces"
-    run([*list(cases.values())[1], f"--profile={traces}"])  # resident, in bf16
+    run([*cases["bf16, resident"], f"--profile={traces}"])
     print_kernels(traces / "rank0.json.gz")
 
 
@@ -156,17 +156,13 @@ def measure_job(args):
     text = run([*torchrun(processes), SCRIPT, *given], processes)
     seconds = time.monotonic() - began
     found = summary(text)
-    (rest,) = re.findall(r"^\[\w+ 0\] .*Total wall time: .*\((.*)s\)$", text, re.MULTILINE)
+    (wall,) = re.findall(r"^\[\w+ 0\] .*Total wall time: .*\((.*)s\)$", text, re.MULTILINE)
     print(f"{found['steps']} steps, {found['img_per_s']:.0f} img/s in them")
-    print(
-        f"from start to end {seconds:.1f} s: {seconds - float(rest):.1f} before the script, ",
-        end="",
-    )
-    print(
-        f"{float(rest) - found['train_s']:.1f} its start and end, {found['train_s']:.1f} training"
-    )
-    print(f"the talk's four GPUs over InfiniBand took {talk_seconds:.1f} s:", end=" ")
-    print(f"{talk_seconds / seconds:.1f} times as long")
+    in_script, training = float(wall), found["train_s"]
+    text = f"from start to end {seconds:.1f} s: {seconds - in_script:.1f} before the script, "
+    print(text + f"{in_script - training:.1f} its start and end, {training:.1f} training")
+    text = f"the talk's four GPUs over InfiniBand took {talk_seconds:.1f} s: "
+    print(text + f"{talk_seconds / seconds:.1f} times as long")
 
 
 def torchrun(processes):
@@ -196,7 +192,9 @@ def parse_arguments(argv):
     add("--data", type=Path, nargs="+", metavar="PATH", help=text)
     add("--against", metavar="COMMIT", help="step, input: measure also this commit's script")
     add("--rounds", type=int, default=3, metavar="N", help="how often all run (3)")
-    steps, batch_size = (10 * cores(), 256) if torch.cuda.device_count() else (12, 32)
+    steps, batch_size = (
+        (10 * run_py.usable_cores(), 256) if torch.cuda.device_count() else (12, 32)
+    )
     text = f"measured steps of a run, after a warm-up ({steps})"
     add("--steps", type=int, default=steps, metavar="N", help=text)
     text = f"images per process ({batch_size})"
@@ -256,7 +254,7 @@ def run(command, processes=1):
     """What a command that starts so many processes prints. Raises UserError if it fails."""
     command = [str(word) for word in command]
     env = {} if run_py.runs_on_gpus(command) else run_py.cpu_variables(os.environ)
-    env["OMP_NUM_THREADS"] = str(max(1, cores() // processes))
+    env["OMP_NUM_THREADS"] = str(max(1, run_py.usable_cores() // processes))
     env |= os.environ  # the user's own win
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(command, env=env, **pipes, text=True, errors="replace")
@@ -344,11 +342,6 @@ def measure(args, cases):
         ratios = [a / b for a, b in zip(found[name], found[other], strict=True)]
         spread = f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} round(s)"
         print(f"img/s, {name} / {other}: {medians[name] / medians[other]:.3f} ({spread})")
-
-
-def cores():
-    """How many cores this process may use; not every system can tell them from the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 if __name__ == "__main__":

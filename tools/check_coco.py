@@ -255,30 +255,32 @@ def fault_of(path):
                 if head[place:].lower().startswith(begin):
                     return f"is {what}", advice
             for kind, begin, end in ENDS:
-                if head.startswith(begin) and not has_end(file, end):
+                if head.startswith(begin) and not has_end(file, kind, end):
                     return f"is cut off: no end of a {kind}", AGAIN
     except OSError as error:
         return f"cannot be read: {error.strerror}", AGAIN
     return None
 
 
-def has_end(file, end):
+def has_end(file, kind, end):
     """Whether an open image has this end. Anything may be behind it, such as a phone's film."""
     file.seek(max(0, os.path.getsize(file.name) - TAIL))
     if end in file.read():
         return True
     file.seek(0)
     data = file.read()
-    # A smaller image in a JPEG's head has an end, too: before the data of the image itself.
-    return data.rfind(end) > data.rfind(SCAN) if end == ENDS[0][2] else end in data
+    if kind == "JPEG":  # a smaller image in its head has an end, too: before its own data
+        return data.rfind(end) > data.rfind(SCAN)
+    return end in data
 
 
 def check_whole(paths):
     """Raises UserError with the first fault, and how many more images have the same one."""
-    faults = [(path, fault_of(path)) for path in paths]
-    first = next((fault for _, fault in faults if fault), None)
-    same = [f"image {path} {fault[0]}" for path, fault in faults if fault and fault == first]
-    raise_first(same, f". {first[1]}" if first else "")
+    faults = {path: fault for path in paths if (fault := fault_of(path))}
+    if faults:
+        first = next(iter(faults.values()))
+        same = [f"image {path} {first[0]}" for path, fault in faults.items() if fault == first]
+        raise_first(same, f". {first[1]}")
 
 
 def decode(path):
@@ -379,7 +381,8 @@ def check(annotations, folder=None, val=None, every=False):
             paths = [f"{folder}/{name}" for name in dict.fromkeys(names)]
             if every:
                 decode_all(paths)
-            check_whole(paths)
+            else:
+                check_whole(paths)
         whole = "" if os.path.isfile(folder) else "; none is empty, no JPEG or PNG is cut off"
         lines.append(f"{folder} has all images that have a label{whole}")
     if val:
