@@ -228,7 +228,8 @@ class Training:
     not_saved: str = ""  # on rank 0: why the last checkpoint could not be written
 
     def __post_init__(self):
-        self.timer = StepTimer(self.process, self.model)
+        # Backward ends with the first layer: its gradient is the last one to be ready.
+        self.timer = StepTimer(self.process, next(self.model.parameters()))
         self.profiler = None  # with --profile: start_profiler
         # The pretrained weights expect images with ImageNet's mean and standard deviation.
         self.mean, self.std = MEAN.to(self.process.device), STD.to(self.process.device)
@@ -378,9 +379,10 @@ def build_model(args, process, train_set, load=True):
     load: whether rank 0 loads the weights of --weights. Until 4/6 no other rank has them.
     """
     torch.manual_seed(args.seed)  # makes a run repeatable; DDP (4/6) makes the ranks equal
-    # For another model change this line, load_weights and download_weights, and StepTimer if its
-    # first parameter is not the last one that gets a gradient. With dropout each rank also needs
-    # a seed of its own after 4/6: with equal seeds, all ranks would drop the same units.
+    # For another model change this line, load_weights and download_weights, and the timer in
+    # Training if the first parameter is not the last one that gets a gradient. With dropout each
+    # rank also needs a seed of its own after 4/6: with equal seeds, all ranks would drop the same
+    # units.
     model = torchvision.models.resnet18(num_classes=len(train_set.categories))
     with errors_end_all_ranks():
         if process.rank == 0 and load and args.weights != "none":
@@ -599,10 +601,10 @@ def check_saved(training, before=""):
             raise UserError(before + training.not_saved)
 
 
-def digest_of_weights(model):
-    """A SHA-256. If those of all ranks are the same, so are the replicas."""
+def digest_of_weights(values):
+    """A SHA-256 of tensors. If those of all ranks are the same, so are the replicas."""
     digest = hashlib.sha256()
-    for value in model.state_dict().values():
+    for value in values:
         digest.update(value.cpu().numpy().tobytes())
     return digest.hexdigest()
 
@@ -692,7 +694,7 @@ def leave_process_group():
 #     what Summary and the log lines measure       StepTimer
 #     a stop signal, a lost torchrun               catch_stop_signals, agree
 #     what a checkpoint holds, who may resume      write_checkpoint, SAME_ON_RESUME
-#     the lines and records of the log             log_run, log_due_line, log_summary
+#     the lines and records of the log             log_run, log_step, log_summary
 #     which errors are one line, exit codes        UserError, run_and_exit
 #
 # Another model: build_model. Another data set: CocoFirstCategory, read_image_list,
@@ -1480,7 +1482,8 @@ class StepTimer:
     what follows the step before: a log line, an agreement. One process exposes nothing.
     """
 
-    def __init__(self, process, model):
+    def __init__(self, process, last_gradient):
+        """last_gradient: the parameter whose gradient is the last one to be ready."""
         self.device_type, self.alone = process.device.type, process.world_size == 1
         self.unread = []  # (Moments, number of images) of steps that a GPU may not have finished
         self.made = 0  # steps that are read
@@ -1488,8 +1491,7 @@ class StepTimer:
         self.times = deque(maxlen=MOST_STEPS)  # StepTimes, without those of the first steps
         self.new = deque(maxlen=MOST_STEPS)  # of steps since the last log line
         self.start_step()
-        # Backward ends with the first layer: its gradient is the last one to be ready.
-        next(model.parameters()).register_post_accumulate_grad_hook(self.own_gradients)
+        last_gradient.register_post_accumulate_grad_hook(self.own_gradients)
 
     def now(self):
         """This moment. A GPU runs behind the script: there, the moment when it gets here."""
@@ -1886,9 +1888,8 @@ def counted(number, one, more=None):
     return f"{number} {one if number == 1 else more or one + 's'}"
 
 
-def facts_of_run(training):
+def facts_of_run(args, process, parameters):
     """All ranks: what runs, on what hardware, with which settings. Also for step_log.py."""
-    process = training.process
     device = torch.cuda.get_device_name() if process.gpu else os.uname().machine
     if process.device.type == "mps":
         device = f"MPS of {device}"
@@ -1902,7 +1903,7 @@ def facts_of_run(training):
             "cuda": torch.version.cuda,
             "nccl": torch.cuda.nccl.version() if process.backend == "nccl" else None,
         },
-        **vars(training.args),
+        **vars(args),
         "launcher": process.launcher,
         "backend": process.backend,
         "hosts": hosts,
@@ -1911,8 +1912,7 @@ def facts_of_run(training):
         "world_size": process.world_size,
         "threads": torch.get_num_threads(),
         "node_cores": os.cpu_count(),
-        "parameters": sum(map(torch.numel, training.model.parameters())),
-        "start_step": training.step,
+        "parameters": sum(map(torch.numel, parameters)),
         "env": {k: v for k, v in sorted(os.environ.items()) if k.startswith(LOGGED)},
     }
 
@@ -1921,7 +1921,8 @@ def log_run(training, val_set):
     """All ranks: rank 0 writes the facts of the run, and those of its data."""
     args, process, train_set = training.args, training.process, training.train_set
     images, padding = len(train_set.names), -len(train_set.names) % process.world_size
-    record = facts_of_run(training) | {
+    record = facts_of_run(args, process, training.model.parameters()) | {
+        "start_step": training.step,
         "classes": len(train_set.categories),
         "images": images,
         "images_without_annotations": train_set.unlabelled,
@@ -1966,21 +1967,25 @@ def note_line(training, epoch, loss):
 
 
 def log_due_line(training):
-    """Logs the due line: the loss of this rank's images; img/s and times since the last line."""
+    """Logs the due line, if there is one."""
     line, training.due_line = training.due_line, None
-    if line is None:
-        return
-    if training.process.gpu:
+    if line:
+        log_step(training.process, training.timer, line, training.args.max_steps)
+
+
+def log_step(process, timer, line, max_steps):
+    """Logs a step: the loss of this rank's images; img/s and times since the last line."""
+    if process.gpu:
         line.copied.synchronize()
-    args, mean = training.args, mean_time(training.timer.since_last_line())
+    mean = mean_time(timer.since_last_line())
     text = f"Epoch {line.epoch} | Step {line.step} | Loss: {line.loss.item():.4f} | "
     if not mean.images:  # all steps since the last line were profiled
-        log(training.process, f"{text}profiled")
+        log(process, f"{text}profiled")
         return
-    seconds = (args.max_steps - line.step) * mean.whole
+    seconds = (max_steps - line.step) * mean.whole
     left = duration(seconds, 0) if seconds < 100 * 86400 else "over 100 days"
     text += f"{mean.images / mean.whole:.1f} img/s | data {1e3 * mean.data:.1f} ms | "
-    log(training.process, f"{text}step {1e3 * mean.whole:.1f} ms | ETA {left}")
+    log(process, f"{text}step {1e3 * mean.whole:.1f} ms | ETA {left}")
 
 
 def log_epoch(training, epoch, first_step, images_seen, began):
@@ -2004,9 +2009,8 @@ def log_validation(training, loader, epoch, correct, seen, began):
     log(training.process, text)
 
 
-def facts_of_rank(training):
+def facts_of_rank(process, timer, digest):
     """What this rank's Summary is made of: its times are of the last 1,000 steps at most."""
-    process, timer = training.process, training.timer
     timer.read()
     mean = mean_time(timer.times)
     parts = {
@@ -2022,25 +2026,33 @@ def facts_of_rank(training):
         "exposed": [step.exposed for step in timer.times],
         "images": sum(step.images for step in timer.times),
         "peak": torch.cuda.max_memory_allocated() if process.gpu else 0,
-        "digest": digest_of_weights(training.model),
+        "digest": digest,
     }
 
 
 def log_summary(training):
-    """All ranks: rank 0 writes what the run did, and its times. Raises UserError if the replicas
-    are not equal.
+    """All ranks: rank 0 writes what the run did. Raises UserError if the replicas differ."""
+    model = training.model
+    gradient_bytes = 4 if training.args.grad_compression == "none" else 2
+    gradient_bytes *= sum(map(torch.numel, model.parameters()))
+    digest = digest_of_weights(model.state_dict().values())
+    log_times(training.process, training.timer, training.step, digest, gradient_bytes)
+
+
+def log_times(process, timer, steps_made, digest, gradient_bytes):
+    """All ranks: rank 0 writes the run's times. Raises UserError if the digests differ.
+
+    gradient_bytes: what each rank hands to the all-reduces of a step. Also for step_log.py.
     """
-    process, timer = training.process, training.timer
-    facts = all_gather(facts_of_rank(training))
+    facts = all_gather(facts_of_rank(process, timer, digest))
     ranks = [one["parts"] for one in facts]
     link, wait = link_and_wait([one["exposed"] for one in facts])
     steps = sorted(step.whole for step in timer.times) or [0]
     peak = max(one["peak"] for one in facts)
     identical = len({one["digest"] for one in facts}) == 1
-    gradient_bytes = 4 if training.args.grad_compression == "none" else 2
     means = {name: fmean(one[name] for one in ranks) for name in ranks[0] if name != "rank"}
     summary = {
-        "steps": training.step,
+        "steps": steps_made,
         "train_s": timer.train_seconds,
         "measured_steps": len(timer.times),  # the figures below are of these
         "img_per_s": sum(one["images"] for one in facts) / max(sum(steps), 1e-9),
@@ -2050,16 +2062,13 @@ def log_summary(training):
         "link_ms": 1e3 * link,  # a lower bound
         "wait_ms": 1e3 * wait,
         "ranks": ranks,
-        "wire_bytes_per_step": 0,  # that each rank hands to the all-reduces
+        "wire_bytes_per_step": gradient_bytes if process.world_size > 1 else 0,
         "peak_gpu_bytes": peak or None,  # of tensors, on the rank with the most
         "weights_sha256": facts[0]["digest"],
         "replicas_identical": identical,
     }
-    if process.world_size > 1:
-        parameters = sum(map(torch.numel, training.model.parameters()))
-        summary["wire_bytes_per_step"] = gradient_bytes * parameters
     log_from_rank_0(process, f"Summary {json.dumps(summary)}")
-    words = f"{counted(training.step, 'step')}"
+    words = f"{counted(steps_made, 'step')}"
     if timer.times:
         words += f", {summary['img_per_s']:.1f} img/s; a step of {means['step_ms']:.0f} ms is "
         words += f"{means['data_ms']:.0f} data + {means['compute_ms']:.0f} compute"

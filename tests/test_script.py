@@ -861,7 +861,9 @@ def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
     training = SimpleNamespace(args=args, model=torch.nn.Linear(1, 1), step=5)
     training.process = demo.ProcessInfo(device=torch.device(kind))
     training.process.world_size = 2
-    training.timer = demo.StepTimer(demo.ProcessInfo(world_size=2), training.model)
+    training.timer = demo.StepTimer(
+        demo.ProcessInfo(world_size=2), next(training.model.parameters())
+    )
     for seconds, data, exposed in [(99, 9, 9)] * 3 + [(3, 1, 1), (3, 1, 1)]:
         step = demo.Moments(0, cpu=2, waits=[0], arrivals=[data], own_gradients=0)
         step.averaged, step.end = exposed, seconds
@@ -890,7 +892,7 @@ def two_ranks(demo) -> ModuleType:
 
 def test_parts_of_a_step_are_told_by_its_moments(demo):
     """Of two micro-batches both wait for data, and the last one's gradients are sent."""
-    timer = demo.StepTimer(two_ranks(demo), torch.nn.Linear(1, 1))
+    timer = demo.StepTimer(two_ranks(demo), torch.ones(1, requires_grad=True))
     step = demo.Moments(begin=0, cpu=7, waits=[1, 7], arrivals=[3, 8], own_gradients=11)
     step.averaged, step.end = 15, 20
     timer.unread.append((step, 4))
@@ -901,7 +903,7 @@ def test_parts_of_a_step_are_told_by_its_moments(demo):
 
 def test_own_gradients_are_noted_when_the_first_layers_is_ready(demo):
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
-    timer = demo.StepTimer(two_ranks(demo), model)
+    timer = demo.StepTimer(two_ranks(demo), next(model.parameters()))
     model[1](torch.ones(1)).sum().backward()
     assert timer.step.own_gradients is None
     model(torch.ones(1)).sum().backward()
@@ -920,7 +922,7 @@ def test_the_time_of_a_periodic_save_is_in_no_step(demo, monkeypatch):
     """By a made-up clock: a step takes a second, a save a minute."""
     now = [0]
     monkeypatch.setattr(demo, "perf_counter", lambda: now[0])
-    timer = demo.StepTimer(two_ranks(demo), torch.nn.Linear(1, 1))
+    timer = demo.StepTimer(two_ranks(demo), torch.ones(1, requires_grad=True))
     for _ in range(4):
         now[0] += 1
         pass_a_step(timer)
@@ -931,7 +933,7 @@ def test_the_time_of_a_periodic_save_is_in_no_step(demo, monkeypatch):
 
 
 def test_times_of_1000_steps_are_kept_and_those_of_the_first_three_are_in_no_average(demo):
-    timer = demo.StepTimer(two_ranks(demo), torch.nn.Linear(1, 1))
+    timer = demo.StepTimer(two_ranks(demo), torch.ones(1, requires_grad=True))
     for count, kept in ((3, 3), (1, 1), (1500, 1000)):
         for _ in range(count):
             pass_a_step(timer)

@@ -14,20 +14,8 @@ from time import perf_counter
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import demo_coco_resnet18 as demo
+import torch
 import torch.distributed as dist
-
-
-class AveragedParameters:
-    """What the script's functions ask of a model, for the parameters that DDP averages."""
-
-    def __init__(self, ddp):
-        self.averaged = [each for each in ddp.module.parameters() if each.requires_grad]
-
-    def parameters(self):
-        return iter(self.averaged)
-
-    def state_dict(self):
-        return {number: each.detach().float() for number, each in enumerate(self.averaged)}
 
 
 class StepLog:
@@ -40,36 +28,33 @@ class StepLog:
     2 bytes and not 4.
     """
 
-    # The script's functions take a StepLog for their Training.
-
     def __init__(self, ddp, *, max_steps, global_batch_size, **settings):
-        device = next(ddp.module.parameters()).device
-        settings = {
-            "log_every": demo.LOG_EVERY[device.type],
-            "grad_compression": "none",
-        } | settings
+        # Those that DDP averages.
+        self.parameters = [each for each in ddp.module.parameters() if each.requires_grad]
+        device = self.parameters[0].device
+        defaults = {"log_every": demo.LOG_EVERY[device.type], "grad_compression": "none"}
         counts = {"max_steps": max_steps, "global_batch_size": global_batch_size}
-        self.args = argparse.Namespace(**settings, **counts)
-        self.model = AveragedParameters(ddp)
-        self.process = demo.ProcessInfo(
-            demo.find_launcher(), dist.get_rank(), dist.get_world_size()
-        )
+        self.args = argparse.Namespace(**(defaults | settings | counts))
+        launcher, world_size = demo.find_launcher(), dist.get_world_size()
         # Without a launcher one process has started the others, on its own node.
-        spawned = self.process.launcher == "python"
-        world_size = self.process.world_size
-        self.process.local_rank = self.process.rank if spawned else int(os.environ["LOCAL_RANK"])
-        self.process.local_world_size = (
-            world_size if spawned else int(os.environ["LOCAL_WORLD_SIZE"])
+        spawned = launcher == "python"
+        self.process = demo.ProcessInfo(
+            launcher,
+            dist.get_rank(),
+            world_size,
+            dist.get_rank() if spawned else int(os.environ["LOCAL_RANK"]),
+            world_size if spawned else int(os.environ["LOCAL_WORLD_SIZE"]),
+            device,
+            dist.get_backend(),
         )
-        self.process.device = device
-        self.process.backend = dist.get_backend()
-        self.timer = demo.StepTimer(self.process, self.model)
+        self.timer = demo.StepTimer(self.process, self.parameters[0])
         self.step = self.epoch = 0
-        self.due_line = None
+        self.due_line = None  # of a step that a GPU may not have finished
 
     def __enter__(self):
         self.began = perf_counter()
-        demo.log_from_rank_0(self.process, "Run " + json.dumps(demo.facts_of_run(self)))
+        record = demo.facts_of_run(self.args, self.process, self.parameters)
+        demo.log_from_rank_0(self.process, "Run " + json.dumps(record))
         return self
 
     def batches(self, loader):
@@ -99,10 +84,18 @@ class StepLog:
             if not moment:
                 text = f"StepLog: step {self.step + 1} has no mark of {mark!r}"
                 raise RuntimeError(f"{text}: docs/networks.md has the lines of a loop")
-        self.step += 1
-        demo.log_due_line(self)
+        self.log_due_line()
         self.timer.end_step(samples)
-        demo.note_line(self, self.epoch, loss.detach())
+        self.step += 1
+        every, last = self.args.log_every, self.args.max_steps
+        if (self.step - 1) % every == 0 or self.step == last:
+            loss = loss.detach().clone()  # it is read after the next step
+            self.due_line = demo.DueLine(self.epoch, self.step, loss, self.timer.now())
+
+    def log_due_line(self):
+        if self.due_line:
+            demo.log_step(self.process, self.timer, self.due_line, self.args.max_steps)
+        self.due_line = None
 
     def __exit__(self, error, *_):
         if error is not None:
@@ -113,6 +106,9 @@ class StepLog:
             text = f"Stopped after {made}: give StepLog the loop's number as max_steps"
             demo.log_from_rank_0(self.process, text)
             return
-        demo.log_due_line(self)
-        demo.log_summary(self)
+        self.log_due_line()
+        sent = 4 if self.args.grad_compression == "none" else 2
+        sent *= sum(map(torch.numel, self.parameters))
+        digest = demo.digest_of_weights(each.detach().float() for each in self.parameters)
+        demo.log_times(self.process, self.timer, self.step, digest, sent)
         demo.log_end(self.process, self.began)
