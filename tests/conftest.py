@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ def slowness() -> float:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "write the reports in tests/data/reports anew: their diff shows what has changed"
+    text = "write recorded answers anew: their diff shows what has changed"
     parser.addoption("--record", action="store_true", help=text)
 
 
@@ -83,6 +83,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"skipped {count}: {reason}")
+
+
+@pytest.fixture
+def assert_recorded(pytestconfig: pytest.Config) -> Callable[[Path, str], None]:
+    """Compares a text with the file that holds what is expected; --record writes it anew."""
+
+    def compare(path: Path, text: str) -> None:
+        if pytestconfig.getoption("--record"):
+            path.write_text(text, encoding="utf-8")
+        assert text.splitlines() == path.read_text(encoding="utf-8").splitlines()
+
+    return compare
 
 
 @pytest.fixture(scope="session")
