@@ -150,23 +150,23 @@ TABLE = """
 35 other-precision: "precision": "precision", => "launcher": "launcher",
     test_compare_logs.py::test_unlike_runs_are_refused_with_what_differs
 38 failed-is-scored: if log.failed: => if False:
-    test_compare_logs.py::test_a_network_that_failed_in_all_rounds_is_told_and_the_other_one_compared
+    test_compare_logs.py::test_a_network_that_failed_is_told_and_the_other_one_compared
 == tools/analysis/report.py
 36 part-as-whole: more = sum(two[part] - one[part] for => more = sum(two[part] for
     test_compare_logs.py::test_report_is_as_recorded
 36 ratio-upside-down: = slow.figures["wall_s"] / quick => = quick.figures["wall_s"] / slow
     test_compare_logs.py::test_of_logs_with_wall_times_alone_the_ratio_is_told
 37 loopback-carries: if link.get("kind") != "loopback" and size(link)] => if size(link)]
-    test_compare_logs.py::test_what_carried_the_probe_is_what_nccl_names_else_what_has_most_bytes
+    test_compare_logs.py::test_what_carried_the_probe_by_nccls_words_or_the_bytes
 == tools/analysis/nccl.py
 38 latest-warning: first = warnings[0] => first = warnings[-1]
     test_nccl_log.py::test_whole_texts_have_their_answers
 == tools/analysis/logs.py
 39 packed-log: utf16 = file.read(2) in (b"\\xff\\xfe", b"\\xfe\\xff") => utf16 = False
-    test_compare_logs.py::test_a_log_that_was_compressed_or_was_written_by_powershell_is_read
+    test_compare_logs.py::test_a_log_that_gzip_or_powershell_has_written_is_read
 == tools/analysis/plot.py
 40 bytes-for-bits: append(8 * busbw) => append(busbw)
-    test_compare_logs.py::test_parts_of_a_bar_stand_on_each_other_and_curves_are_bus_bandwidth
+    test_compare_logs.py::test_a_bar_has_the_parts_of_a_step_and_a_curve_bus_bandwidth
 == tools/check_coco.py
 41 cut-off-png: , ("PNG", b"\\x89PNG", b"IEND")] => ]
     test_check_coco.py::test_images_that_are_empty_or_cut_off_are_told_from_whole_ones

@@ -13,89 +13,67 @@ GRADIENTS = 44_870_208  # bytes
 STEPS = 20
 
 
-def carried(name: str, kind: str, stated: float | None, gbps: float, **more: object) -> dict:
+def carried(name: str, kind: str, stated: float | None, gbps: float) -> dict:
     """An interface of the Probe that carried `gbps` during it."""
-    sent = {"tx_bytes": int(gbps * 1e8), "rx_bytes": int(gbps * 1e8), "wire_Gbps": gbps}
-    sent["stated_by"] = "its port"
-    return {"name": name, "kind": kind, "speed_Gbps": stated} | sent | more
+    moved = {"tx_bytes": int(gbps * 1e8), "rx_bytes": int(gbps * 1e8), "wire_Gbps": gbps}
+    facts = {"name": name, "kind": kind, "speed_Gbps": stated, "stated_by": "its port"}
+    return facts | moved
 
 
 class MadeRun:
     """A run on two nodes, n0 and n1, with two GPUs each, changed by lines of words.
 
-    A line is a word and its values; for one node alone the word ends in @n0 or @n1:
+    A line is a word and its values:
         ms DATA COMPUTE EXPOSED     of a step, on each rank; given again: on the next rank
         probe MS                    of the gradients' all-reduce; "none": no probe
-        net NAME KIND STATED GBPS   an interface of the probe; then perhaps more facts, as JSON
+        net NAME KIND STATED GBPS   an interface of the probe
         nccl LINE                   of NCCL's text, for the probe
-        sent NAME KIND MB           in a step of the training; then perhaps more facts, as JSON
-        port NAME JSON, node JSON   facts of a node
+        sent NAME KIND MB           of each node in a step of the training
         run JSON, summary JSON      of these records
-        probed JSON                 of the Probe
         failed TEXT                 the run failed, with the launcher's last line
         file NAME LINE              of a file beside the log
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.ms, self.took, self.failed = name, [], 100.0, ""
-        self.records: dict = {"run": {}, "summary": {}, "probed": {}}
+        self.name, self.took, self.failed = name, 100.0, ""
+        self.ms: list[list[float]] = []
+        self.links: list[dict] = []
+        self.reader = nccl.Reader()
+        self.sent: dict[str, dict] = {}
+        self.records: dict[str, dict] = {"run": {}, "summary": {}}
         self.files: dict[str, str] = {}
-        hosts = ("n0", "n1")
-        self.nodes: dict = {
-            host: {"net": [], "nccl": [], "sent": {}, "node": {}} for host in hosts
-        }
 
     def change(self, line: str) -> None:
         word, _, rest = line.partition(" ")
-        word, _, host = word.partition("@")
-        values, brace, more = rest.partition(" {")
-        names = values.split()
+        values = rest.split()
         if word == "ms":
-            self.ms.append([float(value) for value in names])
+            self.ms.append([float(value) for value in values])
         elif word == "probe":
             self.took = 0 if rest == "none" else float(rest)
+        elif word == "net":
+            name, kind, stated, gbps = values
+            self.links.append(carried(name, kind, float(stated), float(gbps)))
+        elif word == "nccl":
+            self.reader.read(f"n:7:7 [0] NCCL INFO {rest}\n")
+        elif word == "sent":
+            self.sent[values[0]] = {"kind": values[1], "MB": float(values[2])}
         elif word == "failed":
             self.failed = rest
         elif word == "file":
             file, _, text = rest.partition(" ")
             self.files[file] = self.files.get(file, "") + text + "\n"
-        elif word in self.records:
-            self.records[word] |= json.loads(rest)
         else:
-            facts = json.loads("{" + more) if brace else {}
-            for node in [self.nodes[host]] if host else self.nodes.values():
-                if word == "net":
-                    stated = None if names[2] == "-" else float(names[2])
-                    node["net"].append(carried(*names[:2], stated, float(names[3]), **facts))
-                elif word == "nccl":
-                    node["nccl"].append(f"n:7:7 [0] NCCL INFO {rest}\n")
-                elif word == "sent":
-                    node["sent"][names[0]] = {"kind": names[1], "MB": float(names[2]), **facts}
-                elif word == "port":
-                    node["node"].setdefault("ports", {})[names[0]] = facts
-                elif word == "node":
-                    node["node"] |= json.loads(rest)
-
-    def probe_of(self, host: str) -> dict:
-        node = self.nodes[host]
-        reader = nccl.Reader()
-        for line in node["nccl"]:
-            reader.read(line)
-        finding = reader.finding().to_dict() if node["nccl"] else None
-        return {"host": host, "interfaces": node["net"], "nccl": finding, "node": node["node"]}
+            self.records[word] |= json.loads(rest)
 
     def counters(self, host: str, steps: int) -> str:
         """As counters.py prints them, after so many steps."""
         links = {}
-        for name, facts in self.nodes[host]["sent"].items():
+        for name, facts in self.sent.items():
             count = int(facts["MB"] * 1e6 * steps)
-            errors = {key: n for key, n in facts.get("errors", {}).items() if steps}
-            links[name] = {"kind": facts["kind"], "speed_Gbps": facts.get("stated")}
-            links[name] |= {"tx_bytes": count, "rx_bytes": count, "below": [], "errors": errors}
-        again = self.nodes[host]["node"].get("again", 0) * steps
-        record = {"host": host, "time": 100 + steps, "interfaces": links}
-        record["tcp"] = {"segments": 1000 * steps, "retransmits": again}
-        return f"Counters {json.dumps(record | {'node': self.nodes[host]['node']})}\n"
+            links[name] = {"kind": facts["kind"], "speed_Gbps": None, "below": [], "errors": {}}
+            links[name] |= {"tx_bytes": count, "rx_bytes": count}
+        record = {"host": host, "time": 100 + steps, "interfaces": links, "tcp": None}
+        return f"Counters {json.dumps(record)}\n"
 
     def text(self) -> str:
         run = {"world_size": 4, "nodes": 2, "backend": "nccl", "global_batch_size": 64}
@@ -104,14 +82,18 @@ class MadeRun:
         run |= self.records["run"]
         count, per_node = run["world_size"], run["world_size"] // run["nodes"]
         hosts = [f"n{rank // per_node}" for rank in range(count)]
+        counting = ["n0", "n1"] if self.sent else []
         kind = "[GPU" if run["backend"] == "nccl" else "[CPU"
         lines = []
         if self.took:
+            finding = self.reader.finding().to_dict() if self.reader.has_text else None
             probe = {"world_size": count, "all_reduce_bytes": GRADIENTS}
             probe |= {"all_reduce_ms": self.took}
-            probe["nodes"] = [self.probe_of(host) for host in dict.fromkeys(hosts)]
-            lines.append(f"{kind} 0] Probe {json.dumps(probe | self.records['probed'])}\n")
-        counting = [host for host, node in self.nodes.items() if node["sent"]]
+            probe["nodes"] = [
+                {"host": host, "interfaces": self.links, "nccl": finding}
+                for host in dict.fromkeys(hosts)
+            ]
+            lines.append(f"{kind} 0] Probe {json.dumps(probe)}\n")
         lines += [self.counters(host, 0) for host in counting]
         lines.append(f"{kind} 0] Run {json.dumps({'hosts': hosts} | run)}\n")
         if self.failed:
@@ -136,7 +118,7 @@ class MadeRun:
     def write(self, folder: Path) -> Path:
         """The run's folder, with its log and the files beside it."""
         folder = folder / self.name
-        folder.mkdir()
+        folder.mkdir(parents=True)
         for name, text in {"node0.log": self.text(), **self.files}.items():
             (folder / name).write_text(text)
         return folder
@@ -148,6 +130,6 @@ def made_runs(lines: list[str]) -> list[MadeRun]:
     for line in lines:
         if line.startswith("= "):
             runs.append(MadeRun(line[2:]))
-        elif line and not line.startswith("#"):
+        elif line:
             runs[-1].change(line)
     return runs
