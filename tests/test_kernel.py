@@ -200,41 +200,25 @@ def test_counters_are_read_when_the_drivers_have_refreshed_them(kernel, monkeypa
 # --- Facts of a node -----------------------------------------------------------------------------
 
 
-def test_facts_of_gpus_and_the_module_for_gpudirect(kernel):
-    """GPUs stand beside /sys, in /proc."""
-    kernel.write("../module/nvidia_peermem", version=1)
-    gpu = "../../proc/driver/nvidia/gpus/0000:1b:00.0"
-    kernel.write(gpu, information="Model: \t NVIDIA H100\nIRQ: 1")
-    found = read_node(kernel.root)
-    assert (found["gpus"], found["module"]) == (["NVIDIA H100"], "nvidia_peermem")
-
-
 def test_of_several_readings_the_fastest_pcie_link_counts():
     """It was idle when the training's counters were read."""
     readings = [{"ports": {"eth0": {"pcie": [speed, 16]}}} for speed in (16, 2.5)]
     assert merged(readings)["ports"]["eth0"]["pcie"] == [16, 16]
 
 
-FIRST, OTHER = "user:[4026531837]", "user:[4026532900]"
-
-
-@pytest.mark.parametrize(
-    ("capable", "namespace", "limit", "most"),
-    [
-        ("0", FIRST, 8 << 20, 8 << 20),
-        ("4000", FIRST, 8 << 20, None),
-        ("4000", OTHER, 8 << 20, 8 << 20),
-        ("0", OTHER, resource.RLIM_INFINITY, None),
-    ],
-)
-def test_memory_that_may_be_locked_is_limited_unless_root_is_real(
-    monkeypatch, capable, namespace, limit, most
-):
+def test_memory_that_may_be_locked_is_limited_unless_root_is_real(monkeypatch):
     """Bit 14 is CAP_IPC_LOCK. Root in a container may lack it, or have it in vain."""
-    monkeypatch.setattr(module, "text_of", lambda path: f"Name: x\nCapEff:\t{capable}\n")
-    monkeypatch.setattr(os, "readlink", lambda path: namespace)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    assert module.most_locked() == most
+    first, other, limit = "user:[4026531837]", "user:[4026532900]", 8 << 20
+    for capable, namespace, given, most in (
+        ("0", first, limit, limit),
+        ("4000", first, limit, None),
+        ("4000", other, limit, limit),
+        ("0", other, resource.RLIM_INFINITY, None),
+    ):
+        monkeypatch.setattr(module, "text_of", lambda _, mask=capable: f"N: x\nCapEff:\t{mask}\n")
+        monkeypatch.setattr(os, "readlink", lambda _, name=namespace: name)
+        monkeypatch.setattr(resource, "getrlimit", lambda _, most=given: (most, most))
+        assert module.most_locked() == most, (capable, namespace)
 
 
 def test_free_memory_is_no_more_than_the_containers(kernel):
@@ -328,16 +312,6 @@ def test_errors_are_those_between_the_readings(kernel):
     of_eth0, more, of_port, hardware = files.values()
     found = {name: link.get("errors") for name, link in kernel.since(before).items()}
     assert found == {"idle": None, "eth0": of_eth0 | more, "mlx4_0:2": of_port | hardware}
-
-
-def test_segments_that_tcp_sent_again_are_those_between_the_readings():
-    text = "Ip: 1 2\nTcp: RtoMin OutSegs RetransSegs\nTcp: 200 {} {}\nUdp: 5\n"
-    before, after = (
-        {"interfaces": {}, "tcp": module.read_tcp(text.format(*counts))}
-        for counts in ((5000, 90), (7000, 120))
-    )
-    assert difference(before, after)["tcp"] == {"segments": 2000, "retransmits": 30}
-    assert module.read_tcp("Tcp: OutSegs\nTcp: 5\n") is module.read_tcp("") is None
 
 
 # --- Under load --------------------------------------------------------------------------------
