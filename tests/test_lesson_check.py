@@ -51,14 +51,6 @@ ADDED = f"{BACKWARD}\n        for p in model.parameters(): dist.all_reduce(p.gra
 OTHER = "import copy\nddp = DistributedDataParallel(copy.deepcopy(model))"
 SLICES = """numbers, images, labels = (x[rank::2] for x in (numbers, images, labels))
         images, labels = images"""
-NO_BARRIER = """if rank == 0: time.sleep(2); torch.save(0, "no barrier.pt")
-torch.load("no barrier.pt")
-"""
-# Its text takes longer than a program may hang.
-SLOW = """import functools, subprocess
-class Slow(Exception): __str__ = staticmethod(functools.partial(subprocess.getoutput, "sleep 6"))
-raise Slow
-"""
 
 # Each program: what it has in place of lines of the answer, and what check.py says, in parts.
 FIRST = {
@@ -83,18 +75,40 @@ FIRST = {
         {"ddp = DistributedDataParallel(model": f"{WRAP[:-1]}, init_sync=False"},
         ["Change 4 is missing. "],
     ),
-    "without 6": (
-        {SUM: ""},
-        ["Change 6 is missing. The line of epoch 0 is about 8 images"],
+    "without the average of 5": (
+        {WRAP: COPIED, BACKWARD: ADDED},
+        ["Change 5 is missing. After the first backward the gradients are 2 times plain.py's."],
     ),
+    "without 6": ({SUM: ""}, ["Change 6 is missing. The line of epoch 0 is about 8 images"]),
 }
 OTHERS = {
+    # Right in another way
+    "rank from the group, shares by slices, gradients averaged by hand": (
+        {
+            **ALL_IMAGES,
+            RANK: "",
+            JOIN: f"{JOIN}\nrank = dist.get_rank()",
+            LOADER: LOADER.replace(" // world_size", ""),
+            "images, labels = images": SLICES,
+            WRAP: COPIED,
+            BACKWARD: f"{ADDED}; p.grad /= 2",
+        },
+        [],
+    ),
+    "a loader worker, lines run together, the seed by its name, sys.exit": (
+        {
+            LOADER: LOADER.replace("sampler=", "num_workers=1, sampler="),
+            '{text}\\n"': '{text}"',
+            "torch.manual_seed(0)": "torch.manual_seed(seed=0)",
+            LEAVE: f"{LEAVE}; raise SystemExit",
+        },
+        [],
+    ),
+    # Not all are made
     "only 1 and 2": (
         {**ALL_IMAGES, WRAP: "ddp = model", SUM: ""},
         [f"Change {n} is missing. " for n in (3, 4, 5, 6)],
     ),
-    # Right in another way
-    "gradients averaged by hand": ({WRAP: COPIED, BACKWARD: f"{ADDED}; p.grad /= 2"}, []),
     "never leaves the group": (
         {LEAVE: ""},
         ["Missing: 2.", "Change 2 is missing. It joins, but destroy_process_group is not called."],
@@ -103,24 +117,6 @@ OTHERS = {
         {**ALL_IMAGES, FORWARD: "outputs = model(images)"},
         ["Made: 1, 2, 4, 6. Missing: 3. Cannot tell yet: 5.", "Change 3 is missing. "],
     ),
-    "rank from the group": ({RANK: "", JOIN: f"{JOIN}\nrank = dist.get_rank()"}, []),
-    "shares by slices": (
-        {
-            **ALL_IMAGES,
-            LOADER: LOADER.replace(" // world_size", ""),
-            "images, labels = images": SLICES,
-        },
-        [],
-    ),
-    "lines run together, the seed by its name": (
-        {'{text}\\n"': '{text}"', "torch.manual_seed(0)": "torch.manual_seed(seed=0)"},
-        [],
-    ),
-    "a loader worker": (
-        {LOADER: LOADER.replace("sampler=", "num_workers=1, sampler=")},
-        [],
-    ),
-    "sys.exit at its end": ({LEAVE: f"{LEAVE}; raise SystemExit"}, []),
     # Wrong
     "local rank": (
         {RANK: 'rank = int(os.environ["LOCAL_RANK"])'},
@@ -133,10 +129,6 @@ OTHERS = {
     "four ranks written down": (
         {WORLD: "world_size = 4", "range(world_size)": "range(2)"},
         ["Change 3 is missing. In epoch 0 no rank trains on 8 of the images."],
-    ),
-    "gradients added up": (
-        {WRAP: COPIED, BACKWARD: ADDED},
-        ["Change 5 is missing. After the first backward the gradients are 2 times plain.py's."],
     ),
     "another model in DDP": (
         {WRAP: OTHER, FORWARD: "outputs = model(images)"},
@@ -153,10 +145,6 @@ OTHERS = {
     "only rank 0 steps": (
         {"optimizer.step()": "rank or optimizer.step()"},
         ["Rank 1 never trains: optimizer.step() is not called."],
-    ),
-    "a rate of 0": (
-        {"lr=0.5": "lr=0.0"},
-        ["It never trains: optimizer.step() leaves the weights"],
     ),
     "an early end": (
         {ORDER: f"{ORDER}\n    if epoch == 1: os._exit(0)"},
@@ -177,17 +165,6 @@ OTHERS = {
     "another seed": (
         {"torch.manual_seed(0)": "torch.manual_seed(5)"},
         ["`epoch 0: loss ...` shows ", "What made plain.py's first weights?"],
-    ),
-    "no barrier": (
-        {WRAP: f"{NO_BARRIER}{WRAP}"},
-        [
-            "It fails. FileNotFoundError: ",
-            '    Rank 1: line 62, `torch.load("no barrier.pt")`',
-        ],
-    ),
-    "an error that is slow to tell": (
-        {JOIN: SLOW},
-        ["It fails. Slow: ", "Rank 1: line 47, `raise Slow`", "Change 2 is missing. "],
     ),
     "a rank is killed": (
         {SUM: f"os.kill(os.getpid(), 9) if rank == 1 else {SUM}"},
@@ -225,7 +202,7 @@ def said(tmp_path_factory, request) -> dict[str, str]:
         programs[name] = str(program)
     runs = []
     for name, program in programs.items():
-        seconds = 5 if name in ("one step fewer", "an error that is slow to tell") else 60
+        seconds = 5 if name == "one step fewer" else 60
         words = [LESSON / "check.py", program, folder / name, seconds]
         runs.append((0 if name == "plain" else 2, words))
     run_forked(runs, program=folder / "watch.py", expect=None, cwd=folder)
