@@ -105,26 +105,3 @@ def test_gpu_tests_change_functions_that_the_script_has():
         for name in re.findall(r"\bdemo\.(\w+)", path.read_text())
     }
     assert names and all(hasattr(demo_coco_resnet18, name) for name in names), names
-
-
-def names_of(path: Path) -> set[str]:
-    """What a file defines or sets; and its texts of one word, such as a variable's name."""
-    if path.suffix in (".sh", ".sbatch"):
-        return {*re.findall(r"^\s*(?:export |local )?(\w+)(?:=|\(\))", path.read_text(), re.M)}
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text()) if path.suffix == ".py" else ast.Module([])):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
-    return found
-
-
-def test_names_that_the_map_gives_exist():
-    """A word in a comment is none."""
-    folders = [ROOT / name for name in ("tools", "tests", "docs")]
-    files = [*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*.*"))]
-    given = {*re.findall(r"`([A-Za-z_]\w*)`", MAP)}
-    assert given and given <= set().union(*map(names_of, files))
