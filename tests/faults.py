@@ -197,7 +197,7 @@ TABLE = """
     test_layout.py::test_gpu_tests_change_functions_that_the_script_has
 == tests/gpu/test_nccl.py
 47 alone-over-gloo: "WORLD_SIZE": "2"} => "WORLD_SIZE": "1"}
-    gpu/test_nccl.py::test_ten_steps_leave_identical_replicas_and_the_parts_of_a_step_add_up
+    gpu/test_nccl.py::test_replicas_are_identical_and_the_parts_of_a_step_add_up
 """
 Fault = namedtuple("Fault", "promise name file test old new")
 

@@ -48,6 +48,14 @@ def start_program(command: list[object], **env: str | None) -> Started:
     return start(command, env=VISIBLE | env)
 
 
+def check_parts(summary: dict) -> None:
+    """The replicas are identical; on each rank the parts of a step add up."""
+    assert summary["replicas_identical"] is True
+    for times in summary["ranks"]:
+        parts = [times[f"{name}_ms"] for name in ("data", "compute", "exposed")]
+        assert min(parts) > 0 and sum(parts) == pytest.approx(times["step_ms"])
+
+
 def errors(run: Run) -> list[str]:
     """Its lines of ranks that say ERROR."""
     return [line for line in run.lines() if "] ERROR: " in line]
