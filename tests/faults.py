@@ -169,7 +169,7 @@ TABLE = """
     test_compare_logs.py::test_a_bar_has_the_parts_of_a_step_and_a_curve_bus_bandwidth
 == tools/check_coco.py
 41 cut-off-png: , ("PNG", b"\\x89PNG", b"IEND")] => ]
-    test_check_coco.py::test_images_that_are_empty_or_cut_off_are_told_from_whole_ones
+    test_check_coco.py::test_images_that_are_cut_off_or_none_are_told_from_whole_ones
 41 number-as-name: kinds = {kind, int} if key == "name" else {kind} => kinds = {kind}
     test_annotations.py::test_file_trains_rightly_or_one_line_says_what_is_wrong
 == tools/prepare_coco.py
