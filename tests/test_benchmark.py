@@ -27,11 +27,22 @@ ONCE = [*TINY, "--rounds", 1]
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, sample: Path):
-    """What a command prints after its first line, which names the machine."""
+    """What a command prints after its first lines, which name machine and data. `prints`: in place
+    of runs, a function of a run's words and of the script's arguments.
+    """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    def measure(command: str, *words: object) -> str:
+    def measure(command: str, *words: object, prints: Callable | None = None) -> str:
+        def run(command: list, _processes: int = 1) -> str:
+            words = [str(word) for word in command]
+            if words[0] == "git":
+                return ""
+            first = next(n for n, word in enumerate(words) if word.startswith("--num_epochs"))
+            return prints(words, demo.parse_arguments(words[first:]))
+
+        if prints:
+            monkeypatch.setattr(tool, "run", run)
         tool.main([command, "--data", str(sample), *map(str, words)])
         first, images, rest = capsys.readouterr().out.split("\n", 2)
         assert first.startswith(f"{command}: ") and ", commit " in first
@@ -39,23 +50,6 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, sa
         return rest
 
     return measure
-
-
-@pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Puts a function of a run's words, and of the script's arguments, in place of runs."""
-
-    def replace(prints: Callable[[list[str], Namespace], str]) -> None:
-        def run(command, _processes=1):
-            words = [str(word) for word in command]
-            if words[0] == "git":
-                return ""
-            first = next(n for n, word in enumerate(words) if word.startswith("--num_epochs"))
-            return prints(words, demo.parse_arguments(words[first:]))
-
-        monkeypatch.setattr(tool, "run", run)
-
-    return replace
 
 
 def summary(**content: object) -> str:
@@ -102,7 +96,7 @@ img/s, this script / HEAD: 2.000 (1.600 to 4.000 in 3 round(s))
 """
 
 
-def test_a_commits_script_is_measured_in_turns_and_compared_by_the_medians(benchmark, made_up):
+def test_a_commits_script_is_measured_in_turns_and_compared_by_the_medians(benchmark):
     """The ratio is this script's rate to the other one's."""
     rates = {"this": [32, 40, 80], "that": [20, 10, 20]}
     order = []
@@ -111,8 +105,7 @@ def test_a_commits_script_is_measured_in_turns_and_compared_by_the_medians(bench
         order.append("this" if words[1] == str(SCRIPT) else "that")
         return summary(img_per_s=rates[order[-1]].pop(0))
 
-    made_up(run)
-    out = benchmark("step", *TINY, "--against", "HEAD")
+    out = benchmark("step", *TINY, "--against", "HEAD", prints=run)
     assert order == ["this", "that", "that", "this", "this", "that"]
     assert out.startswith("round 1 of 3: this script: 32.0 img/s\nround 1 of 3: HEAD: 20.0 ")
     assert out.endswith(STEP)
@@ -132,7 +125,7 @@ TRACE = [("kernel", "conv", 2000), ("kernel", "conv", 1000), ("kernel", "bn", 10
 TRACE.append(("cpu_op", "add", 9000))
 
 
-def test_gpu_prints_each_case_and_the_kernels_that_take_most(benchmark, made_up, monkeypatch):
+def test_gpu_prints_each_case_and_the_kernels_that_take_most(benchmark, monkeypatch):
     """What a loader has in stock when the training begins is not measured, and an epoch has enough
     images, or one of four ends within the steps.
     """
@@ -153,8 +146,7 @@ def test_gpu_prints_each_case_and_the_kernels_that_take_most(benchmark, made_up,
         assert epochs <= args.num_epochs and bool(images % args.batch_size) == (epochs > 1)
         return summary(img_per_s=20, step_ms=200, data_ms=60)
 
-    made_up(run)
-    out = benchmark("gpu", *ONCE)
+    out = benchmark("gpu", *ONCE, prints=run)
     begin = "round 1 of 1: bf16, "
     assert f"{begin}fed: 20.0 img/s, step_ms 200.0, data_ms 60.0\n" in out
     assert f"{begin}resident: 40.0 img/s, step_ms 100.0, peak_gpu_bytes 9,000.0\n" in out
@@ -171,25 +163,18 @@ def test_packed_images_are_measured_with_the_annotations_beside_them(tmp_path):
     assert len(json.loads(Path(words[3]).read_text())["images"]) == 5
 
 
-def test_job_is_that_of_the_talk_and_stands_beside_its_wall_time(benchmark, made_up, monkeypatch):
+def test_job_is_that_of_the_talk_and_stands_beside_its_wall_time(benchmark, monkeypatch):
     monkeypatch.setattr(tool, "JOB_IMAGES", 6)
 
     def run(_words, args):
-        found.append((args.num_epochs, args.global_batch_size))
         images = json.loads(Path(args.annotation_path).read_bytes())["images"]
-        found.append(len(images))
-        return "[CUDA 0] Cleanup complete. Total wall time: 2.00s (2.000s)\n" + summary(
-            steps=924, img_per_s=10_000, train_s=1.5
-        )
+        assert (args.num_epochs, args.global_batch_size, len(images)) == (2, 256, 6)
+        end = "[CUDA 0] Cleanup complete. Total wall time: 2.00s (2.000s)\n"
+        return end + summary(steps=924, img_per_s=10_000, train_s=1.5)
 
-    found = []
-    made_up(run)
-    out = benchmark("job")
-    assert found == [(2, 256), 6]
-    assert out.startswith("924 steps, 10000 img/s in them\n")
-    assert re.search(
-        r"^from start to end 0\.\d s: -2\.0 before the script, 0\.5 its start", out, re.M
-    )
+    out = benchmark("job", prints=run)
+    assert out.startswith("924 steps, 10000 img/s in them\nfrom start to end 0.")
+    assert " s: -2.0 before the script, 0.5 its start and end, 1.5 training\n" in out
     assert "over InfiniBand took 1165.0 s: " in out
 
 

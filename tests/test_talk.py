@@ -15,7 +15,6 @@ import demo_coco_resnet18 as demo
 import pytest
 
 import compare_logs
-import probe_link
 from support.datasets import data_args
 from support.made_logs import REPORTS
 from support.nodes import NamespacePair
@@ -200,18 +199,3 @@ def test_the_block_by_hand_ends_at_what_fails_with_its_exit_code(tmp_path):
     done = subprocess.run(["bash", "-c", failing + text], capture_output=True, text=True)
     assert done.returncode == 7 and done.stdout == "cause\n"
     assert (tmp_path / "ethernet/node0.log").read_text() == "cause\n"
-
-
-def test_sizes_for_nccl_tests_are_those_of_the_probe_and_of_the_buckets():
-    (text,) = [text for text in PAGE.commands if "all_reduce_perf" in text]
-    assert 'mpirun -n 4 --host node0:2,node1:2 "${network[@]}" all_reduce_perf' in text
-    low, high, factor = map(int, re.search(r"-b (\d+)M -e (\d+)G -f (\d+)", text).groups())
-    assert [low << 20, factor * low << 20, high << 30] == probe_link.LARGE
-    low, high, factor = map(int, re.search(r"-b (\d+)K -e (\d+)M -f (\d+)", text).groups())
-    sizes = [low << 10]
-    while sizes[-1] < high << 20:
-        sizes.append(factor * sizes[-1])
-    assert {*sizes} <= {*probe_link.SIZES} and sizes[-1] == high << 20
-    (listed,) = re.findall(r"for bytes in (.*); do", text)
-    gradients, *buckets = map(int, listed.split())
-    assert gradients == sum(buckets) == GRADIENTS

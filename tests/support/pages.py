@@ -6,9 +6,8 @@ import re
 
 from support.processes import ROOT
 
-README, RUNNING, LESSON = "README.md", "docs/running.md", "docs/lesson/README.md"
+README, RUNNING = "README.md", "docs/running.md"
 HOMEWORK, PARALLEL = "docs/lesson/homework.md", "docs/lesson/parallel.md"
-PYTORCH = "docs/lesson/pytorch.md"
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
