@@ -49,7 +49,6 @@ def test_record_and_words_of_a_link_of_a_known_rate(tmp_path, capsys):
     assert [node["host"] for node in record["nodes"]] == ["node0", "node1"]
     assert [node["interfaces"][0]["name"] for node in record["nodes"]] == ["eth0", "eth0"]
     assert [node["nccl"] for node in record["nodes"]] == [None, None]
-    assert all(node["tcp"]["segments"] > 1000 for node in record["nodes"])
     assert 0 < record["latency_ms"] < record["all_reduce_ms"] / 10
     words = r"Probe: all-reduce of 44\.9 MB in [\d,]+ ms: \d+ Mb/s, TCP over eth0$"
     assert re.search(words, run.out, re.MULTILINE), run.tail()

@@ -78,8 +78,9 @@ def logs(tmp_path_factory) -> Path:
     }
     folder = tmp_path_factory.mktemp("loops")
     (folder / "mine.py").write_text(PROGRAM + NEXT.join(loops.values()))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr=127.0.0.1", "--nproc_per_node=2", folder / "mine.py"]
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2"]
+    command.append(folder / "mine.py")
     env = {"PYTHONPATH": str(ROOT / "tools"), "OMP_NUM_THREADS": "1"}
     with start(command, env=env, cwd=folder) as started:
         out = started.finish(expect=1).out

@@ -226,7 +226,9 @@ def count_labelled(source):
 
 def find_labelled(content):
     """{id of an image: its label}, and the images that have one."""
-    labels = {each["image_id"]: each["category_id"] for each in content["annotations"]}
+    labels = {}
+    for each in content["annotations"]:
+        labels.setdefault(each["image_id"], each["category_id"])
     return labels, [image for image in content["images"] if image["id"] in labels]
 
 
@@ -265,7 +267,7 @@ def run(command, processes=1):
 
 
 def commit():
-    """Of this repository, with -dirty if files have changed; "" in a copy without one."""
+    """Of this repository, with -dirty if files have changed; "unknown" in a copy without one."""
     command = ["git", "-C", ROOT, "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 

@@ -27,6 +27,9 @@ import sys
 import time
 from pathlib import Path
 
+if sys.version_info < (3, 10):
+    sys.exit("preflight.py: error: needs Python 3.10 or newer: activate an environment with one")
+
 from analysis.kernel import SYSFS, most_locked, read_node, text_of
 from run import UserError, adapter, gpu_is_present, job, names_in, own_addresses, whole
 

@@ -14,8 +14,6 @@ A label is dropped after two failed runs in a row, and all end where the other n
 twice in a row. Exit code: 0: all runs have ended well; 1: some failed; else as the launchers'.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -26,6 +24,9 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+
+if sys.version_info < (3, 10):  # a system's own: the launchers look for a newer one
+    sys.exit("series.py: error: needs Python 3.10 or newer: activate an environment with one")
 
 import run
 from run import ROOT, UserError, option, whole

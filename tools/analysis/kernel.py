@@ -59,7 +59,6 @@ COUNTERS = [  # files of an interface or of an adapter's port
 # Under load: before the first reading, and between the two; longer where a driver may be late.
 LEAD_S, COUNTED_S, LATE_S, POLL_S = 0.2, 1.5, 2.5, 0.01
 UP = ("up", "ACTIVE")
-GPUDIRECT_MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")
 CAP_IPC_LOCK = 14  # linux/capability.h
 FIRST_USER_NAMESPACE = "user:[4026531837]"  # the kernel's own; linux/proc_ns.h
 
@@ -88,14 +87,14 @@ def driver_of(device: Path) -> str:
 
 
 def read_counters(sysfs: Path = SYSFS) -> dict:
-    """What the kernel has counted so far: {"interfaces": {name: facts}, "tcp": {...} or None}."""
+    """What the kernel has counted so far: {"interfaces": {name: facts}}."""
     nets = [path for path in sorted(sysfs.glob("class/net/*")) if path.is_dir()]
     found = {net.name: read_interface(net) for net in nets}
     for port in sorted(sysfs.glob("class/infiniband/*/ports/*")):
         found[f"{port.parent.parent.name}:{port.name}"] = read_port(port)
     for net in nets:
         judge_speed(net, found)
-    return {"interfaces": found, "tcp": read_tcp(text_of(Path("/proc/net/snmp")))}
+    return {"interfaces": found}
 
 
 def settled_counters(sysfs: Path = SYSFS) -> dict:
@@ -233,22 +232,12 @@ def read_errors(folder: Path) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def read_tcp(snmp: str) -> dict | None:
-    """What TCP sent: the file has a line of names and a line of values."""
-    lines = [line.split() for line in snmp.splitlines() if line.startswith("Tcp:")]
-    with contextlib.suppress(ValueError, KeyError):  # another kernel
-        names, values = lines
-        counts = dict(zip(names, values, strict=True))
-        return {"segments": int(counts["OutSegs"]), "retransmits": int(counts["RetransSegs"])}
-    return None
-
-
 # --- Between two readings ------------------------------------------------------------------------
 
 
 def difference(before: dict, after: dict) -> dict:
     """What was carried from one reading to the other: each byte once, in `interfaces`, the
-    busiest first; TCP's part.
+    busiest first.
 
     What lies below a bond, a bridge, a VLAN or IP over InfiniBand is in `rest`, unless it carried
     over twice as much for itself; so is a port that counted errors and no bytes.
@@ -264,10 +253,7 @@ def difference(before: dict, after: dict) -> dict:
             found.append(entry)
         elif traffic(link) or link["errors"]:
             rest.append(entry)
-    carried: dict = {"interfaces": sorted(found, key=traffic, reverse=True), "rest": rest}
-    if before["tcp"] and after["tcp"]:
-        carried["tcp"] = {key: after["tcp"][key] - before["tcp"][key] for key in after["tcp"]}
-    return carried
+    return {"interfaces": sorted(found, key=traffic, reverse=True), "rest": rest}
 
 
 def added(then: dict, now: dict) -> dict:
@@ -284,13 +270,10 @@ def traffic(link: dict) -> int:
 
 
 def read_node(sysfs: Path = SYSFS) -> dict:
-    """{gpus: names, module: of GPUDirect, locked: bytes or null, ports: {name: facts}}
+    """{"ports": {name: facts}}
 
     A link of PCIe may be slower while it is idle: the probe reads it under load.
     """
-    models = sorted((sysfs.parent / "proc/driver/nvidia/gpus").glob("*/information"))
-    lines = [line for path in models for line in text_of(path).splitlines()]
-    loaded = [name for name in GPUDIRECT_MODULES if (sysfs / "module" / name).is_dir()]
     ports = {}
     for name, link in read_counters(sysfs)["interfaces"].items():
         facts = {key: link[key] for key in ("kind", "speed_Gbps", "stated_by")}
@@ -305,12 +288,7 @@ def read_node(sysfs: Path = SYSFS) -> dict:
             facts |= {"state": text_of(folder / "operstate"), "mtu": int(number(folder / "mtu"))}
             device = folder / "device"
         ports[name] = read_device(device) | facts
-    return {
-        "gpus": [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")],
-        "module": ", ".join(loaded),
-        "locked": most_locked(),
-        "ports": ports,
-    }
+    return {"ports": ports}
 
 
 def read_device(device: Path) -> dict:
@@ -326,7 +304,6 @@ def read_device(device: Path) -> dict:
     facts = {
         "device": device.name,
         "driver": driver_of(device),
-        "numa": text_of(device / "numa_node"),
         "pcie": now,  # GT/s, lanes
         # The lesser of the device and of the port above it; 0: neither states it.
         "pcie_most": [min(filter(None, pair), default=0) for pair in zip(*most, strict=True)],
@@ -453,7 +430,7 @@ def ports_of(node_facts: dict, links: list[dict]) -> list[dict]:
         carrier = carried.get(link.get("carrier", ""), {}).get("errors", {})
         errors = {key: n for key, n in link.get("errors", {}).items() if key not in carrier}
         gigabytes = traffic(link) / 1e9
-        row = {key: known.get(key, "") for key in ("kind", "state", "driver", "numa")}
+        row = {key: known.get(key, "") for key in ("kind", "state", "driver")}
         row |= {
             "port": name,
             "rate": known.get("rate") or (f"{speed:g} Gb/s" if speed else ""),

@@ -156,8 +156,9 @@ def add_record(log, word, text):
     found = whole(text)
     log.ours = True
     if word == "Run":  # even a torn one: what came before it is not the end of this attempt
-        # Not by the step alone: a restart without a checkpoint begins at 0 too.
-        if log.attempts and found.get("resume") is False and not found.get("start_step"):
+        # Not by the step alone: a restart without a checkpoint begins at 0 too, with --resume.
+        anew = found and not found.get("resume") and not found.get("start_step")
+        if log.attempts and anew:
             log.earlier += 1
             log.attempts, log.seconds = 0, 0.0
             for gone in (log.last_step, log.curve, log.top1):
