@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import demo_coco_resnet18 as demo
 import pytest
 from PIL import Image
 
@@ -57,6 +58,20 @@ def test_labelled_images_that_the_folder_lacks_are_counted(file, images, tmp_pat
     assert fault(file, images) == ""
     gone = tmp_path / "gone"
     assert fault(file, gone) == f"there is no folder of images {gone}: check the path"
+    backslash = write(tmp_path / "windows.json", r'images[0].file_name = "part\\0000.jpg"')
+    assert fault(backslash, images).endswith("as paths of Windows: write / in its place")
+
+
+def test_ids_and_names_that_train_are_not_refused(images, tmp_path):
+    for changes in (
+        "images[*].id as text; annotations[*].image_id as text",
+        "categories[*].id as text; annotations[*].category_id as text",
+        f'images[0].file_name = "{images}/0000.jpg"',
+        'images[0].file_name = "../images/0000.jpg"',
+    ):
+        file = write(tmp_path / "odd.json", changes)
+        demo.look_for_images(images, demo.read_image_list(file).names)
+        assert fault(file, images) == "", changes
 
 
 def test_a_packed_file_is_whole_and_has_all_images(file, tmp_path):

@@ -214,6 +214,10 @@ def prepare(args):
         path = args.source / f"annotations/instances_{split}.json"
         contents[split] = read_instances(path)
         names = [image["file_name"] for image in contents[split]["images"]]
+        for name in names:
+            if os.path.isabs(name) or ".." in name.split("/"):
+                text = "write a path in it, without .."
+                raise UserError(f"{path}: {name} leads out of the folder of images: {text}")
         check_images(args.source / split, names)
     source, target = args.source.resolve(), args.target.resolve()
     if source in (target, *target.parents):
