@@ -13,10 +13,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from support.processes import ROOT
+from support.forks import load
+from support.processes import ROOT, SCRIPT
 from support.slurm import SlurmCluster
 
 # A worker takes seconds to make the test files ready; written once, they and the tools are read by
@@ -95,6 +97,12 @@ def assert_recorded(pytestconfig: pytest.Config) -> Callable[[Path, str], None]:
         assert text.splitlines() == path.read_text(encoding="utf-8").splitlines()
 
     return compare
+
+
+@pytest.fixture(scope="session")
+def demo() -> ModuleType:
+    """The script as a module."""
+    return load(str(SCRIPT))
 
 
 @pytest.fixture(scope="session")

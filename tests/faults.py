@@ -36,7 +36,7 @@ TABLE = """
 3 set-epoch: loader.sampler.set_epoch(epoch) => pass
     acceptance/test_runs.py::test_each_epoch_has_each_image_once_in_another_order
 3 one-share: process.rank, seed=seed) => 0, seed=seed)
-    test_script.py::test_shares_are_equally_long_and_complete_and_may_begin_later
+    test_images.py::test_shares_are_equally_long_complete_and_by_the_seed
 4 no-first-copy: gradient_as_bucket_view=True, => init_sync=False,
     test_script.py::test_gradients_of_two_ranks_are_those_of_twice_the_batch
 4 own-statistics: dist.broadcast(buffer, src=0) => pass
@@ -46,7 +46,7 @@ TABLE = """
 5 sends-each: with nullcontext() if is_last else ddp.no_sync(): => with nullcontext():
     test_script.py::test_gradients_of_two_ranks_are_those_of_twice_the_batch
 6 padded-validation: end = len(dataset) // process.world_size => end = sampler.num_samples
-    test_script.py::test_validation_gives_each_image_once
+    test_images.py::test_validation_gives_each_image_once
 6 own-accuracy: dist.all_reduce(counts) => pass
     acceptance/test_training.py::test_validation_counts_each_labelled_image_once_where_shares_are_uneven
 7 all-write: if path and process.rank == 0: => if path:
@@ -70,9 +70,9 @@ TABLE = """
 13 dummy-needs-data: elif not (args.coco_image_path and => if not (args.coco_image_path and
     test_script.py::test_dummy_makes_100_steps_unless_steps_or_epochs_are_given
 14 packed-order: torch.tensor([places[name] for name in names]) => torch.tensor([*places.values()])
-    test_script.py::test_images_of_a_packed_file_are_those_of_the_folder
+    test_images.py::test_images_of_a_packed_file_are_those_of_the_folder
 14 packed-slow: torch.empty(height, width, 3, => torch.tensor([[[0] * 3] * width] * height,
-    test_script.py::test_an_image_of_a_packed_file_loads_more_than_twice_as_fast
+    test_images.py::test_an_image_of_a_packed_file_loads_more_than_twice_as_fast
 15 resumed-share: steps_done * args.accumulate_steps => 0 * args.accumulate_steps
     acceptance/test_runs.py::test_a_run_resumed_in_mid_epoch_ends_as_an_unbroken_one
 15 bucket-order: rebuild_buckets(training)  # a pass => # a pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import io
@@ -9,10 +10,14 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
+# Of the script, where no file is looked at.
+OPTIONS = ["--coco_image_path", "any", "--annotation_path", "any", "--workers", "0"]
 COCO_IDS = [i for i in range(1, 91) if i not in (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)]
 
 
@@ -87,6 +92,17 @@ def make_set(
             options += [f"--{part or 'coco_'}image_path", str(folder / f"{part}images")]
             options += [f"--{part}annotation_path", str(folder / f"{part}instances.json")]
     return options
+
+
+def arguments(demo: ModuleType, *more: object) -> argparse.Namespace:
+    """The script's arguments for OPTIONS and these."""
+    return demo.parse_arguments([*OPTIONS, *map(str, more)])
+
+
+def image_list(demo: ModuleType, count: int) -> Any:
+    """What the script knows of so many images of 80 classes."""
+    labels = [n % 80 for n in range(count)]
+    return demo.ImageSet(numbered(count), labels, dict(enumerate(map(str, range(80)))), 0)
 
 
 def data_args(folder: Path, val: bool = False) -> list[str]:
