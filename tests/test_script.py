@@ -95,10 +95,15 @@ def test_workers_and_the_distance_of_log_lines_depend_on_the_machine(alone, monk
         assert (args.workers, args.log_every) == (workers, log_every), (device, cores)
 
 
-def test_compression_is_refused_where_ddp_is_not_used(alone):
-    args = arguments(alone, "--device", "mps", "--grad_compression", "fp16")
-    with pytest.raises(alone.UserError, match="--device mps does not use"):
-        alone.fill_in_arguments(args, alone.ProcessInfo(), 8)
+def test_compression_is_refused_where_ddp_or_pytorch_lacks_it(alone, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    for options, line in (
+        (["--device", "mps", "--grad_compression", "fp16"], "--device mps does not use"),
+        (["--grad_compression", "bf16"], "needs a PyTorch with CUDA: give fp16"),
+    ):
+        with pytest.raises(alone.UserError, match=line):
+            alone.fill_in_arguments(arguments(alone, *options), alone.ProcessInfo(), 8)
 
 
 def test_each_process_takes_the_gpu_of_its_local_rank(demo, monkeypatch):
@@ -427,6 +432,23 @@ def test_a_checkpoint_is_on_the_disk_before_it_replaces_the_older_one(demo, monk
     training.train_set = SimpleNamespace(categories={})
     demo.write_checkpoint(training, tmp_path / "c.pt")
     assert [name for name, *_ in calls.mock_calls] == ["fsync", "replace"]
+
+
+def test_adams_averages_take_the_layout_of_their_weights(alone, monkeypatch):
+    """A fused step reads both by position, and a Mac's GPU saves them in another layout."""
+    monkeypatch.setattr(alone, "settings_of", lambda _: {})
+    model = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
+    averages = state["optimizer"]["state"][0]
+    averages |= {name: value.contiguous() for name, value in averages.items()}
+    training = MagicMock(model=model, optimizer=optimizer)
+    alone.load_checkpoint(training, state | {"scaler": {}, "settings": {}})
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert optimizer.state[model.weight][name].stride() == model.weight.stride()
+        torch.testing.assert_close(optimizer.state[model.weight][name], averages[name])
 
 
 def test_nodes_with_other_versions_of_pytorch_are_refused(alone, monkeypatch):

@@ -14,51 +14,7 @@ import torch
 from support.datasets import digests, make_set
 from support.forks import QUICK, changed, run_forked
 from support.launchers import FAST, SAVED
-from support.processes import SCRIPT, Run, demo_command, start
-
-# The file that is written first cannot be written up to step 4.
-NO_ROOM = """
-write = demo.write_checkpoint
-def write_checkpoint(training, path):
-    blocked = f"{path}.new"
-    if training.step == 2:
-        os.mkdir(blocked)
-    if training.step > LAST_BLOCKED and os.path.isdir(blocked):
-        os.rmdir(blocked)
-    write(training, path)
-demo.write_checkpoint = write_checkpoint
-"""
-# A signal of its own, after which nothing can be saved.
-STOPS_ITSELF = """
-import signal
-note_line = demo.note_line
-def note(*args):
-    os.kill(os.getpid(), signal.SIGTERM)
-    note_line(*args)
-def fail(*_):
-    raise demo.UserError("checkpoint c.pt not saved at step 1: No space left on device")
-demo.note_line, demo.write_checkpoint = note, fail
-"""
-NO_RENAME = """
-def replace(source, target):
-    if os.path.basename(os.path.dirname(source)).startswith(ALLOWED):
-        return plain_replace(source, target)
-    raise OSError(30, "Read-only file system", target)
-plain_replace, demo.os.replace = os.replace, replace
-if __name__ == "__main__":
-    run_and_exit(main)
-"""
-# Tells the order of what is read and computed.
-IN_ORDER = """
-read, forward = demo.CocoFirstCategory.__getitem__, demo.forward
-def say(text, function):
-    def called(*args):
-        print(f"{text}\\n", end="", flush=True)  # in one piece
-        return function(*args)
-    return called
-demo.CocoFirstCategory.__getitem__ = say("READ", read)
-demo.forward = say("FORWARD", forward)
-"""
+from support.processes import SCRIPT, start
 
 
 def step_of(path: Path) -> int:
@@ -67,49 +23,49 @@ def step_of(path: Path) -> int:
 
 @pytest.fixture
 def words(tmp_path) -> list[str]:
-    """Options of a run on 16 images; four steps are an epoch."""
-    return [*make_set(tmp_path, 16), *FAST]
+    """Options of a run that saves, on 16 images; four steps are an epoch."""
+    return [*make_set(tmp_path, 16), *FAST, "--checkpoint", str(tmp_path / "c.pt")]
 
 
-def refused(run: Run, path: Path) -> None:
-    """In one line with both ways out, before the annotations are read."""
-    (line,) = (line for line in run.output.splitlines() if "ERROR" in line)
-    assert f"checkpoint {path} is there already: give --resume " in line and "another FILE" in line
-    assert "annotations" not in run.output
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_start_without_resume_never_touches_a_file_that_is_there(words, tmp_path, ranks):
+def test_a_start_without_resume_never_touches_a_file_that_is_there(words, tmp_path):
     """Also where it would take its first weights from it. A run that resumes goes on in it."""
     path = tmp_path / "c.pt"
-    words += ["--checkpoint", path, "--global_batch_size", 4, "--max_steps"]
-    run_forked([(ranks, [*words, 2])], program=QUICK)
+    words += ["--global_batch_size", 4, "--max_steps"]
+    run_forked([(2, [*words, 2])], program=QUICK)
     before = digests(tmp_path)
-    runs = [(ranks, [*words, 1, *more]) for more in ([], ["--weights", path])]
+    runs = [(2, [*words, 1, *more]) for more in ([], ["--weights", path])]
     for run in run_forked(runs, program=QUICK, expect=2):
-        refused(run, path)
+        (line,) = (line for line in run.output.splitlines() if "ERROR" in line)
+        assert f"checkpoint {path} is there already: give --resume " in line
+        assert "another FILE" in line
+        assert "annotations" not in run.output, "they were read before"
     assert digests(tmp_path) == before
-    (resumed,) = run_forked([(ranks, [*words, 6, "--resume"])], program=QUICK)
+    (resumed,) = run_forked([(2, [*words, 6, "--resume"])], program=QUICK)
     assert step_of(path) == 6
     assert re.search(r"Epoch 1 complete from step 3 \| Avg loss", resumed.out)
     assert re.search(r"Epoch 2 ends at step 2 of 4 \| Avg loss", resumed.out)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_last_save_that_fails_ends_all_ranks_soon(words, tmp_path, ranks):
-    """With loader workers, which ignore SIGTERM."""
-    program = tmp_path / "program.py"
-    program.write_text(f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n")
-    later = NO_RENAME.replace("ALLOWED", "'tmp'")  # the trial at the start, in a folder of its own
-    changed(tmp_path / "quick.py", later)
-    program.write_text(program.read_text() + (tmp_path / "quick.py").read_text())
-    command = demo_command([*words, "--checkpoint", tmp_path / "c.pt", "--max_steps", 3], ranks)
-    command[command.index(str(SCRIPT))] = str(program)
-    with start([*command, "--workers", "2"]) as started:
-        started.wait_for("ERROR: .*c.pt not saved at step 3", 120)
-        run = started.finish(15, expect=1)
-    assert len(re.findall(r"^\[CPU \d\] ERROR: ", run.output, re.MULTILINE)) == 1
+# A signal of its own, after which nothing can be saved.
+STOPS_ITSELF = """
+import signal
+
+def note(*args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    note_line(*args)
+
+def fail(*_):
+    raise demo.UserError("checkpoint c.pt not saved at step 1: No space left on device")
+
+note_line, demo.note_line, demo.write_checkpoint = demo.note_line, note, fail
+"""
+
+
+def test_a_stop_whose_save_fails_names_both(words, tmp_path):
+    program = changed(tmp_path / "program.py", STOPS_ITSELF)
+    (run,) = run_forked([(0, words)], program, expect=2)
+    error = r"ERROR: Stopped on SIGTERM, but checkpoint c\.pt not saved at step 1"
+    assert re.search(error, run.lines()[-1]) and "goes on" not in run.out
 
 
 # Its folder of checkpoints is gone before the last save.
@@ -125,69 +81,32 @@ plain, demo.note_line = demo.note_line, remove
 """
 
 
-def test_a_stop_whose_save_fails_names_both(words, tmp_path):
-    program = changed(tmp_path / "program.py", STOPS_ITSELF)
-    (run,) = run_forked([(0, [*words, "--checkpoint", tmp_path / "c.pt"])], program, expect=2)
-    error = r"ERROR: Stopped on SIGTERM, but checkpoint c\.pt not saved at step 1"
-    assert re.search(error, run.lines()[-1]) and "goes on" not in run.out
-
-
 def test_a_run_whose_last_save_fails_still_validates_and_has_a_summary(tmp_path):
-    words = [*make_set(tmp_path, 8, val=3), *FAST, "--num_epochs", 1]
+    """And its loader workers, which ignore SIGTERM, end with it."""
     (tmp_path / "saved").mkdir()
-    program = changed(tmp_path / "program.py", NO_FOLDER)
-    saves = ["--checkpoint", tmp_path / "saved/c.pt"]
-    (run,) = run_forked([(2, [*words, *saves])], program=program, expect=2)
+    words = [*make_set(tmp_path, 8, val=3), *FAST, "--num_epochs", 1, "--workers", 1]
+    words += ["--checkpoint", tmp_path / "saved/c.pt"]
+    (run,) = run_forked([(2, words)], changed(tmp_path / "program.py", NO_FOLDER), expect=2)
     assert "Epoch 1 validation | Top-1: " in run.out
     assert run.json_line("Summary")["steps"] == 1
     assert run.out.index("Summary") < run.out.index("ERROR: checkpoint ")
+    assert run.out.count("ERROR: ") == 1
 
 
-def test_a_checkpoint_that_is_a_link_stays_one_and_its_target_is_written(words, tmp_path):
-    target, link = tmp_path / "disk/c.pt", tmp_path / "c.pt"
-    target.parent.mkdir()
-    run_forked([(0, [*words, "--checkpoint", target, "--max_steps", 1])], QUICK)
-    link.symlink_to(target)
-    run_forked([(0, [*words, "--checkpoint", link, "--resume", "--max_steps", 2])], QUICK)
-    assert link.is_symlink() and step_of(target) == 2
+# The file that is written first cannot be written up to step 4.
+NO_ROOM = """
+write = demo.write_checkpoint
 
+def write_checkpoint(training, path):
+    blocked = f"{path}.new"
+    if training.step == 2:
+        os.mkdir(blocked)
+    if training.step > LAST_BLOCKED and os.path.isdir(blocked):
+        os.rmdir(blocked)
+    write(training, path)
 
-def test_a_folder_where_no_file_can_be_renamed_is_refused_at_the_start(words, tmp_path):
-    """As on some mounts of object stores."""
-    program = changed(tmp_path / "program.py", NO_RENAME.replace("ALLOWED", "'none'"))
-    words += ["--checkpoint", tmp_path / "c.pt", "--max_steps", 1]
-    (run,) = run_forked([(0, words)], program=program, expect=2)
-    (line,) = (line for line in run.output.splitlines() if "ERROR: " in line)
-    assert "c.pt" in line and "annotations" not in run.output
-
-
-# After a resume it says how many of Adam's averages lie in memory as their weights do.
-LAID_OUT = """
-def load(training, *rest):
-    plain(training, *rest)
-    state = training.optimizer.state
-    same = [
-        value.stride() == weights.stride()
-        for weights in training.model.parameters() if weights.dim() == 4
-        for value in state[weights].values() if value.dim() == 4
-    ]
-    print(f"{sum(same)} of {len(same)} ALIKE\\n", end="")
-
-plain, demo.load_checkpoint = demo.load_checkpoint, load
+demo.write_checkpoint = write_checkpoint
 """
-
-
-def test_averages_that_were_saved_in_another_layout_take_that_of_their_weights(words, tmp_path):
-    """As those of a Mac's GPU: a fused step reads both by position."""
-    path = tmp_path / "c.pt"
-    words += ["--checkpoint", path, "--resume", "--max_steps"]
-    run_forked([(0, [*words, 1])], QUICK)
-    saved = torch.load(path, weights_only=True)
-    for state in saved["optimizer"]["state"].values():
-        state |= {name: value.contiguous() for name, value in state.items()}
-    torch.save(saved, path)
-    (run,) = run_forked([(0, [*words, 2])], changed(tmp_path / "program.py", LAID_OUT))
-    assert "4 of 4 ALIKE" in run.lines()
 
 
 @pytest.mark.parametrize(("last_blocked", "code"), [(4, 0), (99, 2)])
@@ -195,7 +114,7 @@ def test_a_save_that_fails_is_a_warning_and_the_last_one_an_error(
     words, tmp_path, last_blocked, code
 ):
     program = changed(tmp_path / "program.py", NO_ROOM.replace("LAST_BLOCKED", str(last_blocked)))
-    words += ["--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1, "--max_steps", 6]
+    words += ["--checkpoint_every", 1, "--max_steps", 6]
     (run,) = run_forked([(0, words)], program=program, expect=code)
     warnings = re.findall(r"WARNING: checkpoint \S+ not saved at step (\d+)(.*)", run.out)
     saved_late = [2, 3, 4, 4]  # 4: the end of the epoch, too
@@ -206,39 +125,47 @@ def test_a_save_that_fails_is_a_warning_and_the_last_one_an_error(
         assert re.search(r"ERROR: checkpoint \S+ not saved at step 6", run.output)
 
 
+def test_a_checkpoint_that_is_a_link_stays_one_and_its_target_is_written(words, tmp_path):
+    target, link = tmp_path / "disk/c.pt", tmp_path / "c.pt"
+    target.parent.mkdir()
+    run_forked([(0, [*words, "--checkpoint", target, "--max_steps", 1])], QUICK)
+    link.symlink_to(target)
+    run_forked([(0, [*words, "--resume", "--max_steps", 2])], QUICK)
+    assert link.is_symlink() and step_of(target) == 2
+
+
+NO_RENAME = """
+def replace(source, target):
+    raise OSError(30, "Read-only file system", target)
+
+demo.os.replace = replace
+"""
+
+
+def test_a_folder_where_no_file_can_be_renamed_is_refused_at_the_start(words, tmp_path):
+    """As on some mounts of object stores."""
+    (run,) = run_forked([(0, words)], changed(tmp_path / "program.py", NO_RENAME), expect=2)
+    (line,) = (line for line in run.output.splitlines() if "ERROR: " in line)
+    assert "c.pt" in line and "annotations" not in run.output
+
+
 # Rank 0 needs two seconds for each save.
 SLOW_SAVE = """
-import time
-write = demo.write_checkpoint
-def write_checkpoint(training, path):
+def write(training, path):
     time.sleep(2)
-    write(training, path)
-demo.write_checkpoint = write_checkpoint
+    plain(training, path)
+
+plain, demo.write_checkpoint = demo.write_checkpoint, write
 """
 
 
 def test_the_time_of_a_save_is_in_no_ranks_step(words, tmp_path):
     """The others wait for rank 0 meanwhile: not in their next step, as if for its gradients."""
     program = changed(tmp_path / "program.py", SLOW_SAVE)
-    words += ["--checkpoint", tmp_path / "c.pt", "--checkpoint_every", 1, "--max_steps", 4]
-    (run,) = run_forked([(2, [*words, "--batch_size", 2])], program=program)
+    words += ["--checkpoint_every", 1, "--max_steps", 4, "--batch_size", 2]
+    (run,) = run_forked([(2, words)], program)
     for rank in run.json_line("Summary")["ranks"]:
         assert rank["exposed_ms"] <= rank["step_ms"] < 1500
-
-
-def test_micro_batches_are_read_one_at_a_time(words, tmp_path):
-    """Without workers: each is read when the one before it has been computed."""
-    program = changed(tmp_path / "program.py", IN_ORDER)
-    micro = ["--accumulate_steps", 3, "--batch_size", 2, "--max_steps", 1]
-    (run,) = run_forked([(0, [*words, *micro])], program=program)
-    order = re.findall(r"^(READ|FORWARD)$", run.out, re.MULTILINE)
-    blank, *order = order  # of rebuild_buckets
-    assert (blank, order) == ("FORWARD", ["READ", "READ", "FORWARD"] * 3)
-
-
-def test_checkpoint_every_without_a_checkpoint_is_refused(words):
-    (run,) = run_forked([(0, [*words, "--checkpoint_every", 5])], program=QUICK, expect=2)
-    assert "--checkpoint_every needs --checkpoint FILE" in run.output
 
 
 # Workers of which each starts from a process of its own, as Python 3.14 starts them by default. A
@@ -268,8 +195,7 @@ def test_a_stop_signal_to_all_processes_saves_where_workers_start_by_forkserver(
     program = tmp_path / "program.py"
     program.write_text(FORKSERVER)
     words += ["--accumulate_steps", "3", "--batch_size", "2", "--workers", "2"]
-    command = [sys.executable, program, *words, "--checkpoint", tmp_path / "c.pt"]
-    with start(command) as started:
+    with start([sys.executable, program, *words]) as started:
         started.wait_for(r"\| Step 1 ")
         for pid in started.pids():
             os.kill(pid, signal.SIGTERM)
