@@ -65,9 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Files that take minutes, the longest first: started last, they would end long after the rest.
-LONGEST = "gpu_harness two_nodes lesson readme faults slurm training launchers preflight "
+LONGEST = "gpu_harness two_nodes lesson readme lost_nodes slurm training launchers preflight "
 LONGEST += (
-    "machines last_line environment ends stop_signals talk runs benchmark step_log probe script"
+    "machines last_line environment ends stop_signals talk ranks benchmark step_log probe script"
 )
 
 

@@ -34,7 +34,7 @@ TABLE = """
 2 all-on-gpu-0: ("cuda", process.local_rank % torch.cuda.device_count()) => ("cuda", 0)
     test_script.py::test_each_process_takes_the_gpu_of_its_local_rank
 3 set-epoch: loader.sampler.set_epoch(epoch) => pass
-    acceptance/test_runs.py::test_each_epoch_has_each_image_once_in_another_order
+    acceptance/test_ranks.py::test_each_epoch_has_each_image_once_in_another_order
 3 one-share: process.rank, seed=seed) => 0, seed=seed)
     test_images.py::test_shares_are_equally_long_complete_and_by_the_seed
 4 no-first-copy: gradient_as_bucket_view=True, => init_sync=False,
@@ -54,9 +54,9 @@ TABLE = """
 7 rank-0-logs: log(training.process, f"{text}step => log_from_rank_0(training.process, f"{text}step
     acceptance/test_training.py::test_lines_have_the_fields_that_readme_shows
 8 replicas-differ: if not identical: => if False:
-    acceptance/test_runs.py::test_ranks_that_end_with_different_weights_fail
+    acceptance/test_ranks.py::test_ranks_that_end_with_different_weights_fail
 9 precision-of-one: args.precision = min(all_gather => args.precision = max(all_gather
-    acceptance/test_runs.py::test_precision_is_the_fastest_one_that_suits_all_ranks
+    acceptance/test_ranks.py::test_precision_is_the_fastest_one_that_suits_all_ranks
 9 no-warm-up: lr_factor = min(1, (training.step + 1) / max(1, args.warmup_steps)) => lr_factor = 1
     test_script.py::test_learning_rate_warms_up_and_is_scaled
 10 no-compression: ddp.register_comm_hook(None, hooks[args.grad_compression]) => pass
@@ -74,23 +74,23 @@ TABLE = """
 14 packed-slow: torch.empty(height, width, 3, => torch.tensor([[[0] * 3] * width] * height,
     test_images.py::test_an_image_of_a_packed_file_loads_more_than_twice_as_fast
 15 resumed-share: steps_done * args.accumulate_steps => 0 * args.accumulate_steps
-    acceptance/test_runs.py::test_a_run_resumed_in_mid_epoch_ends_as_an_unbroken_one
+    acceptance/test_ranks.py::test_a_run_resumed_in_mid_epoch_ends_as_an_unbroken_one
 15 bucket-order: rebuild_buckets(training)  # a pass => # a pass
-    acceptance/test_runs.py::test_a_run_resumed_in_mid_epoch_ends_as_an_unbroken_one[3-fp32-None]
+    acceptance/test_ranks.py::test_a_run_resumed_in_mid_epoch_ends_as_an_unbroken_one[3-fp32-None]
 16 in-place: open(new, "wb") as file: => open(target, "wb") as file, suppress(FileNotFoundError):
     acceptance/test_saving.py::test_a_save_that_fails_is_a_warning_and_the_last_one_an_error
 16 file-that-is-there: if os.path.exists(path) and not args.resume: => if False:
     acceptance/test_saving.py::test_a_start_without_resume_never_touches_a_file_that_is_there
 17 no-usr1: STOP_SIGNALS.append(signal.SIGUSR1) => pass
-    acceptance/test_runs.py::test_a_stop_signal_to_all_processes_saves_and_ends_with_75[SIGUSR1]
+    acceptance/test_ranks.py::test_a_stop_signal_to_all_processes_saves_and_ends_with_75[SIGUSR1]
 17 workers-end: worker_init_fn=ignore_stop_signals, => worker_init_fn=None,
-    acceptance/test_runs.py::test_a_stop_signal_to_all_processes_saves_and_ends_with_75[SIGTERM]
+    acceptance/test_ranks.py::test_a_stop_signal_to_all_processes_saves_and_ends_with_75[SIGTERM]
 18 code-of-an-error: (error, Stopped) else EXIT_USER => (error, Stopped) else EXIT_FAILED
     acceptance/test_refusals.py::test_nodes_with_other_data_or_arguments_end_and_one_line_names_what
 18 unlike-ranks: if settings.get(name) != value: => if False:
     acceptance/test_refusals.py::test_nodes_with_other_data_or_arguments_end_and_one_line_names_what
 19 torchrun-killed: return watched and os.getppid() != process.parent => return False
-    acceptance/test_runs.py::test_ranks_whose_torchrun_is_killed_save_and_end
+    acceptance/test_ranks.py::test_ranks_whose_torchrun_is_killed_save_and_end
 19 waits-for-ever: timer.start() => pass
     test_script.py::test_ranks_that_do_not_connect_end_after_the_timeout_with_where_they_tried
 20 compute-and-exposed: (mean.whole - mean.data - mean.exposed), => (mean.whole - mean.data),
@@ -112,7 +112,7 @@ TABLE = """
 24 full-disk-unsaid: self.log_is_whole = tee.wait() == 0 and self.log_is_whole => tee.wait()
     acceptance/test_last_line.py::test_a_full_disk_of_the_log_is_no_reason_to_stop_but_is_said_at_the_end
 25 effect-first: [*own, quote, *peer, ended] => [*peer, quote, *own, ended]
-    test_run.py::test_exit_codes_and_records_decide_how_a_start_ended
+    test_run_and_series.py::test_exit_codes_and_records_decide_how_a_start_ended
 25 code-of-a-stop: return 128 + self.stopped => return FAILED
     acceptance/test_stop_signals.py::test_a_stop_that_saves_nothing_ends_with_128_and_the_signals_number
 26 restart-anew: again = [*command.arguments, "--resume"] => again = [*command.arguments]
@@ -120,7 +120,7 @@ TABLE = """
 26 user-error-again: if outcome in ("lost", "unreached") and => if outcome != "complete" and
     acceptance/test_last_line.py::test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its_turn
 27 adapter-prefix: ["NCCL_IB_HCA"] = "=" + ",".join => ["NCCL_IB_HCA"] = ",".join
-    test_run.py::test_nccl_is_kept_on_the_adapters_or_interface_except_with_efa
+    test_run_and_series.py::test_nccl_is_kept_on_the_adapters_or_interface_except_with_efa
 27 own-variable: if own is None: => if True:
     acceptance/test_launchers.py::test_a_line_says_which_of_the_users_own_variables_stay
 29 probe-prevents: if outcome not in ("complete", "lost"): => if outcome != "complete":
@@ -132,7 +132,7 @@ TABLE = """
 30 no-reverse: (labels if n % 2 else labels[::-1]) => labels
     acceptance/test_launchers.py::test_repeats_are_rounds_of_which_every_other_one_is_reversed_with_ports_and_files_of_their_own
 30 stop-ends-comparison: self.stopped = 0  # what => # what
-    test_run.py::test_a_series_that_is_stopped_is_compared_as_far_as_it_came
+    test_run_and_series.py::test_a_series_that_is_stopped_is_compared_as_far_as_it_came
 31 threads-of-each: max(map(int, runs.values())) => min(map(int, runs.values()))
     acceptance/test_launchers.py::test_runs_with_several_numbers_of_processes_have_the_same_threads
 == tools/two_nodes.sh

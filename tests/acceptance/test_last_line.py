@@ -389,7 +389,7 @@ def test_a_screen_that_was_full_for_a_while_shows_what_comes_later(late):
 
 
 def test_torchrun_and_pytorch_have_the_words_that_are_quoted():
-    """What decides are exit codes and records, see test_run.py."""
+    """What decides are exit codes and records, see test_run_and_series.py."""
     nccl, killed = QUOTED
     rank = ProcessFailure(local_rank=0, pid=7, exitcode=-9, error_file="none")
     report = ChildFailedError("script", {0: rank}).format_msg()

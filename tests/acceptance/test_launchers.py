@@ -263,7 +263,7 @@ def test_the_first_command_ends_with_the_path_of_its_log_and_what_to_type_next(f
 
 
 def refused(started: Started, words: str) -> None:
-    """The launcher has to end with one line that has these words. See test_run.py for others."""
+    """The launcher has to end with one line that has these words."""
     run = started.finish(30, expect=2)
     (line,) = run.lines()
     assert re.search(f"error: .*{words}", line), run.tail()
