@@ -100,25 +100,25 @@ TABLE = """
 22 no-quota: sharing, cpu_quota() // process.local_world_size) => sharing, sys.maxsize)
     test_script.py::test_ranks_that_have_the_same_cores_share_them
 22 silent-cpu: (args.device == "cuda" or gpu_is_present()) => args.device == "cuda"
-    acceptance/test_launchers.py::test_beside_a_gpus_device_file_pytorch_that_cannot_use_it_is_an_error_and_no_training
+    acceptance/test_launchers.py::test_a_gpu_that_pytorch_cannot_use_is_an_error_and_no_training
 46 always-bf16: return "bf16" if args.bf16_speed_up >= 1.5 else "fp32" => return "bf16"
     test_script.py::test_a_cpu_without_bf16_instructions_trains_in_fp32
 == launch_single.sh
 23 sample-downloads: --weights none --batch_size 16 => --batch_size 16
     acceptance/test_launchers.py::test_without_paths_a_users_options_come_after_those_of_the_sample_set
 46 words-are-split: "$root/demo_coco_resnet18.py" "$@" => "$root/demo_coco_resnet18.py" $@
-    acceptance/test_last_line.py::test_started_in_the_background_of_a_script_it_logs_all_lines_of_two_processes
+    acceptance/test_last_line.py::test_in_the_background_of_a_script_it_logs_all_lines_of_two_processes
 == tools/run.py
 24 full-disk-unsaid: self.log_is_whole = tee.wait() == 0 and self.log_is_whole => tee.wait()
-    acceptance/test_last_line.py::test_a_full_disk_of_the_log_is_no_reason_to_stop_but_is_said_at_the_end
+    acceptance/test_last_line.py::test_a_full_disk_of_the_log_is_no_reason_to_stop_but_is_said
 25 effect-first: [*own, quote, *peer, ended] => [*peer, quote, *own, ended]
     test_run_and_series.py::test_exit_codes_and_records_decide_how_a_start_ended
 25 code-of-a-stop: return 128 + self.stopped => return FAILED
     acceptance/test_stop_signals.py::test_a_stop_that_saves_nothing_ends_with_128_and_the_signals_number
 26 restart-anew: again = [*command.arguments, "--resume"] => again = [*command.arguments]
-    acceptance/test_last_line.py::test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its_turn
+    acceptance/test_last_line.py::test_a_lost_start_is_repeated_but_no_user_error
 26 user-error-again: if outcome in ("lost", "unreached") and => if outcome != "complete" and
-    acceptance/test_last_line.py::test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its_turn
+    acceptance/test_last_line.py::test_a_lost_start_is_repeated_but_no_user_error
 27 adapter-prefix: ["NCCL_IB_HCA"] = "=" + ",".join => ["NCCL_IB_HCA"] = ",".join
     test_run_and_series.py::test_nccl_is_kept_on_the_adapters_or_interface_except_with_efa
 27 own-variable: if own is None: => if True:
@@ -127,10 +127,10 @@ TABLE = """
     acceptance/test_launchers.py::test_a_probe_that_fails_does_not_prevent_the_training
 == tools/slurm/coco.sbatch
 28 requeued-cancel: if [[ $warned && $code -eq 75 ]]; then => if [[ $code -eq 75 ]]; then
-    acceptance/test_launchers.py::test_a_job_is_submitted_again_only_if_slurm_has_warned_of_its_time_limit
+    acceptance/test_launchers.py::test_a_job_is_submitted_again_only_if_slurm_has_warned_it
 == tools/series.py
 30 no-reverse: (labels if n % 2 else labels[::-1]) => labels
-    acceptance/test_launchers.py::test_repeats_are_rounds_of_which_every_other_one_is_reversed_with_ports_and_files_of_their_own
+    acceptance/test_launchers.py::test_runs_of_a_series_are_in_rounds_with_ports_and_files_of_their_own
 30 stop-ends-comparison: self.stopped = 0  # what => # what
     test_run_and_series.py::test_a_series_that_is_stopped_is_compared_as_far_as_it_came
 31 threads-of-each: max(map(int, runs.values())) => min(map(int, runs.values()))

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -36,23 +35,17 @@ from support.launchers import (
 )
 from support.made_logs import made_runs
 from support.nodes import require_namespaces, small_disk
-from support.processes import (
-    free_ports,
-    processes,
-    start,
-    wait_until,
-)
+from support.processes import free_ports, processes, start, wait_until
 
 # --- Real trainings ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_under_nohup_a_hang_up_is_ignored_and_a_killed_loader_worker_costs_a_restart(folder):
-    training = [*make_set(folder / "set", 64), *FAST, "--num_epochs", 2]
-    words = [*training, "--checkpoint_every", 4, "--timeout", 8, "--workers", 1]
-    with start(
-        ["nohup", "bash", SINGLE, *words], env=HERE | {"RESTARTS": "1"}, cwd=folder
-    ) as started:
+def test_under_nohup_only_a_killed_loader_worker_costs_a_restart(folder):
+    """And a hang-up is ignored."""
+    words = [*make_set(folder / "set", 64), *FAST, "--num_epochs", 2, "--checkpoint_every", 4]
+    command = ["nohup", "bash", SINGLE, *words, "--timeout", 8, "--workers", 1]
+    with start(command, env=HERE | {"RESTARTS": "1"}, cwd=folder) as started:
         started.wait_for(r"\| Step 5 ")
         os.killpg(started.pid, signal.SIGHUP)  # as a terminal does when it is closed
         rank = started.rank_pid(0)
@@ -87,21 +80,19 @@ for n in range(3):
 """
 
 
-def test_started_in_the_background_of_a_script_it_logs_all_lines_of_two_processes(folder):
+def test_in_the_background_of_a_script_it_logs_all_lines_of_two_processes(folder):
     """SIGINT is ignored there. The argument has a space and an accent, of which the locale knows
-    nothing. For a training of two processes see test_machines.py.
+    nothing.
     """
     words = [project_with(folder, ECHOES) / SINGLE.name, *NO_SAMPLE, "ein Gerät"]
     background = ["bash", "-c", 'bash "$@" & wait "$!"', "bash", *words]
     with start(background, env=HERE | {"GPUS": "2", "LC_ALL": "C"}, cwd=folder) as started:
         run = started.finish(60)
-    log = (folder / LOG).read_text()
-    for text in (run.out, log):
-        lines = text.splitlines()
-        begin = lines.index(COMMAND.search(text)[0])
+    for text in (run.out, (folder / LOG).read_text()):
+        lines = text[COMMAND.search(text).end() :].splitlines()
         for rank in (0, 1):
             own = [f"[CPU {rank}] {n} ein Gerät" for n in range(3)]
-            assert [line for line in lines[begin:] if line.startswith(f"[CPU {rank}]")] == own
+            assert [line for line in lines if line.startswith(f"[CPU {rank}]")] == own
 
 
 # The rank is killed over the first network, and finds an error of the user's over the second one.
@@ -113,9 +104,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its_turn(folder):
-    """Each start has a port and an id of its own: torchrun makes a folder of that name. The error
-    is the last line.
+def test_a_lost_start_is_repeated_but_no_user_error(folder):
+    """Nor is there a run after that one. Each start has a port and an id of its own: torchrun
+    makes a folder of that name. The error is the last line.
     """
     project_with(folder, KILLED)
     port = free_ports(18)
@@ -124,32 +115,16 @@ def test_a_lost_start_is_repeated_but_no_user_error_and_the_next_network_has_its
     with launch_series(folder, *words, RESTARTS=1, MASTER_PORT=port) as started:
         run = started.finish(180, expect=2)
     commands = [shlex.split(line) for line in COMMAND.findall(run.out)]
-    told = {"--rdzv_endpoint": [], "--rdzv_id": []}
-    for command in commands:
-        options = dict(word.split("=", 1) for word in command if "=" in word)
-        for name, values in told.items():
-            values.append(options[name])
-    assert told["--rdzv_id"] == ["run-one-r1-0", "run-one-r1-2", "run-two-r1-0"]
-    assert told["--rdzv_endpoint"] == [f"localhost:{port + n}" for n in (0, 2, 3)]
-    assert ["--resume" in command for command in commands] == [False, True, False]
+    ids = ["run-one-r1-0", "run-one-r1-2", "run-two-r1-0"]
+    for command, n, name in zip(commands, (0, 2, 3), ids, strict=True):
+        assert {f"--rdzv_endpoint=localhost:{port + n}", f"--rdzv_id={name}"} <= {*command}
+        assert ("--resume" in command) == (n == 2)
     first = (folder / "logs/run/one/r1/node0.log").read_text().splitlines()
     reason = r".*(SIGKILL|exitcode *: -9)"
     assert [line for line in first if re.search(f"restart 1 of 1, after: {reason}", line)]
     assert re.search(f"error: {reason}", first[-1]) and first[-1] in run.lines()
     assert "error: one/r1 has failed" in run.out
-    assert not (folder / "logs/run/three").exists()
     assert run.lines()[-1].endswith("error: folder nowhere: No such file or directory")
-
-
-@pytest.mark.slow
-def test_a_series_ends_with_the_paths_of_its_report_and_picture(folder):
-    training = [*make_set(folder / "set", 24), *FAST, "--max_steps", 3]
-    with launch_series(folder, "--processes", "1,2", "--", *training) as started:
-        run = started.finish(180, expect=None)
-    end = "\n".join(run.lines()[-3:])
-    for name in ("compare.md", "compare.png"):
-        (folder / "logs/run" / name).stat()
-        assert f"logs/run/{name}" in end
 
 
 # A run of one process that is over at once, with all of its records. One of a series is killed.
@@ -162,9 +137,8 @@ print({text!r}, end="", flush=True)
 
 @pytest.mark.slow
 def test_one_lost_run_amid_four_repeats_leaves_three_which_are_compared(folder):
-    (made,) = made_runs(
-        ["= x", "probe none", 'run {"world_size": 1, "nodes": 1, "backend": "gloo"}']
-    )
+    words = ["= x", "probe none", 'run {"world_size": 1, "nodes": 1, "backend": "gloo"}']
+    (made,) = made_runs(words)
     project_with(folder, COMPLETE.format(text=made.text()))
     words = ["--network", "one=lo", "--network", "two=lo", "--repeats", 4, "--", *NO_SAMPLE]
     with launch_series(folder, *words, "--checkpoint", "c.pt") as started:
@@ -180,10 +154,10 @@ STOPPING = [(signal.SIGINT, False), pytest.param(signal.SIGUSR1, True, marks=pyt
 
 
 @pytest.mark.parametrize(("number", "to_all"), STOPPING)
-def test_a_stop_signal_reaches_the_ranks_as_sigterm_and_their_last_lines_the_log(
-    folder, number, to_all
-):
-    """SLURM may send SIGUSR1 to all processes. The signal is no failure: there is no restart."""
+def test_a_stop_signal_reaches_the_ranks_as_sigterm(folder, number, to_all):
+    """SLURM may send SIGUSR1 to all processes. The signal is no failure: there is no restart. The
+    last lines are in the log, too.
+    """
     project = project_with(folder, STOPS)
     with launch(project / SINGLE.name, folder, *NO_SAMPLE, RESTARTS=1) as started:
         started.wait_for(r"\] trains")
@@ -197,6 +171,58 @@ def test_a_stop_signal_reaches_the_ranks_as_sigterm_and_their_last_lines_the_log
         assert re.search(last, lines[-1])
 
 
+@pytest.mark.slow
+def test_ranks_that_fail_after_a_stop_signal_are_not_started_again(folder):
+    project = project_with(folder, STOPS.replace("TERM, stop", "TERM, lambda *_: os._exit(1)"))
+    with launch(project / SINGLE.name, folder, *NO_SAMPLE, RESTARTS=1) as started:
+        started.wait_for(r"\] trains")
+        started.signal(signal.SIGINT)
+        run = started.finish(60, expect=128 + signal.SIGINT)
+    assert starts(run.out) == 1
+
+
+DEAF = STOPS.replace("TERM, stop", "TERM, lambda *_: print('heard', flush=True)")
+DEAF = DEAF.replace("sleep(15)", "sleep(200)")
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_leaves_no_rank(folder):
+    """Of two that do not answer, at once, and without a restart."""
+    project = project_with(folder, DEAF)
+    with launch(project / SINGLE.name, folder, *NO_SAMPLE, GPUS=2, RESTARTS=1) as started:
+        for rank in (0, 1):
+            started.wait_for(rf"CPU {rank}\] trains")
+        started.signal(signal.SIGINT)
+        started.wait_for("heard")
+        assert started.running()
+        started.signal(signal.SIGINT)
+        run = started.finish(10, expect=128 + signal.SIGINT)
+    assert starts(run.out) == 1
+
+
+@pytest.mark.slow
+def test_of_two_nodes_only_node_0_names_the_checkpoint_which_it_alone_has(folder):
+    project = project_with(folder, STOPS)
+    words = [*NO_SAMPLE, "--checkpoint", "saved.pt"]
+    own = {"NNODES": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(4)}
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for node in (0, 1):
+            (folder / f"node{node}").mkdir()
+            launcher, place = project / MULTINODE.name, folder / f"node{node}"
+            one = launch(launcher, place, *words, **own, NODE_RANK=node)
+            nodes.append(stack.enter_context(one))
+        for one in nodes:
+            one.wait_for(r"\] trains")
+        for one in nodes:
+            one.signal(signal.SIGTERM)
+        lines = [one.finish(60, SAVED).lines()[-1] for one in nodes]
+    assert all("stopped by SIGTERM" in line for line in lines)
+    assert ["saved.pt" in line for line in lines] == [True, False]
+
+
+# --- The log -----------------------------------------------------------------------------------
+
 SLOW_LINES = """
 for n in range(50):
     print("[CPU 0] line", n, flush=True)
@@ -207,10 +233,8 @@ open("over", "w").close()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_after_a_kill_or_a_stop_of_run_py_the_training_goes_on_and_its_lines_are_in_the_log(
-    folder, number
-):
-    """Ctrl-Z stops it as SIGSTOP does."""
+def test_after_a_kill_or_a_stop_of_run_py_the_log_is_whole(folder, number):
+    """And the training goes on. Ctrl-Z stops it as SIGSTOP does."""
     project = project_with(folder, SLOW_LINES)
     with launch(project / SINGLE.name, folder, *NO_SAMPLE) as started:
         started.wait_for("line 5")
@@ -222,96 +246,6 @@ def test_after_a_kill_or_a_stop_of_run_py_the_training_goes_on_and_its_lines_are
     assert "[CPU 0] line 49" in (folder / LOG).read_text()
 
 
-REMOVES = """
-import shutil
-shutil.rmtree("logs", ignore_errors=True)
-record("RuntimeError", "of this rank")
-sys.exit(1)
-"""
-
-
-@pytest.mark.slow
-def test_a_log_that_somebody_removes_costs_no_restart(folder):
-    project = project_with(folder, REMOVES)
-    with launch(project / SINGLE.name, folder, *NO_SAMPLE, RESTARTS=1) as started:
-        run = started.finish(60, expect=1)
-    assert starts(run.out) == 2 and 'tools/run.py", line' not in run.out
-
-
-DEAF = STOPS.replace("TERM, stop", "TERM, lambda *_: print('heard', flush=True)")
-DEAF = DEAF.replace("sleep(15)", "sleep(200)")
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_ends_at_once_ranks_that_do_not_answer(folder):
-    project = project_with(folder, DEAF)
-    with launch(project / SINGLE.name, folder, *NO_SAMPLE, RESTARTS=1) as started:
-        started.wait_for(r"\] trains")
-        started.signal(signal.SIGINT)
-        started.wait_for("heard")
-        assert started.running()
-        started.signal(signal.SIGINT)
-        wait_until(lambda: not started.running(), 5, "its end")
-        assert started.process.returncode == 128 + signal.SIGINT
-        assert starts(started.text()) == 1
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_leaves_no_rank(folder):
-    project = project_with(folder, DEAF)
-    with launch(project / SINGLE.name, folder, *NO_SAMPLE, GPUS=2) as started:
-        for rank in (0, 1):
-            started.wait_for(rf"CPU {rank}\] trains")
-        started.signal(signal.SIGINT)
-        started.wait_for("heard")
-        started.signal(signal.SIGINT)
-        started.finish(30, expect=128 + signal.SIGINT)
-
-
-@pytest.mark.slow
-def test_of_two_nodes_only_node_0_names_the_checkpoint_which_it_alone_has(folder):
-    project, port = project_with(folder, STOPS), free_ports(4)
-    words = [*NO_SAMPLE, "--checkpoint", "saved.pt"]
-    own = {"NNODES": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with contextlib.ExitStack() as stack:
-        nodes = []
-        for node in (0, 1):
-            place = folder / f"node{node}"
-            place.mkdir()
-            one = launch(project / MULTINODE.name, place, *words, **own, NODE_RANK=node)
-            nodes.append(stack.enter_context(one))
-        for one in nodes:
-            one.wait_for(r"\] trains")
-        for one in nodes:
-            one.signal(signal.SIGTERM)
-        first, second = (one.finish(60, SAVED).lines()[-1] for one in nodes)
-    assert "stopped by SIGTERM" in first and "saved.pt" in first
-    assert "stopped by SIGTERM" in second and "saved.pt" not in second
-
-
-@pytest.mark.slow
-def test_a_port_that_another_run_of_this_machine_has_is_named_by_its_setting(folder):
-    project, port = project_with(folder, STOPS), free_ports(2)
-    with (
-        socket.create_server(("", port)),
-        socket.create_server(("", port + 1)),
-        launch(project / MULTINODE.name, folder, *NO_SAMPLE, MASTER_PORT=port) as started,
-    ):
-        run = started.finish(60, expect=None)
-    assert run.returncode not in (0, SAVED)
-    assert "error: " in run.lines()[-1] and "MASTER_PORT" in run.lines()[-1]
-
-
-@pytest.mark.slow
-def test_ranks_that_fail_after_a_stop_signal_are_not_started_again(folder):
-    project = project_with(folder, STOPS.replace("TERM, stop", "TERM, lambda *_: os._exit(1)"))
-    with launch(project / SINGLE.name, folder, *NO_SAMPLE, RESTARTS=1) as started:
-        started.wait_for(r"\] trains")
-        started.signal(signal.SIGINT)
-        run = started.finish(60, expect=128 + signal.SIGINT)
-    assert starts(run.out) == 1
-
-
 MANY_LINES = """
 for n in range(20000):
     print("[CPU 0] line", n, flush=True)
@@ -320,7 +254,7 @@ open("over", "w").close()
 
 
 @pytest.mark.slow
-def test_a_full_disk_of_the_log_is_no_reason_to_stop_but_is_said_at_the_end(folder):
+def test_a_full_disk_of_the_log_is_no_reason_to_stop_but_is_said(folder):
     project = project_with(folder, MANY_LINES)
     with small_disk(folder / "disk", "100k") as disk:
         own = {"LOG_DIR": disk, "RESTARTS": 1, "RUN_NAME": "full"}
@@ -330,22 +264,6 @@ def test_a_full_disk_of_the_log_is_no_reason_to_stop_but_is_said_at_the_end(fold
     assert starts(run.out) == 1
     assert f"error: the log {disk}/full/node0.log cannot be written" in run.lines()[-1]
     assert "[CPU 0] line 19999" in run.lines() and (folder / "over").exists()
-
-
-def assert_whole(log: Path) -> None:
-    """It has each of MANY_LINES once, in order."""
-    lines = [line for line in log.read_text().splitlines() if line.startswith("[CPU 0]")]
-    assert lines == [f"[CPU 0] line {n}" for n in range(20000)]
-
-
-@pytest.mark.slow
-def test_a_reader_that_goes_away_changes_nothing(folder):
-    words = ["bash", project_with(folder, MANY_LINES) / SINGLE.name, *NO_SAMPLE]
-    pipe = ["bash", "-c", '"$@" 2>&1 | head -n 1; exit "${PIPESTATUS[0]}"', "bash"]
-    with start([*pipe, *words], env=HERE, cwd=folder) as started:
-        started.finish(60)
-    assert_whole(folder / LOG)
-    assert (folder / "over").exists()
 
 
 # Runs a command whose screen is a pipe that does not block, as with some CI systems. After the
@@ -366,26 +284,22 @@ while more := os.read(source, 1 << 16):
 os.write(1, text[-4000:])
 sys.exit(process.wait())
 """
+READERS = {
+    "late": [sys.executable, "-c", LATE_READER],
+    "gone": ["bash", "-c", '"$@" 2>&1 | head -n 1; exit "${PIPESTATUS[0]}"', "bash"],
+}
 
 
-@pytest.fixture(scope="module")
-def late(tmp_path_factory) -> tuple[Path, str]:
-    """A run before such a reader: its folder, and the end of what the reader has got."""
-    folder = tmp_path_factory.mktemp("late reader")
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", READERS)
+def test_a_reader_that_goes_away_or_is_late_changes_nothing(folder, reader):
     words = ["bash", project_with(folder, MANY_LINES) / SINGLE.name, *NO_SAMPLE]
-    with start([sys.executable, "-c", LATE_READER, *words], env=HERE, cwd=folder) as started:
-        return folder, started.finish(90).out
-
-
-@pytest.mark.slow
-def test_before_a_screen_that_does_not_block_the_training_goes_on_and_its_log_is_whole(late):
-    assert_whole(late[0] / LOG)
-    assert (late[0] / "over").exists()
-
-
-@pytest.mark.slow
-def test_a_screen_that_was_full_for_a_while_shows_what_comes_later(late):
-    assert "[CPU 0] line 19999" in late[1]
+    with start([*READERS[reader], *words], env=HERE, cwd=folder) as started:
+        run = started.finish(90)
+    lines = [x for x in (folder / LOG).read_text().splitlines() if x.startswith("[CPU 0]")]
+    assert lines == [f"[CPU 0] line {n}" for n in range(20000)]
+    assert (folder / "over").exists()
+    assert ("[CPU 0] line 19999" in run.out) == (reader == "late")
 
 
 def test_torchrun_and_pytorch_have_the_words_that_are_quoted():

@@ -87,6 +87,16 @@ def stub_python(folder: Path) -> Path:
     return path
 
 
+def programs(folder: Path, **texts: str) -> str:
+    """PATH with these shell programs first; an underscore stands for a dash."""
+    folder.mkdir()
+    for name, text in texts.items():
+        path = folder / name.replace("_", "-")
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
 def given(started: Started) -> list[list[str]]:
     """What torchrun was given at each start of a launcher whose PYTHON is `stub_python`: variables
     and words. They are those of the command that the launcher prints.
