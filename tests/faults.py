@@ -137,7 +137,7 @@ TABLE = """
     acceptance/test_launchers.py::test_runs_with_several_numbers_of_processes_have_the_same_threads
 == tools/two_nodes.sh
 32 cable-in-bytes: $1 * 8 / 1e9 => $1 / 1e9
-    acceptance/test_two_nodes.py::test_both_nodes_are_started_over_each_cable_with_their_share_of_the_cores
+    acceptance/test_two_nodes.py::test_both_nodes_are_started_over_each_cable
 == tools/preflight.py
 33 first-network-only: pairs = min(len(networks), len(theirs["networks"])) => pairs = 1
     acceptance/test_preflight.py::test_each_network_in_ifname_is_tried
