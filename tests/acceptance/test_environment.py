@@ -226,21 +226,6 @@ def test_venv_that_cannot_be_used_is_named_and_stays(checkout):
     assert (own / "bin/python3").is_symlink()
 
 
-# What bash 3.2, which macOS has, does not know, as far as it might be used here.
-NEWER = r"\b(mapfile|readarray)\b|\$\{\w+(\[[^]]*\])?(,|\^|@[A-Za-z])|\b(declare|local) -\w*[Ang]"
-NEWER += r"|\bwait -n|\|&|&>>|(\[\[|\btest|\[) -v\b|\$\{\w+: -\d"
-
-
-def test_what_a_mac_starts_keeps_to_bash_3_2():
-    names = ["launch_single.sh", ENVIRONMENT]  # which source no other file
-    text = "\n".join((ROOT / name).read_text() for name in names)
-    text = re.sub(r"(^|\s)#.*", "", text)
-    assert "source " not in text and not re.search(NEWER, text)
-    # There an empty array is unbound under set -u.
-    for name in re.findall(r'(?<!\+)"\$\{(\w+)\[[@*]\]\}"', text):
-        assert re.search(rf"\b{name}=\([^)]", text) and f"{name}=()" not in text, name
-
-
 # --- .venv, made ------------------------------------------------------------------------------
 
 

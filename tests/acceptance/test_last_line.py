@@ -22,19 +22,17 @@ from support.launchers import (
     FAST,
     HERE,
     LOG,
-    MULTINODE,
     NO_SAMPLE,
     SAVED,
     SINGLE,
     STOPS,
-    copy_project,
     launch,
     launch_series,
     project_with,
     starts,
 )
 from support.made_logs import made_runs
-from support.nodes import require_namespaces, small_disk
+from support.nodes import small_disk
 from support.processes import free_ports, processes, start, wait_until
 
 # --- Real trainings ----------------------------------------------------------------------------
@@ -57,17 +55,6 @@ def test_under_nohup_only_a_killed_loader_worker_costs_a_restart(folder):
     steps = [step for _, step, _ in run.steps()]
     assert 4 <= resumed < 32 and steps[resumed - 32 :] == list(range(resumed + 1, 33))
     assert (folder / "logs/run/checkpoint.pt").is_file()
-
-
-@pytest.mark.slow
-def test_a_read_only_checkout_trains(folder):
-    require_namespaces()
-    words = [copy_project(folder) / SINGLE.name, *make_set(folder / "set", 8), *FAST]
-    read_only = 'mount --bind "$0" "$0"; mount -o remount,bind,ro "$0"; exec bash "$@"'
-    unshared = ["unshare", "-m", "sh", "-ec", read_only, folder / "project", *words]
-    with start(unshared, env=HERE, cwd=folder) as started:
-        run = started.finish(120)
-    assert "| Step 2 " in run.out and "[CPU 0] Cleanup complete" in run.out
 
 
 # --- Ends: a real torchrun, and a script that does at once what a training may come to ---------
@@ -198,27 +185,6 @@ def test_a_second_ctrl_c_leaves_no_rank(folder):
         started.signal(signal.SIGINT)
         run = started.finish(10, expect=128 + signal.SIGINT)
     assert starts(run.out) == 1
-
-
-@pytest.mark.slow
-def test_of_two_nodes_only_node_0_names_the_checkpoint_which_it_alone_has(folder):
-    project = project_with(folder, STOPS)
-    words = [*NO_SAMPLE, "--checkpoint", "saved.pt"]
-    own = {"NNODES": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(4)}
-    with contextlib.ExitStack() as stack:
-        nodes = []
-        for node in (0, 1):
-            (folder / f"node{node}").mkdir()
-            launcher, place = project / MULTINODE.name, folder / f"node{node}"
-            one = launch(launcher, place, *words, **own, NODE_RANK=node)
-            nodes.append(stack.enter_context(one))
-        for one in nodes:
-            one.wait_for(r"\] trains")
-        for one in nodes:
-            one.signal(signal.SIGTERM)
-        lines = [one.finish(60, SAVED).lines()[-1] for one in nodes]
-    assert all("stopped by SIGTERM" in line for line in lines)
-    assert ["saved.pt" in line for line in lines] == [True, False]
 
 
 # --- The log -----------------------------------------------------------------------------------

@@ -262,8 +262,12 @@ ROUTES = [  # node, MASTER_ADDR, the interface
 
 
 def test_without_ifname_the_route_to_node_0_tells_the_interface(folder, stub):
-    """Where none does, a line asks for it. Node 1 has a network of its own for containers."""
+    """Where none does, a line asks for it. Each node has a network of its own for containers; that
+    of node 0 has none, and so no cable.
+    """
     with NamespacePair() as pair:
+        pair.ip(0, "link add docker0 up type veth peer name end")
+        pair.ip(0, "addr add 10.79.0.1/24 dev docker0")
         pair.ip(1, "link add br-x up type bridge", "addr add 10.79.0.2/24 dev br-x")
         pair.usual_hosts()
         for node, host, interface in ROUTES:
