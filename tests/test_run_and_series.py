@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -265,67 +266,56 @@ def test_what_several_runs_cannot_have_is_refused():
             function(words)
 
 
-def made_series(monkeypatch, codes: dict[str, int], **args: object) -> tuple:
-    """A series on a machine without GPUs, and a list of what each run was given. A run's exit code
-    is that of its folder, or 0.
+@pytest.fixture
+def ran(monkeypatch, tmp_path) -> Callable:
+    """A function that runs four rounds over two networks, a and b, on node 0 of two. It is given
+    the exit codes of runs, as {"a/r1": 1}, and the last line of their logs; the others end with 0.
+    Returns the series' own code, the variables of each run, and what was compared.
     """
-    monkeypatch.setattr(run, "count_gpus", lambda _: 0)
-    one, calls = series.Series.__new__(series.Series), []
-    one.args, one.arguments, one.env = argparse.Namespace(link_gbps=[], **args), [], {}
-    one.python, one.stopped, one.child = "python", 0, None
-
-    def call(*words: object, **variables: str) -> int:
-        calls.append(variables)
-        return codes.get(variables.get("RUN_NAME", ""), 0)
-
-    one.call = call
-    return one, calls
-
-
-def test_a_series_that_is_stopped_is_compared_as_far_as_it_came(monkeypatch):
-    """A signal that is still noted would end the comparison, too."""
-    one, _ = made_series(monkeypatch, {}, network=[], processes="1,2", repeats=2)
-    codes, found = iter([0, 0, run.STOPPED]), []
-
-    def call(*_: object, **__: str) -> int:
-        code = next(codes)
-        one.stopped = signal.SIGINT if code else 0
-        return code
-
-    one.call = call
-    one.compare = lambda _, labels: found.append((one.stopped, labels)) or 0
-    assert one.train() == run.STOPPED and found == [(0, ["p1", "p2"])]
-
-
-def over_two_networks(
-    monkeypatch, folder: Path, repeats: int, failed: str = "", last: str = ""
-) -> list[dict]:
-    """The variables of each run of a series on node 0 of two, of which those over these networks
-    fail, with this last line in the log.
-    """
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    node = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "30000"}
-    for name, value in {**node, "RUN_NAME": "s"}.items():
+    node = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "RUN_NAME": "s"}
+    for name, value in node.items():
         monkeypatch.setenv(name, value)
-    codes = {f"s/{x}/r{n}": run.FAILED for x in failed for n in range(1, repeats + 1)}
-    for place in codes:
-        (folder / place).mkdir(parents=True)
-        (folder / place / "node0.log").write_text(f"run.py: error: {last}\n")
-    one, calls = made_series(monkeypatch, codes, network=["a=lo", "b=lo"], repeats=repeats)
-    one.env, one.compare = {"LOG_DIR": str(folder)}, lambda *_: 0
-    one.train()
-    return calls
+    for name in ("WORLD_SIZE", "GPUS", "GPUS_PER_NODE", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(run, "count_gpus", lambda _: 0)
+
+    def train(codes: dict[str, int], last: str = "") -> tuple[int, list[dict], list]:
+        one, calls, compared = series.Series.__new__(series.Series), [], []
+        one.args = argparse.Namespace(network=["a=lo", "b=lo"], processes="", repeats=4)
+        one.python, one.stopped, one.child, one.arguments = "python", 0, None, []
+        one.env = {"LOG_DIR": str(tmp_path)}
+        for place in codes:
+            (tmp_path / "s" / place).mkdir(parents=True)
+            (tmp_path / "s" / place / "node0.log").write_text(f"run.py: error: {last}\n")
+
+        def call(*_: object, **variables: str) -> int:
+            calls.append(variables)
+            code = codes.get(variables["RUN_NAME"].removeprefix("s/"), 0)
+            one.stopped = signal.SIGINT if code == run.STOPPED else 0
+            return code
+
+        one.call = call
+        one.compare = lambda _, labels: compared.append((one.stopped, labels)) or 0
+        return one.train(), calls, compared
+
+    return train
 
 
-def test_a_series_whose_other_node_has_ended_waits_ten_minutes_in_all(monkeypatch, tmp_path):
+def test_a_series_that_is_stopped_is_compared_as_far_as_it_came(ran):
+    """A signal that is still noted would end the comparison, too."""
+    code, calls, compared = ran({"b/r2": run.STOPPED})
+    assert code == run.STOPPED and len(calls) == 3 and compared == [(0, ["a", "b"])]
+
+
+def test_a_series_whose_other_node_has_ended_waits_ten_minutes_in_all(ran):
     """It waits for the probe, and then perhaps for the training."""
-    calls = over_two_networks(monkeypatch, tmp_path, 4, "ab", f"{run.APART} at a:1")
+    _, calls, _ = ran({"a/r1": run.FAILED, "b/r1": run.FAILED}, f"{run.APART} at a:1")
     assert [each["CONNECT_TIMEOUT"] for each in calls] == ["300", "30"]
     assert run.wait_later(300, []) + 30 < 600
 
 
-def test_a_network_that_has_failed_twice_in_a_row_is_left_out(monkeypatch, tmp_path):
-    calls = over_two_networks(monkeypatch, tmp_path, 4, "a", "torchrun ended")
+def test_a_network_that_has_failed_twice_in_a_row_is_left_out(ran):
+    _, calls, _ = ran({"a/r1": run.FAILED, "a/r2": run.FAILED}, "torchrun ended")
     assert [each["RUN_NAME"][2] for each in calls] == [*"abbabb"]
 
 
