@@ -105,9 +105,9 @@ TABLE = """
     test_script.py::test_a_cpu_without_bf16_instructions_trains_in_fp32
 == launch_single.sh
 23 sample-downloads: --weights none --batch_size 16 => --batch_size 16
-    acceptance/test_launchers.py::test_without_paths_a_users_options_come_after_those_of_the_sample_set
+    acceptance/test_launchers.py::test_a_users_options_come_after_those_of_the_sample_set
 46 words-are-split: "$root/demo_coco_resnet18.py" "$@" => "$root/demo_coco_resnet18.py" $@
-    acceptance/test_last_line.py::test_in_the_background_of_a_script_it_logs_all_lines_of_two_processes
+    acceptance/test_last_line.py::test_in_the_background_it_logs_all_lines_of_two_processes
 == tools/run.py
 24 full-disk-unsaid: self.log_is_whole = tee.wait() == 0 and self.log_is_whole => tee.wait()
     acceptance/test_last_line.py::test_a_full_disk_of_the_log_is_no_reason_to_stop_but_is_said
@@ -130,7 +130,7 @@ TABLE = """
     acceptance/test_launchers.py::test_a_job_is_submitted_again_only_if_slurm_has_warned_it
 == tools/series.py
 30 no-reverse: (labels if n % 2 else labels[::-1]) => labels
-    acceptance/test_launchers.py::test_runs_of_a_series_are_in_rounds_with_ports_and_files_of_their_own
+    acceptance/test_launchers.py::test_runs_of_a_series_have_ports_and_files_of_their_own
 30 stop-ends-comparison: self.stopped = 0  # what => # what
     test_run_and_series.py::test_a_series_that_is_stopped_is_compared_as_far_as_it_came
 31 threads-of-each: max(map(int, runs.values())) => min(map(int, runs.values()))

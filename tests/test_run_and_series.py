@@ -57,7 +57,7 @@ def test_exit_codes_and_records_decide_how_a_start_ended(code, ranks, agent, quo
     assert run.judge(code, ranks, agent, quote) == expected
 
 
-def test_records_are_those_of_the_last_attempt_and_a_damaged_one_is_none(tmp_path):
+def test_records_are_those_of_the_last_attempt(tmp_path):
     texts = {"9/0": "KeyError: a", "10/0": "PeerLost: b: c\nmore", "10/1": None, "10/2": None}
     for place, text in texts.items():
         folder = tmp_path / "id_x" / f"attempt_{place}"
@@ -93,7 +93,7 @@ def test_the_last_value_of_an_option_counts_and_dashes_are_underscores():
     assert run.names_no_data(["--lr", "1"]) and not run.names_no_data(["--val-image-path=x"])
 
 
-def test_a_later_start_waits_as_long_as_another_node_may_need_to_notice():
+def test_a_later_start_waits_for_a_node_that_has_to_notice():
     assert run.wait_later(7, ["--timeout", "1e2"]) == 280
     assert run.wait_later(600, ["--timeout", "1e2"]) == 600
     default = int(re.search(r"^TIMEOUT = (\d+)", SCRIPT.read_text(), re.MULTILINE)[1])
@@ -242,7 +242,7 @@ def test_cores_are_those_of_a_quota_rounded_up(tmp_path, monkeypatch):
 # --- series.py -----------------------------------------------------------------------------------
 
 
-def test_no_number_of_processes_is_above_that_of_the_gpus_unless_they_may_share(capfd):
+def test_there_are_no_more_processes_than_gpus_unless_they_share(capfd):
     assert series.processes_of("1,2,4", [], 2) == {"p1": "1", "p2": "2"}
     assert "no run with 4 processes" in capfd.readouterr().err
     for options in (["--device", "cpu"], ["--backend=gloo"]):

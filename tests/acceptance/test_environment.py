@@ -153,7 +153,7 @@ def test_torch_from_2_6_on_is_taken(checkout, version):
     assert environment_of(checkout.run(active)) == active
 
 
-def test_a_missing_small_package_is_named_with_the_command_for_just_that(checkout):
+def test_a_missing_small_package_is_named_with_the_command(checkout):
     for lacks in ("pycocotools", "pillow", "pycocotools pillow"):
         names = [name for name in NEEDED if name not in lacks.split()]
         active = checkout.environment(f"no {lacks}", *names)
@@ -260,7 +260,7 @@ def test_the_lessons_set_up_makes_an_environment(index, tmp_path):
 
 
 @pytest.mark.slow
-def test_venv_that_was_cut_short_is_made_again_once_while_another_start_waits(checkout, index):
+def test_venv_that_was_cut_short_is_made_again_once(checkout, index):
     """By a signal, and by a kill. It is not taken as it is, also where no network is. Later starts
     take what was made, without one.
     """
@@ -301,9 +301,7 @@ BUILDS = [(ENVIRONMENT, "", False), (SINGLE, "", True), (ENVIRONMENT, "nvidia0",
 
 
 @pytest.mark.slow
-def test_uv_takes_pips_index_and_the_default_build_where_pytorchs_does_not_answer(
-    checkout, index, wheels, tmp_path
-):
+def test_uv_takes_pips_index_where_pytorchs_does_not_answer(checkout, index, wheels, tmp_path):
     """It asks once. The command tools/environment.sh asks only where there is a GPU: a login node
     may have none, and share its folder with nodes that have.
     """

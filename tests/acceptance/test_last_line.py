@@ -67,7 +67,7 @@ for n in range(3):
 """
 
 
-def test_in_the_background_of_a_script_it_logs_all_lines_of_two_processes(folder):
+def test_in_the_background_it_logs_all_lines_of_two_processes(folder):
     """SIGINT is ignored there. The argument has a space and an accent, of which the locale knows
     nothing.
     """
@@ -123,7 +123,7 @@ print({text!r}, end="", flush=True)
 
 
 @pytest.mark.slow
-def test_one_lost_run_amid_four_repeats_leaves_three_which_are_compared(folder):
+def test_one_lost_run_amid_four_leaves_three_to_be_compared(folder):
     words = ["= x", "probe none", 'run {"world_size": 1, "nodes": 1, "backend": "gloo"}']
     (made,) = made_runs(words)
     project_with(folder, COMPLETE.format(text=made.text()))

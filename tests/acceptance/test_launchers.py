@@ -91,7 +91,7 @@ def test_a_gpu_that_pytorch_cannot_use_is_an_error_and_no_training(folder):
     assert "error: " in run.lines()[-1] and not run.steps()
 
 
-def test_the_probe_has_the_next_port_and_counters_are_read_around_the_training(folder, stub):
+def test_the_probe_has_the_next_port_and_counters_are_around(folder, stub):
     own = {"PYTHON": stub, "GPUS_PER_NODE": 2, "PROBE": 1, "MASTER_PORT": 30000}
     run = ended(launch(MULTINODE, folder, *NO_SAMPLE, **own))
     found = re.findall(r"^GIVEN .*?/(probe_link|counters|demo_coco_resnet18)\.py", run.out, re.M)
@@ -111,7 +111,7 @@ def test_a_probe_that_fails_does_not_prevent_the_training(folder, stub):
 NETWORKS = ["--network", "a=lo", "--network", "b=lo"]
 
 
-def test_runs_of_a_series_are_in_rounds_with_ports_and_files_of_their_own(folder, stub):
+def test_runs_of_a_series_have_ports_and_files_of_their_own(folder, stub):
     """Every other round is reversed. The probe comes first, and ports are left for restarts. A
     node may need --timeout to notice that another one has failed.
     """
@@ -159,7 +159,7 @@ def test_with_restarts_node_0_refuses_a_checkpoint_that_is_there(folder, stub):
 OWN = ["--max_steps", "5", "--lr", "0.1"]
 
 
-def test_without_paths_a_users_options_come_after_those_of_the_sample_set(folder, stub):
+def test_a_users_options_come_after_those_of_the_sample_set(folder, stub):
     """The end names the log, and what to type next. With any path the options are the user's."""
     run = ended(launch(SINGLE, folder, *OWN, PYTHON=stub))
     *_, training = re.findall(r"^GIVEN (.*)$", run.out, re.MULTILINE)

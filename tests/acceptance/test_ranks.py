@@ -83,7 +83,7 @@ def test_each_epoch_has_each_image_once_in_another_order(two_epochs):
     assert val == [0, 1, 2] * 2
 
 
-def test_training_is_by_ddp_and_validation_by_its_model_in_the_mode_for_that(two_epochs):
+def test_training_is_by_ddp_and_validation_by_its_model(two_epochs):
     """And the validation keeps nothing for gradients, which would take memory."""
     found = re.findall(r"FORWARD (\w+) (\w+) (\w+)", two_epochs.out)
     step = ("True", "True", "True")
@@ -91,7 +91,7 @@ def test_training_is_by_ddp_and_validation_by_its_model_in_the_mode_for_that(two
     assert found == [step, *epoch, *epoch]  # the first one is of rebuild_buckets
 
 
-def test_workers_come_before_the_first_backward_pass_and_ddp_goes_before_the_group(two_epochs):
+def test_workers_precede_backward_and_ddp_goes_before_the_group(two_epochs):
     """The pass starts threads, after which a fork may hang."""
     assert {"WORKERS 2", "LEFT 0"} <= {*two_epochs.lines()}
 
@@ -205,7 +205,7 @@ demo.forward = forward
 """
 
 
-def test_a_stop_comes_about_a_second_after_the_signal_where_steps_are_slow(tmp_path):
+def test_a_stop_comes_within_seconds_where_steps_are_slow(tmp_path):
     """Also after a validation, whose batches are quick."""
     words = [*make_set(tmp_path, 64, val=256), *FAST, "--num_epochs", 20]
     with Forked(2, words, program=changed(tmp_path / "slow.py", SLOW_STEPS)) as started:
@@ -229,7 +229,7 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path):
     assert (tmp_path / "c.pt").exists()
 
 
-def test_ranks_that_were_started_by_hand_go_on_when_their_shell_has_ended(tmp_path):
+def test_ranks_started_by_hand_go_on_when_their_shell_has_ended(tmp_path):
     """RANK is set, and there is no torchrun that they could have lost."""
     words = [*make_set(tmp_path, 22), *FAST, "--num_epochs", 60]
     with Forked(2, words, program=QUICK) as started:
@@ -252,7 +252,7 @@ plain, demo.load_image = demo.load_image, slow
 
 
 @pytest.mark.slow
-def test_a_stop_in_a_validation_that_is_slow_on_one_rank_saves_and_is_validated_after(tmp_path):
+def test_a_stop_in_a_slow_validation_saves_and_is_validated_later(tmp_path):
     """A minute of it would be left."""
     words = [*make_set(tmp_path, 8, val=120), *FAST, "--num_epochs", 1]
     words += ["--checkpoint", tmp_path / "c.pt", "--resume"]
