@@ -6,7 +6,6 @@ index of this machine. A GPU is a device file in a mount namespace.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -14,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -302,34 +300,23 @@ BUILDS = [(ENVIRONMENT, "", False), (SINGLE, "", True), (ENVIRONMENT, "nvidia0",
 
 @pytest.mark.slow
 def test_uv_takes_pips_index_where_pytorchs_does_not_answer(checkout, index, wheels, tmp_path):
-    """It asks once. The command tools/environment.sh asks only where there is a GPU: a login node
-    may have none, and share its folder with nodes that have.
+    """It asks once, or would not end in time. The command tools/environment.sh asks only where
+    there is a GPU: a login node may have none, and share its folder with nodes that have.
     """
     settings = tmp_path / ".config" / "pip" / "pip.conf"
     settings.parent.mkdir(parents=True)
     settings.write_text(f"[global]\nindex-url = {index}\nfind-links = {wheels}\n")
-    asked = []
-
-    def listen(server: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it is closed
-            while True:
-                asked.append(server.accept())
-
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        threading.Thread(target=listen, args=[silent], daemon=True).start()
-        variables = {"HOME": tmp_path, "PIP_CONFIG_FILE": None}
+    variables = {"HOME": tmp_path, "PIP_CONFIG_FILE": None}
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, that is all
         variables["HTTPS_PROXY"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
         for command, device, asks in BUILDS:
             shutil.rmtree(checkout.venv, ignore_errors=True)
-            before = len(asked)
             seen = with_device(device)
             run = checkout.start(None, command, seen, **variables).finish(90, expect=None)
             for name in [*NEEDED, "matplotlib"]:
                 (installer,) = site(checkout.venv).glob(f"{name}-99.dist-info/INSTALLER")
                 assert installer.read_text().strip() == "uv"
             assert ("cannot be had: installing the default one" in run.err) == asks
-            assert len(asked) - before in (range(1, 4) if asks else [0])  # torch, torchvision
-        silent.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.slow
