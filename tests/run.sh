@@ -16,7 +16,6 @@ if [ "${1:-}" = "--ci" ]; then
     select=(-m "")
     missing=()
     command -v slurmctld >/dev/null || missing+=(slurm-wlm)
-    command -v munged >/dev/null || missing+=(munge)
     command -v mpirun.openmpi >/dev/null || missing+=(openmpi-bin) # `mpirun` may be MPICH's
     command -v mpiexec.mpich >/dev/null || missing+=(mpich)
     command -v ip >/dev/null || missing+=(iproute2)

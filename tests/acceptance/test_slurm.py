@@ -1,4 +1,4 @@
-"""The script and launch_multinode.sh in real jobs: of SLURM on two nodes, and of Open MPI."""
+"""The script and launch_multinode.sh in real jobs of SLURM on two nodes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.datasets import data_args
-from support.launchers import (
-    FAST,
-    MULTINODE,
-)
+from support.launchers import FAST, MULTINODE
 from support.processes import (
     ROOT,
     Run,
@@ -28,7 +25,6 @@ from support.processes import (
 from support.slurm import SlurmCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
-RUNNING = (ROOT / "docs/running.md").read_text()
 ONE_TASK = ["--nodes=2", "--ntasks-per-node=1"]
 
 
@@ -53,10 +49,21 @@ def assert_trained(run: Run, steps: int, hosts: list[str]) -> None:
     assert summary["steps"] == steps and summary["replicas_identical"] is True
 
 
+def ended(cluster: SlurmCluster, job: int) -> bool:
+    return cluster.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
+
+
+def printed(folder: Path) -> Run:
+    """What a batch job has printed so far."""
+    out = folder / "slurm.out"
+    return Run(["sbatch"], 0, out.read_text() if out.exists() else "", 0)
+
+
 def test_srun_of_the_launcher_takes_its_settings_from_the_job(cluster, sample, tmp_path):
     """With the options that running.md shows for it."""
+    page = (ROOT / "docs/running.md").read_text()
     for count in (1, 2):
-        assert f"RUN_NAME=nodes{count} srun --nodes={count} --ntasks-per-node=1 " in RUNNING
+        assert f"RUN_NAME=nodes{count} srun --nodes={count} --ntasks-per-node=1 " in page
     command = [MULTINODE, *data_args(sample), *FAST, "--max_steps", 8]
     env = {"GPUS_PER_NODE": "1", "PROBE": "0"}
     run = cluster.run("srun", *ONE_TASK, *command, timeout=180, clean=10, env=env, cwd=tmp_path)
@@ -90,69 +97,60 @@ def test_the_lessons_block_compares_srun_with_torchrun(cluster, tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     run = cluster.run("bash", "-ec", block, timeout=240, env=env, cwd=tmp_path)
-    assert re.search(r"^srun: a step of ", run.out, re.MULTILINE), run.tail()
-    assert re.search(r"^torchrun: a step of ", run.out, re.MULTILINE), run.tail()
+    for name in ("srun", "torchrun"):
+        assert re.search(rf"^{name}: a step of ", run.out, re.MULTILINE), run.tail()
 
 
-def test_launcher_in_a_batch_script_without_srun_is_refused_in_one_line(cluster, tmp_path):
-    out = tmp_path / "slurm.out"
-    options = ["--parsable", *ONE_TASK, f"--output={out}"]
+def test_a_launcher_in_a_batch_script_without_srun_is_refused(cluster, tmp_path):
     wrapped = f"bash {shlex.quote(str(MULTINODE))} --lr 1"
-    job = cluster.run("sbatch", *options, "--wrap", wrapped, cwd=tmp_path).out.split()[-1]
-    wait_until(lambda: cluster.job(job)["JobState"] == "FAILED", 60, "the end of the job")
-    (line,) = out.read_text().splitlines()
-    assert "error: " in line and "srun" in line
+    words = [*ONE_TASK, f"--output={tmp_path}/slurm.out", "--wrap", wrapped]
+    job = cluster.submit(*words, cwd=tmp_path)
+    wait_until(lambda: ended(cluster, job), 60, "the end of the job")
+    (line,) = printed(tmp_path).lines()
+    assert cluster.job(job)["JobState"] == "FAILED" and "error: " in line and "srun" in line
 
 
 def test_bare_torchrun_in_a_batch_job_trains_on_both_nodes(cluster, sample, tmp_path):
     """Each node's torchrun finds the other one by the job's own variables. A process has the cores
     of its task, as far as they exist, and not the one thread of the submitting shell.
     """
-    out = tmp_path / "slurm.out"
     # Gloo would take each node's own name, which is loopback here.
-    env = {"SBATCH_OUTPUT": str(out), "GLOO_SOCKET_IFNAME": cluster.pair.interface}
+    env = {"GLOO_SOCKET_IFNAME": cluster.pair.interface}
+    env["SBATCH_OUTPUT"] = f"{tmp_path}/slurm.out"
     words = [*data_args(sample), *FAST, "--max_steps", 3]
     job = cluster.submit(ROOT / "tools/slurm/torchrun.sbatch", *words, cwd=ROOT, env=env)
-    ended = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
-    wait_until(lambda: cluster.job(job)["JobState"] in ended, 240, "the end of the job")
-    run = Run(["sbatch"], 0, out.read_text(), 0)
+    wait_until(lambda: ended(cluster, job), 240, "the end of the job")
+    run = printed(tmp_path)
     assert cluster.job(job)["ExitCode"] == "0:0", run.tail()
-    assert sorted(run.json_line("Run")["hosts"]) == ["node0", "node1"]
-    assert run.json_line("Run")["threads"] == min(4, len(os.sched_getaffinity(0)))
-    assert_trained(run, 3, run.json_line("Run")["hosts"])
+    facts = run.json_line("Run")
+    assert sorted(facts["hosts"]) == ["node0", "node1"]
+    assert facts["threads"] == min(4, len(os.sched_getaffinity(0)))
+    assert_trained(run, 3, facts["hosts"])
 
 
 def test_requeued_batch_job_resumes_and_loses_no_step(cluster, sample, tmp_path):
     """SLURM warns tools/slurm/coco.sbatch of its time limit with SIGUSR1."""
-    script, out = tmp_path / "job.sh", tmp_path / "slurm.out"
+    script, test_id = tmp_path / "job.sh", new_test_id()
     text = (ROOT / "tools/slurm/coco.sbatch").read_text()
     script.write_text(text.replace("./launch_multinode.sh", shlex.quote(str(MULTINODE))))
-    test_id = new_test_id()
-    env = {"SBATCH_OUTPUT": str(out), "GPUS_PER_NODE": "1", "RUN_NAME": tmp_path.name}
-    env["PROBE"] = "0"
+    env = {"SBATCH_OUTPUT": f"{tmp_path}/slurm.out", "GPUS_PER_NODE": "1", "PROBE": "0"}
     # With a loader worker, as SLURM sends its signals to every process of a job step.
-    steps = [*FAST, "--workers", 1, "--num_epochs", 20, "--max_steps", 40]
-    job = cluster.submit(
-        script, *data_args(sample), *steps, cwd=tmp_path, test_id=test_id, env=env
-    )
-
-    def log() -> Run:
-        return Run(["sbatch", str(script)], 0, out.read_text() if out.exists() else "", 0)
-
-    def ended() -> bool:
-        return cluster.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
-
+    words = [*data_args(sample), *FAST, "--workers", 1, "--num_epochs", 20, "--max_steps", 40]
+    env["RUN_NAME"] = tmp_path.name
+    job = cluster.submit(script, *words, cwd=tmp_path, test_id=test_id, env=env)
     try:
-        wait_until(lambda: len(log().steps()) >= 3 or ended(), 240, "step 3 of the first start")
-        assert not ended(), log().tail()
+        wait_until(lambda: printed(tmp_path).steps()[2:] or ended(cluster, job), 240, "step 3")
+        assert not ended(cluster, job), printed(tmp_path).tail()
         cluster.run("scancel", "--batch", "--signal=USR1", job, timeout=120)
-        wait_until(ended, 300, "the end of the job")
+        wait_until(lambda: ended(cluster, job), 300, "the end of the job")
         assert_none_left(test_id)
     finally:
         kill_leftover(test_id)
-    run, facts = log(), cluster.job(job)
+    run, facts = printed(tmp_path), cluster.job(job)
     assert (facts["Restarts"], facts["ExitCode"]) == ("1", "0:0"), run.tail()
     assert_trained(run, 40, ["node0", "node1"])  # each step once: none lost, none repeated
     stops = re.findall(r"^\[CPU (\d)\] Stopped on \w+ \| step (\d+)", run.out, re.MULTILINE)
+    ends = re.findall(r"^run\.py: stopped by SIGUSR1(.*)", run.out, re.MULTILINE)
+    assert sorted(ends) == [", saved by node 0", ": --resume goes on from run.pt"]
     step = run.json_line("Run")["start_step"]
     assert sorted(stops) == [("0", str(step)), ("1", str(step))] and 3 <= step < 40

@@ -1,4 +1,4 @@
-"""A real SLURM cluster of two nodes: slurmctld, munged and two slurmd in network namespaces."""
+"""A real SLURM cluster of two nodes: slurmctld and two slurmd in network namespaces."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from support.processes import MARK, Run, Started, base_env, require
 _SBIN = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
 # linuxproc and task/none: no cgroup is needed. config_overrides: the CPUs stated here count, not
-# those of the machine, so two nodes fit a small one. cred_expire is also how long a requeued job
-# waits before it starts again (default 120 s); the scheduler's own intervals are cut down to
-# match.
+# those of the machine, so two nodes fit a small one. Everybody is who they say they are.
+# cred_expire is also how long a requeued job waits before it starts again (default 120 s); the
+# scheduler's own intervals are cut down to match.
 _SLURM_CONF = """
 ClusterName=demo
 SlurmctldHost=node0(10.77.0.1)
 SlurmUser=root
 SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
-CredType=cred/munge
+AuthType=auth/none
+AuthInfo=cred_expire=5
+CredType=cred/none
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -39,14 +39,10 @@ SlurmdLogFile={folder}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SlurmdParameters=config_overrides
-MpiDefault=none
-JobAcctGatherType=jobacct_gather/none
 MailProg=/bin/true
 ReturnToService=2
-JobRequeue=1
 KillWait=5
 SelectType=select/linear
-SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0
 NodeName=node0 NodeAddr=10.77.0.1 CPUs=4 State=UNKNOWN
 NodeName=node1 NodeAddr=10.77.0.2 CPUs=4 State=UNKNOWN
@@ -67,13 +63,12 @@ class SlurmCluster:
         self._daemons: list[tuple[str, subprocess.Popen]] = []
 
     def __enter__(self) -> SlurmCluster:
-        tools = ("slurmctld", "slurmd", "munged", "srun")
+        tools = ("slurmctld", "slurmd", "srun")
         missing = [tool for tool in tools if not shutil.which(tool, path=_SBIN)]
-        require(not missing, f"SLURM needs {missing} (Debian packages slurm-wlm and munge)")
+        require(not missing, f"SLURM needs {missing} (Debian package slurm-wlm)")
         self.pair.__enter__()
         try:
-            # A socket's path may have 107 characters at most, and the usual temporary folders of
-            # tests have more.
+            # /tmp: the path of a socket may have 107 characters at most.
             self.folder = Path(tempfile.mkdtemp(prefix="demo-slurm-", dir="/tmp"))
             self._start()
         except BaseException:
@@ -82,20 +77,9 @@ class SlurmCluster:
         return self
 
     def _start(self) -> None:
-        folder = self.folder
-        folder.chmod(0o755)  # munged insists that others can reach its socket
-        (folder / "state").mkdir()
-        (folder / "slurm.conf").write_text(_SLURM_CONF.format(folder=folder).lstrip())
-        key = folder / "munge.key"
-        key.write_bytes(os.urandom(128))
-        key.chmod(0o400)
-        # --force: a folder under /tmp, which others may write to, is otherwise refused.
-        options = [
-            f"--{name}={folder}/munge.{name.removesuffix('-file')}"
-            for name in ("key-file", "socket", "pid-file", "log-file", "seed-file")
-        ]
-        self._daemon("munged", 0, "munged", "--foreground", "--force", *options)
-        self._wait((folder / "munge.socket").exists, "munged's socket")
+        (self.folder / "state").mkdir()
+        conf = _SLURM_CONF.format(folder=self.folder).lstrip()
+        (self.folder / "slurm.conf").write_text(conf)
         self._daemon("slurmctld", 0, "slurmctld", "-D", "-c")
         for node, name in enumerate(self.pair.hostnames):
             self._daemon(f"slurmd.{name}", node, "slurmd", "-D", "-N", name)
@@ -162,9 +146,9 @@ class SlurmCluster:
         """
         return self.start(*command, **options).finish(timeout, expect, clean)
 
-    def submit(self, script: Path | str, *args: object, **options: Any) -> int:
-        """sbatch a script, with the options of `Started`; returns the job's id."""
-        run = self.run("sbatch", "--parsable", script, *args, **options)
+    def submit(self, *words: object, **options: Any) -> int:
+        """sbatch with these words and the options of `Started`; returns the job's id."""
+        run = self.run("sbatch", "--parsable", *words, **options)
         return int(run.out.split()[-1])
 
     def job(self, job_id: int) -> dict[str, str]:
