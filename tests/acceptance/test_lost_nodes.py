@@ -1,4 +1,4 @@
-"""Two nodes survive what is killed, and otherwise end in time and say what to check."""
+"""Two nodes survive what is killed or lost, or else end in time and say what to check."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 
@@ -17,9 +16,7 @@ from support.launchers import (
     BUSY,
     COMMAND,
     FAST,
-    TwoNodes,
     end_within,
-    finish_all,
     has_rank,
     starts,
     two_nodes,
@@ -30,6 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.root]
 TIMEOUT = 8  # seconds, of --timeout
 CONNECT = 10  # seconds, of CONNECT_TIMEOUT
 MARGIN = 15  # seconds that an end may take beyond these
+CABLE_OUT = "link set eth0 down"  # packets are lost without an error, connections stay open
 BOTH = ["--network", "one=eth0", "--network", "two=eth1"]
 
 
@@ -40,12 +38,8 @@ def training(tmp_path_factory) -> list[str]:
     return [*FAST, *images, "--num_epochs", "3", "--timeout", str(TIMEOUT)]
 
 
-def weights(run: Run) -> str:
-    return run.json_line("Summary")["weights_sha256"]
-
-
-def said(run: Run, pattern: str) -> None:
-    assert re.search(pattern, run.out, re.MULTILINE), f"no {pattern!r} in\n{run.tail()}"
+def said(text: str, pattern: str) -> None:
+    assert re.search(pattern, text, re.MULTILINE), f"no {pattern!r} in\n{text[-9000:]}"
 
 
 def victim(started: Started, what: str) -> int:
@@ -56,27 +50,26 @@ def victim(started: Started, what: str) -> int:
     return next(p.parent for p in processes(started.test_id) if p.pid == rank)
 
 
+def steps_of(log: str, rank: int) -> set[int]:
+    return {int(step) for step in re.findall(rf"\[CPU {rank}\] .*\| Step (\d+) ", log)}
+
+
 # --- What a restart survives, and what not ------------------------------------------------------
 
 
-def test_after_each_fault_both_nodes_restart_and_end_with_the_weights_of_an_unbroken_run(
-    training, tmp_path
-):
+def test_after_each_fault_both_nodes_restart_as_if_unbroken(training, folder):
     """A rank is killed, a torchrun is killed, a cable is pulled until both nodes have noticed: all
     over the first of two networks. Nothing happens over the second one, which no restart meets.
     Each node logs its command and its own ranks; the hosts files map their own names to loopback.
     """
-    steps = set(range(1, 17))
     saves = ["--num_epochs", 4, "--checkpoint_every", 2]
-    folder = tmp_path / "mein Gerät"
-    folder.mkdir()
     with two_nodes(folder) as nodes:
         nodes.pair.usual_hosts()
-        nodes.second_cable()
+        nodes.pair.second_cable("eth1", "eth1")
         started = nodes.train(*training, *saves, runs=BOTH, RESTARTS=3)
         for restart, what in enumerate(["rank", "torchrun", "cable"], 1):
             if what == "cable":
-                nodes.pair.link_down()
+                nodes.pair.ip(1, CABLE_OUT)
             else:
                 os.kill(victim(started[1], what), signal.SIGKILL)
             for one in started:
@@ -85,31 +78,27 @@ def test_after_each_fault_both_nodes_restart_and_end_with_the_weights_of_an_unbr
                 nodes.pair.ip(1, "link set eth0 up")
             else:
                 started[1].wait_for(rf"restart {restart} of 3[\s\S]*\| Step ")
-        runs = finish_all(started, 300)
-        digests = []
+        runs = [one.finish(300, clean=10) for one in started]
+        digests, met = set(), {}
         for label, interface, begun in (("one", "eth0", 4), ("two", "eth1", 1)):
             logs = [nodes.log(node, f"run/{label}") for node in (0, 1)]
-            for node in (0, 1):
-                assert steps_of(logs[node], node) == steps
-                assert len(endpoints(nodes, node, label)) == begun
-            assert set(re.findall(r'Run \{.*"GLOO_SOCKET_IFNAME": "(\w+)"', logs[0])) == {
-                interface
-            }
+            for node, log in enumerate(logs):
+                assert steps_of(log, node) == set(range(1, 17))
+                met[label, node] = set(re.findall(r"--rdzv_endpoint=(\S+)", log))
+                assert len(met[label, node]) == begun
+                told = {"--rdzv_backend=static", f"--node_rank={node}", f"--rdzv_id=run-{label}-0"}
+                command = COMMAND.search(log)
+                assert told <= {*shlex.split(command[1])} and command.start() < log.index("[CPU ")
+                own = Run([], 0, log, 0)
+                assert {*own.lines(node)} <= {*runs[node].lines(node)} and not own.lines(1 - node)
+            named = re.findall(r'Run \{.*"GLOO_SOCKET_IFNAME": "(\w+)"', logs[0])
+            assert {*named} == {interface} and logs[0].count("Resumed from") == begun - 1
             first = Run([], 0, logs[0], 0)
-            digests.append(weights(first))
-            assert logs[0].count("Resumed from") == begun - 1
             assert first.json_line("Run")["hosts"] == ["node0", "node1"]
             assert first.json_line("Summary")["replicas_identical"] is True
-            for node, log in enumerate(logs):
-                told = {"--rdzv_backend=static", f"--node_rank={node}", f"--rdzv_id=run-{label}-0"}
-                words = COMMAND.search(log)
-                assert told <= {*shlex.split(words[1])} and words.start() < log.index("[CPU ")
-                assert f"[CPU {1 - node}]" not in log
-        assert digests[0] == digests[1]
-        for node in (0, 1):
-            assert not endpoints(nodes, node, "one") & endpoints(nodes, 1 - node, "two")
-            both = nodes.log(node, "run/one") + nodes.log(node, "run/two")
-            assert all(f"[CPU {node}] {line}\n" in both for line in runs[node].lines(node))
+            digests.add(first.json_line("Summary")["weights_sha256"])
+        assert len(digests) == 1
+        assert not met["one", 0] & met["two", 1] and not met["one", 1] & met["two", 0]
     assert not re.search(r"exitcode +: 2\b", runs[0].out + runs[1].out)
 
 
@@ -121,14 +110,14 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize(("what", "first", "second"), ENDS, ids=["rank", "torchrun", "cable"])
+@pytest.mark.parametrize(("what", "first", "second"), ENDS)
 def test_without_restarts_the_last_line_of_each_node_names_the_cause(
     training, tmp_path, what, first, second
 ):
     with two_nodes(tmp_path) as nodes:
         started = nodes.train(*training, "--num_epochs", 99)
         if what == "cable":
-            nodes.pair.link_down()
+            nodes.pair.ip(1, CABLE_OUT)
         else:
             os.kill(victim(started[1], what), signal.SIGKILL)
         runs = end_within(TIMEOUT + MARGIN, started, 1)
@@ -136,7 +125,7 @@ def test_without_restarts_the_last_line_of_each_node_names_the_cause(
         assert re.search(f"run.py: error: .*{cause}", run.lines()[-1]), run.tail()
 
 
-def test_a_stopped_rank_ends_the_other_node_and_its_own_after_a_second_signal(training, tmp_path):
+def test_a_stopped_rank_ends_the_other_node(training, tmp_path):
     """SIGSTOP: the rank does nothing, and cannot be asked to stop. torchrun waits two minutes."""
     with two_nodes(tmp_path) as nodes:
         started = nodes.train(*training, "--num_epochs", 99)
@@ -146,10 +135,10 @@ def test_a_stopped_rank_ends_the_other_node_and_its_own_after_a_second_signal(tr
         started[1].wait_for("closing signal", 30)
         started[1].signal(signal.SIGINT)
         end_within(5, started[1:], 128 + signal.SIGINT)
-    said(first, r"^\[CPU 0\] .*ERROR")
+    said(first.out, r"^\[CPU 0\] .*ERROR")
 
 
-def test_an_image_that_is_damaged_on_one_node_ends_it_without_a_restart(tmp_path):
+def test_an_image_that_is_damaged_on_one_node_ends_it(tmp_path):
     """The other one has lost a connection, and may try again."""
     paths = [make_set(tmp_path / f"{node}", 32, size=(200, 160)) for node in (0, 1)]
     damaged = tmp_path / "1/images" / met_by(1, 32)
@@ -176,22 +165,20 @@ def test_an_image_that_is_damaged_on_one_node_ends_it_without_a_restart(tmp_path
 # --- Nodes that do not reach each other, or come otherwise -------------------------------------
 
 
-def test_a_launcher_that_refuses_on_one_node_says_why_and_the_other_ends(training, tmp_path):
-    """The other one says how many nodes came, and what to check."""
-    with two_nodes(tmp_path) as nodes:
-        first = nodes.start(0, *training, CONNECT_TIMEOUT=CONNECT)
-        second = nodes.start(1, *training, CONNECT_TIMEOUT=CONNECT, RESTARTS="many")
-        runs = end_within(CONNECT + MARGIN, [first, second])
-    said(runs[1], "^.*error: RESTARTS is 'many'")
-    said(runs[0], "1/2")
-    said(runs[0], "NODE_RANK|firewall|MASTER_ADDR")
+APART = [  # what the launcher of each node is given more, and what its output says
+    ([{}, {"RESTARTS": "many"}], ["1/2.*(NODE_RANK|firewall)", "^.*error: RESTARTS is 'many'"]),
+    ([{}, {"NODE_RANK": 0}], ["NODE_RANK", "NODE_RANK"]),
+]
 
 
-def test_two_nodes_with_the_same_rank_end_and_say_what_to_check(training, tmp_path):
+@pytest.mark.parametrize(("own", "words"), APART, ids=["refused", "same rank"])
+def test_nodes_that_do_not_meet_end_and_say_what_to_check(training, tmp_path, own, words):
+    """One that refuses its own settings says why; the other one, how many nodes came."""
     with two_nodes(tmp_path) as nodes:
-        variables = {"NODE_RANK": 0, "CONNECT_TIMEOUT": CONNECT}
-        for run in end_within(CONNECT + MARGIN, nodes.start_both(*training, **variables)):
-            said(run, "NODE_RANK")
+        given = [{"CONNECT_TIMEOUT": CONNECT} | more for more in own]
+        started = [nodes.start(node, *training, **given[node]) for node in (0, 1)]
+        for run, pattern in zip(end_within(CONNECT + MARGIN, started), words, strict=True):
+            said(run.out, pattern)
 
 
 def test_a_port_that_is_taken_is_named(training, tmp_path):
@@ -207,7 +194,7 @@ def test_a_port_that_is_taken_is_named(training, tmp_path):
         if second.running():
             second.signal(signal.SIGTERM)
         end_within(5, [second])
-    said(run, rf"error: .*\b{port}\b.*port")
+    said(run.lines()[-1], rf"error: .*\b{port}\b.*\(MASTER_PORT\)")
 
 
 # --- Several networks --------------------------------------------------------------------------
@@ -216,7 +203,7 @@ def test_a_port_that_is_taken_is_named(training, tmp_path):
 def test_a_run_that_fails_on_node_1_alone_costs_no_other_run(training, tmp_path):
     """Its run.py is killed over the first of two networks, where the training goes on."""
     with two_nodes(tmp_path) as nodes:
-        nodes.second_cable()
+        nodes.pair.second_cable("eth1", "eth1")
         started = nodes.train(*training, runs=BOTH)
         launcher = min(started[1].pids("tools/run.py --"))  # the other is its log's writer
         os.kill(launcher, signal.SIGKILL)
@@ -224,8 +211,8 @@ def test_a_run_that_fails_on_node_1_alone_costs_no_other_run(training, tmp_path)
         for label in ("one", "two"):
             for node in (0, 1):
                 assert steps_of(nodes.log(node, f"run/{label}"), node) == set(range(1, 13))
-    said(runs[1], "error: one has failed")
-    said(runs[0], r"^\|.*\| +one +\| +two +\|$")  # they are compared
+    said(runs[1].out, "error: one has failed")
+    said(runs[0].out, r"^\|.*\| +one +\| +two +\|$")  # they are compared
 
 
 def test_of_two_networks_one_that_a_node_does_not_have_starts_nothing(training, tmp_path):
@@ -238,13 +225,13 @@ def test_of_two_networks_one_that_a_node_does_not_have_starts_nothing(training, 
         started[0].wait_for(r"run 2 of 2: .* about \d+ min left", CONNECT + MARGIN + BUSY)
         started[0].signal(signal.SIGTERM)
         (run,) = end_within(MARGIN, started[:1])
-    said(refused, "^.*error: .*eth1")
+    said(refused.out, "^.*error: .*eth1")
     assert starts(refused.out) == 0 and "| Step " not in run.out
 
 
 def test_networks_in_another_order_on_each_node_are_never_mixed(training, tmp_path):
     with two_nodes(tmp_path) as nodes:
-        nodes.second_cable()
+        nodes.pair.second_cable("eth1", "eth1")
         orders = enumerate([BOTH, BOTH[2:] + BOTH[:2]])
         started = [nodes.start(k, *training, runs=n, CONNECT_TIMEOUT=5) for k, n in orders]
         for one in started:
@@ -258,22 +245,14 @@ def test_networks_in_another_order_on_each_node_are_never_mixed(training, tmp_pa
     assert not any("| Step " in run.out for run in runs)
 
 
-def steps_of(log: str, rank: int) -> set[int]:
-    return {int(step) for step in re.findall(rf"\[CPU {rank}\] .*\| Step (\d+) ", log)}
-
-
-def endpoints(nodes: TwoNodes, node: int, label: str) -> set[str]:
-    """Where this node has met, or waited for, the other one for a network."""
-    return set(re.findall(r"--rdzv_endpoint=(\S+)", nodes.log(node, f"run/{label}")))
-
-
 def test_nodes_that_started_different_numbers_of_times_do_not_meet(training, tmp_path):
     """torchrun of node 1 is killed while it waits for node 0, which has not been started yet."""
     variables = {"RESTARTS": 1, "CONNECT_TIMEOUT": CONNECT}
     with two_nodes(tmp_path) as nodes:
         second = nodes.start(1, *training, **variables)
         wait_until(lambda: second.pids("distributed.run"), 60, "torchrun on node 1")
-        subprocess.run(["kill", "-KILL", *map(str, second.pids("distributed.run"))], check=True)
+        for pid in second.pids("distributed.run"):
+            os.kill(pid, signal.SIGKILL)
         second.wait_for("restart 1")
         first = nodes.start(0, *training, **variables)
         end_within(CONNECT + MARGIN, [first])

@@ -174,13 +174,6 @@ def starts(output: str) -> int:
     return len(COMMAND.findall(output))
 
 
-def assert_scaling_is_compared(compared: Run, *labels: str) -> None:
-    """compare_logs.py was given these runs, which differ in their number of processes."""
-    assert compared.returncode == 0, compared.tail()
-    columns = r" \| +".join(map(re.escape, labels))
-    assert re.search(rf"^\|.*\| +{columns} +\|$", compared.out, re.MULTILINE), compared.tail()
-
-
 def has_rank(started: Started) -> bool:
     return any("RANK" in process.env for process in processes(started.test_id))
 
@@ -231,13 +224,6 @@ class TwoNodes:
             one.wait_for(STEP_3)
         return started
 
-    def second_cable(self) -> None:
-        """Joins the nodes by eth1, too."""
-        self.pair.ip(0, f"link add eth1 type veth peer name eth1 netns {self.pair.names[1]}")
-        for node in (0, 1):
-            address = f"addr add 10.78.0.{node + 1}/24 dev eth1"
-            self.pair.ip(node, address, "link set eth1 up")
-
     def listens(self, node: int = 0) -> list[bytes]:
         """Sockets on a node that wait for connections."""
         return self.pair.output(node, "ss", "-Hltn").splitlines()
@@ -247,11 +233,6 @@ class TwoNodes:
 def two_nodes(tmp_path: Path) -> Iterator[TwoNodes]:
     with NamespacePair() as pair:
         yield TwoNodes(pair, tmp_path)
-
-
-def finish_all(started: list[Started], timeout: float = 120, expect: int | None = 0) -> list[Run]:
-    """Waits for the end of each; fails on another exit code (None: any) and on what is left."""
-    return [one.finish(timeout, expect, clean=10) for one in started]
 
 
 def end_within(seconds: float, started: list[Started], expect: int | None = None) -> list[Run]:

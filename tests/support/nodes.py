@@ -229,9 +229,13 @@ class NamespacePair:
         for command in commands:
             _ip(f"-n {self.names[node]} {command}")
 
-    def link_down(self, node: int = 1) -> None:
-        """Pull the cable: packets are lost without an error, connections stay open."""
-        self.ip(node, f"link set {self.interface} down")
+    def second_cable(self, *names: str) -> None:
+        """Joins the nodes once more, 10.78.0.1 and 10.78.0.2, by interfaces with these names."""
+        end = f"peer name {names[1]} netns {self.names[1]}"
+        self.ip(0, f"link add {names[0]} type veth {end}")
+        for node, name in enumerate(names):
+            self.ip(node, f"addr add 10.78.0.{node + 1}/24 dev {name}")
+            self.ip(node, f"link set {name} mtu 9000 up")
 
     def output(self, node: int, *command: str, text: str = "") -> bytes:
         """What a command prints that is run on the network of a node."""
