@@ -449,9 +449,9 @@ def train_one_epoch(training, loader, epoch):
             group["lr"] = args.lr * lr_factor
         loss_of_step = torch.zeros((), device=process.device)
         for micro_batch in range(micro_batches):
-            timer.wait_for_data()
+            timer.mark("wait for data")
             images, labels = next(batches)
-            timer.data_arrived()
+            timer.mark("data arrived")
             # The gradients of the micro-batches add up on this rank. Only the last backward pass
             # has to send them: in no_sync DDP sends nothing, which saves the other all-reduces.
             # The forward pass must be in no_sync as well: in it DDP prepares to send, or not.
@@ -469,7 +469,7 @@ def train_one_epoch(training, loader, epoch):
                 #     1/N sum over ranks (1/n sum over its images (g)) = 1/(N n) sum over all (g)
                 training.scaler.scale(loss).backward()
             loss_of_step += loss.detach()  # of this rank's images: each rank logs its own loss
-        timer.gradients_averaged()
+        timer.mark("gradients averaged")
         # Equal weights and equal gradients on all ranks: the weights stay equal. (With fp16 the
         # scaler skips a step that overflows: on all ranks, because their gradients are equal.)
         training.scaler.step(training.optimizer)
@@ -501,8 +501,8 @@ def train_one_epoch(training, loader, epoch):
 #     rank 1   data |   forward   |       backward      | .. exposed . | optimizer
 #     network                         [ bucket 1 ]      [  bucket 2  ]
 #     marks    1    2                    3 of rank 0    3 of rank 1    4           5
-# The timer's marks: 1 wait_for_data, 2 data_arrived, 3 own_gradients (PyTorch calls it, when
-# backward has reached the first layer), 4 gradients_averaged, 5 end_step.
+# The timer's marks: 1 wait for data, 2 data arrived, 3 own gradients (PyTorch makes this one, when
+# backward has reached the first layer), 4 gradients averaged, 5 end_step.
 # The log has the times between them. data: 1 to 2. exposed communication: 3 to 4, in which a rank
 # computes nothing, but waits for slower ranks and for the network. What the network does before 3
 # (each rank's own 3) is hidden: that rank still computes, though the network takes some of its
@@ -1460,19 +1460,6 @@ UNMEASURED_STEPS = 3  # the first ones, which are slower
 StepTime = namedtuple("StepTime", "data exposed whole images cpu", defaults=[0])
 
 
-@dataclass
-class Moments:
-    """When the parts of a step began and ended, by the clock of the device."""
-
-    begin: object
-    cpu: float  # seconds of CPU time that the process had used by then
-    waits: list = field(default_factory=list)  # of each micro-batch: its begin
-    arrivals: list = field(default_factory=list)  # and its end
-    own_gradients: object = None
-    averaged: object = None
-    end: object = None
-
-
 class StepTimer:
     """Measures the parts of each step, by the clock of the device.
 
@@ -1485,13 +1472,13 @@ class StepTimer:
     def __init__(self, process, last_gradient):
         """last_gradient: the parameter whose gradient is the last one to be ready."""
         self.device_type, self.alone = process.device.type, process.world_size == 1
-        self.unread = []  # (Moments, number of images) of steps that a GPU may not have finished
+        self.unread = []  # (marks, CPU seconds, number of images): a GPU may not have finished
         self.made = 0  # steps that are read
         self.train_seconds = 0.0  # of all steps that were not profiled
         self.times = deque(maxlen=MOST_STEPS)  # StepTimes, without those of the first steps
         self.new = deque(maxlen=MOST_STEPS)  # of steps since the last log line
         self.start_step()
-        last_gradient.register_post_accumulate_grad_hook(self.own_gradients)
+        last_gradient.register_post_accumulate_grad_hook(lambda _: self.mark("own gradients"))
 
     def now(self):
         """This moment. A GPU runs behind the script: there, the moment when it gets here."""
@@ -1505,25 +1492,17 @@ class StepTimer:
 
     def start_step(self):
         """What happened before is not part of the next step."""
-        self.step = Moments(self.now(), process_time())
+        self.cpu = process_time()
+        self.marks = {"begin": [self.now()]}  # of a name: a moment for each micro-batch
 
-    def wait_for_data(self):
-        self.step.waits.append(self.now())
-
-    def data_arrived(self):
-        self.step.arrivals.append(self.now())
-
-    def own_gradients(self, _):
-        """Of the last micro-batch, whose moment replaces the earlier ones'."""
-        self.step.own_gradients = self.now()
-
-    def gradients_averaged(self):
-        self.step.averaged = self.now()
+    def mark(self, name):
+        self.marks.setdefault(name, []).append(self.now())
 
     def end_step(self, image_count):
-        step, self.step = self.step, Moments(self.now(), process_time())
-        step.end, step.cpu = self.step.begin, self.step.cpu - step.cpu
-        self.unread.append((step, image_count))
+        marks, cpu = self.marks, self.cpu
+        self.start_step()
+        marks["end"] = self.marks["begin"]
+        self.unread.append((marks, self.cpu - cpu, image_count))
 
     def last_step_seconds(self):
         self.read()
@@ -1539,17 +1518,20 @@ class StepTimer:
     def read(self):
         """Fills in the StepTimes; waits for a GPU."""
         if self.device_type == "cuda" and self.unread:
-            self.unread[-1][0].end.synchronize()
-        for step, image_count in self.unread:
-            data = sum(map(self.seconds, step.waits, step.arrivals))
-            exposed = 0 if self.alone else self.seconds(step.own_gradients, step.averaged)
-            whole = self.seconds(step.begin, step.end)
+            self.unread[-1][0]["end"][0].synchronize()
+        for marks, cpu, image_count in self.unread:
+            last = {name: moments[-1] for name, moments in marks.items()}
+            data = sum(map(self.seconds, marks["wait for data"], marks["data arrived"]))
+            exposed = 0
+            if not self.alone:
+                exposed = self.seconds(last["own gradients"], last["gradients averaged"])
+            whole = self.seconds(last["begin"], last["end"])
             if self.made == UNMEASURED_STEPS:  # until then there is nothing better
                 self.times.clear()
             self.made += 1
             self.train_seconds += whole
             for times in (self.times, self.new):
-                times.append(StepTime(data, exposed, whole, image_count, step.cpu))
+                times.append(StepTime(data, exposed, whole, image_count, cpu))
         self.unread.clear()
 
     def seconds(self, begin, end):

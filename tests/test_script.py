@@ -348,11 +348,13 @@ def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
     args = arguments(demo, "--grad_compression", "fp16" if peak else "none")
     training = SimpleNamespace(args=args, model=torch.nn.Linear(1, 1), step=5)
     training.process = demo.ProcessInfo(device=device, world_size=2)
-    training.timer = demo.StepTimer(training.process, next(training.model.parameters()))
+    training.timer = demo.StepTimer(
+        demo.ProcessInfo(world_size=2), next(training.model.parameters())
+    )
     for seconds, data, exposed in [(99, 9, 9)] * 3 + [(3, 1, 1), (3, 1, 1)]:
-        step = demo.Moments(0, cpu=2, waits=[0], arrivals=[data], own_gradients=0)
-        step.averaged, step.end = exposed, seconds
-        training.timer.unread.append((step, 4))
+        marks = {"wait for data": [0], "data arrived": [data], "own gradients": [0]}
+        marks |= {"begin": [0], "gradients averaged": [exposed], "end": [seconds]}
+        training.timer.unread.append((marks, 2, 4))
     demo.log_summary(training)
     record, text = capfd.readouterr().out.splitlines()
     summary = json.loads(record.partition("Summary ")[2])
@@ -371,9 +373,9 @@ def test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory(
 def test_parts_of_a_step_are_told_by_its_moments(demo):
     """Of two micro-batches both wait for data, and the last one's gradients are sent."""
     timer = demo.StepTimer(demo.ProcessInfo(world_size=2), torch.ones(1, requires_grad=True))
-    step = demo.Moments(begin=0, cpu=7, waits=[1, 7], arrivals=[3, 8], own_gradients=11)
-    step.averaged, step.end = 15, 20
-    timer.unread.append((step, 4))
+    marks = {"begin": [0], "wait for data": [1, 7], "data arrived": [3, 8]}
+    marks |= {"own gradients": [5, 11], "gradients averaged": [15], "end": [20]}
+    timer.unread.append((marks, 7, 4))
     timer.read()
     assert [*timer.times] == [demo.StepTime(data=3, exposed=4, whole=20, images=4, cpu=7)]
     assert not timer.unread
@@ -385,13 +387,13 @@ def test_times_of_1000_steps_are_kept(demo):
     timer = demo.StepTimer(demo.ProcessInfo(world_size=2), next(model.parameters()))
     for count, kept in ((3, 3), (1, 1), (1500, 1000)):
         for _ in range(count):
-            timer.wait_for_data()
-            timer.data_arrived()
+            timer.mark("wait for data")
+            timer.mark("data arrived")
             model[1](torch.ones(1)).sum().backward()
-            assert timer.step.own_gradients is None
+            assert "own gradients" not in timer.marks
             model(torch.ones(1)).sum().backward()
-            assert timer.step.own_gradients is not None
-            timer.gradients_averaged()
+            assert "own gradients" in timer.marks
+            timer.mark("gradients averaged")
             timer.end_step(4)
         timer.read()
         assert len(timer.times) == kept

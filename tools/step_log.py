@@ -62,26 +62,23 @@ class StepLog:
         batches = iter(loader)
         self.epoch += 1
         self.timer.start_step()
-        self.timer.wait_for_data()
+        self.timer.mark("wait for data")
         for batch in batches:
-            self.timer.data_arrived()
+            self.timer.mark("data arrived")
             yield batch
-            self.timer.wait_for_data()
+            self.timer.mark("wait for data")
 
     def averaged(self):
         """To be called after a step's last backward pass, before the optimizer."""
-        self.timer.gradients_averaged()
+        self.timer.mark("gradients averaged")
 
     def end_step(self, loss, samples):
         """To be called after the optimizer. loss, a tensor, and samples are of this rank.
 
         Raises RuntimeError if a mark of this step is missing.
         """
-        step = self.timer.step
-        marks = {"data arrived": step.arrivals, "own gradients": step.own_gradients}
-        marks["gradients averaged"] = step.averaged
-        for mark, moment in marks.items():
-            if not moment:
+        for mark in ("data arrived", "own gradients", "gradients averaged"):
+            if mark not in self.timer.marks:
                 text = f"StepLog: step {self.step + 1} has no mark of {mark!r}"
                 raise RuntimeError(f"{text}: docs/networks.md has the lines of a loop")
         self.log_due_line()
