@@ -137,22 +137,17 @@ def test_one_lost_run_amid_four_leaves_three_to_be_compared(folder):
     assert "one/r2 is left out" in report
 
 
-STOPPING = [(signal.SIGINT, False), pytest.param(signal.SIGUSR1, True, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize(("number", "to_all"), STOPPING)
-def test_a_stop_signal_reaches_the_ranks_as_sigterm(folder, number, to_all):
-    """SLURM may send SIGUSR1 to all processes. The signal is no failure: there is no restart. The
-    last lines are in the log, too.
+def test_a_stop_signal_reaches_the_ranks_as_sigterm(folder):
+    """It is no failure: there is no restart. The last lines are in the log, too. For signals to
+    all processes see test_stop_signals.py.
     """
     project = project_with(folder, STOPS)
     with launch(project / SINGLE.name, folder, *NO_SAMPLE, RESTARTS=1) as started:
         started.wait_for(r"\] trains")
-        for pid in started.pids() if to_all else [started.pid]:
-            os.kill(pid, number)
+        started.signal(signal.SIGINT)
         run = started.finish(60, SAVED)
     assert "got signal: 15" in run.out  # torchrun has lived to pass it on
-    last = rf"stopped by {number.name}: --resume goes on from \S+/checkpoint\.pt$"
+    last = r"stopped by SIGINT: --resume goes on from \S+/checkpoint\.pt$"
     for lines in (run.lines(), (folder / LOG).read_text().splitlines()):
         assert "Stopped on SIGTERM | step 3 | saved | exit code 75" in lines
         assert re.search(last, lines[-1])

@@ -163,7 +163,6 @@ def stop(*_):
     sys.exit(75)
 
 signal.signal(signal.SIGTERM, stop)
-signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 print(f"[CPU {os.environ['RANK']}] trains", flush=True)
 time.sleep(15)
 """
