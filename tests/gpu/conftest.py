@@ -1,5 +1,5 @@
 """The order of these tests, and what they leave: with GPU_RECORDS=FILE.tar the output of all that
-they start, their figures and failures, NCCL's text and logs. It is written as each of them ends.
+they start, NCCL's text and logs. It is written as each of them ends.
 """
 
 from __future__ import annotations
@@ -50,15 +50,6 @@ def keep_files(tmp_path: Path) -> Iterator[None]:
     for path in tmp_path.rglob("*") if RECORDS else ():
         if path.suffix in KEPT and path.is_file() and "instances" not in path.name:
             keep(path.name, path.read_bytes()[-MOST:])
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    report = yield
-    if RECORDS and (report.when == "call" or report.failed):
-        text = f"{item.nodeid}: {report.outcome} after {report.duration:.1f} s\n"
-        keep(f"{report.when}.txt", f"{text}{report.capstdout}\n{report.longreprtext}".encode())
-    return report
 
 
 @pytest.hookimpl(tryfirst=True)
