@@ -73,7 +73,7 @@ def test_gpu_without_a_gpu_is_one_line(benchmark):
         benchmark("gpu")
 
 
-def test_a_run_has_the_variables_of_the_launchers_and_its_failure_is_told(monkeypatch):
+def test_a_run_has_the_launchers_variables_and_its_failure_is_told(monkeypatch):
     """On a GPU they set nothing but the threads."""
     for name in ("MALLOC_MMAP_MAX_", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
@@ -96,7 +96,7 @@ img/s, this script / HEAD: 2.000 (1.600 to 4.000 in 3 round(s))
 """
 
 
-def test_a_commits_script_is_measured_in_turns_and_compared_by_the_medians(benchmark):
+def test_a_commits_script_is_measured_in_turns_and_compared(benchmark):
     """The ratio is this script's rate to the other one's."""
     rates = {"this": [32, 40, 80], "that": [20, 10, 20]}
     order = []

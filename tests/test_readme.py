@@ -217,7 +217,7 @@ def test_options_that_the_text_names_exist():
         assert options <= known, (name, options - known)
 
 
-def test_launchers_read_the_variables_of_their_help_with_these_defaults():
+def test_launchers_read_the_variables_of_their_help():
     code = source("launch_*.sh", "tools/run.py")
     heads = code.split("Other environment variables")[1:]  # of the two launchers
     heads = "".join(head.partition("\nset -e")[0] for head in heads)

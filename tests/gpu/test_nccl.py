@@ -229,7 +229,7 @@ def test_sigterm_to_one_node_saves_and_ends_both(how, pair, words, tmp_path):
     assert torch.load(tmp_path / "saved.pt", map_location="cpu")["step"] >= 5
 
 
-def test_a_run_with_a_killed_rank_is_restarted_by_both_launchers_and_ends(pair, impatient):
+def test_a_run_with_a_killed_rank_is_restarted_by_both_launchers(pair, impatient):
     words = [*impatient, "--checkpoint_every", 4, "--max_steps", 40]
     nodes = [pair.launcher(node, words, RESTARTS="1") for node in (0, 1)]
     nodes[0].wait_for(r"\| Step 10 ")
