@@ -206,7 +206,7 @@ def test_of_several_readings_the_fastest_pcie_link_counts():
     assert merged(readings)["ports"]["eth0"]["pcie"] == [16, 16]
 
 
-def test_memory_that_may_be_locked_is_limited_unless_root_is_real(monkeypatch):
+def test_locked_memory_is_limited_unless_root_is_real(monkeypatch):
     """Bit 14 is CAP_IPC_LOCK. Root in a container may lack it, or have it in vain."""
     first, other, limit = "user:[4026531837]", "user:[4026532900]", 8 << 20
     for capable, namespace, given, most in (
@@ -233,7 +233,7 @@ def test_free_memory_is_no_more_than_the_containers(kernel):
 # --- Between two readings ----------------------------------------------------------------------
 
 
-def test_busiest_comes_first_and_what_is_idle_new_or_reset_is_left_out(kernel):
+def test_busiest_comes_first_without_what_is_idle_new_or_reset(kernel):
     kernel.port(PORT, 400)
     for name in ("eth0", "eth1", "idle"):
         kernel.net(name)
@@ -459,7 +459,7 @@ def test_sentence_names_each_busy_interface():
     assert describe_traffic({"interfaces": []}) == ""
 
 
-def test_command_prints_a_record_and_what_was_carried_since_the_last(kernel, tmp_path):
+def test_command_prints_what_was_carried_since_the_last_record(kernel, tmp_path):
     """Since this node's last one in the log."""
     log = tmp_path / "node0.log"
     command = [sys.executable, ROOT / "tools" / "counters.py", "--since", log]

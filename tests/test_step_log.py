@@ -12,8 +12,8 @@ import pytest
 import compare_logs
 from analysis.logs import read_log
 from analysis.runs import make_run, wrong_sum
+from support.pages import PAGES
 from support.processes import ROOT, start
-from test_readme import PAGES
 
 pytestmark = pytest.mark.slow
 
