@@ -150,7 +150,7 @@ TABLE = """
 35 other-precision: "precision": "precision", => "launcher": "launcher",
     test_compare_logs.py::test_unlike_runs_are_refused_with_what_differs
 38 failed-is-scored: if log.failed: => if False:
-    test_compare_logs.py::test_a_network_that_failed_is_told_and_the_other_one_compared
+    test_compare_logs.py::test_a_failed_network_is_told_and_the_other_one_compared
 == tools/analysis/report.py
 36 part-as-whole: more = sum(two[part] - one[part] for => more = sum(two[part] for
     test_compare_logs.py::test_report_is_as_recorded
@@ -188,7 +188,7 @@ TABLE = """
     test_lesson_check.py::test_what_a_program_lacks_is_said[without 4]
 == docs/lesson/shard.py
 45 bytes-of-zero: "ZeRO": 3, => "ZeRO": 2,
-    test_parallel.py::test_each_rank_keeps_the_bytes_of_the_arithmetic_and_all_train_alike
+    test_parallel.py::test_each_rank_keeps_the_bytes_by_hand_and_all_train_alike
 == docs/lesson/plain.py
 45 notebook-of-before: lr=0.5 => lr=0.4
     test_lesson.py::test_notebook_is_made_of_the_pages_and_programs

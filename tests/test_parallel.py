@@ -14,7 +14,7 @@ from torch.nn import Linear, ReLU, Sequential
 from torch.nn.functional import mse_loss
 
 from support.lesson import run_programs
-from support.pages import HOMEWORK, PAGES, PARALLEL
+from support.pages import PAGES, PARALLEL
 from support.processes import ROOT, free_port, start
 
 LESSON, PAGE = ROOT / "docs" / "lesson", PAGES[PARALLEL]
@@ -25,11 +25,8 @@ if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
 
 def outputs(folder, program: str, numbers: list[int]) -> dict[int, str]:
     """{ranks: what they print}."""
-    found = {}
-    for ranks in numbers:
-        shutil.copy(LESSON / program, folder)
-        found[ranks] = run_programs(folder, {program: (ranks,)})[program].out
-    return found
+    shutil.copy(LESSON / program, folder)
+    return {ranks: run_programs(folder, {program: (ranks,)})[program].out for ranks in numbers}
 
 
 def table(head: str) -> list[list[str]]:
@@ -37,19 +34,6 @@ def table(head: str) -> list[list[str]]:
     text = PAGE.text.partition(f"| {head} |")[2].partition("\n\n")[0]
     lines = [line.strip("|").split("|") for line in text.splitlines()[2:]]
     return [[cell.strip() for cell in cells] for cells in lines]
-
-
-def test_speed_up_follows_from_the_times_of_the_homework():
-    """If nothing is hidden, a step takes its compute and its all-reduce, one after the other."""
-    text = " ".join(PAGE.text.partition("\n### When DDP pays\n\n")[2].partition("\n\n")[0].split())
-    (compute,) = re.findall(r"(\d+) ms of compute", text)
-    alone = 2 * int(compute)
-    assert f"2 · {compute} = {alone} ms" in text
-    times = dict(re.findall(r"^\| (\d+ Gb/s) \| (\d+) ms", PAGES[HOMEWORK].text, re.M))
-    for rate in ("10 Gb/s", "1 Gb/s"):
-        together = int(compute) + int(times[rate])
-        assert f" {times[rate]} ms" in text.replace("[", " ") and f" {together} ms" in text
-        assert f" {alone} / {together} = {alone / together:.2f} times" in text
 
 
 def test_memory_of_two_models_follows_from_the_bytes_of_a_weight():
@@ -64,8 +48,6 @@ def test_memory_of_two_models_follows_from_the_bytes_of_a_weight():
             figure = cell.removesuffix(" GB").replace(",", "")
             digits = len(figure.partition(".")[2])
             assert figure == f"{count * size:.{digits}f}", (name, cell)
-    fits = [name for name, size in wanted.items() if 70 * size + 5.4 < 80]
-    assert fits == ["ZeRO-3, FSDP", "the same, ZeRO-1 between nodes"]
     assert "280 million weights need 4.48 GB, 70 billion need 1,120 GB" in text
     assert "more than 1,120 / 80 = 14 GPUs" in text
     activations = re.findall(
@@ -75,8 +57,8 @@ def test_memory_of_two_models_follows_from_the_bytes_of_a_weight():
         size = math.prod(int(factor.replace(",", "")) for factor in product.split(" · "))
         assert f"{size / 1e9:.1f}" == shown
     assert len(activations) == 2
-    assert "7 · (4 + 12/8) + 20 = 58.5 GB. DDP needs 7 · 16 + 20 = 132 GB" in text
-    assert (7 * (4 + 12 / 8) + 20, 7 * 16 + 20) == (58.5, 132)
+    assert f"7 · (4 + 12/8) + 20 = {7 * (4 + 12 / 8) + 20} GB. " in text
+    assert f"DDP needs 7 · 16 + 20 = {7 * 16 + 20} GB" in text
 
 
 def by_hand(method: str, ranks: int) -> tuple[int, int, int]:
@@ -91,7 +73,7 @@ def by_hand(method: str, ranks: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("numbers", [[1, 2], pytest.param([1, 4], marks=pytest.mark.slow)])
-def test_each_rank_keeps_the_bytes_of_the_arithmetic_and_all_train_alike(numbers, tmp_path):
+def test_each_rank_keeps_the_bytes_by_hand_and_all_train_alike(numbers, tmp_path):
     losses = set()
     shown = {method: figures for method, *figures in table("method")}  # of two ranks
     for ranks, out in outputs(tmp_path, "shard.py", numbers).items():
@@ -113,8 +95,7 @@ def test_each_rank_keeps_the_bytes_of_the_arithmetic_and_all_train_alike(numbers
 
 
 @pytest.mark.slow
-def test_two_halves_train_as_one_model_and_each_waits_for_the_other(tmp_path):
-    """On a busy machine, too: what a device computes is measured beside the whole."""
+def test_two_halves_train_as_one_model_and_wait_in_turns(tmp_path):
     with start([sys.executable, LESSON / "halves.py"], cwd=tmp_path) as started:
         out = started.finish().out
     torch.manual_seed(0)
