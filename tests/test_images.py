@@ -165,9 +165,7 @@ def test_pixels_of_more_than_8_bits_are_refused_and_never_clipped(demo, tmp_path
         demo.load_image(tmp_path / name)
 
 
-def test_damaged_and_too_large_images_and_failing_storage_are_told_apart(
-    demo, tmp_path, monkeypatch
-):
+def test_damaged_and_too_large_images_and_lost_files_differ(demo, tmp_path, monkeypatch):
     """A file that cannot be read is no damaged image: another start may read it."""
     image = tmp_path / "1.jpg"
     smooth().save(image)
