@@ -48,7 +48,7 @@ TABLE = """
 6 padded-validation: end = len(dataset) // process.world_size => end = sampler.num_samples
     test_images.py::test_validation_gives_each_image_once
 6 own-accuracy: dist.all_reduce(counts) => pass
-    acceptance/test_training.py::test_validation_counts_each_labelled_image_once_where_shares_are_uneven
+    acceptance/test_training.py::test_validation_counts_each_image_once_in_uneven_shares
 7 all-write: if path and process.rank == 0: => if path:
     acceptance/test_refusals.py::test_only_rank_0_needs_the_annotations_and_the_weights
 7 rank-0-logs: log(training.process, f"{text}step => log_from_rank_0(training.process, f"{text}step
@@ -92,11 +92,11 @@ TABLE = """
 19 torchrun-killed: return watched and os.getppid() != process.parent => return False
     acceptance/test_ranks.py::test_ranks_whose_torchrun_is_killed_save_and_end
 19 waits-for-ever: timer.start() => pass
-    test_script.py::test_ranks_that_do_not_connect_end_after_the_timeout_with_where_they_tried
+    test_script.py::test_ranks_that_do_not_connect_end_after_the_timeout
 20 compute-and-exposed: (mean.whole - mean.data - mean.exposed), => (mean.whole - mean.data),
-    test_script.py::test_summary_leaves_slow_first_steps_out_and_has_the_peak_of_gpu_memory
+    test_script.py::test_the_summary_leaves_the_first_steps_out
 21 one-trace: f"rank{process.rank}.json.gz" => "rank0.json.gz"
-    test_profile.py::test_trace_of_each_rank_has_forward_backward_and_all_reduce_in_each_step[1]
+    test_profile.py::test_the_trace_of_each_rank_has_the_parts_of_each_step[1]
 22 no-quota: sharing, cpu_quota() // process.local_world_size) => sharing, sys.maxsize)
     test_script.py::test_ranks_that_have_the_same_cores_share_them
 22 silent-cpu: (args.device == "cuda" or gpu_is_present()) => args.device == "cuda"

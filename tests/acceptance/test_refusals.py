@@ -162,7 +162,7 @@ def test_what_one_rank_alone_was_given_is_named(folder, each, name):
 
 
 @pytest.mark.slow
-def test_imagenet_weights_that_cannot_be_downloaded_are_one_line_that_says_what_to_do(folder):
+def test_a_download_of_weights_that_fails_says_what_to_do(folder):
     """One before it says how long the other ranks wait, and which file to fetch first."""
     env = {"TORCH_HOME": str(folder / "home"), "https_proxy": "http://127.0.0.1:9"}
     words = [*WORDS, "--weights", "imagenet", "--timeout", 77]
