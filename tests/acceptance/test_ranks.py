@@ -206,7 +206,7 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path):
     with Forked(2, words, {"TORCHELASTIC_RUN_ID": "1"}, QUICK) as started:
         started.wait_for(r"\| Step 2 ")
         os.kill(started.pid, signal.SIGKILL)
-        end = r"the parent process \(torchrun\?\) of rank 1 has ended \| step \d+ \| saved"
+        end = r"the parent process \(torchrun\?\) of rank \d has ended \| step \d+ \| saved"
         wait_until(lambda: len(re.findall(end, started.text())) == 2, 10, "the end of both ranks")
         assert_none_left(started.test_id)
     assert (tmp_path / "c.pt").exists()
