@@ -175,15 +175,16 @@ def meet(connection: socket.socket, me: dict) -> tuple[int, str]:
         connection.settimeout(2 * SECONDS * (1 + pairs))
         failed = [reach(mine, theirs, address) for _, address in theirs["networks"][:pairs]]
         not_reached = swap(failed)
-        received = {}
+        received = set()
         for _ in range(not_reached.count("")):
             with contextlib.suppress(OSError), listener.accept()[0] as other:
-                received[other.getsockname()[0]] = other.makefile("rb").read()
+                other.makefile("rb").read()
+                received.add(other.getsockname()[0])
         lost = []
         for (name, address), failure in zip(networks, not_reached, strict=False):
             text = f"large packets from {theirs['name']} to {mine['name']} at {address} ({name}) "
             text += "get lost: see both MTUs"
-            lost.append("" if failure or received.get(address) == LARGE else text)
+            lost.append("" if failure or address in received else text)
         not_received = swap(lost)
     report_differences(*sorted([mine, theirs], key=lambda node: node["rank"]))
     reached = []

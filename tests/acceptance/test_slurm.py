@@ -151,6 +151,6 @@ def test_requeued_batch_job_resumes_and_loses_no_step(cluster, sample, tmp_path)
     assert_trained(run, 40, ["node0", "node1"])  # each step once: none lost, none repeated
     stops = re.findall(r"^\[CPU (\d)\] Stopped on \w+ \| step (\d+)", run.out, re.MULTILINE)
     ends = re.findall(r"^run\.py: stopped by SIGUSR1(.*)", run.out, re.MULTILINE)
-    assert sorted(ends) == [", saved by node 0", ": --resume goes on from run.pt"]
+    assert sorted(ends) == [", saved by node 0", f": --resume goes on from job{job}.pt"]
     step = run.json_line("Run")["start_step"]
     assert sorted(stops) == [("0", str(step)), ("1", str(step))] and 3 <= step < 40

@@ -15,7 +15,6 @@ from analysis.logs import Log
 LEAST = 1.02  # the ratio of two medians from which runs differ
 ENOUGH = 4  # runs of each, from which disjoint ranges are taken for a difference
 OWN_WORK = 1.2  # a rank or node that works this many times as long as the median is named
-PARTS = ["compute_ms", "data_ms", "link_ms", "wait_ms"]  # together a step
 
 # --- The figures of a run ------------------------------------------------------------------------
 
