@@ -156,6 +156,7 @@ TABLE = """
     test_compare_logs.py::test_report_is_as_recorded
 36 ratio-upside-down: = slow.figures["wall_s"] / quick => = quick.figures["wall_s"] / slow
     test_compare_logs.py::test_of_logs_with_wall_times_alone_the_ratio_is_told
+== tools/analysis/network.py
 37 loopback-carries: if link.get("kind") != "loopback" and size(link)] => if size(link)]
     test_compare_logs.py::test_what_carried_the_probe_by_nccls_words_or_the_bytes
 == tools/analysis/nccl.py

@@ -20,7 +20,7 @@ import pytest
 from pytest import approx
 
 import compare_logs
-from analysis import report, runs
+from analysis import network, report, runs
 from analysis.logs import Log, log_files, parse_lines, read_log
 from support.datasets import make_set
 from support.forks import run_forked
@@ -170,7 +170,7 @@ CARRIED = [  # interfaces of the probe, NCCL's words, those that carried it
 
 @pytest.mark.parametrize(("links", "finding", "names"), CARRIED)
 def test_what_carried_the_probe_by_nccls_words_or_the_bytes(links, finding, names):
-    assert [one["name"] for one in report.carriers(links, finding, "n0")] == names
+    assert [one["name"] for one in network.carriers(links, finding, "n0")] == names
 
 
 # --- Which runs, and whether they are whole ------------------------------------------------------

@@ -44,7 +44,7 @@ import torchvision
 
 from analysis import nccl
 from analysis.kernel import free_memory, read_counters, read_meanwhile
-from analysis.report import TITLES, Network, carriers, digits, megabytes, nccl_words, rate
+from analysis.network import TITLES, Network, carriers, digits, megabytes, nccl_words, rate
 
 CLASSES = 80  # COCO's; another number changes the gradients' size by little
 SIZES = [2**10, 2**12, 2**15, 2**18, 2**21, 2**24]  # bytes; then the gradients', 44.9 MB
