@@ -134,6 +134,16 @@ def test_crops_are_those_of_torchvision(demo, images):
             assert torch.equal(own(image, 28), expected)
 
 
+def test_of_a_long_thin_image_only_the_middle_is_resized(demo, monkeypatch):
+    """As a whole it could fill the memory."""
+    sizes, resize = [], demo.resize
+    monkeypatch.setattr(demo, "resize", lambda i, size: sizes.append(i.shape) or resize(i, size))
+    for shape in ((3, 1, 60_000), (3, 60_000, 1)):
+        image = torch.zeros(shape, dtype=torch.uint8)
+        assert demo.center_crop(image, 224).shape == (3, 224, 224)
+    assert sizes == [(3, 1, 8), (3, 8, 1)]
+
+
 def smooth() -> Image.Image:
     """An image in colour."""
     coarse = Image.frombytes("RGB", (3, 2), bytes(range(0, 252, 14)))

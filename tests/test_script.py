@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -399,6 +400,19 @@ def test_weights_that_are_not_finite_are_not_saved(alone, tmp_path):
     training.model.bias.data[0] = float("inf")
     with pytest.raises(alone.UserError, match="weights not finite after step 5"):
         alone.save_checkpoint(training)
+
+
+def test_a_folder_without_rename_is_refused_at_the_start(alone, monkeypatch, tmp_path):
+    """As on some mounts of object stores."""
+
+    def fail(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "replace", fail)
+    args = arguments(alone, "--checkpoint", tmp_path / "c.pt")
+    with pytest.raises(alone.UserError, match="cannot be written: Operation not permitted"):
+        alone.check_checkpoint(args, alone.ProcessInfo())
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_replaces_the_older_one(demo, monkeypatch, tmp_path):
