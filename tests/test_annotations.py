@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import re
 from collections import OrderedDict
@@ -40,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_label_is_the_category_of_the_first_annotation(demo, folder):
     """Categories are sorted by their ids, and an image without an annotation is left out."""
     found = demo.read_image_list(folder / "good.json")
+    assert gc.isenabled(), "switched off while it reads"
     assert found.names == [f"000{i}.jpg" for i in range(4)] and found.unlabelled == 1
     assert found.labels == LABELS
     assert found.categories == {5: "apple", 7: "bird", 9: "clock"}

@@ -71,18 +71,21 @@ def within(span: tuple[float, float], others: list[tuple[float, float]]) -> list
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_trace_of_each_rank_has_the_parts_of_each_step(folder, rank):
     """In some step an all-reduce overlaps with the backward pass. ResNet-18 has 20 convolutions;
-    its gradients are at least two buckets, and the ranks agree by one more all-reduce.
+    its gradients are at least two buckets, and the ranks agree by one more all-reduce. Batch
+    norm's statistics do not travel.
     """
     steps = spans(rank, folder, "ProfilerStep#")
     forward = spans(rank, folder, r"DistributedDataParallel\.forward$")
     backward = spans(rank, folder, r"autograd::engine::evaluate_function: ConvolutionBackward0$")
     all_reduces = spans(rank, folder, "gloo:all_reduce$")
+    broadcasts = spans(rank, folder, "gloo:broadcast")
     assert len(steps) == len(forward) == len(RECORDED)
     overlaps = 0
     for step in steps:
         assert len(within(step, forward)) == 1
         assert len(within(step, backward)) == 20
         assert len(within(step, all_reduces)) >= 3
+        assert not within(step, broadcasts)
         for begin, end in within(step, all_reduces):
             overlaps += any(begin < own_end and own_begin < end for own_begin, own_end in backward)
     assert overlaps

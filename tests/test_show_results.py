@@ -80,6 +80,7 @@ def test_top_1_and_baseline_are_those_of_the_scripts_validation(
     state["settings"]["--precision"] = "bf16"
     torch.save(state, tmp_path / "bf16.pt")
     tool.main([str(tmp_path / "bf16.pt"), *trained.argv[1:]])
+    assert {confidence.dtype for confidence in found} == {torch.float32}
     assert not torch.allclose(*found)
 
 

@@ -40,7 +40,8 @@ def test_a_start_without_resume_never_touches_a_file_that_is_there(words, tmp_pa
         assert "another FILE" in line
         assert "annotations" not in run.output, "they were read before"
     assert digests(tmp_path) == before
-    (resumed,) = run_forked([(2, [*words, 6, "--resume"])], program=QUICK)
+    again = [*words, 6, "--resume", "--weights", tmp_path / "gone.pt"]  # which it does not need
+    (resumed,) = run_forked([(2, again)], program=QUICK)
     assert step_of(path) == 6
     assert re.search(r"Epoch 1 complete from step 3 \| Avg loss", resumed.out)
     assert re.search(r"Epoch 2 ends at step 2 of 4 \| Avg loss", resumed.out)
@@ -82,12 +83,15 @@ plain, demo.note_line = demo.note_line, remove
 
 
 def test_a_run_whose_last_save_fails_still_validates_and_has_a_summary(tmp_path):
-    """And its loader workers, which ignore SIGTERM, end with it."""
+    """It saves before it validates, which may fail. Its loader workers, which ignore SIGTERM, end
+    with it.
+    """
     (tmp_path / "saved").mkdir()
     words = [*make_set(tmp_path, 8, val=3), *FAST, "--num_epochs", 1, "--workers", 1]
     words += ["--checkpoint", tmp_path / "saved/c.pt"]
     (run,) = run_forked([(2, words)], changed(tmp_path / "program.py", NO_FOLDER), expect=2)
-    assert "Epoch 1 validation | Top-1: " in run.out
+    saves, validates = map(run.out.index, ("not saved at step 1", "Epoch 1 validation | Top-1: "))
+    assert saves < validates
     assert run.json_line("Summary")["steps"] == 1
     assert run.out.index("Summary") < run.out.index("ERROR: checkpoint ")
     assert run.out.count("ERROR: ") == 1

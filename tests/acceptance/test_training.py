@@ -182,6 +182,7 @@ def test_only_the_first_rank_of_a_node_looks_for_the_images_and_opens_few(tmp_pa
     two_nodes, one_node = run_forked([(2, words, own_node), (2, words)], program)
     assert {*re.findall(r"(\d) LOOKS", two_nodes.out)} == {"0", "1"}
     assert {*re.findall(r"(\d) LOOKS", one_node.out)} == {"0"}
+    assert [run.json_line("Run")["nodes"] for run in (two_nodes, one_node)] == [2, 1]
     before, _, after = one_node.out.partition("EPOCH")
     assert before.count("OPENS") <= 64 and after.count("OPENS") == 2 * 4
 
