@@ -70,6 +70,18 @@ def test_a_link_of_over_100_ms_an_all_reduce_is_timed_by_single_ones(monkeypatch
     assert probe_link.measure(process, torch.zeros(1)) == [(1, 700.0)] * 5
 
 
+def test_the_time_while_counted_is_that_of_one_all_reduce(monkeypatch):
+    """Two of 250 ms are made between two agreements. By the clock here each takes a second."""
+    calls = []
+    monkeypatch.setattr(probe_link.dist, "all_reduce", calls.append)
+    monkeypatch.setattr(probe_link.dist, "barrier", lambda: None)
+    monkeypatch.setattr(probe_link, "mean_of_ranks", lambda *_: len(calls) < 6)
+    monkeypatch.setattr(probe_link.time, "perf_counter", lambda: len(calls))
+    second = SimpleNamespace(local_rank=1, device=torch.device("cpu"))
+    assert probe_link.count(second, torch.zeros(1), 250, {}) == (1000, {})
+    assert len(calls) == 6
+
+
 # Free memory in GB, milliseconds of one all-reduce, share of the ranks that lack the memory.
 WORTH = [(8, 1400, 0, True), (8, 1600, 0, False), (4, 1400, 0, False), (8, 1400, 0.5, False)]
 

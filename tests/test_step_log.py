@@ -6,16 +6,17 @@ import re
 import sys
 from pathlib import Path
 from textwrap import indent
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import compare_logs
+import step_log
 from analysis.logs import read_log
 from analysis.runs import make_run, wrong_sum
 from support.pages import PAGES
 from support.processes import ROOT, start
-
-pytestmark = pytest.mark.slow
 
 (LOOP,) = re.findall(r"```python\n(from step_log .*?)```", PAGES["docs/networks.md"].text, re.S)
 # A frozen layer, and batch norm, whose statistics differ between ranks.
@@ -89,6 +90,7 @@ def logs(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_logs_of_a_loop_with_the_pages_five_lines_are_compared(logs, capsys):
     logs = [str(logs / f"{name}.log") for name in ("images", "work")]
     assert compare_logs.main(logs) == 0
@@ -104,6 +106,7 @@ def test_logs_of_a_loop_with_the_pages_five_lines_are_compared(logs, capsys):
     assert wrong_sum(work) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "steps"), [("half", "12 of 24"), ("more", "12 of 11")])
 def test_a_loop_of_other_steps_than_max_steps_is_incomplete(logs, capsys, name, steps):
     assert compare_logs.main([str(logs / f"{name}.log")]) == 1
@@ -112,6 +115,7 @@ def test_a_loop_of_other_steps_than_max_steps_is_incomplete(logs, capsys, name, 
     assert "Cleanup complete" not in (logs / f"{name}.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_loop_that_fails_or_lacks_a_line_has_no_end(logs):
     """And which line that is, is said."""
     failed, lacking = ((logs / f"{name}.log").read_text() for name in ("failed", "lacking"))
@@ -119,3 +123,26 @@ def test_a_loop_that_fails_or_lacks_a_line_has_no_end(logs):
         assert "Run {" in text and "Summary" not in text and "Cleanup complete" not in text
     said = "RuntimeError: StepLog: step 1 has no mark of 'gradients averaged': docs/networks.md"
     assert said in lacking
+
+
+def test_a_spawned_loop_has_one_node_and_no_step_between_epochs(monkeypatch):
+    """Rank 1 of two, which no launcher has started. By the clock here a step takes a second, and
+    what follows an epoch a minute.
+    """
+    now, demo = [0], step_log.demo
+    monkeypatch.setattr(demo, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(demo, "find_launcher", lambda: "python")
+    for name, value in {"get_rank": 1, "get_world_size": 2, "get_backend": "gloo"}.items():
+        monkeypatch.setattr(step_log.dist, name, lambda value=value: value)
+    ddp = SimpleNamespace(module=torch.nn.Linear(1, 1))
+    log = step_log.StepLog(ddp, max_steps=4, global_batch_size=8)
+    assert (log.process.local_rank, log.process.local_world_size) == (1, 2)
+    for _ in range(2):
+        for _ in log.batches("ab"):
+            now[0] += 1
+            ddp.module(torch.ones(1)).backward()
+            log.averaged()
+            log.end_step(torch.zeros(()), 4)
+        now[0] += 60
+    log.timer.read()
+    assert log.timer.train_seconds == 4
