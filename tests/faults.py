@@ -51,7 +51,7 @@ TABLE = """
     acceptance/test_training.py::test_validation_counts_each_image_once_in_uneven_shares
 7 all-write: if path and process.rank == 0: => if path:
     acceptance/test_refusals.py::test_only_rank_0_needs_the_annotations_and_the_weights
-7 rank-0-logs: log(training.process, f"{text}step => log_from_rank_0(training.process, f"{text}step
+7 rank-0-logs: log(process, f"{text}step => log_from_rank_0(process, f"{text}step
     acceptance/test_training.py::test_lines_have_the_fields_that_readme_shows
 8 replicas-differ: if not identical: => if False:
     acceptance/test_ranks.py::test_ranks_that_end_with_different_weights_fail
