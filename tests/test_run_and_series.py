@@ -85,6 +85,18 @@ def test_of_the_log_nccls_words_are_quoted_first_then_torchruns():
     assert run.quote("Signal 15 (SIGTERM) received by PID 8") == run.quote("") == ""
 
 
+def test_of_a_log_only_what_this_start_has_said_is_quoted(tmp_path):
+    """An earlier one wrote into it, too."""
+    path = tmp_path / "node0.log"
+    path.write_text(LINES)
+    one = run.Run.__new__(run.Run)
+    one.args, one.variables, one.wait = argparse.Namespace(port=1, wait=1), {}, 1
+    one.command = run.parse_command(["torchrun", "--nproc_per_node=1", "train.py"])
+    one.execute = lambda *_, **__: 1
+    with path.open("a+b", buffering=0) as one.log:
+        assert one.start(0, "train.py", []) == ("lost", UNKNOWN)
+
+
 def test_the_last_value_of_an_option_counts_and_dashes_are_underscores():
     words = ["--a_b", "1", "--a-b=2", "--c"]
     assert run.option("--a_b", words) == "2"
@@ -270,7 +282,8 @@ def test_what_several_runs_cannot_have_is_refused():
 def ran(monkeypatch, tmp_path) -> Callable:
     """A function that runs four rounds over two networks, a and b, on node 0 of two. It is given
     the exit codes of runs, as {"a/r1": 1}, and the last line of their logs; the others end with 0.
-    Returns the series' own code, the variables of each run, and what was compared.
+    A code of 128 and more is a stop of this node. Returns the series' own code, the variables of
+    each run, and what was compared.
     """
     node = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "RUN_NAME": "s"}
     for name, value in node.items():
@@ -285,13 +298,13 @@ def ran(monkeypatch, tmp_path) -> Callable:
         one.python, one.stopped, one.child, one.arguments = "python", 0, None, []
         one.env = {"LOG_DIR": str(tmp_path)}
         for place in codes:
-            (tmp_path / "s" / place).mkdir(parents=True)
+            (tmp_path / "s" / place).mkdir(parents=True, exist_ok=True)
             (tmp_path / "s" / place / "node0.log").write_text(f"run.py: error: {last}\n")
 
         def call(*_: object, **variables: str) -> int:
             calls.append(variables)
             code = codes.get(variables["RUN_NAME"].removeprefix("s/"), 0)
-            one.stopped = signal.SIGINT if code == run.STOPPED else 0
+            one.stopped = max(0, code - 128)
             return code
 
         one.call = call
@@ -302,9 +315,10 @@ def ran(monkeypatch, tmp_path) -> Callable:
 
 
 def test_a_series_that_is_stopped_is_compared_as_far_as_it_came(ran):
-    """A signal that is still noted would end the comparison, too."""
-    code, calls, compared = ran({"b/r2": run.STOPPED})
-    assert code == run.STOPPED and len(calls) == 3 and compared == [(0, ["a", "b"])]
+    """Here or on another node. A signal that is still noted would end the comparison, too."""
+    for stop in (128 + signal.SIGINT, run.STOPPED):
+        code, calls, compared = ran({"b/r2": stop})
+        assert code == stop and len(calls) == 3 and compared == [(0, ["a", "b"])]
 
 
 def test_a_series_whose_other_node_has_ended_waits_ten_minutes_in_all(ran):
@@ -317,6 +331,8 @@ def test_a_series_whose_other_node_has_ended_waits_ten_minutes_in_all(ran):
 def test_a_network_that_has_failed_twice_in_a_row_is_left_out(ran):
     _, calls, _ = ran({"a/r1": run.FAILED, "a/r2": run.FAILED}, "torchrun ended")
     assert [each["RUN_NAME"][2] for each in calls] == [*"abbabb"]
+    _, calls, _ = ran({"b/r1": run.FAILED, "b/r3": run.FAILED}, "torchrun ended")
+    assert len(calls) == 8
 
 
 def test_a_stop_that_came_before_a_run_has_a_process_ends_this_run():

@@ -234,12 +234,14 @@ def test_help_is_the_commands_own_header_and_starts_nothing(folder, launcher, op
 
 
 def test_a_line_says_which_of_the_users_own_variables_stay(folder, stub):
+    """Beside any NCCL_DEBUG_... of the user's there is none of the launcher's."""
     own = {"NCCL_IB_DISABLE": "0", "GLOO_SOCKET_IFNAME": "eth7"}
-    words = [*NO_SAMPLE, *NCCL.split()]
-    run = ended(launch(MULTINODE, folder, *words, PYTHON=stub, IFNAME="lo", **own))
+    env = own | {"NCCL_DEBUG_FILE": "mine", "IFNAME": "lo", "PYTHON": stub}
+    run = ended(launch(MULTINODE, folder, *NO_SAMPLE, *NCCL.split(), **env))
     assert dict(re.findall(r"run\.py: keeping your (\w+)='(\w+)'", run.out)) == own
     (command,) = COMMAND.findall(run.out)
-    assert "NCCL_NET=Socket" in command and "NCCL_IB_DISABLE" not in command
+    assert "NCCL_NET=Socket" in command
+    assert not re.search("NCCL_(IB_DISABLE|DEBUG)", command)
 
 
 def test_adapters_is_the_name_of_all_adapters_of_a_node(folder, stub):
@@ -289,8 +291,12 @@ WARNS = "trap : USR1; sleep 1; kill -USR1 $PPID; sleep 1; "
 
 @pytest.mark.parametrize(("warns", "again"), [(WARNS, True), ("", False)])
 def test_a_job_is_submitted_again_only_if_slurm_has_warned_it(folder, warns, again):
-    """Of its time limit. After scancel the ranks save and end with 75 as well."""
-    path = programs(folder / "bin", srun=f"{warns}exit 75", scontrol='echo "$@" >requeued')
-    env = {"PATH": path, "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": "7"}
+    """Of its time limit. After scancel the ranks save and end with 75 as well. Most clusters give
+    a task of srun one core, unless it asks for more.
+    """
+    srun = f'echo "$@" >given; {warns}exit 75'
+    path = programs(folder / "bin", srun=srun, scontrol='echo "$@" >requeued')
+    env = {"PATH": path, "SLURM_CPUS_PER_TASK": "6", "SLURM_JOB_ID": "7"}
     ended(start(["bash", ROOT / "tools/slurm/coco.sbatch"], env=env, cwd=folder), 75)
     assert (folder / "requeued").exists() == again
+    assert "--cpus-per-task=6" in (folder / "given").read_text().split()

@@ -81,11 +81,16 @@ def test_without_root_it_is_refused():
 
 def test_both_nodes_are_started_over_each_cable(tmp_path):
     """With their share of the cores. The comparison is told the rate of a cable that has one; a
-    user, that the GPU is shared.
+    user, that the GPU is shared. A run in which node 0 alone fails has failed. What outlives its
+    launcher ends with the nodes.
     """
     words = ["--links", "slow=1gbit,fast=unshaped", "--", "--annotation_path", "none"]
-    variables = {"PYTHON": stub_python(tmp_path), "OMP_NUM_THREADS": None}
+    stub = stub_python(tmp_path)
+    ends = "setsid sleep 999 >/dev/null 2>&1 &\n[[ $NODE_RANK$GLOO_SOCKET_IFNAME != 0fast ]]\n"
+    stub.write_text(stub.read_text() + ends)
+    variables = {"PYTHON": stub, "OMP_NUM_THREADS": None}
     run = two_nodes(tmp_path, *words, **variables, CUDA_VISIBLE_DEVICES=0, GPUS_PER_NODE=2)
+    assert run.returncode == 1
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
     for label in ("slow", "fast"):
         for node in (0, 1):
