@@ -248,9 +248,11 @@ def test_of_several_runs_or_attempts_in_a_log_the_last_counts():
     resumed = TEXT.replace('"start_step": 0', '"start_step": 5')
     assert runs.make_run("a", log_of(TEXT + resumed)).complete
     assert not runs.make_run("a", log_of(TEXT + resumed.replace("Summary {", "Summary"))).complete
+    probe = TEXT[: TEXT.index("[CPU 0] Run")]
     for second in (TEXT, TEXT.replace('"start_step": 0', '"resume": false, "start_step": 0')):
         anew = log_of(TEXT + second)  # step_log.py's record says nothing of --resume
-        assert (anew.earlier, anew.attempts) == (1, 1)
+        assert (anew.earlier, anew.attempts) == (1, 1) and "Probe" in anew.records
+        assert "Probe" not in log_of(TEXT + second.removeprefix(probe)).records
     assert (log_of(TEXT + resumed).earlier, log_of(TEXT + resumed).attempts) == (0, 2)
 
 
@@ -346,6 +348,7 @@ def test_a_bar_has_the_parts_of_a_step_and_a_curve_bus_bandwidth():
     (text,) = axis.texts
     assert text.get_text() == "205 ms" and text.xy[0] >= 0.25 and text.xy[1] == 205
     assert axis.get_ylim()[1] > 905
+    assert plot.whiskers([205], [[105, 205, 905]]) == [[100], [700]]
     size = {"bytes": 8, "algbw_GBps": 1, "busbw_GBps": 1.5}
     run = runs.make_run("a", Log(records={"Probe": {"sizes": [size]}}))
     assert plot.bandwidth_of(run) == {8: [12.0]}

@@ -26,10 +26,10 @@ class MadeRun:
     A line is a word and its values:
         ms DATA COMPUTE EXPOSED     of a step, on each rank; given again: on the next rank
         probe MS                    of the gradients' all-reduce; "none": no probe
-        net NAME KIND STATED GBPS   an interface of the probe
+        net NAME KIND STATED GBPS   an interface of the probe; HOST behind it: of this node alone
         nccl LINE                   of NCCL's text, for the probe
         sent NAME KIND MB           of each node in a step of the training
-        run JSON, summary JSON      of these records
+        run JSON, summary JSON, probed JSON     of these records, and of the Probe
         failed TEXT                 the run failed, with the launcher's last line
         file NAME LINE              of a file beside the log
     """
@@ -37,10 +37,10 @@ class MadeRun:
     def __init__(self, name: str) -> None:
         self.name, self.took, self.failed = name, 100.0, ""
         self.ms: list[list[float]] = []
-        self.links: list[dict] = []
+        self.links: list[tuple[list[str], dict]] = []  # hosts, none for all; the facts
         self.reader = nccl.Reader()
         self.sent: dict[str, dict] = {}
-        self.records: dict[str, dict] = {"run": {}, "summary": {}}
+        self.records: dict[str, dict] = {"run": {}, "summary": {}, "probed": {}}
         self.files: dict[str, str] = {}
 
     def change(self, line: str) -> None:
@@ -51,8 +51,8 @@ class MadeRun:
         elif word == "probe":
             self.took = 0 if rest == "none" else float(rest)
         elif word == "net":
-            name, kind, stated, gbps = values
-            self.links.append(carried(name, kind, float(stated), float(gbps)))
+            name, kind, stated, gbps, *hosts = values
+            self.links.append((hosts, carried(name, kind, float(stated), float(gbps))))
         elif word == "nccl":
             self.reader.read(f"n:7:7 [0] NCCL INFO {rest}\n")
         elif word == "sent":
@@ -89,11 +89,11 @@ class MadeRun:
             finding = self.reader.finding().to_dict() if self.reader.has_text else None
             probe = {"world_size": count, "all_reduce_bytes": GRADIENTS}
             probe |= {"all_reduce_ms": self.took}
-            probe["nodes"] = [
-                {"host": host, "interfaces": self.links, "nccl": finding}
-                for host in dict.fromkeys(hosts)
-            ]
-            lines.append(f"{kind} 0] Probe {json.dumps(probe)}\n")
+            probe["nodes"] = []
+            for host in dict.fromkeys(hosts):
+                own = [facts for of, facts in self.links if host in (of or hosts)]
+                probe["nodes"].append({"host": host, "interfaces": own, "nccl": finding})
+            lines.append(f"{kind} 0] Probe {json.dumps(probe | self.records['probed'])}\n")
         lines += [self.counters(host, 0) for host in counting]
         lines.append(f"{kind} 0] Run {json.dumps({'hosts': hosts} | run)}\n")
         if self.failed:
