@@ -95,6 +95,7 @@ def test_training_with_two_classes_of_one_name(demo, tmp_path):
         train_list = demo.read_image_list(write(tmp_path / "one.json", f"{TWO_BIRDS}{[used] * 6}"))
         val = write(tmp_path / "val.json", "annotations[*].category_id = [7, 7, 7, 7, 7, 7]")
         assert demo.read_image_list(val, train_list).labels == train_list.labels
+        check_coco.check(tmp_path / "one.json", None, val)
 
 
 # --- Weights -----------------------------------------------------------------------------------

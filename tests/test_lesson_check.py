@@ -109,8 +109,8 @@ OTHERS = {
         {**ALL_IMAGES, WRAP: "ddp = model", SUM: ""},
         [f"Change {n} is missing. " for n in (3, 4, 5, 6)],
     ),
-    "never leaves the group": (
-        {LEAVE: ""},
+    "only rank 0 leaves the group": (
+        {LEAVE: f"if rank == 0: {LEAVE}"},
         ["Missing: 2.", "Change 2 is missing. It joins, but destroy_process_group is not called."],
     ),
     "weights copied, all images": (

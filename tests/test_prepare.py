@@ -116,7 +116,7 @@ def test_an_instances_file_has_first_annotations_alone_without_sizes(source, tmp
 def test_images_look_as_before_and_small_and_damaged_ones_are_copied(
     source, tmp_path, capfd, monkeypatch
 ):
-    """Each three images take 10 s."""
+    """Each three images take 10 s. Small is also one that has the size already."""
     monkeypatch.setattr(prepare_coco, "MOST_AHEAD", 3)
     monkeypatch.setattr(prepare_coco, "time", SimpleNamespace(monotonic=count(0, 10).__next__))
     images = [source / "train2017" / name for name in numbered(5)]
@@ -136,6 +136,8 @@ def test_images_look_as_before_and_small_and_damaged_ones_are_copied(
             assert after.size == (85, 64) and after.mode == mode
             assert after.quantization[0][0] < 6  # a quality of 90 has 3, of 60 13
             assert difference(after, before.resize(after.size)) < 8 and np.std(after) > 20
+    prepare(tmp_path, side=150, target="as large")
+    assert digests(tmp_path / "as large/train2017") == old
 
 
 STRETCHED = [("I", "TIFF"), ("F", "TIFF")]
