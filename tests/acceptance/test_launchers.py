@@ -161,13 +161,12 @@ OWN = ["--max_steps", "5", "--lr", "0.1"]
 
 def test_a_users_options_come_after_those_of_the_sample_set(folder, stub):
     """The end names the log, and what to type next. With any path the options are the user's."""
-    run = ended(launch(SINGLE, folder, *OWN, PYTHON=stub))
-    *_, training = re.findall(r"^GIVEN (.*)$", run.out, re.MULTILINE)
-    sample = shlex.split(training.partition(DEMO)[2])
+    (words,) = given(launch(SINGLE, folder, *OWN, PYTHON=stub))
+    sample = words[words.index(DEMO) + 1 :]
     assert sample[-4:] == OWN and "--val_image_path" in sample
     assert sample[sample.index("--weights") + 1] == "none"  # nothing is downloaded
     assert sample[:2] == ["--coco_image_path", f"{ROOT}/data/sample_coco/train2017"]
-    end = run.out.partition(training)[2]
+    end = (folder / "logs/run/node0.log").read_text().rpartition("GIVEN")[2]
     assert "logs/run/node0.log" in end and re.search(r"next: .*\w\.sh\b", end)
     for words in given(launch_series(folder, "--processes", "1,2", "--", *OWN, PYTHON=stub)):
         assert words[words.index(DEMO) + 1 :][0] == "--dummy" and words[-4:] == OWN
