@@ -175,9 +175,9 @@ TABLE = """
     test_annotations.py::test_file_trains_rightly_or_one_line_says_what_is_wrong
 == tools/prepare_coco.py
 42 packing-from-0: end, length = read_index(lines, pixels.tell()) => end, length = set(), 0, 0
-    test_prepare.py::test_packing_that_was_killed_goes_on_and_makes_the_same_bytes
+    test_prepare_coco.py::test_packing_that_was_killed_goes_on_and_makes_the_same_bytes
 42 part-of-a-file: unfinished.write_bytes(data) => return path.write_bytes(data)
-    test_prepare.py::test_a_full_disk_leaves_no_part_of_a_file_and_the_next_run_goes_on
+    test_prepare_coco.py::test_a_full_disk_leaves_no_part_of_a_file_and_the_next_run_goes_on
 == tools/show_results.py
 43 baseline-of-guesses: most = Counter(results.labels => most = Counter(results.guesses
     test_show_results.py::test_accuracy_and_rows_of_classes_count_each_answer_once

@@ -28,7 +28,7 @@ from support.made_logs import REPORTS, made_runs
 from support.processes import FACTOR, ROOT
 
 TOOL = ROOT / "tools" / "compare_logs.py"
-WHOLE = REPORTS / "not_whole" / "whole.log"
+WHOLE = REPORTS / "unfinished" / "whole.log"
 TEXT = WHOLE.read_text()
 SCALED = [REPORTS / "strong_scaling" / f"p{count}.log" for count in (1, 2, 4)]
 
@@ -310,7 +310,7 @@ def test_a_line_torn_at_any_place_gives_its_loss_or_none():
 
 
 DRAWN = [  # logs, how many pictures beside each other
-    ([REPORTS / "not_whole/stopped.log"], 1),  # with nothing to draw
+    ([REPORTS / "unfinished/stopped.log"], 1),  # with nothing to draw
     (SCALED, 2),
     ([REPORTS / "repeats/slow", REPORTS / "repeats/fast"], 3),  # parts, probe's sizes, losses
 ]
@@ -378,7 +378,7 @@ def test_report_names_its_picture_from_where_it_lies(tmp_path, monkeypatch):
     kept = tmp_path / "kept here" / "compare.md"
     kept.parent.mkdir()
     monkeypatch.chdir(tmp_path)
-    logs = [REPORTS / "not_whole" / f"{name}.log" for name in ("slow", "timed-out")]
+    logs = [REPORTS / "unfinished" / f"{name}.log" for name in ("slow", "timed-out")]
     out, _, _ = run_tool(*logs, "--plot", "of both.png", "--report", kept)
     (line,) = re.findall(r"^!\[.*\n\n", kept.read_text(), re.MULTILINE)
     address = re.fullmatch(r"!\[.+\]\((\S+)\)\n\n", line)[1]

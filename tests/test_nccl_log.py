@@ -23,7 +23,7 @@ from support.processes import FACTOR, ROOT
 
 TOOL = ROOT / "tools/nccl_log.py"
 CASES, RULES, FORMATS = (
-    ROOT / f"tests/support/nccl_{name}.txt" for name in ("cases", "rules", "formats")
+    ROOT / f"tests/data/nccl_{name}.txt" for name in ("cases", "rules", "formats")
 )
 INFO = "node1:101:115 [0] NCCL INFO "
 NO_DEVICE = INFO + "NET/IB : No device found."

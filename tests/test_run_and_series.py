@@ -94,7 +94,7 @@ def test_of_a_log_only_what_this_start_has_said_is_quoted(tmp_path):
     one.command = run.parse_command(["torchrun", "--nproc_per_node=1", "train.py"])
     one.execute = lambda *_, **__: 1
     with path.open("a+b", buffering=0) as one.log:
-        assert one.start(0, "train.py", []) == ("lost", UNKNOWN)
+        assert one.start_torchrun(0, "train.py", []) == ("lost", UNKNOWN)
 
 
 def test_the_last_value_of_an_option_counts_and_dashes_are_underscores():

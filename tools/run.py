@@ -611,7 +611,7 @@ class Run:
         if args.sample and self.execute(ROOT / "tools/make_sample_coco.py", SAMPLE):
             outcome, reason = "user", "the sample set was not made: see above"
         else:
-            outcome, reason = self.starts()
+            outcome, reason = self.probe_and_train()
         saved = (args.restarts or resumes) and checkpoint and os.path.exists(checkpoint)
         return self.finish(outcome, reason, checkpoint, bool(saved))
 
@@ -657,11 +657,13 @@ class Run:
         if "PET_SHUTDOWN_TIMEOUT" not in os.environ:
             self.variables["PET_SHUTDOWN_TIMEOUT"] = "120"
 
-    def starts(self) -> tuple[str, str]:
+    def probe_and_train(self) -> tuple[str, str]:
         """The probe, the training and its restarts. Returns how the last one ended, and why."""
         command, restarts = self.command, self.args.restarts
         if self.args.probe and command.nodes * command.processes > 1:
-            outcome, reason = self.start(1, ROOT / "tools/probe_link.py", command.arguments)
+            outcome, reason = self.start_torchrun(
+                1, ROOT / "tools/probe_link.py", command.arguments
+            )
             if self.stopped:
                 return "lost", reason
             if outcome not in ("complete", "lost"):
@@ -669,12 +671,12 @@ class Run:
             if outcome == "lost":
                 self.say(f"the probe failed, the training starts without it: {reason}")
         self.count_traffic()
-        outcome, reason = self.start(0, command.script, command.arguments)
+        outcome, reason = self.start_torchrun(0, command.script, command.arguments)
         for n in range(1, restarts + 1):
             if outcome in ("lost", "unreached") and not self.stopped:
                 self.say(f"restart {n} of {restarts}, after: {reason}")
                 again = [*command.arguments, "--resume"]
-                outcome, reason = self.start(n + 1, command.script, again)
+                outcome, reason = self.start_torchrun(n + 1, command.script, again)
         self.count_traffic("--since", self.log.name)
         return outcome, reason
 
@@ -685,7 +687,7 @@ class Run:
         if self.execute(ROOT / "tools/counters.py", *options):
             self.say("the kernel's counters could not be read, see above: the run goes on")
 
-    def start(self, number: int, script: object, arguments: list[str]) -> tuple[str, str]:
+    def start_torchrun(self, number: int, script: object, arguments: list[str]) -> tuple[str, str]:
         """One start of torchrun: how it ended, and why."""
         command, nodes = self.command, self.command.nodes
         options = filled(command.options, number, self.args.port, self.wait)

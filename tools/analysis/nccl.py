@@ -19,7 +19,7 @@ from analysis.logs import COLOURS, UserError, lines_of
 
 HOW_TO_ASK = "start the job with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET,ENV"
 
-# --- Messages; tests/support/nccl_formats.txt has each as the sources of NCCL and torch have it --
+# --- Messages; tests/data/nccl_formats.txt has each as the sources of NCCL and torch have it --
 
 EVIDENCE = {
     "version": r"CCL(?<!with NCCL) version(?: :)? (\d+\.\d+\.\d+(?:\+\w+\.\d+)?)(?![\d:])",
