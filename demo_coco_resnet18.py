@@ -1003,21 +1003,13 @@ def usable_gpus(args):
     if args.device in ("cpu", "mps"):
         return 0
     gpus = torch.cuda.device_count()
-    if gpus and not usable:
-        reason = str(caught[0].message) if caught else "without a reason from PyTorch"
-        reason = reason.partition(" (Triggered internally")[0].partition(" Please update")[0]
-        advice = "Install a build for this driver (UV_TORCH_BACKEND=auto, or a wheel for CUDA "
-        advice += "12.x: driver 525 or newer; 13: 580), a newer driver, or --device cpu"
-        if "802" in reason:  # system not yet initialized: GPUs that are joined by NVSwitch
-            advice = "Is nvidia-fabricmanager running on this node?"
-        text = f"PyTorch {torch.__version__} cannot use this node's {counted(gpus, 'GPU')}: "
-        raise UserError(f"{text}{reason} | {advice}")
-    # NOTE: a GPU that PyTorch does not see must not be replaced by the CPU in silence.
-    if not gpus and (args.device == "cuda" or gpu_is_present()):
-        text = "--device cuda" if args.device == "cuda" else "this node has a GPU"
-        text += f", but PyTorch {torch.__version__} sees no GPU: see nvidia-smi, "
-        text += "CUDA_VISIBLE_DEVICES, and whether its build is for CPUs. Or give --device cpu"
-        raise UserError(text)
+    # NOTE: a GPU that PyTorch cannot use must not be replaced by the CPU in silence.
+    if not usable and (gpus or args.device == "cuda" or gpu_is_present()):
+        text = f"PyTorch {torch.__version__} "
+        text += f"cannot use this node's {counted(gpus, 'GPU')}" if gpus else "sees no GPU here"
+        text += f": {str(caught[0].message).partition(' (Triggered')[0]}" if caught else ""
+        text += " | see nvidia-smi, CUDA_VISIBLE_DEVICES and docs/running.md (Faults)"
+        raise UserError(f"{text}, or give --device cpu")
     return gpus
 
 

@@ -74,7 +74,7 @@ BAD_INPUT = [  # options, and what the one line names
     ("--annotation_path missing_image.json", r"set/images\b.*\bgone\.jpg"),
     ("--weights code.pt", r"code\.pt"),
     ("--coco_image_path no_folder", "the folder of images no_folder is not there"),
-    ("--device cuda", "sees no GPU: .*--device cpu"),
+    ("--device cuda", "sees no GPU here.*--device cpu"),
     ("--checkpoint pipe", "checkpoint pipe is not a regular file"),
     ("--coco_image_path cut", r"image cut/\d+\.jpg cannot be decoded: .*--decode"),
     ("--coco_image_path linked", r"linked lacks 1 of 8 listed images, the first is 0003\.jpg"),
