@@ -17,8 +17,7 @@ from types import ModuleType
 
 import pytest
 
-from support.forks import load
-from support.processes import ROOT, SCRIPT
+from support.processes import ROOT
 from support.slurm import SlurmCluster
 
 # A worker takes seconds to make the test files ready; written once, they and the tools are read by
@@ -101,8 +100,10 @@ def assert_recorded(pytestconfig: pytest.Config) -> Callable[[Path, str], None]:
 
 @pytest.fixture(scope="session")
 def demo() -> ModuleType:
-    """The script as a module."""
-    return load(str(SCRIPT))
+    """The script as a module: one for all tests of a worker."""
+    import demo_coco_resnet18
+
+    return demo_coco_resnet18
 
 
 @pytest.fixture(scope="session")

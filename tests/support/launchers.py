@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import demo_coco_resnet18 as demo
 import pytest
 
-from support.forks import load
 from support.nodes import NamespacePair
 from support.processes import (
     ROOT,
@@ -250,7 +250,6 @@ def place(env: dict[str, str]) -> tuple[str | None, ...]:
     """What the script makes of these variables: its launcher, rank 0's address, and the four
     numbers of torchrun. It adds to `env`.
     """
-    demo = load(str(SCRIPT))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", env)
         launcher = demo.find_launcher()
