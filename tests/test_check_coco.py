@@ -66,6 +66,7 @@ def test_ids_and_names_that_train_are_not_refused(images, tmp_path):
     for changes in (
         "images[*].id as text; annotations[*].image_id as text",
         "categories[*].id as text; annotations[*].category_id as text",
+        "annotations[*].category_id as floats",
         f'images[0].file_name = "{images}/0000.jpg"',
         'images[0].file_name = "../images/0000.jpg"',
     ):

@@ -125,7 +125,7 @@ def test_a_loop_that_fails_or_lacks_a_line_has_no_end(logs):
     assert said in lacking
 
 
-def test_a_spawned_loop_has_one_node_and_no_step_between_epochs(monkeypatch):
+def test_a_spawned_loop_has_one_node_and_no_step_between_epochs(monkeypatch, capfd):
     """Rank 1 of two, which no launcher has started. By the clock here a step takes a second, and
     what follows an epoch a minute.
     """
@@ -146,3 +146,4 @@ def test_a_spawned_loop_has_one_node_and_no_step_between_epochs(monkeypatch):
         now[0] += 60
     log.timer.read()
     assert log.timer.train_seconds == 4
+    assert "[CPU 1] Epoch 2 | Step 4 | " in capfd.readouterr().out  # also if no step follows

@@ -52,7 +52,7 @@ FIELDS = {
     "categories": {"id": int, "name": str},  # a whole number will do as a name
     "annotations": {"category_id": int, "image_id": int, "id": None},  # None: of any type
 }
-# Ids that belong together: all of such a pair may be text.
+# Ids that belong together: all of such a pair may be text, or written as 1.0.
 PAIRS = [
     [("images", "id"), ("annotations", "image_id")],
     [("categories", "id"), ("annotations", "category_id")],
@@ -105,17 +105,18 @@ def check_lists(content):
 
 def check_fields(content):
     """Each entry must have what FIELDS says."""
-    as_text = [
-        place
-        for pair in PAIRS
-        for place in pair
-        if all(isinstance(entry.get(key), str) for name, key in pair for entry in content[name])
-    ]
+    alike = {}  # the type of such a pair
+    for pair in PAIRS:
+        types = {type(entry.get(key)) for name, key in pair for entry in content[name]}
+        if len(types) == 1 and types <= {str, float}:
+            alike |= dict.fromkeys(pair, *types)
     for name, fields in FIELDS.items():
         for key, kind in fields.items():
             kinds = {kind, int} if key == "name" else {kind}
-            if (name, key) in as_text:
-                kinds = {str}
+            if (name, key) in alike:
+                kinds = {alike[name, key]}
+            elif (name, key) in PAIRS[1]:
+                kinds = {int, float}
             wrong = [
                 (index, entry)
                 for index, entry in enumerate(content[name])

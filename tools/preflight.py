@@ -125,7 +125,8 @@ def check_verbs(named: bool) -> None:
     wrong = "there is no /dev/infiniband/uverbs*: modprobe ib_uverbs, or give it to the container"
     devices = [path.name for path in Path("/dev/infiniband").glob("uverbs*")]
     report("" if devices else wrong, f"/dev/infiniband has {devices}", named=named)
-    if (limit := most_locked()) is not None and limit < 1 << 30:
+    limit = most_locked()
+    if limit is not None and limit < 1 << 30:
         wrong = f"only {limit >> 10} KiB may be locked, InfiniBand needs more: ulimit -l unlimited"
         wrong += ", in a container --cap-add=IPC_LOCK"
         report(wrong, named=named)
@@ -160,7 +161,7 @@ def meet(connection: socket.socket, me: dict) -> tuple[int, str]:
     """Both nodes do the same: tell of themselves, try each network of the other, tell what is
     wrong. Returns the other's rank, and where it was reached.
     """
-    networks = [(name, address) for name in IFNAME if (address := address_of(name))]
+    networks = [(name, address_of(name)) for name in IFNAME if address_of(name)]
     networks = networks or [("the route to MASTER_ADDR", connection.getsockname()[0])]
     with socket.create_server(("", 0)) as listener, connection.makefile("rb") as stream:
 

@@ -145,7 +145,8 @@ class Series:
         gpus = run.count_gpus(self.python)
         if self.args.network:
             runs = networks_of(self.args.network)
-            if moved := [name for name in MOVES if name in os.environ]:
+            moved = [name for name in MOVES if name in os.environ]
+            if moved:
                 text = "would take all runs to one network"
                 raise UserError(f"{', '.join(moved)} {text}: unset {' '.join(moved)}")
             for names in runs.values():
@@ -251,7 +252,8 @@ class Series:
         # Agg: a notebook's backend may be missing here.
         can_plot = [self.python, "-c", "import matplotlib.figure"]
         picture = folder / "compare.png"
-        if drawn := self.call(*can_plot, MPLBACKEND="Agg") == 0:
+        drawn = self.call(*can_plot, MPLBACKEND="Agg") == 0
+        if drawn:
             words += ["--plot", picture]
         code = self.call(self.python, ROOT / "tools/compare_logs.py", *words)
         if code != run.USER:  # 1: some run has failed

@@ -86,8 +86,10 @@ class StepLog:
         self.step += 1
         every, last = self.args.log_every, self.args.max_steps
         if (self.step - 1) % every == 0 or self.step == last:
-            loss = loss.detach().clone()  # it is read after the next step
-            self.due_line = demo.DueLine(self.epoch, self.step, loss, self.timer.now())
+            copied = loss.detach().to("cpu", non_blocking=self.process.gpu)
+            self.due_line = demo.DueLine(self.epoch, self.step, copied, self.timer.now())
+        if not self.process.gpu:  # a GPU still computes the step: there the next one logs it
+            self.log_due_line()
 
     def log_due_line(self):
         if self.due_line:
@@ -97,13 +99,13 @@ class StepLog:
     def __exit__(self, error, *_):
         if error is not None:
             return
+        self.log_due_line()
         steps = {*demo.all_gather(self.step)}
         if steps != {self.args.max_steps} or steps == {0}:
             made = f"{max(steps)} of {self.args.max_steps} steps"
             text = f"Stopped after {made}: give StepLog the loop's number as max_steps"
             demo.log_from_rank_0(self.process, text)
             return
-        self.log_due_line()
         sent = 4 if self.args.grad_compression == "none" else 2
         sent *= sum(map(torch.numel, self.parameters))
         digest = demo.digest_of_weights(each.detach().float() for each in self.parameters)
