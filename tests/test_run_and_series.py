@@ -7,7 +7,9 @@ import io
 import json
 import os
 import re
+import runpy
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 import run
 import series
 from run import Record, UserError
-from support.processes import SCRIPT
+from support.processes import ROOT, SCRIPT
 
 OWN, PEER = Record("RuntimeError", "full"), Record("PeerLost", "reset")
 UNMET = Record("NotConnected", "no connection to all ranks in 8 s")
@@ -339,3 +341,11 @@ def test_a_stop_that_came_before_a_run_has_a_process_ends_this_run():
     one = series.Series.__new__(series.Series)
     one.env, one.child, one.stopped = dict(os.environ), None, signal.SIGTERM
     assert one.call("sleep", 20) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("name", ["series", "preflight"])
+def test_an_older_python_is_named(monkeypatch, name):
+    """These two are started by the Python of the system."""
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
+    with pytest.raises(SystemExit, match=f"{name}.py: error: needs Python 3.10 or newer"):
+        runpy.run_path(str(ROOT / f"tools/{name}.py"))
