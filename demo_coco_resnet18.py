@@ -1007,7 +1007,9 @@ def usable_gpus(args):
     if not usable and (gpus or args.device == "cuda" or gpu_is_present()):
         text = f"PyTorch {torch.__version__} "
         text += f"cannot use this node's {counted(gpus, 'GPU')}" if gpus else "sees no GPU here"
-        text += f": {str(caught[0].message).partition(' (Triggered')[0]}" if caught else ""
+        for warning in caught[:1]:  # without a URL, or the place in PyTorch's source
+            reason = re.split(r" Please update| \(Triggered", str(warning.message))[0]
+            text += f": {reason}"
         text += " | see nvidia-smi, CUDA_VISIBLE_DEVICES and docs/running.md (Faults)"
         raise UserError(f"{text}, or give --device cpu")
     return gpus
@@ -1931,13 +1933,16 @@ DueLine = namedtuple("DueLine", "epoch step loss copied")
 
 def note_line(training, epoch, loss):
     """Makes the line of a step due. A GPU still computes the step: there the next one logs it."""
-    args, step, process = training.args, training.step, training.process
-    # Steps 1, 6, 11, ... with --log_every 5, and the last one; each rank, of its own images.
-    if (step - 1) % args.log_every == 0 or step == args.max_steps:
-        copied = loss.to("cpu", non_blocking=process.gpu)
-        training.due_line = DueLine(epoch, step, copied, training.timer.now())
-    if not process.gpu:
+    training.due_line = due_line(training.args, training.timer, epoch, training.step, loss)
+    if not training.process.gpu:
         log_due_line(training)
+
+
+def due_line(args, timer, epoch, step, loss):
+    """A DueLine in steps 1, 6, 11, ... with --log_every 5, and in the last one; else None."""
+    if (step - 1) % args.log_every and step != args.max_steps:
+        return None
+    return DueLine(epoch, step, loss.to("cpu", non_blocking=loss.is_cuda), timer.now())
 
 
 def log_due_line(training):
@@ -2006,11 +2011,14 @@ def facts_of_rank(process, timer, digest):
 
 def log_summary(training):
     """All ranks: rank 0 writes what the run did. Raises UserError if the replicas differ."""
-    model = training.model
-    gradient_bytes = 4 if training.args.grad_compression == "none" else 2
-    gradient_bytes *= sum(map(torch.numel, model.parameters()))
-    digest = digest_of_weights(model.state_dict().values())
-    log_times(training.process, training.timer, training.step, digest, gradient_bytes)
+    sent = bytes_of_gradients(training.args, training.model.parameters())
+    digest = digest_of_weights(training.model.state_dict().values())
+    log_times(training.process, training.timer, training.step, digest, sent)
+
+
+def bytes_of_gradients(args, parameters):
+    """Of all gradients while they travel."""
+    return (4 if args.grad_compression == "none" else 2) * sum(map(torch.numel, parameters))
 
 
 def log_times(process, timer, steps_made, digest, gradient_bytes):

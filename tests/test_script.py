@@ -403,6 +403,32 @@ def test_weights_that_are_not_finite_are_not_saved(alone, tmp_path):
         alone.save_checkpoint(training)
 
 
+def test_nodes_are_counted_where_each_process_has_local_rank_0(demo, monkeypatch):
+    """As torchrun --virtual-local-rank has it."""
+    monkeypatch.setattr(demo, "all_gather", lambda value: [value] * 4)
+    for on_each, nodes in ((2, 2), (4, 1)):
+        process = demo.ProcessInfo(world_size=4, local_world_size=on_each)
+        assert demo.facts_of_run(arguments(demo), process, [])["nodes"] == nodes
+
+
+def test_a_line_has_the_times_since_the_line_before(demo):
+    timer = demo.StepTimer(demo.ProcessInfo(), torch.ones(1, requires_grad=True))
+    for count in (2, 1):
+        for _ in range(count):
+            timer.mark("wait for data")
+            timer.mark("data arrived")
+            timer.end_step(4)
+        assert len(timer.since_last_line()) == count
+
+
+def test_a_time_left_of_centuries_is_no_number_of_hours(demo, capfd):
+    timer = SimpleNamespace(since_last_line=lambda: [demo.StepTime(0, 0, 2, 8)])
+    line = demo.DueLine(1, 5, torch.zeros(()), None)
+    for steps, left in ((10, "10s"), (10**9, "over 100 days")):
+        demo.log_step(demo.ProcessInfo(), timer, line, steps)
+        assert capfd.readouterr().out.endswith(f"| ETA {left}\n")
+
+
 def test_a_folder_without_rename_is_refused_at_the_start(alone, monkeypatch, tmp_path):
     """As on some mounts of object stores."""
 

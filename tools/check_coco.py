@@ -393,8 +393,8 @@ def check(annotations, folder=None, val=None, every=False):
         lines += describe(val, val_content)
         wanted = Counter(name for name, _ in count_classes(val_content))
         used = Counter(name for name, _ in count_classes(content))
-        every = Counter(category["name"] for category in content["categories"])
-        known = {name: used[name] or every[name] for name in wanted}
+        listed = Counter(category["name"] for category in content["categories"])
+        known = {name: used[name] or listed[name] for name in wanted}
         for path, counts in ((val, wanted), (annotations, known)):
             texts = [
                 f"annotation file {path}: {count} categories are called {name!r}, which has "

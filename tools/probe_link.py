@@ -178,7 +178,7 @@ def count(process: demo.ProcessInfo, buffer: torch.Tensor, ms: float, before: di
 
 
 def of_all_nodes(process: demo.ProcessInfo, carried: dict) -> list[dict]:
-    """What each node's interfaces and TCP have counted, and what NCCL wrote."""
+    """What each node's interfaces have counted, and what NCCL wrote."""
     host = socket.gethostname()
     places = demo.all_gather((host, os.getpid()))
     node = None

@@ -14,7 +14,6 @@ from time import perf_counter
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import demo_coco_resnet18 as demo
-import torch
 import torch.distributed as dist
 
 
@@ -84,10 +83,7 @@ class StepLog:
         self.log_due_line()
         self.timer.end_step(samples)
         self.step += 1
-        every, last = self.args.log_every, self.args.max_steps
-        if (self.step - 1) % every == 0 or self.step == last:
-            copied = loss.detach().to("cpu", non_blocking=self.process.gpu)
-            self.due_line = demo.DueLine(self.epoch, self.step, copied, self.timer.now())
+        self.due_line = demo.due_line(self.args, self.timer, self.epoch, self.step, loss.detach())
         if not self.process.gpu:  # a GPU still computes the step: there the next one logs it
             self.log_due_line()
 
@@ -106,8 +102,7 @@ class StepLog:
             text = f"Stopped after {made}: give StepLog the loop's number as max_steps"
             demo.log_from_rank_0(self.process, text)
             return
-        sent = 4 if self.args.grad_compression == "none" else 2
-        sent *= sum(map(torch.numel, self.parameters))
+        sent = demo.bytes_of_gradients(self.args, self.parameters)
         digest = demo.digest_of_weights(each.detach().float() for each in self.parameters)
         demo.log_times(self.process, self.timer, self.step, digest, sent)
         demo.log_end(self.process, self.began)

@@ -156,6 +156,12 @@ def test_with_restarts_node_0_refuses_a_checkpoint_that_is_there(folder, stub):
     assert "has a run already" in ended(launch(SINGLE, folder, *NO_SAMPLE, PYTHON=stub)).out
 
 
+def test_a_checkpoint_whose_name_begins_with_a_dash_stays_one_word(folder, stub):
+    words = [*NO_SAMPLE, "--checkpoint=-x.pt"]
+    (found,) = given(launch(SINGLE, folder, *words, PYTHON=stub, RESTARTS=1))
+    assert "--checkpoint=-x.pt" in found and "-x.pt" not in found
+
+
 OWN = ["--max_steps", "5", "--lr", "0.1"]
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from support.datasets import make_set
+from support.forks import run_forked
 from support.launchers import (
     COMMAND,
     FAST,
@@ -24,7 +25,7 @@ from support.launchers import (
     place,
 )
 from support.nodes import nameless, python_for, real_quota
-from support.processes import SCRIPT, Run, demo_command, require, run_demo, start
+from support.processes import ROOT, SCRIPT, Run, demo_command, require, run_demo, start
 
 # As inside a job step of SLURM, in which MPICH's mpiexec starts processes of its own.
 STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -87,6 +88,32 @@ def test_gpus_that_pytorch_cannot_use_are_an_error(demo, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert demo.usable_gpus(demo.parse_arguments(["--dummy", "--device", "cpu"])) == 0
+
+
+@pytest.mark.slow
+def test_a_real_pytorch_with_an_old_driver_says_so_and_trains_on_the_cpu_if_asked(
+    training, tmp_path
+):
+    """PyTorch sees two GPUs of an old driver: stub libraries, from beside the checkout."""
+    sources = ROOT.parent / "shared" / "fake_driver"
+    if not sources.is_dir() or not shutil.which("gcc"):  # with --ci as well: no clone has to
+        pytest.skip(f"the stubs of a driver cannot be built: {sources}, gcc")
+    if not torch.version.cuda:
+        pytest.skip("this build of PyTorch has no CUDA")
+    for source, library in (("cuda.c", "libcuda.so.1"), ("nvml.c", "libnvidia-ml.so.1")):
+        command = ["gcc", "-shared", "-fPIC", "-o", tmp_path / library, sources / source]
+        subprocess.run(command, check=True)
+    env = {"LD_LIBRARY_PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": None}
+    runs = [(2, training), (0, [*training, "--device", "cpu"])]
+    runs.append((0, training, {"CUDA_VISIBLE_DEVICES": ""}))
+    refused, *trained = run_forked(runs, env=env, expect=None)
+    assert refused.returncode == 2 and not refused.steps(0)
+    for rank in (0, 1):
+        (line,) = [line for line in refused.lines(rank) if line.startswith("ERROR: ")]
+        assert re.search("GPUs: CUDA initialization: .*driver.* or give --device cpu$", line)
+    for run in trained:
+        assert run.returncode == 0 and "UserWarning" not in run.out, run.tail()
+        assert_trained(run, 1, steps=6)
 
 
 # --- Packages and folders that do not work -----------------------------------------------------

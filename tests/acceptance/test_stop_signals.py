@@ -88,6 +88,15 @@ def test_a_stop_while_waiting_for_the_other_node_ends_at_once(training, tmp_path
 
 
 @pytest.mark.slow
+def test_a_stop_of_one_node_that_saves_nothing_ends_both(training, tmp_path):
+    """With its number, though no signal came to the other node."""
+    with two_nodes(tmp_path) as nodes:
+        started = nodes.train(*training)
+        started[1].signal(signal.SIGTERM)
+        end_within(10, started, 128 + signal.SIGTERM)
+
+
+@pytest.mark.slow
 def test_a_stop_before_the_first_step_is_not_called_saved(training, tmp_path):
     """While the ranks still load their libraries; a file of that name is of an earlier run."""
     (tmp_path / "old.pt").touch()
