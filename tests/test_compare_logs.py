@@ -444,6 +444,16 @@ def test_unlike_runs_are_refused_with_what_differs(tmp_path, settings, said):
         assert code == 0 and re.search(r"^\| lr +\| +not set \| +0\.1 \|$", out, re.MULTILINE)
 
 
+def test_repeats_of_one_run_that_are_unlike_are_refused(tmp_path):
+    """Their median would be of two things."""
+    first, second, third = made_runs(["= a/r1", "= a/r2", "= b"])
+    second.records["run"] = {"precision": "fp32"}
+    for one in (first, second, third):
+        one.write(tmp_path)
+    out, err, code = run_tool(tmp_path / "a", tmp_path / "b")
+    assert (out, code) == ("", 2) and "precision differs: bf16 in a/r1, fp32 in a/r2" in err
+
+
 # --- What the real programs write ----------------------------------------------------------------
 
 

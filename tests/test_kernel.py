@@ -457,6 +457,9 @@ def test_sentence_names_each_busy_interface():
         "sent 200.0 MB and received 200.0 MB on lo (loopback)"
     )
     assert describe_traffic({"interfaces": []}) == ""
+    link = {"name": "eth0", "kind": "ethernet", "tx_bytes": 3_000_000, "rx_bytes": 1_000_000}
+    words = "Sent 3.0 MB and received 1.0 MB on eth0 (ethernet)"
+    assert describe_traffic({"interfaces": [link]}) == words
 
 
 def test_command_prints_what_was_carried_since_the_last_record(kernel, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import re
@@ -294,9 +295,11 @@ def ran(monkeypatch, tmp_path) -> Callable:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(run, "count_gpus", lambda _: 0)
 
-    def train(codes: dict[str, int], last: str = "") -> tuple[int, list[dict], list]:
+    def train(
+        codes: dict[str, int], last: str = "", repeats: int = 4
+    ) -> tuple[int, list[dict], list]:
         one, calls, compared = series.Series.__new__(series.Series), [], []
-        one.args = argparse.Namespace(network=["a=lo", "b=lo"], processes="", repeats=4)
+        one.args = argparse.Namespace(network=["a=lo", "b=lo"], processes="", repeats=repeats)
         one.python, one.stopped, one.child, one.arguments = "python", 0, None, []
         one.env = {"LOG_DIR": str(tmp_path)}
         for place in codes:
@@ -314,6 +317,25 @@ def ran(monkeypatch, tmp_path) -> Callable:
         return one.train(), calls, compared
 
     return train
+
+
+def test_a_series_reuses_its_forty_ports_in_turn(ran):
+    """A run has two: the training's, and the probe's."""
+    _, calls, _ = ran({}, repeats=21)
+    ports = [int(each["MASTER_PORT"]) for each in calls]
+    assert len(calls) == 42 and min(ports) == 29500 and max(ports) < 29539
+    assert all(a != b for a, b in itertools.pairwise(ports))
+
+
+def test_only_a_second_ctrl_c_ends_a_run_at_once():
+    """Not the first one after another signal."""
+    one = run.Run.__new__(run.Run)
+    one.process, one.stopped, one.interrupts, one.log = None, 0, 0, io.BytesIO()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        one.stop(number, None)
+    assert one.stopped == signal.SIGTERM
+    with pytest.raises(SystemExit, match="130"):
+        one.stop(signal.SIGINT, None)
 
 
 def test_a_series_that_is_stopped_is_compared_as_far_as_it_came(ran):
