@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -419,6 +420,26 @@ def test_a_line_has_the_times_since_the_line_before(demo):
             timer.mark("data arrived")
             timer.end_step(4)
         assert len(timer.since_last_line()) == count
+
+
+def test_a_resumed_run_with_too_few_steps_for_a_trace_says_so(alone, capfd, tmp_path):
+    args = arguments(alone, "--profile", tmp_path / "none")
+    training = SimpleNamespace(args=args, process=alone.ProcessInfo(), step=5, profiler=None)
+    args.max_steps = 14
+    alone.start_profiler(training)
+    assert "WARNING: no --profile: it needs 10 steps, and 9 are left" in capfd.readouterr().out
+    assert training.profiler is None and not [*tmp_path.iterdir()]
+
+
+def test_the_timer_of_a_start_ends_with_it(demo, monkeypatch):
+    """It would end a training that takes longer."""
+    ended = []
+    monkeypatch.setattr(demo, "end_process", lambda *_: ended.append("late"))
+    for seconds, expected in ((0, []), (0.3, ["late"])):
+        with demo.connecting_ranks(SimpleNamespace(timeout=-4.9), demo.ProcessInfo()):
+            time.sleep(seconds)
+        time.sleep(0.3)
+        assert ended == expected
 
 
 def test_a_time_left_of_centuries_is_no_number_of_hours(demo, capfd):
